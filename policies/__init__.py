@@ -1,0 +1,1 @@
+"""The routing policy: what it may look at, how it is written, and how it decides."""

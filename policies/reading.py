@@ -1,0 +1,299 @@
+"""Read a request body into a `RequestProfile`, or say which field is wrong.
+
+The one table of fields, types and bounds; the gateway refuses with it before a worker is
+troubled, and a worker that is asked directly refuses with it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from policies.profile import (
+    OPENAI_DEFAULTS,
+    Endpoint,
+    RequestProfile,
+    Sampling,
+    SamplingDefaults,
+)
+
+# Kind of every media part of Chat Completions and of Responses (DESIGN section 4).
+MEDIA_KINDS = {
+    "image_url": "image",
+    "input_image": "image",
+    "image": "image",
+    "video_url": "video",
+    "video": "video",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "audio": "audio",
+    "file": "file",
+}
+ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+STRUCTURED_FIELDS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+
+_CONTROL_FIELDS = frozenset(
+    "model stream stream_options max_tokens max_completion_tokens stop n seed temperature top_p "
+    "top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias logprobs "
+    "draft_tokens thinking_budget metrics".split()
+)
+# Accepted because leaving them out changes nothing in the answer.
+_BOOKKEEPING_FIELDS = frozenset(
+    "user metadata store service_tier safety_identifier prompt_cache_key".split()
+)
+_ENDPOINT_FIELDS = {
+    Endpoint.CHAT: frozenset(
+        "messages tools tool_choice parallel_tool_calls response_format top_logprobs "
+        "chat_template_kwargs".split()
+    ).union(STRUCTURED_FIELDS),
+    Endpoint.COMPLETIONS: frozenset(("prompt", "echo")),
+}
+
+
+class FieldError(ValueError):
+    """A field of the body is missing, of the wrong type, out of bounds or not supported."""
+
+    def __init__(self, param: str | None, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+        self.message = message
+
+
+def read_profile(
+    body: Mapping[str, Any],
+    endpoint: Endpoint,
+    defaults: SamplingDefaults = OPENAI_DEFAULTS,
+) -> RequestProfile:
+    """Read a parsed body into its profile; raise `FieldError` naming the first wrong field."""
+    known = _CONTROL_FIELDS | _BOOKKEEPING_FIELDS | _ENDPOINT_FIELDS[endpoint]
+    for name in body:
+        if name not in known:
+            raise FieldError(name, f"Unknown field '{name}'.")
+    fields = _Fields(body)
+    media, messages, text_chars = _read_content(body, endpoint)
+    stream = fields.flag("stream")
+    return RequestProfile(
+        endpoint=endpoint,
+        model=fields.text("model"),
+        stream=stream,
+        include_usage=_include_usage(body, stream),
+        media=media,
+        sampling=_read_sampling(fields, defaults),
+        max_tokens=_read_max_tokens(fields, endpoint),
+        stop=_read_stop(body),
+        choices=fields.integer("n", 1, low=1, high=16) or 1,
+        top_logprobs=_read_logprobs(fields, endpoint),
+        tools=bool(_read_tools(body)),
+        structured_output=_structured(body),
+        thinking_budget=fields.integer("thinking_budget", None, low=0),
+        draft_tokens=fields.integer("draft_tokens", None, low=0, high=8),
+        messages=messages,
+        text_chars=text_chars,
+    )
+
+
+class _Fields:
+    """Typed access to the fields of a body; an explicit null counts as absent."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+
+    def text(self, name: str) -> str:
+        value = self._body.get(name)
+        if value is None:
+            raise FieldError(name, f"Missing required field '{name}'.")
+        if not isinstance(value, str) or not value:
+            raise FieldError(name, f"'{name}' must be a non-empty string.")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self._body.get(name)
+        if value is None:
+            return False
+        if not isinstance(value, bool):
+            raise FieldError(name, f"'{name}' must be true or false.")
+        return value
+
+    def integer(
+        self, name: str, default: int | None, *, low: int, high: int | None = None
+    ) -> int | None:
+        value = self._body.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise FieldError(name, f"'{name}' must be an integer.")
+        if value < low or (high is not None and value > high):
+            bounds = f"at least {low}" if high is None else f"between {low} and {high}"
+            raise FieldError(name, f"'{name}' must be {bounds}, not {value}.")
+        return value
+
+    def number(self, name: str, default: float, *, low: float, high: float) -> float:
+        value = self._body.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise FieldError(name, f"'{name}' must be a number.")
+        if not math.isfinite(value) or not low <= value <= high:
+            raise FieldError(name, f"'{name}' must be between {low:g} and {high:g}, not {value}.")
+        return float(value)
+
+    def get(self, name: str) -> Any:
+        return self._body.get(name)
+
+
+def _read_sampling(fields: _Fields, defaults: SamplingDefaults) -> Sampling:
+    top_k = fields.integer("top_k", defaults.top_k, low=-1) or 0
+    top_p = fields.number("top_p", defaults.top_p, low=0, high=1)
+    repetition = fields.number("repetition_penalty", 1.0, low=0, high=10)
+    if not repetition:
+        raise FieldError("repetition_penalty", "'repetition_penalty' must be above 0.")
+    if not top_p:
+        raise FieldError("top_p", "'top_p' must be above 0.")
+    return Sampling(
+        temperature=fields.number("temperature", defaults.temperature, low=0, high=2),
+        top_p=top_p,
+        top_k=max(top_k, 0),  # -1 is vLLM's spelling of "whole vocabulary"
+        min_p=fields.number("min_p", defaults.min_p, low=0, high=1),
+        seed=fields.integer("seed", None, low=-(2**63), high=2**63 - 1),
+        presence_penalty=fields.number("presence_penalty", 0.0, low=-2, high=2),
+        frequency_penalty=fields.number("frequency_penalty", 0.0, low=-2, high=2),
+        repetition_penalty=repetition,
+        logit_bias=_read_logit_bias(fields.get("logit_bias")),
+    )
+
+
+def _read_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        raise FieldError("logit_bias", "'logit_bias' must map token ids to numbers.")
+    if len(value) > 1024:
+        raise FieldError("logit_bias", "'logit_bias' may name at most 1024 tokens.")
+    pairs = []
+    for token, bias in value.items():
+        if not str(token).isdecimal():
+            raise FieldError("logit_bias", f"'logit_bias' names '{token}', not a token id.")
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not number or not -100 <= bias <= 100:
+            raise FieldError("logit_bias", "'logit_bias' values must be between -100 and 100.")
+        pairs.append((int(token), float(bias)))
+    return tuple(sorted(pairs))
+
+
+def _read_max_tokens(fields: _Fields, endpoint: Endpoint) -> int | None:
+    modern = fields.integer("max_completion_tokens", None, low=1)
+    classic = fields.integer("max_tokens", None, low=1)
+    if modern is not None and classic is not None and modern != classic:
+        raise FieldError(
+            "max_tokens", "'max_tokens' and 'max_completion_tokens' contradict each other."
+        )
+    asked = modern if modern is not None else classic
+    if asked is None and endpoint is Endpoint.COMPLETIONS:
+        return 16  # OpenAI's default for this endpoint
+    return asked
+
+
+def _read_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
+    value = body.get("stop")
+    if value is None:
+        return ()
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+        raise FieldError("stop", "'stop' must be a non-empty string or a list of them.")
+    if len(texts) > 16 or any(len(text) > 512 for text in texts):
+        raise FieldError("stop", "'stop' may hold at most 16 strings of at most 512 characters.")
+    return tuple(texts)
+
+
+def _read_logprobs(fields: _Fields, endpoint: Endpoint) -> int | None:
+    if endpoint is Endpoint.COMPLETIONS:
+        return fields.integer("logprobs", None, low=0, high=20)
+    wanted = fields.flag("logprobs")
+    top = fields.integer("top_logprobs", None, low=0, high=20)
+    if top is not None and not wanted:
+        raise FieldError("top_logprobs", "'top_logprobs' needs 'logprobs': true.")
+    return (top or 0) if wanted else None
+
+
+def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
+    tools = body.get("tools")
+    if tools is None:
+        return ()
+    if not isinstance(tools, list):
+        raise FieldError("tools", "'tools' must be a list.")
+    for index, tool in enumerate(tools):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise FieldError(f"tools[{index}]", "Each tool must be a function with a name.")
+    return tools if body.get("tool_choice") != "none" else ()
+
+
+def _structured(body: Mapping[str, Any]) -> bool:
+    chosen = body.get("response_format")
+    if chosen is not None:
+        kinds = ("text", "json_object", "json_schema")
+        kind = chosen.get("type") if isinstance(chosen, Mapping) else None
+        if kind not in kinds:
+            raise FieldError("response_format", f"'response_format.type' must be one of {kinds}.")
+        if kind != "text":
+            return True
+    return any(body.get(name) is not None for name in STRUCTURED_FIELDS)
+
+
+def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
+    options = body.get("stream_options")
+    if options is None:
+        return False
+    if not stream:
+        raise FieldError("stream_options", "'stream_options' needs 'stream': true.")
+    if not isinstance(options, Mapping):
+        raise FieldError("stream_options", "'stream_options' must be an object.")
+    return _Fields(options).flag("include_usage")
+
+
+def _read_content(
+    body: Mapping[str, Any], endpoint: Endpoint
+) -> tuple[tuple[tuple[str, int], ...], int, int]:
+    """Count media by kind, messages, and characters of text."""
+    if endpoint is Endpoint.COMPLETIONS:
+        prompt = body.get("prompt")
+        if not isinstance(prompt, str):
+            raise FieldError("prompt", "'prompt' must be one string.")
+        return (), 1, len(prompt)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise FieldError("messages", "'messages' must be a non-empty list.")
+    media: Counter[str] = Counter()
+    text_chars = 0
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, Mapping):
+            raise FieldError(where, "A message must be an object.")
+        if message.get("role") not in ROLES:
+            raise FieldError(f"{where}.role", f"The role must be one of {sorted(ROLES)}.")
+        content = message.get("content")
+        if isinstance(content, str):
+            text_chars += len(content)
+        elif isinstance(content, list):
+            text_chars += _read_parts(content, f"{where}.content", media)
+        elif content is not None or not message.get("tool_calls"):
+            raise FieldError(f"{where}.content", "The content must be a string or a list of parts.")
+    return tuple(sorted(media.items())), len(messages), text_chars
+
+
+def _read_parts(parts: list[Any], where: str, media: Counter[str]) -> int:
+    """Count the media of one message's parts into `media`; return its characters of text."""
+    text_chars = 0
+    for index, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("text", "input_text", "output_text"):
+            if not isinstance(part.get("text"), str):
+                raise FieldError(f"{where}[{index}].text", "A text part needs a 'text' string.")
+            text_chars += len(part["text"])
+        elif kind in MEDIA_KINDS:
+            media[MEDIA_KINDS[kind]] += 1
+        else:
+            raise FieldError(f"{where}[{index}].type", "This kind of content part is not known.")
+    return text_chars

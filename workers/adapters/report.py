@@ -1,0 +1,143 @@
+"""The report of a worker: what it serves, how busy it is, what speculation brought.
+
+It travels in every heartbeat and stands in `/v1/status`. Counts are those of one boot of one
+worker and only grow; whoever adds workers up adds the last report of every boot.
+"""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+
+
+class Record(BaseModel):
+    """A frozen record that refuses unknown fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Speculation(Record):
+    """Draft and verify counts of one request, or the sum over many.
+
+    A step is one verify of one request's draft; the bonus token is not an accepted one.
+    `histogram[j]` counts the steps that accepted exactly j (vLLM #48915), so that
+    `attempted == accepted + rejected + errors` holds at every moment.
+    """
+
+    num_spec_tokens: NonNegativeInt = 0
+    """k, the largest draft of any step."""
+    steps: NonNegativeInt = 0
+    drafted: NonNegativeInt = 0
+    accepted: NonNegativeInt = 0
+    errors: NonNegativeInt = 0
+    """Draft tokens asked for that the drafter failed to bring or the verify to judge."""
+    histogram: tuple[NonNegativeInt, ...] = ()
+
+    @property
+    def rejected(self) -> int:
+        """Count the drafted tokens that the target did not choose."""
+        return self.drafted - self.accepted - self.errors
+
+    @property
+    def accepted_per_position(self) -> tuple[int, ...]:
+        """Count, for each draft position, the steps that accepted it."""
+        return tuple(sum(self.histogram[i + 1 :]) for i in range(len(self.histogram) - 1))
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens a step, the bonus token included; 1.0 when nothing was drafted."""
+        return 1.0 + (self.accepted / self.steps if self.steps else 0.0)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over judged draft tokens; 0.0 when none was judged."""
+        judged = self.accepted + self.rejected
+        return self.accepted / judged if judged else 0.0
+
+    def __add__(self, other: Speculation) -> Speculation:
+        """Add two counts; histograms of different k are aligned at zero."""
+        length = max(len(self.histogram), len(other.histogram))
+        mine = self.histogram + (0,) * (length - len(self.histogram))
+        theirs = other.histogram + (0,) * (length - len(other.histogram))
+        return Speculation(
+            num_spec_tokens=max(self.num_spec_tokens, other.num_spec_tokens),
+            steps=self.steps + other.steps,
+            drafted=self.drafted + other.drafted,
+            accepted=self.accepted + other.accepted,
+            errors=self.errors + other.errors,
+            histogram=tuple(a + b for a, b in zip(mine, theirs, strict=True)),
+        )
+
+    def as_request_metrics(self) -> dict[str, object]:
+        """Render vLLM's per-request shape (DESIGN section 5)."""
+        return {
+            "num_spec_tokens": self.num_spec_tokens,
+            "num_spec_steps": self.steps,
+            "num_draft_tokens": self.drafted,
+            "num_accepted_draft_tokens": self.accepted,
+            "acceptance_histogram": list(self.histogram),
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "draft_acceptance_rate": self.acceptance_rate,
+        }
+
+
+class LaneReport(Record):
+    """One lane at one moment."""
+
+    name: str
+    running: NonNegativeInt = 0
+    waiting: NonNegativeInt = 0
+    slots: NonNegativeInt = 1
+    """Rows that may run side by side."""
+    mtp_enabled: bool = False
+    requested_draft_tokens: NonNegativeInt = 0
+    effective_draft_tokens: NonNegativeInt = 0
+    speculation: Speculation = Field(default_factory=Speculation)
+    bypass_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    requests: NonNegativeInt = 0
+    """Finished since boot, cancelled and failed ones too."""
+    prompt_tokens: NonNegativeInt = 0
+    completion_tokens: NonNegativeInt = 0
+
+
+class WorkerReport(Record):
+    """One worker at one moment, read as one consistent snapshot."""
+
+    worker_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    boot_id: str
+    """New at every start, so that counts of two lives are never mixed."""
+    url: str
+    """Where the gateway reaches it, e.g. http://192.168.1.20:9200."""
+    model: str
+    context_tokens: NonNegativeInt
+    ready: bool = True
+    draining: bool = False
+    memory_bytes: NonNegativeInt = 0
+    lanes: tuple[LaneReport, ...]
+
+
+def mtp_block(lanes: tuple[LaneReport, ...]) -> dict[str, object]:
+    """Render the `mtp` block of `/v1/status` for any set of lanes (DESIGN section 5)."""
+    if not any(lane.mtp_enabled for lane in lanes):
+        return {"enabled": False}
+    total = sum((lane.speculation for lane in lanes), Speculation())
+    bypass: dict[str, int] = {}
+    for lane in lanes:
+        for reason, count in lane.bypass_counts.items():
+            bypass[reason] = bypass.get(reason, 0) + count
+    steps = total.steps
+    return {
+        "enabled": True,
+        "requested_draft_tokens": max(lane.requested_draft_tokens for lane in lanes),
+        "effective_draft_tokens": max(lane.effective_draft_tokens for lane in lanes),
+        "drafts": steps,
+        "attempted": total.drafted,
+        "accepted": total.accepted,
+        "rejected": total.rejected,
+        "errors": total.errors,
+        "acceptance_rate": total.acceptance_rate,
+        "mean_acceptance_length": total.mean_acceptance_length,
+        "acceptance_rate_per_position": [
+            count / steps if steps else 0.0 for count in total.accepted_per_position
+        ],
+        "bypass_counts": dict(sorted(bypass.items())),
+    }

@@ -1,0 +1,1 @@
+"""The MLX engine: one copy of the weights, two lanes, one thread that owns every MLX call."""

@@ -1,0 +1,136 @@
+"""What goes into the engine and what comes out: frozen records, no MLX type in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from policies.profile import Bypass, Sampling
+from workers.adapters.report import Speculation
+
+
+class LaneName(StrEnum):
+    """The two lanes of a worker; they share one copy of the weights."""
+
+    TEXT_MTP = "text-mtp"
+    VLM = "vlm"
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """One decoded picture: RGB bytes, row by row from the top."""
+
+    width_px: int
+    height_px: int
+    rgb: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A rendered prompt; `text` holds one image marker of the model's own for each picture."""
+
+    text: str
+    pictures: tuple[Picture, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One answer to be generated (a request with n = 3 becomes three of them)."""
+
+    request_id: str
+    lane: LaneName
+    prompt: Prompt
+    sampling: Sampling
+    max_tokens: int | None = None
+    """None means up to the end of the context window."""
+    stop: tuple[str, ...] = ()
+    top_logprobs: int | None = None
+    draft_tokens: int | None = None
+    """k wanted by this request; None takes the worker's setting."""
+    bypass: tuple[Bypass, ...] = ()
+    """Why it does not speculate, counted in the lane's `bypass_counts`; empty if it may."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """The log-probability of one emitted token and of the likeliest alternatives."""
+
+    token_id: int
+    text: str
+    logprob: float
+    top: tuple[tuple[int, str, float], ...] = ()
+    """(token id, text, log-probability), likeliest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Exact token counts of one generation."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """Newly decided text; empty while a stop string or a split character may still follow."""
+
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The end of one generation; nothing follows."""
+
+    reason: FinishReason
+    usage: Usage
+    speculation: Speculation = field(default_factory=Speculation)
+
+
+Event = Delta | Finished
+"""Zero or more `Delta`, then one `Finished`; a failure is raised out of the iterator instead."""
+
+
+class EngineError(Exception):
+    """The engine cannot run or finish a generation.
+
+    EngineError
+    +-- InvalidGeneration   this request can never run here (names the field)
+    +-- EngineBusy          the queue is full; try again later
+    +-- GenerationFailed    it broke while running; others go on
+    +-- EngineStopped       the engine is shutting down or its thread has died
+    """
+
+
+class InvalidGeneration(EngineError):
+    """The request can never run on this engine; `param` names the field of the body."""
+
+    def __init__(self, param: str, message: str, code: str = "invalid_value") -> None:
+        super().__init__(message)
+        self.param = param
+        self.message = message
+        self.code = code
+
+
+class EngineBusy(EngineError):
+    """The waiting line is full; `retry_after_s` says when a try may pay."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("The waiting line of this lane is full.")
+        self.retry_after_s = retry_after_s
+
+
+class GenerationFailed(EngineError):
+    """One generation broke; the lane goes on with the others."""
+
+
+class EngineStopped(EngineError):
+    """The engine takes no more work."""
