@@ -1,0 +1,28 @@
+.DEFAULT_GOAL := help
+.PHONY: help up test check bench lock
+
+BIN := .venv/bin
+
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+up: ## set up what is missing, then run the gateway and one worker (ARGS="--model ...")
+	@scripts/setup worker
+	@exec $(BIN)/paceline up $(ARGS)
+
+test: ## set up what is missing, then run the tests (ARGS="tests/gateway -k stream")
+	@scripts/setup dev
+	@exec $(BIN)/pytest $(ARGS)
+
+check: ## lint, format and types
+	@scripts/setup dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+bench: ## print the benchmarks
+	@scripts/setup dev
+	@exec $(BIN)/python -m bench $(ARGS)
+
+lock: ## write locks/ anew from pyproject.toml (needs uv)
+	@scripts/lock
