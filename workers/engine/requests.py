@@ -107,6 +107,7 @@ class EngineError(Exception):
     +-- EngineBusy          the queue is full; try again later
     +-- GenerationFailed    it broke while running; others go on
     +-- EngineStopped       the engine is shutting down or its thread has died
+    +-- ModelUnusable       the model folder cannot be served
     """
 
 
@@ -134,3 +135,7 @@ class GenerationFailed(EngineError):
 
 class EngineStopped(EngineError):
     """The engine takes no more work."""
+
+
+class ModelUnusable(EngineError):
+    """The model folder cannot be served; the message says what to look at."""

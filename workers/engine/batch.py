@@ -1,0 +1,111 @@
+"""The rows that decode together, and their caches: join at any round, leave at any round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from workers.engine.row_cache import RowCache
+from workers.engine.rows import Row
+from workers.engine.seam import ArraysCache, KVCache, LayerCache
+
+
+class Batch:
+    """Live rows and, row by row, their caches, the head's caches and the last chosen token.
+
+    Between rounds the target's and the head's caches hold exactly prompt + answer[:-1], and
+    `seed_hidden` is the head's state that drafts the first token behind the answer.
+    """
+
+    def __init__(self, *, shared: bool) -> None:
+        """Make an empty batch; one that is not shared never holds more than one row."""
+        self._shared = shared
+        self.clear()
+
+    def clear(self) -> None:
+        """Drop all rows and free what they held."""
+        self.rows: list[Row] = []
+        self.caches: list[LayerCache] = []
+        self.head_caches: list[LayerCache] = []
+        self.last: mx.array = mx.zeros((0,), dtype=mx.int32)
+        """[rows]: the last token of every answer, in no cache yet."""
+        self.seed_hidden: mx.array | None = None
+        """[rows, 1, width], None in a lane that does not draft."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def positions(self, length: int) -> mx.array:
+        """Return the text positions [rows, length] of the next tokens."""
+        starts = [row.context + row.position_offset for row in self.rows]
+        return mx.array(starts, dtype=mx.int32)[:, None] + mx.arange(length, dtype=mx.int32)
+
+    def head_positions(self, length: int) -> mx.array:
+        """Return the head's positions [rows, length]: plain slot numbers, pictures or not."""
+        cursors = self.head_caches[0].offset
+        return cursors[:, None] + mx.arange(length, dtype=mx.int32)
+
+    def join(
+        self,
+        row: Row,
+        caches: Sequence[LayerCache],
+        head_caches: Sequence[LayerCache],
+        last: int,
+        seed_hidden: mx.array | None,
+    ) -> None:
+        """Add a prefilled row; its caches are taken over."""
+        new_caches = [_rowwise(cache) for cache in caches] if self._shared else list(caches)
+        new_head_caches = [_rowwise(cache) for cache in head_caches]
+        token = mx.array([last], dtype=mx.int32)
+        if not self.rows:
+            self.caches, self.head_caches = new_caches, new_head_caches
+            self.last, self.seed_hidden = token, seed_hidden
+        else:
+            for mine, new in zip(
+                self.caches + self.head_caches, new_caches + new_head_caches, strict=True
+            ):
+                _extend(mine, new)
+            self.last = mx.concatenate([self.last, token])
+            if self.seed_hidden is not None and seed_hidden is not None:
+                self.seed_hidden = mx.concatenate([self.seed_hidden, seed_hidden])
+        self.rows.append(row)
+        self.evaluate()
+
+    def keep(self, indices: Sequence[int]) -> None:
+        """Drop all rows but these."""
+        if len(indices) == len(self.rows):
+            return
+        if not indices:
+            self.clear()
+            return
+        chosen = mx.array(indices, dtype=mx.int32)
+        self.rows = [self.rows[index] for index in indices]
+        for cache in self.caches + self.head_caches:
+            if isinstance(cache, RowCache):
+                cache.keep(indices)
+            else:
+                cache.filter(chosen)
+        self.last = self.last[chosen]
+        if self.seed_hidden is not None:
+            self.seed_hidden = self.seed_hidden[chosen]
+
+    def evaluate(self) -> None:
+        """Compute what the caches hold, layer by layer, so that no copy outlives its layer."""
+        for cache in self.caches + self.head_caches:
+            mx.eval(cache.state)
+
+
+def _rowwise(cache: LayerCache) -> LayerCache:
+    if isinstance(cache, KVCache):
+        return RowCache([cache.offset], cache.keys, cache.values)
+    return cache
+
+
+def _extend(cache: LayerCache, other: LayerCache) -> None:
+    if isinstance(cache, RowCache):
+        assert isinstance(other, RowCache)
+        cache.join(other)
+    else:
+        assert isinstance(cache, ArraysCache)
+        cache.extend(other)

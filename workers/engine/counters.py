@@ -1,0 +1,105 @@
+"""What a lane has done since it started: counts that only grow, read as one snapshot."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+
+from policies.profile import Bypass
+from workers.adapters.report import LaneReport, Speculation
+from workers.engine.requests import LaneName, Usage
+
+
+class SpeculationTally:
+    """Draft and verify counts of one row, step by step."""
+
+    def __init__(self, draft_tokens: int) -> None:
+        self._draft_tokens = draft_tokens
+        self._histogram = [0] * (draft_tokens + 1)
+        self._steps = 0
+        self._drafted = 0
+        self._accepted = 0
+        self._errors = 0
+
+    def step(self, drafted: int, accepted: int) -> None:
+        """Count one verify of this row's draft."""
+        self._steps += 1
+        self._drafted += drafted
+        self._accepted += accepted
+        self._histogram[accepted] += 1
+
+    def fail(self, drafted: int) -> None:
+        """Count draft tokens that were wanted and never came."""
+        self._drafted += drafted
+        self._errors += drafted
+
+    def total(self) -> Speculation:
+        """Return the counts so far."""
+        if not self._draft_tokens:
+            return Speculation()
+        return Speculation(
+            num_spec_tokens=self._draft_tokens,
+            steps=self._steps,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            errors=self._errors,
+            histogram=tuple(self._histogram),
+        )
+
+
+class LaneCounters:
+    """The sums of one lane; written by the engine thread, read by any."""
+
+    def __init__(
+        self, name: LaneName, *, slots: int, requested_draft_tokens: int, draft_tokens: int
+    ) -> None:
+        self._lock = threading.Lock()
+        self._name = name
+        self._slots = slots
+        self._requested_draft_tokens = requested_draft_tokens
+        self._draft_tokens = draft_tokens
+        self._bypass: Counter[str] = Counter()
+        self._speculation = Speculation()
+        self._requests = 0
+        self._prompt_tokens = 0
+        self._completion_tokens = 0
+        self._running = 0
+        self._waiting = 0
+
+    def admit(self, bypass: Iterable[Bypass]) -> None:
+        """Count why a newly admitted request will not speculate; reasons may overlap."""
+        with self._lock:
+            self._bypass.update(str(reason) for reason in bypass)
+
+    def finish(self, usage: Usage, speculation: Speculation) -> None:
+        """Count a request that has ended, for whatever reason."""
+        with self._lock:
+            self._requests += 1
+            self._prompt_tokens += usage.prompt_tokens
+            self._completion_tokens += usage.completion_tokens
+            self._speculation += speculation
+
+    def occupy(self, *, running: int, waiting: int) -> None:
+        """Note how many requests hold a row and how many wait for one."""
+        with self._lock:
+            self._running = running
+            self._waiting = waiting
+
+    def report(self) -> LaneReport:
+        """Return one consistent snapshot."""
+        with self._lock:
+            return LaneReport(
+                name=self._name,
+                running=self._running,
+                waiting=self._waiting,
+                slots=self._slots,
+                mtp_enabled=self._draft_tokens > 0,
+                requested_draft_tokens=self._requested_draft_tokens,
+                effective_draft_tokens=self._draft_tokens,
+                speculation=self._speculation,
+                bypass_counts=dict(self._bypass),
+                requests=self._requests,
+                prompt_tokens=self._prompt_tokens,
+                completion_tokens=self._completion_tokens,
+            )

@@ -1,0 +1,108 @@
+"""Read a prompt into fresh caches, a chunk at a time, target and MTP head side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from workers.engine.rows import Row
+from workers.engine.seam import Embedded, KVCache, LayerCache, MtpHead, Target
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Prefill:
+    """A row whose prompt is being read. Pictures are read with the first chunk's forward pass."""
+
+    row: Row
+    caches: list[LayerCache]
+    head_caches: list[KVCache]
+    embedded: Embedded | None = None
+    done: int = 0
+    """Prompt tokens in the target's caches; the head's hold one less."""
+    last_hidden: mx.array | None = None
+    """[1, 1, width] of the last token read."""
+    scores: mx.array | None = field(default=None)
+    """[1, 1, vocabulary] behind the whole prompt, once it has been read."""
+
+    @property
+    def complete(self) -> bool:
+        """Say whether the whole prompt has been read."""
+        return self.done == len(self.row.prompt.tokens)
+
+
+def begin_prefill(row: Row, target: Target, head: MtpHead | None) -> Prefill:
+    """Open the caches of a row; look at its pictures."""
+    embedded = None
+    if row.prompt.media:
+        media = {name: mx.array(array) for name, array in row.prompt.media.items()}
+        embedded = target.embed(mx.array([row.prompt.tokens], dtype=mx.int32), media)
+        row.position_offset = embedded.position_offset
+    return Prefill(
+        row=row,
+        caches=target.new_caches(),
+        head_caches=head.new_caches() if head else [],
+        embedded=embedded,
+    )
+
+
+def read_chunk(prefill: Prefill, target: Target, head: MtpHead | None, chunk_tokens: int) -> None:
+    """Read the next `chunk_tokens` of the prompt at most."""
+    tokens = prefill.row.prompt.tokens
+    begin = prefill.done
+    end = min(begin + chunk_tokens, len(tokens))
+    embedded = prefill.embedded
+    if embedded is not None and embedded.extras:
+        end = len(tokens)  # what the family adds beside its embeddings cannot be cut in pieces
+    positions = mx.arange(begin, end, dtype=mx.int32)[None]
+    if embedded is not None and embedded.positions is not None:
+        positions = embedded.positions[..., begin:end]
+    forward = target.forward(
+        mx.array([tokens[begin:end]], dtype=mx.int32),
+        prefill.caches,
+        positions,
+        embeddings=embedded.embeddings[:, begin:end] if embedded else None,
+        extras=embedded.extras if embedded else None,
+    )
+    if head is not None and forward.hidden is not None:
+        _read_with_head(prefill, head, forward.hidden, begin, end)
+    prefill.done = end
+    if forward.hidden is not None:
+        prefill.last_hidden = forward.hidden[:, -1:]
+    if prefill.complete:
+        prefill.scores = target.scores(forward, last=1)
+    mx.eval(
+        prefill.last_hidden if prefill.scores is None else (prefill.scores, prefill.last_hidden),
+        [cache.state for cache in (*prefill.caches, *prefill.head_caches) if not cache.empty()],
+    )
+
+
+def _read_with_head(
+    prefill: Prefill, head: MtpHead, hidden: mx.array, begin: int, end: int
+) -> None:
+    """Give the head what it can pair: the hidden state of token i with token i + 1."""
+    tokens = prefill.row.prompt.tokens
+    if prefill.last_hidden is not None:
+        hidden = mx.concatenate([prefill.last_hidden, hidden[:, :-1]], axis=1)
+        begin -= 1
+    else:
+        hidden = hidden[:, :-1]
+    if end - 1 > begin:
+        head.forward(
+            mx.array([tokens[begin + 1 : end]], dtype=mx.int32),
+            hidden,
+            prefill.head_caches,
+            mx.arange(begin, end - 1, dtype=mx.int32)[None],
+        )
+
+
+def seed_head(prefill: Prefill, head: MtpHead, first_token: int) -> mx.array:
+    """Show the head the first token of the answer; return the state [1, 1, width] that drafts."""
+    assert prefill.last_hidden is not None
+    position = len(prefill.row.prompt.tokens) - 1
+    return head.forward(
+        mx.array([[first_token]], dtype=mx.int32),
+        prefill.last_hidden,
+        prefill.head_caches,
+        mx.array([[position]], dtype=mx.int32),
+    )

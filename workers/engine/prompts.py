@@ -1,0 +1,116 @@
+"""From messages to tokens: the chat template, the tokenizer, the picture processor.
+
+None of it touches the MLX thread: it runs in whatever thread the caller likes, and hands over
+plain numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jinja2
+import numpy as np
+from mlx_vlm.utils import prepare_inputs
+from PIL import Image
+
+from workers.engine.requests import InvalidGeneration, Picture, Prompt
+
+TEMPLATE_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedPrompt:
+    """Token ids, and the arrays of the picture processor where there are pictures."""
+
+    tokens: tuple[int, ...]
+    media: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+
+
+class PromptRenderer:
+    """Renders and tokenizes prompts for one checkpoint; safe to call from any thread."""
+
+    def __init__(self, processor: Any) -> None:
+        self._processor = processor
+        self._tokenizer = getattr(processor, "tokenizer", processor)
+        has_template = getattr(processor, "chat_template", None)
+        self._templated = processor if has_template else self._tokenizer
+
+    @property
+    def sees_pictures(self) -> bool:
+        """Say whether the checkpoint has a picture processor."""
+        return getattr(self._processor, "image_processor", None) is not None
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Render messages by the checkpoint's chat template, ready for the assistant's turn."""
+        if not getattr(self._templated, "chat_template", None):
+            raise InvalidGeneration(
+                "messages", "This model has no chat template; use /v1/completions."
+            )
+        # Thinking costs seconds and nobody asked for it; whoever does names it.
+        arguments = {"enable_thinking": False, **(template_kwargs or {})}
+        if tools:
+            arguments["tools"] = list(tools)
+        try:
+            rendered = self._templated.apply_chat_template(
+                [_for_template(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                **arguments,
+            )
+        except jinja2.TemplateError as error:
+            raise InvalidGeneration(
+                "messages", f"The model's chat template refuses these messages: {error}"
+            ) from error
+        return str(rendered)
+
+    def prepare(self, prompt: Prompt) -> PreparedPrompt:
+        """Tokenize a rendered prompt and process its pictures."""
+        if not prompt.pictures:
+            tokens = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
+            return PreparedPrompt(tokens=tuple(tokens))
+        if not self.sees_pictures:
+            raise InvalidGeneration("messages", "This model cannot see pictures.")
+        inputs = prepare_inputs(
+            self._processor, images=[_image(p) for p in prompt.pictures], prompts=[prompt.text]
+        )
+        arrays = {
+            name: np.array(value) for name, value in inputs.items() if hasattr(value, "shape")
+        }
+        tokens = arrays.pop("input_ids")[0].tolist()
+        arrays.pop("attention_mask", None)
+        return PreparedPrompt(tokens=tuple(tokens), media=arrays)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, without the control tokens of the template."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def spell(self, token: int) -> str:
+        """Return one token as it stands in the vocabulary, control tokens too."""
+        return str(self._tokenizer.decode([token]))
+
+
+def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Reduce a message to what templates know: pictures become bare markers."""
+    plain = {name: value for name, value in message.items() if value is not None}
+    content = plain.get("content", "")
+    if isinstance(content, list):
+        content = [
+            {"type": "image"}
+            if part["type"] in TEMPLATE_PICTURE_TYPES
+            else {"type": "text", "text": part.get("text", "")}
+            for part in content
+        ]
+        if all(part["type"] == "text" for part in content):
+            content = "".join(part["text"] for part in content)
+    return {**plain, "content": content}
+
+
+def _image(picture: Picture) -> Image.Image:
+    return Image.frombytes("RGB", (picture.width_px, picture.height_px), picture.rgb)

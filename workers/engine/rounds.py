@@ -1,0 +1,102 @@
+"""One round of a batch: draft, verify, accept, commit, all rows at once and each for itself.
+
+Speculative decoding by match (Leviathan et al. 2023, arXiv 2211.17192, for a draft of the likeliest
+tokens): the target chooses a token at every position by the row's own rules, and a drafted token is
+kept when it is that very choice. So every row gets exactly the tokens it would get without
+speculation, whatever sampler it uses and whoever shares its batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from workers.engine.batch import Batch
+from workers.engine.sampling import choose
+from workers.engine.seam import MtpHead, Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundResult:
+    """What one round decided, row by row."""
+
+    drafted: tuple[int, ...]
+    """Draft tokens judged."""
+    tokens: tuple[tuple[int, ...], ...]
+    """The accepted drafts, then the one token that the target adds."""
+    scores: mx.array
+    """[rows, 1, vocabulary]: the scores behind the first token, for whoever reports them."""
+
+
+def run_round(batch: Batch, target: Target, head: MtpHead | None) -> RoundResult:
+    """Advance every row of the batch by one verify of up to its own draft limit."""
+    limits = [max(row.draft_limit, 0) if head else 0 for row in batch.rows]
+    length = max(limits)
+    drafts = _draft(batch, head, length)
+
+    inputs = mx.concatenate([batch.last[:, None], drafts], axis=1)
+    append = target.append(batch.caches, length + 1)
+    forward = target.forward(inputs, batch.caches, batch.positions(length + 1))
+    scores = target.scores(forward)
+    chosen = choose(scores, [row.chooser() for row in batch.rows])
+    accepted, bonus = _accept(drafts, chosen, limits)
+    decided = mx.concatenate([accepted[:, None], chosen], axis=1).tolist()  # the one host sync
+    counts = [row[0] for row in decided]
+    append.commit([count + 1 for count in counts])
+
+    batch.last = bonus
+    if head is not None and forward.hidden is not None:
+        _replay(batch, head, chosen, forward.hidden, counts)
+    # The device goes on with the head while the host turns tokens into text.
+    mx.async_eval(batch.last, batch.seed_hidden, [cache.state for cache in batch.caches])
+    return RoundResult(
+        drafted=tuple(limits),
+        tokens=tuple(
+            # An accepted draft is the target's own choice, so the choices are the answer.
+            tuple(row[1 : count + 2])
+            for row, count in zip(decided, counts, strict=True)
+        ),
+        scores=scores[:, :1],
+    )
+
+
+def _draft(batch: Batch, head: MtpHead | None, length: int) -> mx.array:
+    """Let the head guess the next `length` tokens of every row: [rows, length]."""
+    if head is None or length == 0:
+        return mx.zeros((len(batch), 0), dtype=mx.int32)
+    state = batch.seed_hidden
+    assert state is not None
+    drafts = [head.draft(state)]
+    while len(drafts) < length:
+        state = head.forward(drafts[-1][:, None], state, batch.head_caches, batch.head_positions(1))
+        drafts.append(head.draft(state))
+    return mx.stack(drafts, axis=1)
+
+
+def _accept(drafts: mx.array, chosen: mx.array, limits: list[int]) -> tuple[mx.array, mx.array]:
+    """Count the leading drafts [rows] that were chosen, and take the token behind them [rows]."""
+    length = drafts.shape[1]
+    if length == 0:
+        return mx.zeros((drafts.shape[0],), dtype=mx.int32), chosen[:, 0]
+    asked = mx.arange(length)[None] < mx.array(limits)[:, None]
+    matches = mx.logical_and(drafts == chosen[:, :length], asked)
+    accepted = mx.cumprod(matches.astype(mx.int32), axis=1).sum(axis=1)
+    return accepted, mx.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
+
+
+def _replay(
+    batch: Batch, head: MtpHead, chosen: mx.array, hidden: mx.array, counts: list[int]
+) -> None:
+    """Replace what the head stored for its own guesses by what the target really saw.
+
+    The choices behind a row's bonus token are read too and forgotten again: one forward pass for
+    all rows costs less than one a row.
+    """
+    for cache in batch.head_caches:
+        cache.rewind()
+    state = head.forward(chosen, hidden, batch.head_caches, batch.head_positions(chosen.shape[1]))
+    at = mx.array(counts, dtype=mx.int32)[:, None, None]
+    batch.seed_hidden = mx.take_along_axis(state, at, axis=1)
+    for cache in batch.head_caches:
+        cache.advance([count + 1 for count in counts])

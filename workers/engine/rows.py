@@ -1,0 +1,103 @@
+"""One answer while it is being made: the only mutable record of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from workers.engine.counters import SpeculationTally
+from workers.engine.detokenize import TextStream
+from workers.engine.prompts import PreparedPrompt
+from workers.engine.requests import (
+    Delta,
+    EngineError,
+    Event,
+    Finished,
+    FinishReason,
+    Generation,
+    TokenLogprob,
+    Usage,
+)
+from workers.engine.sampling import Chooser
+
+Sink = Callable[[Event | EngineError], None]
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Row:
+    """A generation in a lane: what was asked, what came out so far, and where it is heard."""
+
+    generation: Generation
+    prompt: PreparedPrompt
+    seed: int
+    max_tokens: int
+    draft_tokens: int
+    """The most this row may be drafted at a time; 0 for one that must not speculate."""
+    text: TextStream
+    tally: SpeculationTally
+    sink: Sink
+    answer: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    cancelled: bool = False
+    position_offset: int = 0
+    """Slot number to text position; pictures take fewer positions than slots."""
+
+    @property
+    def context(self) -> int:
+        """Count the tokens that the caches hold: all but the last one of the answer."""
+        return len(self.prompt.tokens) + max(len(self.answer) - 1, 0)
+
+    @property
+    def draft_limit(self) -> int:
+        """Count how many drafted tokens the next step can use: one more comes with the verify."""
+        return min(self.draft_tokens, self.max_tokens - len(self.answer) - 1)
+
+    def chooser(self) -> Chooser:
+        """Describe to the sampler how the next token of this row is chosen."""
+        return Chooser(
+            sampling=self.generation.sampling,
+            seed=self.seed,
+            position=len(self.answer),
+            prompt=self.prompt.tokens,
+            answer=self.answer,
+        )
+
+    def usage(self) -> Usage:
+        """Count the tokens so far, the end token included, as vLLM does."""
+        return Usage(
+            prompt_tokens=len(self.prompt.tokens),
+            completion_tokens=len(self.answer),
+        )
+
+    def accept(
+        self, tokens: Sequence[int], ends: Iterable[int], logprobs: Sequence[TokenLogprob] = ()
+    ) -> int:
+        """Take the tokens of one step up to the end of the answer; return how many were taken.
+
+        The text they make certain goes to the sink at once, in one piece.
+        """
+        taken = 0
+        text = ""
+        for token in tokens:
+            taken += 1
+            self.answer.append(token)
+            if token in ends:
+                self.finish = FinishReason.STOP
+            else:
+                text += self.text.push(token)
+                if self.text.stopped:
+                    self.finish = FinishReason.STOP
+                elif len(self.answer) >= self.max_tokens:
+                    self.finish = FinishReason.LENGTH
+            if self.finish:
+                break
+        if self.finish:
+            text += self.text.flush()
+        if text or logprobs:
+            self.sink(Delta(text=text, logprobs=tuple(logprobs)))
+        return taken
+
+    def conclude(self) -> Finished:
+        """Describe the end of the answer."""
+        assert self.finish is not None
+        return Finished(reason=self.finish, usage=self.usage(), speculation=self.tally.total())

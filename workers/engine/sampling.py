@@ -1,0 +1,121 @@
+"""Choose the next tokens: every row by its own rules, whoever shares its batch.
+
+A sampled row draws with a key made of its seed and the position of the token, so that the same
+seed gives the same text alone, in a full batch, and with or without speculation.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from policies.profile import Sampling
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chooser:
+    """The rules of one row and what they need to know of it."""
+
+    sampling: Sampling
+    seed: int
+    """The request's seed, or one drawn for it."""
+    position: int
+    """How many tokens the answer has so far."""
+    prompt: Sequence[int]
+    answer: Sequence[int]
+
+
+def choose(logits: mx.array, rows: Sequence[Chooser]) -> mx.array:
+    """Choose a token for every row and position: [rows, L, vocabulary] to [rows, L] int32.
+
+    Penalties and biases are applied for the first position only: a row that has them is never
+    drafted for, so the positions behind are not read.
+    """
+    greedy = mx.argmax(logits, axis=-1).astype(mx.int32)
+    if all(row.sampling.greedy and not row.sampling.reshapes_logits for row in rows):
+        return greedy
+    return mx.stack(
+        [
+            greedy[index]
+            if row.sampling.greedy and not row.sampling.reshapes_logits
+            else _choose_row(logits[index], row)
+            for index, row in enumerate(rows)
+        ]
+    )
+
+
+def _choose_row(logits: mx.array, row: Chooser) -> mx.array:
+    logits = logits.astype(mx.float32)
+    if row.sampling.reshapes_logits:
+        first = reshape_logits(logits[:1], row)
+        logits = mx.concatenate([first, logits[1:]]) if logits.shape[0] > 1 else first
+    if row.sampling.greedy:
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
+    kept = filter_logits(logits / row.sampling.temperature, row.sampling)
+    return mx.concatenate(
+        [
+            mx.random.categorical(kept[at : at + 1], key=position_key(row.seed, row.position + at))
+            for at in range(kept.shape[0])
+        ]
+    ).astype(mx.int32)
+
+
+def reshape_logits(logits: mx.array, row: Chooser) -> mx.array:
+    """Apply penalties and biases to [1, vocabulary] scores, in the order vLLM applies them."""
+    sampling = row.sampling
+    if sampling.repetition_penalty != 1.0:
+        seen = mx.array(sorted({*row.prompt, *row.answer}), dtype=mx.int32)
+        scores = logits[:, seen]
+        penalty = sampling.repetition_penalty
+        logits[:, seen] = mx.where(scores > 0, scores / penalty, scores * penalty)
+    if row.answer and (sampling.presence_penalty or sampling.frequency_penalty):
+        counts = Counter(row.answer)
+        tokens = sorted(counts)
+        cost = mx.array([counts[token] for token in tokens], dtype=mx.float32)
+        cost = cost * sampling.frequency_penalty + sampling.presence_penalty
+        logits[:, mx.array(tokens, dtype=mx.int32)] -= cost[None]
+    if sampling.logit_bias:
+        tokens = [token for token, _ in sampling.logit_bias]
+        bias = mx.array([bias for _, bias in sampling.logit_bias], dtype=mx.float32)
+        logits[:, mx.array(tokens, dtype=mx.int32)] += bias[None]
+    return logits
+
+
+def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
+    """Remove what top_k, min_p and top_p leave out from [L, vocabulary] tempered scores."""
+    vocabulary = logits.shape[-1]
+    if 0 < sampling.top_k < vocabulary:
+        kth = mx.sort(logits, axis=-1)[:, vocabulary - sampling.top_k]
+        logits = mx.where(logits >= kth[:, None], logits, -mx.inf)
+    if sampling.min_p > 0:
+        floor = logits.max(axis=-1, keepdims=True) + mx.log(mx.array(sampling.min_p))
+        logits = mx.where(logits >= floor, logits, -mx.inf)
+    if sampling.top_p < 1:
+        ordered = mx.sort(logits, axis=-1)[:, ::-1]
+        shares = mx.softmax(ordered, axis=-1)
+        # A token stays while the shares of the likelier ones do not reach top_p yet.
+        count = (mx.cumsum(shares, axis=-1) - shares < sampling.top_p).sum(-1, keepdims=True)
+        least = mx.take_along_axis(ordered, count - 1, axis=-1)
+        logits = mx.where(logits >= least, logits, -mx.inf)
+    return logits
+
+
+def position_key(seed: int, position: int) -> mx.array:
+    """Return the random key of one position: neighbouring seeds and positions are unrelated.
+
+    Two rounds of splitmix64 (Steele, Lea, Flood 2014), since a plain sum would make position 1 of
+    seed 0 the same draw as position 0 of seed 1.
+    """
+    return mx.random.key(_mix((_mix(seed & _MASK) + position) & _MASK))
+
+
+def _mix(value: int) -> int:
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

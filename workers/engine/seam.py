@@ -1,0 +1,262 @@
+"""Everything the engine takes from mlx-vlm, in one place.
+
+Public classes and functions only: loaders, model classes, caches, cache transactions. What is
+duck-typed (how a Qwen3.5 language model takes positions and gives hidden states, which modules its
+MTP head has) is used here and nowhere else, and `tests/engine/test_seam.py` fails when it moves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models.base import create_attention_mask
+from mlx_vlm.models.cache import ArraysCache, KVCache
+from mlx_vlm.models.qwen3_5.language import LanguageModel as Qwen35Language
+from mlx_vlm.models.qwen3_5_moe.language import LanguageModel as Qwen35MoeLanguage
+from mlx_vlm.speculative.cache_state import start_speculative_cache
+from mlx_vlm.speculative.drafters import load_drafter
+from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
+from mlx_vlm.utils import load
+
+from workers.engine.row_cache import RowCache
+
+__all__ = [
+    "ArraysCache",
+    "Checkpoint",
+    "Forward",
+    "KVCache",
+    "MtpHead",
+    "Target",
+    "load_checkpoint",
+]
+
+LayerCache = RowCache | KVCache | ArraysCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A loaded model folder."""
+
+    target: Target
+    head: MtpHead | None
+    why_no_mtp: str | None
+    """One sentence for people, None when there is a head."""
+    processor: Any
+    eos: frozenset[int]
+    vocabulary: int
+    context_tokens: int
+    family: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forward:
+    """What a forward pass leaves: hidden states [rows, L, width], or scores where it gives none."""
+
+    hidden: mx.array | None
+    scores: mx.array | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Embedded:
+    """A prompt with its pictures in it: what a prefill needs instead of token ids."""
+
+    embeddings: mx.array
+    """[1, tokens, width]."""
+    positions: mx.array | None
+    """[3, 1, tokens] for models with multimodal rotary positions."""
+    position_offset: int
+    """What is added to a slot number to get a text position behind the pictures."""
+    extras: dict[str, mx.array]
+    """Whatever else the family's language model wants along with them."""
+
+
+class Target:
+    """The model that decides: one copy of the weights, used by both lanes."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.language = getattr(model, "language_model", model)
+        # These families take explicit positions and hand out hidden states, which the MTP lane
+        # lives on; the others find positions in their caches and give scores.
+        self.explicit_positions = isinstance(self.language, Qwen35Language | Qwen35MoeLanguage)
+
+    @property
+    def batches_rows(self) -> bool:
+        """Say whether rows of any length may share one forward pass."""
+        return all(type(cache) in (KVCache, ArraysCache) for cache in self.new_caches())
+
+    def new_caches(self) -> list[LayerCache]:
+        """Make the empty caches of one row, a layer each."""
+        make = getattr(self.language, "make_cache", None)
+        return make() if make else [KVCache() for _ in self.language.layers]
+
+    def embed(self, token_ids: mx.array, media: dict[str, mx.array]) -> Embedded:
+        """Run the vision tower and put what it saw into the prompt's embeddings."""
+        features = self.model.get_input_embeddings(token_ids, **media).to_dict()
+        known = ("inputs_embeds", "position_ids", "rope_deltas", "attention_mask")
+        deltas = features.get("rope_deltas")
+        return Embedded(
+            embeddings=features["inputs_embeds"],
+            positions=features.get("position_ids") if self.explicit_positions else None,
+            position_offset=int(deltas.reshape(-1)[0].item()) if deltas is not None else 0,
+            extras={
+                name: value
+                for name, value in features.items()
+                if value is not None and name not in known
+            },
+        )
+
+    def forward(
+        self,
+        tokens: mx.array,
+        caches: Sequence[LayerCache],
+        positions: mx.array,
+        *,
+        embeddings: mx.array | None = None,
+        extras: dict[str, mx.array] | None = None,
+    ) -> Forward:
+        """Run tokens [rows, L] at positions [rows, L] or [3, rows, L] and append to the caches."""
+        arguments: dict[str, Any] = dict(extras or {})
+        if embeddings is not None:
+            arguments["inputs_embeds"] = embeddings
+        if not self.explicit_positions:
+            return Forward(
+                hidden=None,
+                scores=self.language(tokens, cache=list(caches), **arguments).logits,
+            )
+        if positions.ndim == 2:
+            positions = mx.broadcast_to(positions[None], (3, *positions.shape))
+        output = self.language(
+            tokens,
+            cache=list(caches),
+            position_ids=positions,
+            return_hidden=True,
+            skip_logits=True,
+            **arguments,
+        )
+        return Forward(hidden=output.hidden_states[-1], scores=None)
+
+    def scores(self, forward: Forward, last: int | None = None) -> mx.array:
+        """Return the scores [rows, L, vocabulary] of all positions, or of the last few."""
+        if forward.hidden is None:
+            assert forward.scores is not None
+            return forward.scores if last is None else forward.scores[:, -last:]
+        hidden = forward.hidden if last is None else forward.hidden[:, -last:]
+        return self.language.speculative_logits_from_hidden(hidden)
+
+    def append(self, caches: Sequence[LayerCache], length: int) -> Append:
+        """Announce that the next forward pass appends `length` tokens to these caches."""
+        return Append(caches, length)
+
+
+class Append:
+    """Tokens appended to caches, of which each row may keep fewer.
+
+    More than one token is mlx-vlm's cache transaction: the recurrent caches record every state on
+    the way. A single token is always kept, and needs no record.
+    """
+
+    def __init__(self, caches: Sequence[LayerCache], length: int) -> None:
+        self._caches = caches
+        self._transaction = start_speculative_cache(caches, length) if length > 1 else None
+
+    def commit(self, kept: Sequence[int]) -> None:
+        """Keep the first `kept[row]` of the appended tokens."""
+        if self._transaction is not None:
+            self._transaction.commit(list(kept))
+            return
+        for cache in self._caches:
+            if isinstance(cache, RowCache):
+                cache.advance(kept)
+
+
+class MtpHead:
+    """The checkpoint's own multi-token-prediction head (DeepSeek-V3, arXiv 2412.19437, 2.2)."""
+
+    def __init__(self, drafter: Any, target: Target) -> None:
+        self._drafter = drafter
+        self._embed = target.language.model.embed_tokens
+        self._score = target.language.speculative_logits_from_hidden
+
+    def new_caches(self) -> list[KVCache]:
+        """Make the empty caches of one row, a layer each."""
+        return [KVCache() for _ in self._drafter.layers]
+
+    def forward(
+        self,
+        tokens: mx.array,
+        hidden: mx.array,
+        caches: Sequence[LayerCache],
+        positions: mx.array,
+    ) -> mx.array:
+        """Read token i + 1 beside the hidden state of token i; return the head's hidden states.
+
+        Shapes: tokens and positions [rows, L], hidden [rows, L, width].
+        """
+        head = self._drafter
+        mixed = mx.concatenate(
+            [head.pre_fc_norm_embedding(self._embed(tokens)), head.pre_fc_norm_hidden(hidden)],
+            axis=-1,
+        )
+        state = head.fc(mixed)
+        mask = create_attention_mask(state, caches[0])
+        for layer, cache in zip(head.layers, caches, strict=True):
+            state = layer(state, mask=mask, cache=cache, position_ids=positions)
+        return head.norm(state)
+
+    def draft(self, hidden: mx.array) -> mx.array:
+        """Return the likeliest next token [rows] of hidden states [rows, 1, width]."""
+        return mx.argmax(self._score(hidden)[:, 0], axis=-1).astype(mx.int32)
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Load a Hugging Face folder: target, processor and, where there is one, the MTP head.
+
+    Raises what the libraries raise; the caller turns it into a sentence.
+    """
+    model, processor = load(str(path))
+    target = Target(model)
+    config = json.loads((path / "config.json").read_text())
+    text_config = config.get("text_config") or config
+    head, why_no_mtp = _load_head(path, target)
+    return Checkpoint(
+        target=target,
+        head=head,
+        why_no_mtp=why_no_mtp,
+        processor=processor,
+        eos=_end_tokens(path, config, processor),
+        vocabulary=int(text_config["vocab_size"]),
+        context_tokens=int(text_config.get("max_position_embeddings") or 4096),
+        family=str(config.get("model_type", "unknown")),
+    )
+
+
+def _load_head(path: Path, target: Target) -> tuple[MtpHead | None, str | None]:
+    if not target.explicit_positions:
+        return None, "this model family has no MTP head that the text-mtp lane can drive"
+    try:
+        drafter, _ = load_drafter(str(path), kind="mtp")
+    except (ValueError, KeyError, FileNotFoundError):
+        return None, "the checkpoint holds no mtp.* tensors (many conversions drop them)"
+    if not isinstance(drafter, Qwen3_5MTPDraftModel):
+        return None, "the MTP head of this model family is not supported by the text-mtp lane"
+    mx.eval(drafter.parameters())
+    return MtpHead(drafter, target), None
+
+
+def _end_tokens(path: Path, config: dict[str, Any], processor: Any) -> frozenset[int]:
+    """Collect every token that ends an answer: config, generation config, tokenizer."""
+    generation = path / "generation_config.json"
+    named = [config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")]
+    if generation.is_file():
+        named.append(json.loads(generation.read_text()).get("eos_token_id"))
+    named.append(getattr(getattr(processor, "tokenizer", processor), "eos_token_id", None))
+    ends: set[int] = set()
+    for value in named:
+        ends.update(value if isinstance(value, list) else [] if value is None else [value])
+    return frozenset(ends)
