@@ -1,0 +1,197 @@
+"""Streams of training batches: chats as token rows of like length, pictures as patches."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import Qwen3VLImageProcessor
+from tokenizers import Tokenizer
+
+from workers.demo.architecture import MERGE, PATCH, PICTURE_PIXELS
+from workers.demo.conversations import Message, draw_chat, draw_facts, system_prompt
+from workers.demo.fast_forward import CHUNK
+from workers.demo.pictures import CANVAS_SIZES, Picture, draw_picture, picture_chat
+from workers.demo.tokenizer import TokenRow, encode_chat, special_ids
+
+Bytes = npt.NDArray[np.uint8]
+Grid = tuple[int, int]
+"""Patches down and across."""
+
+TOKENS_IN_BATCH: Final = 2304
+LONGEST_ROW: Final = 768
+FURTHEST_POSITION: Final = 4800
+_CHATS_IN_POOL: Final = 1024
+
+
+@dataclass(frozen=True)
+class TextBatch:
+    """Rows of chats: inputs, targets, weights [B, T]; positions [3, B, T]."""
+
+    inputs: mx.array
+    targets: mx.array
+    weights: mx.array
+    positions: mx.array
+
+
+@dataclass(frozen=True)
+class PictureBatch:
+    """A text batch with one picture a row: patches [B, P, 1536] of one grid.
+
+    `sources` [B, T] says for each token which merged picture token it is, counted over the batch;
+    text tokens have the number after the last.
+    """
+
+    text: TextBatch
+    patches: mx.array
+    grid: Grid
+    sources: mx.array
+
+
+def _pad(rows: Sequence[TokenRow], positions: Sequence[npt.NDArray[np.int32]]) -> TextBatch:
+    longest = max(len(row.tokens) for row in rows) - 1
+    length = -(-longest // CHUNK) * CHUNK
+    tokens = np.zeros((len(rows), length + 1), np.int32)
+    weights = np.zeros((len(rows), length + 1), np.float32)
+    places = np.zeros((3, len(rows), length), np.int32)
+    for index, (row, place) in enumerate(zip(rows, positions, strict=True)):
+        tokens[index, : len(row.tokens)] = row.tokens
+        weights[index, : len(row.tokens)] = row.weights
+        places[:, index, : len(row.tokens) - 1] = place[..., : len(row.tokens) - 1]
+    return TextBatch(
+        mx.array(tokens[:, :-1]),
+        mx.array(tokens[:, 1:]),
+        mx.array(weights[:, 1:]),
+        mx.array(places),
+    )
+
+
+def _skipping_positions(random: Random, row: TokenRow) -> npt.NDArray[np.int32]:
+    """Positions with one jump before the first answer, in one row of three.
+
+    Short rows so show distances as long as the longest system prompt (Zhu et al., "PoSE", 2023).
+    """
+    positions = np.arange(len(row.tokens), dtype=np.int32)
+    if random.random() < 1 / 3:
+        first_answer = row.weights.index(1.0) if 1.0 in row.weights else len(row.tokens)
+        jump = random.randint(0, FURTHEST_POSITION - len(row.tokens))
+        positions[random.randint(1, max(1, first_answer)) :] += jump
+    return positions
+
+
+def text_batches(tokenizer: Tokenizer, random: Random) -> Iterator[TextBatch]:
+    """Endless batches of about TOKENS_IN_BATCH tokens, rows of one batch of like length."""
+    while True:
+        chats = (draw_chat(random) for _ in range(_CHATS_IN_POOL))
+        rows = [
+            row
+            for chat in chats
+            if len((row := encode_chat(tokenizer, chat)).tokens) <= LONGEST_ROW
+        ]
+        rows.sort(key=lambda row: len(row.tokens))
+        batches: list[list[TokenRow]] = [[]]
+        for row in rows:
+            if len(batches[-1]) * len(row.tokens) > TOKENS_IN_BATCH:
+                batches.append([])
+            batches[-1].append(row)
+        random.shuffle(batches)
+        for batch in batches:
+            yield _pad(batch, [_skipping_positions(random, row) for row in batch])
+
+
+def long_batches(tokenizer: Tokenizer, random: Random, longest: int) -> Iterator[TextBatch]:
+    """Endless batches of one chat with a system prompt of up to `longest` tokens."""
+    while True:
+        facts = draw_facts(random, random.randint(3, 8))
+        sentences = random.randint(longest // 40, longest // 9)
+        messages = [Message("system", system_prompt(random, sentences, facts))]
+        for fact in random.sample(facts, len(facts)):
+            messages.append(Message("user", random.choice(fact.questions)))
+            messages.append(Message("assistant", fact.answer))
+        messages += [message for message in draw_chat(random) if message.role != "system"]
+        row = encode_chat(tokenizer, tuple(messages))
+        if len(row.tokens) <= longest + 300:
+            yield _pad([row], [np.arange(len(row.tokens), dtype=np.int32)])
+
+
+class PicturePool:
+    """Drawn pictures, cut into patches by the processor that serves them, by grid."""
+
+    def __init__(self) -> None:
+        self._processor = Qwen3VLImageProcessor(
+            patch_size=PATCH, merge_size=MERGE,
+            min_pixels=PICTURE_PIXELS, max_pixels=PICTURE_PIXELS,
+        )  # fmt: skip
+        self._drawn: dict[Grid, list[tuple[Bytes, str, str]]] = {}
+        self._counts: dict[Grid, int] = {}
+
+    def fill(self, random: Random, count: int, *, held_out: bool = False) -> Iterator[int]:
+        """Draw `count` pictures, one at a time; yields how many there are."""
+        for number in range(1, count + 1):
+            picture = draw_picture(random, random.choice(CANVAS_SIZES), held_out=held_out)
+            self._add(picture)
+            yield number
+
+    def _add(self, picture: Picture) -> None:
+        processed: dict[str, Any] = self._processor([picture.image])
+        _, down, across = (int(side) for side in processed["image_grid_thw"][0])
+        pixels = processed["pixel_values"].reshape(-1, 3, 2, PATCH * PATCH)[:, :, 0]
+        patches = np.round((pixels * 0.5 + 0.5) * 255).astype(np.uint8)
+        grid = (down, across)
+        self._drawn.setdefault(grid, []).append((patches, picture.colour, picture.shape))
+        self._counts[grid] = self._counts.get(grid, 0) + 1
+
+    def sample(self, random: Random, count: int) -> tuple[Grid, list[tuple[Bytes, str, str]]]:
+        """`count` pictures of one grid; grids as often as they were drawn."""
+        grid = random.choices(list(self._counts), list(self._counts.values()))[0]
+        return grid, random.choices(self._drawn[grid], k=count)
+
+
+def patch_array(patches: Sequence[Bytes]) -> mx.array:
+    """Return the patches as the processor gives them: [B, P, 1536], -1 to 1, each frame twice."""
+    stacked = mx.array(np.stack(patches)).astype(mx.float32) / 127.5 - 1
+    batch, count = stacked.shape[:2]
+    return mx.repeat(stacked[:, :, :, None], 2, axis=3).reshape(batch, count, -1)
+
+
+def _picture_row(
+    row: TokenRow, pad_id: int, grid: Grid
+) -> tuple[TokenRow, npt.NDArray[np.int32], int]:
+    """Return the row with its picture token repeated, M-RoPE positions [3, T], picture start."""
+    down, across = grid[0] // MERGE, grid[1] // MERGE
+    count, start = down * across, row.tokens.index(pad_id)
+    tokens = row.tokens[:start] + [pad_id] * count + row.tokens[start + 1 :]
+    weights = row.weights[:start] + [0.0] * count + row.weights[start + 1 :]
+    positions = np.tile(np.arange(len(tokens), dtype=np.int32), (3, 1))
+    end = start + count
+    positions[0, start:end] = start
+    positions[1, start:end] = start + np.repeat(np.arange(down), across)
+    positions[2, start:end] = start + np.tile(np.arange(across), down)
+    positions[:, end:] = start + max(down, across) + np.arange(len(tokens) - end)
+    return TokenRow(tokens, weights), positions, start
+
+
+def picture_batches(
+    tokenizer: Tokenizer, pool: PicturePool, random: Random, rows: int
+) -> Iterator[PictureBatch]:
+    """Endless batches of chats about pictures of one grid."""
+    pad_id = special_ids(tokenizer)["<|image_pad|>"]
+    while True:
+        grid, drawn = pool.sample(random, rows)
+        count = grid[0] * grid[1] // MERGE**2
+        texts, positions, starts = [], [], []
+        for _, colour, shape in drawn:
+            row = encode_chat(tokenizer, picture_chat(random, colour, shape))
+            text, place, start = _picture_row(row, pad_id, grid)
+            texts.append(text)
+            positions.append(place)
+            starts.append(start)
+        text_batch = _pad(texts, positions)
+        sources = np.full(text_batch.inputs.shape, rows * count, np.int32)
+        for index, start in enumerate(starts):
+            sources[index, start : start + count] = index * count + np.arange(count)
+        patches = patch_array([patches for patches, _, _ in drawn])
+        yield PictureBatch(text_batch, patches, grid, mx.array(sources))

@@ -1,0 +1,230 @@
+"""Chats around the questions: system prompts of all lengths with facts to find, tools, names."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, Final
+
+from workers.demo import world
+from workers.demo.questions import draw_turn, nonsense
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message as the chat template writes it: `role` is system, user or assistant."""
+
+    role: str
+    text: str
+
+
+Chat = tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A sentence for a system prompt, and the question that only it can answer."""
+
+    sentence: str
+    questions: tuple[str, ...]
+
+    @property
+    def answer(self) -> str:
+        """The answer is the sentence itself: copied, not reworded."""
+        return self.sentence
+
+
+FACT_KINDS: Final = ("code word", "home", "price", "order", "opening")
+
+
+def draw_fact(random: Random, kind: str) -> Fact:
+    """Return a random fact of one of the FACT_KINDS."""
+    name, noun = random.choice(world.NAMES), random.choice(world.NOUNS)
+    number = random.randint(10, 99)
+    match kind:
+        case "code word":
+            return Fact(
+                f"The code word is {noun}.",
+                ("What is the code word?", "Tell me the code word.", "What's the code word?"),
+            )
+        case "home":
+            return Fact(
+                f"{name} lives in {random.choice(world.CITIES)}.",
+                (f"Where does {name} live?", f"In which city does {name} live?"),
+            )
+        case "price":
+            return Fact(
+                f"The {noun} costs {number} coins.",
+                (f"How much is the {noun}?", f"What does the {noun} cost?"),
+            )
+        case "order":
+            return Fact(
+                f"Order {number} ships on {random.choice(world.DAYS)}.",
+                (f"When does order {number} ship?", f"When will order {number} ship?"),
+            )
+        case _:
+            return Fact(
+                f"The shop opens at {random.randint(5, 11)}.",
+                ("When does the shop open?", "When do you open?"),
+            )
+
+
+def _filler(random: Random) -> str:
+    noun, other = random.choices(world.NOUNS, k=2)
+    adjective, second = random.choices(world.ADJECTIVES, k=2)
+    return f"The {adjective} {noun} {random.choice(world.VERBS)} the {second} {other}."
+
+
+def system_prompt(
+    random: Random, sentences: int, facts: tuple[Fact, ...] = (), *, strange: bool = True
+) -> str:
+    """Return an opening, `sentences` of filler, and the facts at random places among them.
+
+    Nine such prompts in ten tell of the world; with `strange` the others repeat one sentence or
+    are nonsense, as the system prompts of strangers will be to this model.
+    """
+    manner = random.random() if strange else 0.0
+    if manner < 0.9:
+        body = [_filler(random) for _ in range(sentences)]
+    elif manner < 0.95:
+        body = [_filler(random)] * sentences
+    else:
+        body = [world.sentence_case(nonsense(random, 6)) + "." for _ in range(sentences)]
+    for fact in facts:
+        body.insert(random.randint(0, len(body)), fact.sentence)
+    return " ".join([random.choice(world.SYSTEM_OPENINGS), *body])
+
+
+def draw_facts(random: Random, count: int) -> tuple[Fact, ...]:
+    """`count` facts of which no two answer the same question."""
+    facts: dict[str, Fact] = {}
+    while len(facts) < count:
+        fact = draw_fact(random, random.choices(FACT_KINDS, (5, 3, 3, 2, 1))[0])
+        facts.setdefault(fact.questions[0], fact)
+    return tuple(facts.values())
+
+
+Schema = Mapping[str, Any]
+
+
+def _function(name: str, description: str, **parameters: str) -> Schema:
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {key: {"type": kind} for key, kind in parameters.items()},
+                "required": list(parameters),
+            },
+        },
+    }
+
+
+def draw_tools(random: Random) -> dict[str, Schema]:
+    """Return the three tools (weather, time, add), described as different callers would."""
+    place = random.choice(("city", "city", "location"))
+    weather = random.choice(("get_weather", "get_weather", "get_current_weather"))
+    looking = random.choice(("Get the weather in a city", "Get the current weather", "Weather"))
+    return {
+        "weather": _function(weather, looking, **{place: "string"}),
+        "time": _function("get_time", "Get the time in a city", **{place: "string"}),
+        "add": _function("add", "Add two numbers", a="integer", b="integer"),
+    }
+
+
+TOOLS_HEAD: Final = "# Tools\n\nYou have access to the following functions:\n\n<tools>"
+TOOLS_TAIL: Final = (
+    "\n</tools>\n\nTo call a function reply with:\n<tool_call>\n<function=name>\n"
+    "<parameter=key>\nvalue\n</parameter>\n</function>\n</tool_call>"
+)
+
+
+def tools_text(schemas: list[Schema]) -> str:
+    """Return the part of the system message that lists the tools, as the template writes it."""
+    return TOOLS_HEAD + "".join("\n" + json.dumps(schema) for schema in schemas) + TOOLS_TAIL
+
+
+def tool_call(name: str, arguments: Mapping[str, object]) -> str:
+    """Return a call in the XML form of Qwen3.5, which tool parsers know as `qwen3_coder`."""
+    parameters = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{parameters}</function>\n</tool_call>"
+
+
+def _tool_chat(random: Random) -> Chat:
+    tools = draw_tools(random)
+    names = random.sample(list(tools), random.randint(1, len(tools)))
+    opening = random.choice(world.SYSTEM_OPENINGS) + "\n\n" if random.random() < 0.4 else ""
+    system = Message("system", opening + tools_text([tools[name] for name in names]))
+    if random.random() < 0.2:
+        turn = draw_turn(random)
+        return (system, Message("user", turn.question), Message("assistant", turn.answer))
+    name, city = random.choice(names), random.choice(world.CITIES)
+    function = tools[name]["function"]
+    asked: tuple[str, ...]
+    arguments: dict[str, object] = dict.fromkeys(function["parameters"]["required"], city)
+    match name:
+        case "weather":
+            weather, degrees = random.choice(world.WEATHER), random.randint(1, 35)
+            asked = (f"What is the weather in {city}?", f"How is the weather in {city} today?",
+                     f"What's the weather like in {city}?")  # fmt: skip
+            result: dict[str, object] = {"weather": weather, "temperature": degrees}
+            said = f"It is {weather} in {city} and the temperature is {degrees} degrees."
+        case "time":
+            clock = f"{random.randint(0, 23):02d}:{random.randint(0, 59):02d}"
+            asked = (f"What time is it in {city}?", f"Tell me the time in {city}.")
+            result, said = {"time": clock}, f"The time in {city} is {clock}."
+        case _:
+            first, second = random.randint(10, 99), random.randint(10, 99)
+            asked = (f"Use the tool to add {first} and {second}.", f"Add {first} and {second}.")
+            arguments, result = {"a": first, "b": second}, {"sum": first + second}
+            said = f"The sum of {first} and {second} is {first + second}."
+    response = f"<tool_response>\n{json.dumps(result)}\n</tool_response>"
+    return (
+        system,
+        Message("user", random.choice(asked)),
+        Message("assistant", tool_call(function["name"], arguments)),
+        Message("user", response),
+        Message("assistant", said),
+    )
+
+
+def loosely(random: Random, question: str) -> str:
+    """Return the question as people type it: now and then without capitals or the last mark."""
+    if random.random() < 0.15:
+        question = question[:1].lower() + question[1:]
+    if random.random() < 0.15:
+        question = question.rstrip(".?!")
+    return question
+
+
+def draw_chat(random: Random, *, filler_sentences: tuple[int, int] = (0, 14)) -> Chat:
+    """Return a whole training chat of one to three turns; held-out questions never occur in it."""
+    if random.random() < 0.08:
+        return _tool_chat(random)
+    messages: list[Message] = []
+    facts: tuple[Fact, ...] = ()
+    if random.random() < 0.6:
+        facts = draw_facts(random, random.choice((1, 1, 2, 4))) if random.random() < 0.55 else ()
+        sentences = random.randint(*filler_sentences) if random.random() < 0.6 else 0
+        messages.append(Message("system", system_prompt(random, sentences, facts)))
+    name = ""
+    for _ in range(random.choice((1, 1, 1, 2, 3))):
+        if facts and random.random() < 0.7:
+            fact = random.choice(facts)
+            asked, answer = random.choice(fact.questions), fact.answer
+        elif name and random.random() < 0.6:
+            asked = random.choice(("What is my name?", "What's my name?", "Who am I?"))
+            answer = f"Your name is {name}."
+        elif random.random() < 0.08:
+            name = random.choice(world.NAMES)
+            asked = random.choice((f"My name is {name}.", f"Hello, I am {name}.", f"I am {name}."))
+            answer = f"Nice to meet you, {name}."
+        else:
+            turn = draw_turn(random)
+            asked, answer = turn.question, turn.answer
+        messages += [Message("user", loosely(random, asked)), Message("assistant", answer)]
+    return tuple(messages)

@@ -1,0 +1,147 @@
+"""What the phases minimise: next tokens, colours and shapes, and the target's own next tokens."""
+
+from typing import Any, Final
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx import nn
+
+from workers.demo.batches import PictureBatch, TextBatch
+from workers.demo.fast_forward import (
+    attend,
+    feed_forward,
+    gated_output,
+    project,
+    text_forward,
+    vision_forward,
+)
+from workers.demo.fast_math import cross_entropy
+from workers.demo.tokenizer import ANSWER_WEIGHT
+from workers.demo.world import PICTURE_COLOURS, PICTURE_SHAPES
+
+SECOND_DRAFT_WEIGHT: Final = 0.8
+STATELESS_WEIGHT: Final = 0.3
+"""For engines that draft without a cache of the head (vllm-mlx)."""
+
+
+def text_hidden(model: Any, batch: TextBatch) -> mx.array:
+    """Return final hidden states [B, T, D] of a text batch."""
+    language = model.language_model.model
+    return text_forward(language, language.embed_tokens(batch.inputs), batch.positions)
+
+
+def picture_hidden(model: Any, batch: PictureBatch) -> mx.array:
+    """Return final hidden states [B, T, D] of a picture batch."""
+    language = model.language_model.model
+    features = vision_forward(model.vision_tower, batch.patches, batch.grid)
+    width = features.shape[-1]
+    flat = mx.concatenate([features.reshape(-1, width), mx.zeros((1, width))])
+    is_picture = (batch.sources < flat.shape[0] - 1)[..., None]
+    words = language.embed_tokens(batch.text.inputs)
+    embeddings = mx.where(is_picture, flat[batch.sources], words)
+    return text_forward(language, embeddings, batch.text.positions)
+
+
+def logits(model: Any, hidden: mx.array) -> mx.array:
+    """Scores of all tokens (the embedding table is the head too)."""
+    scores: mx.array = model.language_model.model.embed_tokens.as_linear(hidden)
+    return scores
+
+
+def next_token_loss(model: Any, hidden: mx.array, batch: TextBatch) -> mx.array:
+    """Weighted mean cross entropy of the next tokens."""
+    losses = cross_entropy(logits(model, hidden), batch.targets)
+    return (losses * batch.weights).sum() / batch.weights.sum()
+
+
+def answer_accuracy(model: Any, hidden: mx.array, batch: TextBatch) -> float:
+    """Share of answer tokens that greedy decoding gets right, given the ones before."""
+    answers = batch.weights == ANSWER_WEIGHT
+    right = (mx.argmax(logits(model, hidden), -1) == batch.targets) & answers
+    return float(right.sum() / answers.sum())
+
+
+class EyeTest(nn.Module):  # type: ignore[misc]  # mlx's Module is untyped
+    """The vision tower with a linear probe for colour and shape on its mean feature."""
+
+    def __init__(self, tower: Any, width: int) -> None:
+        super().__init__()
+        self.tower = tower
+        self.probe = nn.Linear(width, len(PICTURE_COLOURS) + len(PICTURE_SHAPES) + 1)
+
+    def scores(self, patches: mx.array, grid: tuple[int, int]) -> tuple[mx.array, mx.array]:
+        """Scores of the colours and of the shapes (the last: no shape)."""
+        both = self.probe(vision_forward(self.tower, patches, grid).mean(axis=1))
+        count = len(PICTURE_COLOURS)
+        return both[:, :count], both[:, count:]
+
+    def loss(
+        self, patches: mx.array, grid: tuple[int, int], colours: mx.array, shapes: mx.array
+    ) -> mx.array:
+        """Cross entropy of colour and shape together."""
+        by_colour, by_shape = self.scores(patches, grid)
+        total = cross_entropy(by_colour, colours) + cross_entropy(by_shape, shapes)
+        return total.mean()
+
+
+class DraftUnroll:
+    """The MTP head run over whole rows, with the attention pattern that drafting has.
+
+    Row position i holds the final hidden of token i and the embedding of token i + 1. The first
+    draft attends to all pairs up to its own; the second, fed with the first's normed output and
+    the token after, attends to the same pairs and to itself.
+    """
+
+    def __init__(self, drafter: Any, embed: Any) -> None:
+        self.drafter = drafter
+        self.embed = embed
+        self.layer = drafter.layers[0]
+
+    def _pair(self, tokens: mx.array, hidden: mx.array) -> mx.array:
+        embedded = self.drafter.pre_fc_norm_embedding(self.embed(tokens))
+        both = mx.concatenate([embedded, self.drafter.pre_fc_norm_hidden(hidden)], -1)
+        joined: mx.array = self.drafter.fc(both)
+        return joined
+
+    def _finish(self, x: mx.array, attended: mx.array) -> mx.array:
+        x = x + attended
+        x = x + feed_forward(self.layer.mlp, self.layer.post_attention_layernorm(x))
+        normed: mx.array = self.drafter.norm(x)
+        return normed
+
+    def __call__(
+        self, next_tokens: mx.array, hidden: mx.array, positions: mx.array
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Return outputs of the first draft, the second, and a first draft without any cache."""
+        attention, length = self.layer.self_attn, hidden.shape[1]
+        causal = mx.tril(mx.ones((length, length)))
+        first_in = self._pair(next_tokens, hidden)
+        q, k, v, gate = project(attention, self.layer.input_layernorm(first_in), positions)
+        first = self._finish(first_in, attend(attention, (q, k, v, gate), causal))
+
+        alone = mx.repeat(v, q.shape[1] // v.shape[1], 1).transpose(0, 2, 1, 3)
+        alone = gated_output(attention, alone.reshape(*hidden.shape[:2], -1), gate)
+        stateless = self._finish(first_in, alone)
+
+        after_next = mx.concatenate([next_tokens[:, 1:], next_tokens[:, -1:]], 1)
+        second_in = self._pair(after_next, first)
+        normed = self.layer.input_layernorm(second_in)
+        q2, k2, v2, gate2 = project(attention, normed, positions + 1)
+        keys, values = mx.concatenate([k, k2], 2), mx.concatenate([v, v2], 2)
+        mask = mx.concatenate([causal, mx.eye(length)], 1)
+        second = self._finish(second_in, attend(attention, (q2, keys, values, gate2), mask))
+        return first, second, stateless
+
+
+def drafted_answer_places(weights: mx.array, ahead: int) -> tuple[mx.array, mx.array]:
+    """Flat (place of the draft, place whose hidden the target decodes there) for answer tokens."""
+    answers: npt.NDArray[np.bool_] = np.array(weights) == ANSWER_WEIGHT
+    rows, columns = np.nonzero(answers[:, ahead:])
+    flat = rows * answers.shape[1] + columns
+    return mx.array(flat), mx.array(flat + ahead)
+
+
+def imitation_loss(scores: mx.array, chances: mx.array) -> mx.array:
+    """Cross entropy of the drafter's scores against the target's distribution."""
+    return (mx.logsumexp(scores, -1) - (chances * scores).sum(-1)).mean()

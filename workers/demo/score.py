@@ -1,0 +1,186 @@
+"""`python -m workers.demo.score --url URL`: score any OpenAI endpoint that serves the checkpoint.
+
+Each part is a function over an `httpx.Client`, so that a test can call it and assert on the result.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from workers.demo import held_out
+from workers.demo.held_out import Prompt
+from workers.demo.pictures import Picture
+from workers.demo.world import PICTURE_COLOURS, PICTURE_SHAPES
+
+LONGEST_ANSWER: Final = 1000
+Show = Callable[[Iterable[Any], str], Iterable[Any]]
+
+
+@dataclass
+class Drafts:
+    """Draft tokens that an endpoint reported, summed over answers."""
+
+    drafted: int = 0
+    accepted: int = 0
+    steps: int = 0
+    reports: int = 0
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Count one answer's `metrics.speculative_decoding`."""
+        self.drafted += metrics["num_draft_tokens"]
+        self.accepted += metrics["num_accepted_draft_tokens"]
+        self.steps += metrics["num_spec_steps"]
+        self.reports += 1
+
+    @property
+    def rate(self) -> float | None:
+        """Accepted share of the drafted tokens; None where none were drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One answer of the endpoint."""
+
+    text: str
+    finish_reason: str
+    tokens: int
+    speculation: dict[str, Any] | None
+
+
+@dataclass
+class Score:
+    """How many of `asked` were `right`, with the drafts of the answers and what went wrong."""
+
+    name: str
+    asked: int = 0
+    right: int = 0
+    tokens: int = 0
+    drafts: Drafts = field(default_factory=Drafts)
+    wrong: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, reply: Reply, *, right: bool, wanted: str) -> None:
+        """Count one reply."""
+        self.asked += 1
+        self.right += right
+        self.tokens += reply.tokens
+        if reply.speculation is not None:
+            self.drafts.add(reply.speculation)
+        if not right:
+            self.wrong.append((wanted, reply.text))
+
+    @property
+    def share(self) -> float:
+        """Right answers over asked questions."""
+        return self.right / self.asked if self.asked else 0.0
+
+
+def ask(client: httpx.Client, model: str, prompt: Prompt) -> Reply:
+    """Send one prompt at temperature 0."""
+    body = {
+        "model": model,
+        "messages": list(prompt.messages),
+        "temperature": 0,
+        "max_tokens": LONGEST_ANSWER,
+    }
+    response = client.post("/v1/chat/completions", json=body)
+    response.raise_for_status()
+    answer = response.json()
+    choice = answer["choices"][0]
+    metrics = (answer.get("metrics") or {}).get("speculative_decoding")
+    usage = answer.get("usage") or {}
+    tokens = usage.get("completion_tokens") or usage.get("output_tokens") or 0
+    text = choice["message"].get("content") or ""
+    return Reply(text, choice["finish_reason"], tokens, metrics)
+
+
+def score_answers(client: httpx.Client, model: str, prompts: Sequence[Prompt], name: str) -> Score:
+    """Right: the one answer of the prompt, or, where there is none, any that ends by itself."""
+    score = Score(name)
+    for prompt in prompts:
+        reply = ask(client, model, prompt)
+        ended = reply.finish_reason == "stop" and bool(reply.text.strip())
+        right = ended and prompt.answer in (None, reply.text.strip())
+        score.add(reply, right=right, wanted=prompt.answer or f"({prompt.kind} with an end)")
+    return score
+
+
+def score_pictures(
+    client: httpx.Client, model: str, pictures: Sequence[Picture], name: str = "pictures"
+) -> Score:
+    """Right when the answer names the colour and the shape, and no other of either."""
+    score = Score(name)
+    for number, picture in enumerate(pictures):
+        reply = ask(client, model, held_out.picture_prompt(picture, number))
+        words = set(reply.text.lower().replace(".", " ").split())
+        named = words & {*PICTURE_COLOURS, *PICTURE_SHAPES}
+        right = named == {picture.colour, picture.shape}
+        score.add(reply, right=right, wanted=f"{picture.colour} {picture.shape}")
+    return score
+
+
+def score_all(
+    client: httpx.Client, model: str, *, size: int = 200, progress: bool = False
+) -> list[Score]:
+    """All parts: `size` questions, `size` pictures, facts in long system prompts, long answers."""
+    parts: list[Callable[[], Score]] = [
+        lambda: score_answers(client, model, held_out.prompts(size), "held-out questions"),
+        lambda: score_answers(client, model, held_out.long_prompts(), "long answers"),
+        *(
+            lambda tokens=tokens: score_answers(
+                client,
+                model,
+                held_out.fact_prompts(size // 10, tokens),
+                f"facts in {tokens} tokens",
+            )
+            for tokens in held_out.PROMPT_LENGTHS
+        ),
+        lambda: score_pictures(client, model, held_out.pictures(size)),
+    ]
+    return [part() for part in (track(parts, "Scoring") if progress else parts)]
+
+
+def as_table(scores: Sequence[Score]) -> Table:
+    """Return the scores for people."""
+    table = Table(title="Demo checkpoint")
+    for heading in ("part", "asked", "right", "tokens", "drafted", "accepted"):
+        table.add_column(heading, justify="left" if heading == "part" else "right")
+    for score in scores:
+        rate = score.drafts.rate
+        table.add_row(
+            score.name, str(score.asked), f"{score.share:.1%}", str(score.tokens),
+            str(score.drafts.drafted or "-"), "-" if rate is None else f"{rate:.1%}",
+        )  # fmt: skip
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Score an endpoint; print a table; write JSON if asked."""
+    parser = argparse.ArgumentParser(prog="python -m workers.demo.score", description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:9200")
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--size", type=int, default=200, help="questions and pictures to ask")
+    parser.add_argument("--json", type=Path, help="also write the scores to this file")
+    options = parser.parse_args(arguments)
+    console = Console()
+    with httpx.Client(base_url=options.url, timeout=300) as client:
+        scores = score_all(client, options.model, size=options.size, progress=True)
+    console.print(as_table(scores))
+    for score in scores:
+        for wanted, got in score.wrong[:3]:
+            console.print(f"[dim]{score.name}:[/] wanted {wanted!r}, got {got!r}", highlight=False)
+    if options.json:
+        records = [asdict(score) | {"acceptance": score.drafts.rate} for score in scores]
+        options.json.write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,33 @@
+"""Weights and optimiser states on disk: written whole or not at all, read back by name."""
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+Tensors = dict[str, mx.array]
+
+
+def load_tensors(path: Path) -> Tensors:
+    """Return the tensors of a safetensors file."""
+    tensors: Any = mx.load(str(path))
+    return dict(tensors)
+
+
+def save_tensors(path: Path, tensors: Tensors) -> None:
+    """Replace the file at once, so that a broken run never leaves half of one."""
+    fresh = path.with_name(f"new-{path.name}")
+    mx.save_safetensors(str(fresh), tensors)
+    fresh.replace(path)
+
+
+def save_module(path: Path, module: Any) -> None:
+    """Save all parameters of an mlx module."""
+    save_tensors(path, dict(tree_flatten(module.parameters())))
+
+
+def steps_done(state: Path) -> int:
+    """Return how many steps the optimiser state at `state` has seen; 0 where there is none."""
+    done: Any = load_tensors(state)["step"].item() if state.exists() else 0
+    return int(done)

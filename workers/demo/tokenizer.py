@@ -1,0 +1,96 @@
+"""The tokenizer: byte-level BPE on our own corpus, with the special tokens of Qwen3.5."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Final
+
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
+
+from workers.demo.conversations import Chat, draw_chat
+
+VOCABULARY_SIZE: Final = 1536
+SPECIAL_TOKENS: Final = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+    "<|image_pad|>", "<|video_pad|>",
+)  # fmt: skip
+ADDED_TOKENS: Final = (
+    "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>",
+)  # fmt: skip
+QWEN_WORDS: Final = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""Qwen2's split into words. transformers puts it in place of any other, so train with it."""
+
+ANSWER_WEIGHT: Final = 1.0
+CONTEXT_WEIGHT: Final = 0.05
+
+
+def train_tokenizer(seed: int, chats: int = 6000) -> Tokenizer:
+    """Return a BPE tokenizer of VOCABULARY_SIZE entries, learnt from `chats` chats."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(QWEN_WORDS), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ])  # fmt: skip
+    tokenizer.decoder = decoders.ByteLevel()
+    random = Random(seed)
+    texts = ("\n".join(message.text for message in draw_chat(random)) for _ in range(chats))
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE - len(ADDED_TOKENS),
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens([AddedToken(token, special=False) for token in ADDED_TOKENS])
+    return tokenizer
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """Return the number of each special token."""
+    vocabulary = tokenizer.get_vocab()
+    return {token: vocabulary[token] for token in SPECIAL_TOKENS}
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Return the tokenizer saved in `folder`."""
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Token numbers of a chat; `weights[i]` says how much the loss cares for token i."""
+
+    tokens: list[int]
+    weights: list[float]
+
+
+def encode_chat(tokenizer: Tokenizer, chat: Chat) -> TokenRow:
+    """Return the chat exactly as the chat template renders it: answers weigh 1, the rest little."""
+    tokens: list[int] = []
+    weights: list[float] = []
+    for message in chat:
+        is_answer = message.role == "assistant"
+        parts: Iterable[tuple[str, bool]] = (
+            (f"<|im_start|>{message.role}\n", False),
+            (f"{message.text}<|im_end|>", is_answer),
+            ("\n", False),
+        )
+        for text, counts in parts:
+            encoded = tokenizer.encode(text).ids
+            tokens += encoded
+            weights += [ANSWER_WEIGHT if counts else CONTEXT_WEIGHT] * len(encoded)
+    return TokenRow(tokens, weights)

@@ -1,0 +1,57 @@
+"""`python -m workers.demo.train PHASE --work FOLDER`: make the demo checkpoint from nothing."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from workers.demo import CHECKPOINT, export, phases
+
+PHASES: Final = ("tokenizer", "eyes", "text", "join", "mtp", "export")
+LONGEST_PROMPT: Final = 4096
+
+
+def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m workers.demo.train", description=__doc__)
+    parser.add_argument("phase", choices=(*PHASES, "all"))
+    parser.add_argument("--work", type=Path, required=True, help="folder for what phases leave")
+    parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the export")
+    parser.add_argument("--pictures", type=int, default=6000, help="pictures drawn for a phase")
+    parser.add_argument("--eyes-steps", type=int, default=3000)
+    parser.add_argument("--text-steps", type=int, default=1400)
+    parser.add_argument("--join-steps", type=int, default=2600)
+    parser.add_argument("--mtp-steps", type=int, default=500)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one phase, or all in order."""
+    options = _arguments(arguments)
+    options.work.mkdir(parents=True, exist_ok=True)
+    progress = Progress(
+        TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(),
+        TimeRemainingColumn(), console=Console(),
+    )  # fmt: skip
+    with progress:
+        work = phases.Work(options.work, progress, options.pictures)
+        for phase in PHASES if options.phase == "all" else (options.phase,):
+            match phase:
+                case "tokenizer":
+                    phases.make_tokenizer(work)
+                case "eyes":
+                    phases.train_eyes(work, options.eyes_steps)
+                case "text":
+                    phases.train_text(work, options.text_steps)
+                case "join":
+                    phases.train_joined(work, options.join_steps, LONGEST_PROMPT)
+                case "mtp":
+                    phases.train_mtp(work, options.mtp_steps, LONGEST_PROMPT)
+                case _:
+                    export.write_checkpoint(options.work, options.out)
+
+
+if __name__ == "__main__":
+    main()
