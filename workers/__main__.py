@@ -1,0 +1,8 @@
+"""`python -m workers`, which is `paceline worker`."""
+
+import sys
+
+from workers.server.command import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

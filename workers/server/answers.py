@@ -1,0 +1,154 @@
+"""One answer on its way to the client: whole, or as a stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import aclosing
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from policies.profile import Endpoint
+from workers.engine.requests import Delta, Finished
+from workers.server import sse
+from workers.server.chat import ChatChoice
+from workers.server.choices import ChoiceWriter, metrics_of, usage_of
+from workers.server.completions import CompletionChoice
+from workers.server.disconnects import while_connected
+from workers.server.errors import ClientStalled, as_refusal
+from workers.server.generating import events_of
+from workers.server.intake import Call
+from workers.server.ports import Json
+from workers.server.tool_calls import ToolCallSplitter
+from workers.server.worker import Worker
+
+log = logging.getLogger(__name__)
+
+WRITE_STALL_S = 60.0
+"""A reader that takes nothing for so long loses its row to others (nginx: send_timeout)."""
+
+_ID_PREFIX = {Endpoint.CHAT: "chatcmpl-", Endpoint.COMPLETIONS: "cmpl-"}
+_WHOLE = {Endpoint.CHAT: "chat.completion", Endpoint.COMPLETIONS: "text_completion"}
+_CHUNK = {Endpoint.CHAT: "chat.completion.chunk", Endpoint.COMPLETIONS: "text_completion"}
+
+
+class Answer(Response):
+    """Generates while it is sent; a client that leaves ends the generation.
+
+    Errors before the first event are raised, so that they get a status of their own; later ones
+    end the stream with an error event and without `[DONE]`.
+    """
+
+    def __init__(self, worker: Worker, call: Call) -> None:
+        super().__init__()
+        self._worker = worker
+        self._call = call
+        self._writers = [_writer(call, index) for index in range(len(call.generations))]
+        self._ends: dict[int, Finished] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hold the answer in hand from its first row to its last byte."""
+        with self._worker.traffic.admitted():
+            if self._call.profile.stream:
+                await while_connected(receive, self._send_stream(send))
+            else:
+                whole = await while_connected(receive, self._make_whole())
+                headers = {"x-request-id": self._call.request_id}
+                await JSONResponse(whole, headers=headers)(scope, receive, send)
+
+    async def _make_whole(self) -> Json:
+        async with aclosing(events_of(self._worker.engine, self._call.generations)) as events:
+            async for index, event in events:
+                self._entries(index, event)
+        return {
+            **self._envelope(_WHOLE, [writer.whole() for writer in self._writers]),
+            "usage": usage_of(self._ended()),
+            **metrics_of(self._ended()),
+        }
+
+    async def _send_stream(self, send: Send) -> None:
+        started = False
+        async with aclosing(events_of(self._worker.engine, self._call.generations)) as events:
+            try:
+                async for index, event in events:
+                    if not started:
+                        started = True
+                        await _send(send, self._start())
+                        await self._send_entries(send, self._opening())
+                    await self._send_entries(send, self._entries(index, event))
+                await self._send_tail(send)
+            except ClientStalled:
+                log.warning("client.stalled request_id=%s", self._call.request_id)
+            except Exception as error:
+                if not started:
+                    raise
+                refusal = as_refusal(error, self._call.request_id)
+                await _send(send, _piece(sse.event(refusal.body())))
+                await _send(send, _piece(b"", last=True))
+
+    async def _send_tail(self, send: Send) -> None:
+        if self._call.profile.include_usage:
+            ends = self._ended()
+            chunk = self._envelope(_CHUNK, [])
+            chunk |= {"usage": usage_of(ends), **metrics_of(ends)}
+            await _send(send, _piece(sse.event(chunk)))
+        await _send(send, _piece(sse.DONE, last=True))
+
+    async def _send_entries(self, send: Send, entries: Sequence[Json]) -> None:
+        if not entries:
+            return
+        unknown_yet = {"usage": None} if self._call.profile.include_usage else {}
+        chunks = (self._envelope(_CHUNK, [entry]) | unknown_yet for entry in entries)
+        await _send(send, _piece(b"".join(sse.event(chunk) for chunk in chunks)))
+
+    def _opening(self) -> Sequence[Json]:
+        return [entry for writer in self._writers for entry in writer.opening()]
+
+    def _entries(self, index: int, event: Delta | Finished) -> Sequence[Json]:
+        if isinstance(event, Delta):
+            return self._writers[index].more(event)
+        self._ends[index] = event
+        return self._writers[index].end(event)
+
+    def _ended(self) -> Sequence[Finished]:
+        return [self._ends[index] for index in range(len(self._writers))]
+
+    def _envelope(self, kinds: dict[Endpoint, str], choices: Sequence[Json]) -> dict[str, Json]:
+        endpoint = self._call.profile.endpoint
+        return {
+            "id": _ID_PREFIX[endpoint] + self._call.request_id,
+            "object": kinds[endpoint],
+            "created": self._call.created_s,
+            "model": self._call.model,
+            "choices": choices,
+        }
+
+    def _start(self) -> Json:
+        headers = {**sse.HEADERS, "x-request-id": self._call.request_id}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return {"type": "http.response.start", "status": 200, "headers": raw}
+
+
+def _writer(call: Call, index: int) -> ChoiceWriter:
+    top_logprobs = call.profile.top_logprobs
+    if call.profile.endpoint is Endpoint.COMPLETIONS:
+        return CompletionChoice(index, echo=call.echo, top_logprobs=top_logprobs)
+    splitter = None
+    if call.tool_format is not None:
+        at_most = 1 if call.single_tool_call else None
+        splitter = ToolCallSplitter(call.tool_format, at_most=at_most)
+    return ChatChoice(index, splitter=splitter, logprobs=top_logprobs is not None)
+
+
+def _piece(body: bytes, *, last: bool = False) -> Json:
+    return {"type": "http.response.body", "body": body, "more_body": not last}
+
+
+async def _send(send: Send, message: Json) -> None:
+    try:
+        async with asyncio.timeout(WRITE_STALL_S):
+            await send(message)
+    except TimeoutError as error:
+        raise ClientStalled from error

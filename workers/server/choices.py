@@ -1,0 +1,54 @@
+"""What the two answer shapes have in common: a writer for each choice, and usage."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from workers.engine.requests import Delta, Finished
+from workers.server.ports import Json
+
+LOWEST_LOGPROB = -9999.0
+"""JSON has no minus infinity; vLLM writes this in its place."""
+
+
+class ChoiceWriter(Protocol):
+    """Turns the events of one choice into entries of `choices`."""
+
+    def opening(self) -> Sequence[Json]:
+        """Entries of the chunks that come before any text."""
+
+    def more(self, delta: Delta) -> Sequence[Json]:
+        """Entries of the chunks for newly decided text."""
+
+    def end(self, finished: Finished) -> Sequence[Json]:
+        """Entries of the chunks for what was held back, and the reason of the end."""
+
+    def whole(self) -> Json:
+        """Return the entry of the whole answer, once ended."""
+
+
+def usage_of(finished: Sequence[Finished]) -> Json:
+    """Add up the usage of all choices; their one prompt counts once."""
+    prompt_tokens = finished[0].usage.prompt_tokens
+    completion_tokens = sum(end.usage.completion_tokens for end in finished)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": finished[0].usage.cached_tokens},
+    }
+
+
+def metrics_of(finished: Sequence[Finished]) -> Json:
+    """Render the root field `metrics` as {} where nothing speculated; null for several choices."""
+    if not any(end.speculation.steps or end.speculation.num_spec_tokens for end in finished):
+        return {}
+    if len(finished) > 1:
+        return {"metrics": None}
+    return {"metrics": {"speculative_decoding": finished[0].speculation.as_request_metrics()}}
+
+
+def json_logprob(logprob: float) -> float:
+    """Return the log-probability as a number that JSON can carry."""
+    return max(logprob, LOWEST_LOGPROB)

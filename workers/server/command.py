@@ -1,0 +1,154 @@
+"""`paceline worker`: from the command line to a running worker, and what it says meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Sequence
+
+import uvloop
+
+from workers.engine.requests import ModelUnusable
+from workers.server.arguments import read_settings
+from workers.server.identity import advertised_url, default_worker_id
+from workers.server.model_source import ModelSource, resolve_model
+from workers.server.ports import Card, ServingEngine
+from workers.server.serving import Ending, serve, watch_leash
+from workers.server.settings import UnusableSettings, WorkerSettings
+from workers.server.worker import Identity, Worker
+
+EXIT_ENGINE_DIED = 1
+EXIT_SETTINGS = 2
+EXIT_MODEL = 3
+READY_PREFIX = "PACELINE_WORKER_READY "
+"""Opens the line of JSON that tells a program where the worker listens."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a worker to its end; return the exit code."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    for chatty in ("httpx", "uvicorn"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        settings = read_settings(arguments)
+        # Before the weights, which may take minutes: a taken port should be known at once.
+        listener = _listen(settings.listening_host(), settings.port)
+    except UnusableSettings as unusable:
+        return _give_up(unusable, EXIT_SETTINGS)
+    with listener:
+        try:
+            source = resolve_model(settings.model)
+            engine = _start_engine(settings, source)
+        except ModelUnusable as unusable:
+            return _give_up(unusable, EXIT_MODEL)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                alive = runner.run(_live(settings, source, engine, listener))
+        finally:
+            engine.stop()
+    return 0 if alive else EXIT_ENGINE_DIED
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise UnusableSettings(f"Cannot listen on {host} port {port}: {error.strerror}.") from error
+    return listener
+
+
+def _start_engine(settings: WorkerSettings, source: ModelSource) -> ServingEngine:
+    # Imported late: wrong settings are answered in a moment, MLX takes seconds to import.
+    from workers.engine import Engine, EngineSettings  # noqa: PLC0415
+
+    return Engine.start(
+        EngineSettings(
+            model=source.folder,
+            served_name=source.served_name,
+            lanes=settings.lanes,
+            draft_tokens=settings.draft_tokens,
+        )
+    )
+
+
+async def _live(
+    settings: WorkerSettings, source: ModelSource, engine: ServingEngine, listener: socket.socket
+) -> bool:
+    host, port = listener.getsockname()[:2]
+    worker = Worker(
+        identity=Identity(
+            worker_id=settings.id or default_worker_id(socket.gethostname(), port),
+            boot_id=secrets.token_hex(8),
+            url=advertised_url(host, port, settings.join or None),
+        ),
+        engine=engine,
+        clock=time.time,
+        started_s=time.time(),
+    )
+    ending = Ending()
+    leash = asyncio.create_task(watch_leash(ending)) if settings.leash else None
+    try:
+        return await serve(
+            worker,
+            listener,
+            token=settings.token,
+            gateway_url=settings.join,
+            ending=ending,
+            on_ready=lambda: _announce(worker, source),
+        )
+    finally:
+        if leash is not None:
+            leash.cancel()
+
+
+def _announce(worker: Worker, source: ModelSource) -> None:
+    """Write the start line for people, and the ready line for programs."""
+    card, identity = worker.engine.card, worker.identity
+    if source.toy:
+        _say(
+            "This is a toy model that comes with Paceline. Name a real one: "
+            "--model PATH_OR_REPOSITORY, for example --model mlx-community/Qwen3.5-9B-4bit"
+        )
+    _say(start_line(card, identity, worker.engine.memory_bytes()))
+    ready = {
+        "url": identity.url,
+        "worker_id": identity.worker_id,
+        "model": card.model,
+        "lanes": list(card.lanes),
+    }
+    _say(READY_PREFIX + json.dumps(ready))
+
+
+def start_line(card: Card, identity: Identity, memory_bytes: int) -> str:
+    """Say in one line what runs: model, lanes, memory, requested and effective draft tokens."""
+    lanes = " and ".join(card.lanes)
+    shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
+    why = f" ({card.why_no_mtp})" if card.why_no_mtp else ""
+    return (
+        f"Worker {identity.worker_id} serves {card.model} on {identity.url}: {lanes} {shared}, "
+        f"{card.weights_bytes / 1e6:.1f} MB of weights, {memory_bytes / 1e6:.1f} MB in use; "
+        f"draft tokens requested {card.draft_tokens_requested}, "
+        f"effective {card.draft_tokens_effective}{why}."
+    )
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _give_up(error: Exception, exit_code: int) -> int:
+    sys.stderr.write(f"paceline worker: {error}\n")
+    return exit_code

@@ -1,0 +1,100 @@
+"""/metrics: one snapshot of the worker in Prometheus' text form, vLLM's names among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+
+from workers.adapters.report import LaneReport, Speculation, WorkerReport
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+_LANE_COUNTERS = {
+    "requests": "Requests that ended, cancelled and failed ones too.",
+    "prompt_tokens": "Tokens of prompts.",
+    "completion_tokens": "Tokens of answers.",
+}
+_LANE_GAUGES = {
+    "running": "Requests that generate now.",
+    "waiting": "Requests that wait for a row.",
+    "slots": "Rows that may run side by side.",
+}
+
+
+def exposition(report: WorkerReport) -> bytes:
+    """Render a report; each call has a registry of its own, so nothing is shared."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Snapshot(report))
+    return generate_latest(registry)
+
+
+class _Snapshot(Collector):
+    def __init__(self, report: WorkerReport) -> None:
+        self._report = report
+
+    def collect(self) -> Iterator[Metric]:
+        yield from _speculation(self._report)
+        for name, text in _LANE_COUNTERS.items():
+            yield self._per_lane(CounterMetricFamily, name, text)
+        for name, text in _LANE_GAUGES.items():
+            yield self._per_lane(GaugeMetricFamily, name, text)
+        yield _bypasses(self._report)
+        memory = GaugeMetricFamily(
+            "paceline_worker_memory_bytes", "Memory in use by MLX.", labels=("model_name",)
+        )
+        memory.add_metric((self._report.model,), self._report.memory_bytes)
+        yield memory
+
+    def _per_lane(self, family: Any, name: str, text: str) -> Metric:
+        metric: Metric = family(f"paceline_worker_{name}", text, labels=("model_name", "lane"))
+        for lane in self._report.lanes:
+            labels = {"model_name": self._report.model, "lane": lane.name}
+            suffix = "_total" if family is CounterMetricFamily else ""
+            metric.add_sample(metric.name + suffix, labels, getattr(lane, name))
+        return metric
+
+
+def _speculation(report: WorkerReport) -> Iterator[Metric]:
+    """Yield vLLM's four counters over all lanes: readers sum the lines, so there is one each."""
+    total = sum((lane.speculation for lane in report.lanes), Speculation())
+    counts = {
+        "num_drafts": total.steps,
+        "num_draft_tokens": total.drafted,
+        "num_accepted_tokens": total.accepted,
+    }
+    for name, count in counts.items():
+        metric = CounterMetricFamily(
+            f"vllm:spec_decode_{name}", "As vLLM counts it.", labels=("model_name",)
+        )
+        metric.add_metric((report.model,), count)
+        yield metric
+    per_position = CounterMetricFamily(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "As vLLM counts it.",
+        labels=("model_name", "position"),
+    )
+    for position, count in enumerate(total.accepted_per_position):
+        per_position.add_metric((report.model, str(position)), count)
+    yield per_position
+
+
+def _bypasses(report: WorkerReport) -> Metric:
+    metric = CounterMetricFamily(
+        "paceline_worker_bypasses",
+        "Requests that did not speculate, by reason.",
+        labels=("model_name", "lane", "reason"),
+    )
+    for lane, reason, count in _bypass_counts(report.lanes):
+        metric.add_metric((report.model, lane, reason), count)
+    return metric
+
+
+def _bypass_counts(lanes: tuple[LaneReport, ...]) -> Iterator[tuple[str, str, int]]:
+    for lane in lanes:
+        for reason, count in sorted(lane.bypass_counts.items()):
+            yield lane.name, reason, count

@@ -1,0 +1,94 @@
+"""The settings of a worker, and which of them cannot go together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from workers.engine.requests import LaneName
+from workers.server.identity import DEFAULT_HOST, is_loopback, source_address_towards
+
+DEFAULT_PORT = 9200
+
+
+class UnusableSettings(Exception):
+    """The settings cannot work; the message is one sentence for the person who started it."""
+
+
+class WorkerSettings(BaseSettings):
+    """Everything a worker is told at its start."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PACELINE_WORKER_",  # PACELINE_HOST and PACELINE_PORT are the gateway's
+        env_ignore_empty=True,
+        extra="forbid",
+        frozen=True,
+        populate_by_name=True,
+    )
+
+    model: str = ""
+    """A folder or a Hugging Face repository; empty stands for the demo checkpoint."""
+    lanes: Annotated[tuple[LaneName, ...], NoDecode] = (LaneName.TEXT_MTP, LaneName.VLM)
+    host: str = ""
+    """Empty: loopback, or the address towards the gateway when that is another machine."""
+    port: int = Field(DEFAULT_PORT, ge=0, le=65535)
+    join: str = ""
+    """URL of the gateway to report to."""
+    token: SecretStr | None = Field(None, validation_alias="PACELINE_JOIN_TOKEN")
+    id: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
+    draft_tokens: int = Field(2, ge=0, le=8)
+    leash: bool = False
+    """End when standard input closes: how a parent takes its worker along, however it dies."""
+
+    @field_validator("lanes", mode="before")
+    @classmethod
+    def _split_lanes(cls, value: object) -> object:
+        names = value.split(",") if isinstance(value, str) else value
+        if not isinstance(names, list | tuple) or not names:
+            raise ValueError("name at least one lane")
+        return tuple(dict.fromkeys(str(name).strip() for name in names))
+
+    @field_validator("join")
+    @classmethod
+    def _check_join(cls, value: str) -> str:
+        parts = urlsplit(value)
+        if value and (parts.scheme not in ("http", "https") or not parts.hostname):
+            raise ValueError("must be the URL of a gateway, as http://192.168.1.10:8000")
+        return value.rstrip("/")
+
+    @field_validator("token")
+    @classmethod
+    def _empty_token_is_none(cls, value: SecretStr | None) -> SecretStr | None:
+        return value if value and value.get_secret_value() else None
+
+    @model_validator(mode="after")
+    def _guard_the_network(self) -> Self:
+        if self.joins_another_machine and is_loopback(self.host):
+            raise ValueError(
+                f"the gateway at {self.join} cannot reach {self.host}: leave --host out, or name "
+                "an address of this machine"
+            )
+        open_to_others = self.joins_another_machine or not is_loopback(self.host or DEFAULT_HOST)
+        if open_to_others and self.token is None:
+            raise ValueError(
+                "a worker that other machines reach needs the join token of its gateway: give "
+                "--token, or set PACELINE_JOIN_TOKEN"
+            )
+        return self
+
+    @property
+    def joins_another_machine(self) -> bool:
+        """Say whether the gateway runs elsewhere."""
+        return bool(self.join) and not is_loopback(urlsplit(self.join).hostname or "")
+
+    def listening_host(self) -> str:
+        """Return the host to listen on; raise `UnusableSettings` where no way leads out."""
+        if self.host or not self.joins_another_machine:
+            return self.host or DEFAULT_HOST
+        try:
+            return source_address_towards(self.join)
+        except OSError as error:
+            raise UnusableSettings(f"No way leads to the gateway at {self.join}.") from error

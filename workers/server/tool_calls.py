@@ -1,0 +1,140 @@
+"""Tool calls cut out of the text of an answer while it arrives."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from workers.server.ports import Json
+
+# What mlx-vlm's parsers raise on text that only looks like a call: it is then answered as text.
+_NOT_A_CALL = (
+    ValueError,
+    KeyError,
+    IndexError,
+    TypeError,
+    AttributeError,
+    SyntaxError,
+    RecursionError,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call of a function, its arguments as JSON text."""
+
+    call_id: str
+    name: str
+    arguments: str
+
+
+class ToolFormat:
+    """How a model writes calls: mlx-vlm's parser of that format, for the tools of one request."""
+
+    def __init__(self, parser_name: str, tools: Sequence[Mapping[str, Json]]) -> None:
+        self._parser_name = parser_name
+        self._tools = list(tools)
+
+    @cached_property
+    def _parser(self) -> Any:
+        # Imported late: a worker that is asked for no tools needs none of it.
+        from mlx_vlm.tools import load_tool_module  # noqa: PLC0415
+
+        return load_tool_module(self._parser_name)
+
+    @property
+    def start(self) -> str:
+        """What opens a call."""
+        return str(self._parser.tool_call_start)
+
+    @property
+    def end(self) -> str:
+        """What closes a call; some formats end it with the line."""
+        return str(self._parser.tool_call_end) or "\n"
+
+    def parse(self, block: str) -> list[ToolCall]:
+        """Read the calls of one block, markers included; empty where it is none."""
+        inner = block.strip().removeprefix(self.start).removesuffix(self.end)
+        try:
+            parsed = self._parser.parse_tool_call(inner, self._tools)
+            calls = parsed if isinstance(parsed, list) else [parsed]
+            return [_read_call(call["name"], call["arguments"]) for call in calls]
+        except _NOT_A_CALL:
+            return []
+
+
+def _read_call(name: str, arguments: Json) -> ToolCall:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return ToolCall(call_id=f"call_{secrets.token_hex(12)}", name=name.strip(), arguments=text)
+
+
+class ToolCallSplitter:
+    """Splits arriving text into content and calls, and holds back what may begin a call."""
+
+    def __init__(self, tool_format: ToolFormat, *, at_most: int | None = None) -> None:
+        self._format = tool_format
+        self._at_most = at_most
+        self._held = ""
+        self._inside = False
+        self.found = 0
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        """Take more text; return what is certain now, in order."""
+        self._held += text
+        out: list[str | ToolCall] = []
+        while self._step(out):
+            pass
+        return out
+
+    def close(self) -> list[str | ToolCall]:
+        """Return what was still held back; a call cut off by the end is read if it can be."""
+        rest, self._held = self._held, ""
+        if not self._inside:
+            # White space before a call belongs to its layout, at the end of a text to the text.
+            return [rest] if rest and not (self.found and not rest.strip()) else []
+        return self._read(rest + self._format.end, rest)
+
+    def _step(self, out: list[str | ToolCall]) -> bool:
+        """Move one piece from what is held to `out`; False when more text is needed."""
+        marker = self._format.end if self._inside else self._format.start
+        begin = len(self._format.start) if self._inside else 0
+        at = self._held.find(marker, begin)
+        if self._inside:
+            if at < 0:
+                return False
+            block = self._held[: at + len(marker)]
+            self._held = self._held[len(block) :]
+            self._inside = False
+            out.extend(self._read(block, block))
+            return True
+        certain = at if at >= 0 else len(self._held) - _tail_that_may_begin(self._held, marker)
+        text = self._held[:certain].rstrip()
+        if at >= 0:
+            self._held = self._held[at:]
+            self._inside = True
+        else:
+            self._held = self._held[len(text) :]
+        if text:
+            out.append(text)
+        return at >= 0
+
+    def _read(self, block: str, as_written: str) -> list[str | ToolCall]:
+        calls = self._format.parse(block)
+        if not calls:
+            return [as_written]
+        if self._at_most is not None:
+            calls = calls[: max(0, self._at_most - self.found)]
+        self.found += len(calls)
+        return list(calls)
+
+
+def _tail_that_may_begin(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `marker`."""
+    for size in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
