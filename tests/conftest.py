@@ -1,0 +1,42 @@
+"""What most tests need: one real worker, and one real engine in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.worker_process import RunningWorker, running_worker
+from workers.demo import CHECKPOINT
+
+if TYPE_CHECKING:
+    from workers.engine import Engine
+
+
+@pytest.fixture(scope="session")
+def worker() -> Iterator[RunningWorker]:
+    """One real worker process on the demo checkpoint, both lanes, for the whole session.
+
+    Whoever stops, kills or floods a worker starts its own with `running_worker`.
+    """
+    with running_worker("--id", "session") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def worker_url(worker: RunningWorker) -> str:
+    """Where the session's worker listens."""
+    return worker.url
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    """One real engine on the demo checkpoint, in this process."""
+    from workers.engine import Engine, EngineSettings  # noqa: PLC0415 - MLX only where it is used
+
+    running = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
+    try:
+        yield running
+    finally:
+        running.stop()

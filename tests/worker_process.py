@@ -1,0 +1,97 @@
+"""Real worker processes for tests: started, waited for, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from workers.demo import CHECKPOINT
+
+READY_PREFIX = "PACELINE_WORKER_READY "
+STOP_TIMEOUT_S = 60
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningWorker:
+    """A worker that takes requests; `start_lines` is what it said before."""
+
+    url: str
+    worker_id: str
+    model: str
+    lanes: tuple[str, ...]
+    start_lines: tuple[str, ...]
+    process: subprocess.Popen[str]
+
+
+@contextmanager
+def running_worker(
+    *flags: str, environment: Mapping[str, str] | None = None
+) -> Iterator[RunningWorker]:
+    """Start `python -m workers` on the demo checkpoint and a free port; end it afterwards."""
+    with worker_process(
+        "--model", str(CHECKPOINT), "--port", "0", *flags, environment=environment
+    ) as process:
+        yield until_ready(process)
+
+
+@contextmanager
+def worker_process(
+    *arguments: str, environment: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL
+) -> Iterator[subprocess.Popen[str]]:
+    """Start `python -m workers`, and make sure that it is gone afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "workers", *arguments],
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**_inherited(), **(environment or {})},
+    )
+    try:
+        with process:
+            yield process
+            process.terminate()
+            process.wait(STOP_TIMEOUT_S)
+    finally:
+        process.kill()
+
+
+def until_ready(process: subprocess.Popen[str]) -> RunningWorker:
+    """Read what a worker says until it takes requests; fail when it ends before."""
+    assert process.stdout is not None
+    start_lines: list[str] = []
+    for line in process.stdout:
+        if line.startswith(READY_PREFIX):
+            ready = json.loads(line.removeprefix(READY_PREFIX))
+            return RunningWorker(
+                url=ready["url"],
+                worker_id=ready["worker_id"],
+                model=ready["model"],
+                lanes=tuple(ready["lanes"]),
+                start_lines=tuple(start_lines),
+                process=process,
+            )
+        start_lines.append(line.rstrip("\n"))
+    raise AssertionError(f"the worker ended with code {process.wait()} before it was ready")
+
+
+def completed_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m workers` to its own end; its output is captured."""
+    return subprocess.run(
+        [sys.executable, "-m", "workers", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=STOP_TIMEOUT_S,
+        env=_inherited(),
+        check=False,
+    )
+
+
+def _inherited() -> dict[str, str]:
+    """Return this environment without the settings of a Paceline that its owner may run."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
