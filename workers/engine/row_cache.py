@@ -22,6 +22,10 @@ class RowCache:
     """Keys and values of shape [rows, heads, slots, head width], one cursor a row."""
 
     left_padding = None  # rows start at slot 0: the models must not look for padding
+    lengths: list[int]
+    """Tokens kept, row by row."""
+    offset: mx.array
+    """[rows]: the cursors, ahead of `lengths` by what was appended and not kept yet."""
 
     def __init__(self, lengths: Sequence[int], keys: mx.array, values: mx.array) -> None:
         self.keys = keys

@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx_vlm.models.base import create_attention_mask
@@ -35,7 +35,7 @@ __all__ = [
     "load_checkpoint",
 ]
 
-LayerCache = RowCache | KVCache | ArraysCache
+LayerCache: TypeAlias = RowCache | KVCache | ArraysCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,135 @@
+"""The demo checkpoint on this thread, and lanes that a test steps itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from policies.profile import Bypass, Sampling
+from workers.demo import CHECKPOINT
+from workers.engine.counters import LaneCounters, SpeculationTally
+from workers.engine.detokenize import TextStream
+from workers.engine.lane import Lane
+from workers.engine.prompts import PreparedPrompt, PromptRenderer
+from workers.engine.requests import (
+    Delta,
+    EngineError,
+    Event,
+    Finished,
+    Generation,
+    LaneName,
+    Prompt,
+)
+from workers.engine.rows import Row
+from workers.engine.seam import Checkpoint, load_checkpoint
+
+GREEDY = Sampling(temperature=0)
+
+
+@dataclass
+class Heard:
+    """What a row's sink was told."""
+
+    row: Row = field(init=False)
+    text: str = ""
+    end: Finished | EngineError | None = None
+
+    def hear(self, event: Event | EngineError) -> None:
+        assert self.end is None, "nothing may follow the end"
+        if isinstance(event, Delta):
+            self.text += event.text
+        else:
+            self.end = event
+
+
+@pytest.fixture(scope="session")
+def checkpoint() -> Checkpoint:
+    return load_checkpoint(CHECKPOINT)
+
+
+@pytest.fixture(scope="session")
+def prompts(checkpoint: Checkpoint) -> PromptRenderer:
+    return PromptRenderer(checkpoint.processor)
+
+
+@pytest.fixture
+def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., Lane]:
+    def make(
+        name: LaneName = LaneName.TEXT_MTP,
+        *,
+        draft_tokens: int = 2,
+        max_rows: int = 8,
+        chunk_tokens: int = 512,
+    ) -> Lane:
+        speculates = name is LaneName.TEXT_MTP
+        effective = draft_tokens if speculates else 0
+        counters = LaneCounters(
+            name, slots=max_rows, requested_draft_tokens=effective, draft_tokens=effective
+        )
+        return Lane(
+            name,
+            checkpoint,
+            prompts,
+            counters,
+            speculates=speculates,
+            max_rows=max_rows,
+            chunk_tokens=chunk_tokens,
+        )
+
+    return make
+
+
+@pytest.fixture
+def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
+    """Put a row of plain token ids, or of a chat question, into a lane."""
+
+    def put(
+        lane: Lane,
+        prompt: str | list[int],
+        *,
+        max_tokens: int = 64,
+        draft_tokens: int = 2,
+        sampling: Sampling = GREEDY,
+        seed: int = 0,
+        stop: tuple[str, ...] = (),
+        bypass: tuple[Bypass, ...] = (),
+        **asked: Any,
+    ) -> Heard:
+        text = ""
+        if isinstance(prompt, str):
+            text = prompts.chat([{"role": "user", "content": prompt}])
+            prepared = prompts.prepare(Prompt(text=text))
+        else:
+            prepared = PreparedPrompt(tokens=tuple(prompt))
+        heard = Heard()
+        speculates = lane.name is LaneName.TEXT_MTP and not bypass
+        heard.row = Row(
+            generation=Generation(
+                request_id="test",
+                lane=lane.name,
+                prompt=Prompt(text=text),
+                sampling=sampling,
+                bypass=bypass,
+                **asked,
+            ),
+            prompt=prepared,
+            seed=seed,
+            max_tokens=max_tokens,
+            draft_tokens=draft_tokens if speculates else 0,
+            text=TextStream(prompts.decode, stop),
+            tally=SpeculationTally(draft_tokens if speculates else 0),
+            sink=heard.hear,
+        )
+        lane.add(heard.row)
+        return heard
+
+    return put
+
+
+def run(lane: Lane) -> None:
+    """Step a lane until nothing is left to do."""
+    while lane.busy:
+        lane.step()

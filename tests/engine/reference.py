@@ -1,0 +1,44 @@
+"""Plain greedy decoding with mlx-vlm's own caches, one prompt at a time: what every answer must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from workers.engine.seam import Checkpoint
+
+
+def greedy_alone(checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Decode one prompt token by token, without any code of the lanes."""
+    language = checkpoint.target.language
+    caches = language.make_cache()
+    positions = mx.broadcast_to(mx.arange(len(prompt))[None, None], (3, 1, len(prompt)))
+    scores = language(mx.array([list(prompt)]), cache=caches, position_ids=positions).logits
+    answer = [int(mx.argmax(scores[0, -1]).item())]
+    while answer[-1] not in checkpoint.eos and len(answer) < max_tokens:
+        position = mx.full((3, 1, 1), len(prompt) + len(answer) - 1, dtype=mx.int32)
+        scores = language(mx.array([[answer[-1]]]), cache=caches, position_ids=position).logits
+        answer.append(int(mx.argmax(scores[0, -1]).item()))
+    return answer
+
+
+def near_tie(
+    checkpoint: Checkpoint, prompt: Sequence[int], answer: Sequence[int], other: Sequence[int]
+) -> bool:
+    """Say whether two answers part at a token where the two best scores differ by float noise.
+
+    The scores are computed anew, in one pass over the common beginning: noise is at most four
+    steps of bfloat16 at the size of the score.
+    """
+    at = next(i for i, (a, b) in enumerate(zip(answer, other, strict=False)) if a != b)
+    tokens = [*prompt, *answer[:at]]
+    positions = mx.broadcast_to(mx.arange(len(tokens))[None, None], (3, 1, len(tokens)))
+    caches = checkpoint.target.language.make_cache()
+    scores = checkpoint.target.language(
+        mx.array([tokens]), cache=caches, position_ids=positions
+    ).logits[0, -1].astype(mx.float32)
+    first, second = scores[answer[at]].item(), scores[other[at]].item()
+    best = scores.max().item()
+    noise = 4 * abs(best) / 256
+    return bool(best - min(first, second) <= noise)
