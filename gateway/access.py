@@ -1,0 +1,109 @@
+"""Who may call what: keys, the join token, and the rule for listening beyond this machine."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from gateway.errors import StartRefused
+from gateway.settings import Settings
+
+_BEARER = b"bearer "
+
+
+def check_binding(settings: Settings) -> None:
+    """Refuse to listen beyond loopback without a key."""
+    if not is_loopback(settings.host) and settings.api_key is None:
+        raise StartRefused(
+            f"Listening on {settings.host} would let anyone on the network use the models: "
+            "set PACELINE_API_KEY first, or stay on 127.0.0.1."
+        )
+
+
+def ensure_join_token(settings: Settings) -> Settings:
+    """Return settings that hold a join token: the one set, the one kept, or a new one."""
+    if settings.join_token is not None:
+        return settings
+    return settings.with_join_token(_kept_token(settings.state_dir.expanduser()))
+
+
+def _kept_token(folder: Path) -> str:
+    path = folder / "join-token"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not path.exists():
+            # Written beside and linked into place: two gateways that start at once agree on one
+            # token, and nobody ever reads half of it.
+            draft = folder / f".join-token-{secrets.token_hex(4)}"
+            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_urlsafe(32))
+            try:
+                os.link(draft, path)
+            except FileExistsError:
+                pass
+            finally:
+                draft.unlink()
+        token = path.read_text().strip()
+    except OSError as error:
+        raise StartRefused(
+            f"The join token in {path} cannot be read or made ({error.strerror}); "
+            "set PACELINE_JOIN_TOKEN or PACELINE_STATE_DIR."
+        ) from None
+    if not token:
+        raise StartRefused(f"The join token in {path} is empty; delete the file to make a new one.")
+    return token
+
+
+def is_loopback(host: str) -> bool:
+    """Say whether an address or name is this machine's own."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return (mapped or address).is_loopback
+
+
+def bears(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:
+    """Say whether an `Authorization` value carries one of these secrets; unset ones never match."""
+    if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
+        return False
+    offered = authorization[len(_BEARER) :].strip()
+    # Bytes, because compare_digest refuses non-ASCII text; all of them, so that time tells nothing.
+    matches = [
+        hmac.compare_digest(offered, held.get_secret_value().encode())
+        for held in secrets_held
+        if held is not None and held.get_secret_value()
+    ]
+    return any(matches)
+
+
+def comes_from_this_machine(peer: str | None, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Say whether a person on this machine sent it, not a proxy and not a page in a browser.
+
+    A page of a foreign site can reach loopback by a name that it points there (DNS rebinding), and
+    a proxy on this machine speaks for others; the headers give both away.
+    """
+    if peer is None or not is_loopback(peer):
+        return False
+    for name, value in headers:
+        if name in (b"x-forwarded-for", b"forwarded"):
+            return False
+        if name == b"host" and not is_loopback(_without_port(value.decode("latin-1"))):
+            return False
+    return True
+
+
+def _without_port(host: str) -> str:
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0]

@@ -1,0 +1,108 @@
+"""Wire one gateway together as an ASGI application: the relay in front, FastAPI under it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from random import Random
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.client import Receive, Scope, Send
+from gateway.errors import (
+    FieldInvalid,
+    GatewayError,
+    MethodRefused,
+    PathUnknown,
+    RequestRefused,
+    to_body,
+    to_headers,
+)
+from gateway.line import Line, build_line
+from gateway.relay import ENDPOINTS, Relay
+from gateway.routes import admin, explain, models, state
+from gateway.settings import Settings
+
+
+class Front:
+    """The whole gateway as one ASGI application, with a way to end it well."""
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.relay = Relay(line)
+        self._panel = _panel(line, self.relay)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Hand generating requests to the relay and all else to the panel."""
+        # The raw path: what is routed by anything else can be fooled (CVE-2026-48710).
+        endpoint = ENDPOINTS.get(scope["path"]) if scope["type"] == "http" else None
+        if endpoint is not None:
+            await self.relay(scope, receive, send, endpoint)
+        else:
+            await self._panel(scope, receive, send)
+
+    def stop_taking(self) -> None:
+        """Refuse new generating requests; those that run go on."""
+        self.relay.stop_taking()
+
+    async def drained(self) -> None:
+        """Wait until no generating request runs."""
+        await self.relay.drained()
+
+    async def cut(self) -> None:
+        """End what still runs: streams with an error event."""
+        self.relay.stop_taking()
+        await self.line.upstream.cut()
+
+
+def create_app(settings: Settings, rng: Random | None = None) -> Front:
+    """Build the gateway; connections are opened by the lifespan. May raise `StartRefused`."""
+    return Front(build_line(settings, rng))
+
+
+def _panel(line: Line, relay: Relay) -> FastAPI:
+    """Build what FastAPI holds; its lifespan holds the connections of the whole gateway."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        async with line.upstream, line.control:
+            yield
+
+    panel = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    panel.include_router(state.probes(line, relay))
+    panel.include_router(state.status(line, relay))
+    panel.include_router(models.models(line))
+    panel.include_router(explain.explanation(line))
+    panel.include_router(admin.workers(line))
+    panel.add_exception_handler(GatewayError, _render)
+    panel.add_exception_handler(HTTPException, _render)
+    panel.add_exception_handler(RequestValidationError, _render)
+    return panel
+
+
+async def _render(_request: Request, error: Exception) -> Response:
+    """Render whatever a route raised in OpenAI's shape."""
+    shaped = _shaped(error)
+    response = Response(to_body(shaped), status_code=shaped.status)
+    response.raw_headers.extend(to_headers(shaped))
+    return response
+
+
+def _shaped(error: Exception) -> GatewayError:
+    match error:
+        case GatewayError():
+            return error
+        case HTTPException(status_code=404):
+            return PathUnknown()
+        case HTTPException(status_code=405):
+            return MethodRefused((error.headers or {}).get("Allow", "another method"))
+        case RequestValidationError():
+            problem = error.errors()[0]
+            where = ".".join(str(part) for part in problem["loc"] if part != "body")
+            return FieldInvalid(f"{where}: {problem['msg']}", param=where)
+        case _:
+            return RequestRefused("The request cannot be understood.")

@@ -1,0 +1,139 @@
+"""The client's side of one request, in plain ASGI: its body, its presence, the reply to it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from types import TracebackType
+from typing import Any
+
+from gateway.errors import BodyTooLarge, BodyTooSlow, GatewayError, to_body, to_event, to_headers
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+
+
+class ClientLeft(Exception):
+    """The client closed its connection, or stopped reading: nobody is there to be answered."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    """Find the first value of a header; `name` in lower case."""
+    return next((value for key, value in scope["headers"] if key == name), None)
+
+
+def request_id(scope: Scope) -> str:
+    """Take the client's request id when it is a harmless one, else make one."""
+    given = header(scope, b"x-request-id")
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given.decode()
+    return f"req-{secrets.token_hex(12)}"
+
+
+async def read_body(scope: Scope, receive: Receive, *, limit_bytes: int, timeout_s: float) -> bytes:
+    """Read the whole body, counting while reading: a declared length proves nothing."""
+    declared = header(scope, b"content-length")
+    if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
+        raise BodyTooLarge(limit_bytes)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientLeft
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limit_bytes:
+                    raise BodyTooLarge(limit_bytes)
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+    except TimeoutError:
+        raise BodyTooSlow from None
+
+
+class Presence:
+    """A context that ends with `ClientLeft` as soon as the client closes its connection.
+
+    Works as `asyncio.timeout` does: whatever is awaited inside is cancelled, and what it holds is
+    released on the way out. Enter it after the body was read.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._left = False
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a request runs in a task"
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._watch = asyncio.create_task(self._wait_for_leaving())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._watch.cancel()
+        if self._left:
+            ours = self._task.uncancel() <= self._cancelling
+            if ours and kind is asyncio.CancelledError:
+                raise ClientLeft from error
+
+    async def _wait_for_leaving(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._left = True
+        self._task.cancel()
+
+
+class Reply:
+    """The one answer to a request: whole, or a stream that is started by its first bytes."""
+
+    def __init__(self, send: Send, identity: str) -> None:
+        self._send = send
+        self.identity = identity
+        self.started = False
+        self.writing = False
+        """Bytes wait for the client to read; whoever is slow now, it is not the worker."""
+
+    async def whole(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+        """Answer at once and for good."""
+        length = (b"content-length", str(len(body)).encode())
+        await self._start(status, [*headers, length])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def part(self, headers: Iterable[tuple[bytes, bytes]], chunk: bytes) -> None:
+        """Send a piece of a stream; the first one brings the status and these headers along."""
+        if not self.started:
+            await self._start(200, headers)
+        self.writing = True
+        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self.writing = False
+
+    async def end(self) -> None:
+        """End a started stream as it should end."""
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, error: GatewayError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        """Answer with an error; in a started stream as its last event, never followed by [DONE]."""
+        if self.started:
+            await self._send({"type": "http.response.body", "body": to_event(error)})
+        else:
+            await self.whole(error.status, [*headers, *to_headers(error)], to_body(error))
+
+    async def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        self.started = True
+        named = [*headers, (b"x-request-id", self.identity.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": named})

@@ -1,0 +1,90 @@
+"""Ask workers about themselves: short calls beside the data plane, with retries and a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import TracebackType
+from typing import Self
+
+import httpx
+from pydantic import ValidationError
+from pydantic_core import from_json
+from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
+
+from gateway.fleet import Fleet
+from gateway.settings import Settings
+from gateway.store import Store
+from workers.adapters.report import WorkerReport
+
+log = logging.getLogger(__name__)
+
+REFRESH_TIMEOUT_S = 0.5
+_ATTEMPTS = 2
+_BETWEEN_ATTEMPTS_S = 0.05
+
+
+class Control:
+    """The control calls to workers. An async context: it holds the connections."""
+
+    def __init__(self, settings: Settings, fleet: Fleet, store: Store) -> None:
+        self._fleet = fleet
+        self._store = store
+        token = settings.join_token
+        self._headers = {"authorization": f"Bearer {token.get_secret_value()}"} if token else {}
+
+    async def __aenter__(self) -> Self:
+        self._client = httpx.AsyncClient(
+            headers=self._headers, timeout=REFRESH_TIMEOUT_S, trust_env=False
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._client.aclose()
+
+    async def refresh(self) -> None:
+        """Ask every live worker for its report, so that sums are those of this moment.
+
+        A worker that does not answer in time keeps its last report.
+        """
+        members = self._fleet.members()
+        reports = await asyncio.gather(*(self._ask(member.report) for member in members))
+        for report in reports:
+            if report is not None:
+                self._fleet.refresh(report)
+                await self._store.keep_report(report)
+
+    async def _ask(self, worker: WorkerReport) -> WorkerReport | None:
+        try:
+            async with asyncio.timeout(REFRESH_TIMEOUT_S):
+                answer = await self._get(f"{worker.url}/v1/status")
+            report = WorkerReport.model_validate(from_json(answer.content)["report"])
+        except (
+            TimeoutError,
+            httpx.HTTPError,
+            ValidationError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ) as error:
+            log.warning("refresh.failed worker=%s error=%r", worker.worker_id, error)
+            return None
+        return report if report.worker_id == worker.worker_id else None
+
+    async def _get(self, url: str) -> httpx.Response:
+        retrying = AsyncRetrying(
+            stop=stop_after_attempt(_ATTEMPTS),
+            wait=wait_fixed(_BETWEEN_ATTEMPTS_S),
+            retry=retry_if_exception_type(httpx.TransportError),
+            reraise=True,
+        )
+        async for attempt in retrying:
+            with attempt:
+                answer = await self._client.get(url)
+                answer.raise_for_status()
+        return answer

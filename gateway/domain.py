@@ -1,0 +1,130 @@
+"""The values that pass from step to step: inspect -> decide -> forward -> account."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from policies.profile import Bypass, RequestProfile
+from workers.adapters.report import LaneReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspected:
+    """A request that was read and found good."""
+
+    asked_model: str
+    """The name that the client used."""
+    profile: RequestProfile
+    """Its `model` is the resolved one."""
+    body: Mapping[str, Any]
+    """What a worker gets: normalised messages, effective sampling, no nulls."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneView:
+    """One lane of one worker as routing sees it."""
+
+    report: LaneReport
+    in_flight: int
+    """Sent by this gateway and not yet answered; counted at dispatch, not from reports."""
+
+    @property
+    def load(self) -> float:
+        """Busy rows over all rows; above 1 something waits."""
+        return self.in_flight / max(1, self.report.slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerView:
+    """One worker that takes requests now."""
+
+    worker_id: str
+    model: str
+    lanes: tuple[LaneView, ...]
+
+    @property
+    def load(self) -> float:
+        """Busy rows over all rows of all lanes: they share one machine."""
+        slots = sum(lane.report.slots for lane in self.lanes)
+        return sum(lane.in_flight for lane in self.lanes) / max(1, slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetView:
+    """The fleet at one moment, for decisions."""
+
+    workers: tuple[WorkerView, ...]
+    """Those that take requests now."""
+    known_models: frozenset[str]
+    """All that were ever served here: a model whose only worker restarts is not unknown."""
+
+    @property
+    def served_models(self) -> frozenset[str]:
+        """Name the models that can answer now."""
+        return frozenset(worker.model for worker in self.workers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """One lane that may take the request, and why it would be that one."""
+
+    pool: str
+    lane: str
+    worker_id: str
+    reason: str
+    load: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """Who may take a request, best first; nobody when `candidates` is empty."""
+
+    route: str
+    bypass: tuple[Bypass, ...]
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Tokens of one request as its worker counted them."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class Outcome(StrEnum):
+    """How a request ended."""
+
+    COMPLETED = "completed"
+    REFUSED = "refused"
+    """The request was at fault."""
+    UNSERVED = "unserved"
+    """Nobody could take it."""
+    FAILED = "failed"
+    """The worker was at fault."""
+    CLIENT_LEFT = "client_left"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """One finished request: all that accounting may know of it."""
+
+    request_id: str
+    outcome: Outcome
+    status: int
+    seconds: float
+    code: str = ""
+    """The error's code, empty when there was none."""
+    inspected: Inspected | None = None
+    decision: Decision | None = None
+    candidate: Candidate | None = None
+    attempts: int = 0
+    usage: Usage = field(default_factory=Usage)
+    added_s: float | None = None
+    """From the whole body read to the request handed to the worker."""
+    first_token_s: float | None = None
+    """From the whole body read to the first event with content, for streams."""

@@ -1,0 +1,193 @@
+"""The data plane in plain ASGI: one request, four steps, and whatever ends it early."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass, replace
+
+from gateway.access import bears
+from gateway.client import (
+    ClientLeft,
+    Presence,
+    Receive,
+    Reply,
+    Scope,
+    Send,
+    header,
+    read_body,
+    request_id,
+)
+from gateway.domain import Decision, Inspected, Outcome, Served
+from gateway.errors import (
+    GatewayError,
+    KeyRefused,
+    MethodRefused,
+    NoWorker,
+    RequestRefused,
+    Stopping,
+    WorkerError,
+)
+from gateway.forward import Trip, route_headers
+from gateway.inspection import inspect
+from gateway.line import Line
+from gateway.routing import decide
+from policies.profile import Endpoint
+
+log = logging.getLogger(__name__)
+
+ENDPOINTS = {
+    "/v1/chat/completions": Endpoint.CHAT,
+    "/v1/completions": Endpoint.COMPLETIONS,
+}
+# Not a status that was sent: nobody was there to read one. nginx logs it so.
+_CLIENT_CLOSED = 499
+
+
+@dataclass(slots=True)
+class _Steps:
+    """What the steps of one request have brought so far."""
+
+    inspected: Inspected | None = None
+    decision: Decision | None = None
+    trip: Trip | None = None
+
+
+class Relay:
+    """Answers generating requests; counts those that run, so that an ending can wait for them."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._running = 0
+        self._stopping = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Say whether new requests are refused."""
+        return self._stopping
+
+    @property
+    def running(self) -> int:
+        """Count the requests that run now."""
+        return self._running
+
+    def stop_taking(self) -> None:
+        """Refuse new requests from now on; those that run go on."""
+        self._stopping = True
+
+    async def drained(self) -> None:
+        """Wait until no request runs."""
+        await self._idle.wait()
+
+    async def __call__(
+        self, scope: Scope, receive: Receive, send: Send, endpoint: Endpoint
+    ) -> None:
+        """Answer one request, whatever comes, and account for it once."""
+        self._enter()
+        reply = Reply(send, request_id(scope))
+        steps = _Steps()
+        began_s = self._line.clock()
+        outcome, error = Outcome.COMPLETED, None
+        try:
+            await self._answer(scope, receive, endpoint, reply, steps)
+        except ClientLeft:
+            outcome = Outcome.CLIENT_LEFT
+        except asyncio.CancelledError:
+            outcome = Outcome.CLIENT_LEFT
+            raise
+        except GatewayError as failure:
+            error = Stopping() if self._stopping and isinstance(failure, WorkerError) else failure
+            outcome = _outcome(error)
+            await reply.fail(error, route_headers(steps.trip) if steps.trip else ())
+        except Exception:
+            log.exception("request.broken request=%s", reply.identity)
+            error, outcome = GatewayError(), Outcome.FAILED
+            await reply.fail(error)
+        finally:
+            self._leave()
+            self._line.accounting.account(
+                self._served(reply.identity, outcome, error, steps, began_s)
+            )
+
+    async def _answer(
+        self,
+        scope: Scope,
+        receive: Receive,
+        endpoint: Endpoint,
+        reply: Reply,
+        steps: _Steps,
+    ) -> None:
+        line = self._line
+        if scope["method"] != "POST":
+            raise MethodRefused("POST")
+        key = line.settings.api_key
+        if key is not None and not bears(header(scope, b"authorization"), key):
+            raise KeyRefused
+        if self._stopping:
+            raise Stopping
+        raw = await read_body(
+            scope,
+            receive,
+            limit_bytes=line.settings.body_limit_bytes,
+            timeout_s=line.settings.body_timeout_s,
+        )
+        began_s = line.clock()
+        fleet = line.fleet.view()
+        inspected = steps.inspected = inspect(raw, endpoint, line.policy, fleet)
+        decision = steps.decision = decide(line.policy, inspected.profile, fleet, line.rng)
+        trip = steps.trip = Trip(identity=reply.identity, inspected=inspected, began_s=began_s)
+        async with Presence(receive):
+            await line.upstream.forward(trip, decision, reply)
+
+    def _served(
+        self,
+        identity: str,
+        outcome: Outcome,
+        error: GatewayError | None,
+        steps: _Steps,
+        began_s: float,
+    ) -> Served:
+        status = _CLIENT_CLOSED if outcome is Outcome.CLIENT_LEFT else 200
+        told = Served(
+            request_id=identity,
+            outcome=outcome,
+            status=error.status if error else status,
+            code=error.code if error else "",
+            seconds=self._line.clock() - began_s,
+            inspected=steps.inspected,
+            decision=steps.decision,
+        )
+        if (trip := steps.trip) is None:
+            return told
+        return replace(
+            told,
+            candidate=trip.candidate,
+            attempts=trip.attempts,
+            usage=trip.usage,
+            added_s=_since(trip.began_s, trip.dispatched_s),
+            first_token_s=_since(trip.began_s, trip.first_token_s),
+        )
+
+    def _enter(self) -> None:
+        self._running += 1
+        self._idle.clear()
+        self._line.meters.in_flight.inc()
+
+    def _leave(self) -> None:
+        self._running -= 1
+        self._line.meters.in_flight.dec()
+        if not self._running:
+            self._idle.set()
+
+
+def _outcome(error: GatewayError) -> Outcome:
+    if isinstance(error, RequestRefused):
+        return Outcome.REFUSED
+    nobody = isinstance(error, NoWorker | Stopping) or error.status == NoWorker.status
+    return Outcome.UNSERVED if nobody else Outcome.FAILED
+
+
+def _since(began_s: float, later_s: float | None) -> float | None:
+    return None if later_s is None else later_s - began_s

@@ -1,0 +1,1 @@
+"""The routes beside the data plane: state, explanation, probes, admin."""

@@ -1,0 +1,56 @@
+"""`POST /v1/route/explain`: what would become of a body, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from random import Random
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from starlette.requests import Request
+
+from gateway.client import read_body
+from gateway.domain import Decision, Inspected
+from gateway.inspection import inspect, parse
+from gateway.line import Line
+from gateway.routes.guards import with_data_key
+from gateway.routing import decide
+from policies.profile import Endpoint
+
+
+def explanation(line: Line) -> APIRouter:
+    """Hold the route of the explanation."""
+    router = APIRouter(dependencies=[Depends(with_data_key(line))])
+
+    @router.post("/v1/route/explain")
+    async def explain(request: Request) -> dict[str, Any]:
+        raw = await read_body(
+            request.scope,
+            request.receive,
+            limit_bytes=line.settings.body_limit_bytes,
+            timeout_s=line.settings.body_timeout_s,
+        )
+        endpoint = Endpoint.COMPLETIONS if "prompt" in parse(raw) else Endpoint.CHAT
+        fleet = line.fleet.view()
+        inspected = inspect(raw, endpoint, line.policy, fleet)
+        # The same dice as the next request, thrown without moving them.
+        rng = Random()  # noqa: S311
+        rng.setstate(line.rng.getstate())
+        return _told(inspected, decide(line.policy, inspected.profile, fleet, rng))
+
+    return router
+
+
+def _told(inspected: Inspected, decision: Decision) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "asked_model": inspected.asked_model,
+        "profile": asdict(inspected.profile),
+        "bypass": [reason.value for reason in decision.bypass],
+        "route": decision.route,
+        "servable": bool(decision.candidates),
+        "candidates": [asdict(candidate) for candidate in decision.candidates],
+    }
+    if decision.candidates:
+        first = decision.candidates[0]
+        told |= {"pool": first.pool, "worker": first.worker_id, "reason": first.reason}
+    return told

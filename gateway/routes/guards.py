@@ -1,0 +1,53 @@
+"""Who may use a route: dependencies that raise before the route runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.requests import Request
+
+from gateway.access import bears, comes_from_this_machine
+from gateway.client import header
+from gateway.errors import KeyRefused, NotAllowedHere
+from gateway.line import Line
+
+Guard = Callable[[Request], None]
+
+
+def with_data_key(line: Line) -> Guard:
+    """Demand the data-plane key, or the admin key, once there is one."""
+    settings = line.settings
+
+    def guard(request: Request) -> None:
+        offered = header(request.scope, b"authorization")
+        if settings.api_key and not bears(offered, settings.api_key, settings.admin_key):
+            raise KeyRefused
+
+    return guard
+
+
+def with_join_token(line: Line) -> Guard:
+    """Demand the secret that workers share with this gateway; without one nobody joins."""
+
+    def guard(request: Request) -> None:
+        if not bears(header(request.scope, b"authorization"), line.settings.join_token):
+            raise KeyRefused
+
+    return guard
+
+
+def with_admin_key(line: Line) -> Guard:
+    """Demand the admin key or the join token; without an admin key this machine is trusted."""
+    settings = line.settings
+
+    def guard(request: Request) -> None:
+        offered = header(request.scope, b"authorization")
+        if bears(offered, settings.admin_key, settings.join_token):
+            return
+        if settings.admin_key is not None:
+            raise KeyRefused
+        peer = request.client.host if request.client else None
+        if not comes_from_this_machine(peer, request.scope["headers"]):
+            raise NotAllowedHere
+
+    return guard

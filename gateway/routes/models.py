@@ -1,0 +1,44 @@
+"""`GET /v1/models`: the models that answer now, and the other names they answer to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends
+
+from gateway.errors import ModelUnknown
+from gateway.line import Line
+from gateway.routes.guards import with_data_key
+from policies.evaluation import ANY_MODEL, resolve_model
+
+
+def models(line: Line) -> APIRouter:
+    """Hold the routes under /v1/models."""
+    router = APIRouter(prefix="/v1/models", dependencies=[Depends(with_data_key(line))])
+
+    @router.get("")
+    async def listing() -> dict[str, Any]:
+        entries = [_entry(name, root) for name, root in _names(line).items()]
+        return {"object": "list", "data": entries}
+
+    @router.get("/{name:path}")
+    async def one(name: str) -> dict[str, Any]:
+        root = _names(line).get(name)
+        if root is None:
+            raise ModelUnknown(name)
+        return _entry(name, root)
+
+    return router
+
+
+def _names(line: Line) -> dict[str, str]:
+    """Map every name that would be answered now to the model behind it."""
+    served = line.fleet.view().served_models
+    aliases = [alias for model in line.policy.models.values() for alias in model.aliases]
+    asked = [*sorted(served), *aliases, ANY_MODEL]
+    resolved = {name: resolve_model(line.policy, name, served) for name in asked}
+    return {name: model for name, model in resolved.items() if model in served}
+
+
+def _entry(name: str, root: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "paceline", "root": root}

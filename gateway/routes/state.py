@@ -1,0 +1,66 @@
+"""`/v1/status`, `/metrics`, `/livez`, `/readyz`: how the gateway and its fleet are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import PlainTextResponse, Response
+
+from gateway.line import Line
+from gateway.metrics import exposition
+from gateway.relay import Relay
+from gateway.routes.guards import with_data_key
+from gateway.status import render
+
+
+def probes(line: Line, relay: Relay) -> APIRouter:
+    """Hold what load balancers and Prometheus ask: they have no key, and it tells no secret."""
+    router = APIRouter()
+
+    @router.get("/livez")
+    async def livez() -> PlainTextResponse:
+        return PlainTextResponse("alive\n")
+
+    @router.get("/readyz")
+    async def readyz() -> PlainTextResponse:
+        if relay.stopping:
+            return PlainTextResponse("stopping\n", status_code=503)
+        if not line.fleet.view().workers:
+            return PlainTextResponse("no worker\n", status_code=503)
+        return PlainTextResponse("ready\n")
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        await line.control.refresh()
+        text = exposition(line.meters, await line.store.reports())
+        return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
+
+    return router
+
+
+def status(line: Line, relay: Relay) -> APIRouter:
+    """Hold the route of the whole state."""
+    router = APIRouter(dependencies=[Depends(with_data_key(line))])
+    began_s = line.clock()
+
+    @router.get("/v1/status")
+    async def whole() -> dict[str, Any]:
+        await line.control.refresh()
+        gateway = {
+            "ready": not relay.stopping and bool(line.fleet.view().workers),
+            "stopping": relay.stopping,
+            "uptime_s": round(line.clock() - began_s, 3),
+            "requests_in_flight": relay.running,
+        }
+        return render(
+            gateway=gateway,
+            policy=line.policy,
+            fleet=line.fleet,
+            reports=await line.store.reports(),
+            counts=await line.store.counts(),
+            latencies=line.accounting.latencies(),
+        )
+
+    return router

@@ -1,0 +1,154 @@
+"""Run the gateway in this process and end it well: running answers first, within bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TypeVar
+
+import uvicorn
+
+from gateway.access import check_binding, ensure_join_token
+from gateway.app import Front, create_app
+from gateway.errors import StartRefused
+from gateway.settings import Settings
+
+log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+# Longer than common clients keep a connection (5 s), so that they close it, not we under them.
+_KEEP_ALIVE_S = 75
+# What is left after the streams were ended: clients that do not read.
+_LINGER_S = 2
+
+
+class Ending:
+    """The way to the end in two steps: asked (running answers first), then hurried (now)."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurried = asyncio.Event()
+
+    def ask(self) -> None:
+        """Ask for the end; asking again hurries it."""
+        if self.asked.is_set():
+            self.hurried.set()
+        self.asked.set()
+
+    @contextlib.contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Let SIGINT and SIGTERM ask, for as long as the context lasts."""
+        loop = asyncio.get_running_loop()
+        ending_signals = (signal.SIGINT, signal.SIGTERM)
+        for number in ending_signals:
+            loop.add_signal_handler(number, self.ask)
+        try:
+            yield
+        finally:
+            for number in ending_signals:
+                loop.remove_signal_handler(number)
+
+
+def run(main: Coroutine[object, object, Result]) -> Result:
+    """Run a coroutine on uvloop where there is one."""
+    try:
+        from uvloop import new_event_loop  # noqa: PLC0415  # absent on some platforms
+    except ImportError:
+        return asyncio.run(main)
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
+        return runner.run(main)
+
+
+async def serve(
+    settings: Settings,
+    *,
+    ending: Ending,
+    started: Callable[[str], None] | None = None,
+) -> None:
+    """Serve until `ending` is asked, then let running answers finish; raise `StartRefused` early.
+
+    `started` is called once, with the base address (http://127.0.0.1:8000), when requests are
+    answered. The caller decides what asks for the end: `Ending.on_signals`, or its own reason.
+    """
+    check_binding(settings)
+    settings = ensure_join_token(settings)
+    app = create_app(settings)
+    with _listener(settings.host, settings.port) as listener:
+        address = _address(settings.host, listener)
+        server = _Server(_config(app), on_started=lambda: started(address) if started else None)
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
+        asked = asyncio.create_task(ending.asked.wait())
+        try:
+            await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+            app.stop_taking()
+            await _drained(app, ending, settings.drain_timeout_s)
+        finally:
+            asked.cancel()
+            await app.cut()
+            server.should_exit = True
+            await serving
+
+
+async def _drained(app: Front, ending: Ending, timeout_s: float) -> None:
+    """Wait for the running answers: until all are given, or time is up, or the end is hurried."""
+    waits = {
+        asyncio.create_task(app.drained()),
+        asyncio.create_task(ending.hurried.wait()),
+    }
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def _config(app: Front) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="on",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_graceful_shutdown=_LINGER_S,
+    )
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Open the listening socket ourselves, so that a port in use is one clear sentence."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise StartRefused(
+            f"Cannot listen on {host} port {port} ({error.strerror}); "
+            "choose another with --port or PACELINE_PORT."
+        ) from None
+
+
+def _address(host: str, listener: socket.socket) -> str:
+    port = listener.getsockname()[1]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    """A uvicorn that leaves signals to its caller and says when it answers requests."""
+
+    def __init__(self, config: uvicorn.Config, *, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

@@ -1,0 +1,112 @@
+"""Settings of the gateway: flags before `PACELINE_*` before `paceline.yaml` before defaults."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Self
+
+import yaml
+from pydantic import Field, SecretStr, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    YamlConfigSettingsSource,
+)
+
+from gateway.errors import StartRefused
+
+_DEFAULT_FILE = Path("paceline.yaml")
+
+
+class Settings(BaseSettings):
+    """What one gateway process is told at its start; nothing of it changes later."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="PACELINE_", env_ignore_empty=True, extra="forbid", frozen=True
+    )
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    """0 takes any free port."""
+    policy: Path | None = None
+    """The policy file; None takes the shipped one."""
+    state_dir: Path = Path("~/.paceline")
+    """Where the join token is kept."""
+
+    api_key: SecretStr | None = None
+    """Demanded on the data plane once it is set; needed to listen beyond loopback."""
+    admin_key: SecretStr | None = None
+    """Demanded on the admin plane; without it only this machine may use that plane."""
+    join_token: SecretStr | None = None
+    """Shared with the workers; made and kept in `state_dir` when it is not set."""
+
+    body_limit_bytes: int = Field(default=32 * 1024 * 1024, gt=0)
+    """Room for a dozen photographs as base64."""
+    body_timeout_s: float = Field(default=30.0, gt=0)
+    connect_timeout_s: float = Field(default=2.0, gt=0)
+    answer_timeout_s: float = Field(default=600.0, gt=0)
+    """A whole answer, or the first byte of a stream: a long prompt on a small Mac takes minutes."""
+    idle_timeout_s: float = Field(default=120.0, gt=0)
+    """The longest pause inside a stream."""
+    drain_timeout_s: float = Field(default=30.0, ge=0)
+    """How long running answers may go on once the gateway was asked to end."""
+
+    def with_join_token(self, token: str) -> Self:
+        """Return the same settings with this join token."""
+        return self.model_copy(update={"join_token": SecretStr(token)})
+
+
+def load_settings(config: Path | None = None, **flags: object) -> Settings:
+    """Read flags (None: not given), environment and file; raise `StartRefused` naming the fault.
+
+    The file is `config`, else `PACELINE_CONFIG`, else `paceline.yaml` where it exists.
+    """
+    named = config or (
+        Path(os.environ["PACELINE_CONFIG"]) if os.getenv("PACELINE_CONFIG") else None
+    )
+    file = named or _DEFAULT_FILE
+    if named is not None and not named.is_file():
+        raise StartRefused(f"The configuration file {named} does not exist.")
+
+    class Layered(Settings):
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            return (
+                init_settings,
+                env_settings,
+                YamlConfigSettingsSource(settings_cls, yaml_file=file),
+            )
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return Layered(**given)  # type: ignore[arg-type]  # checked by pydantic
+    except ValidationError as invalid:
+        raise StartRefused(_sentence(invalid, given)) from None
+    except (yaml.YAMLError, TypeError, ValueError):
+        raise StartRefused(f"The configuration file {file} is not a YAML mapping.") from None
+
+
+def _sentence(invalid: ValidationError, flags: dict[str, object]) -> str:
+    """Name each wrong setting as the user wrote it; never repeat its value, it may be a key."""
+    problems = []
+    for error in invalid.errors(include_input=False, include_url=False):
+        name = ".".join(str(part) for part in error["loc"])
+        variable = f"PACELINE_{name.upper()}"
+        if name in flags:
+            spelled = f"--{name.replace('_', '-')}"
+        elif variable in os.environ:
+            spelled = variable
+        else:
+            spelled = f"'{name}' in the configuration file"
+        what = "unknown setting" if error["type"] == "extra_forbidden" else error["msg"]
+        problems.append(f"{spelled}: {what}")
+    return "The settings are not usable: " + "; ".join(problems) + "."

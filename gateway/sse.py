@@ -1,0 +1,174 @@
+"""Read a worker's event stream while it passes: bytes in, the same bytes out, facts on the side.
+
+The scanner never re-encodes. It cuts the stream into events, lets uninteresting ones pass unread,
+and parses only those that may carry a finish reason, usage, metrics or an error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic_core import from_json
+
+from gateway.domain import Usage
+
+EVENT_LIMIT_BYTES = 1024 * 1024
+
+# Two line ends in a row close an event. Atomic, so that one \r\n is never taken for two ends.
+_EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+# A key with a value other than null, or the end mark. A match in the model's words is harmless:
+# it is parsed, and only then believed. Possessive, so that the time is linear.
+_TELLING = re.compile(rb'"(?:finish_reason|usage|metrics|error)"\s*+:\s*+[^\sn]|\[DONE\]')
+
+
+@dataclass(slots=True)
+class Reading:
+    """What a stream has told so far."""
+
+    usage: Usage | None = None
+    finished: bool = False
+    """A finish reason was given."""
+    done: bool = False
+    """`[DONE]` was given: with a finish reason, the only proof of a complete answer."""
+    content_seen: bool = False
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    broken: str = ""
+    """Why nothing more may be passed on; for the log, not for the client."""
+
+    @property
+    def complete(self) -> bool:
+        """Say whether the answer is whole."""
+        return self.finished and self.done
+
+
+class Scanner:
+    """Incremental and bounded; however the bytes are split, output and reading are the same."""
+
+    def __init__(self, *, hide_usage: bool, limit_bytes: int = EVENT_LIMIT_BYTES) -> None:
+        self.reading = Reading()
+        self._hide_usage = hide_usage
+        self._limit_bytes = limit_bytes
+        self._pending = b""
+        self._searched = 0  # bytes of `_pending` in which no event can end
+
+    def feed(self, chunk: bytes) -> bytes:
+        """Take in bytes, give back those to pass on; none any more once the stream is broken."""
+        if not self._pending and self._plain(chunk):
+            return chunk  # whole events of plain text: nearly all of a stream
+        data = self._pending + chunk
+        passed = bytearray()
+        start, search_from = 0, self._searched
+        while end := _EVENT_END.search(data, search_from):
+            # A \r at the very end may be half of \r\n; the next bytes will tell.
+            if end.end() == len(data) and data.endswith(b"\r"):
+                break
+            self._read(data[start : end.end()], passed)
+            start = search_from = end.end()
+        self._pending = data[start:]
+        self._searched = max(0, len(self._pending) - 3)
+        if len(self._pending) > self._limit_bytes:
+            self._break("an event is too long")
+            self._pending = b""
+        return bytes(passed)
+
+    def close(self) -> bytes:
+        """Say that no more bytes come; half an event is dropped, as every SSE reader does."""
+        passed = bytearray()
+        if self._pending.endswith(b"\r") and _EVENT_END.search(self._pending, self._searched):
+            self._read(self._pending, passed)
+        self._pending = b""
+        return bytes(passed)
+
+    def _plain(self, chunk: bytes) -> bool:
+        reading = self.reading
+        return (
+            reading.content_seen
+            and not reading.done
+            and not reading.broken
+            and chunk.endswith(b"\n\n")
+            and len(chunk) <= self._limit_bytes
+            and not _TELLING.search(chunk)
+        )
+
+    def _read(self, event: bytes, passed: bytearray) -> None:
+        """Learn from one event and add it to what is passed on, unless it is to be hidden."""
+        reading = self.reading
+        if reading.done or reading.broken:
+            return  # nothing belongs behind the end
+        if len(event) > self._limit_bytes:
+            self._break("an event is too long")
+        elif reading.content_seen and not _TELLING.search(event):
+            passed += event
+        elif not (text := _data_of(event)):
+            passed += event  # a comment to keep the connection alive
+        elif text == b"[DONE]":
+            if reading.finished:
+                reading.done = True
+                passed += event
+            else:
+                self._break("[DONE] came without a finish reason")
+        elif self._learn(text):
+            passed += event
+
+    def _learn(self, text: bytes) -> bool:
+        """Learn from one frame; say whether it is passed on."""
+        try:
+            frame = from_json(text)
+        except ValueError:
+            frame = None
+        if not isinstance(frame, dict):
+            return self._break("an event is no JSON object")
+        if frame.get("error") is not None:
+            return self._break(f"the worker sent an error: {frame['error']!r:.300}")
+        reading = self.reading
+        choices = frame.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if isinstance(choice, dict):
+                reading.finished |= choice.get("finish_reason") is not None
+                reading.content_seen |= _has_content(choice)
+        if isinstance(metrics := frame.get("metrics"), dict):
+            reading.metrics = metrics
+        if (usage := read_usage(frame)) is not None:
+            reading.usage = usage
+            # Only the trailing chunk carries nothing else; it is there because we asked for it.
+            return bool(choices) or not self._hide_usage
+        return True
+
+    def _break(self, why: str) -> bool:
+        self.reading.broken = self.reading.broken or why
+        return False
+
+
+def read_usage(answer: Mapping[str, Any]) -> Usage | None:
+    """Read the `usage` of an answer or a chunk; None when there is none that makes sense."""
+    usage = answer.get("usage")
+    if not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details")
+    return Usage(
+        prompt_tokens=_count(usage.get("prompt_tokens")),
+        completion_tokens=_count(usage.get("completion_tokens")),
+        cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else 0,
+    )
+
+
+def _data_of(event: bytes) -> bytes:
+    """Join the `data:` lines of one event."""
+    lines = (line for line in _LINE_END.split(event) if line.startswith(b"data:"))
+    return b"\n".join(line[5:].removeprefix(b" ") for line in lines).strip()
+
+
+def _has_content(choice: Mapping[str, Any]) -> bool:
+    delta = choice.get("delta")
+    if isinstance(delta, dict):
+        return any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
+    return bool(choice.get("text"))
+
+
+def _count(value: object) -> int:
+    """Read a token count; a worker that lies does not get to make the sums go back."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0

@@ -1,0 +1,160 @@
+"""Render `/v1/status`: every sum is over the last report of every boot; nothing in it is null."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from gateway.fleet import Fleet, Member
+from gateway.store import Key, add_lanes
+from policies.document import PolicyDocument
+from workers.adapters.report import LaneReport, WorkerReport, mtp_block
+
+
+def render(
+    *,
+    gateway: Mapping[str, Any],
+    policy: PolicyDocument,
+    fleet: Fleet,
+    reports: tuple[WorkerReport, ...],
+    counts: Mapping[Key, int],
+    latencies: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Put the state of the whole line into one JSON object."""
+    members = {member.report.worker_id: member for member in fleet.members()}
+    models = sorted({report.model for report in reports})
+    worker_ids = sorted({report.worker_id for report in reports})
+    return {
+        "gateway": dict(gateway),
+        "mtp": mtp_block(_lanes(reports)),
+        "decisions": _decisions(counts),
+        "outcomes": _under(counts, "outcomes"),
+        "errors": _under(counts, "errors"),
+        "retries": counts.get(("retries",), 0),
+        "latency": dict(latencies),
+        "pools": {
+            name: _pool(pool.lanes, reports, members.values())
+            for name, pool in policy.pools.items()
+        },
+        "models": {
+            model: {
+                "mtp": mtp_block(_lanes(r for r in reports if r.model == model)),
+                "tokens": _tokens(counts, model),
+                "workers": sorted(
+                    m.report.worker_id for m in members.values() if m.report.model == model
+                ),
+            }
+            for model in models
+        },
+        "workers": {
+            name: _worker(
+                fleet, members.get(name), tuple(r for r in reports if r.worker_id == name)
+            )
+            for name in worker_ids
+        },
+    }
+
+
+def worker_state(member: Member | None) -> str:
+    """Name the state of a worker in one word."""
+    if member is None:
+        return "gone"
+    if member.set_aside:
+        return "unreachable"
+    if member.report.draining:
+        return "draining"
+    return "ready" if member.report.ready else "starting"
+
+
+def _worker(
+    fleet: Fleet, member: Member | None, reports: tuple[WorkerReport, ...]
+) -> dict[str, Any]:
+    latest = member.report if member else reports[-1]
+    told: dict[str, Any] = {
+        "state": worker_state(member),
+        "model": latest.model,
+        "boots": len(reports),
+        "mtp": mtp_block(_lanes(reports)),
+        "lanes": {lane.name: _lane(lane, member) for lane in _summed(reports)},
+    }
+    if member is not None:
+        told |= {
+            "boot_id": latest.boot_id,
+            "context_tokens": latest.context_tokens,
+            "memory_bytes": latest.memory_bytes,
+            "last_beat_s_ago": round(fleet.age_s(member), 3),
+        }
+    return told
+
+
+def _lane(lane: LaneReport, member: Member | None) -> dict[str, Any]:
+    """Tell how busy a lane is now, and what it did over all boots."""
+    return {
+        "slots": lane.slots if member else 0,
+        "running": lane.running if member else 0,
+        "waiting": lane.waiting if member else 0,
+        "in_flight": member.in_flight[lane.name] if member else 0,
+        "requests": lane.requests,
+        "prompt_tokens": lane.prompt_tokens,
+        "completion_tokens": lane.completion_tokens,
+        "mtp": mtp_block((lane,)),
+    }
+
+
+def _pool(
+    lane_names: tuple[str, ...], reports: tuple[WorkerReport, ...], members: Iterable[Member]
+) -> dict[str, Any]:
+    live = [
+        (member, lane)
+        for member in members
+        for lane in member.report.lanes
+        if lane.name in lane_names
+    ]
+    lanes = tuple(lane for lane in _lanes(reports) if lane.name in lane_names)
+    return {
+        "lanes": list(lane_names),
+        "workers": sorted({member.report.worker_id for member, _ in live if member.open}),
+        "slots": sum(lane.slots for member, lane in live if member.open),
+        "running": sum(lane.running for _, lane in live),
+        "waiting": sum(lane.waiting for _, lane in live),
+        "in_flight": sum(member.in_flight[lane.name] for member, lane in live),
+        "requests": sum(lane.requests for lane in lanes),
+        "prompt_tokens": sum(lane.prompt_tokens for lane in lanes),
+        "completion_tokens": sum(lane.completion_tokens for lane in lanes),
+        "mtp": mtp_block(lanes),
+    }
+
+
+def _summed(reports: Iterable[WorkerReport]) -> tuple[LaneReport, ...]:
+    """Add up each lane over the boots of one worker; what is no count is the last boot's."""
+    by_name: dict[str, LaneReport] = {}
+    for lane in _lanes(reports):
+        kept = by_name.get(lane.name)
+        by_name[lane.name] = lane if kept is None else add_lanes(kept, lane)
+    return tuple(by_name.values())
+
+
+def _lanes(reports: Iterable[WorkerReport]) -> tuple[LaneReport, ...]:
+    return tuple(lane for report in reports for lane in report.lanes)
+
+
+def _decisions(counts: Mapping[Key, int]) -> dict[str, Any]:
+    by: dict[str, dict[str, int]] = {"pools": {}, "routes": {}, "reasons": {}}
+    total = 0
+    for key, count in sorted(counts.items()):
+        match key:
+            case ("decisions", pool, route, reason):
+                total += count
+                for kind, name in (("pools", pool), ("routes", route), ("reasons", reason)):
+                    by[kind][name] = by[kind].get(name, 0) + count
+    return {"total": total, **by, "bypass_counts": _under(counts, "bypass")}
+
+
+def _tokens(counts: Mapping[Key, int], model: str) -> dict[str, int]:
+    kinds = ("prompt", "completion", "cached")
+    return {kind: counts.get(("tokens", model, kind), 0) for kind in kinds}
+
+
+def _under(counts: Mapping[Key, int], first: str) -> dict[str, int]:
+    """List the counts of one family by their second name."""
+    return {key[1]: count for key, count in sorted(counts.items()) if key[0] == first}

@@ -1,0 +1,110 @@
+"""What must outlive requests: counts, and the last report of every boot of every worker.
+
+Few operations, each one a step that Redis can do by itself, so that a shared store fits behind
+the same interface.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Protocol
+
+from workers.adapters.report import LaneReport, WorkerReport
+
+Key = tuple[str, ...]
+"""The name of a count, from general to special: ("decisions", "vlm", "pictures", "media")."""
+
+_BOOTS_KEPT = 16
+EARLIER_BOOTS = "earlier"
+
+
+class Store(Protocol):
+    """Counts only grow; reports are replaced by later ones of the same boot."""
+
+    def count(self, tally: Mapping[Key, int]) -> None:
+        """Add to counts. Never waits: a request does not pay for its own bookkeeping."""
+
+    async def counts(self) -> Mapping[Key, int]:
+        """Read all counts."""
+
+    async def keep_report(self, report: WorkerReport) -> None:
+        """Keep a report unless a later one of that boot is already kept."""
+
+    async def reports(self) -> tuple[WorkerReport, ...]:
+        """Read the last report of every boot, also of workers that are gone."""
+
+
+class MemoryStore:
+    """The store of one gateway process; what it knows ends with the process."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Key] = Counter()
+        self._boots: dict[str, dict[str, WorkerReport]] = {}
+
+    def count(self, tally: Mapping[Key, int]) -> None:
+        """Add to counts."""
+        for key, amount in tally.items():
+            self._counts[key] += amount
+
+    async def counts(self) -> Mapping[Key, int]:
+        """Read all counts."""
+        return dict(self._counts)
+
+    async def keep_report(self, report: WorkerReport) -> None:
+        """Keep a report unless a later one of that boot is already kept."""
+        boots = self._boots.setdefault(report.worker_id, {})
+        kept = boots.get(report.boot_id)
+        # A heartbeat and an answer to a question may overtake each other.
+        if kept is None or _progress(report) >= _progress(kept):
+            boots[report.boot_id] = report
+        if len(boots) > _BOOTS_KEPT:
+            _fold_oldest(boots)
+
+    async def reports(self) -> tuple[WorkerReport, ...]:
+        """Read the last report of every boot, also of workers that are gone."""
+        return tuple(report for boots in self._boots.values() for report in boots.values())
+
+
+def _progress(report: WorkerReport) -> int:
+    """Order two reports of one boot: every part of this sum only grows."""
+    return sum(
+        lane.requests + lane.completion_tokens + lane.speculation.drafted for lane in report.lanes
+    )
+
+
+def _fold_oldest(boots: dict[str, WorkerReport]) -> None:
+    """Add the oldest boot to the sum of earlier ones: a crash loop must not fill the memory."""
+    oldest = next(boot for boot in boots if not boot.startswith(EARLIER_BOOTS))
+    report = boots.pop(oldest)
+    name = f"{EARLIER_BOOTS}:{report.model}"
+    earlier = boots.pop(name, None)
+    lanes = report.lanes if earlier is None else _added(earlier.lanes, report.lanes)
+    # Put first, so that the order stays the order of boots.
+    rest = dict(boots)
+    boots.clear()
+    boots[name] = report.model_copy(update={"boot_id": name, "lanes": lanes, "ready": False})
+    boots.update(rest)
+
+
+def _added(some: tuple[LaneReport, ...], others: tuple[LaneReport, ...]) -> tuple[LaneReport, ...]:
+    by_name = {lane.name: lane for lane in some}
+    for lane in others:
+        kept = by_name.get(lane.name)
+        by_name[lane.name] = lane if kept is None else add_lanes(kept, lane)
+    return tuple(by_name.values())
+
+
+def add_lanes(kept: LaneReport, later: LaneReport) -> LaneReport:
+    """Add the counts of two reports of one lane; what is no count comes from the later one."""
+    bypass = Counter(kept.bypass_counts)
+    bypass.update(later.bypass_counts)
+    return later.model_copy(
+        update={
+            "speculation": kept.speculation + later.speculation,
+            "bypass_counts": dict(bypass),
+            "requests": kept.requests + later.requests,
+            "prompt_tokens": kept.prompt_tokens + later.prompt_tokens,
+            "completion_tokens": kept.completion_tokens + later.completion_tokens,
+        }
+    )

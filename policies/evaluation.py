@@ -1,0 +1,60 @@
+"""What the policy says of one request: pure functions over the document and the profile."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from policies.document import PolicyDocument, Route, When
+from policies.profile import (
+    OPENAI_DEFAULTS,
+    Bypass,
+    RequestProfile,
+    SamplingDefaults,
+    bypass_reasons,
+)
+
+# The one alias that follows the fleet: a client that only wants an answer may always ask for it.
+ANY_MODEL = "default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The route that takes a request, and what keeps the request from speculation."""
+
+    route: Route
+    bypass: tuple[Bypass, ...]
+
+
+def resolve_model(policy: PolicyDocument, asked: str, served: Set[str]) -> str:
+    """Turn the name a client used into the name of a model; unknown names come back unchanged."""
+    if asked in served or asked in policy.models:
+        return asked
+    target = next((name for name, model in policy.models.items() if asked in model.aliases), asked)
+    if asked == ANY_MODEL and target not in served and len(served) == 1:
+        return next(iter(served))
+    return target
+
+
+def sampling_defaults(policy: PolicyDocument, model: str) -> SamplingDefaults:
+    """Say what stands in for sampling fields that a request to this model leaves out."""
+    entry = policy.models.get(model)
+    return entry.sampling.defaults if entry else OPENAI_DEFAULTS
+
+
+def judge(policy: PolicyDocument, profile: RequestProfile) -> Verdict:
+    """Find the first route whose conditions hold; the last route always does."""
+    bypass = bypass_reasons(profile)
+    route = next(route for route in policy.routes if _holds(route.when, profile, bypass))
+    return Verdict(route=route, bypass=bypass)
+
+
+def _holds(when: When, profile: RequestProfile, bypass: tuple[Bypass, ...]) -> bool:
+    wanted_and_found = (
+        (when.media, profile.media_count > 0),
+        (when.mtp_eligible, not bypass),
+        (when.model, profile.model),
+        (when.greedy, profile.sampling.greedy),
+        (when.stream, profile.stream),
+    )
+    return all(wanted is None or wanted == found for wanted, found in wanted_and_found)
