@@ -1,0 +1,39 @@
+"""The command `paceline`: each subcommand lives in a file of its own."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from gateway.cli import explain, serve, status, up, worker
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand and return its exit code."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["worker"]:
+        worker.become_worker(arguments[1:])
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
+    )
+    run: Callable[[argparse.Namespace], int] = options.run
+    try:
+        return run(options)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paceline", description="One OpenAI-compatible endpoint over all of a team's Macs."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in (("up", up), ("gateway", serve), ("status", status), ("explain", explain)):
+        subparser = commands.add_parser(name, help=command.HELP, description=command.__doc__)
+        command.add_options(subparser)
+        subparser.set_defaults(run=command.run)
+    commands.add_parser("worker", help=worker.HELP)
+    return parser

@@ -1,0 +1,53 @@
+"""`paceline gateway`: the front door alone; its workers are joined or listed by hand."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from gateway.errors import StartRefused
+from gateway.server import Ending, serve
+from gateway.server import run as run_loop
+from gateway.settings import Settings, load_settings
+
+HELP = "run the gateway alone"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that `gateway` and `up` share."""
+    parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
+    parser.add_argument("--config", type=Path, help="configuration file (paceline.yaml)")
+    parser.add_argument("--token", help="secret that workers join with (made and kept if not set)")
+
+
+def settings_from(options: argparse.Namespace) -> Settings:
+    """Read the settings; end the command with one clear sentence if they cannot be used."""
+    token = SecretStr(options.token) if options.token else None
+    try:
+        return load_settings(options.config, host=options.host, port=options.port, join_token=token)
+    except StartRefused as refused:
+        sys.exit(f"paceline: {refused}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until Ctrl-C or SIGTERM, then let running answers finish."""
+    settings = settings_from(options)
+    try:
+        run_loop(_serve(settings))
+    except StartRefused as refused:
+        sys.exit(f"paceline: {refused}")
+    return 0
+
+
+async def _serve(settings: Settings) -> None:
+    ending = Ending()
+    with ending.on_signals():
+        await serve(
+            settings,
+            ending=ending,
+            started=lambda address: print(f"Paceline listens on {address}", flush=True),  # noqa: T201
+        )

@@ -1,0 +1,180 @@
+"""`paceline up`: the gateway here, one worker as its child, and what to paste next."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import os
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from pydantic import SecretStr
+from rich.console import Console
+from rich.text import Text
+
+from gateway.access import ensure_join_token
+from gateway.cli import serve
+from gateway.cli.supervisor import Supervisor
+from gateway.cli.welcome import Line, on_this_machine, welcome
+from gateway.errors import StartRefused
+from gateway.server import Ending
+from gateway.server import run as run_loop
+from gateway.server import serve as serve_gateway
+from gateway.settings import Settings
+from gateway.supervision import GiveUp
+
+HELP = "run the gateway and one worker: a working endpoint in one command"
+_ASK_TIMEOUT_S = 2.0
+_JOIN_POLL_S = 0.05
+_WORKERS_PATH = "/admin/v1/workers"
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `up`."""
+    serve.add_options(parser)
+    parser.add_argument(
+        "--model", help="folder or Hugging Face name of an MLX model (default: a toy model)"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot be made to run."""
+    settings = serve.settings_from(options)
+    try:
+        return run_loop(_run(ensure_join_token(settings), options))
+    except StartRefused as refused:
+        sys.exit(f"paceline: {refused}")
+
+
+async def _run(settings: Settings, options: argparse.Namespace) -> int:
+    ending = Ending()
+    with ending.on_signals():
+        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        gateway = asyncio.create_task(
+            serve_gateway(settings, ending=ending, started=address.set_result), name="gateway"
+        )
+        first: set[asyncio.Future[Any]] = {gateway, address}
+        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        if not address.done():
+            await gateway  # raises what kept it from starting
+            return 0
+        terminal = _Terminal()
+        terminal.say(f"Gateway listens on {address.result()}.")
+        own_worker = _OwnWorker(
+            settings=settings, options=options, address=address.result(), terminal=terminal
+        )
+        return await _beside(gateway, own_worker, ending)
+
+
+async def _beside(gateway: asyncio.Task[None], own_worker: _OwnWorker, ending: Ending) -> int:
+    """Keep the worker running for as long as the gateway runs; streams end before the worker."""
+    worker = asyncio.create_task(own_worker.run(), name="worker")
+    try:
+        await asyncio.wait({gateway, worker}, return_when=asyncio.FIRST_COMPLETED)
+        if worker.done():
+            own_worker.terminal.say(f"Ending: {worker.result().reason}.")
+            ending.ask()
+        await gateway
+        return 1 if worker.done() else 0
+    finally:
+        worker.cancel()
+        await asyncio.wait({worker})
+
+
+class _Terminal:
+    """The one place that prints: our lines plainly, the worker's with a mark."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        self._console.print(Text(text))
+
+    def show_worker_line(self, line: str) -> None:
+        self._console.print(Text("worker | ", style="dim").append(line))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnWorker:
+    """The worker of this `up`: how it is started, and what is said when it is ready."""
+
+    settings: Settings
+    options: argparse.Namespace
+    address: str
+    terminal: _Terminal
+
+    async def run(self) -> GiveUp:
+        token = _revealed(self.settings.join_token)
+        async with httpx.AsyncClient(
+            base_url=on_this_machine(self.address),
+            headers={"authorization": f"Bearer {token}"},
+            timeout=_ASK_TIMEOUT_S,
+            trust_env=False,
+        ) as gateway:
+            return await Supervisor(
+                command=self._command(),
+                # The token travels by environment: arguments are shown to everybody by `ps`.
+                environment={"PACELINE_JOIN_TOKEN": token, "PYTHONUNBUFFERED": "1"},
+                on_ready=functools.partial(self._welcome, gateway),
+                on_death=functools.partial(self._sign_off, gateway),
+                say=self.terminal.say,
+                show_line=self.terminal.show_worker_line,
+            ).run()
+
+    def _command(self) -> tuple[str, ...]:
+        return (
+            *(sys.executable, "-m", "workers", "--leash", "--port", "0"),
+            *("--id", worker_id(socket.gethostname())),
+            *("--join", on_this_machine(self.address)),
+            *(("--model", self.options.model) if self.options.model else ()),
+            *(("--config", str(self.options.config)) if self.options.config else ()),
+        )
+
+    async def _welcome(self, gateway: httpx.AsyncClient, ready: Mapping[str, Any]) -> None:
+        """Say what to do next, once the gateway knows the worker: what is pasted then works."""
+        await _wait_until_joined(gateway, ready["url"])
+        line = Line(
+            address=self.address,
+            host=self.settings.host,
+            model=ready["model"],
+            join_token=_revealed(self.settings.join_token),
+            keyed=self.settings.api_key is not None,
+            command=_own_command(),
+        )
+        self.terminal.say("\n" + welcome(line) + "\n")
+
+    async def _sign_off(self, gateway: httpx.AsyncClient) -> None:
+        """Take a dead worker off the list at once, and so let the next life have its name."""
+        with contextlib.suppress(httpx.HTTPError):
+            await gateway.delete(f"{_WORKERS_PATH}/{worker_id(socket.gethostname())}")
+
+
+async def _wait_until_joined(gateway: httpx.AsyncClient, worker_url: str) -> None:
+    while True:
+        with contextlib.suppress(httpx.HTTPError):  # it may be ending; so are we then
+            answer = (await gateway.get(_WORKERS_PATH)).raise_for_status()
+            if worker_url in {worker["url"] for worker in answer.json()["workers"]}:
+                return
+        await asyncio.sleep(_JOIN_POLL_S)
+
+
+def worker_id(hostname: str) -> str:
+    """Name the worker after its machine, whatever port it gets."""
+    return re.sub(r"[^A-Za-z0-9-]+", "-", hostname.partition(".")[0]).strip("-")[:60] or "local"
+
+
+def _revealed(secret: SecretStr | None) -> str:
+    return secret.get_secret_value() if secret else ""
+
+
+def _own_command() -> str:
+    """Spell the command as it can be typed here: by name if the shell finds it."""
+    return "paceline" if shutil.which("paceline") else os.path.relpath(sys.argv[0])
