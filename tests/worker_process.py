@@ -14,6 +14,8 @@ from workers.demo import CHECKPOINT
 
 READY_PREFIX = "PACELINE_WORKER_READY "
 STOP_TIMEOUT_S = 60
+NO_END = {"0": -100, "2": -100}
+"""A logit_bias: without these tokens the demo checkpoint never ends a turn by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

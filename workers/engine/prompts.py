@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 import numpy as np
+from mlx_vlm.tools import SPECS
 from mlx_vlm.utils import prepare_inputs
 from PIL import Image
 
@@ -41,6 +42,15 @@ class PromptRenderer:
     def sees_pictures(self) -> bool:
         """Say whether the checkpoint has a picture processor."""
         return getattr(self._processor, "image_processor", None) is not None
+
+    @property
+    def tool_parser_name(self) -> str | None:
+        """Name the parser of mlx-vlm that reads this template's tool calls; None if it has none."""
+        template = getattr(self._templated, "chat_template", None)
+        if isinstance(template, Mapping):  # several named ones: tools are rendered by their own
+            template = template.get("tool_use") or template.get("default")
+        matching = [spec for spec in SPECS if spec.matches(template or "")]
+        return str(max(matching, key=lambda spec: spec.priority).name) if matching else None
 
     def chat(
         self,

@@ -45,6 +45,7 @@ class Refused(Exception):
         self.message = message
         self.param = param
         self.retry_after_s = retry_after_s
+        self.headers: dict[str, str] = {}
 
     def body(self) -> Json:
         """Render OpenAI's error object."""
@@ -80,6 +81,7 @@ class NotAuthorised(Refused):
 
     def __init__(self) -> None:
         super().__init__("This worker needs the join token as a Bearer token.")
+        self.headers = {"www-authenticate": "Bearer"}
 
 
 class UnknownModel(Refused):
@@ -158,9 +160,10 @@ class _HttpRefusal(Refused):
     kind = "invalid_request_error"
     code = None
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"{HTTPStatus(status).phrase}.")
-        self.status = status
+    def __init__(self, error: HTTPException) -> None:
+        super().__init__(f"{HTTPStatus(error.status_code).phrase}.")
+        self.status = error.status_code
+        self.headers = dict(error.headers or {})
 
 
 def as_refusal(error: Exception, request_id: str = "") -> Refused:
@@ -178,7 +181,7 @@ def as_refusal(error: Exception, request_id: str = "") -> Refused:
         case EngineStopped():
             refusal = _OutOfService("The engine of this worker has stopped.", retry_after_s=1)
         case HTTPException():
-            refusal = _HttpRefusal(error.status_code)
+            refusal = _HttpRefusal(error)
         case _:
             log.error("answer.failed request_id=%s", request_id, exc_info=error)
             refusal = _Failed("The worker failed while it made this answer.")
@@ -189,9 +192,9 @@ async def render(request: Request, error: Exception) -> JSONResponse:
     """Answer with OpenAI's error object, the right status and Retry-After."""
     request_id = getattr(request.state, "request_id", "")
     refusal = as_refusal(error, request_id)
-    headers = {"x-request-id": request_id} if request_id else {}
+    headers = dict(refusal.headers)
+    if request_id:
+        headers["x-request-id"] = request_id
     if refusal.retry_after_s is not None:
         headers["retry-after"] = str(math.ceil(refusal.retry_after_s))
-    if refusal.status == NotAuthorised.status:
-        headers["www-authenticate"] = "Bearer"
     return JSONResponse(refusal.body(), refusal.status, headers)

@@ -1,0 +1,155 @@
+"""An engine that plays a script, for faults and shapes that a real one does not show on demand."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import uvicorn
+from pydantic import SecretStr
+
+from workers.adapters.report import LaneReport, Speculation
+from workers.engine.requests import (
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Generation,
+    LaneName,
+    Usage,
+)
+from workers.server.app import create_app
+from workers.server.worker import Identity, Worker
+
+BOTH_LANES = (LaneName.TEXT_MTP, LaneName.VLM)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """The card of a scripted engine."""
+
+    model: str = "scripted"
+    lanes: tuple[LaneName, ...] = BOTH_LANES
+    context_tokens: int = 4096
+    vision: bool = True
+    weights_bytes: int = 0
+    parameters: int = 0
+    mtp: bool = True
+    draft_tokens_requested: int = 2
+    draft_tokens_effective: int = 2
+    why_no_mtp: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Renders nothing of interest."""
+
+    tool_parser_name: str | None = "qwen3_coder"
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        return f"{messages} {tools} {template_kwargs}"
+
+
+@dataclass
+class ScriptedEngine:
+    """Plays `script` for every generation: events are yielded, errors raised, gates awaited."""
+
+    script: Sequence[Event | Exception | asyncio.Event] = ()
+    card: Card = field(default_factory=Card)
+    prompts: Prompts = field(default_factory=Prompts)
+    alive: bool = True
+    generations: list[Generation] = field(default_factory=list)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
+    all_closed: asyncio.Event = field(default_factory=asyncio.Event)
+    _open: int = 0
+
+    async def generate(self, generation: Generation) -> AsyncIterator[Event]:
+        self.generations.append(generation)
+        self._open += 1
+        self.started.set()
+        self.all_closed.clear()
+        try:
+            for step in self.script:
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                elif isinstance(step, Exception):
+                    raise step
+                else:
+                    yield step
+        finally:
+            self._open -= 1
+            if not self._open:
+                self.all_closed.set()
+
+    def lane_reports(self) -> tuple[LaneReport, ...]:
+        return tuple(LaneReport(name=name) for name in self.card.lanes)
+
+    def memory_bytes(self) -> int:
+        return 0
+
+    def stop(self) -> None:
+        self.alive = False
+
+
+def text_script(*texts: str, speculation: Speculation | None = None) -> list[Event]:
+    """Script an answer that arrives in these pieces and stops."""
+    finished = Finished(
+        reason=FinishReason.STOP,
+        usage=Usage(prompt_tokens=7, completion_tokens=len(texts), cached_tokens=3),
+        speculation=speculation or Speculation(),
+    )
+    return [*(Delta(text=text) for text in texts), finished]
+
+
+def worker_of(engine: ScriptedEngine, clock: Callable[[], float] = lambda: 1000.0) -> Worker:
+    """Wrap a worker around a scripted engine."""
+    return Worker(
+        identity=Identity(worker_id="scripted-1", boot_id="b1", url="http://127.0.0.1:1"),
+        engine=engine,
+        clock=clock,
+        started_s=clock(),
+    )
+
+
+@asynccontextmanager
+async def serving(worker: Worker, token: str | None = None) -> AsyncIterator[str]:
+    """Serve a worker at a real socket of this loop; yield its URL."""
+    app = create_app(worker, SecretStr(token) if token else None)
+    async with listening(app) as url:
+        yield url
+
+
+@asynccontextmanager
+async def listening(app: Any, port: int = 0) -> AsyncIterator[str]:
+    """Serve an ASGI application at a real socket of this loop; yield its URL."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", port))
+    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await server.listening.wait()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self.listening.set()
