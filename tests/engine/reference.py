@@ -1,4 +1,4 @@
-"""Plain greedy decoding with mlx-vlm's own caches, one prompt at a time: what every answer must be."""
+"""Plain greedy decoding by mlx-vlm alone: what every greedy answer must be."""
 
 from __future__ import annotations
 
@@ -35,9 +35,11 @@ def near_tie(
     tokens = [*prompt, *answer[:at]]
     positions = mx.broadcast_to(mx.arange(len(tokens))[None, None], (3, 1, len(tokens)))
     caches = checkpoint.target.language.make_cache()
-    scores = checkpoint.target.language(
-        mx.array([tokens]), cache=caches, position_ids=positions
-    ).logits[0, -1].astype(mx.float32)
+    scores = (
+        checkpoint.target.language(mx.array([tokens]), cache=caches, position_ids=positions)
+        .logits[0, -1]
+        .astype(mx.float32)
+    )
     first, second = scores[answer[at]].item(), scores[other[at]].item()
     best = scores.max().item()
     noise = 4 * abs(best) / 256

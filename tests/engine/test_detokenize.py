@@ -52,9 +52,7 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     first_end = min((end for end, _ in ends), default=None)
     expected = (
-        text
-        if first_end is None
-        else text[: min(begin for end, begin in ends if end == first_end)]
+        text if first_end is None else text[: min(begin for end, begin in ends if end == first_end)]
     )
     assert (shown, out.stopped) == (expected, first_end is not None)
 

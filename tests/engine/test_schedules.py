@@ -18,7 +18,9 @@ def test_any_schedule_gives_every_row_its_answer_and_its_counts(
 ) -> None:
     rng = random.Random(seed)
     lane = make_lane(
-        draft_tokens=rng.randint(1, 4), max_rows=rng.randint(2, 8), chunk_tokens=rng.choice([32, 512])
+        draft_tokens=rng.randint(1, 4),
+        max_rows=rng.randint(2, 8),
+        chunk_tokens=rng.choice([32, 512]),
     )
     heard = []
     to_come = 24

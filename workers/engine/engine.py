@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +58,9 @@ class ModelCard:
     context_tokens: int
     vision: bool
     parameters: int
+    """Of the model and its MTP head together."""
     weights_bytes: int
+    """What they take in memory, once for all lanes."""
     mtp: bool
     why_no_mtp: str | None
     draft_tokens_requested: int
@@ -124,10 +126,10 @@ class Engine:
         """End the thread; generations still running end in `EngineStopped`."""
         self._thread.stop(timeout_s)
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Event]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation; raise an `EngineError` if it cannot go on.
 
-        Closing the iterator, or cancelling the task that reads it, drops the row within one step.
+        Closing the generator, or cancelling the task that reads it, drops the row within one step.
         """
         lane = self._lanes.get(generation.lane)
         if lane is None:
@@ -230,7 +232,10 @@ def _card(
     lanes: tuple[Lane, ...],
     prompts: PromptRenderer,
 ) -> ModelCard:
-    parameters = [array for _, array in tree_flatten(checkpoint.target.model.parameters())]
+    parts = [checkpoint.target.model.parameters()]
+    if checkpoint.head is not None:
+        parts.append(checkpoint.head.parameters())
+    parameters = [array for _, array in tree_flatten(parts)]
     effective = max((lane.counters.report().effective_draft_tokens for lane in lanes), default=0)
     return ModelCard(
         model=settings.served_name,

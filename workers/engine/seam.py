@@ -183,6 +183,10 @@ class MtpHead:
         self._embed = target.language.model.embed_tokens
         self._score = target.language.speculative_logits_from_hidden
 
+    def parameters(self) -> Any:
+        """Return the head's own weights; embeddings and scores are the target's."""
+        return self._drafter.parameters()
+
     def new_caches(self) -> list[KVCache]:
         """Make the empty caches of one row, a layer each."""
         return [KVCache() for _ in self._drafter.layers]
