@@ -51,13 +51,12 @@ def _decode(param: str, url: str, pixels_left: int) -> Picture:
     try:
         with Image.open(BytesIO(content), formats=_FORMATS) as opened:  # reads the header only
             if opened.width * opened.height > pixels_left:
-                raise BadRequest(
-                    f"The pictures of a request may have at most {MAX_PIXELS} pixels in all.",
-                    param=param,
-                )
+                raise Image.DecompressionBombError
             upright = ImageOps.exif_transpose(opened).convert("RGB")
-    except BadRequest:
-        raise
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadRequest(
+            f"The pictures of a request may have at most {MAX_PIXELS} pixels in all.", param=param
+        ) from error
     except Exception as error:  # a hostile file raises nearly anything out of a decoder
         raise BadRequest("The picture cannot be decoded.", param=param) from error
     return Picture(width_px=upright.width, height_px=upright.height, rgb=upright.tobytes())

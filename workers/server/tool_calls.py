@@ -79,6 +79,7 @@ class ToolCallSplitter:
         self._format = tool_format
         self._at_most = at_most
         self._held = ""
+        self._gap = ""  # white space before a call: part of its layout, unless it is none
         self._inside = False
         self.found = 0
 
@@ -94,7 +95,7 @@ class ToolCallSplitter:
         """Return what was still held back; a call cut off by the end is read if it can be."""
         rest, self._held = self._held, ""
         if not self._inside:
-            # White space before a call belongs to its layout, at the end of a text to the text.
+            # White space after a call is layout too; at the end of a text it is text.
             return [rest] if rest and not (self.found and not rest.strip()) else []
         return self._read(rest + self._format.end, rest)
 
@@ -114,6 +115,7 @@ class ToolCallSplitter:
         certain = at if at >= 0 else len(self._held) - _tail_that_may_begin(self._held, marker)
         text = self._held[:certain].rstrip()
         if at >= 0:
+            self._gap = self._held[len(text) : at]
             self._held = self._held[at:]
             self._inside = True
         else:
@@ -125,7 +127,7 @@ class ToolCallSplitter:
     def _read(self, block: str, as_written: str) -> list[str | ToolCall]:
         calls = self._format.parse(block)
         if not calls:
-            return [as_written]
+            return [self._gap + as_written]
         if self._at_most is not None:
             calls = calls[: max(0, self._at_most - self.found)]
         self.found += len(calls)

@@ -1,0 +1,132 @@
+"""Pictures are checked before they are decoded, and reach the model as they are."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from io import BytesIO
+from typing import Any
+
+import httpx
+import pytest
+from PIL import Image
+
+from tests.worker_process import RunningWorker
+from tests.workers.scripted import Card, ScriptedEngine, serving, text_script, worker_of
+from workers.server.errors import BadRequest
+from workers.server.pictures import MAX_PICTURE_BYTES, decode_pictures
+
+FIELD = "messages[0].content[1].image_url"
+
+
+def encoded(image: Image.Image, kind: str = "png", **options: Any) -> str:
+    buffer = BytesIO()
+    image.save(buffer, kind, **options)
+    return data_url(buffer.getvalue(), kind)
+
+
+def data_url(content: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def png_header(width_px: int, height_px: int) -> bytes:
+    """Write a PNG that claims a size and has no pixels."""
+    ihdr = b"IHDR" + struct.pack(">IIBBBBB", width_px, height_px, 8, 2, 0, 0, 0)
+    checksum = struct.pack(">I", zlib.crc32(ihdr))
+    return b"\x89PNG\r\n\x1a\n\0\0\0\x0d" + ihdr + checksum + b"\0\0\0\x0aIDAT"
+
+
+def question(*urls: str) -> list[dict[str, Any]]:
+    parts: list[dict[str, Any]] = [{"type": "text", "text": "What is it?"}]
+    parts += [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": parts}]
+
+
+@pytest.mark.parametrize("kind", ["png", "gif", "webp", "jpeg"])
+def test_picture_arrives_as_rgb_rows(kind: str) -> None:
+    image = Image.new("RGB", (3, 2), (250, 0, 0))
+    (picture,) = decode_pictures([(FIELD, encoded(image, kind))])
+    assert (picture.width_px, picture.height_px, len(picture.rgb)) == (3, 2, 18)
+    assert picture.rgb[0] > 200
+    assert picture.rgb[1] < 50
+
+
+def test_picture_is_turned_upright() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # lies on its side
+    (picture,) = decode_pictures([(FIELD, encoded(Image.new("RGB", (3, 2)), "jpeg", exif=exif))])
+    assert (picture.width_px, picture.height_px) == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1/x.png",
+        "file:///etc/passwd",
+        "/etc/passwd",
+        "data:image/svg+xml;base64,PHN2Zz4=",
+        "data:image/png;base64,****",
+        data_url(b"no picture at all"),
+        data_url(png_header(3, 3)),
+        data_url(b"II*\x00" + bytes(40)),
+        "data:image/png;base64," + "A" * (MAX_PICTURE_BYTES * 4 // 3),
+    ],
+)
+def test_anything_else_is_refused_by_the_name_of_its_field(url: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        decode_pictures([(FIELD, url)])
+    assert refused.value.param == FIELD
+    assert "0x" not in refused.value.message
+
+
+def test_bomb_is_refused_from_its_header() -> None:
+    with pytest.raises(BadRequest, match="pixels"):
+        decode_pictures([(FIELD, data_url(png_header(50_000, 50_000)))])
+
+
+def test_bound_on_pixels_holds_for_all_pictures_together() -> None:
+    url = encoded(Image.new("L", (6000, 6000)))
+    with pytest.raises(BadRequest, match="pixels in all"):
+        decode_pictures([("first", url), (FIELD, url)])
+
+
+async def test_pictures_reach_the_engine_in_order() -> None:
+    engine = ScriptedEngine(text_script("ok"))
+    urls = [encoded(Image.new("RGB", (width, 1))) for width in (5, 3)]
+    body = {"model": "scripted", "messages": question(*urls), "temperature": 0}
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+        forced = await client.post(
+            "/v1/chat/completions", json=body, headers={"x-paceline-lane": "text-mtp"}
+        )
+    assert answer.status_code == 200
+    (generation,) = engine.generations
+    assert [picture.width_px for picture in generation.prompt.pictures] == [5, 3]
+    assert (forced.status_code, forced.json()["error"]["param"]) == (400, "messages")
+
+
+async def test_blind_model_names_the_picture_it_cannot_see() -> None:
+    engine = ScriptedEngine(text_script("ok"), card=Card(vision=False))
+    body = {"model": "scripted", "messages": question("data:image/png;base64,AA")}
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, FIELD)
+
+
+async def test_real_model_answers_about_a_picture_in_the_vlm_lane(worker: RunningWorker) -> None:
+    body = {
+        "model": worker.model,
+        "messages": question(encoded(Image.new("RGB", (128, 128), (200, 30, 30)))),
+        "temperature": 0,
+        "max_tokens": 8,
+    }
+    plain = {**body, "messages": [{"role": "user", "content": "What is it?"}]}
+    async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
+        before = (await client.get("/v1/status")).json()["lanes"]["vlm"]
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+        without = (await client.post("/v1/chat/completions", json=plain)).json()
+        after = (await client.get("/v1/status")).json()["lanes"]["vlm"]
+    assert answer["usage"]["prompt_tokens"] > without["usage"]["prompt_tokens"]
+    assert after["requests"] == before["requests"] + 1
+    assert after["bypass_counts"]["media"] == before["bypass_counts"].get("media", 0) + 1
