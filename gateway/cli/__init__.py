@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from gateway.cli import explain, serve, status, up, worker
+from gateway.errors import StartRefused
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,6 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Callable[[argparse.Namespace], int] = options.run
     try:
         return run(options)
+    except StartRefused as refused:
+        sys.stderr.write(f"paceline: {refused}\n")
+        return 2
     except KeyboardInterrupt:
         return 130
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 from pydantic import SecretStr
 
-from gateway.errors import StartRefused
 from gateway.server import Ending, serve
 from gateway.server import run as run_loop
 from gateway.settings import Settings, load_settings
@@ -25,21 +23,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def settings_from(options: argparse.Namespace) -> Settings:
-    """Read the settings; end the command with one clear sentence if they cannot be used."""
+    """Read the settings; raise `StartRefused` if they cannot be used."""
     token = SecretStr(options.token) if options.token else None
-    try:
-        return load_settings(options.config, host=options.host, port=options.port, join_token=token)
-    except StartRefused as refused:
-        sys.exit(f"paceline: {refused}")
+    return load_settings(options.config, host=options.host, port=options.port, join_token=token)
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM, then let running answers finish."""
-    settings = settings_from(options)
-    try:
-        run_loop(_serve(settings))
-    except StartRefused as refused:
-        sys.exit(f"paceline: {refused}")
+    run_loop(_serve(settings_from(options)))
     return 0
 
 

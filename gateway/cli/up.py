@@ -24,7 +24,6 @@ from gateway.access import ensure_join_token
 from gateway.cli import serve
 from gateway.cli.supervisor import Supervisor
 from gateway.cli.welcome import Line, on_this_machine, welcome
-from gateway.errors import StartRefused
 from gateway.server import Ending
 from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
@@ -47,11 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot be made to run."""
-    settings = serve.settings_from(options)
-    try:
-        return run_loop(_run(ensure_join_token(settings), options))
-    except StartRefused as refused:
-        sys.exit(f"paceline: {refused}")
+    settings = ensure_join_token(serve.settings_from(options))
+    return run_loop(_run(settings, options))
 
 
 async def _run(settings: Settings, options: argparse.Namespace) -> int:
@@ -102,7 +98,7 @@ class _Terminal:
         self._console.print(Text("worker | ", style="dim").append(line))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _OwnWorker:
     """The worker of this `up`: how it is started, and what is said when it is ready."""
 
@@ -110,6 +106,7 @@ class _OwnWorker:
     options: argparse.Namespace
     address: str
     terminal: _Terminal
+    welcomed: bool = False
 
     async def run(self) -> GiveUp:
         token = _revealed(self.settings.join_token)
@@ -141,6 +138,10 @@ class _OwnWorker:
     async def _welcome(self, gateway: httpx.AsyncClient, ready: Mapping[str, Any]) -> None:
         """Say what to do next, once the gateway knows the worker: what is pasted then works."""
         await _wait_until_joined(gateway, ready["url"])
+        if self.welcomed:
+            self.terminal.say("The worker is ready again.")
+            return
+        self.welcomed = True
         line = Line(
             address=self.address,
             host=self.settings.host,

@@ -1,0 +1,99 @@
+"""Questions of the demo model's world, and answers as the `openai` package gives them."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAI
+
+from workers.demo.pictures import draw_picture
+
+TEXT = "Count from 1 to 20."
+LONG_TEXT = "Count from 1 to 120."
+PICTURE_QUESTION = "What colour is the shape?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What came back, whole or streamed: the same things are known of both."""
+
+    text: str
+    finish_reason: str
+    headers: Mapping[str, str]
+    prompt_tokens: int
+    completion_tokens: int
+    metrics: Mapping[str, Any] | None
+
+    @property
+    def speculation(self) -> Mapping[str, Any]:
+        assert self.metrics is not None
+        found: Mapping[str, Any] = self.metrics["speculative_decoding"]
+        return found
+
+
+def text_body(model: str, question: str = TEXT, **fields: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": question}], **fields}
+
+
+def picture_body(
+    model: str, colour: str, shape: str, seed: int = 0, question: str = PICTURE_QUESTION, **fields: Any
+) -> dict[str, Any]:
+    picture = draw_picture(Random(seed), colour, shape, held_out=True).image
+    held = io.BytesIO()
+    picture.save(held, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
+    content = [
+        {"type": "image_url", "image_url": {"url": url}},
+        {"type": "text", "text": question},
+    ]
+    return {"model": model, "messages": [{"role": "user", "content": content}], **fields}
+
+
+def ask(client: OpenAI, body: Mapping[str, Any], *, stream: bool = False) -> Answer:
+    """Send one request and take in the whole answer."""
+    if not stream:
+        raw = client.chat.completions.with_raw_response.create(**body)
+        return whole(raw.headers, raw.parse())
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    opened = client.chat.completions.with_raw_response.create(**body, **options)
+    return joined(opened.headers, list(opened.parse()))
+
+
+async def ask_async(client: AsyncOpenAI, body: Mapping[str, Any], *, stream: bool = False) -> Answer:
+    """Send one request among others and take in the whole answer."""
+    if not stream:
+        raw = await client.chat.completions.with_raw_response.create(**body)
+        return whole(raw.headers, raw.parse())
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    opened = await client.chat.completions.with_raw_response.create(**body, **options)
+    return joined(opened.headers, [chunk async for chunk in opened.parse()])
+
+
+def whole(headers: Mapping[str, str], completion: Any) -> Answer:
+    (choice,) = completion.choices
+    return Answer(
+        text=choice.message.content,
+        finish_reason=choice.finish_reason,
+        headers=headers,
+        prompt_tokens=completion.usage.prompt_tokens,
+        completion_tokens=completion.usage.completion_tokens,
+        metrics=(completion.model_extra or {}).get("metrics"),
+    )
+
+
+def joined(headers: Mapping[str, str], chunks: list[Any]) -> Answer:
+    *parts, last = chunks
+    choices = [choice for chunk in parts for choice in chunk.choices]
+    return Answer(
+        text="".join(choice.delta.content or "" for choice in choices),
+        finish_reason=choices[-1].finish_reason,
+        headers=headers,
+        prompt_tokens=last.usage.prompt_tokens,
+        completion_tokens=last.usage.completion_tokens,
+        metrics=(last.model_extra or {}).get("metrics"),
+    )
