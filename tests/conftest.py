@@ -11,7 +11,7 @@ from tests.worker_process import RunningWorker, running_worker
 from workers.demo import CHECKPOINT
 
 if TYPE_CHECKING:
-    from workers.engine import Engine
+    from workers.engine.engine import Engine
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +33,7 @@ def worker_url(worker: RunningWorker) -> str:
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     """One real engine on the demo checkpoint, in this process."""
-    from workers.engine import Engine, EngineSettings  # noqa: PLC0415 - MLX only where it is used
+    from workers.engine.engine import Engine, EngineSettings  # noqa: PLC0415 - MLX only where it is used
 
     running = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
     try:

@@ -8,7 +8,7 @@ import pytest
 
 from policies.profile import Sampling
 from workers.demo import CHECKPOINT
-from workers.engine import Engine, EngineSettings
+from workers.engine.engine import Engine, EngineSettings
 from workers.engine.requests import (
     Delta,
     EngineBusy,

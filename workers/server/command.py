@@ -71,7 +71,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _start_engine(settings: WorkerSettings, source: ModelSource) -> ServingEngine:
     # Imported late: wrong settings are answered in a moment, MLX takes seconds to import.
-    from workers.engine import Engine, EngineSettings  # noqa: PLC0415
+    from workers.engine.engine import Engine, EngineSettings  # noqa: PLC0415
 
     return Engine.start(
         EngineSettings(
