@@ -1,0 +1,117 @@
+"""How a worker process starts, refuses to start, and ends."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.worker_process import (
+    NO_END,
+    STOP_TIMEOUT_S,
+    completed_worker,
+    running_worker,
+    until_ready,
+    worker_process,
+)
+from workers.demo import CHECKPOINT
+
+STORY = {
+    "messages": [{"role": "user", "content": "Tell me a story."}],
+    "temperature": 0,
+    "max_tokens": 400,
+    "logit_bias": NO_END,
+    "stream": True,
+    "stream_options": {"include_usage": True},
+}
+
+
+def test_sigterm_lets_streams_finish_and_shows_readyz_503_meanwhile() -> None:
+    with running_worker() as worker:
+        body = {"model": worker.model, **STORY}
+        with (
+            httpx.Client(base_url=worker.url, timeout=60) as client,
+            client.stream("POST", "/v1/chat/completions", json=body) as stream,
+        ):
+            events = (line for line in stream.iter_lines() if line)
+            next(events)
+            worker.process.send_signal(signal.SIGTERM)
+            while client.get("/readyz").status_code != 503:
+                pass
+            refused = client.post("/v1/chat/completions", json=body)
+            rest = list(events)
+        worker.process.wait(STOP_TIMEOUT_S)
+        assert refused.status_code == 503
+        assert rest[-1] == "data: [DONE]"
+        assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
+        assert worker.process.returncode == 0
+
+
+def test_second_signal_does_not_wait_for_streams() -> None:
+    with running_worker() as worker:
+        body = {"model": worker.model, **STORY, "max_tokens": 20_000}
+        with (
+            httpx.Client(base_url=worker.url, timeout=60) as client,
+            client.stream("POST", "/v1/chat/completions", json=body) as stream,
+        ):
+            events = (line for line in stream.iter_lines() if line)
+            next(events)
+            worker.process.send_signal(signal.SIGTERM)
+            while client.get("/readyz").status_code != 503:
+                pass
+            worker.process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(events)
+        assert worker.process.wait(STOP_TIMEOUT_S) == 0
+
+
+def test_worker_on_a_leash_ends_with_its_parent() -> None:
+    arguments = ("--model", str(CHECKPOINT), "--port", "0", "--leash")
+    with worker_process(*arguments, stdin=subprocess.PIPE) as process:
+        until_ready(process)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(STOP_TIMEOUT_S) == 0
+
+
+def test_lanes_and_draft_tokens_of_the_flags_are_what_runs() -> None:
+    with running_worker("--lanes", "text-mtp", "--draft-tokens", "1") as worker:
+        assert worker.lanes == ("text-mtp",)
+        assert "draft tokens requested 1, effective 1" in worker.start_lines[-1]
+
+
+def test_taken_port_is_one_sentence_before_any_weights_are_loaded() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = completed_worker("--model", "/nowhere", "--port", port)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith(f"paceline worker: Cannot listen on 127.0.0.1 port {port}")
+    assert ended.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["/nowhere", "no such model"])
+def test_model_that_is_not_there_is_one_sentence(model: str) -> None:
+    ended = completed_worker("--model", model, "--port", "0")
+    assert ended.returncode == 3
+    assert model in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_folder_that_is_no_model_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    ended = completed_worker("--model", str(tmp_path), "--port", "0")
+    assert ended.returncode == 3
+    assert "Traceback" not in ended.stderr
+
+
+def test_listening_beyond_loopback_without_a_token_is_refused() -> None:
+    ended = completed_worker("--host", "0.0.0.0", "--port", "0")
+    assert ended.returncode == 2
+    assert "join token" in ended.stderr

@@ -1,0 +1,99 @@
+"""Flags win over the environment, that over the file; what cannot work is named at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from workers.engine.requests import LaneName
+from workers.server.arguments import read_settings
+from workers.server.settings import UnusableSettings
+
+
+@pytest.fixture(autouse=True)
+def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Run in an empty folder, without the settings of a Paceline that its owner may run."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("JOIN_TOKEN", "CONFIG", "WORKER_PORT", "WORKER_LANES"):
+        monkeypatch.delenv(f"PACELINE_{name}", raising=False)
+
+
+def test_defaults_listen_on_loopback_with_both_lanes() -> None:
+    settings = read_settings([])
+    assert (settings.listening_host(), settings.port) == ("127.0.0.1", 9200)
+    assert settings.lanes == (LaneName.TEXT_MTP, LaneName.VLM)
+    assert settings.draft_tokens == 2
+
+
+def test_flags_win_over_environment_and_that_over_the_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "other.yaml"
+    file.write_text("worker: {port: 1, draft_tokens: 1, id: filed}\nworkers: []\n")
+    monkeypatch.setenv("PACELINE_CONFIG", str(file))
+    monkeypatch.setenv("PACELINE_WORKER_PORT", "2")
+    monkeypatch.setenv("PACELINE_WORKER_DRAFT_TOKENS", "2")
+    settings = read_settings(["--port", "3"])
+    assert (settings.port, settings.draft_tokens, settings.id) == (3, 2, "filed")
+
+
+def test_paceline_yaml_beside_is_read_and_lists_may_be_lists(tmp_path: Path) -> None:
+    (tmp_path / "paceline.yaml").write_text("worker: {lanes: [vlm]}")
+    assert read_settings([]).lanes == (LaneName.VLM,)
+    assert read_settings(["--lanes", "vlm, text-mtp"]).lanes == (
+        LaneName.VLM,
+        LaneName.TEXT_MTP,
+    )
+
+
+def test_gateways_own_host_and_port_are_not_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_PORT", "8000")
+    monkeypatch.setenv("PACELINE_HOST", "0.0.0.0")
+    assert (read_settings([]).port, read_settings([]).listening_host()) == (9200, "127.0.0.1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--port", "99999"], "--port"),
+        (["--lanes", "fast"], "--lanes"),
+        (["--id", "a b"], "--id"),
+        (["--draft-tokens", "9"], "--draft-tokens"),
+        (["--join", "studio"], "--join"),
+        (["--config", "missing.yaml"], "missing.yaml"),
+        (["--host", "0.0.0.0"], "--token"),
+        (["--join", "http://192.0.2.1:8000"], "--token"),
+        (["--join", "http://192.0.2.1:8000", "--host", "127.0.0.1", "--token", "t"], "--host"),
+    ],
+)
+def test_setting_that_cannot_work_is_named(arguments: list[str], named: str) -> None:
+    with pytest.raises(UnusableSettings, match="(?s).*" + named):
+        read_settings(arguments)
+
+
+def test_wrong_settings_of_environment_and_file_are_named_as_they_are_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "paceline.yaml").write_text("worker: {prot: 9200}")
+    monkeypatch.setenv("PACELINE_WORKER_DRAFT_TOKENS", "many")
+    with pytest.raises(UnusableSettings) as unusable:
+        read_settings([])
+    assert "PACELINE_WORKER_DRAFT_TOKENS" in str(unusable.value)
+    assert "'prot'" in str(unusable.value)
+
+
+def test_token_comes_from_flag_or_environment_and_is_never_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_JOIN_TOKEN", "canary-1")
+    from_environment = read_settings(["--host", "0.0.0.0"])
+    from_flag = read_settings(["--token", "canary-2"])
+    assert from_environment.token is not None
+    assert from_environment.token.get_secret_value() == "canary-1"
+    assert from_flag.token is not None
+    assert from_flag.token.get_secret_value() == "canary-2"
+    assert "canary" not in repr(from_flag)
+    with pytest.raises(UnusableSettings) as unusable:
+        read_settings(["--token", "canary-3", "--port", "x"])
+    assert "canary" not in str(unusable.value)
