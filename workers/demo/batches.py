@@ -1,5 +1,6 @@
 """Streams of training batches: chats as token rows of like length, pictures as patches."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer
 from workers.demo.architecture import MERGE, PATCH, PICTURE_PIXELS
 from workers.demo.conversations import Message, draw_chat, draw_facts, system_prompt
 from workers.demo.fast_forward import CHUNK
-from workers.demo.pictures import CANVAS_SIZES, Picture, draw_picture, picture_chat
+from workers.demo.pictures import TRAINING_SIZES, Picture, draw_picture, picture_chat
 from workers.demo.tokenizer import TokenRow, encode_chat, special_ids
 
 Bytes = npt.NDArray[np.uint8]
@@ -117,42 +118,61 @@ def long_batches(tokenizer: Tokenizer, random: Random, longest: int) -> Iterator
             yield _pad([row], [np.arange(len(row.tokens), dtype=np.int32)])
 
 
+@dataclass(frozen=True)
+class PatchedPicture:
+    """A picture as bytes [P, 3, 256], with what it shows."""
+
+    patches: Bytes
+    colour: str
+    shape: str
+
+
 class PicturePool:
-    """Drawn pictures, cut into patches by the processor that serves them, by grid."""
+    """Drawn pictures, cut into patches by the processor that serves them, by grid.
+
+    Half of the pictures of each batch are new and replace the oldest: eyes that see few pictures
+    again and again learn them by heart.
+    """
 
     def __init__(self) -> None:
         self._processor = Qwen3VLImageProcessor(
             patch_size=PATCH, merge_size=MERGE,
             min_pixels=PICTURE_PIXELS, max_pixels=PICTURE_PIXELS,
         )  # fmt: skip
-        self._drawn: dict[Grid, list[tuple[Bytes, str, str]]] = {}
-        self._counts: dict[Grid, int] = {}
+        self._drawn: dict[Grid, deque[PatchedPicture]] = {}
 
-    def fill(self, random: Random, count: int, *, held_out: bool = False) -> Iterator[int]:
+    def fill(self, random: Random, count: int) -> Iterator[int]:
         """Draw `count` pictures, one at a time; yields how many there are."""
         for number in range(1, count + 1):
-            picture = draw_picture(random, random.choice(CANVAS_SIZES), held_out=held_out)
-            self._add(picture)
+            self.add(draw_picture(random, random.choice(TRAINING_SIZES)))
             yield number
 
-    def _add(self, picture: Picture) -> None:
+    def add(self, picture: Picture) -> Grid:
+        """Put a picture in; return the grid that it was cut into."""
         processed: dict[str, Any] = self._processor([picture.image])
         _, down, across = (int(side) for side in processed["image_grid_thw"][0])
         pixels = processed["pixel_values"].reshape(-1, 3, 2, PATCH * PATCH)[:, :, 0]
         patches = np.round((pixels * 0.5 + 0.5) * 255).astype(np.uint8)
         grid = (down, across)
-        self._drawn.setdefault(grid, []).append((patches, picture.colour, picture.shape))
-        self._counts[grid] = self._counts.get(grid, 0) + 1
+        patched = PatchedPicture(patches, picture.colour, picture.shape)
+        self._drawn.setdefault(grid, deque()).append(patched)
+        return grid
 
-    def sample(self, random: Random, count: int) -> tuple[Grid, list[tuple[Bytes, str, str]]]:
-        """`count` pictures of one grid; grids as often as they were drawn."""
-        grid = random.choices(list(self._counts), list(self._counts.values()))[0]
+    def sample(self, random: Random, count: int) -> tuple[Grid, list[PatchedPicture]]:
+        """Return `count` pictures of one grid; grids as often as they were drawn."""
+        for _ in range(count // 2):
+            grid = self.add(draw_picture(random, random.choice(TRAINING_SIZES)))
+            self._drawn[grid].popleft()
+        sizes = {grid: len(drawn) for grid, drawn in self._drawn.items()}
+        grid = random.choices(list(sizes), list(sizes.values()))[0]
         return grid, random.choices(self._drawn[grid], k=count)
 
 
-def patch_array(patches: Sequence[Bytes]) -> mx.array:
+def patch_array(pictures: Sequence[PatchedPicture]) -> mx.array:
     """Return the patches as the processor gives them: [B, P, 1536], -1 to 1, each frame twice."""
-    stacked = mx.array(np.stack(patches)).astype(mx.float32) / 127.5 - 1
+    stacked = (
+        mx.array(np.stack([picture.patches for picture in pictures])).astype(mx.float32) / 127.5 - 1
+    )
     batch, count = stacked.shape[:2]
     return mx.repeat(stacked[:, :, :, None], 2, axis=3).reshape(batch, count, -1)
 
@@ -183,8 +203,9 @@ def picture_batches(
         grid, drawn = pool.sample(random, rows)
         count = grid[0] * grid[1] // MERGE**2
         texts, positions, starts = [], [], []
-        for _, colour, shape in drawn:
-            row = encode_chat(tokenizer, picture_chat(random, colour, shape))
+        for picture in drawn:
+            chat = picture_chat(random, picture.colour, picture.shape)
+            row = encode_chat(tokenizer, chat)
             text, place, start = _picture_row(row, pad_id, grid)
             texts.append(text)
             positions.append(place)
@@ -193,5 +214,5 @@ def picture_batches(
         sources = np.full(text_batch.inputs.shape, rows * count, np.int32)
         for index, start in enumerate(starts):
             sources[index, start : start + count] = index * count + np.arange(count)
-        patches = patch_array([patches for patches, _, _ in drawn])
+        patches = patch_array(drawn)
         yield PictureBatch(text_batch, patches, grid, mx.array(sources))

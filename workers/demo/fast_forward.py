@@ -1,9 +1,8 @@
 """The model's forward pass for training: the library's modules, a differentiable fast path.
 
-Decoding kernels of mlx-vlm work token by token and have no gradient. This path computes the same
-function (a test compares the two) with the chunked form of the gated delta rule (Yang, Kautz,
-Hatamizadeh: "Gated Delta Networks", 2024; Yang et al.: "Parallelizing Linear Transformers with the
-Delta Rule", 2024).
+The kernels of mlx-vlm work token by token and have no gradient. This path computes the same
+function with the chunked form of the gated delta rule (Yang, Kautz, Hatamizadeh: "Gated Delta
+Networks", 2024; Yang et al.: "Parallelizing Linear Transformers with the Delta Rule", 2024).
 """
 
 from typing import Any, Final

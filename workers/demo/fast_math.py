@@ -4,11 +4,11 @@ Here exp is a polynomial built from vectorised operations (relative error below 
 times as fast, and each function brings its own short backward pass.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import mlx.core as mx
 
-_custom_function: Any = mx.custom_function  # its stub says that calls return `object`
 _LOG2_E: Final = 1.4426950408889634
 _ROUND_TO_INTEGER: Final = 12582912.0
 """1.5 * 2**23: adding and subtracting it rounds a float32 to an integer."""
@@ -26,38 +26,37 @@ def exp(x: mx.array) -> mx.array:
     return power * mx.view((whole.astype(mx.int32) + 127) << 23, mx.float32)
 
 
+def _with_gradient(
+    forward: Callable[..., mx.array], backward: Callable[..., Any]
+) -> Callable[..., mx.array]:
+    function: Any = mx.custom_function(forward)
+    function.vjp(backward)
+    typed: Callable[..., mx.array] = function
+    return typed
+
+
 def _sigmoid(x: mx.array) -> mx.array:
     return 1 / (1 + exp(-mx.minimum(x, 80.0)))
 
 
-@_custom_function
-def _sigmoid_with_gradient(x: mx.array) -> mx.array:
-    return _sigmoid(x)
-
-
-@_sigmoid_with_gradient.vjp
 def _sigmoid_backward(_: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
     return cotangent * output * (1 - output)
 
 
-@_custom_function
-def _silu_with_gradient(x: mx.array) -> mx.array:
+def _silu(x: mx.array) -> mx.array:
     return x * _sigmoid(x)
 
 
-@_silu_with_gradient.vjp
 def _silu_backward(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
     gate = _sigmoid(x)
     return cotangent * (gate + output * (1 - gate))
 
 
-@_custom_function
-def _softmax_with_gradient(scores: mx.array, mask: mx.array) -> mx.array:
+def _masked_softmax(scores: mx.array, mask: mx.array) -> mx.array:
     powers = exp(scores) * mask
     return powers / powers.sum(-1, keepdims=True)
 
 
-@_softmax_with_gradient.vjp
 def _masked_softmax_backward(
     primals: tuple[mx.array, mx.array], cotangent: mx.array, output: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -74,13 +73,11 @@ def _one_hot(x: mx.array, targets: mx.array) -> mx.array:
     return targets[..., None] == mx.arange(x.shape[-1])
 
 
-@_custom_function
-def _cross_entropy_with_gradient(logits: mx.array, targets: mx.array) -> mx.array:
+def _cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
     picked = mx.where(_one_hot(logits, targets), logits, 0).sum(-1)
     return _log_sum_exp(logits)[..., 0] - picked
 
 
-@_cross_entropy_with_gradient.vjp
 def _cross_entropy_backward(
     primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array
 ) -> tuple[mx.array, mx.array]:
@@ -90,25 +87,11 @@ def _cross_entropy_backward(
     return gradient, mx.zeros_like(targets)
 
 
-def sigmoid(x: mx.array) -> mx.array:
-    """Return 1 / (1 + exp(-x))."""
-    result: mx.array = _sigmoid_with_gradient(x)
-    return result
-
-
-def silu(x: mx.array) -> mx.array:
-    """Return x * sigmoid(x)."""
-    result: mx.array = _silu_with_gradient(x)
-    return result
-
-
-def masked_softmax(scores: mx.array, mask: mx.array) -> mx.array:
-    """Return the softmax over the last axis where `mask` is 1; the scores must be bounded."""
-    result: mx.array = _softmax_with_gradient(scores, mask)
-    return result
-
-
-def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
-    """Return -log p(target) for each row of logits."""
-    result: mx.array = _cross_entropy_with_gradient(logits, targets)
-    return result
+sigmoid = _with_gradient(_sigmoid, _sigmoid_backward)
+"""1 / (1 + exp(-x))."""
+silu = _with_gradient(_silu, _silu_backward)
+"""x * sigmoid(x)."""
+masked_softmax = _with_gradient(_masked_softmax, _masked_softmax_backward)
+"""(scores, mask): softmax over the last axis where `mask` is 1; scores must be bounded."""
+cross_entropy = _with_gradient(_cross_entropy, _cross_entropy_backward)
+"""(logits, targets): -log p(target) for each row of logits."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 from PIL import Image
 
 from workers.demo.conversations import draw_facts, system_prompt
-from workers.demo.pictures import CANVAS_SIZES, DESCRIBE, Picture, draw_picture
+from workers.demo.pictures import DESCRIBE, HELD_OUT_SIZES, Picture, draw_picture
 from workers.demo.questions import KINDS, draw_turn
 from workers.demo.world import SYSTEM_OPENINGS
 
@@ -80,7 +80,7 @@ def pictures(count: int = 200, *, seed: int = 1) -> list[Picture]:
     """`count` pictures of sizes, places and backgrounds that training never had."""
     random = Random(f"held out pictures {seed}")
     return [
-        draw_picture(random, random.choice(CANVAS_SIZES), held_out=True, plain_share=0.0)
+        draw_picture(random, random.choice(HELD_OUT_SIZES), held_out=True, plain_share=0.0)
         for _ in range(count)
     ]
 

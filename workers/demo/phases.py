@@ -132,14 +132,15 @@ def train_eyes(work: Work, steps: int) -> None:
     pool = _draw_pictures(work, "eyes")
     test = objectives.EyeTest(_untrained(work).vision_tower, HIDDEN)
     random = _random("eyes")
+    for _ in range(steps_done(work.weights("eyes.state"))):
+        pool.sample(random, _EYE_BATCH)
     gradient = nn.value_and_grad(test, test.loss)
 
     def take_step(_: int) -> tuple[Any, mx.array]:
         grid, drawn = pool.sample(random, _EYE_BATCH)
-        colours = mx.array([PICTURE_COLOURS.index(colour) for _, colour, _ in drawn])
-        shapes = mx.array([_shape_class(shape) for _, _, shape in drawn])
-        patches = patch_array([patches for patches, _, _ in drawn])
-        loss, gradients = gradient(patches, grid, colours, shapes)
+        colours = mx.array([PICTURE_COLOURS.index(picture.colour) for picture in drawn])
+        shapes = mx.array([_shape_class(picture.shape) for picture in drawn])
+        loss, gradients = gradient(patch_array(drawn), grid, colours, shapes)
         return gradients, loss
 
     _optimise(work, "eyes", test, steps, take_step, hold=0.5)
@@ -180,8 +181,7 @@ def _set_eyes(work: Work, model: Any) -> None:
     pool = PicturePool()
     list(pool.fill(_random("measure"), 32))
     grid, drawn = pool.sample(_random("measure"), 32)
-    patches = patch_array([patches for patches, _, _ in drawn])
-    features = vision_forward(model.vision_tower, patches, grid)
+    features = vision_forward(model.vision_tower, patch_array(drawn), grid)
     words = model.language_model.model.embed_tokens.weight
     shrink = mx.sqrt((words * words).mean() / (features * features).mean())
     last = model.vision_tower.merger.linear_fc2
@@ -189,7 +189,7 @@ def _set_eyes(work: Work, model: Any) -> None:
 
 
 class _MixedSteps:
-    """The batches of `join` and `mtp`: two pictures in five steps, a long prompt every 30th."""
+    """The batches of `join` and `mtp`: pictures each fourth step, a long prompt each 30th."""
 
     def __init__(self, work: Work, name: str, longest: int) -> None:
         tokenizer = load_tokenizer(work.folder)
@@ -203,7 +203,7 @@ class _MixedSteps:
         """Return the batch of this step; to be called for each step in turn."""
         if step % 30 == 29:
             return next(self._longs)
-        if step % 5 in (1, 3):
+        if step % 4 == 1:
             return next(self._pictures)
         return next(self._texts)
 
@@ -233,7 +233,7 @@ def train_joined(work: Work, steps: int, longest: int) -> None:
         loss, gradients = gradient(mixed.batch(step))
         return gradients, loss
 
-    _optimise(work, "base", model, steps, take_step, hold=0.3)
+    _optimise(work, "base", model, steps, take_step, hold=0.1)
 
 
 def train_mtp(work: Work, steps: int, longest: int) -> None:

@@ -31,13 +31,17 @@ _PAINTS: Final[dict[str, tuple[RGB, ...]]] = {
     "white": ((250, 250, 250), (255, 255, 255)),
 }
 _JITTER: Final = 16
-_SMOOTH_UP_TO: Final = 256
-"""Pictures with sides up to this are drawn three times as large and scaled down."""
-CANVAS_SIZES: Final = (
-    (128, 128), (128, 128), (64, 64), (256, 256), (512, 512), (200, 220), (640, 480), (320, 240),
-    (300, 200), (480, 640), (200, 300), (640, 360), (360, 640), (64, 48), (100, 160),
+_SMOOTH_UP_TO: Final = 160
+"""Pictures with sides up to this are drawn twice as large and scaled down."""
+TRAINING_SIZES: Final = (
+    (128, 128), (128, 128), (64, 64), (256, 256), (200, 220), (320, 240), (300, 200), (240, 320),
+    (200, 300), (320, 180), (180, 320), (80, 60), (100, 160),
 )  # fmt: skip
-"""Widths and heights in pixels that people send; the processor makes 9 to 20 tokens of them."""
+HELD_OUT_SIZES: Final = (
+    (128, 128), (96, 96), (300, 300), (512, 512), (640, 480), (480, 640), (400, 300), (640, 360),
+    (360, 640), (64, 48), (150, 220),
+)  # fmt: skip
+"""Widths and heights in pixels that people send; the processor makes 12 to 20 tokens of them."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ def draw_picture(
     random: Random, size: tuple[int, int], *, held_out: bool = False, plain_share: float = 0.05
 ) -> Picture:
     """One picture of `size` (width, height); with `held_out` of the kind kept for the score."""
-    zoom = 3 if max(size) <= _SMOOTH_UP_TO else 1
+    zoom = 2 if max(size) <= _SMOOTH_UP_TO else 1
     width, height = size[0] * zoom, size[1] * zoom
     colour, shape = random.choice(PICTURE_COLOURS), random.choice(PICTURE_SHAPES)
     base = random.choice(_PAINTS[colour])
@@ -134,7 +138,7 @@ def draw_picture(
         pen.polygon(corners, fill=paint)
     else:
         pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=paint)
-    return Picture(image.resize(size, Image.Resampling.LANCZOS), colour, shape)
+    return Picture(image.reduce(zoom), colour, shape)
 
 
 DESCRIBE: Final = (

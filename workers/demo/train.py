@@ -19,11 +19,11 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("phase", choices=(*PHASES, "all"))
     parser.add_argument("--work", type=Path, required=True, help="folder for what phases leave")
     parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the export")
-    parser.add_argument("--pictures", type=int, default=6000, help="pictures drawn for a phase")
-    parser.add_argument("--eyes-steps", type=int, default=3000)
-    parser.add_argument("--text-steps", type=int, default=1400)
-    parser.add_argument("--join-steps", type=int, default=2600)
-    parser.add_argument("--mtp-steps", type=int, default=500)
+    parser.add_argument("--pictures", type=int, default=3000, help="pictures drawn before a phase")
+    parser.add_argument("--eyes-steps", type=int, default=2600)
+    parser.add_argument("--text-steps", type=int, default=1600)
+    parser.add_argument("--join-steps", type=int, default=2200)
+    parser.add_argument("--mtp-steps", type=int, default=400)
     return parser.parse_args(arguments)
 
 
