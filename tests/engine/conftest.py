@@ -64,17 +64,12 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
         max_rows: int = 8,
         chunk_tokens: int = 512,
     ) -> Lane:
-        speculates = name is LaneName.TEXT_MTP
-        effective = draft_tokens if speculates else 0
-        counters = LaneCounters(
-            name, slots=max_rows, requested_draft_tokens=effective, draft_tokens=effective
-        )
         return Lane(
             name,
             checkpoint,
             prompts,
-            counters,
-            speculates=speculates,
+            LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens),
+            draft_tokens=draft_tokens,
             max_rows=max_rows,
             chunk_tokens=chunk_tokens,
         )
@@ -96,6 +91,7 @@ def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
         seed: int = 0,
         stop: tuple[str, ...] = (),
         bypass: tuple[Bypass, ...] = (),
+        adaptive: bool = False,
         **asked: Any,
     ) -> Heard:
         text = ""
@@ -105,22 +101,23 @@ def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
         else:
             prepared = PreparedPrompt(tokens=tuple(prompt))
         heard = Heard()
-        speculates = lane.name is LaneName.TEXT_MTP and not bypass
+        draft_tokens = draft_tokens if lane.speculates and not bypass else 0
         heard.row = Row(
             generation=Generation(
                 request_id="test",
                 lane=lane.name,
                 prompt=Prompt(text=text),
                 sampling=sampling,
-                bypass=bypass,
                 **asked,
             ),
             prompt=prepared,
             seed=seed,
             max_tokens=max_tokens,
-            draft_tokens=draft_tokens if speculates else 0,
+            draft_tokens=draft_tokens,
+            draft_tokens_asked=not adaptive,
+            bypass=bypass,
             text=TextStream(prompts.decode, stop),
-            tally=SpeculationTally(draft_tokens if speculates else 0),
+            tally=SpeculationTally(draft_tokens),
             sink=heard.hear,
         )
         lane.add(heard.row)

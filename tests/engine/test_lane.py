@@ -71,7 +71,7 @@ def test_a_long_newcomer_stalls_the_others_for_one_chunk_at_a_time(make_lane, as
 
 
 def test_a_sampled_row_gives_its_answer_alone_in_any_lane_and_company(make_lane, ask) -> None:
-    plain, mtp = make_lane(LaneName.VLM), make_lane()
+    plain, mtp = make_lane(LaneName.VLM, draft_tokens=0), make_lane()
     alone = ask(plain, "Tell me a story.", sampling=SAMPLED, seed=7)
     run(plain)
     beside = ask(mtp, "Tell me a story.", sampling=SAMPLED, seed=7)
@@ -92,7 +92,7 @@ def test_a_cancelled_row_is_gone_after_one_step_and_costs_the_others_nothing(
         lane.step()
     leaves.row.cancelled = True
     lane.step()
-    assert leaves.row not in lane._batches[0].rows
+    assert leaves.row not in lane._drafting.rows
     run(lane)
 
     alone = greedy_alone(checkpoint, stays.row.prompt.tokens, 64)

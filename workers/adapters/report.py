@@ -91,6 +91,9 @@ class LaneReport(Record):
     mtp_enabled: bool = False
     requested_draft_tokens: NonNegativeInt = 0
     effective_draft_tokens: NonNegativeInt = 0
+    """Drafted at present: 0 where that was measured not to pay at the batch size of the moment."""
+    head_healthy: bool = True
+    """False when the MTP head failed its self-test and the lane serves without it."""
     speculation: Speculation = Field(default_factory=Speculation)
     bypass_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
     requests: NonNegativeInt = 0

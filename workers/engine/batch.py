@@ -1,4 +1,9 @@
-"""The rows that decode together, and their caches: join at any round, leave at any round."""
+"""The rows that decode together, and their caches: join at any round, leave at any round.
+
+While a batch drafts nothing, its MTP head is left behind and the hidden states that it would have
+read are kept instead: plain rounds then cost what they cost without a head, and drafting can be
+taken up again by one pass over what was kept.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +13,18 @@ import mlx.core as mx
 
 from workers.engine.row_cache import RowCache
 from workers.engine.rows import Row
-from workers.engine.seam import ArraysCache, KVCache, LayerCache
+from workers.engine.seam import ArraysCache, KVCache, LayerCache, MtpHead
+
+FARTHEST_BEHIND = 32
+"""Tokens the head may be behind before it is brought up to date, drafting or not."""
 
 
 class Batch:
     """Live rows and, row by row, their caches, the head's caches and the last chosen token.
 
-    Between rounds the target's and the head's caches hold exactly prompt + answer[:-1], and
-    `seed_hidden` is the head's state that drafts the first token behind the answer.
+    Between rounds the target's caches hold exactly prompt + answer[:-1]. The head's hold the same
+    less what it is behind, and when it is not, `seed_hidden` is its state that drafts the first
+    token behind the answer.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -31,7 +40,9 @@ class Batch:
         self.last: mx.array = mx.zeros((0,), dtype=mx.int32)
         """[rows]: the last token of every answer, in no cache yet."""
         self.seed_hidden: mx.array | None = None
-        """[rows, 1, width], None in a lane that does not draft."""
+        """[rows, 1, width], None in a batch that never drafts."""
+        self._behind: list[tuple[mx.array, mx.array]] = []
+        """Tokens [rows, 1] and hidden states [rows, 1, width] that the head has not read."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -45,6 +56,25 @@ class Batch:
         """Return the head's positions [rows, length]: plain slot numbers, pictures or not."""
         cursors = self.head_caches[0].offset
         return cursors[:, None] + mx.arange(length, dtype=mx.int32)
+
+    def fall_behind(self, tokens: mx.array, hidden: mx.array, head: MtpHead) -> None:
+        """Keep what the head would have read of a plain round."""
+        self._behind.append((tokens, hidden))
+        if len(self._behind) >= FARTHEST_BEHIND:
+            self.catch_up(head)
+
+    def catch_up(self, head: MtpHead) -> None:
+        """Let the head read all it is behind, in one pass."""
+        if not self._behind:
+            return
+        tokens = mx.concatenate([tokens for tokens, _ in self._behind], axis=1)
+        hidden = mx.concatenate([hidden for _, hidden in self._behind], axis=1)
+        length = tokens.shape[1]
+        state = head.forward(tokens, hidden, self.head_caches, self.head_positions(length))
+        self.seed_hidden = state[:, -1:]
+        for cache in self.head_caches:
+            cache.advance([length] * len(self.rows))
+        self._behind.clear()
 
     def join(
         self,
@@ -89,6 +119,7 @@ class Batch:
         self.last = self.last[chosen]
         if self.seed_hidden is not None:
             self.seed_hidden = self.seed_hidden[chosen]
+        self._behind = [(tokens[chosen], hidden[chosen]) for tokens, hidden in self._behind]
 
     def evaluate(self) -> None:
         """Compute what the caches hold, layer by layer, so that no copy outlives its layer."""

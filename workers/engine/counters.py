@@ -51,14 +51,14 @@ class SpeculationTally:
 class LaneCounters:
     """The sums of one lane; written by the engine thread, read by any."""
 
-    def __init__(
-        self, name: LaneName, *, slots: int, requested_draft_tokens: int, draft_tokens: int
-    ) -> None:
+    def __init__(self, name: LaneName, *, slots: int, draft_tokens: int) -> None:
         self._lock = threading.Lock()
         self._name = name
         self._slots = slots
-        self._requested_draft_tokens = requested_draft_tokens
+        self._requested_draft_tokens = draft_tokens
         self._draft_tokens = draft_tokens
+        self.head_healthy = True
+        """Set by the engine's self-test, before the lane is asked anything."""
         self._bypass: Counter[str] = Counter()
         self._speculation = Speculation()
         self._requests = 0
@@ -86,6 +86,11 @@ class LaneCounters:
             self._running = running
             self._waiting = waiting
 
+    def draft(self, draft_tokens: int) -> None:
+        """Note how many tokens the lane drafts at present."""
+        with self._lock:
+            self._draft_tokens = draft_tokens
+
     def report(self) -> LaneReport:
         """Return one consistent snapshot."""
         with self._lock:
@@ -94,9 +99,10 @@ class LaneCounters:
                 running=self._running,
                 waiting=self._waiting,
                 slots=self._slots,
-                mtp_enabled=self._draft_tokens > 0,
+                mtp_enabled=self._requested_draft_tokens > 0,
+                head_healthy=self.head_healthy,
                 requested_draft_tokens=self._requested_draft_tokens,
-                effective_draft_tokens=self._draft_tokens,
+                effective_draft_tokens=self._draft_tokens if self.head_healthy else 0,
                 speculation=self._speculation,
                 bypass_counts=dict(self._bypass),
                 requests=self._requests,

@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
-from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from workers.adapters.report import LaneReport
-from workers.engine.counters import LaneCounters, SpeculationTally
+from workers.engine.assembly import Assembly, EngineSettings, assemble
+from workers.engine.counters import SpeculationTally
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
 from workers.engine.loop import EngineThread
-from workers.engine.prompts import PreparedPrompt, PromptRenderer
+from workers.engine.prompts import PreparedPrompt
 from workers.engine.requests import (
     EngineBusy,
     EngineError,
@@ -25,89 +23,43 @@ from workers.engine.requests import (
     Finished,
     Generation,
     InvalidGeneration,
-    LaneName,
     ModelUnusable,
 )
 from workers.engine.rows import Row, Sink
-from workers.engine.seam import Checkpoint, load_checkpoint
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What an engine is started with."""
-
-    model: Path
-    """A local Hugging Face folder."""
-    served_name: str
-    lanes: tuple[LaneName, ...] = (LaneName.TEXT_MTP, LaneName.VLM)
-    draft_tokens: int = 2
-    max_rows: int = 8
-    """Rows that decode side by side, a lane."""
-    prefill_chunk_tokens: int = 512
-    queue_limit: int = 256
-    """Requests that may wait for a row, a lane."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
-    """What a started engine serves."""
-
-    model: str
-    family: str
-    lanes: tuple[LaneName, ...]
-    context_tokens: int
-    vision: bool
-    parameters: int
-    """Of the model and its MTP head together."""
-    weights_bytes: int
-    """What they take in memory, once for all lanes."""
-    mtp: bool
-    why_no_mtp: str | None
-    draft_tokens_requested: int
-    draft_tokens_effective: int
 
 
 class Engine:
     """One model, its lanes, and the thread they run on. Make it with `Engine.start`."""
 
     def __init__(
-        self,
-        settings: EngineSettings,
-        thread: EngineThread[Checkpoint],
-        checkpoint: Checkpoint,
-        lanes: tuple[Lane, ...],
-        prompts: PromptRenderer,
+        self, settings: EngineSettings, thread: EngineThread[Assembly], assembly: Assembly
     ) -> None:
-        self.prompts = prompts
-        self.card = _card(settings, checkpoint, lanes, prompts)
+        self.prompts = assembly.prompts
+        self.card = assembly.card
         self._settings = settings
         self._thread = thread
-        self._vocabulary = checkpoint.vocabulary
-        self._lanes = {lane.name: lane for lane in lanes}
+        self._vocabulary = assembly.checkpoint.vocabulary
+        self._lanes = {lane.name: lane for lane in assembly.lanes}
 
     @classmethod
     def start(cls, settings: EngineSettings) -> Engine:
         """Load the model on a thread of its own and serve it; raise `ModelUnusable` if it cannot.
 
-        Blocks until the weights are in memory.
+        Blocks until the weights are in memory and the MTP head has been tested.
         """
-        made: list[Lane] = []
-        renderers: list[PromptRenderer] = []
 
-        def load() -> tuple[Checkpoint, list[Lane]]:
-            checkpoint = load_checkpoint(settings.model)
-            renderers.append(PromptRenderer(checkpoint.processor))
-            made.extend(_make_lanes(settings, checkpoint, renderers[0]))
-            return checkpoint, made
+        def load() -> tuple[Assembly, tuple[Lane, ...]]:
+            assembly = assemble(settings)
+            return assembly, assembly.lanes
 
         thread = EngineThread(load)
         try:
-            checkpoint = thread.start()
+            assembly = thread.start()
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ModelUnusable(
                 f"The model in {settings.model} cannot be loaded: {error}"
             ) from error
-        return cls(settings, thread, checkpoint, tuple(made), renderers[0])
+        return cls(settings, thread, assembly)
 
     @property
     def alive(self) -> bool:
@@ -174,7 +126,12 @@ class Engine:
         for token, _ in generation.sampling.logit_bias:
             if token >= self._vocabulary:
                 raise InvalidGeneration("logit_bias", f"Token {token} is not in the vocabulary.")
-        draft_tokens = self._draft_tokens(generation)
+        lane = self._lanes[generation.lane]
+        bypass = lane.bypasses(generation)
+        asked = generation.draft_tokens
+        draft_tokens = self._settings.draft_tokens if asked is None else asked
+        if bypass or not lane.speculates:
+            draft_tokens = 0
         seed = generation.sampling.seed
         return Row(
             generation=generation,
@@ -182,71 +139,9 @@ class Engine:
             seed=secrets.randbits(63) if seed is None else seed,
             max_tokens=min(generation.max_tokens or room, room),
             draft_tokens=draft_tokens,
+            draft_tokens_asked=asked is not None,
+            bypass=bypass,
             text=TextStream(self.prompts.decode, generation.stop),
             tally=SpeculationTally(draft_tokens),
             sink=hear,
         )
-
-    def _draft_tokens(self, generation: Generation) -> int:
-        lane = self._lanes[generation.lane].counters.report()
-        if generation.bypass or not lane.mtp_enabled:
-            return 0
-        asked = generation.draft_tokens
-        return lane.effective_draft_tokens if asked is None else asked
-
-
-def _make_lanes(
-    settings: EngineSettings, checkpoint: Checkpoint, prompts: PromptRenderer
-) -> list[Lane]:
-    lanes = []
-    for name in settings.lanes:
-        speculates = name is LaneName.TEXT_MTP and checkpoint.head is not None
-        if name is LaneName.TEXT_MTP and not speculates:
-            continue  # a lane that promises speculation and has none would mislead the router
-        draft_tokens = settings.draft_tokens if speculates else 0
-        counters = LaneCounters(
-            name,
-            slots=settings.max_rows,
-            requested_draft_tokens=draft_tokens,
-            draft_tokens=draft_tokens,
-        )
-        lanes.append(
-            Lane(
-                name,
-                checkpoint,
-                prompts,
-                counters,
-                speculates=speculates,
-                max_rows=settings.max_rows,
-                chunk_tokens=settings.prefill_chunk_tokens,
-            )
-        )
-    if not lanes:
-        raise ModelUnusable(f"None of the lanes asked for can run: {checkpoint.why_no_mtp}.")
-    return lanes
-
-
-def _card(
-    settings: EngineSettings,
-    checkpoint: Checkpoint,
-    lanes: tuple[Lane, ...],
-    prompts: PromptRenderer,
-) -> ModelCard:
-    parts = [checkpoint.target.model.parameters()]
-    if checkpoint.head is not None:
-        parts.append(checkpoint.head.parameters())
-    parameters = [array for _, array in tree_flatten(parts)]
-    effective = max((lane.counters.report().effective_draft_tokens for lane in lanes), default=0)
-    return ModelCard(
-        model=settings.served_name,
-        family=checkpoint.family,
-        lanes=tuple(lane.name for lane in lanes),
-        context_tokens=checkpoint.context_tokens,
-        vision=prompts.sees_pictures,
-        parameters=sum(array.size for array in parameters),
-        weights_bytes=sum(array.nbytes for array in parameters),
-        mtp=checkpoint.head is not None,
-        why_no_mtp=checkpoint.why_no_mtp,
-        draft_tokens_requested=settings.draft_tokens,
-        draft_tokens_effective=effective,
-    )

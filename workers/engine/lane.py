@@ -1,28 +1,49 @@
-"""One lane: a waiting line, at most one prompt being read, and a batch of live rows.
+"""One lane: a waiting line, at most one prompt being read, and the live rows.
 
-A step reads as: admit, prefill a chunk, run a round, emit, drop. It never blocks on anything but
-MLX, and whoever waits or leaves costs the others nothing.
+A step reads as: drop who left, admit, prefill a chunk, run a round, emit. It never blocks on
+anything but MLX, and whoever waits or leaves costs the others nothing. Rows that draft and rows
+that must not are batches of their own: a verify is wider than a plain step, and who gains nothing
+from it shall not pay for it.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
+from collections.abc import Callable
 
 import mlx.core as mx
 
+from policies.profile import Bypass
 from workers.engine.batch import Batch
 from workers.engine.counters import LaneCounters
+from workers.engine.draft_length import DraftLength
 from workers.engine.logprobs import token_logprob
 from workers.engine.prefill import Prefill, begin_prefill, read_chunk, seed_head
 from workers.engine.prompts import PromptRenderer
-from workers.engine.requests import EngineError, GenerationFailed, LaneName, TokenLogprob
+from workers.engine.requests import (
+    EngineError,
+    Generation,
+    GenerationFailed,
+    LaneName,
+    TokenLogprob,
+)
 from workers.engine.rounds import run_round
 from workers.engine.rows import Row
 from workers.engine.sampling import choose
-from workers.engine.seam import Checkpoint
+from workers.engine.seam import Checkpoint, MtpHead
 
 logger = logging.getLogger(__name__)
+
+SPECULATES = {
+    LaneName.TEXT_MTP: frozenset({Bypass.NON_GREEDY_SAMPLING}),
+    LaneName.VLM: frozenset({Bypass.MEDIA}),
+}
+"""What keeps a request out of the text-mtp pool and is drafted for all the same where it runs.
+
+Sampled text, since a policy that sends it to this lane means it; pictures, since after its prefill
+a picture row is a text row with a position offset."""
 
 
 class Lane:
@@ -35,14 +56,17 @@ class Lane:
         prompts: PromptRenderer,
         counters: LaneCounters,
         *,
-        speculates: bool,
+        draft_tokens: int,
         max_rows: int,
         chunk_tokens: int,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
         self.counters = counters
         self._target = checkpoint.target
-        self._head = checkpoint.head if speculates else None
+        self._head = checkpoint.head if draft_tokens else None
+        self._draft_length = DraftLength(draft_tokens)
+        self._clock = clock
         self._eos = checkpoint.eos
         self._prompts = prompts
         self._max_rows = max_rows
@@ -51,7 +75,8 @@ class Lane:
         self._prefill: Prefill | None = None
         # A family whose caches cannot hold rows of different length decodes row by row.
         self._shared = checkpoint.target.batches_rows
-        self._batches = [Batch(shared=True)] if self._shared else []
+        self._drafting, self._plain = Batch(shared=self._shared), Batch(shared=self._shared)
+        self._batches = [self._drafting, self._plain]
 
     @property
     def busy(self) -> bool:
@@ -68,9 +93,21 @@ class Lane:
         """Count the rows that no prompt is being read of yet."""
         return len(self._waiting)
 
+    def bypasses(self, generation: Generation) -> tuple[Bypass, ...]:
+        """Name what keeps a generation from speculating in this lane; safe from any thread."""
+        if self._head is None:
+            return generation.bypass
+        stops = tuple(reason for reason in generation.bypass if reason not in SPECULATES[self.name])
+        return stops if self.counters.head_healthy else (*stops, Bypass.HEAD_UNHEALTHY)
+
+    @property
+    def speculates(self) -> bool:
+        """Say whether the lane has a head to draft with."""
+        return self._head is not None
+
     def add(self, row: Row) -> None:
         """Put a row at the end of the waiting line."""
-        self.counters.admit(row.generation.bypass)
+        self.counters.admit(row.bypass)
         self._waiting.append(row)
         self._note_occupancy()
 
@@ -117,14 +154,14 @@ class Lane:
         if self._prefill is None and self._waiting and self.live < self._max_rows:
             row = self._waiting.popleft()
             try:
-                self._prefill = begin_prefill(row, self._target, self._head)
+                self._prefill = begin_prefill(row, self._target, self._head_of(row))
             except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
                 self._fail([row], error)
 
     def _read(self, prefill: Prefill) -> None:
         row = prefill.row
         try:
-            read_chunk(prefill, self._target, self._head, self._chunk_tokens)
+            read_chunk(prefill, self._target, self._head_of(row), self._chunk_tokens)
             if not prefill.complete:
                 return
             self._prefill = None
@@ -142,19 +179,37 @@ class Lane:
         if row.finish:
             self._finish(row)
             return
-        seed = seed_head(prefill, self._head, token) if self._head else None
-        if not self._shared:
-            self._batches.append(Batch(shared=False))
-        self._batches[-1].join(row, prefill.caches, prefill.head_caches, token, seed)
+        head = self._head_of(row)
+        seed = seed_head(prefill, head, token) if head else None
+        batch = self._batch_for(head)
+        if head:
+            batch.catch_up(head)
+        batch.join(row, prefill.caches, prefill.head_caches, token, seed)
+
+    def _head_of(self, row: Row) -> MtpHead | None:
+        return self._head if row.draft_tokens else None
+
+    def _batch_for(self, head: MtpHead | None) -> Batch:
+        if self._shared:
+            return self._drafting if head else self._plain
+        alone = Batch(shared=False)
+        self._batches.append(alone)
+        return alone
 
     def _round(self, batch: Batch) -> None:
         rows = list(batch.rows)
+        head = self._head_of(rows[0])
+        k = self._draft_length.choose(len(rows)) if head else 0
+        begun_s = self._clock()
         try:
-            result = run_round(batch, self._target, self._head)
+            result = run_round(batch, self._target, head, k)
         except Exception as error:  # noqa: BLE001  # nobody knows whose row it was: all of them end
             batch.clear()
             self._fail(rows, error)
             return
+        if head and max(result.drafted) == k:
+            self._draft_length.observe(len(rows), k, self._clock() - begun_s)
+            self.counters.draft(self._draft_length.settled(len(rows)))
         for index, row in enumerate(rows):
             tokens = result.tokens[index]
             taken = row.accept(
@@ -165,6 +220,7 @@ class Lane:
                 # A drafted token behind the end of the answer bought nothing: it counts as
                 # rejected, so that the counts explain `completion_tokens`.
                 row.tally.step(drafted, min(taken, len(tokens) - 1))
+                self._draft_length.judge(drafted, len(tokens) - 1)
         batch.keep([i for i, row in enumerate(rows) if not row.finish])
         for row in rows:
             if row.finish:

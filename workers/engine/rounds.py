@@ -29,9 +29,9 @@ class RoundResult:
     """[rows, 1, vocabulary]: the scores behind the first token, for whoever reports them."""
 
 
-def run_round(batch: Batch, target: Target, head: MtpHead | None) -> RoundResult:
-    """Advance every row of the batch by one verify of up to its own draft limit."""
-    limits = [max(row.draft_limit, 0) if head else 0 for row in batch.rows]
+def run_round(batch: Batch, target: Target, head: MtpHead | None, k: int) -> RoundResult:
+    """Advance every row by one verify of up to k drafted tokens, or of as many as it asked for."""
+    limits = [row.next_draft(k) if head else 0 for row in batch.rows]
     length = max(limits)
     drafts = _draft(batch, head, length)
 
@@ -47,7 +47,10 @@ def run_round(batch: Batch, target: Target, head: MtpHead | None) -> RoundResult
 
     batch.last = bonus
     if head is not None and forward.hidden is not None:
-        _replay(batch, head, chosen, forward.hidden, counts)
+        if length:
+            _replay(batch, head, chosen, forward.hidden, counts)
+        else:
+            batch.fall_behind(chosen, forward.hidden, head)
     # The device goes on with the head while the host turns tokens into text.
     mx.async_eval(batch.last, batch.seed_hidden, [cache.state for cache in batch.caches])
     return RoundResult(
@@ -65,6 +68,7 @@ def _draft(batch: Batch, head: MtpHead | None, length: int) -> mx.array:
     """Let the head guess the next `length` tokens of every row: [rows, length]."""
     if head is None or length == 0:
         return mx.zeros((len(batch), 0), dtype=mx.int32)
+    batch.catch_up(head)
     state = batch.seed_hidden
     assert state is not None
     drafts = [head.draft(state)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from policies.profile import Bypass
 from workers.engine.counters import SpeculationTally
 from workers.engine.detokenize import TextStream
 from workers.engine.prompts import PreparedPrompt
@@ -33,6 +34,10 @@ class Row:
     max_tokens: int
     draft_tokens: int
     """The most this row may be drafted at a time; 0 for one that must not speculate."""
+    draft_tokens_asked: bool = False
+    """Whether the request named its k: then it gets just that, paying or not."""
+    bypass: tuple[Bypass, ...] = ()
+    """Why it must not speculate, for the lane's counts."""
     text: TextStream
     tally: SpeculationTally
     sink: Sink
@@ -47,10 +52,13 @@ class Row:
         """Count the tokens that the caches hold: all but the last one of the answer."""
         return len(self.prompt.tokens) + max(len(self.answer) - 1, 0)
 
-    @property
-    def draft_limit(self) -> int:
-        """Count how many drafted tokens the next step can use: one more comes with the verify."""
-        return min(self.draft_tokens, self.max_tokens - len(self.answer) - 1)
+    def next_draft(self, k: int) -> int:
+        """Count the tokens to draft next where the lane would draft k.
+
+        No more than can be used: one token comes with the verify anyway.
+        """
+        wanted = self.draft_tokens if self.draft_tokens_asked else min(k, self.draft_tokens)
+        return max(min(wanted, self.max_tokens - len(self.answer) - 1), 0)
 
     def chooser(self) -> Chooser:
         """Describe to the sampler how the next token of this row is chosen."""

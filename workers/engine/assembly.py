@@ -1,0 +1,136 @@
+"""Put an engine together from a model folder: checkpoint, prompts, lanes, and a tested MTP head."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlx.utils import tree_flatten
+
+from workers.engine.counters import LaneCounters
+from workers.engine.lane import Lane
+from workers.engine.prompts import PromptRenderer
+from workers.engine.requests import LaneName, ModelUnusable
+from workers.engine.seam import Checkpoint, load_checkpoint
+from workers.engine.self_test import HeadHealth, examine_head
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What an engine is started with."""
+
+    model: Path
+    """A local Hugging Face folder."""
+    served_name: str
+    lanes: tuple[LaneName, ...] = (LaneName.TEXT_MTP, LaneName.VLM)
+    draft_tokens: int = 2
+    max_rows: int = 8
+    """Rows that decode side by side, a lane."""
+    prefill_chunk_tokens: int = 512
+    queue_limit: int = 256
+    """Requests that may wait for a row, a lane."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What a started engine serves."""
+
+    model: str
+    family: str
+    lanes: tuple[LaneName, ...]
+    context_tokens: int
+    vision: bool
+    parameters: int
+    """Of the model and its MTP head together."""
+    weights_bytes: int
+    """What they take in memory, once for all lanes."""
+    mtp: bool
+    why_no_mtp: str | None
+    draft_tokens_requested: int
+    draft_tokens_effective: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Assembly:
+    """A loaded model and the lanes on it."""
+
+    checkpoint: Checkpoint
+    prompts: PromptRenderer
+    lanes: tuple[Lane, ...]
+    card: ModelCard
+
+
+def assemble(settings: EngineSettings) -> Assembly:
+    """Load the model and make its lanes; must run on the thread that will step them."""
+    checkpoint = load_checkpoint(settings.model)
+    prompts = PromptRenderer(checkpoint.processor)
+    draft_tokens = settings.draft_tokens if checkpoint.head is not None else 0
+    lanes = tuple(
+        _make_lane(name, settings, checkpoint, prompts, draft_tokens)
+        for name in settings.lanes
+        # A lane that promises speculation and has no head for it would mislead the router.
+        if name is not LaneName.TEXT_MTP or checkpoint.head is not None
+    )
+    if not lanes:
+        raise ModelUnusable(f"None of the lanes asked for can run: {checkpoint.why_no_mtp}.")
+    health = None
+    if draft_tokens:
+        rehearsal = _make_lane(lanes[0].name, settings, checkpoint, prompts, draft_tokens)
+        health = examine_head(rehearsal, prompts)
+        logger.info("head.tested %s", health.sentence)
+        for lane in lanes:
+            lane.counters.head_healthy = health.sound
+    return Assembly(
+        checkpoint=checkpoint,
+        prompts=prompts,
+        lanes=lanes,
+        card=_card(settings, checkpoint, lanes, prompts, health),
+    )
+
+
+def _make_lane(
+    name: LaneName,
+    settings: EngineSettings,
+    checkpoint: Checkpoint,
+    prompts: PromptRenderer,
+    draft_tokens: int,
+) -> Lane:
+    return Lane(
+        name,
+        checkpoint,
+        prompts,
+        LaneCounters(name, slots=settings.max_rows, draft_tokens=draft_tokens),
+        draft_tokens=draft_tokens,
+        max_rows=settings.max_rows,
+        chunk_tokens=settings.prefill_chunk_tokens,
+    )
+
+
+def _card(
+    settings: EngineSettings,
+    checkpoint: Checkpoint,
+    lanes: tuple[Lane, ...],
+    prompts: PromptRenderer,
+    health: HeadHealth | None,
+) -> ModelCard:
+    parts = [checkpoint.target.model.parameters()]
+    if checkpoint.head is not None:
+        parts.append(checkpoint.head.parameters())
+    parameters = [array for _, array in tree_flatten(parts)]
+    effective = max((lane.counters.report().effective_draft_tokens for lane in lanes), default=0)
+    return ModelCard(
+        model=settings.served_name,
+        family=checkpoint.family,
+        lanes=tuple(lane.name for lane in lanes),
+        context_tokens=checkpoint.context_tokens,
+        vision=prompts.sees_pictures,
+        parameters=sum(array.size for array in parameters),
+        weights_bytes=sum(array.nbytes for array in parameters),
+        mtp=health is not None and health.sound,
+        why_no_mtp=(health.sentence if health and not health.sound else checkpoint.why_no_mtp),
+        draft_tokens_requested=settings.draft_tokens,
+        draft_tokens_effective=effective,
+    )

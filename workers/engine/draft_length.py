@@ -1,0 +1,90 @@
+"""How many tokens to draft: measured, by batch size, so that a lane is never slower than plain.
+
+A round that drafts k tokens costs more than a plain one and brings 1 to k + 1 tokens. Both are
+measured while the lane works; the k of the most tokens a second is used, 0 included. (The cost
+model is that of Leviathan et al. 2023, arXiv 2211.17192, section 3.3, with every quantity taken
+from the machine instead of assumed.) Pure: durations come in, no clock is read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+
+SAMPLES = 9
+"""Durations remembered for each batch size and k; their median is the cost."""
+FIRST_SAMPLES = 3
+"""Rounds each k is tried for at a batch size that is new."""
+PROBE_EVERY = 128
+"""Rounds after which one other k is tried again, as contexts grow and machines warm up."""
+MARGIN = 1.05
+"""How much faster another k must be to be worth a change."""
+FADE = 0.98
+"""Weight of the past against one more judged draft token, in the acceptance of a position."""
+
+
+class DraftLength:
+    """Chooses k for one lane."""
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._accepted = [0.75] * longest
+        """Share of drafts accepted at a position, given that all before it were."""
+        self._costs_s: dict[tuple[int, int], deque[float]] = {}
+        self._current: dict[int, int] = {}
+        self._rounds = 0
+
+    def choose(self, rows: int) -> int:
+        """Return the k for the next round of so many rows."""
+        size = _size_class(rows)
+        self._rounds += 1
+        untried = [k for k in self._candidates() if len(self._samples(size, k)) < FIRST_SAMPLES]
+        if untried:
+            return untried[0]
+        if self._rounds % PROBE_EVERY == 0:
+            others = [k for k in self._candidates() if k != self._current.get(size)]
+            return others[self._rounds // PROBE_EVERY % len(others)] if others else 0
+        return self._best(size)
+
+    def observe(self, rows: int, k: int, duration_s: float) -> None:
+        """Learn what a round cost."""
+        self._samples(_size_class(rows), k).append(duration_s)
+
+    def judge(self, drafted: int, accepted: int) -> None:
+        """Learn what became of one row's draft."""
+        for position in range(min(drafted, accepted + 1, self._longest)):
+            kept = position < accepted
+            self._accepted[position] = FADE * self._accepted[position] + (1 - FADE) * kept
+
+    def settled(self, rows: int) -> int:
+        """Return the k found best for so many rows, the longest while that is not known."""
+        return self._current.get(_size_class(rows), self._longest)
+
+    def tokens_per_round(self, k: int) -> float:
+        """Return the expected tokens of a round that drafts k."""
+        tokens, reached = 1.0, 1.0
+        for share in self._accepted[:k]:
+            reached *= share
+            tokens += reached
+        return tokens
+
+    def _best(self, size: int) -> int:
+        speed = {
+            k: self.tokens_per_round(k) / median(self._samples(size, k)) for k in self._candidates()
+        }
+        fastest = max(speed, key=lambda k: speed[k])
+        current = self._current.setdefault(size, fastest)
+        if speed[fastest] > MARGIN * speed[current]:
+            self._current[size] = current = fastest
+        return current
+
+    def _candidates(self) -> range:
+        return range(self._longest, -1, -1)
+
+    def _samples(self, size: int, k: int) -> deque[float]:
+        return self._costs_s.setdefault((size, k), deque(maxlen=SAMPLES))
+
+
+def _size_class(rows: int) -> int:
+    """Batch sizes that cost about the same: 1 to 4 apart, then 5-8, 9-16 and so on."""
+    return rows if rows <= 4 else 1 << (rows - 1).bit_length()
