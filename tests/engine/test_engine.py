@@ -8,7 +8,7 @@ import pytest
 
 from policies.profile import Sampling
 from workers.demo import CHECKPOINT
-from workers.engine.engine import Engine, EngineSettings
+from workers.engine.engine import Engine
 from workers.engine.requests import (
     Delta,
     EngineBusy,
@@ -22,6 +22,7 @@ from workers.engine.requests import (
     Picture,
     Prompt,
 )
+from workers.engine.settings import EngineSettings
 
 GREEDY = Sampling(temperature=0)
 RED = Picture(width_px=64, height_px=64, rgb=bytes([220, 30, 30]) * 64 * 64)

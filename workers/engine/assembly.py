@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from pathlib import Path
 
 from mlx.utils import tree_flatten
 
@@ -14,43 +13,9 @@ from workers.engine.prompts import PromptRenderer
 from workers.engine.requests import LaneName, ModelUnusable
 from workers.engine.seam import Checkpoint, load_checkpoint
 from workers.engine.self_test import HeadHealth, examine_head
+from workers.engine.settings import EngineSettings, ModelCard
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """What an engine is started with."""
-
-    model: Path
-    """A local Hugging Face folder."""
-    served_name: str
-    lanes: tuple[LaneName, ...] = (LaneName.TEXT_MTP, LaneName.VLM)
-    draft_tokens: int = 2
-    max_rows: int = 8
-    """Rows that decode side by side, a lane."""
-    prefill_chunk_tokens: int = 512
-    queue_limit: int = 256
-    """Requests that may wait for a row, a lane."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelCard:
-    """What a started engine serves."""
-
-    model: str
-    family: str
-    lanes: tuple[LaneName, ...]
-    context_tokens: int
-    vision: bool
-    parameters: int
-    """Of the model and its MTP head together."""
-    weights_bytes: int
-    """What they take in memory, once for all lanes."""
-    mtp: bool
-    why_no_mtp: str | None
-    draft_tokens_requested: int
-    draft_tokens_effective: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 import mlx.core as mx
 
 from workers.adapters.report import LaneReport
-from workers.engine.assembly import Assembly, EngineSettings, assemble
+from workers.engine.assembly import Assembly, assemble
 from workers.engine.counters import SpeculationTally
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
@@ -26,6 +26,7 @@ from workers.engine.requests import (
     ModelUnusable,
 )
 from workers.engine.rows import Row, Sink
+from workers.engine.settings import EngineSettings
 
 
 class Engine:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import uvloop
 
 from workers.engine.requests import ModelUnusable
+from workers.engine.settings import EngineSettings
 from workers.server.arguments import read_settings
 from workers.server.identity import advertised_url, default_worker_id
 from workers.server.model_source import ModelSource, resolve_model
@@ -71,7 +72,7 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _start_engine(settings: WorkerSettings, source: ModelSource) -> ServingEngine:
     # Imported late: wrong settings are answered in a moment, MLX takes seconds to import.
-    from workers.engine.engine import Engine, EngineSettings  # noqa: PLC0415
+    from workers.engine.engine import Engine  # noqa: PLC0415
 
     return Engine.start(
         EngineSettings(

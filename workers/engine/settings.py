@@ -1,0 +1,43 @@
+"""What an engine is started with, and what it says of itself: records without MLX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.engine.requests import LaneName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What an engine is started with."""
+
+    model: Path
+    """A local Hugging Face folder."""
+    served_name: str
+    lanes: tuple[LaneName, ...] = (LaneName.TEXT_MTP, LaneName.VLM)
+    draft_tokens: int = 2
+    max_rows: int = 8
+    """Rows that decode side by side, a lane."""
+    prefill_chunk_tokens: int = 512
+    queue_limit: int = 256
+    """Requests that may wait for a row, a lane."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCard:
+    """What a started engine serves."""
+
+    model: str
+    family: str
+    lanes: tuple[LaneName, ...]
+    context_tokens: int
+    vision: bool
+    parameters: int
+    """Of the model and its MTP head together."""
+    weights_bytes: int
+    """What they take in memory, once for all lanes."""
+    mtp: bool
+    why_no_mtp: str | None
+    draft_tokens_requested: int
+    draft_tokens_effective: int
