@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from collections.abc import Mapping
@@ -53,56 +54,42 @@ def _headline(state: Mapping[str, Any]) -> Text:
 
 
 def _pools(pools: Mapping[str, Any]) -> Table:
-    table = _table("Pool", "Workers", "Running", "Waiting", "Requests", "Tokens")
+    table = _table("Pool", "Workers")
     for name, pool in pools.items():
-        table.add_row(
-            name,
-            str(len(pool["workers"])),
-            f"{pool['running']}/{pool['slots']}",
-            str(pool["waiting"]),
-            str(pool["requests"]),
-            str(pool["completion_tokens"]),
-            *_acceptance(pool["mtp"]),
-        )
+        table.add_row(name, str(len(pool["workers"])), *_figures(pool))
     return table
 
 
 def _workers(workers: Mapping[str, Any]) -> Table:
-    table = _table("Worker", "State", "Model", "Lane", "Running", "Requests", "Tokens")
+    table = _table("Worker", "Lane")
     for name, worker in workers.items():
-        leading = [
-            Text(name),
-            Text(worker["state"], style=_STATE_STYLES.get(worker["state"], "red")),
-            Text(worker["model"]),
-        ]
-        for lane_name, lane in worker["lanes"].items():
-            table.add_row(
-                *leading,
-                lane_name,
-                f"{lane['running']}/{lane['slots']}",
-                str(lane["requests"]),
-                str(lane["completion_tokens"]),
-                *_acceptance(lane["mtp"]),
-            )
-            leading = [Text()] * 3  # a worker is named once
+        state = Text(worker["state"], style=_STATE_STYLES.get(worker["state"], "red"))
+        # Beside the first lane who it is, beside the second what it serves.
+        beside = [Text.assemble(name, " ", state), Text(worker["model"], style="dim")]
+        rows = [(lane_name, *_figures(lane)) for lane_name, lane in worker["lanes"].items()]
+        for cell, row in itertools.zip_longest(beside, rows, fillvalue=()):
+            table.add_row(cell or "", *row)
     return table
 
 
-def _table(*columns: str) -> Table:
+def _table(*leading: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in (*columns, "Drafted", "Accepted", "Tokens/step"):
-        words = column in {"Pool", "Worker", "State", "Model", "Lane"}
-        table.add_column(column, justify="left" if words else "right", overflow="fold")
+    for column in leading:
+        table.add_column(column, overflow="fold", no_wrap=column == "Lane")
+    for column in ("Running", "Waiting", "Requests", "Tokens", "Accepted", "Per step"):
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
-def _acceptance(mtp: Mapping[str, Any]) -> tuple[str, str, str]:
-    if not mtp["enabled"]:
-        return ("-", "-", "-")
-    if not mtp["drafts"]:
-        return ("0", "-", "-")
+def _figures(lane: Mapping[str, Any]) -> tuple[str, ...]:
+    """Show how busy a lane or pool is and what it did; tokens per step is 1 without drafts."""
+    mtp = lane["mtp"]
+    drafted = mtp["enabled"] and mtp["attempted"]
     return (
-        str(mtp["attempted"]),
-        f"{mtp['acceptance_rate']:.1%}",
-        f"{mtp['mean_acceptance_length']:.2f}",
+        f"{lane['running']}/{lane['slots']}",
+        str(lane["waiting"]),
+        str(lane["requests"]),
+        str(lane["completion_tokens"]),
+        f"{mtp['acceptance_rate']:.1%}" if drafted else "-",
+        f"{mtp['mean_acceptance_length']:.2f}" if drafted else "-",
     )

@@ -6,16 +6,15 @@ import base64
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
 from openai import AsyncOpenAI, OpenAI
-
-from workers.demo.pictures import draw_picture
+from PIL import Image, ImageDraw
 
 TEXT = "Count from 1 to 20."
 LONG_TEXT = "Count from 1 to 120."
 PICTURE_QUESTION = "What colour is the shape?"
+STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +40,11 @@ def text_body(model: str, question: str = TEXT, **fields: Any) -> dict[str, Any]
 
 
 def picture_body(
-    model: str, colour: str, shape: str, seed: int = 0, question: str = PICTURE_QUESTION, **fields: Any
+    model: str, colour: str, question: str = PICTURE_QUESTION, *, size: int = 256, **fields: Any
 ) -> dict[str, Any]:
-    picture = draw_picture(Random(seed), colour, shape, held_out=True).image
+    """Ask about a circle, drawn as anybody would draw one to try."""
+    picture = Image.new("RGB", (size, size), "gray")
+    ImageDraw.Draw(picture).ellipse([size // 5, size // 5, size * 4 // 5, size * 4 // 5], colour)
     held = io.BytesIO()
     picture.save(held, "PNG")
     url = "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
@@ -56,22 +57,24 @@ def picture_body(
 
 def ask(client: OpenAI, body: Mapping[str, Any], *, stream: bool = False) -> Answer:
     """Send one request and take in the whole answer."""
+    create: Any = client.chat.completions.with_raw_response.create
     if not stream:
-        raw = client.chat.completions.with_raw_response.create(**body)
+        raw = create(**body)
         return whole(raw.headers, raw.parse())
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    opened = client.chat.completions.with_raw_response.create(**body, **options)
-    return joined(opened.headers, list(opened.parse()))
+    raw = create(**body, **STREAMED)
+    return joined(raw.headers, list(raw.parse()))
 
 
-async def ask_async(client: AsyncOpenAI, body: Mapping[str, Any], *, stream: bool = False) -> Answer:
+async def ask_async(
+    client: AsyncOpenAI, body: Mapping[str, Any], *, stream: bool = False
+) -> Answer:
     """Send one request among others and take in the whole answer."""
+    create: Any = client.chat.completions.with_raw_response.create
     if not stream:
-        raw = await client.chat.completions.with_raw_response.create(**body)
+        raw = await create(**body)
         return whole(raw.headers, raw.parse())
-    options = {"stream": True, "stream_options": {"include_usage": True}}
-    opened = await client.chat.completions.with_raw_response.create(**body, **options)
-    return joined(opened.headers, [chunk async for chunk in opened.parse()])
+    raw = await create(**body, **STREAMED)
+    return joined(raw.headers, [chunk async for chunk in raw.parse()])
 
 
 def whole(headers: Mapping[str, str], completion: Any) -> Answer:

@@ -15,8 +15,6 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from workers.demo import CHECKPOINT
-
 LISTENS = r"listens on (http://\S+?)\.?$"
 STARTED = r"^Worker started \(process (\d+)\)"
 READY = r"^Paceline is ready on (\S+) \(model (\S+)\)"
@@ -107,10 +105,9 @@ def paceline(
 
 
 @contextlib.contextmanager
-def running_line(folder: Path, *flags: str) -> Iterator[Line]:
-    """Run `paceline up` on the demo model and a free port."""
-    arguments = ("up", "--port", "0", "--model", str(CHECKPOINT), *flags)
-    with paceline(*arguments, environment={}, folder=folder) as process:
+def running_line(folder: Path) -> Iterator[Line]:
+    """Run `paceline up` on a free port: without a model it takes the demo."""
+    with paceline("up", "--port", "0", environment={}, folder=folder) as process:
         yield Line(process)
 
 

@@ -1,0 +1,147 @@
+"""Two workers behind one gateway: they share the load, and one may die."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.e2e.asking import LONG_TEXT, text_body
+from tests.e2e.line_process import LISTENS, running_gateway
+from tests.worker_process import RunningWorker, running_worker
+
+TOKEN = "of-the-fleet"
+STREAMS = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fleet:
+    url: str
+    workers: dict[str, RunningWorker]
+
+    @property
+    def model(self) -> str:
+        return next(iter(self.workers.values())).model
+
+
+@dataclass(slots=True, kw_only=True)
+class Stream:
+    """One streamed answer, read event by event."""
+
+    worker: str
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def whole(self) -> bool:
+        return self.events[-1] == "[DONE]" and not any('"error"' in event for event in self.events)
+
+    @property
+    def broken(self) -> bool:
+        return "[DONE]" not in self.events and '"error"' in self.events[-1]
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """A gateway and two workers that joined it."""
+    with contextlib.ExitStack() as opened:
+        gateway = opened.enter_context(running_gateway(tmp_path, token=TOKEN))
+        url = gateway.wait_for(LISTENS)[1]
+        workers = {
+            name: opened.enter_context(
+                running_worker(
+                    "--join", url, "--id", name, environment={"PACELINE_JOIN_TOKEN": TOKEN}
+                )
+            )
+            for name in ("a", "b")
+        }
+        wait_until_members(url, set(workers))
+        yield Fleet(url=url, workers=workers)
+
+
+def wait_until_members(url: str, wanted: set[str]) -> None:
+    """Ask until exactly these workers are on the list; the test's own time limit bounds it."""
+    found: set[str] = set()
+    while found != wanted:
+        answer = httpx.get(f"{url}/admin/v1/workers").raise_for_status()
+        found = {worker["worker_id"] for worker in answer.json()["workers"]}
+
+
+@contextlib.asynccontextmanager
+async def streaming(client: httpx.AsyncClient, fleet: Fleet) -> AsyncIterator[Stream]:
+    """Open a long streamed answer; the block runs while it is read beside it."""
+    body = text_body(fleet.model, LONG_TEXT, temperature=0, stream=True)
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200
+        stream = Stream(worker=response.headers["x-paceline-worker"])
+        reading = asyncio.create_task(read(response, stream))
+        try:
+            yield stream
+            await reading
+        finally:
+            reading.cancel()
+
+
+async def read(response: httpx.Response, stream: Stream) -> None:
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            stream.events.append(line.removeprefix("data: "))
+            stream.begun.set()
+
+
+@contextlib.asynccontextmanager
+async def many_streams(client: httpx.AsyncClient, fleet: Fleet) -> AsyncIterator[list[Stream]]:
+    """Open all streams at once, and wait until every one of them runs."""
+    async with contextlib.AsyncExitStack() as opened:
+        streams = await asyncio.gather(
+            *(opened.enter_async_context(streaming(client, fleet)) for _ in range(STREAMS))
+        )
+        for stream in streams:
+            await stream.begun.wait()
+        yield streams
+
+
+@pytest.fixture
+async def client(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=fleet.url, timeout=120, limits=limits) as opened:
+        yield opened
+
+
+async def test_two_workers_share_the_load(fleet: Fleet, client: httpx.AsyncClient) -> None:
+    async with many_streams(client, fleet) as streams:
+        pass
+    assert Counter(stream.worker for stream in streams) == {"a": STREAMS // 2, "b": STREAMS // 2}
+    assert all(stream.whole for stream in streams)
+
+
+async def test_killed_worker_breaks_its_own_streams_only(
+    fleet: Fleet, client: httpx.AsyncClient
+) -> None:
+    async with many_streams(client, fleet) as streams:
+        fleet.workers["a"].process.send_signal(signal.SIGKILL)
+    assert {stream.worker for stream in streams} == {"a", "b"}
+    for stream in streams:
+        assert stream.broken if stream.worker == "a" else stream.whole, stream.events[-2:]
+
+    for _ in range(4):
+        body = text_body(fleet.model, "Hello!", temperature=0)
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200
+        assert answer.headers["x-paceline-worker"] == "b"
+
+
+async def test_silent_worker_is_taken_off_the_list(fleet: Fleet, client: httpx.AsyncClient) -> None:
+    fleet.workers["a"].process.send_signal(signal.SIGSTOP)
+    try:
+        await asyncio.to_thread(wait_until_members, fleet.url, {"b"})
+    finally:
+        fleet.workers["a"].process.send_signal(signal.SIGCONT)
+    await asyncio.to_thread(wait_until_members, fleet.url, {"a", "b"})
