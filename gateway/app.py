@@ -53,10 +53,9 @@ class Front:
         """Wait until no generating request runs."""
         await self.relay.drained()
 
-    async def cut(self) -> None:
+    def cut(self) -> None:
         """End what still runs: streams with an error event."""
-        self.relay.stop_taking()
-        await self.line.upstream.cut()
+        self.relay.cut()
 
 
 def create_app(settings: Settings, rng: Random | None = None) -> Front:

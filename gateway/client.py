@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 from gateway.errors import BodyTooLarge, BodyTooSlow, GatewayError, to_body, to_event, to_headers
 
@@ -70,14 +70,15 @@ class Presence:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._left = False
+        self._ended_by: Exception | None = None
 
-    async def __aenter__(self) -> None:
+    async def __aenter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None, "a request runs in a task"
         self._task = task
         self._cancelling = task.cancelling()
         self._watch = asyncio.create_task(self._wait_for_leaving())
+        return self
 
     async def __aexit__(
         self,
@@ -86,16 +87,21 @@ class Presence:
         trace: TracebackType | None,
     ) -> None:
         self._watch.cancel()
-        if self._left:
+        if self._ended_by is not None:
             ours = self._task.uncancel() <= self._cancelling
             if ours and kind is asyncio.CancelledError:
-                raise ClientLeft from error
+                raise self._ended_by from error
+
+    def end(self, reason: Exception) -> None:
+        """End the context with this error; the first reason counts."""
+        if self._ended_by is None:
+            self._ended_by = reason
+            self._task.cancel()
 
     async def _wait_for_leaving(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._left = True
-        self._task.cancel()
+        self.end(ClientLeft())
 
 
 class Reply:

@@ -93,10 +93,6 @@ class Upstream:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self.cut()
-
-    async def cut(self) -> None:
-        """Close all connections to workers; streams that still run end in an error event."""
         if self._session is not None:
             await self._session.close()
 
@@ -105,7 +101,8 @@ class Upstream:
 
         The next candidate is only asked where the one before cannot have started.
         """
-        body = to_json(trip.inspected.body)
+        # A number too large for a float reads as infinite, and JSON has no word for that.
+        body = to_json(trip.inspected.body, inf_nan_mode="null")
         refusal: GatewayError = NoWorker(
             f"No worker can take requests for the model '{trip.inspected.profile.model}' now."
         )

@@ -26,7 +26,6 @@ from gateway.errors import (
     NoWorker,
     RequestRefused,
     Stopping,
-    WorkerError,
 )
 from gateway.forward import Trip, route_headers
 from gateway.inspection import inspect
@@ -59,6 +58,7 @@ class Relay:
     def __init__(self, line: Line) -> None:
         self._line = line
         self._running = 0
+        self._present: set[Presence] = set()
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -81,6 +81,12 @@ class Relay:
         """Wait until no request runs."""
         await self._idle.wait()
 
+    def cut(self) -> None:
+        """End what still runs: whole answers with an error, streams with an error event."""
+        self._stopping = True
+        for presence in tuple(self._present):
+            presence.end(Stopping())
+
     async def __call__(
         self, scope: Scope, receive: Receive, send: Send, endpoint: Endpoint
     ) -> None:
@@ -98,9 +104,8 @@ class Relay:
             outcome = Outcome.CLIENT_LEFT
             raise
         except GatewayError as failure:
-            error = Stopping() if self._stopping and isinstance(failure, WorkerError) else failure
-            outcome = _outcome(error)
-            await reply.fail(error, route_headers(steps.trip) if steps.trip else ())
+            error, outcome = failure, _outcome(failure)
+            await reply.fail(failure, route_headers(steps.trip) if steps.trip else ())
         except Exception:
             log.exception("request.broken request=%s", reply.identity)
             error, outcome = GatewayError(), Outcome.FAILED
@@ -138,8 +143,12 @@ class Relay:
         inspected = steps.inspected = inspect(raw, endpoint, line.policy, fleet)
         decision = steps.decision = decide(line.policy, inspected.profile, fleet, line.rng)
         trip = steps.trip = Trip(identity=reply.identity, inspected=inspected, began_s=began_s)
-        async with Presence(receive):
-            await line.upstream.forward(trip, decision, reply)
+        async with Presence(receive) as presence:
+            self._present.add(presence)
+            try:
+                await line.upstream.forward(trip, decision, reply)
+            finally:
+                self._present.discard(presence)
 
     def _served(
         self,

@@ -88,7 +88,7 @@ async def serve(
             await _drained(app, ending, settings.drain_timeout_s)
         finally:
             asked.cancel()
-            await app.cut()
+            app.cut()
             server.should_exit = True
             await serving
 

@@ -6,7 +6,7 @@ troubled, and a worker that is asked directly refuses with it too.
 
 from __future__ import annotations
 
-import math
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -33,6 +33,10 @@ MEDIA_KINDS = {
 }
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 STRUCTURED_FIELDS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+
+# What the engines' 32-bit counters hold; a bound on fields that have none of their own.
+_LARGEST = 2**31 - 1
+_TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 _CONTROL_FIELDS = frozenset(
     "model stream stream_options max_tokens max_completion_tokens stop n seed temperature top_p "
@@ -117,16 +121,16 @@ class _Fields:
         return value
 
     def integer(
-        self, name: str, default: int | None, *, low: int, high: int | None = None
+        self, name: str, default: int | None, *, low: int, high: int = _LARGEST
     ) -> int | None:
         value = self._body.get(name)
         if value is None:
             return default
         if not isinstance(value, int) or isinstance(value, bool):
             raise FieldError(name, f"'{name}' must be an integer.")
-        if value < low or (high is not None and value > high):
-            bounds = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise FieldError(name, f"'{name}' must be {bounds}, not {value}.")
+        if not low <= value <= high:
+            bounds = f"at least {low}" if high == _LARGEST else f"between {low} and {high}"
+            raise FieldError(name, f"'{name}' must be {bounds}.")
         return value
 
     def number(self, name: str, default: float, *, low: float, high: float) -> float:
@@ -135,8 +139,8 @@ class _Fields:
             return default
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise FieldError(name, f"'{name}' must be a number.")
-        if not math.isfinite(value) or not low <= value <= high:
-            raise FieldError(name, f"'{name}' must be between {low:g} and {high:g}, not {value}.")
+        if not low <= value <= high:  # NaN is in no range
+            raise FieldError(name, f"'{name}' must be between {low:g} and {high:g}.")
         return float(value)
 
     def get(self, name: str) -> Any:
@@ -173,8 +177,8 @@ def _read_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
         raise FieldError("logit_bias", "'logit_bias' may name at most 1024 tokens.")
     pairs = []
     for token, bias in value.items():
-        if not str(token).isdecimal():
-            raise FieldError("logit_bias", f"'logit_bias' names '{token}', not a token id.")
+        if not _TOKEN_ID.fullmatch(str(token)):
+            raise FieldError("logit_bias", "'logit_bias' must map token ids to numbers.")
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not number or not -100 <= bias <= 100:
             raise FieldError("logit_bias", "'logit_bias' values must be between -100 and 100.")
@@ -271,7 +275,8 @@ def _read_content(
         where = f"messages[{index}]"
         if not isinstance(message, Mapping):
             raise FieldError(where, "A message must be an object.")
-        if message.get("role") not in ROLES:
+        role = message.get("role")
+        if not isinstance(role, str) or role not in ROLES:
             raise FieldError(f"{where}.role", f"The role must be one of {sorted(ROLES)}.")
         content = message.get("content")
         if isinstance(content, str):
@@ -292,7 +297,7 @@ def _read_parts(parts: list[Any], where: str, media: Counter[str]) -> int:
             if not isinstance(part.get("text"), str):
                 raise FieldError(f"{where}[{index}].text", "A text part needs a 'text' string.")
             text_chars += len(part["text"])
-        elif kind in MEDIA_KINDS:
+        elif isinstance(kind, str) and kind in MEDIA_KINDS:
             media[MEDIA_KINDS[kind]] += 1
         else:
             raise FieldError(f"{where}[{index}].type", "This kind of content part is not known.")

@@ -1,0 +1,56 @@
+"""A gateway and a worker that does as it is told, both behind real sockets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck
+from hypothesis import settings as hypothesis_settings
+
+from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.serving import Gateway, serving, settings_for_tests
+
+# A machine that trains a model beside the tests is slow, not wrong.
+hypothesis_settings.register_profile(
+    "no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+hypothesis_settings.load_profile("no clock")
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No setting of the machine reaches a test."""
+    for name in ("API_KEY", "ADMIN_KEY", "JOIN_TOKEN", "CONFIG", "POLICY", "HOST", "PORT"):
+        monkeypatch.delenv(f"PACELINE_{name}", raising=False)
+    monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def worker() -> Iterator[FakeWorker]:
+    fake = FakeWorker()
+    with serving(fake, sockets=[fake.socket]):
+        yield fake
+
+
+@pytest.fixture
+def second_worker() -> Iterator[FakeWorker]:
+    fake = FakeWorker(worker_id="fake-b")
+    with serving(fake, sockets=[fake.socket]):
+        yield fake
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Iterator[Gateway]:
+    """A gateway that nobody has joined."""
+    with Gateway(settings_for_tests(tmp_path)) as running:
+        yield running
+
+
+@pytest.fixture
+def line(gateway: Gateway, worker: FakeWorker) -> Gateway:
+    """A gateway that the fake worker has joined."""
+    assert gateway.join(worker).status_code == 200
+    return gateway

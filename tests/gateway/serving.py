@@ -1,0 +1,133 @@
+"""Real servers for the gateway's tests: an ASGI app on a port of its own, a gateway in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from pydantic import SecretStr
+
+from gateway.server import Ending, run, serve
+from gateway.settings import Settings
+from tests.gateway.fake_worker import TOKEN, FakeWorker
+
+
+@contextlib.contextmanager
+def serving(app: Any, *, sockets: list[socket.socket]) -> Iterator[None]:
+    """Serve an app on these sockets for as long as the context lasts."""
+    config = uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    started: Future[None] = Future()
+
+    async def main() -> None:
+        startup = server.startup
+
+        async def announced(sockets: list[socket.socket] | None = None) -> None:
+            await startup(sockets)
+            started.set_result(None)
+
+        server.startup = announced  # type: ignore[method-assign]
+        await server.serve(sockets)
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    started.result(timeout=30)
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+class Gateway:
+    """A gateway in a thread, as `paceline gateway` runs it, with a client that has its address."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._address: Future[str] = Future()
+        self._loop: asyncio.AbstractEventLoop
+        self._ending: Ending
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Gateway:
+        self._thread.start()
+        self.url = self._address.result(timeout=30)
+        self.client = httpx.Client(base_url=self.url, timeout=30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self.ask_to_end()
+        self.ask_to_end()
+        self._thread.join()
+
+    def ask_to_end(self) -> None:
+        """Ask for the end as a signal does: once for after the answers, twice for now."""
+        with contextlib.suppress(RuntimeError):  # it has ended already
+            self._loop.call_soon_threadsafe(self._ending.ask)
+
+    def wait_for_end(self) -> None:
+        self._thread.join(timeout=30)
+        assert not self._thread.is_alive()
+
+    def join(self, worker: FakeWorker, **changes: Any) -> httpx.Response:
+        """Send the heartbeat of a worker."""
+        report = worker.report(**changes)
+        return self.client.put(
+            f"/admin/v1/workers/{report.worker_id}",
+            headers={"authorization": f"Bearer {TOKEN}"},
+            json=report.model_dump(mode="json"),
+        )
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        """Ask for a whole chat answer."""
+        return self.client.post("/v1/chat/completions", json=chat_body(**fields))
+
+    def stream(self, **fields: Any) -> contextlib.AbstractContextManager[httpx.Response]:
+        """Ask for a streamed chat answer."""
+        body = chat_body(stream=True, **fields)
+        return self.client.stream("POST", "/v1/chat/completions", json=body)
+
+    def status(self) -> dict[str, Any]:
+        answer: dict[str, Any] = self.client.get("/v1/status").json()
+        return answer
+
+    def _run(self) -> None:
+        async def main() -> None:
+            self._loop = asyncio.get_running_loop()
+            self._ending = Ending()
+            await serve(self._settings, ending=self._ending, started=self._address.set_result)
+
+        try:
+            run(main())
+        except BaseException as error:
+            if not self._address.done():
+                self._address.set_exception(error)
+            raise
+
+
+def chat_body(**fields: Any) -> dict[str, Any]:
+    return {"model": "demo", "messages": [{"role": "user", "content": "Say a word."}], **fields}
+
+
+def settings_for_tests(state_dir: Path, **changes: Any) -> Settings:
+    """Settings of a gateway on a free port that a fake worker may join."""
+    return Settings(port=0, join_token=SecretStr(TOKEN), state_dir=state_dir, **changes)
+
+
+def eventually(holds: Callable[[], bool], *, within_s: float = 10.0) -> None:
+    """Wait until something observed from outside holds; the only wait that has no event."""
+    waited = threading.Event()
+    for _ in range(int(within_s / 0.02)):
+        if holds():
+            return
+        waited.wait(0.02)
+    raise AssertionError("it never came true")

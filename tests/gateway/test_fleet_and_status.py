@@ -1,0 +1,188 @@
+"""Heartbeats, load, and numbers that add up."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.gateway.fake_worker import TOKEN, FakeWorker, lane_report, speculation
+from tests.gateway.serving import Gateway
+
+BEARER = {"authorization": f"Bearer {TOKEN}"}
+
+
+def test_a_heartbeat_needs_the_join_token(gateway: Gateway, worker: FakeWorker) -> None:
+    report = worker.report().model_dump(mode="json")
+    for headers in ({}, {"authorization": "Bearer wrong"}):
+        answer = gateway.client.put("/admin/v1/workers/fake-a", headers=headers, json=report)
+        assert answer.status_code == 401
+        answer = gateway.client.delete("/admin/v1/workers/fake-a", headers=headers)
+        assert answer.status_code == 401
+    answer = gateway.client.put("/admin/v1/workers/fake-a", headers=BEARER, json=report)
+    assert answer.json() == {"beat_s": 2.0}
+
+
+def test_a_heartbeat_with_a_wrong_field_names_it(gateway: Gateway, worker: FakeWorker) -> None:
+    report = worker.report().model_dump(mode="json")
+    for change, param in (
+        ({"worker_id": "other"}, "worker_id"),
+        ({"url": "ftp://x"}, "url"),
+        ({"secret": 1}, "secret"),
+        ({"lanes": [{"name": "vlm", "running": -1}]}, "lanes.0.running"),
+    ):
+        answer = gateway.client.put(
+            "/admin/v1/workers/fake-a", headers=BEARER, json={**report, **change}
+        )
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_worker_that_says_goodbye_gets_nothing_more(line: Gateway) -> None:
+    assert line.client.delete("/admin/v1/workers/fake-a", headers=BEARER).status_code == 204
+    assert line.chat().status_code == 503
+    assert line.client.get("/readyz").status_code == 503
+    assert line.status()["workers"]["fake-a"]["state"] == "gone"
+
+
+def test_a_second_live_worker_with_the_same_id_is_a_409(line: Gateway) -> None:
+    other = FakeWorker(worker_id="fake-a", boot_id="boot-2")
+    other.socket.close()
+    answer = line.join(other)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "worker_id_taken")
+
+
+def test_starting_and_draining_workers_get_nothing_new(line: Gateway, worker: FakeWorker) -> None:
+    line.join(worker, ready=False)
+    assert line.chat().status_code == 503
+    line.join(worker, draining=True)
+    assert line.chat().status_code == 503
+    line.join(worker)
+    assert line.chat().status_code == 200
+
+
+def test_two_workers_share_the_load(
+    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    line.join(second_worker)
+    worker.script.hang = second_worker.script.hang = True
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(line.chat) for _ in range(8)]
+        while len(worker.heard) + len(second_worker.heard) < 8:
+            worker.hearing.wait(0.05)
+        assert (len(worker.heard), len(second_worker.heard)) == (4, 4)
+        lanes = line.status()["pools"]["vlm"]
+        assert (lanes["in_flight"], lanes["slots"], lanes["workers"]) == (
+            8,
+            8,
+            ["fake-a", "fake-b"],
+        )
+        worker.go_on.set()
+        second_worker.go_on.set()
+        assert {answer.result().status_code for answer in asked} == {200}
+    assert line.status()["pools"]["vlm"]["in_flight"] == 0
+
+
+def test_without_an_mtp_worker_greedy_text_runs_on_vlm_and_says_so(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    worker.lanes = ("vlm",)
+    gateway.join(worker)
+    answer = gateway.chat(temperature=0)
+    assert answer.headers["x-paceline-pool"] == "vlm"
+    assert answer.headers["x-paceline-reason"] == "no_mtp_worker"
+
+
+def test_decisions_are_counted_by_pool_route_and_every_reason(line: Gateway) -> None:
+    line.chat(temperature=0)
+    line.chat(temperature=0)
+    line.chat(n=2)
+    line.chat(temperature=9)
+    status = line.status()
+    assert status["decisions"] == {
+        "total": 3,
+        "pools": {"text-mtp": 2, "vlm": 1},
+        "routes": {"greedy-text": 2, "everything-else": 1},
+        "reasons": {"eligible": 2, "non_greedy_sampling": 1},
+        "bypass_counts": {"multiple_choices": 1, "non_greedy_sampling": 1},
+    }
+    assert status["outcomes"] == {"completed": 3, "refused": 1}
+    assert status["errors"] == {"invalid_value": 1}
+    assert status["models"]["demo"]["tokens"] == {"prompt": 21, "completion": 9, "cached": 6}
+    assert status["latency"]["text-mtp"]["answer_s"]["count"] == 2
+
+
+def test_status_asks_the_workers_before_it_adds_up(line: Gateway, worker: FakeWorker) -> None:
+    lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6), requests=1)
+    worker.reported = worker.report(lanes=[lane.model_dump()])
+    status = line.status()
+    expected = {
+        "enabled": True,
+        "requested_draft_tokens": 2,
+        "effective_draft_tokens": 2,
+        "drafts": 10,
+        "attempted": 20,
+        "accepted": 14,
+        "rejected": 6,
+        "errors": 0,
+        "acceptance_rate": 0.7,
+        "mean_acceptance_length": 2.4,
+        "acceptance_rate_per_position": [0.8, 0.6],
+        "bypass_counts": {},
+    }
+    assert status["mtp"] == expected
+    assert status["pools"]["text-mtp"]["mtp"] == expected
+    assert status["models"]["demo"]["mtp"] == expected
+    assert status["workers"]["fake-a"]["mtp"] == expected
+    assert status["workers"]["fake-a"]["lanes"]["text-mtp"]["mtp"] == expected
+    assert status["pools"]["vlm"]["mtp"] == {"enabled": False}
+
+
+def test_counts_survive_the_restart_of_a_worker(line: Gateway, worker: FakeWorker) -> None:
+    for boot in range(40):
+        worker.boot_id = f"life-{boot}"
+        lane = lane_report("text-mtp", speculation=speculation(steps=3, one=1, two=1), requests=2)
+        worker.reported = worker.report(lanes=[lane.model_dump()])
+        line.join(worker, lanes=[lane.model_dump()])
+    status = line.status()
+    assert status["mtp"]["drafts"] == 120
+    assert status["mtp"]["accepted"] == 120
+    assert status["workers"]["fake-a"]["lanes"]["text-mtp"]["requests"] == 80
+    assert status["workers"]["fake-a"]["boots"] <= 20
+
+
+def test_nothing_in_status_is_null(line: Gateway) -> None:
+    line.chat()
+    assert "null" not in line.client.get("/v1/status").text
+    line.client.delete("/admin/v1/workers/fake-a", headers=BEARER)
+    assert "null" not in line.client.get("/v1/status").text
+
+
+def test_metrics_speak_vllms_names_one_line_a_worker_and_model(
+    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    for one, steps in ((worker, 4), (second_worker, 6)):
+        lane = lane_report("text-mtp", speculation=speculation(steps=steps, one=1, two=1))
+        one.reported = one.report(lanes=[lane.model_dump()])
+        line.join(one)
+    with line.stream(temperature=0) as answer:
+        answer.read()
+    text = line.client.get("/metrics").text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    by_name: dict[str, list[float]] = {}
+    for sample in samples:
+        by_name.setdefault(sample.name, []).append(sample.value)
+    assert by_name["vllm:spec_decode_num_drafts_total"] == [4, 6]
+    assert by_name["vllm:spec_decode_num_draft_tokens_total"] == [8, 12]
+    assert by_name["vllm:spec_decode_num_accepted_tokens_total"] == [3, 3]
+    assert by_name["vllm:spec_decode_num_accepted_tokens_per_pos_total"] == [2, 1, 2, 1]
+    assert by_name["paceline_requests_total"] == [1]
+    assert by_name["paceline_requests_in_flight"] == [0]
+    assert by_name["paceline_time_to_first_token_seconds_count"] == [1]
+    assert by_name["paceline_added_latency_seconds_count"] == [1]
+
+
+def test_probes_tell_alive_from_ready(gateway: Gateway, worker: FakeWorker) -> None:
+    assert gateway.client.get("/livez").status_code == 200
+    assert gateway.client.get("/readyz").status_code == 503
+    gateway.join(worker)
+    assert gateway.client.get("/readyz").status_code == 200

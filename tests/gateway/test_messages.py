@@ -1,0 +1,86 @@
+"""Normalised once, the same words make the same prompt."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.messages import normalise
+
+
+def message(role: str, content: Any, **fields: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **fields}
+
+
+def test_developer_becomes_system_and_system_is_hoisted_and_merged() -> None:
+    given_messages = [
+        message("user", "Hi"),
+        message("system", "Be brief."),
+        message("assistant", "Hello"),
+        message("developer", "Be kind."),
+    ]
+    assert normalise(given_messages) == [
+        message("system", "Be brief.\n\nBe kind."),
+        message("user", "Hi"),
+        message("assistant", "Hello"),
+    ]
+
+
+def test_plain_neighbours_of_one_role_merge() -> None:
+    assert normalise([message("user", "a"), message("user", "b"), message("assistant", "c")]) == [
+        message("user", "a\n\nb"),
+        message("assistant", "c"),
+    ]
+
+
+def test_what_is_more_than_text_never_merges() -> None:
+    call = message("assistant", "x", tool_calls=[{"id": "1"}])
+    parts = message("user", [{"type": "text", "text": "x"}])
+    named = message("user", "x", name="ann")
+    tool = message("tool", "4", tool_call_id="1")
+    for odd in (call, parts, named, tool):
+        plain = message(odd["role"], "plain")
+        assert normalise([odd, plain]) == [odd, plain]
+        assert normalise([plain, odd]) == [plain, odd]
+        assert normalise([odd, odd]) == [odd, odd]
+
+
+def test_a_null_field_does_not_keep_neighbours_apart() -> None:
+    assert normalise([message("user", "a", name=None), message("user", "b")]) == [
+        message("user", "a\n\nb")
+    ]
+
+
+def test_system_parts_stay_parts() -> None:
+    part = {"type": "text", "text": "b"}
+    assert normalise([message("system", "a"), message("system", [part])]) == [
+        message("system", [{"type": "text", "text": "a"}, part])
+    ]
+
+
+def test_what_was_given_is_not_changed() -> None:
+    given_messages = [message("user", "a"), message("user", "b"), message("system", "s")]
+    normalise(given_messages)
+    assert given_messages == [message("user", "a"), message("user", "b"), message("system", "s")]
+
+
+ROLES = st.sampled_from(["system", "developer", "user", "assistant", "tool"])
+CONTENTS = st.text("ab", max_size=3) | st.just([{"type": "text", "text": "p"}])
+MESSAGES = st.lists(st.builds(message, ROLES, CONTENTS), max_size=8)
+
+
+@given(MESSAGES)
+def test_doing_it_twice_changes_nothing(messages: list[dict[str, Any]]) -> None:
+    once = normalise(messages)
+    assert normalise(once) == once
+
+
+@given(MESSAGES)
+def test_system_comes_first_and_only_once(messages: list[dict[str, Any]]) -> None:
+    roles = [one["role"] for one in normalise(messages)]
+    assert "developer" not in roles
+    assert "system" not in roles[1:]
+    plain = [one["role"] for one in normalise(messages) if isinstance(one["content"], str)]
+    assert set(plain) <= {"system", "user", "assistant", "tool"}

@@ -1,0 +1,47 @@
+"""The deciding modules know no network, no clock and no framework."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PURE = (
+    "gateway/domain.py",
+    "gateway/errors.py",
+    "gateway/inspection.py",
+    "gateway/messages.py",
+    "gateway/routing.py",
+    "gateway/sse.py",
+    "gateway/status.py",
+    "gateway/store.py",
+    "gateway/fleet.py",
+    "policies/document.py",
+    "policies/evaluation.py",
+    "policies/profile.py",
+    "policies/reading.py",
+)
+IMPURE = {
+    "aiohttp",
+    "asyncio",
+    "fastapi",
+    "httpx",
+    "redis",
+    "socket",
+    "starlette",
+    "time",
+    "uvicorn",
+}
+
+
+@pytest.mark.parametrize("path", PURE)
+def test_a_pure_module_imports_nothing_that_waits_or_talks(path: str) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add((node.module or "").split(".")[0])
+    assert imported & IMPURE == set()

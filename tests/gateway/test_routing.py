@@ -1,0 +1,179 @@
+"""Decisions over a snapshot: which lane, which worker, and the reason given."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.domain import FleetView, LaneView, WorkerView
+from gateway.routing import decide
+from policies.document import PolicyDocument, read_policy, shipped_policy
+from policies.profile import Bypass, Endpoint, RequestProfile, Sampling
+from tests.gateway.fake_worker import lane_report
+
+POLICY = shipped_policy()
+SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
+GREEDY = replace(SAMPLED, sampling=Sampling(temperature=0))
+PICTURE = replace(GREEDY, media=(("image", 1),))
+
+
+def worker(name: str, model: str = "demo", **in_flight: int) -> WorkerView:
+    """A worker of four rows a lane; `text_mtp=2` means two requests run there."""
+    busy = {"text_mtp": 0, "vlm": 0, **in_flight}
+    lanes = tuple(
+        LaneView(report=lane_report(lane.replace("_", "-")), in_flight=count)
+        for lane, count in busy.items()
+    )
+    return WorkerView(worker_id=name, model=model, lanes=lanes)
+
+
+def fleet(*workers: WorkerView) -> FleetView:
+    return FleetView(workers=workers, known_models=frozenset(one.model for one in workers))
+
+
+def chosen(profile: RequestProfile, *workers: WorkerView, seed: int = 0) -> tuple[str, str, str]:
+    first = decide(POLICY, profile, fleet(*workers), Random(seed)).candidates[0]
+    return first.pool, first.worker_id, first.reason
+
+
+def test_each_kind_of_request_gets_its_lane_and_its_reason() -> None:
+    mac = worker("mac")
+    assert chosen(GREEDY, mac) == ("text-mtp", "mac", "eligible")
+    assert chosen(SAMPLED, mac) == ("vlm", "mac", "non_greedy_sampling")
+    assert chosen(PICTURE, mac) == ("vlm", "mac", "media")
+
+
+def test_the_least_loaded_worker_is_first_relative_to_its_slots() -> None:
+    small = WorkerView(
+        worker_id="small",
+        model="demo",
+        lanes=(LaneView(report=lane_report("vlm", slots=2), in_flight=1),),
+    )
+    large = WorkerView(
+        worker_id="large",
+        model="demo",
+        lanes=(LaneView(report=lane_report("vlm", slots=16), in_flight=4),),
+    )
+    assert chosen(SAMPLED, small, large)[1] == "large"
+
+
+def test_between_equal_lanes_the_less_busy_machine_is_first() -> None:
+    assert chosen(GREEDY, worker("a", vlm=3), worker("b"))[1] == "b"
+
+
+def test_ties_are_broken_by_the_dice_that_are_passed_in() -> None:
+    macs = [worker(name) for name in "abcd"]
+    firsts = Counter(chosen(GREEDY, *macs, seed=seed)[1] for seed in range(200))
+    assert set(firsts) == set("abcd")
+    assert min(firsts.values()) > 20
+    assert chosen(GREEDY, *macs, seed=3) == chosen(GREEDY, *macs, seed=3)
+
+
+def test_the_second_pool_comes_behind_all_of_the_first() -> None:
+    decision = decide(POLICY, GREEDY, fleet(worker("a", text_mtp=9), worker("b")), Random(0))
+    assert [(one.pool, one.worker_id) for one in decision.candidates] == [
+        ("text-mtp", "b"),
+        ("text-mtp", "a"),
+        ("vlm", "b"),
+        ("vlm", "a"),
+    ]
+
+
+def test_without_a_speculating_lane_the_reason_is_no_mtp_worker() -> None:
+    plain = lane_report("text-mtp", mtp_enabled=False)
+    mac = WorkerView(
+        worker_id="mac",
+        model="demo",
+        lanes=(
+            LaneView(report=plain, in_flight=0),
+            LaneView(report=lane_report("vlm"), in_flight=0),
+        ),
+    )
+    assert chosen(GREEDY, mac) == ("vlm", "mac", "no_mtp_worker")
+    assert chosen(SAMPLED, mac) == ("vlm", "mac", "non_greedy_sampling")
+
+
+def test_only_workers_of_the_model_are_asked() -> None:
+    assert chosen(GREEDY, worker("a", model="other"), worker("b"))[1] == "b"
+    assert decide(POLICY, GREEDY, fleet(worker("a", model="other")), Random(0)).candidates == ()
+
+
+def test_whatever_the_policy_says_the_speculative_lane_only_takes_what_it_can() -> None:
+    everything = read_policy(
+        {
+            "version": 1,
+            "routes": [{"name": "all", "to": ["fast", "slow"]}],
+            "pools": {"fast": {"lanes": ["text-mtp"]}, "slow": {"lanes": ["vlm"]}},
+        },
+        "test",
+    )
+    pools = [one.pool for one in candidates(everything, SAMPLED)]
+    assert pools == ["slow"]
+    assert [one.pool for one in candidates(everything, GREEDY)] == ["fast", "slow"]
+
+
+def test_a_policy_that_sends_eligible_text_elsewhere_says_so() -> None:
+    plain = read_policy(
+        {
+            "version": 1,
+            "routes": [{"name": "all", "to": ["vlm"]}],
+            "pools": {"vlm": {"lanes": ["vlm"]}},
+        },
+        "test",
+    )
+    assert candidates(plain, GREEDY)[0].reason == "policy"
+
+
+def candidates(policy: PolicyDocument, profile: RequestProfile) -> tuple[Any, ...]:
+    return decide(policy, profile, fleet(worker("mac")), Random(0)).candidates
+
+
+PROFILES = st.builds(
+    RequestProfile,
+    endpoint=st.sampled_from(Endpoint),
+    model=st.sampled_from(["demo", "other", "unknown"]),
+    stream=st.booleans(),
+    media=st.sampled_from([(), (("image", 2),)]),
+    sampling=st.builds(Sampling, temperature=st.sampled_from([0.0, 1.0]), top_k=st.integers(0, 2)),
+    choices=st.integers(1, 3),
+    top_logprobs=st.none() | st.integers(0, 3),
+    structured_output=st.booleans(),
+    thinking_budget=st.none() | st.just(5),
+)
+WORKERS = st.lists(
+    st.builds(
+        worker,
+        st.sampled_from("abcdef"),
+        st.sampled_from(["demo", "other"]),
+        text_mtp=st.integers(0, 9),
+        vlm=st.integers(0, 9),
+    ),
+    max_size=6,
+    unique_by=lambda one: one.worker_id,
+)
+
+
+@given(PROFILES, WORKERS, st.integers())
+def test_every_decision_is_possible_ranked_and_reasoned(
+    profile: RequestProfile, workers: list[WorkerView], seed: int
+) -> None:
+    view = fleet(*workers)
+    decision = decide(POLICY, profile, view, Random(seed))
+    assert decision == decide(POLICY, profile, view, Random(seed))
+    by_id = {one.worker_id: one for one in workers}
+    loads: dict[str, list[float]] = {}
+    for one in decision.candidates:
+        assert by_id[one.worker_id].model == profile.model
+        loads.setdefault(one.pool, []).append(one.load)
+        if one.lane == "text-mtp":
+            assert one.reason == "eligible"
+            assert decision.bypass == ()
+        else:
+            assert one.reason in [*Bypass, "policy"]
+    for ranked in loads.values():
+        assert ranked == sorted(ranked)

@@ -1,0 +1,97 @@
+"""Names, defaults and routes, as the policy gives them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from policies.document import read_policy, shipped_policy
+from policies.evaluation import judge, resolve_model, sampling_defaults
+from policies.profile import Bypass, Endpoint, RequestProfile, Sampling
+
+POLICY = shipped_policy()
+SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
+GREEDY = replace(SAMPLED, sampling=Sampling(temperature=0))
+
+
+@pytest.mark.parametrize(
+    ("asked", "served", "meant"),
+    [
+        ("demo", {"demo"}, "demo"),
+        ("default", {"demo"}, "demo"),
+        ("gpt-4o-mini", {"demo"}, "demo"),
+        ("default", {"demo", "qwen"}, "demo"),
+        ("default", {"qwen"}, "qwen"),
+        ("default", {"qwen", "llama"}, "demo"),
+        ("default", set(), "demo"),
+        ("gpt-4o-mini", {"qwen"}, "demo"),
+        ("gpt-4o-mini", {"gpt-4o-mini"}, "gpt-4o-mini"),
+        ("unknown", {"demo"}, "unknown"),
+    ],
+)
+def test_a_name_means_one_model(asked: str, served: set[str], meant: str) -> None:
+    assert resolve_model(POLICY, asked, served) == meant
+
+
+def test_default_follows_the_fleet_without_being_listed() -> None:
+    policy = policy_of([{"name": "all", "to": ["vlm"]}])
+    assert resolve_model(policy, "default", {"qwen"}) == "qwen"
+    assert resolve_model(policy, "default", {"a", "b"}) == "default"
+
+
+def test_defaults_are_the_models_own_or_openais() -> None:
+    policy = policy_of([{"name": "all", "to": ["vlm"]}], m={"sampling": {"temperature": 0}})
+    assert sampling_defaults(policy, "m").temperature == 0
+    assert sampling_defaults(policy, "other").temperature == 1.0
+
+
+@pytest.mark.parametrize(
+    ("profile", "route", "bypass"),
+    [
+        (GREEDY, "greedy-text", ()),
+        (SAMPLED, "everything-else", (Bypass.NON_GREEDY_SAMPLING,)),
+        (replace(GREEDY, media=(("image", 1),)), "pictures", (Bypass.MEDIA,)),
+        (
+            replace(SAMPLED, media=(("video", 1),)),
+            "pictures",
+            (Bypass.MEDIA, Bypass.NON_GREEDY_SAMPLING),
+        ),
+        (replace(GREEDY, choices=2), "everything-else", (Bypass.MULTIPLE_CHOICES,)),
+    ],
+)
+def test_the_shipped_routes(
+    profile: RequestProfile, route: str, bypass: tuple[Bypass, ...]
+) -> None:
+    verdict = judge(POLICY, profile)
+    assert (verdict.route.name, verdict.bypass) == (route, bypass)
+
+
+@pytest.mark.parametrize(
+    ("when", "holds"),
+    [
+        ({"media": False}, True),
+        ({"media": True}, False),
+        ({"mtp_eligible": True}, True),
+        ({"mtp_eligible": False}, False),
+        ({"model": "demo"}, True),
+        ({"model": "other"}, False),
+        ({"greedy": True}, True),
+        ({"greedy": False}, False),
+        ({"stream": False}, True),
+        ({"stream": True}, False),
+        ({"greedy": True, "model": "demo", "stream": False}, True),
+        ({"greedy": True, "model": "other"}, False),
+    ],
+)
+def test_all_conditions_of_a_route_must_hold(when: dict[str, Any], holds: bool) -> None:
+    policy = policy_of(
+        [{"name": "first", "when": when, "to": ["vlm"]}, {"name": "rest", "to": ["vlm"]}]
+    )
+    assert judge(policy, GREEDY).route.name == ("first" if holds else "rest")
+
+
+def policy_of(routes: list[dict[str, Any]], **models: Any) -> Any:
+    pools = {"vlm": {"lanes": ["vlm"]}}
+    return read_policy({"version": 1, "models": models, "routes": routes, "pools": pools}, "test")

@@ -1,0 +1,247 @@
+"""The one table of fields: what is taken, what is refused, and by which name."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.profile import Bypass, Endpoint, RequestProfile, SamplingDefaults, bypass_reasons
+from policies.reading import FieldError, read_profile
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+def read(**fields: Any) -> RequestProfile:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    return read_profile(body, Endpoint.CHAT)
+
+
+def read_parts(*parts: Any) -> RequestProfile:
+    return read(messages=[{"role": "user", "content": list(parts)}])
+
+
+def test_an_absent_field_takes_its_default() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    profile = read_profile(body, Endpoint.CHAT, SamplingDefaults(temperature=0.3, top_k=4))
+    assert (profile.sampling.temperature, profile.sampling.top_k) == (0.3, 4)
+    assert (profile.choices, profile.stream, profile.max_tokens, profile.stop) == (
+        1,
+        False,
+        None,
+        (),
+    )
+
+
+@pytest.mark.parametrize(
+    "field",
+    "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty n "
+    "stop logit_bias logprobs max_tokens max_completion_tokens tools response_format stream "
+    "stream_options draft_tokens thinking_budget user".split(),
+)
+def test_an_explicit_null_counts_as_absent(field: str) -> None:
+    assert read(**{field: None}) == read()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"model": ""}, "model"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2**31}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"n": 17}, "n"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 513}, "stop"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": 5}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": ["json_object"]}}, "response_format"),
+        ({"thinking_budget": -1}, "thinking_budget"),
+        ({"draft_tokens": 9}, "draft_tokens"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["Hi"]}, "messages[0]"),
+        ({"messages": [{"role": "x", "content": "y"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "y"}]}, "messages[0].role"),
+        ({"messages": [{"role": {}, "content": "y"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"prompt": "x"}, "prompt"),
+        ({"api_base": "http://x"}, "api_base"),
+        ({"extra_body": {}}, "extra_body"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(FieldError) as wrong:
+        read(**fields)
+    assert wrong.value.param == param
+    assert len(wrong.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ("x", "messages[0].content[0].type"),
+        ({"type": "image_embeds"}, "messages[0].content[0].type"),
+        ({"type": ["image_url"]}, "messages[0].content[0].type"),
+        ({"type": "text"}, "messages[0].content[0].text"),
+        ({"type": "text", "text": 5}, "messages[0].content[0].text"),
+    ],
+)
+def test_a_wrong_part_is_named(part: Any, param: str) -> None:
+    with pytest.raises(FieldError) as wrong:
+        read_parts(part)
+    assert wrong.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("kind", "counted"),
+    [
+        ("image_url", "image"),
+        ("input_image", "image"),
+        ("image", "image"),
+        ("video_url", "video"),
+        ("video", "video"),
+        ("audio_url", "audio"),
+        ("input_audio", "audio"),
+        ("audio", "audio"),
+        ("file", "file"),
+    ],
+)
+def test_every_kind_of_media_is_counted(kind: str, counted: str) -> None:
+    profile = read_parts({"type": kind}, {"type": "text", "text": "abc"}, {"type": kind})
+    assert profile.media == ((counted, 2),)
+    assert profile.text_chars == 3
+    assert bypass_reasons(profile)[0] is Bypass.MEDIA
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, Bypass.NON_GREEDY_SAMPLING),
+        ({"temperature": 0.1}, Bypass.NON_GREEDY_SAMPLING),
+        ({"temperature": 0, "presence_penalty": 1}, Bypass.LOGITS_PROCESSORS),
+        ({"temperature": 0, "frequency_penalty": -1}, Bypass.LOGITS_PROCESSORS),
+        ({"temperature": 0, "repetition_penalty": 1.1}, Bypass.LOGITS_PROCESSORS),
+        ({"temperature": 0, "logit_bias": {"5": 1}}, Bypass.LOGITS_PROCESSORS),
+        ({"temperature": 0, "response_format": {"type": "json_object"}}, Bypass.STRUCTURED_OUTPUT),
+        ({"temperature": 0, "guided_json": {}}, Bypass.STRUCTURED_OUTPUT),
+        ({"temperature": 0, "logprobs": True}, Bypass.LOGPROBS),
+        ({"temperature": 0, "n": 2}, Bypass.MULTIPLE_CHOICES),
+        ({"temperature": 0, "thinking_budget": 0}, Bypass.THINKING_BUDGET),
+    ],
+)
+def test_what_speculation_lacks_is_a_named_reason(fields: dict[str, Any], reason: Bypass) -> None:
+    assert bypass_reasons(read(**fields)) == (reason,)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "top_p": 0.5, "min_p": 0.1, "seed": 3},
+        {"top_k": 1},
+        {"temperature": 0, "response_format": {"type": "text"}},
+        {"temperature": 0, "tools": [TOOL], "stop": "x", "stream": True, "max_tokens": 5},
+        {"temperature": 0, "n": 1, "presence_penalty": 0, "logit_bias": {}},
+    ],
+)
+def test_greedy_text_is_eligible(fields: dict[str, Any]) -> None:
+    assert bypass_reasons(read(**fields)) == ()
+
+
+def test_top_k_minus_one_is_the_whole_vocabulary() -> None:
+    assert read(top_k=-1).sampling.top_k == 0
+
+
+def test_the_usage_chunk_is_shown_only_to_who_asks() -> None:
+    assert read(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not read(stream=True, stream_options={}).include_usage
+
+
+def test_tools_that_may_not_be_chosen_do_not_count() -> None:
+    assert read(tools=[TOOL]).tools
+    assert not read(tools=[TOOL], tool_choice="none").tools
+
+
+def test_an_assistant_that_only_calls_tools_needs_no_content() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    profile = read(messages=[{"role": "assistant", "content": None, "tool_calls": calls}])
+    assert profile.messages == 1
+
+
+def test_completions_have_openais_default_length_and_their_own_fields() -> None:
+    profile = read_profile({"model": "m", "prompt": "abc", "logprobs": 2}, Endpoint.COMPLETIONS)
+    assert (profile.max_tokens, profile.text_chars, profile.top_logprobs) == (16, 3, 2)
+    for fields, param in (
+        ({"prompt": ["a"]}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": "a", "tools": []}, "tools"),
+    ):
+        with pytest.raises(FieldError) as wrong:
+            read_profile({"model": "m", **fields}, Endpoint.COMPLETIONS)
+        assert wrong.value.param == param
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    "model messages prompt temperature top_p top_k min_p seed n stop stream stream_options tools "
+    "tool_choice response_format logprobs top_logprobs logit_bias max_tokens".split()
+)
+
+
+@given(st.dictionaries(FIELDS, JSON), st.sampled_from(Endpoint))
+def test_any_json_is_read_or_refused_and_never_breaks_the_reader(
+    fields: dict[str, Any], endpoint: Endpoint
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    with contextlib.suppress(FieldError):
+        read_profile(body, endpoint)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["role", "content", "tool_calls"]), JSON)))
+def test_any_messages_are_read_or_refused(messages: list[dict[str, Any]]) -> None:
+    with contextlib.suppress(FieldError):
+        read(messages=messages)
