@@ -25,6 +25,7 @@ from workers.engine.requests import (
 )
 from workers.engine.rows import Row
 from workers.engine.seam import Checkpoint, load_checkpoint
+from workers.engine.snapshots import Snapshots
 
 GREEDY = Sampling(temperature=0)
 
@@ -63,12 +64,14 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
         draft_tokens: int = 2,
         max_rows: int = 8,
         chunk_tokens: int = 512,
+        snapshots: Snapshots | None = None,
     ) -> Lane:
         return Lane(
             name,
             checkpoint,
             prompts,
             LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens),
+            snapshots=Snapshots(1 << 30) if snapshots is None else snapshots,
             draft_tokens=draft_tokens,
             max_rows=max_rows,
             chunk_tokens=chunk_tokens,
@@ -85,6 +88,7 @@ def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
         lane: Lane,
         prompt: str | list[int],
         *,
+        system: str = "",
         max_tokens: int = 64,
         draft_tokens: int = 2,
         sampling: Sampling = GREEDY,
@@ -96,8 +100,11 @@ def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
     ) -> Heard:
         text = ""
         if isinstance(prompt, str):
-            text = prompts.chat([{"role": "user", "content": prompt}])
-            prepared = prompts.prepare(Prompt(text=text))
+            messages = [{"role": "system", "content": system}] if system else []
+            messages.append({"role": "user", "content": prompt})
+            text = prompts.chat(messages)
+            prefix_text = prompts.shared_prefix(messages)
+            prepared = prompts.prepare(Prompt(text=text, prefix_text=prefix_text))
         else:
             prepared = PreparedPrompt(tokens=tuple(prompt))
         heard = Heard()

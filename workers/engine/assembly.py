@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mlx.utils import tree_flatten
@@ -14,6 +15,7 @@ from workers.engine.requests import LaneName, ModelUnusable
 from workers.engine.seam import Checkpoint, load_checkpoint
 from workers.engine.self_test import HeadHealth, examine_head
 from workers.engine.settings import EngineSettings, ModelCard
+from workers.engine.snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,7 @@ class Assembly:
     checkpoint: Checkpoint
     prompts: PromptRenderer
     lanes: tuple[Lane, ...]
+    snapshots: Snapshots
     card: ModelCard
 
 
@@ -33,17 +36,35 @@ def assemble(settings: EngineSettings) -> Assembly:
     checkpoint = load_checkpoint(settings.model)
     prompts = PromptRenderer(checkpoint.processor)
     draft_tokens = settings.draft_tokens if checkpoint.head is not None else 0
-    lanes = tuple(
-        _make_lane(name, settings, checkpoint, prompts, draft_tokens)
-        for name in settings.lanes
+    snapshots = Snapshots(settings.snapshot_bytes)
+    lanes: list[Lane] = []
+    for name in settings.lanes:
         # A lane that promises speculation and has no head for it would mislead the router.
-        if name is not LaneName.TEXT_MTP or checkpoint.head is not None
-    )
+        if name is not LaneName.TEXT_MTP or checkpoint.head is not None:
+            lanes.append(
+                _make_lane(
+                    name,
+                    settings=settings,
+                    checkpoint=checkpoint,
+                    prompts=prompts,
+                    draft_tokens=draft_tokens,
+                    snapshots=snapshots,
+                    siblings=lanes,
+                )
+            )
     if not lanes:
         raise ModelUnusable(f"None of the lanes asked for can run: {checkpoint.why_no_mtp}.")
     health = None
     if draft_tokens:
-        rehearsal = _make_lane(lanes[0].name, settings, checkpoint, prompts, draft_tokens)
+        rehearsal = _make_lane(
+            lanes[0].name,
+            settings=settings,
+            checkpoint=checkpoint,
+            prompts=prompts,
+            draft_tokens=draft_tokens,
+            snapshots=Snapshots(0),
+            siblings=(),
+        )
         health = examine_head(rehearsal, prompts)
         logger.info("head.tested %s", health.sentence)
         for lane in lanes:
@@ -51,23 +72,29 @@ def assemble(settings: EngineSettings) -> Assembly:
     return Assembly(
         checkpoint=checkpoint,
         prompts=prompts,
-        lanes=lanes,
-        card=_card(settings, checkpoint, lanes, prompts, health),
+        lanes=tuple(lanes),
+        snapshots=snapshots,
+        card=_card(settings, checkpoint, tuple(lanes), prompts, health),
     )
 
 
 def _make_lane(
     name: LaneName,
+    *,
     settings: EngineSettings,
     checkpoint: Checkpoint,
     prompts: PromptRenderer,
     draft_tokens: int,
+    snapshots: Snapshots,
+    siblings: Sequence[Lane],
 ) -> Lane:
     return Lane(
         name,
         checkpoint,
         prompts,
         LaneCounters(name, slots=settings.max_rows, draft_tokens=draft_tokens),
+        snapshots=snapshots,
+        siblings=siblings,
         draft_tokens=draft_tokens,
         max_rows=settings.max_rows,
         chunk_tokens=settings.prefill_chunk_tokens,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -20,7 +20,7 @@ from workers.engine.batch import Batch
 from workers.engine.counters import LaneCounters
 from workers.engine.draft_length import DraftLength
 from workers.engine.logprobs import token_logprob
-from workers.engine.prefill import Prefill, begin_prefill, read_chunk, seed_head
+from workers.engine.prefill import Prefill, begin_prefill, read_chunk, seed_head, take_snapshot
 from workers.engine.prompts import PromptRenderer
 from workers.engine.requests import (
     EngineError,
@@ -33,6 +33,7 @@ from workers.engine.rounds import run_round
 from workers.engine.rows import Row
 from workers.engine.sampling import choose
 from workers.engine.seam import Checkpoint, MtpHead
+from workers.engine.snapshots import Snapshots
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,8 @@ class Lane:
         prompts: PromptRenderer,
         counters: LaneCounters,
         *,
+        snapshots: Snapshots,
+        siblings: Sequence[Lane] = (),
         draft_tokens: int,
         max_rows: int,
         chunk_tokens: int,
@@ -67,6 +70,8 @@ class Lane:
         self._head = checkpoint.head if draft_tokens else None
         self._draft_length = DraftLength(draft_tokens)
         self._clock = clock
+        self._snapshots = snapshots
+        self._siblings = siblings
         self._eos = checkpoint.eos
         self._prompts = prompts
         self._max_rows = max_rows
@@ -150,18 +155,32 @@ class Lane:
         for row in gone:
             self.counters.finish(row.usage(), row.tally.total())
 
+    @property
+    def prefix_being_read(self) -> str | None:
+        """Name the prefix that is being read now and will be kept."""
+        prefill = self._prefill
+        if prefill is None or not prefill.prefix_tokens or not prefill.row.prompt.prefix:
+            return None
+        return prefill.row.prompt.prefix.key
+
     def _admit(self) -> None:
         if self._prefill is None and self._waiting and self.live < self._max_rows:
+            prefix = self._waiting[0].prompt.prefix
+            if prefix and any(lane.prefix_being_read == prefix.key for lane in self._siblings):
+                return  # in a few steps it can be had instead of read
             row = self._waiting.popleft()
             try:
-                self._prefill = begin_prefill(row, self._target, self._head_of(row))
+                self._prefill = begin_prefill(row, self._target, self._head, self._snapshots)
             except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
                 self._fail([row], error)
 
     def _read(self, prefill: Prefill) -> None:
         row = prefill.row
         try:
-            read_chunk(prefill, self._target, self._head_of(row), self._chunk_tokens)
+            read_chunk(prefill, self._target, self._head, self._chunk_tokens)
+            snapshot = take_snapshot(prefill)
+            if snapshot is not None and row.prompt.prefix is not None:
+                self._snapshots.keep(row.prompt.prefix.key, snapshot)
             if not prefill.complete:
                 return
             self._prefill = None
@@ -184,7 +203,7 @@ class Lane:
         batch = self._batch_for(head)
         if head:
             batch.catch_up(head)
-        batch.join(row, prefill.caches, prefill.head_caches, token, seed)
+        batch.join(row, prefill.caches, prefill.head_caches if head else [], token, seed)
 
     def _head_of(self, row: Row) -> MtpHead | None:
         return self._head if row.draft_tokens else None

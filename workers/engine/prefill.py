@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from workers.engine.rows import Row
 from workers.engine.seam import Embedded, KVCache, LayerCache, MtpHead, Target
+from workers.engine.snapshots import Snapshot, Snapshots, restore_caches, save_caches
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -20,6 +21,8 @@ class Prefill:
     embedded: Embedded | None = None
     done: int = 0
     """Prompt tokens in the target's caches; the head's hold one less."""
+    prefix_tokens: int = 0
+    """Where the shared beginning of the prompt ends, if it is to be kept once it is read."""
     last_hidden: mx.array | None = None
     """[1, 1, width] of the last token read."""
     scores: mx.array | None = field(default=None)
@@ -31,19 +34,30 @@ class Prefill:
         return self.done == len(self.row.prompt.tokens)
 
 
-def begin_prefill(row: Row, target: Target, head: MtpHead | None) -> Prefill:
-    """Open the caches of a row; look at its pictures."""
+def begin_prefill(row: Row, target: Target, head: MtpHead | None, snapshots: Snapshots) -> Prefill:
+    """Open the caches of a row, look at its pictures, and start from a snapshot if there is one."""
     embedded = None
     if row.prompt.media:
         media = {name: mx.array(array) for name, array in row.prompt.media.items()}
         embedded = target.embed(mx.array([row.prompt.tokens], dtype=mx.int32), media)
         row.position_offset = embedded.position_offset
-    return Prefill(
+    prefill = Prefill(
         row=row,
         caches=target.new_caches(),
         head_caches=head.new_caches() if head else [],
         embedded=embedded,
     )
+    prefix = row.prompt.prefix
+    if prefix is not None and not (embedded and embedded.extras):
+        snapshot = snapshots.find(prefix.key, row.prompt.tokens)
+        if snapshot is None:
+            prefill.prefix_tokens = prefix.tokens
+        else:
+            restore_caches(prefill.caches, snapshot.caches)
+            restore_caches(prefill.head_caches, snapshot.head_caches)
+            prefill.last_hidden = snapshot.last_hidden
+            prefill.done = row.cached_tokens = len(snapshot.tokens)
+    return prefill
 
 
 def read_chunk(prefill: Prefill, target: Target, head: MtpHead | None, chunk_tokens: int) -> None:
@@ -51,6 +65,8 @@ def read_chunk(prefill: Prefill, target: Target, head: MtpHead | None, chunk_tok
     tokens = prefill.row.prompt.tokens
     begin = prefill.done
     end = min(begin + chunk_tokens, len(tokens))
+    if begin < prefill.prefix_tokens:
+        end = min(end, prefill.prefix_tokens)  # the caches are kept as they are right there
     embedded = prefill.embedded
     if embedded is not None and embedded.extras:
         end = len(tokens)  # what the family adds beside its embeddings cannot be cut in pieces
@@ -75,6 +91,21 @@ def read_chunk(prefill: Prefill, target: Target, head: MtpHead | None, chunk_tok
         prefill.last_hidden if prefill.scores is None else (prefill.scores, prefill.last_hidden),
         [cache.state for cache in (*prefill.caches, *prefill.head_caches) if not cache.empty()],
     )
+
+
+def take_snapshot(prefill: Prefill) -> Snapshot | None:
+    """Return what is worth keeping if the shared beginning has just been read."""
+    if not prefill.prefix_tokens or prefill.done != prefill.prefix_tokens:
+        return None
+    prefill.prefix_tokens = 0
+    snapshot = Snapshot(
+        tokens=prefill.row.prompt.tokens[: prefill.done],
+        caches=save_caches(prefill.caches),
+        head_caches=save_caches(prefill.head_caches),
+        last_hidden=prefill.last_hidden,
+    )
+    mx.eval([state for state in (*snapshot.caches, *snapshot.head_caches) if state[0] is not None])
+    return snapshot
 
 
 def _read_with_head(

@@ -6,8 +6,11 @@ plain numbers.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 import jinja2
@@ -21,11 +24,24 @@ from workers.engine.requests import InvalidGeneration, Picture, Prompt
 TEMPLATE_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
 
 
+SHORTEST_PREFIX_TOKENS = 32
+"""Reading so few anew costs less than keeping what comes of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """The first tokens of a prompt, which other prompts share, and the key they are kept under."""
+
+    key: str
+    tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedPrompt:
     """Token ids, and the arrays of the picture processor where there are pictures."""
 
     tokens: tuple[int, ...]
+    prefix: Prefix | None = None
     media: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
 
@@ -80,11 +96,31 @@ class PromptRenderer:
             ) from error
         return str(rendered)
 
+    def shared_prefix(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return what every prompt with these leading system messages and tools begins with.
+
+        Two renderings with different user texts agree exactly up to there, whatever the template
+        (vllm-mlx #714 does the same). Empty when nothing is shared on purpose.
+        """
+        leading = list(takewhile(lambda message: message["role"] == "system", messages))
+        if not leading and not tools:
+            return ""
+        first, second = (
+            self.chat([*leading, {"role": "user", "content": text}], tools, template_kwargs)
+            for text in ("Alpha", "Bravo")
+        )
+        return first[: _agreement(first, second)]
+
     def prepare(self, prompt: Prompt) -> PreparedPrompt:
         """Tokenize a rendered prompt and process its pictures."""
         if not prompt.pictures:
-            tokens = self._tokenizer(prompt.text, add_special_tokens=False)["input_ids"]
-            return PreparedPrompt(tokens=tuple(tokens))
+            tokens = self._tokenize(prompt.text)
+            return PreparedPrompt(tokens=tokens, prefix=self._prefix(prompt, tokens))
         if not self.sees_pictures:
             raise InvalidGeneration("messages", "This model cannot see pictures.")
         inputs = prepare_inputs(
@@ -93,9 +129,24 @@ class PromptRenderer:
         arrays = {
             name: np.array(value) for name, value in inputs.items() if hasattr(value, "shape")
         }
-        tokens = arrays.pop("input_ids")[0].tolist()
+        tokens = tuple(arrays.pop("input_ids")[0].tolist())
         arrays.pop("attention_mask", None)
-        return PreparedPrompt(tokens=tuple(tokens), media=arrays)
+        return PreparedPrompt(tokens=tokens, media=arrays, prefix=self._prefix(prompt, tokens))
+
+    def _tokenize(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _prefix(self, prompt: Prompt, tokens: tuple[int, ...]) -> Prefix | None:
+        """Find where the shared beginning ends in tokens: the last ones may grow into what follows.
+
+        One token of the prompt is always left to be read, since its scores are needed.
+        """
+        if not prompt.prefix_text:
+            return None
+        shared = _agreement(self._tokenize(prompt.prefix_text), tokens[:-1])
+        if shared < SHORTEST_PREFIX_TOKENS:
+            return None
+        return Prefix(key=prompt.prefix_key or _digest(tokens[:shared]), tokens=shared)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without the control tokens of the template."""
@@ -120,6 +171,18 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
         if all(part["type"] == "text" for part in content):
             content = "".join(part["text"] for part in content)
     return {**plain, "content": content}
+
+
+def _agreement(first: Sequence[object], second: Sequence[object]) -> int:
+    """Count the leading items that two sequences have in common."""
+    pairs = zip(first, second, strict=False)
+    return next(
+        (at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second))
+    )
+
+
+def _digest(tokens: Sequence[int]) -> str:
+    return blake2b(array("q", tokens).tobytes(), digest_size=16).hexdigest()
 
 
 def _image(picture: Picture) -> Image.Image:

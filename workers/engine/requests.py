@@ -38,6 +38,10 @@ class Prompt:
 
     text: str
     pictures: tuple[Picture, ...] = ()
+    prefix_text: str = ""
+    """The beginning that prompts with the same system messages and tools share."""
+    prefix_key: str | None = None
+    """The gateway's key for it; None lets the worker make one of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

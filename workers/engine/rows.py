@@ -44,6 +44,8 @@ class Row:
     answer: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     cancelled: bool = False
+    cached_tokens: int = 0
+    """Prompt tokens that came out of a snapshot instead of being read."""
     position_offset: int = 0
     """Slot number to text position; pictures take fewer positions than slots."""
 
@@ -75,6 +77,7 @@ class Row:
         return Usage(
             prompt_tokens=len(self.prompt.tokens),
             completion_tokens=len(self.answer),
+            cached_tokens=self.cached_tokens,
         )
 
     def accept(

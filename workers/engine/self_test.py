@@ -52,8 +52,8 @@ class HeadHealth:
         return (
             f"MTP head unhealthy: only {share}; the lane serves without it. "
             "Look at the checkpoint: RMSNorm weights of mtp.* off by one (converted twice, or not "
-            "at all), mtp.* tensors missing or left at random, a head of another model size or revision, or a head "
-            "quantised too far (keep it in bfloat16)."
+            "at all), mtp.* tensors missing or left at random, a head of another model size or "
+            "revision, or a head quantised too far (keep it in bfloat16)."
         )
 
 

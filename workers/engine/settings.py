@@ -20,6 +20,8 @@ class EngineSettings:
     max_rows: int = 8
     """Rows that decode side by side, a lane."""
     prefill_chunk_tokens: int = 512
+    snapshot_bytes: int = 1 << 30
+    """Memory for what is kept of system prompts."""
     queue_limit: int = 256
     """Requests that may wait for a row, a lane."""
 

@@ -13,14 +13,16 @@ from starlette.requests import ClientDisconnect, Request
 from policies.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from policies.reading import STRUCTURED_FIELDS, read_profile
 from workers.engine.requests import Generation, LaneName, Prompt
+from workers.engine.settings import ModelCard
 from workers.server.bodies import read_json
 from workers.server.errors import BadRequest, ClientLeft, UnknownModel
 from workers.server.messages import read_messages, read_template_kwargs
 from workers.server.pictures import decode_pictures
-from workers.server.ports import Card, Json, Prompts, ServingEngine
+from workers.server.ports import Json, Prompts, ServingEngine
 from workers.server.tool_calls import ToolFormat
 
 LANE_HEADER = "x-paceline-lane"
+PREFIX_HEADER = "x-paceline-prefix-key"
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
@@ -60,7 +62,7 @@ async def read_call(
     tool_format = _tool_format(engine.prompts, tools) if tools else None
     lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
     if endpoint is Endpoint.CHAT:
-        prompt = await _chat_prompt(body, tools, engine, lane)
+        prompt = await _chat_prompt(body, tools, engine, request.headers.get(PREFIX_HEADER))
     else:
         prompt = Prompt(text=body["prompt"])
     request_id = request.state.request_id
@@ -113,7 +115,7 @@ def _tool_format(prompts: Prompts, tools: list[Mapping[str, Json]]) -> ToolForma
 
 
 def _choose_lane(
-    asked: str | None, profile: RequestProfile, card: Card
+    asked: str | None, profile: RequestProfile, card: ModelCard
 ) -> tuple[LaneName, tuple[Bypass, ...]]:
     """Take the lane the gateway decided on, else the one the request is eligible for."""
     bypass = bypass_reasons(profile)
@@ -125,7 +127,7 @@ def _choose_lane(
         raise BadRequest(f"This worker does not run the lane '{(asked or lane)[:64]}'.")
     if lane is LaneName.TEXT_MTP and profile.media_count:
         raise BadRequest("The lane 'text-mtp' takes no pictures.", param="messages")
-    if not bypass and not (card.mtp and LaneName.TEXT_MTP in card.lanes):
+    if not bypass and LaneName.TEXT_MTP not in card.lanes:
         bypass = (Bypass.NO_MTP_WORKER,)
     return lane, bypass
 
@@ -134,7 +136,7 @@ async def _chat_prompt(
     body: Mapping[str, Json],
     tools: list[Mapping[str, Json]] | None,
     engine: ServingEngine,
-    lane: LaneName,
+    prefix_key: str | None,
 ) -> Prompt:
     messages, sources = read_messages(body["messages"])
     template_kwargs = read_template_kwargs(body)
@@ -143,8 +145,16 @@ async def _chat_prompt(
             "This model does not see pictures.", param=sources[0][0], code="unsupported_value"
         )
     pictures = await asyncio.to_thread(decode_pictures, sources) if sources else ()
-    text = await asyncio.to_thread(engine.prompts.chat, messages, tools, template_kwargs)
-    return Prompt(text=text, pictures=pictures)
+
+    def render() -> Prompt:
+        return Prompt(
+            text=engine.prompts.chat(messages, tools, template_kwargs),
+            pictures=pictures,
+            prefix_text=engine.prompts.shared_prefix(messages, tools, template_kwargs),
+            prefix_key=prefix_key,
+        )
+
+    return await asyncio.to_thread(render)
 
 
 def _one_for_each_choice(first: Generation, choices: int) -> tuple[Generation, ...]:

@@ -2,58 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
 from workers.adapters.report import LaneReport
-from workers.engine.requests import Event, Generation, LaneName
+from workers.engine.requests import Event, Generation
+from workers.engine.settings import ModelCard
 
 Json = Any
 """A value as JSON has it; typed loosely at this one border."""
-
-
-class Card(Protocol):
-    """What is known of the loaded model."""
-
-    @property
-    def model(self) -> str:
-        """The name it is served under."""
-
-    @property
-    def lanes(self) -> tuple[LaneName, ...]:
-        """The lanes that run."""
-
-    @property
-    def context_tokens(self) -> int:
-        """Tokens of prompt and answer together."""
-
-    @property
-    def vision(self) -> bool:
-        """Whether it sees pictures."""
-
-    @property
-    def weights_bytes(self) -> int:
-        """Size of the one copy of the weights."""
-
-    @property
-    def parameters(self) -> int:
-        """How many numbers the weights hold."""
-
-    @property
-    def mtp(self) -> bool:
-        """Whether the text lane speculates."""
-
-    @property
-    def draft_tokens_requested(self) -> int:
-        """The k that was asked for at the start."""
-
-    @property
-    def draft_tokens_effective(self) -> int:
-        """The k that the model allows."""
-
-    @property
-    def why_no_mtp(self) -> str | None:
-        """A sentence, where it does not speculate."""
 
 
 class Prompts(Protocol):
@@ -71,12 +28,20 @@ class Prompts(Protocol):
     ) -> str:
         """Render messages into a prompt; raise `InvalidGeneration` where the template refuses."""
 
+    def shared_prefix(
+        self,
+        messages: Sequence[Mapping[str, Json]],
+        tools: Sequence[Mapping[str, Json]] | None = None,
+        template_kwargs: Mapping[str, Json] | None = None,
+    ) -> str:
+        """Return what every prompt with these system messages and tools begins with."""
+
 
 class ServingEngine(Protocol):
     """A running engine."""
 
     @property
-    def card(self) -> Card:
+    def card(self) -> ModelCard:
         """What is known of the loaded model."""
 
     @property
@@ -87,7 +52,7 @@ class ServingEngine(Protocol):
     def alive(self) -> bool:
         """Whether the engine thread runs."""
 
-    def generate(self, generation: Generation) -> AsyncIterator[Event]:
+    def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Run one generation; closing the iterator removes its row."""
 
     def lane_reports(self) -> tuple[LaneReport, ...]:
