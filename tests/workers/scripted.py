@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,26 +22,23 @@ from workers.engine.requests import (
     LaneName,
     Usage,
 )
+from workers.engine.settings import ModelCard
 from workers.server.app import create_app
 from workers.server.worker import Identity, Worker
 
-BOTH_LANES = (LaneName.TEXT_MTP, LaneName.VLM)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
-    """The card of a scripted engine."""
-
-    model: str = "scripted"
-    lanes: tuple[LaneName, ...] = BOTH_LANES
-    context_tokens: int = 4096
-    vision: bool = True
-    weights_bytes: int = 0
-    parameters: int = 0
-    mtp: bool = True
-    draft_tokens_requested: int = 2
-    draft_tokens_effective: int = 2
-    why_no_mtp: str | None = None
+CARD = ModelCard(
+    model="scripted",
+    family="scripted",
+    lanes=(LaneName.TEXT_MTP, LaneName.VLM),
+    context_tokens=4096,
+    vision=True,
+    parameters=0,
+    weights_bytes=0,
+    mtp=True,
+    why_no_mtp=None,
+    draft_tokens_requested=2,
+    draft_tokens_effective=2,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +55,21 @@ class Prompts:
     ) -> str:
         return f"{messages} {tools} {template_kwargs}"
 
+    def shared_prefix(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        return ""
+
 
 @dataclass
 class ScriptedEngine:
     """Plays `script` for every generation: events are yielded, errors raised, gates awaited."""
 
     script: Sequence[Event | Exception | asyncio.Event] = ()
-    card: Card = field(default_factory=Card)
+    card: ModelCard = CARD
     prompts: Prompts = field(default_factory=Prompts)
     alive: bool = True
     generations: list[Generation] = field(default_factory=list)
@@ -72,7 +77,7 @@ class ScriptedEngine:
     all_closed: asyncio.Event = field(default_factory=asyncio.Event)
     _open: int = 0
 
-    async def generate(self, generation: Generation) -> AsyncIterator[Event]:
+    async def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         self.generations.append(generation)
         self._open += 1
         self.started.set()

@@ -12,7 +12,7 @@ from workers.server.identity import advertised_url, default_worker_id, is_loopba
     ("hostname", "expected"),
     [
         ("studio.local", "studio-9200"),
-        ("Anna´s Mac Studio.fritz.box", "Anna-s-Mac-Studio-9200"),
+        ("Anna~s Mac Studio.fritz.box", "Anna-s-Mac-Studio-9200"),
         ("", "worker-9200"),
         ("x" * 80, "x" * 50 + "-9200"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import struct
 import zlib
+from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from PIL import Image
 
 from tests.worker_process import RunningWorker
-from tests.workers.scripted import Card, ScriptedEngine, serving, text_script, worker_of
+from tests.workers.scripted import CARD, ScriptedEngine, serving, text_script, worker_of
 from workers.server.errors import BadRequest
 from workers.server.pictures import MAX_PICTURE_BYTES, decode_pictures
 
@@ -107,7 +108,7 @@ async def test_pictures_reach_the_engine_in_order() -> None:
 
 
 async def test_blind_model_names_the_picture_it_cannot_see() -> None:
-    engine = ScriptedEngine(text_script("ok"), card=Card(vision=False))
+    engine = ScriptedEngine(text_script("ok"), card=replace(CARD, vision=False))
     body = {"model": "scripted", "messages": question("data:image/png;base64,AA")}
     async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         answer = await client.post("/v1/chat/completions", json=body)

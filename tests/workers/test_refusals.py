@@ -11,7 +11,6 @@ import pytest
 
 from policies.profile import Bypass
 from tests.workers.scripted import (
-    Card,
     Prompts,
     ScriptedEngine,
     serving,
@@ -143,7 +142,7 @@ async def test_lane_that_does_not_run_here_is_a_400(
 async def test_worker_that_cannot_speculate_counts_that_as_the_reason(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
-    engine.card = Card(lanes=(LaneName.VLM,), mtp=False)
+    engine.card = replace(engine.card, lanes=(LaneName.VLM,), mtp=False)
     await client.post(CHAT, json={**QUESTION, "temperature": 0})
     assert engine.generations[0].bypass == (Bypass.NO_MTP_WORKER,)
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 import uvloop
 
 from workers.engine.requests import ModelUnusable
-from workers.engine.settings import EngineSettings
+from workers.engine.settings import EngineSettings, ModelCard
 from workers.server.arguments import read_settings
 from workers.server.identity import advertised_url, default_worker_id
 from workers.server.model_source import ModelSource, resolve_model
-from workers.server.ports import Card, ServingEngine
+from workers.server.ports import ServingEngine
 from workers.server.serving import Ending, serve, watch_leash
 from workers.server.settings import UnusableSettings, WorkerSettings
 from workers.server.worker import Identity, Worker
@@ -132,11 +132,11 @@ def _announce(worker: Worker, source: ModelSource) -> None:
     _say(READY_PREFIX + json.dumps(ready))
 
 
-def start_line(card: Card, identity: Identity, memory_bytes: int) -> str:
+def start_line(card: ModelCard, identity: Identity, memory_bytes: int) -> str:
     """Say in one line what runs: model, lanes, memory, requested and effective draft tokens."""
     lanes = " and ".join(card.lanes)
     shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
-    why = f" ({card.why_no_mtp})" if card.why_no_mtp else ""
+    why = f" ({card.why_no_mtp.rstrip('.')})" if card.why_no_mtp else ""
     return (
         f"Worker {identity.worker_id} serves {card.model} on {identity.url}: {lanes} {shared}, "
         f"{card.weights_bytes / 1e6:.1f} MB of weights, {memory_bytes / 1e6:.1f} MB in use; "

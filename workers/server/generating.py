@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import cast
 
 from workers.engine.requests import Event, Finished, Generation, GenerationFailed
 from workers.server.ports import ServingEngine
@@ -58,9 +57,7 @@ async def _collect(
 
 async def _run(engine: ServingEngine, generation: Generation) -> AsyncGenerator[Event, None]:
     """Yield events up to `Finished`; an end without it is a failure, never a short answer."""
-    # The engine promises an iterator that can be closed; its interface names the wider type.
-    running = cast("AsyncGenerator[Event, None]", engine.generate(generation))
-    async with aclosing(running) as events:
+    async with aclosing(engine.generate(generation)) as events:
         async for event in events:
             yield event
             if isinstance(event, Finished):
