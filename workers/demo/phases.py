@@ -5,22 +5,20 @@
     text        the language model alone                               -> text.safetensors
     join        both together, long system prompts among the chats     -> base.safetensors
     mtp         the MTP head on the frozen base                        -> mtp.safetensors
+    polish      the vision tower, through the frozen language model    -> tower.safetensors
 
-`eyes` and `text` need each other not at all and may run at once. Steps, not minutes, are counted,
-so a run gives the same weights on a slow machine as on a fast one. A broken run goes on from its
-last snapshot.
+`eyes` and `text` need each other not at all and may run at once; so may `mtp` and `polish`. Steps
+are counted, not minutes, so a run gives the same weights on a slow machine as on a fast one. A
+broken run goes on from its last snapshot.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 import mlx.core as mx
 from mlx import nn
-from rich.progress import Progress
 
 from workers.demo import objectives
 from workers.demo.architecture import HIDDEN, model_config, new_drafter, new_model
@@ -34,73 +32,15 @@ from workers.demo.batches import (
     text_batches,
 )
 from workers.demo.fast_forward import vision_forward
-from workers.demo.muon import Muon
-from workers.demo.snapshots import load_tensors, save_module, save_tensors, steps_done
+from workers.demo.loop import Work, optimise
+from workers.demo.snapshots import load_tensors, steps_done
 from workers.demo.tokenizer import load_tokenizer, special_ids, train_tokenizer
 from workers.demo.world import PICTURE_COLOURS, PICTURE_SHAPES
 
 SEED: Final = 20
-SNAPSHOT_EVERY: Final = 100
-MATRIX_RATE: Final = 0.02
-OTHER_RATE: Final = 0.002
-_WARM_UP: Final = 40
-_SMALLEST: Final = 0.02
 _EYE_BATCH: Final = 48
 _PICTURE_ROWS: Final = 24
-
-TakeStep = Callable[[int], tuple[Any, mx.array]]
-"""Step number -> gradients and loss."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """Where a run lives and how its progress is shown."""
-
-    folder: Path
-    progress: Progress
-    pictures: int
-
-    def weights(self, name: str) -> Path:
-        """Return the file that a phase leaves."""
-        return self.folder / f"{name}.safetensors"
-
-
-def _pace(step: int, steps: int, hold: float) -> float:
-    """Return the share of the learning rate: _WARM_UP steps up, level until `hold`, then down."""
-    done = step / steps
-    down = 1.0 if done < hold else max(_SMALLEST, (1 - done) / (1 - hold))
-    return min(1.0, (step + 1) / _WARM_UP) * down
-
-
-def _optimise(
-    work: Work, name: str, module: Any, steps: int, take_step: TakeStep, *, hold: float
-) -> None:
-    """Run `steps` steps on the module's trainable parameters; leave them in `name`.safetensors."""
-    optimiser = Muon(
-        module.trainable_parameters(),
-        lambda key, value: value.ndim == 2 and "embed" not in key,
-    )
-    part, state = work.weights(f"{name}.part"), work.weights(f"{name}.state")
-    start = 0
-    if part.exists() and state.exists():
-        module.load_weights(str(part), strict=False)
-        optimiser.state.update(load_tensors(state))
-        start = steps_done(state)
-    bar = work.progress.add_task(name, total=steps, completed=start)
-    average = 0.0
-    for step in range(start, steps):
-        gradients, loss = take_step(step)
-        pace = _pace(step, steps, hold)
-        optimiser.update(module, gradients, MATRIX_RATE * pace, OTHER_RATE * pace)
-        mx.eval(loss, module.parameters(), optimiser.state)
-        average = float(loss) if step == start else 0.97 * average + 0.03 * float(loss)
-        work.progress.update(bar, advance=1, description=f"{name}  loss {average:.3f}")
-        if (step + 1) % SNAPSHOT_EVERY == 0:
-            save_module(part, module)
-            save_tensors(state, optimiser.state)
-    save_module(work.weights(name), module)
-    part.unlink(missing_ok=True)
-    state.unlink(missing_ok=True)
+_POLISH_ROWS: Final = 32
 
 
 def _random(name: str) -> Random:
@@ -143,7 +83,7 @@ def train_eyes(work: Work, steps: int) -> None:
         loss, gradients = gradient(patch_array(drawn), grid, colours, shapes)
         return gradients, loss
 
-    _optimise(work, "eyes", test, steps, take_step, hold=0.5)
+    optimise(work, "eyes", test, steps, take_step, hold=0.5)
 
 
 def _shape_class(shape: str) -> int:
@@ -165,7 +105,7 @@ def train_text(work: Work, steps: int) -> None:
         loss, gradients = gradient(next(stream))
         return gradients, loss
 
-    _optimise(work, "text", model.language_model, steps, take_step, hold=1.0)
+    optimise(work, "text", model.language_model, steps, take_step, hold=1.0)
 
 
 def _resumable(work: Work, name: str, stream: Iterator[TextBatch]) -> Iterator[TextBatch]:
@@ -233,7 +173,33 @@ def train_joined(work: Work, steps: int, longest: int) -> None:
         loss, gradients = gradient(mixed.batch(step))
         return gradients, loss
 
-    _optimise(work, "base", model, steps, take_step, hold=0.1)
+    optimise(work, "base", model, steps, take_step, hold=0.1)
+
+
+def train_polish(work: Work, steps: int) -> None:
+    """Run phase `polish`: the tower learns to show the frozen language model what it needs."""
+    model = _untrained(work)
+    model.load_weights(str(work.weights("base")))
+    model.language_model.freeze()
+    tokenizer = load_tokenizer(work.folder)
+    batches = picture_batches(
+        tokenizer, _draw_pictures(work, "polish"), _random("polish chats"), _POLISH_ROWS
+    )
+    for _ in range(steps_done(work.weights("tower.state"))):
+        next(batches)
+    tower = model.vision_tower
+
+    def loss_of(batch: PictureBatch) -> mx.array:
+        hidden = objectives.picture_hidden(model, batch)
+        return objectives.next_token_loss(model, hidden, batch.text)
+
+    gradient = nn.value_and_grad(tower, loss_of)
+
+    def take_step(_: int) -> tuple[Any, mx.array]:
+        loss, gradients = gradient(next(batches))
+        return gradients, loss
+
+    optimise(work, "tower", tower, steps, take_step, hold=0.0)
 
 
 def train_mtp(work: Work, steps: int, longest: int) -> None:
@@ -271,7 +237,7 @@ def train_mtp(work: Work, steps: int, longest: int) -> None:
         loss, gradients = gradient(arrays)
         return gradients, loss
 
-    _optimise(work, "mtp", drafter, steps, take_step, hold=0.2)
+    optimise(work, "mtp", drafter, steps, take_step, hold=0.2)
 
 
 def _draft_arrays(model: Any, batch: TextBatch | PictureBatch) -> dict[str, mx.array]:

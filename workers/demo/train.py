@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from workers.demo import CHECKPOINT, export, phases
+from workers.demo.loop import Work
 
-PHASES: Final = ("tokenizer", "eyes", "text", "join", "mtp", "export")
+PHASES: Final = ("tokenizer", "eyes", "text", "join", "mtp", "polish", "export")
 LONGEST_PROMPT: Final = 4096
 
 
@@ -21,9 +22,10 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the export")
     parser.add_argument("--pictures", type=int, default=3000, help="pictures drawn before a phase")
     parser.add_argument("--eyes-steps", type=int, default=2600)
-    parser.add_argument("--text-steps", type=int, default=1600)
-    parser.add_argument("--join-steps", type=int, default=2200)
+    parser.add_argument("--text-steps", type=int, default=1500)
+    parser.add_argument("--join-steps", type=int, default=2000)
     parser.add_argument("--mtp-steps", type=int, default=400)
+    parser.add_argument("--polish-steps", type=int, default=600)
     return parser.parse_args(arguments)
 
 
@@ -36,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         TimeRemainingColumn(), console=Console(),
     )  # fmt: skip
     with progress:
-        work = phases.Work(options.work, progress, options.pictures)
+        work = Work(options.work, progress, options.pictures)
         for phase in PHASES if options.phase == "all" else (options.phase,):
             match phase:
                 case "tokenizer":
@@ -49,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     phases.train_joined(work, options.join_steps, LONGEST_PROMPT)
                 case "mtp":
                     phases.train_mtp(work, options.mtp_steps, LONGEST_PROMPT)
+                case "polish":
+                    phases.train_polish(work, options.polish_steps)
                 case _:
                     export.write_checkpoint(options.work, options.out)
 

@@ -1,0 +1,72 @@
+"""The loop of every training phase: step, pace, progress bar, snapshots."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import mlx.core as mx
+from rich.progress import Progress
+
+from workers.demo.muon import Muon
+from workers.demo.snapshots import load_tensors, save_module, save_tensors, steps_done
+
+SNAPSHOT_EVERY: Final = 100
+MATRIX_RATE: Final = 0.02
+OTHER_RATE: Final = 0.002
+_WARM_UP: Final = 40
+_SMALLEST: Final = 0.02
+
+TakeStep = Callable[[int], tuple[Any, mx.array]]
+"""Step number -> gradients and loss."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """Where a run lives and how its progress is shown."""
+
+    folder: Path
+    progress: Progress
+    pictures: int
+
+    def weights(self, name: str) -> Path:
+        """Return the file that a phase leaves."""
+        return self.folder / f"{name}.safetensors"
+
+
+def _pace(step: int, steps: int, hold: float) -> float:
+    """Return the share of the learning rate: _WARM_UP steps up, level until `hold`, then down."""
+    done = step / steps
+    down = 1.0 if done < hold else max(_SMALLEST, (1 - done) / (1 - hold))
+    return min(1.0, (step + 1) / _WARM_UP) * down
+
+
+def optimise(
+    work: Work, name: str, module: Any, steps: int, take_step: TakeStep, *, hold: float
+) -> None:
+    """Run `steps` steps on the module's trainable parameters; leave them in `name`.safetensors."""
+    optimiser = Muon(
+        module.trainable_parameters(),
+        lambda key, value: value.ndim == 2 and "embed" not in key,
+    )
+    part, state = work.weights(f"{name}.part"), work.weights(f"{name}.state")
+    start = 0
+    if part.exists() and state.exists():
+        module.load_weights(str(part), strict=False)
+        optimiser.state.update(load_tensors(state))
+        start = steps_done(state)
+    bar = work.progress.add_task(name, total=steps, completed=start)
+    average = 0.0
+    for step in range(start, steps):
+        gradients, loss = take_step(step)
+        pace = _pace(step, steps, hold)
+        optimiser.update(module, gradients, MATRIX_RATE * pace, OTHER_RATE * pace)
+        mx.eval(loss, module.parameters(), optimiser.state)
+        average = float(loss) if step == start else 0.97 * average + 0.03 * float(loss)
+        work.progress.update(bar, advance=1, description=f"{name}  loss {average:.3f}")
+        if (step + 1) % SNAPSHOT_EVERY == 0:
+            save_module(part, module)
+            save_tensors(state, optimiser.state)
+    save_module(work.weights(name), module)
+    part.unlink(missing_ok=True)
+    state.unlink(missing_ok=True)
