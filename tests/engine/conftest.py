@@ -13,6 +13,7 @@ from workers.demo import CHECKPOINT
 from workers.engine.counters import LaneCounters, SpeculationTally
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
+from workers.engine.prefill_pace import PrefillPace
 from workers.engine.prompts import PreparedPrompt, PromptRenderer
 from workers.engine.requests import (
     Delta,
@@ -74,7 +75,7 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
             snapshots=Snapshots(1 << 30) if snapshots is None else snapshots,
             draft_tokens=draft_tokens,
             max_rows=max_rows,
-            chunk_tokens=chunk_tokens,
+            pace=PrefillPace(chunk_tokens, budget_s=60.0),
         )
 
     return make

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from workers.engine.counters import LaneCounters
 from workers.engine.lane import Lane
+from workers.engine.prefill_pace import PrefillPace
 from workers.engine.prompts import PromptRenderer
 from workers.engine.requests import LaneName, ModelUnusable
 from workers.engine.seam import Checkpoint, load_checkpoint
@@ -97,7 +98,7 @@ def _make_lane(
         siblings=siblings,
         draft_tokens=draft_tokens,
         max_rows=settings.max_rows,
-        chunk_tokens=settings.prefill_chunk_tokens,
+        pace=PrefillPace(settings.prefill_chunk_tokens, settings.prefill_budget_s),
     )
 
 

@@ -21,6 +21,7 @@ from workers.engine.counters import LaneCounters
 from workers.engine.draft_length import DraftLength
 from workers.engine.logprobs import token_logprob
 from workers.engine.prefill import Prefill, begin_prefill, read_chunk, seed_head, take_snapshot
+from workers.engine.prefill_pace import PrefillPace
 from workers.engine.prompts import PromptRenderer
 from workers.engine.requests import (
     EngineError,
@@ -61,7 +62,7 @@ class Lane:
         siblings: Sequence[Lane] = (),
         draft_tokens: int,
         max_rows: int,
-        chunk_tokens: int,
+        pace: PrefillPace,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
@@ -75,7 +76,7 @@ class Lane:
         self._eos = checkpoint.eos
         self._prompts = prompts
         self._max_rows = max_rows
-        self._chunk_tokens = chunk_tokens
+        self._pace = pace
         self._waiting: deque[Row] = deque()
         self._prefill: Prefill | None = None
         # A family whose caches cannot hold rows of different length decodes row by row.
@@ -177,7 +178,11 @@ class Lane:
     def _read(self, prefill: Prefill) -> None:
         row = prefill.row
         try:
-            read_chunk(prefill, self._target, self._head, self._chunk_tokens)
+            beside_others = any(lane.live for lane in (self, *self._siblings))
+            before, begun_s = prefill.done, self._clock()
+            chunk_tokens = self._pace.chunk_tokens(beside_others=beside_others)
+            read_chunk(prefill, self._target, self._head, chunk_tokens)
+            self._pace.observe(prefill.done - before, self._clock() - begun_s)
             snapshot = take_snapshot(prefill)
             if snapshot is not None and row.prompt.prefix is not None:
                 self._snapshots.keep(row.prompt.prefix.key, snapshot)

@@ -19,7 +19,10 @@ class EngineSettings:
     draft_tokens: int = 2
     max_rows: int = 8
     """Rows that decode side by side, a lane."""
-    prefill_chunk_tokens: int = 512
+    prefill_chunk_tokens: int = 1024
+    """Read at a time while nobody decodes."""
+    prefill_budget_s: float = 0.1
+    """Time of a chunk while somebody does."""
     snapshot_bytes: int = 1 << 30
     """Memory for what is kept of system prompts."""
     queue_limit: int = 256

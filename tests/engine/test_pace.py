@@ -1,0 +1,86 @@
+"""The two pure policies of a lane: how much to read, how much to draft."""
+
+import itertools
+import random
+
+from workers.engine.draft_length import PROBE_EVERY, DraftLength
+from workers.engine.prefill_pace import FIRST_CHUNK_TOKENS, PrefillPace
+
+
+def test_alone_a_prompt_is_read_in_the_longest_chunks() -> None:
+    pace = PrefillPace(512, budget_s=0.1)
+    pace.observe(512, 50.0)
+
+    assert pace.chunk_tokens(beside_others=False) == 512
+
+
+def test_beside_others_a_chunk_costs_the_budget_at_most() -> None:
+    pace = PrefillPace(512, budget_s=0.1)
+    pace.observe(64, 0.064)  # a millisecond a token
+
+    assert pace.chunk_tokens(beside_others=True) == 96
+
+
+def test_an_unknown_cost_begins_with_a_small_chunk() -> None:
+    assert PrefillPace(512, 0.1).chunk_tokens(beside_others=True) == FIRST_CHUNK_TOKENS
+
+
+def test_a_machine_too_slow_for_the_budget_still_gets_on() -> None:
+    pace = PrefillPace(512, budget_s=0.1)
+    pace.observe(16, 60.0)
+
+    assert pace.chunk_tokens(beside_others=True) == 16
+
+
+def drive(
+    policy: DraftLength, rounds: int, cost_s: dict[int, float], share: float, rows: int = 1
+) -> list[int]:
+    """Let a policy work on a simulated machine; return the k of every round."""
+    rng = random.Random(1)
+    chosen = []
+    for _ in range(rounds):
+        k = policy.choose(rows)
+        chosen.append(k)
+        policy.observe(rows, k, cost_s[k] * rng.uniform(0.9, 1.1))
+        accepted = 0
+        while accepted < k and rng.random() < share:
+            accepted += 1
+        policy.judge(k, accepted)
+    return chosen
+
+
+def test_drafting_that_pays_is_kept_at_its_best_length() -> None:
+    # k + 1 tokens a round at most; a verify costs little more than a plain step.
+    chosen = drive(DraftLength(3), 600, {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.9}, share=0.9)
+
+    assert sum(k == 2 for k in chosen[100:]) > 0.9 * 500
+
+
+def test_drafting_that_does_not_pay_is_given_up() -> None:
+    policy = DraftLength(2)
+    chosen = drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
+
+    assert sum(k == 0 for k in chosen[100:]) > 0.9 * 500
+    assert policy.settled(1) == 0
+
+
+def test_what_was_given_up_is_tried_again_now_and_then() -> None:
+    chosen = drive(DraftLength(1), 3 * PROBE_EVERY, {0: 1.0, 1: 2.5}, share=0.5)
+
+    assert 1 in chosen[PROBE_EVERY:]
+
+
+def test_batch_sizes_are_judged_apart() -> None:
+    policy = DraftLength(2)
+    drive(policy, 200, {0: 1.0, 1: 1.1, 2: 1.2}, share=0.9, rows=1)
+    drive(policy, 200, {0: 1.0, 1: 2.2, 2: 3.3}, share=0.9, rows=8)
+
+    assert (policy.settled(1), policy.settled(8)) == (2, 0)
+
+
+def test_a_small_difference_changes_nothing() -> None:
+    policy = DraftLength(1)
+    chosen = drive(policy, 1000, {0: 1.0, 1: 1.9}, share=0.9)
+    changes = sum(a != b for a, b in itertools.pairwise(chosen[50:]))
+
+    assert changes <= 4 * (1000 // PROBE_EVERY)
