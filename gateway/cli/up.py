@@ -81,6 +81,8 @@ async def _beside(gateway: asyncio.Task[None], own_worker: _OwnWorker, ending: E
         await gateway
         return 1 if worker.done() else 0
     finally:
+        # From here on it only complains that the gateway is gone.
+        own_worker.terminal.worker_muted = True
         worker.cancel()
         await asyncio.wait({worker})
 
@@ -90,12 +92,14 @@ class _Terminal:
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
+        self.worker_muted = False
 
     def say(self, text: str) -> None:
         self._console.print(Text(text))
 
     def show_worker_line(self, line: str) -> None:
-        self._console.print(Text("worker | ", style="dim").append(line))
+        if not self.worker_muted:
+            self._console.print(Text("worker | ", style="dim").append(line))
 
 
 @dataclass(slots=True, kw_only=True)
