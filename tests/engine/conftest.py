@@ -13,6 +13,7 @@ from workers.demo import CHECKPOINT
 from workers.engine.counters import LaneCounters, SpeculationTally
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
+from workers.engine.memory import MemoryEstimate
 from workers.engine.prefill_pace import PrefillPace
 from workers.engine.prompts import PreparedPrompt, PromptRenderer
 from workers.engine.requests import (
@@ -29,6 +30,7 @@ from workers.engine.seam import Checkpoint, load_checkpoint
 from workers.engine.snapshots import Snapshots
 
 GREEDY = Sampling(temperature=0)
+PLENTY = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30)
 
 
 @dataclass
@@ -66,6 +68,7 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
         max_rows: int = 8,
         chunk_tokens: int = 512,
         snapshots: Snapshots | None = None,
+        memory: MemoryEstimate | None = None,
     ) -> Lane:
         return Lane(
             name,
@@ -76,6 +79,7 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
             draft_tokens=draft_tokens,
             max_rows=max_rows,
             pace=PrefillPace(chunk_tokens, budget_s=60.0),
+            memory=memory or PLENTY,
         )
 
     return make

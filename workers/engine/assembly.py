@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from workers.engine.counters import LaneCounters
 from workers.engine.lane import Lane
+from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.prefill_pace import PrefillPace
 from workers.engine.prompts import PromptRenderer
 from workers.engine.requests import LaneName, ModelUnusable
@@ -29,6 +30,7 @@ class Assembly:
     prompts: PromptRenderer
     lanes: tuple[Lane, ...]
     snapshots: Snapshots
+    memory: MemoryEstimate
     card: ModelCard
 
 
@@ -37,7 +39,8 @@ def assemble(settings: EngineSettings) -> Assembly:
     checkpoint = load_checkpoint(settings.model)
     prompts = PromptRenderer(checkpoint.processor)
     draft_tokens = settings.draft_tokens if checkpoint.head is not None else 0
-    snapshots = Snapshots(settings.snapshot_bytes)
+    memory = measure_memory(checkpoint.target, checkpoint.head)
+    snapshots = Snapshots(min(settings.snapshot_bytes, memory.room_bytes // 2))
     lanes: list[Lane] = []
     for name in settings.lanes:
         # A lane that promises speculation and has no head for it would mislead the router.
@@ -51,6 +54,7 @@ def assemble(settings: EngineSettings) -> Assembly:
                     draft_tokens=draft_tokens,
                     snapshots=snapshots,
                     siblings=lanes,
+                    memory=memory,
                 )
             )
     if not lanes:
@@ -65,6 +69,7 @@ def assemble(settings: EngineSettings) -> Assembly:
             draft_tokens=draft_tokens,
             snapshots=Snapshots(0),
             siblings=(),
+            memory=memory,
         )
         health = examine_head(rehearsal, prompts)
         logger.info("head.tested %s", health.sentence)
@@ -75,6 +80,7 @@ def assemble(settings: EngineSettings) -> Assembly:
         prompts=prompts,
         lanes=tuple(lanes),
         snapshots=snapshots,
+        memory=memory,
         card=_card(settings, checkpoint, tuple(lanes), prompts, health),
     )
 
@@ -88,6 +94,7 @@ def _make_lane(
     draft_tokens: int,
     snapshots: Snapshots,
     siblings: Sequence[Lane],
+    memory: MemoryEstimate,
 ) -> Lane:
     return Lane(
         name,
@@ -99,6 +106,7 @@ def _make_lane(
         draft_tokens=draft_tokens,
         max_rows=settings.max_rows,
         pace=PrefillPace(settings.prefill_chunk_tokens, settings.prefill_budget_s),
+        memory=memory,
     )
 
 

@@ -40,6 +40,7 @@ class Engine:
         self._settings = settings
         self._thread = thread
         self._vocabulary = assembly.checkpoint.vocabulary
+        self._memory = assembly.memory
         self._lanes = {lane.name: lane for lane in assembly.lanes}
 
     @classmethod
@@ -123,6 +124,13 @@ class Engine:
                 f"The prompt has {len(prompt.tokens)} tokens; "
                 f"this model's context holds {self.card.context_tokens}.",
                 code="context_length_exceeded",
+            )
+        if len(prompt.tokens) > self._memory.longest_prompt():
+            raise InvalidGeneration(
+                "messages",
+                f"The prompt has {len(prompt.tokens)} tokens; "
+                f"this machine's memory holds {self._memory.longest_prompt()}.",
+                code="prompt_exceeds_memory",
             )
         for token, _ in generation.sampling.logit_bias:
             if token >= self._vocabulary:

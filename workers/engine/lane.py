@@ -20,6 +20,7 @@ from workers.engine.batch import Batch
 from workers.engine.counters import LaneCounters
 from workers.engine.draft_length import DraftLength
 from workers.engine.logprobs import token_logprob
+from workers.engine.memory import MemoryEstimate
 from workers.engine.prefill import Prefill, begin_prefill, read_chunk, seed_head, take_snapshot
 from workers.engine.prefill_pace import PrefillPace
 from workers.engine.prompts import PromptRenderer
@@ -63,6 +64,7 @@ class Lane:
         draft_tokens: int,
         max_rows: int,
         pace: PrefillPace,
+        memory: MemoryEstimate,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
@@ -77,6 +79,7 @@ class Lane:
         self._prompts = prompts
         self._max_rows = max_rows
         self._pace = pace
+        self._memory = memory
         self._waiting: deque[Row] = deque()
         self._prefill: Prefill | None = None
         # A family whose caches cannot hold rows of different length decodes row by row.
@@ -98,6 +101,12 @@ class Lane:
     def waiting(self) -> int:
         """Count the rows that no prompt is being read of yet."""
         return len(self._waiting)
+
+    @property
+    def rows_in_memory(self) -> list[Row]:
+        """Name the rows that hold caches: those that decode, and the one that is being read."""
+        rows = [row for batch in self._batches for row in batch.rows]
+        return rows if self._prefill is None else [*rows, self._prefill.row]
 
     def bypasses(self, generation: Generation) -> tuple[Bypass, ...]:
         """Name what keeps a generation from speculating in this lane; safe from any thread."""
@@ -132,9 +141,7 @@ class Lane:
 
     def close(self, reason: EngineError) -> None:
         """End every row with this reason."""
-        rows = [*self._waiting, *(row for batch in self._batches for row in batch.rows)]
-        if self._prefill is not None:
-            rows.append(self._prefill.row)
+        rows = [*self._waiting, *self.rows_in_memory]
         self._waiting.clear()
         self._prefill = None
         for batch in self._batches:
@@ -169,11 +176,18 @@ class Lane:
             prefix = self._waiting[0].prompt.prefix
             if prefix and any(lane.prefix_being_read == prefix.key for lane in self._siblings):
                 return  # in a few steps it can be had instead of read
+            if not self._fits(self._waiting[0]):
+                return  # rows that end make room
             row = self._waiting.popleft()
             try:
                 self._prefill = begin_prefill(row, self._target, self._head, self._snapshots)
             except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
                 self._fail([row], error)
+
+    def _fits(self, newcomer: Row) -> bool:
+        rows = [row for lane in {self, *self._siblings} for row in lane.rows_in_memory]
+        # A row that is alone always runs: it was found to fit when it came.
+        return not rows or self._memory.fits(row.context for row in (*rows, newcomer))
 
     def _read(self, prefill: Prefill) -> None:
         row = prefill.row

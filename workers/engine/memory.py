@@ -1,0 +1,72 @@
+"""What a row costs in memory, measured at load, and whether a prompt can fit at all.
+
+On Apple silicon a process that asks for more than the working set is not refused, it is aborted,
+and takes every other answer with it. So a prompt that cannot fit is refused before it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from workers.engine.seam import ArraysCache, KVCache, MtpHead, Target
+
+_PROBE_TOKENS = 16
+_ROOM_TOKENS = 256
+"""What a row may grow by before it is counted again."""
+_SHARE_FOR_CACHES = 0.9
+"""Of what the weights leave; the rest is for activations and for pictures."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of one row, and bytes that all rows may have together."""
+
+    token_bytes: int
+    """Grows with the context: keys and values of every attention layer, the head's too."""
+    row_bytes: int
+    """Whatever the length: recurrent states."""
+    room_bytes: int
+
+    def fits(self, contexts: Iterable[int]) -> bool:
+        """Say whether rows of these lengths can live side by side, each with room to go on."""
+        return (
+            sum(self.row_bytes + self.token_bytes * (tokens + _ROOM_TOKENS) for tokens in contexts)
+            <= self.room_bytes
+        )
+
+    def longest_prompt(self) -> int:
+        """Return how many tokens a row alone on the machine can hold."""
+        return max(self.room_bytes - self.row_bytes, 0) // max(self.token_bytes, 1)
+
+
+def measure_memory(target: Target, head: MtpHead | None) -> MemoryEstimate:
+    """Read a few tokens and look at what the caches hold; must run on the engine thread."""
+    caches = target.new_caches()
+    tokens = mx.zeros((1, _PROBE_TOKENS), dtype=mx.int32)
+    target.forward(tokens, caches, mx.arange(_PROBE_TOKENS)[None])
+    mx.eval([cache.state for cache in caches])
+    token_bytes = row_bytes = 0
+    attention_bytes = 0
+    for cache in caches:
+        if isinstance(cache, ArraysCache):
+            row_bytes += sum(array.nbytes for array in cache.state if array is not None)
+        elif isinstance(cache, KVCache):
+            keys, values = cache.state
+            attention_bytes = (keys.nbytes + values.nbytes) // _PROBE_TOKENS
+            token_bytes += attention_bytes
+    if head is not None:
+        token_bytes += attention_bytes * len(head.new_caches())
+    free_bytes = _limit_bytes() - mx.get_active_memory()
+    return MemoryEstimate(
+        token_bytes=token_bytes,
+        row_bytes=row_bytes,
+        room_bytes=int(_SHARE_FOR_CACHES * max(free_bytes, 0)),
+    )
+
+
+def _limit_bytes() -> int:
+    working_set = mx.device_info().get("max_recommended_working_set_size")
+    return int(working_set or mx.get_memory_limit())
