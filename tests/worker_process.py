@@ -46,20 +46,19 @@ def worker_process(
     *arguments: str, environment: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL
 ) -> Iterator[subprocess.Popen[str]]:
     """Start `python -m workers`, and make sure that it is gone afterwards."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "workers", *arguments],
         stdin=stdin,
         stdout=subprocess.PIPE,
         text=True,
         env={**_inherited(), **(environment or {})},
-    )
-    try:
-        with process:
+    ) as process:
+        try:
             yield process
             process.terminate()
             process.wait(STOP_TIMEOUT_S)
-    finally:
-        process.kill()
+        finally:
+            process.kill()  # before the block waits for it, for as long as that takes
 
 
 def until_ready(process: subprocess.Popen[str]) -> RunningWorker:

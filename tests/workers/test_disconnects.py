@@ -12,6 +12,7 @@ import pytest
 from tests.worker_process import NO_END, RunningWorker
 from tests.workers.scripted import ScriptedEngine, serving, worker_of
 from workers.engine.requests import Delta
+from workers.server import answers
 
 ENDLESS = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -47,6 +48,21 @@ async def test_stream_stops_generating_when_its_client_leaves(begun: bool, choic
         writer.close()
         await engine.all_closed.wait()
         await worker.traffic.idle()
+
+
+async def test_reader_that_stops_reading_loses_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "WRITE_STALL_S", 0.05)
+    more_than_sockets_hold = [Delta(text="A" * 100_000)] * 200
+    engine = ScriptedEngine([*more_than_sockets_hold, asyncio.Event()])
+    worker = worker_of(engine)
+    async with serving(worker) as url:
+        body = {"model": "scripted", "prompt": "x", "stream": True}
+        reader, writer = await _send(url, "/v1/completions", body)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await engine.started.wait()
+        await worker.traffic.idle()
+        writer.transport.abort()
+    assert engine.all_closed.is_set()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -63,6 +63,17 @@ async def test_invalid_generation_names_the_field() -> None:
     }
 
 
+async def test_prompt_that_does_not_fit_is_named_as_the_endpoint_names_it() -> None:
+    too_long = InvalidGeneration("messages", "Too long.", code="context_length_exceeded")
+    body = {"model": "scripted", "prompt": "x"}
+    engine = ScriptedEngine([too_long])
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        completion = (await client.post("/v1/completions", json=body)).json()["error"]
+        chat = (await client.post("/v1/chat/completions", json=QUESTION)).json()["error"]
+    assert (completion["param"], chat["param"]) == ("prompt", "messages")
+    assert completion["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize("choices", [1, 2])
 async def test_stream_that_breaks_ends_in_an_error_event_without_done(choices: int) -> None:
     engine = ScriptedEngine([Delta(text="Once"), GenerationFailed("/private/weights")])

@@ -19,7 +19,9 @@ from tests.worker_process import (
     until_ready,
     worker_process,
 )
+from tests.workers.scripted import ScriptedEngine, worker_of
 from workers.demo import CHECKPOINT
+from workers.server.serving import Ending, serve
 
 STORY = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -68,6 +70,34 @@ def test_second_signal_does_not_wait_for_streams() -> None:
             with pytest.raises(httpx.RemoteProtocolError):
                 list(events)
         assert worker.process.wait(STOP_TIMEOUT_S) == 0
+
+
+def test_default_model_says_that_it_is_a_toy_and_how_to_name_a_real_one() -> None:
+    with worker_process("--port", "0") as process:
+        worker = until_ready(process)
+    assert worker.model == "demo"
+    assert "toy model" in worker.start_lines[0]
+    assert "--model" in worker.start_lines[0]
+
+
+async def test_worker_whose_engine_died_ends_and_says_so_to_who_started_it() -> None:
+    engine = ScriptedEngine()
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+
+    def die() -> None:
+        engine.alive = False
+
+    with listener:
+        alive = await serve(
+            worker_of(engine),
+            listener,
+            token=None,
+            gateway_url="",
+            ending=Ending(),
+            on_ready=die,
+        )
+    assert not alive
 
 
 def test_worker_on_a_leash_ends_with_its_parent() -> None:

@@ -130,4 +130,3 @@ async def test_real_model_answers_about_a_picture_in_the_vlm_lane(worker: Runnin
         after = (await client.get("/v1/status")).json()["lanes"]["vlm"]
     assert answer["usage"]["prompt_tokens"] > without["usage"]["prompt_tokens"]
     assert after["requests"] == before["requests"] + 1
-    assert after["bypass_counts"]["media"] == before["bypass_counts"].get("media", 0) + 1

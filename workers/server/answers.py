@@ -11,13 +11,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from policies.profile import Endpoint
-from workers.engine.requests import Delta, Finished
+from workers.engine.requests import Delta, Finished, InvalidGeneration
 from workers.server import sse
 from workers.server.chat import ChatChoice
 from workers.server.choices import ChoiceWriter, metrics_of, usage_of
 from workers.server.completions import CompletionChoice
 from workers.server.disconnects import while_connected
-from workers.server.errors import ClientStalled, as_refusal
+from workers.server.errors import BadRequest, ClientStalled, as_refusal
 from workers.server.generating import events_of
 from workers.server.intake import Call
 from workers.server.ports import Json
@@ -51,12 +51,15 @@ class Answer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hold the answer in hand from its first row to its last byte."""
         with self._worker.traffic.admitted():
-            if self._call.profile.stream:
-                await while_connected(receive, self._send_stream(send))
-            else:
-                whole = await while_connected(receive, self._make_whole())
-                headers = {"x-request-id": self._call.request_id}
-                await JSONResponse(whole, headers=headers)(scope, receive, send)
+            try:
+                if self._call.profile.stream:
+                    await while_connected(receive, self._send_stream(send))
+                else:
+                    whole = await while_connected(receive, self._make_whole())
+                    headers = {"x-request-id": self._call.request_id}
+                    await JSONResponse(whole, headers=headers)(scope, receive, send)
+            except InvalidGeneration as error:
+                raise self._in_words_of_the_body(error) from error
 
     async def _make_whole(self) -> Json:
         async with aclosing(events_of(self._worker.engine, self._call.generations)) as events:
@@ -102,6 +105,12 @@ class Answer(Response):
         unknown_yet = {"usage": None} if self._call.profile.include_usage else {}
         chunks = (self._envelope(_CHUNK, [entry]) | unknown_yet for entry in entries)
         await _send(send, _piece(b"".join(sse.event(chunk) for chunk in chunks)))
+
+    def _in_words_of_the_body(self, error: InvalidGeneration) -> BadRequest:
+        # The engine knows one prompt, and calls it by the name chats have for it.
+        completion = self._call.profile.endpoint is Endpoint.COMPLETIONS
+        param = "prompt" if completion and error.param == "messages" else error.param
+        return BadRequest(error.message, param=param, code=error.code)
 
     def _opening(self) -> Sequence[Json]:
         return [entry for writer in self._writers for entry in writer.opening()]

@@ -120,7 +120,7 @@ def _announce(worker: Worker, source: ModelSource) -> None:
     if source.toy:
         _say(
             "This is a toy model that comes with Paceline. Name a real one: "
-            "--model PATH_OR_REPOSITORY, for example --model mlx-community/Qwen3.5-9B-4bit"
+            "--model FOLDER_OR_REPOSITORY, for example --model Qwen/Qwen3.5-4B"
         )
     _say(start_line(card, identity, worker.engine.memory_bytes()))
     ready = {

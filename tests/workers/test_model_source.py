@@ -1,0 +1,68 @@
+"""A model is a folder, a repository, or the demo; what cannot be had is one clear sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import httpx
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
+
+from workers.engine.requests import ModelUnusable
+from workers.server.model_source import resolve_model
+
+
+def test_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
+    folder = tmp_path / "my-qwen"
+    folder.mkdir()
+    source = resolve_model(str(folder))
+    assert (source.folder, source.served_name, source.toy) == (folder, "my-qwen", False)
+
+
+def test_repository_is_fetched_without_its_code_and_served_under_its_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fetch = Mock(return_value=str(tmp_path))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    source = resolve_model("Qwen/Qwen3.5-4B")
+    assert (source.folder, source.served_name) == (tmp_path, "Qwen/Qwen3.5-4B")
+    assert "*.safetensors" in fetch.call_args.kwargs["allow_patterns"]
+    assert not any(p.endswith(".py") for p in fetch.call_args.kwargs["allow_patterns"])
+
+
+@pytest.mark.parametrize(
+    ("raised", "hint"),
+    [
+        (GatedRepoError, "consent"),
+        (RepositoryNotFoundError, "no such public repository"),
+        (LocalEntryNotFoundError, "cannot be reached"),
+        (HfHubHTTPError, "download failed"),
+        (OSError, "download failed"),
+    ],
+)
+def test_failed_fetch_is_a_sentence_that_says_why(
+    monkeypatch: pytest.MonkeyPatch, raised: type[Exception], hint: str
+) -> None:
+    response = httpx.Response(404, request=httpx.Request("GET", "http://x"))
+    keywords = {"response": response} if issubclass(raised, HfHubHTTPError) else {}
+    fetch = Mock(side_effect=raised("library text", **keywords))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    with pytest.raises(ModelUnusable, match=hint) as unusable:
+        resolve_model("some/model")
+    assert "library text" not in str(unusable.value)
+
+
+@pytest.mark.parametrize("named", ["/nowhere", "a/b/c", "http://host/model", "one word"])
+def test_anything_else_is_refused_without_asking_anybody(
+    monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=AssertionError))
+    with pytest.raises(ModelUnusable, match="neither a folder"):
+        resolve_model(named)
