@@ -9,7 +9,6 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -38,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 def render(state: Mapping[str, Any]) -> Group:
     """Draw the pools over the workers, each with the acceptance of its drafts."""
-    return Group(_headline(state), _pools(state["pools"]), _workers(state["workers"]))
+    return Group(_headline(state), "", _pools(state["pools"]), "", _workers(state["workers"]))
 
 
 def _headline(state: Mapping[str, Any]) -> Text:
@@ -73,10 +72,10 @@ def _workers(workers: Mapping[str, Any]) -> Table:
 
 
 def _table(*leading: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in leading:
-        table.add_column(column, overflow="fold", no_wrap=column == "Lane")
-    for column in ("Running", "Waiting", "Requests", "Tokens", "Accepted", "Per step"):
+        table.add_column(column, overflow="fold", no_wrap=column in {"Pool", "Lane"})
+    for column in ("Busy", "Waiting", "Requests", "Tokens", "Accepted", "Per step"):
         table.add_column(column, justify="right", no_wrap=True)
     return table
 

@@ -63,7 +63,7 @@ def welcome(line: Line) -> str:
     )
     return "\n\n".join(
         (
-            f"Paceline is ready on {line.address} (model {line.model}).",
+            f"Paceline is ready on {from_here if alone else from_elsewhere} (model {line.model}).",
             ("import os\n" if line.keyed else "") + snippet,
             *((_OPEN_FIRST.format(command=line.command),) if alone else ()),
             _JOIN.format(command=line.command, address=from_elsewhere, token=line.join_token),
