@@ -26,7 +26,11 @@ class ClientLeft(Exception):
 
 def header(scope: Scope, name: bytes) -> bytes | None:
     """Find the first value of a header; `name` in lower case."""
-    return next((value for key, value in scope["headers"] if key == name), None)
+    for key, value in scope["headers"]:
+        if key == name:
+            found: bytes = value
+            return found
+    return None
 
 
 def request_id(scope: Scope) -> str:

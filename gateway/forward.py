@@ -166,8 +166,8 @@ class Upstream:
 
     async def _relay_whole(self, answer: aiohttp.ClientResponse, reply: Reply, trip: Trip) -> None:
         try:
-            async with asyncio.timeout(self._settings.answer_timeout_s):
-                body = await answer.read()
+            async with asyncio.timeout(self._settings.idle_timeout_s):
+                body = await answer.read()  # the head came, so the rest is on its way
             content = from_json(body)
         except TimeoutError as error:
             raise WorkerSilent from error

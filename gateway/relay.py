@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gateway.access import bears
 from gateway.client import (
@@ -18,7 +18,7 @@ from gateway.client import (
     read_body,
     request_id,
 )
-from gateway.domain import Decision, Inspected, Outcome, Served
+from gateway.domain import Decision, Inspected, Outcome, Served, Usage
 from gateway.errors import (
     GatewayError,
     KeyRefused,
@@ -159,7 +159,8 @@ class Relay:
         began_s: float,
     ) -> Served:
         status = _CLIENT_CLOSED if outcome is Outcome.CLIENT_LEFT else 200
-        told = Served(
+        trip = steps.trip
+        return Served(
             request_id=identity,
             outcome=outcome,
             status=error.status if error else status,
@@ -167,16 +168,11 @@ class Relay:
             seconds=self._line.clock() - began_s,
             inspected=steps.inspected,
             decision=steps.decision,
-        )
-        if (trip := steps.trip) is None:
-            return told
-        return replace(
-            told,
-            candidate=trip.candidate,
-            attempts=trip.attempts,
-            usage=trip.usage,
-            added_s=_since(trip.began_s, trip.dispatched_s),
-            first_token_s=_since(trip.began_s, trip.first_token_s),
+            candidate=trip.candidate if trip else None,
+            attempts=trip.attempts if trip else 0,
+            usage=trip.usage if trip else Usage(),
+            added_s=_since(trip.began_s, trip.dispatched_s) if trip else None,
+            first_token_s=_since(trip.began_s, trip.first_token_s) if trip else None,
         )
 
     def _enter(self) -> None:

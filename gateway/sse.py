@@ -20,9 +20,10 @@ EVENT_LIMIT_BYTES = 1024 * 1024
 # Two line ends in a row close an event. Atomic, so that one \r\n is never taken for two ends.
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
-# A key with a value other than null, or the end mark. A match in the model's words is harmless:
-# it is parsed, and only then believed. Possessive, so that the time is linear.
-_TELLING = re.compile(rb'"(?:finish_reason|usage|metrics|error)"\s*+:\s*+[^\sn]|\[DONE\]')
+# A key with a value other than null. A match in the model's words is harmless: what matches is
+# parsed, and only then believed. Possessive, so that the time is linear.
+_TELLING = re.compile(rb'"(?:finish_reason|usage|metrics|error)"\s*+:\s*+[^\sn]')
+_DONE = b"[DONE]"
 
 
 @dataclass(slots=True)
@@ -57,17 +58,14 @@ class Scanner:
 
     def feed(self, chunk: bytes) -> bytes:
         """Take in bytes, give back those to pass on; none any more once the stream is broken."""
-        if not self._pending and self._plain(chunk):
+        if not self._pending and chunk.endswith(b"\n\n") and self._plain(chunk):
             return chunk  # whole events of plain text: nearly all of a stream
         data = self._pending + chunk
         passed = bytearray()
         start, search_from = 0, self._searched
-        while end := _EVENT_END.search(data, search_from):
-            # A \r at the very end may be half of \r\n; the next bytes will tell.
-            if end.end() == len(data) and data.endswith(b"\r"):
-                break
-            self._read(data[start : end.end()], passed)
-            start = search_from = end.end()
+        while end := _event_end(data, search_from):
+            self._read(data[start:end], passed)
+            start = search_from = end
         self._pending = data[start:]
         self._searched = max(0, len(self._pending) - 3)
         if len(self._pending) > self._limit_bytes:
@@ -83,29 +81,30 @@ class Scanner:
         self._pending = b""
         return bytes(passed)
 
-    def _plain(self, chunk: bytes) -> bool:
+    def _plain(self, data: bytes) -> bool:
+        """Say whether there is nothing to learn from these events, and nothing to hide."""
         reading = self.reading
         return (
             reading.content_seen
             and not reading.done
             and not reading.broken
-            and chunk.endswith(b"\n\n")
-            and len(chunk) <= self._limit_bytes
-            and not _TELLING.search(chunk)
+            and len(data) <= self._limit_bytes
+            and _DONE not in data
+            and _TELLING.search(data) is None
         )
 
     def _read(self, event: bytes, passed: bytearray) -> None:
         """Learn from one event and add it to what is passed on, unless it is to be hidden."""
         reading = self.reading
-        if reading.done or reading.broken:
-            return  # nothing belongs behind the end
-        if len(event) > self._limit_bytes:
-            self._break("an event is too long")
-        elif reading.content_seen and not _TELLING.search(event):
+        if self._plain(event):
             passed += event
+        elif reading.done or reading.broken:
+            return  # nothing belongs behind the end
+        elif len(event) > self._limit_bytes:
+            self._break("an event is too long")
         elif not (text := _data_of(event)):
             passed += event  # a comment to keep the connection alive
-        elif text == b"[DONE]":
+        elif text == _DONE:
             if reading.finished:
                 reading.done = True
                 passed += event
@@ -141,6 +140,18 @@ class Scanner:
     def _break(self, why: str) -> bool:
         self.reading.broken = self.reading.broken or why
         return False
+
+
+def _event_end(data: bytes, search_from: int) -> int:
+    """Find where the next event ends, just behind it; 0 when that is not known yet."""
+    if b"\r" not in data:  # as nearly all servers write: a plain search is enough
+        place = data.find(b"\n\n", search_from)
+        return place + 2 if place >= 0 else 0
+    found = _EVENT_END.search(data, search_from)
+    # A \r at the very end may be half of \r\n; the next bytes will tell.
+    if found is None or (found.end() == len(data) and data.endswith(b"\r")):
+        return 0
+    return found.end()
 
 
 def read_usage(answer: Mapping[str, Any]) -> Usage | None:

@@ -6,12 +6,17 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.worker_process import RunningWorker, running_worker
 from workers.demo import CHECKPOINT
 
 if TYPE_CHECKING:
     from workers.engine.engine import Engine
+
+# A machine that does other things beside the tests is slow, not wrong.
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("no clock")
 
 
 @pytest.fixture(scope="session")

@@ -6,17 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck
-from hypothesis import settings as hypothesis_settings
 
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.serving import Gateway, serving, settings_for_tests
-
-# A machine that trains a model beside the tests is slow, not wrong.
-hypothesis_settings.register_profile(
-    "no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-hypothesis_settings.load_profile("no clock")
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,7 @@ from tests.gateway.serving import Gateway, eventually, serving, settings_for_tes
 def in_flight(gateway: Gateway) -> int:
     status = gateway.status()
     lanes = [lane for one in status["workers"].values() for lane in one["lanes"].values()]
-    running = [status["gateway"]["requests_in_flight"]]
-    return sum(running, start=sum(int(lane["in_flight"]) for lane in lanes))
+    return int(status["gateway"]["requests_in_flight"]) + sum(lane["in_flight"] for lane in lanes)
 
 
 def error_event(received: bytes) -> str:
