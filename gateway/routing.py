@@ -21,31 +21,39 @@ def decide(
 ) -> Decision:
     """Rank the workers that may take this request: pools in the route's order, then by load.
 
-    Among equals the order is `rng`'s, so that one seed always gives one decision.
+    Among equals the order is `rng`'s, so that one seed always gives one decision. A speculative
+    lane that cannot speculate now comes last: it answers plainly where nobody else does.
     """
     verdict = judge(policy, profile)
     workers = [worker for worker in fleet.workers if worker.model == profile.model]
-    bypass = verdict.bypass
-    if not bypass and not any(_speculates(lane) for worker in workers for lane in worker.lanes):
-        bypass = (Bypass.NO_MTP_WORKER,)
+    bypass = verdict.bypass or _fleet_bypass(workers)
     candidates: list[Candidate] = []
+    last_resort: list[Candidate] = []
     for pool in verdict.route.to:
-        lanes = policy.pools[pool].lanes
         ranked = sorted(
-            _open_lanes(workers, lanes, verdict),
+            _open_lanes(workers, policy.pools[pool].lanes, verdict),
             key=lambda found: (found[1].load, found[0].load, rng.random()),
         )
-        candidates += [
-            Candidate(
+        for worker, lane in ranked:
+            candidate = Candidate(
                 pool=pool,
                 lane=lane.report.name,
                 worker_id=worker.worker_id,
                 reason=_reason(lane, bypass),
                 load=lane.load,
             )
-            for worker, lane in ranked
-        ]
-    return Decision(route=verdict.route.name, bypass=bypass, candidates=tuple(candidates))
+            idle_head = lane.report.name == MTP_LANE and not _speculates(lane)
+            (last_resort if idle_head else candidates).append(candidate)
+    return Decision(route=verdict.route.name, bypass=bypass, candidates=(*candidates, *last_resort))
+
+
+def _fleet_bypass(workers: Iterable[WorkerView]) -> tuple[Bypass, ...]:
+    """Say why no worker could speculate, though the request may."""
+    lanes = [lane for worker in workers for lane in worker.lanes if lane.report.name == MTP_LANE]
+    if any(_speculates(lane) for lane in lanes):
+        return ()
+    sick = any(not lane.report.head_healthy for lane in lanes)
+    return (Bypass.HEAD_UNHEALTHY if sick else Bypass.NO_MTP_WORKER,)
 
 
 def _open_lanes(
@@ -53,18 +61,18 @@ def _open_lanes(
 ) -> Iterable[tuple[WorkerView, LaneView]]:
     for worker in workers:
         for lane in worker.lanes:
-            if lane.report.name not in lanes:
-                continue
             # Whatever a policy says, the speculative lane only takes what it can do.
-            if lane.report.name != MTP_LANE or (_speculates(lane) and not verdict.bypass):
+            refused = lane.report.name == MTP_LANE and verdict.bypass
+            if lane.report.name in lanes and not refused:
                 yield worker, lane
 
 
 def _speculates(lane: LaneView) -> bool:
-    return lane.report.name == MTP_LANE and lane.report.mtp_enabled
+    report = lane.report
+    return report.name == MTP_LANE and report.mtp_enabled and report.head_healthy
 
 
 def _reason(lane: LaneView, bypass: tuple[Bypass, ...]) -> str:
     if bypass:
         return bypass[0].value
-    return ELIGIBLE if lane.report.name == MTP_LANE else BY_POLICY
+    return ELIGIBLE if _speculates(lane) else BY_POLICY

@@ -15,8 +15,10 @@ from tests.gateway.serving import Gateway, eventually, serving, settings_for_tes
 
 def in_flight(gateway: Gateway) -> int:
     status = gateway.status()
-    lanes = [lane for one in status["workers"].values() for lane in one["lanes"].values()]
-    return int(status["gateway"]["requests_in_flight"]) + sum(lane["in_flight"] for lane in lanes)
+    count: int = status["gateway"]["requests_in_flight"]
+    for one in status["workers"].values():
+        count += sum(lane["in_flight"] for lane in one["lanes"].values())
+    return count
 
 
 def error_event(received: bytes) -> str:

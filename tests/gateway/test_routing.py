@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,18 +85,21 @@ def test_the_second_pool_comes_behind_all_of_the_first() -> None:
     ]
 
 
-def test_without_a_speculating_lane_the_reason_is_no_mtp_worker() -> None:
-    plain = lane_report("text-mtp", mtp_enabled=False)
-    mac = WorkerView(
-        worker_id="mac",
-        model="demo",
-        lanes=(
-            LaneView(report=plain, in_flight=0),
-            LaneView(report=lane_report("vlm"), in_flight=0),
-        ),
-    )
-    assert chosen(GREEDY, mac) == ("vlm", "mac", "no_mtp_worker")
-    assert chosen(SAMPLED, mac) == ("vlm", "mac", "non_greedy_sampling")
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [({"mtp_enabled": False}, "no_mtp_worker"), ({"head_healthy": False}, "head_unhealthy")],
+)
+def test_without_a_speculating_lane_the_reason_says_why(
+    changes: dict[str, Any], reason: str
+) -> None:
+    idle = LaneView(report=lane_report("text-mtp", **changes), in_flight=0)
+    sees = LaneView(report=lane_report("vlm"), in_flight=0)
+    both = WorkerView(worker_id="mac", model="demo", lanes=(idle, sees))
+    assert chosen(GREEDY, both) == ("vlm", "mac", reason)
+    assert chosen(SAMPLED, both) == ("vlm", "mac", "non_greedy_sampling")
+    alone = WorkerView(worker_id="mac", model="demo", lanes=(idle,))
+    assert chosen(GREEDY, alone) == ("text-mtp", "mac", reason), "the last resort still answers"
+    assert chosen(GREEDY, alone, worker("b")) == ("text-mtp", "b", "eligible")
 
 
 def test_only_workers_of_the_model_are_asked() -> None:
