@@ -34,6 +34,21 @@ def test_a_full_batch_gives_every_row_its_greedy_answer_alone(
         assert one.row.answer == alone or near_tie(checkpoint, prompt, one.row.answer, alone)
 
 
+def test_a_family_verified_token_by_token_gives_the_same_answers_and_counts(
+    checkpoint, make_lane, ask, monkeypatch
+) -> None:
+    native = make_lane()
+    expected = [ask(native, question) for question in QUESTIONS[:4]]
+    run(native)
+    monkeypatch.setattr(checkpoint.target, "native_verify", False)
+    stepwise = make_lane()
+    got = [ask(stepwise, question) for question in QUESTIONS[:4]]
+    run(stepwise)
+
+    assert [one.row.answer for one in got] == [one.row.answer for one in expected]
+    assert [one.row.tally.total() for one in got] == [one.row.tally.total() for one in expected]
+
+
 def test_a_prompt_read_in_small_chunks_gives_the_same_answer(checkpoint, make_lane, ask) -> None:
     prompt = [20 + i % 700 for i in range(333)]
     whole, pieces = make_lane(chunk_tokens=512), make_lane(chunk_tokens=64)

@@ -1,11 +1,13 @@
 """What the engine takes for granted about mlx-vlm: each test fails when that moves."""
 
 import mlx.core as mx
+import pytest
 from mlx_vlm.models.base import LanguageModelOutput
 
 from tests.engine.conftest import run
 from workers.engine.row_cache import RowCache
 from workers.engine.seam import ArraysCache, Checkpoint, KVCache
+from workers.engine.verify import Verify, probe_native_verify
 
 TOKENS = list(range(20, 60))
 
@@ -59,7 +61,10 @@ def test_hidden_states_give_the_models_own_scores(checkpoint: Checkpoint) -> Non
     assert mx.array_equal(ours, theirs.logits)
 
 
-def test_a_rejected_token_leaves_no_trace_in_any_cache(checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("native", [True, False])
+def test_a_rejected_token_leaves_no_trace_in_any_cache(
+    checkpoint: Checkpoint, native: bool
+) -> None:
     """Append three tokens, keep one, go on: the scores are those of never having seen the rest."""
     target = checkpoint.target
 
@@ -71,12 +76,12 @@ def test_a_rejected_token_leaves_no_trace_in_any_cache(checkpoint: Checkpoint) -
         ]
 
     clean, rolled = prefilled(), prefilled()
-    append = target.append(clean, 1)
-    target.forward(mx.array([[7]]), clean, positions(40, 41))
-    append.commit([1])
-    append = target.append(rolled, 3)
-    target.forward(mx.array([[7, 8, 9]]), rolled, positions(40, 43))
-    append.commit([1])
+    verify = Verify(target, clean, native=True)
+    verify.run(mx.array([[7]]), positions(40, 41))
+    verify.keep([1])
+    verify = Verify(target, rolled, native=native)
+    verify.run(mx.array([[7, 8, 9]]), positions(40, 43))
+    verify.keep([1])
 
     expected, got = (
         target.scores(target.forward(mx.array([[5]]), caches, positions(41, 42)))
@@ -84,6 +89,19 @@ def test_a_rejected_token_leaves_no_trace_in_any_cache(checkpoint: Checkpoint) -
     )
 
     assert mx.allclose(expected, got, atol=0.05).item()
+
+
+def test_this_family_verifies_in_one_pass(checkpoint: Checkpoint) -> None:
+    assert probe_native_verify(checkpoint.target)
+
+
+def test_a_family_that_cannot_roll_back_is_found_out(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrent states that stay where the rejected tokens left them, without an error."""
+    monkeypatch.setattr(ArraysCache, "commit_speculation", lambda *_: None)
+
+    assert not probe_native_verify(checkpoint.target)
 
 
 def test_the_head_has_the_modules_the_lane_drives(checkpoint: Checkpoint) -> None:

@@ -18,6 +18,7 @@ from workers.engine.seam import Checkpoint, load_checkpoint
 from workers.engine.self_test import HeadHealth, examine_head
 from workers.engine.settings import EngineSettings, ModelCard
 from workers.engine.snapshots import Snapshots
+from workers.engine.verify import probe_native_verify
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ def assemble(settings: EngineSettings) -> Assembly:
     checkpoint = load_checkpoint(settings.model)
     prompts = PromptRenderer(checkpoint.processor)
     draft_tokens = settings.draft_tokens if checkpoint.head is not None else 0
+    if draft_tokens:
+        checkpoint.target.native_verify = probe_native_verify(checkpoint.target)
     memory = measure_memory(checkpoint.target, checkpoint.head)
     snapshots = Snapshots(min(settings.snapshot_bytes, memory.room_bytes // 2))
     lanes: list[Lane] = []
@@ -130,6 +133,7 @@ def _card(
         vision=prompts.sees_pictures,
         parameters=sum(array.size for array in parameters),
         weights_bytes=sum(array.nbytes for array in parameters),
+        native_verify=checkpoint.target.native_verify,
         mtp=health is not None and health.sound,
         why_no_mtp=(health.sentence if health and not health.sound else checkpoint.why_no_mtp),
         draft_tokens_requested=settings.draft_tokens,

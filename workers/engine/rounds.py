@@ -15,6 +15,7 @@ import mlx.core as mx
 from workers.engine.batch import Batch
 from workers.engine.sampling import choose
 from workers.engine.seam import MtpHead, Target
+from workers.engine.verify import Verify
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +37,14 @@ def run_round(batch: Batch, target: Target, head: MtpHead | None, k: int) -> Rou
     drafts = _draft(batch, head, length)
 
     inputs = mx.concatenate([batch.last[:, None], drafts], axis=1)
-    append = target.append(batch.caches, length + 1)
-    forward = target.forward(inputs, batch.caches, batch.positions(length + 1))
+    verify = Verify(target, batch.caches, native=target.native_verify)
+    forward = verify.run(inputs, batch.positions(length + 1))
     scores = target.scores(forward)
     chosen = choose(scores, [row.chooser() for row in batch.rows])
     accepted, bonus = _accept(drafts, chosen, limits)
     decided = mx.concatenate([accepted[:, None], chosen], axis=1).tolist()  # the one host sync
     counts = [row[0] for row in decided]
-    append.commit([count + 1 for count in counts])
+    verify.keep([count + 1 for count in counts])
 
     batch.last = bonus
     if head is not None and forward.hidden is not None:

@@ -33,6 +33,7 @@ __all__ = [
     "MtpHead",
     "Target",
     "load_checkpoint",
+    "start_speculative_cache",
 ]
 
 LayerCache: TypeAlias = RowCache | KVCache | ArraysCache
@@ -84,6 +85,8 @@ class Target:
         # These families take explicit positions and hand out hidden states, which the MTP lane
         # lives on; the others find positions in their caches and give scores.
         self.explicit_positions = isinstance(self.language, Qwen35Language | Qwen35MoeLanguage)
+        self.native_verify = True
+        """Whether several tokens may be verified in one pass; probed at load."""
 
     @property
     def batches_rows(self) -> bool:
@@ -148,31 +151,6 @@ class Target:
             return forward.scores if last is None else forward.scores[:, -last:]
         hidden = forward.hidden if last is None else forward.hidden[:, -last:]
         return self.language.speculative_logits_from_hidden(hidden)
-
-    def append(self, caches: Sequence[LayerCache], length: int) -> Append:
-        """Announce that the next forward pass appends `length` tokens to these caches."""
-        return Append(caches, length)
-
-
-class Append:
-    """Tokens appended to caches, of which each row may keep fewer.
-
-    More than one token is mlx-vlm's cache transaction: the recurrent caches record every state on
-    the way. A single token is always kept, and needs no record.
-    """
-
-    def __init__(self, caches: Sequence[LayerCache], length: int) -> None:
-        self._caches = caches
-        self._transaction = start_speculative_cache(caches, length) if length > 1 else None
-
-    def commit(self, kept: Sequence[int]) -> None:
-        """Keep the first `kept[row]` of the appended tokens."""
-        if self._transaction is not None:
-            self._transaction.commit(list(kept))
-            return
-        for cache in self._caches:
-            if isinstance(cache, RowCache):
-                cache.advance(kept)
 
 
 class MtpHead:

@@ -42,6 +42,8 @@ class ModelCard:
     """Of the model and its MTP head together."""
     weights_bytes: int
     """What they take in memory, once for all lanes."""
+    native_verify: bool
+    """Whether a draft is verified in one forward pass; else token by token, which never pays."""
     mtp: bool
     why_no_mtp: str | None
     draft_tokens_requested: int
