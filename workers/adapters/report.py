@@ -6,6 +6,8 @@ worker and only grow; whoever adds workers up adds the last report of every boot
 
 from __future__ import annotations
 
+from collections import Counter
+
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
 
@@ -80,6 +82,27 @@ class Speculation(Record):
         }
 
 
+class SpecPrefillCounts(Record):
+    """What sparse reading of long prompts did, since boot."""
+
+    prompts: NonNegativeInt = 0
+    """Read sparsely."""
+    scored_tokens: NonNegativeInt = 0
+    kept_tokens: NonNegativeInt = 0
+    """Of the scored ones, those that were read."""
+    read_in_full: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    """Prompts that were not, by reason."""
+
+    def __add__(self, other: SpecPrefillCounts) -> SpecPrefillCounts:
+        """Add two counts."""
+        return SpecPrefillCounts(
+            prompts=self.prompts + other.prompts,
+            scored_tokens=self.scored_tokens + other.scored_tokens,
+            kept_tokens=self.kept_tokens + other.kept_tokens,
+            read_in_full=dict(Counter(self.read_in_full) + Counter(other.read_in_full)),
+        )
+
+
 class LaneReport(Record):
     """One lane at one moment."""
 
@@ -96,6 +119,7 @@ class LaneReport(Record):
     """False when the MTP head failed its self-test and the lane serves without it."""
     speculation: Speculation = Field(default_factory=Speculation)
     bypass_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    spec_prefill: SpecPrefillCounts = Field(default_factory=SpecPrefillCounts)
     requests: NonNegativeInt = 0
     """Finished since boot, cancelled and failed ones too."""
     prompt_tokens: NonNegativeInt = 0

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from policies.profile import Bypass
-from workers.adapters.report import LaneReport, Speculation
+from workers.adapters.report import LaneReport, SpecPrefillCounts, Speculation
 from workers.engine.requests import LaneName, Usage
 
 
@@ -61,6 +61,7 @@ class LaneCounters:
         """Set by the engine's self-test, before the lane is asked anything."""
         self._bypass: Counter[str] = Counter()
         self._speculation = Speculation()
+        self._spec_prefill = SpecPrefillCounts()
         self._requests = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0
@@ -71,6 +72,18 @@ class LaneCounters:
         """Count why a newly admitted request will not speculate; reasons may overlap."""
         with self._lock:
             self._bypass.update(str(reason) for reason in bypass)
+
+    def read_sparsely(self, *, scored: int, kept: int) -> None:
+        """Count a prompt of which a draft model chose what to read."""
+        with self._lock:
+            self._spec_prefill += SpecPrefillCounts(
+                prompts=1, scored_tokens=scored, kept_tokens=kept
+            )
+
+    def read_in_full(self, reason: str) -> None:
+        """Count a prompt that could have been read sparsely and is read in full."""
+        with self._lock:
+            self._spec_prefill += SpecPrefillCounts(read_in_full={reason: 1})
 
     def finish(self, usage: Usage, speculation: Speculation) -> None:
         """Count a request that has ended, for whatever reason."""
@@ -105,6 +118,7 @@ class LaneCounters:
                 effective_draft_tokens=self._draft_tokens if self.head_healthy else 0,
                 speculation=self._speculation,
                 bypass_counts=dict(self._bypass),
+                spec_prefill=self._spec_prefill,
                 requests=self._requests,
                 prompt_tokens=self._prompt_tokens,
                 completion_tokens=self._completion_tokens,

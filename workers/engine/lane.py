@@ -36,6 +36,7 @@ from workers.engine.rows import Row
 from workers.engine.sampling import choose
 from workers.engine.seam import Checkpoint, MtpHead
 from workers.engine.snapshots import Snapshots
+from workers.engine.sparse_reading import OFF, SparseReading
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Lane:
         max_rows: int,
         pace: PrefillPace,
         memory: MemoryEstimate,
+        sparse_reading: SparseReading = OFF,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
@@ -80,6 +82,7 @@ class Lane:
         self._max_rows = max_rows
         self._pace = pace
         self._memory = memory
+        self._sparse_reading = sparse_reading
         self._waiting: deque[Row] = deque()
         self._prefill: Prefill | None = None
         # A family whose caches cannot hold rows of different length decodes row by row.
@@ -181,6 +184,7 @@ class Lane:
             row = self._waiting.popleft()
             try:
                 self._prefill = begin_prefill(row, self._target, self._head, self._snapshots)
+                self._sparse_reading.consider(self._prefill, self.counters)
             except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
                 self._fail([row], error)
 
@@ -195,6 +199,9 @@ class Lane:
             beside_others = any(lane.live for lane in (self, *self._siblings))
             before, begun_s = prefill.done, self._clock()
             chunk_tokens = self._pace.chunk_tokens(beside_others=beside_others)
+            if prefill.scoring is not None:
+                self._sparse_reading.score(prefill, chunk_tokens, self.counters)
+                return
             read_chunk(prefill, self._target, self._head, chunk_tokens)
             self._pace.observe(prefill.done - before, self._clock() - begun_s)
             snapshot = take_snapshot(prefill)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from workers.engine.prompt_scorer import Scoring
 from workers.engine.rows import Row
 from workers.engine.seam import Embedded, KVCache, LayerCache, MtpHead, Target
 from workers.engine.snapshots import Snapshot, Snapshots, restore_caches, save_caches
@@ -19,8 +21,12 @@ class Prefill:
     caches: list[LayerCache]
     head_caches: list[KVCache]
     embedded: Embedded | None = None
+    reads: Sequence[int]
+    """Which tokens of the prompt are read, in order: all, or those that a draft model kept."""
+    scoring: Scoring | None = None
+    """Set while a draft model looks for them; nothing is read meanwhile."""
     done: int = 0
-    """Prompt tokens in the target's caches; the head's hold one less."""
+    """How many of them are in the target's caches; the head's hold one less."""
     prefix_tokens: int = 0
     """Where the shared beginning of the prompt ends, if it is to be kept once it is read."""
     last_hidden: mx.array | None = None
@@ -31,7 +37,7 @@ class Prefill:
     @property
     def complete(self) -> bool:
         """Say whether the whole prompt has been read."""
-        return self.done == len(self.row.prompt.tokens)
+        return self.done == len(self.reads)
 
 
 def begin_prefill(row: Row, target: Target, head: MtpHead | None, snapshots: Snapshots) -> Prefill:
@@ -46,6 +52,7 @@ def begin_prefill(row: Row, target: Target, head: MtpHead | None, snapshots: Sna
         caches=target.new_caches(),
         head_caches=head.new_caches() if head else [],
         embedded=embedded,
+        reads=range(len(row.prompt.tokens)),
     )
     prefix = row.prompt.prefix
     if prefix is not None and not (embedded and embedded.extras):
@@ -64,17 +71,19 @@ def read_chunk(prefill: Prefill, target: Target, head: MtpHead | None, chunk_tok
     """Read the next `chunk_tokens` of the prompt at most."""
     tokens = prefill.row.prompt.tokens
     begin = prefill.done
-    end = min(begin + chunk_tokens, len(tokens))
+    end = min(begin + chunk_tokens, len(prefill.reads))
     if begin < prefill.prefix_tokens:
         end = min(end, prefill.prefix_tokens)  # the caches are kept as they are right there
     embedded = prefill.embedded
     if embedded is not None and embedded.extras:
-        end = len(tokens)  # what the family adds beside its embeddings cannot be cut in pieces
-    positions = mx.arange(begin, end, dtype=mx.int32)[None]
+        # What the family adds beside its embeddings cannot be cut in pieces.
+        end = len(prefill.reads)
+    reads = prefill.reads[begin:end]
+    positions = mx.array([list(reads)], dtype=mx.int32)
     if embedded is not None and embedded.positions is not None:
         positions = embedded.positions[..., begin:end]
     forward = target.forward(
-        mx.array([tokens[begin:end]], dtype=mx.int32),
+        mx.array([[tokens[at] for at in reads]], dtype=mx.int32),
         prefill.caches,
         positions,
         embeddings=embedded.embeddings[:, begin:end] if embedded else None,
@@ -111,16 +120,20 @@ def take_snapshot(prefill: Prefill) -> Snapshot | None:
 def _read_with_head(
     prefill: Prefill, head: MtpHead, hidden: mx.array, begin: int, end: int
 ) -> None:
-    """Give the head what it can pair: the hidden state of token i with token i + 1."""
+    """Give the head what it can pair: the hidden state of token i with token i + 1.
+
+    Its positions are slot numbers, as they are when it drafts: tokens left out leave no gap.
+    """
     tokens = prefill.row.prompt.tokens
     if prefill.last_hidden is not None:
         hidden = mx.concatenate([prefill.last_hidden, hidden[:, :-1]], axis=1)
         begin -= 1
     else:
         hidden = hidden[:, :-1]
-    if end - 1 > begin:
+    reads = prefill.reads[begin : end - 1]
+    if reads:
         head.forward(
-            mx.array([tokens[begin + 1 : end]], dtype=mx.int32),
+            mx.array([[tokens[at + 1] for at in reads]], dtype=mx.int32),
             hidden,
             prefill.head_caches,
             mx.arange(begin, end - 1, dtype=mx.int32)[None],
@@ -130,7 +143,7 @@ def _read_with_head(
 def seed_head(prefill: Prefill, head: MtpHead, first_token: int) -> mx.array:
     """Show the head the first token of the answer; return the state [1, 1, width] that drafts."""
     assert prefill.last_hidden is not None
-    position = len(prefill.row.prompt.tokens) - 1
+    position = len(prefill.reads) - 1
     return head.forward(
         mx.array([[first_token]], dtype=mx.int32),
         prefill.last_hidden,

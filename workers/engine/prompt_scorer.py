@@ -8,14 +8,13 @@ All of it belongs to the engine thread.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
 from workers.engine.draft_attention import read_and_look
-from workers.engine.seam import Target
-from workers.engine.spec_prefill import Scores
+from workers.engine.seam import Forward, Target
+from workers.engine.spec_prefill import Scope, Scores, select
 
 LOOK_AHEAD_TOKENS = 8
 """Tokens of the draft's own answer that look back, after the last one of the prompt has."""
@@ -25,43 +24,47 @@ class PromptScorer:
     """Scores prompts by one draft model."""
 
     def __init__(self, draft: Target, context_tokens: int) -> None:
-        self.draft = draft
+        self._draft = draft
         self.context_tokens = context_tokens - LOOK_AHEAD_TOKENS
 
-    def begin(self, tokens: Sequence[int]) -> Scoring:
-        """Open the caches for a prompt of at least two tokens."""
-        return Scoring(self.draft, tokens)
+    def begin(self, prompt: Sequence[int], scope: Scope) -> Scoring:
+        """Open the caches for the part of a prompt that is to be scored."""
+        return Scoring(self._draft, prompt, scope)
 
 
 class Scoring:
     """One prompt being scored."""
 
-    def __init__(self, draft: Target, tokens: Sequence[int]) -> None:
+    def __init__(self, draft: Target, prompt: Sequence[int], scope: Scope) -> None:
+        self.scope = scope
+        self.reads: tuple[int, ...] | None = None
+        """Which tokens of the prompt to read, once that is known: all before the scope, too."""
         self._draft = draft
-        self._tokens = tokens
+        self._tokens = prompt[scope.begin : scope.end]
         self._caches = draft.new_caches()
-        self.done = 0
-        """Tokens the draft has read."""
-        self.importance: Scores | None = None
-        """How much each token matters, once all have been read."""
+        self._done = 0
 
     def advance(self, chunk_tokens: int) -> None:
-        """Read the next `chunk_tokens` of the prompt at most, or look ahead from its end."""
+        """Read the next `chunk_tokens` of the scope at most, or look back from its end."""
         last = len(self._tokens) - 1
-        if self.done == last:
-            self.importance = self._look_ahead()
+        if self._done < last:
+            self._read(self._done, min(self._done + chunk_tokens, last))
             return
-        end = min(self.done + chunk_tokens, last)
+        kept = select(self._look_back(), self.scope.keep_share)
+        begin = self.scope.begin
+        self.reads = (*range(begin), *(begin + at for at in kept))
+
+    def _read(self, begin: int, end: int) -> None:
         self._draft.forward(
-            mx.array([self._tokens[self.done : end]], dtype=mx.int32),
+            mx.array([self._tokens[begin:end]], dtype=mx.int32),
             self._caches,
-            mx.arange(self.done, end, dtype=mx.int32)[None],
+            mx.arange(begin, end, dtype=mx.int32)[None],
         )
         mx.eval([cache.state for cache in self._caches])
-        self.done = end
+        self._done = end
 
-    def _look_ahead(self) -> Scores:
-        """Let the last token and some greedy ones behind it look back over the prompt."""
+    def _look_back(self) -> Scores:
+        """Let the last token, and some greedy ones behind it, look back over all before them."""
         count = len(self._tokens)
         token = mx.array([[self._tokens[-1]]], dtype=mx.int32)
         looks = []
@@ -70,6 +73,6 @@ class Scoring:
                 self._draft, token, self._caches, mx.array([[position]], dtype=mx.int32)
             )
             looks.append(mx.concatenate([layer[:, 0, :count] for layer in weights]).max(axis=0))
-            scores = self._draft.language.speculative_logits_from_hidden(hidden)
-            token = mx.argmax(scores[:, -1:], axis=-1).astype(mx.int32)
+            scores = self._draft.scores(Forward(hidden=hidden, scores=None))
+            token = mx.argmax(scores[:, -1], axis=-1, keepdims=True).astype(mx.int32)
         return np.array(mx.stack(looks).mean(axis=0), dtype=np.float32)

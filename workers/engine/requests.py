@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from policies.profile import Bypass, Sampling
 from workers.adapters.report import Speculation
+from workers.engine.spec_prefill import Wish
 
 
 class LaneName(StrEnum):
@@ -58,6 +59,8 @@ class Generation:
     top_logprobs: int | None = None
     draft_tokens: int | None = None
     """k wanted by this request; None takes the worker's setting."""
+    spec_prefill: Wish = field(default_factory=Wish)
+    """Whether a long prompt may be read sparsely, and how much of it."""
     bypass: tuple[Bypass, ...] = ()
     """Why it does not speculate, counted in the lane's `bypass_counts`; empty if it may."""
 
@@ -80,6 +83,8 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    skipped_tokens: int = 0
+    """Of the prompt, never read: SpecPrefill left them out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

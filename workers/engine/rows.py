@@ -46,12 +46,17 @@ class Row:
     cancelled: bool = False
     cached_tokens: int = 0
     """Prompt tokens that came out of a snapshot instead of being read."""
+    skipped_tokens: int = 0
+    """Prompt tokens that are never read: a draft model found that they do not matter."""
     position_offset: int = 0
-    """Slot number to text position; pictures take fewer positions than slots."""
+    """Token number to text position; pictures take fewer positions than tokens."""
 
     @property
     def context(self) -> int:
-        """Count the tokens that the caches hold: all but the last one of the answer."""
+        """Count the tokens behind the next one: all but the last one of the answer.
+
+        The caches hold as many, less `skipped_tokens`.
+        """
         return len(self.prompt.tokens) + max(len(self.answer) - 1, 0)
 
     def next_draft(self, k: int) -> int:
@@ -78,6 +83,7 @@ class Row:
             prompt_tokens=len(self.prompt.tokens),
             completion_tokens=len(self.answer),
             cached_tokens=self.cached_tokens,
+            skipped_tokens=self.skipped_tokens,
         )
 
     def accept(

@@ -1,8 +1,8 @@
 """Which tokens of a long prompt are read at all: SpecPrefill (Liu et al. 2025, arXiv 2502.02789).
 
-A small draft model says how much every token of the prompt mattered to the tokens it would answer
-with; the chunks that mattered most are read by the target at their true positions, the others never.
-Nothing here touches a model: scores go in, decisions come out.
+A small draft model says how much every token of the prompt mattered to the tokens that it would
+answer with. The chunks that mattered most are read by the target, at their true positions; the
+others never are. Nothing here touches a model: scores go in, decisions come out.
 """
 
 from __future__ import annotations

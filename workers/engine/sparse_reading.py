@@ -1,0 +1,79 @@
+"""Reading long prompts sparsely: which ones, by whose scores, and what is counted of it.
+
+A sparse row is a row like any other: its caches hold fewer slots than it has positions, which its
+batch never notices, since positions come from the row and slots from the caches. Recurrent layers
+read only the kept tokens, so what they remember of the rest is nothing. Any doubt about a prompt or
+about the draft model ends in a full prefill, counted by its reason.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from workers.engine.counters import LaneCounters
+from workers.engine.prefill import Prefill
+from workers.engine.prompt_scorer import PromptScorer
+from workers.engine.spec_prefill import (
+    ReadInFull,
+    SpecPrefillSettings,
+    Unread,
+    choose_scope,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class SparseReading:
+    """Decides for every prompt, before it is read and while it is scored."""
+
+    def __init__(self, settings: SpecPrefillSettings | None, scorer: PromptScorer | None) -> None:
+        """Take no scorer where there is no draft model, or none that can be used."""
+        self._settings = settings
+        self._scorer = scorer
+
+    def consider(self, prefill: Prefill, counters: LaneCounters) -> None:
+        """Open the scoring of a prompt that is to be read sparsely."""
+        row = prefill.row
+        wish = row.generation.spec_prefill
+        if self._settings is None or self._scorer is None:
+            if wish.sparse or (self._settings and wish.sparse is None):
+                counters.read_in_full(ReadInFull.NO_DRAFT)
+            return
+        unread = Unread(
+            prompt_tokens=len(row.prompt.tokens),
+            cached_tokens=row.cached_tokens,
+            prefix_tokens=prefill.prefix_tokens,
+            pictures=prefill.embedded is not None,
+        )
+        scope = choose_scope(self._settings, self._scorer.context_tokens, wish, unread)
+        if isinstance(scope, ReadInFull):
+            counters.read_in_full(scope)
+        else:
+            prefill.scoring = self._scorer.begin(row.prompt.tokens, scope)
+
+    def score(self, prefill: Prefill, chunk_tokens: int, counters: LaneCounters) -> None:
+        """Let the draft model read on, and take its choice once it has read all."""
+        scoring, row = prefill.scoring, prefill.row
+        assert scoring is not None
+        try:
+            scoring.advance(chunk_tokens)
+        except Exception as error:  # the target can read without its advice
+            logger.warning(
+                "spec_prefill.failed request_id=%s", row.generation.request_id, exc_info=error
+            )
+            counters.read_in_full(ReadInFull.DRAFT_FAILED)
+            prefill.scoring = None
+            return
+        if scoring.reads is None:
+            return
+        prefill.scoring = None
+        prefill.reads = scoring.reads
+        row.skipped_tokens = len(row.prompt.tokens) - len(scoring.reads)
+        if scoring.scope.begin < prefill.prefix_tokens:
+            prefill.prefix_tokens = 0  # caches with holes are not the prefix: never to be kept
+        scored = scoring.scope.end - scoring.scope.begin
+        counters.read_sparsely(scored=scored, kept=scored - row.skipped_tokens)
+
+
+OFF = SparseReading(None, None)
+"""For a worker without a draft model."""
