@@ -67,8 +67,9 @@ class Paceline:
 class Line(Paceline):
     """A `paceline up` whose worker takes requests."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[str], state_dir: Path) -> None:
         super().__init__(process)
+        self.state_dir = state_dir
         ready = self.wait_for(READY)
         self.url, self.model = ready[1], ready[2]
 
@@ -108,7 +109,7 @@ def paceline(
 def running_line(folder: Path) -> Iterator[Line]:
     """Run `paceline up` on a free port: without a model it takes the demo."""
     with paceline("up", "--port", "0", environment={}, folder=folder) as process:
-        yield Line(process)
+        yield Line(process, _state_dir(folder))
 
 
 @contextlib.contextmanager
@@ -123,7 +124,11 @@ def clean_environment(folder: Path) -> dict[str, str]:
     """Return this environment without the settings of a Paceline that its owner may run."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
     root = str(Path(__file__).parents[2])
-    return kept | {"PACELINE_STATE_DIR": str(folder / "state"), "PYTHONPATH": root}
+    return kept | {"PACELINE_STATE_DIR": str(_state_dir(folder)), "PYTHONPATH": root}
+
+
+def _state_dir(folder: Path) -> Path:
+    return folder / "state"
 
 
 @contextlib.contextmanager

@@ -20,7 +20,6 @@ def test_greedy_text_speculates_and_says_so(line: Line, client: OpenAI, stream: 
     assert answer.text == ", ".join(map(str, range(1, 21))) + "."
     assert answer.finish_reason == "stop"
     assert answer.speculation["draft_acceptance_rate"] > 0.5
-    assert answer.speculation["num_spec_tokens"] == 2
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -70,10 +69,10 @@ def test_draft_counts_explain_every_token(line: Line, client: OpenAI) -> None:
     accepted = sum(length * steps for length, steps in enumerate(histogram))
     assert accepted == counts["num_accepted_draft_tokens"]
     assert counts["mean_acceptance_length"] == pytest.approx(1 + accepted / sum(histogram))
-    # The first token comes from the prompt; every step brings what it accepted and one more. The
-    # last step may bring more than the answer had room for.
+    # Every step brings what it accepted and one more, of which the last may bring more than the
+    # answer had room for; the first token comes from the prompt, others may come undrafted.
     brought = 1 + accepted + counts["num_spec_steps"]
-    assert answer.completion_tokens <= brought <= answer.completion_tokens + 2
+    assert brought <= answer.completion_tokens + counts["num_spec_tokens"]
 
 
 def read_status(line: Line) -> dict[str, Any]:

@@ -15,7 +15,8 @@ import pytest
 
 from tests.e2e.asking import LONG_TEXT, text_body
 from tests.e2e.line_process import LISTENS, running_gateway
-from tests.worker_process import RunningWorker, running_worker
+from tests.worker_process import RunningWorker, until_ready, worker_process
+from workers.demo import CHECKPOINT
 
 TOKEN = "of-the-fleet"
 STREAMS = 12
@@ -48,22 +49,30 @@ class Stream:
         return "[DONE]" not in self.events and '"error"' in self.events[-1]
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[Fleet]:
-    """A gateway and two workers that joined it."""
+@contextlib.contextmanager
+def running_fleet(folder: Path) -> Iterator[Fleet]:
+    """Run a gateway and two workers that have joined it."""
     with contextlib.ExitStack() as opened:
-        gateway = opened.enter_context(running_gateway(tmp_path, token=TOKEN))
+        gateway = opened.enter_context(running_gateway(folder, token=TOKEN))
         url = gateway.wait_for(LISTENS)[1]
-        workers = {
+        flags = ("--model", str(CHECKPOINT), "--port", "0", "--join", url)
+        environment = {"PACELINE_JOIN_TOKEN": TOKEN}
+        started = {
             name: opened.enter_context(
-                running_worker(
-                    "--join", url, "--id", name, environment={"PACELINE_JOIN_TOKEN": TOKEN}
-                )
+                worker_process(*flags, "--id", name, environment=environment)
             )
             for name in ("a", "b")
         }
+        workers = {name: until_ready(process) for name, process in started.items()}
         wait_until_members(url, set(workers))
         yield Fleet(url=url, workers=workers)
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """A fleet for tests that leave it as it was."""
+    with running_fleet(tmp_path_factory.mktemp("fleet")) as running:
+        yield running
 
 
 def wait_until_members(url: str, wanted: set[str]) -> None:
@@ -108,40 +117,38 @@ async def many_streams(client: httpx.AsyncClient, fleet: Fleet) -> AsyncIterator
         yield streams
 
 
-@pytest.fixture
-async def client(fleet: Fleet) -> AsyncIterator[httpx.AsyncClient]:
+def client_of(fleet: Fleet) -> httpx.AsyncClient:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=fleet.url, timeout=120, limits=limits) as opened:
-        yield opened
+    return httpx.AsyncClient(base_url=fleet.url, timeout=120, limits=limits)
 
 
-async def test_two_workers_share_the_load(fleet: Fleet, client: httpx.AsyncClient) -> None:
-    async with many_streams(client, fleet) as streams:
+async def test_two_workers_share_the_load(fleet: Fleet) -> None:
+    async with client_of(fleet) as client, many_streams(client, fleet) as streams:
         pass
     assert Counter(stream.worker for stream in streams) == {"a": STREAMS // 2, "b": STREAMS // 2}
     assert all(stream.whole for stream in streams)
 
 
-async def test_killed_worker_breaks_its_own_streams_only(
-    fleet: Fleet, client: httpx.AsyncClient
-) -> None:
-    async with many_streams(client, fleet) as streams:
-        fleet.workers["a"].process.send_signal(signal.SIGKILL)
-    assert {stream.worker for stream in streams} == {"a", "b"}
-    for stream in streams:
-        assert stream.broken if stream.worker == "a" else stream.whole, stream.events[-2:]
-
-    for _ in range(4):
-        body = text_body(fleet.model, "Hello!", temperature=0)
-        answer = await client.post("/v1/chat/completions", json=body)
-        assert answer.status_code == 200
-        assert answer.headers["x-paceline-worker"] == "b"
-
-
-async def test_silent_worker_is_taken_off_the_list(fleet: Fleet, client: httpx.AsyncClient) -> None:
-    fleet.workers["a"].process.send_signal(signal.SIGSTOP)
+async def test_silent_worker_is_taken_off_the_list_until_it_beats_again(fleet: Fleet) -> None:
+    silent = fleet.workers["a"].process
+    silent.send_signal(signal.SIGSTOP)
     try:
         await asyncio.to_thread(wait_until_members, fleet.url, {"b"})
     finally:
-        fleet.workers["a"].process.send_signal(signal.SIGCONT)
+        silent.send_signal(signal.SIGCONT)
     await asyncio.to_thread(wait_until_members, fleet.url, {"a", "b"})
+
+
+async def test_killed_worker_breaks_its_own_streams_only(tmp_path: Path) -> None:
+    with running_fleet(tmp_path) as fleet:
+        async with client_of(fleet) as client:
+            async with many_streams(client, fleet) as streams:
+                fleet.workers["a"].process.send_signal(signal.SIGKILL)
+            assert {stream.worker for stream in streams} == {"a", "b"}
+            for stream in streams:
+                assert stream.broken if stream.worker == "a" else stream.whole, stream.events[-2:]
+            for _ in range(4):
+                body = text_body(fleet.model, "Hello!", temperature=0)
+                answer = await client.post("/v1/chat/completions", json=body)
+                assert answer.status_code == 200
+                assert answer.headers["x-paceline-worker"] == "b"

@@ -48,15 +48,14 @@ def test_up_says_that_the_demo_is_a_toy(line: Line) -> None:
     assert any("toy model" in text and "--model" in text for text in line.lines)
 
 
-def test_up_tells_how_another_mac_joins_and_keeps_the_token_private(tmp_path: Path) -> None:
-    with running_line(tmp_path) as line:
-        (join,) = [text for text in line.lines if " worker --join " in text]
-        kept = tmp_path / "state" / "join-token"
-        assert f"--token {kept.read_text()}" in join
-        assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-        arguments = Path(f"/proc/{line.worker_pid()}/cmdline")
-        if arguments.exists():  # macOS has no such file
-            assert kept.read_text() not in arguments.read_text()
+def test_up_tells_how_another_mac_joins_and_keeps_the_token_private(line: Line) -> None:
+    (join,) = [text for text in line.lines if " worker --join " in text]
+    kept = line.state_dir / "join-token"
+    assert f"--token {kept.read_text()}" in join
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    arguments = Path(f"/proc/{line.worker_pid()}/cmdline")
+    if arguments.exists():  # macOS has no such file
+        assert kept.read_text() not in arguments.read_text()
 
 
 def test_killed_worker_is_started_again_and_its_counts_are_kept(tmp_path: Path) -> None:
