@@ -26,6 +26,7 @@ from workers.server.worker import Identity, Worker
 EXIT_ENGINE_DIED = 1
 EXIT_SETTINGS = 2
 EXIT_MODEL = 3
+EXIT_INTERRUPTED = 130
 READY_PREFIX = "PACELINE_WORKER_READY "
 """Opens the line of JSON that tells a program where the worker listens."""
 
@@ -37,6 +38,13 @@ def main(arguments: Sequence[str]) -> int:
     )
     for chatty in ("httpx", "uvicorn"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # while the weights load; later the server listens to signals
+        return EXIT_INTERRUPTED
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
         settings = read_settings(arguments)
         # Before the weights, which may take minutes: a taken port should be known at once.

@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 DRAIN_S = 30.0
 """How long running answers may go on once the worker was asked to end."""
 _LAST_WRITES_S = 2
+_KEEP_ALIVE_S = 75
+"""Longer than a gateway keeps idle connections: if both close at once, a request is lost."""
 _ENGINE_CHECK_S = 0.5
 
 
@@ -73,6 +75,7 @@ async def serve(
         access_log=False,
         lifespan="off",
         server_header=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_LAST_WRITES_S,
     )
     server = _Server(config, ending)

@@ -13,8 +13,9 @@ HEADERS = {
     "x-accel-buffering": "no",
 }
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
 
 def event(payload: Json) -> bytes:
     """Frame one JSON value."""
-    text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return f"data: {text}\n\n".encode()
+    return f"data: {_ENCODER.encode(payload)}\n\n".encode()
