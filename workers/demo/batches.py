@@ -13,7 +13,14 @@ from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import Qwen3VLImageProcessor
 from tokenizers import Tokenizer
 
 from workers.demo.architecture import MERGE, PATCH, PICTURE_PIXELS
-from workers.demo.conversations import Message, draw_chat, draw_facts, system_prompt
+from workers.demo.conversations import (
+    Chat,
+    Message,
+    draw_chat,
+    draw_facts,
+    practice_chat,
+    system_prompt,
+)
 from workers.demo.fast_forward import CHUNK
 from workers.demo.pictures import TRAINING_SIZES, Picture, draw_picture, picture_chat
 from workers.demo.tokenizer import TokenRow, encode_chat, special_ids
@@ -83,10 +90,21 @@ def _skipping_positions(random: Random, row: TokenRow) -> npt.NDArray[np.int32]:
     return positions
 
 
-def text_batches(tokenizer: Tokenizer, random: Random) -> Iterator[TextBatch]:
-    """Endless batches of about TOKENS_IN_BATCH tokens, rows of one batch of like length."""
+def text_batches(
+    tokenizer: Tokenizer, random: Random, *, practice: float = 0.0
+) -> Iterator[TextBatch]:
+    """Endless batches of about TOKENS_IN_BATCH tokens, rows of one batch of like length.
+
+    `practice` is the share of chats that practise copying.
+    """
+
+    def draw() -> Chat:
+        if practice and random.random() < practice:
+            return practice_chat(random)
+        return draw_chat(random)
+
     while True:
-        chats = (draw_chat(random) for _ in range(_CHATS_IN_POOL))
+        chats = (draw() for _ in range(_CHATS_IN_POOL))
         rows = [
             row
             for chat in chats

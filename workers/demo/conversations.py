@@ -228,3 +228,26 @@ def draw_chat(random: Random, *, filler_sentences: tuple[int, int] = (0, 14)) ->
             asked, answer = turn.question, turn.answer
         messages += [Message("user", loosely(random, asked)), Message("assistant", answer)]
     return tuple(messages)
+
+
+def practice_chat(random: Random) -> Chat:
+    """Draw a chat that is nothing but copying: words to repeat, or facts, each asked for in turn.
+
+    Finding and copying is one skill, learnt all of a sudden; in ordinary chats it is rare.
+    """
+    if random.random() < 0.5:
+        messages: list[Message] = []
+        for _ in range(random.randint(1, 3)):
+            kinds = (world.NOUNS, world.ADJECTIVES, world.NAMES, world.CITIES)
+            words = [random.choice(random.choice(kinds)) for _ in range(random.randint(2, 8))]
+            asked = f"{random.choice(('Repeat:', 'Say this again:', 'Echo:'))} {' '.join(words)}"
+            messages += [Message("user", asked), Message("assistant", " ".join(words))]
+        return tuple(messages)
+    facts = draw_facts(random, random.randint(1, 4))
+    messages = [Message("system", system_prompt(random, random.choice((0, 0, 2, 6)), facts))]
+    for fact in random.sample(facts, len(facts)):
+        messages += [
+            Message("user", loosely(random, random.choice(fact.questions))),
+            Message("assistant", fact.answer),
+        ]
+    return tuple(messages)

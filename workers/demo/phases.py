@@ -41,6 +41,9 @@ SEED: Final = 20
 _EYE_BATCH: Final = 48
 _PICTURE_ROWS: Final = 24
 _POLISH_ROWS: Final = 32
+_PRACTICE_FROM: Final = 700
+_PRACTICE_SHARE: Final = 0.35
+"""From this step of `join` and `mtp` on, so many chats practise copying."""
 
 
 def _random(name: str) -> Random:
@@ -137,6 +140,9 @@ class _MixedSteps:
             tokenizer, _draw_pictures(work, name), _random(f"{name} chats"), _PICTURE_ROWS
         )
         self._texts = text_batches(tokenizer, _random(f"{name} texts"))
+        self._practice = text_batches(
+            tokenizer, _random(f"{name} practice"), practice=_PRACTICE_SHARE
+        )
         self._longs = long_batches(tokenizer, _random(f"{name} longs"), longest)
 
     def batch(self, step: int) -> TextBatch | PictureBatch:
@@ -145,7 +151,7 @@ class _MixedSteps:
             return next(self._longs)
         if step % 4 == 1:
             return next(self._pictures)
-        return next(self._texts)
+        return next(self._texts if step < _PRACTICE_FROM else self._practice)
 
 
 def _hidden(model: Any, batch: TextBatch | PictureBatch) -> tuple[mx.array, TextBatch]:
