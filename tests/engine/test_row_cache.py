@@ -60,6 +60,12 @@ def test_mask_shows_each_query_its_own_rows_past_and_itself() -> None:
     ]
 
 
+def test_rows_of_one_length_need_no_mask_array() -> None:
+    level = filled([3, 3])
+
+    assert (level.make_mask(1), level.make_mask(2)) == (None, "causal")
+
+
 def test_append_past_the_capacity_grows_it() -> None:
     cache = filled([8], slots=8)
 

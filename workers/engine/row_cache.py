@@ -59,8 +59,13 @@ class RowCache:
         """Say that nothing is stored; never so for a joined row."""
         return False
 
-    def make_mask(self, N: int, **_: object) -> mx.array:  # noqa: N803  # the models' name
-        """Let query i of a row see exactly that row's slots up to its own."""
+    def make_mask(self, N: int, **_: object) -> mx.array | str | None:  # noqa: N803  # theirs
+        """Let query i of a row see exactly that row's slots up to its own.
+
+        Rows of one length need no array for that: the kernels know "causal" by name.
+        """
+        if self._level:
+            return None if N == 1 else "causal"
         queries = self.offset[:, None] + mx.arange(N)
         slots = mx.arange(self._idx + N)
         return slots[None, None, None] <= queries[:, None, :, None]
@@ -70,13 +75,17 @@ class RowCache:
         length = keys.shape[2]
         needed = self._idx + length
         self._reserve(needed)
-        slots = (self.offset[:, None] + mx.arange(length))[:, None, :, None]
-        self.keys = mx.put_along_axis(
-            self.keys, mx.broadcast_to(slots, keys.shape), keys.astype(self.keys.dtype), axis=2
-        )
-        self.values = mx.put_along_axis(
-            self.values, mx.broadcast_to(slots, values.shape), values.astype(self.values.dtype), 2
-        )
+        if self._level:
+            self.keys[:, :, needed - length : needed] = keys
+            self.values[:, :, needed - length : needed] = values
+        else:
+            slots = (self.offset[:, None] + mx.arange(length))[:, None, :, None]
+            self.keys = mx.put_along_axis(
+                self.keys, mx.broadcast_to(slots, keys.shape), keys, axis=2
+            )
+            self.values = mx.put_along_axis(
+                self.values, mx.broadcast_to(slots, values.shape), values, axis=2
+            )
         self.offset = self.offset + length
         self._pending += length
         return self.keys[:, :, :needed], self.values[:, :, :needed]
@@ -136,6 +145,7 @@ class RowCache:
 
     def _set_lengths(self, lengths: list[int]) -> None:
         self.lengths = lengths
+        self._level = min(lengths) == max(lengths)
         self.offset = mx.array(lengths, dtype=mx.int32)
 
     def _reserve(self, needed: int) -> None:
