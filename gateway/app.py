@@ -7,14 +7,12 @@ from collections.abc import AsyncIterator
 from random import Random
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.client import Receive, Scope, Send
 from gateway.errors import (
-    FieldInvalid,
     GatewayError,
     MethodRefused,
     PathUnknown,
@@ -79,7 +77,6 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
     panel.include_router(admin.workers(line))
     panel.add_exception_handler(GatewayError, _render)
     panel.add_exception_handler(HTTPException, _render)
-    panel.add_exception_handler(RequestValidationError, _render)
     return panel
 
 
@@ -99,9 +96,5 @@ def _shaped(error: Exception) -> GatewayError:
             return PathUnknown()
         case HTTPException(status_code=405):
             return MethodRefused((error.headers or {}).get("Allow", "another method"))
-        case RequestValidationError():
-            problem = error.errors()[0]
-            where = ".".join(str(part) for part in problem["loc"] if part != "body")
-            return FieldInvalid(f"{where}: {problem['msg']}", param=where)
         case _:
             return RequestRefused("The request cannot be understood.")

@@ -8,7 +8,6 @@ from types import TracebackType
 from typing import Self
 
 import httpx
-from pydantic import ValidationError
 from pydantic_core import from_json
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
@@ -64,14 +63,7 @@ class Control:
             async with asyncio.timeout(REFRESH_TIMEOUT_S):
                 answer = await self._get(f"{worker.url}/v1/status")
             report = WorkerReport.model_validate(from_json(answer.content)["report"])
-        except (
-            TimeoutError,
-            httpx.HTTPError,
-            ValidationError,
-            ValueError,
-            KeyError,
-            TypeError,
-        ) as error:
+        except (TimeoutError, httpx.HTTPError, ValueError, KeyError, TypeError) as error:
             log.warning("refresh.failed worker=%s error=%r", worker.worker_id, error)
             return None
         return report if report.worker_id == worker.worker_id else None

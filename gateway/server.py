@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine, Iterator
@@ -127,7 +128,7 @@ def _listener(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         raise StartRefused(
-            f"Cannot listen on {host} port {port} ({error.strerror}); "
+            f"Cannot listen on {host} port {port} ({os.strerror(error.errno or 0)}); "
             "choose another with --port or PACELINE_PORT."
         ) from None
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Depends
+from pydantic import ValidationError
+from starlette.requests import Request
 from starlette.responses import Response
+from yarl import URL
 
+from gateway.client import read_body
 from gateway.errors import FieldInvalid
 from gateway.fleet import BEAT_S
 from gateway.line import Line
 from gateway.routes.guards import with_admin_key, with_join_token
 from gateway.status import worker_state
 from workers.adapters.report import WorkerReport
+
+_REPORT_LIMIT_BYTES = 256 * 1024
 
 
 def workers(line: Line) -> APIRouter:
@@ -21,11 +27,17 @@ def workers(line: Line) -> APIRouter:
     joined = [Depends(with_join_token(line))]
 
     @router.put("/{worker_id}", dependencies=joined)
-    async def beat(worker_id: str, report: WorkerReport) -> dict[str, float]:
+    async def beat(worker_id: str, request: Request) -> dict[str, float]:
+        # Read here, not by FastAPI: it would read any size, and before it asks for the token.
+        raw = await read_body(
+            request.scope,
+            request.receive,
+            limit_bytes=_REPORT_LIMIT_BYTES,
+            timeout_s=line.settings.body_timeout_s,
+        )
+        report = _read_report(raw)
         if report.worker_id != worker_id:
             raise FieldInvalid("The report is of another worker than the path.", param="worker_id")
-        if not report.url.startswith(("http://", "https://")):
-            raise FieldInvalid("'url' must be an http address.", param="url")
         line.fleet.beat(report)
         await line.store.keep_report(report)
         return {"beat_s": BEAT_S}
@@ -52,3 +64,23 @@ def workers(line: Line) -> APIRouter:
         }
 
     return router
+
+
+def _read_report(raw: bytes) -> WorkerReport:
+    try:
+        report = WorkerReport.model_validate_json(raw)
+    except ValidationError as invalid:
+        problem = invalid.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in problem["loc"])
+        raise FieldInvalid(f"{where}: {problem['msg']}", param=where or None) from None
+    if not _is_base_url(report.url):
+        raise FieldInvalid("'url' must be like http://192.168.1.20:9200.", param="url")
+    return report
+
+
+def _is_base_url(text: str) -> bool:
+    try:
+        url = URL(text)
+        return url.scheme in ("http", "https") and url == url.origin() and not text.endswith("/")
+    except ValueError:
+        return False

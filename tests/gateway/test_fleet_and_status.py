@@ -28,6 +28,10 @@ def test_a_heartbeat_with_a_wrong_field_names_it(gateway: Gateway, worker: FakeW
     for change, param in (
         ({"worker_id": "other"}, "worker_id"),
         ({"url": "ftp://x"}, "url"),
+        ({"url": "http://"}, "url"),
+        ({"url": "http://mac:9200/"}, "url"),
+        ({"url": "http://mac:9200/v1"}, "url"),
+        ({"url": "http://user@mac:9200"}, "url"),
         ({"secret": 1}, "secret"),
         ({"lanes": [{"name": "vlm", "running": -1}]}, "lanes.0.running"),
     ):
@@ -35,6 +39,11 @@ def test_a_heartbeat_with_a_wrong_field_names_it(gateway: Gateway, worker: FakeW
             "/admin/v1/workers/fake-a", headers=BEARER, json={**report, **change}
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_heartbeat_is_bounded(gateway: Gateway) -> None:
+    answer = gateway.client.put("/admin/v1/workers/a", headers=BEARER, content=b" " * 300_000)
+    assert answer.status_code == 413
 
 
 def test_a_worker_that_says_goodbye_gets_nothing_more(line: Gateway) -> None:

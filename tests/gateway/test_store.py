@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gateway.store import MemoryStore
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
-from workers.adapters.report import WorkerReport
+from workers.adapters.report import LaneReport, WorkerReport
 
 
 def report(boot_id: str, requests: int, model: str = "demo") -> WorkerReport:
@@ -45,6 +45,29 @@ async def test_sums_over_any_number_of_boots_are_exact_and_memory_is_bounded(
         assert sum(lane.speculation.accepted for lane in lanes) == 2 * expected
         assert sum(lane.bypass_counts.get("media", 0) for lane in lanes) == expected
     assert len(kept) <= 18
+
+
+def test_every_field_of_a_lane_either_adds_up_or_is_of_the_moment() -> None:
+    """A count that somebody adds to the report must not get lost between two boots."""
+    of_the_moment = {
+        "name",
+        "running",
+        "waiting",
+        "slots",
+        "mtp_enabled",
+        "requested_draft_tokens",
+        "effective_draft_tokens",
+        "head_healthy",
+    }
+    added = {
+        "speculation",
+        "bypass_counts",
+        "spec_prefill",
+        "requests",
+        "prompt_tokens",
+        "completion_tokens",
+    }
+    assert set(LaneReport.model_fields) == of_the_moment | added
 
 
 async def test_counts_add_up() -> None:
