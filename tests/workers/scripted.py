@@ -34,6 +34,7 @@ CARD = ModelCard(
     vision=True,
     parameters=0,
     weights_bytes=0,
+    native_verify=True,
     mtp=True,
     why_no_mtp=None,
     draft_tokens_requested=2,

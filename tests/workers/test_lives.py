@@ -72,14 +72,6 @@ def test_second_signal_does_not_wait_for_streams() -> None:
         assert worker.process.wait(STOP_TIMEOUT_S) == 0
 
 
-def test_default_model_says_that_it_is_a_toy_and_how_to_name_a_real_one() -> None:
-    with worker_process("--port", "0") as process:
-        worker = until_ready(process)
-    assert worker.model == "demo"
-    assert "toy model" in worker.start_lines[0]
-    assert "--model" in worker.start_lines[0]
-
-
 async def test_worker_whose_engine_died_ends_and_says_so_to_who_started_it() -> None:
     engine = ScriptedEngine()
     listener = socket.socket()
@@ -100,19 +92,16 @@ async def test_worker_whose_engine_died_ends_and_says_so_to_who_started_it() -> 
     assert not alive
 
 
-def test_worker_on_a_leash_ends_with_its_parent() -> None:
-    arguments = ("--model", str(CHECKPOINT), "--port", "0", "--leash")
+def test_worker_runs_what_its_flags_say_until_its_leash_is_let_go() -> None:
+    flags = ("--lanes", "text-mtp", "--draft-tokens", "1", "--leash")
+    arguments = ("--model", str(CHECKPOINT), "--port", "0", *flags)
     with worker_process(*arguments, stdin=subprocess.PIPE) as process:
-        until_ready(process)
+        worker = until_ready(process)
+        assert worker.lanes == ("text-mtp",)
+        assert "draft tokens requested 1, effective 1" in worker.start_lines[-1]
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(STOP_TIMEOUT_S) == 0
-
-
-def test_lanes_and_draft_tokens_of_the_flags_are_what_runs() -> None:
-    with running_worker("--lanes", "text-mtp", "--draft-tokens", "1") as worker:
-        assert worker.lanes == ("text-mtp",)
-        assert "draft tokens requested 1, effective 1" in worker.start_lines[-1]
 
 
 def test_taken_port_is_one_sentence_before_any_weights_are_loaded() -> None:

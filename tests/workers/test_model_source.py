@@ -15,8 +15,14 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
 )
 
+from workers.demo import CHECKPOINT
 from workers.engine.requests import ModelUnusable
 from workers.server.model_source import resolve_model
+
+
+def test_no_model_named_is_the_demo_under_the_name_of_the_shipped_policy() -> None:
+    source = resolve_model("")
+    assert (source.folder, source.served_name, source.toy) == (CHECKPOINT, "demo", True)
 
 
 def test_folder_is_served_under_its_own_name(tmp_path: Path) -> None:

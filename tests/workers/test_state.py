@@ -100,6 +100,11 @@ async def test_models_lists_the_one_that_is_served(worker: RunningWorker) -> Non
     assert other.status_code == 404
 
 
+async def test_toy_model_is_called_one_before_anything_else(worker: RunningWorker) -> None:
+    assert "toy model" in worker.start_lines[0]
+    assert "--model" in worker.start_lines[0]
+
+
 async def test_start_line_says_model_lanes_memory_and_draft_tokens(worker: RunningWorker) -> None:
     line = worker.start_lines[-1]
     assert worker.model in line
