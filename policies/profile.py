@@ -98,6 +98,10 @@ class RequestProfile:
     thinking_budget: int | None = None
     draft_tokens: int | None = None
     """k of this request (`extra_body: {"draft_tokens": k}`); None leaves it to the worker."""
+    spec_prefill: bool | None = None
+    """Whether a long prompt may be read sparsely (`specprefill`); None leaves it to the worker."""
+    spec_prefill_keep: float | None = None
+    """The share of it that is read (`specprefill_keep_pct`), above 0, at most 1."""
     messages: int = 0
     text_chars: int = 0
 

@@ -41,7 +41,7 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _CONTROL_FIELDS = frozenset(
     "model stream stream_options max_tokens max_completion_tokens stop n seed temperature top_p "
     "top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias logprobs "
-    "draft_tokens thinking_budget metrics".split()
+    "draft_tokens specprefill specprefill_keep_pct thinking_budget metrics".split()
 )
 # Accepted because leaving them out changes nothing in the answer.
 _BOOKKEEPING_FIELDS = frozenset(
@@ -93,6 +93,8 @@ def read_profile(
         structured_output=_structured(body),
         thinking_budget=fields.integer("thinking_budget", None, low=0),
         draft_tokens=fields.integer("draft_tokens", None, low=0, high=8),
+        spec_prefill=fields.choice("specprefill"),
+        spec_prefill_keep=_read_keep_share(fields),
         messages=messages,
         text_chars=text_chars,
     )
@@ -113,10 +115,11 @@ class _Fields:
         return value
 
     def flag(self, name: str) -> bool:
+        return self.choice(name) or False
+
+    def choice(self, name: str) -> bool | None:
         value = self._body.get(name)
-        if value is None:
-            return False
-        if not isinstance(value, bool):
+        if value is not None and not isinstance(value, bool):
             raise FieldError(name, f"'{name}' must be true or false.")
         return value
 
@@ -166,6 +169,15 @@ def _read_sampling(fields: _Fields, defaults: SamplingDefaults) -> Sampling:
         repetition_penalty=repetition,
         logit_bias=_read_logit_bias(fields.get("logit_bias")),
     )
+
+
+def _read_keep_share(fields: _Fields) -> float | None:
+    if fields.get("specprefill_keep_pct") is None:
+        return None
+    share = fields.number("specprefill_keep_pct", 1.0, low=0, high=1)
+    if not share:
+        raise FieldError("specprefill_keep_pct", "'specprefill_keep_pct' must be above 0.")
+    return share
 
 
 def _read_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

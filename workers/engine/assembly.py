@@ -18,6 +18,7 @@ from workers.engine.seam import Checkpoint, load_checkpoint
 from workers.engine.self_test import HeadHealth, examine_head
 from workers.engine.settings import EngineSettings, ModelCard
 from workers.engine.snapshots import Snapshots
+from workers.engine.sparse_reading import OFF, SparseReading, load_sparse_reading
 from workers.engine.verify import probe_native_verify
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class Assembly:
 def assemble(settings: EngineSettings) -> Assembly:
     """Load the model and make its lanes; must run on the thread that will step them."""
     checkpoint = load_checkpoint(settings.model)
+    sparse_reading = load_sparse_reading(settings.spec_prefill, checkpoint)
     prompts = PromptRenderer(checkpoint.processor)
     draft_tokens = settings.draft_tokens if checkpoint.head is not None else 0
     if draft_tokens:
@@ -58,6 +60,7 @@ def assemble(settings: EngineSettings) -> Assembly:
                     snapshots=snapshots,
                     siblings=lanes,
                     memory=memory,
+                    sparse_reading=sparse_reading,
                 )
             )
     if not lanes:
@@ -84,7 +87,9 @@ def assemble(settings: EngineSettings) -> Assembly:
         lanes=tuple(lanes),
         snapshots=snapshots,
         memory=memory,
-        card=_card(settings, checkpoint, tuple(lanes), prompts, health),
+        card=_card(
+            settings, checkpoint, tuple(lanes), prompts, health, sparse_reading=sparse_reading
+        ),
     )
 
 
@@ -98,6 +103,7 @@ def _make_lane(
     snapshots: Snapshots,
     siblings: Sequence[Lane],
     memory: MemoryEstimate,
+    sparse_reading: SparseReading = OFF,
 ) -> Lane:
     return Lane(
         name,
@@ -110,6 +116,7 @@ def _make_lane(
         max_rows=settings.max_rows,
         pace=PrefillPace(settings.prefill_chunk_tokens, settings.prefill_budget_s),
         memory=memory,
+        sparse_reading=sparse_reading,
     )
 
 
@@ -119,6 +126,8 @@ def _card(
     lanes: tuple[Lane, ...],
     prompts: PromptRenderer,
     health: HeadHealth | None,
+    *,
+    sparse_reading: SparseReading,
 ) -> ModelCard:
     parts = [checkpoint.target.model.parameters()]
     if checkpoint.head is not None:
@@ -138,4 +147,5 @@ def _card(
         why_no_mtp=(health.sentence if health and not health.sound else checkpoint.why_no_mtp),
         draft_tokens_requested=settings.draft_tokens,
         draft_tokens_effective=effective,
+        spec_prefill=sparse_reading.sentence,
     )

@@ -18,10 +18,11 @@ from workers.engine.seam import KVCache, LayerCache, Target
 
 def read_and_look(
     model: Target, tokens: mx.array, caches: Sequence[LayerCache], positions: mx.array
-) -> tuple[mx.array, list[mx.array]]:
-    """Append tokens [1, L] to the caches; return the last hidden state [1, 1, width] and weights.
+) -> tuple[mx.array, mx.array]:
+    """Append tokens [1, L] to the caches; return the last hidden state [1, 1, width] and looks.
 
-    The weights are one array [heads, L, slots] for each full-attention layer behind the first.
+    The looks [L, slots] say how much each token attends to each slot: the share that the head gives
+    it that looks there most, over the heads of all full-attention layers behind the first.
     """
     layers = model.language.model.layers
     looking = [at for at, layer in enumerate(layers) if at and not layer.is_linear]
@@ -35,19 +36,24 @@ def read_and_look(
         skip_logits=True,
     )
     *inputs, final = output.hidden_states
-    weights = [
-        _weights(layers[at], hidden, caches[at], positions)
+    looks = [
+        attention_weights(layers[at], hidden, caches[at], positions).max(axis=0)
         for at, hidden in zip(looking, inputs, strict=True)
     ]
-    return final[:, -1:], weights
+    return final[:, -1:], mx.stack(looks).max(axis=0)
 
 
-def _weights(layer: Any, hidden: mx.array, cache: LayerCache, positions: mx.array) -> mx.array:
-    """Return the softmax [heads, L, slots] that this layer's queries had over its cache."""
+def attention_weights(
+    layer: Any, inputs: mx.array, cache: LayerCache, positions: mx.array
+) -> mx.array:
+    """Return the softmax [heads, L, slots] that a layer's queries had over its cache.
+
+    The inputs [1, L, width] are the layer's own, and their keys are the last ones in the cache.
+    """
     assert isinstance(cache, KVCache)
     attention = layer.self_attn
     keys = cache.state[0][0].astype(mx.float32)
-    queries = _queries(attention, layer.input_layernorm(hidden), positions)
+    queries = _queries(attention, layer.input_layernorm(inputs), positions)
     heads, length, width = queries.shape
     grouped = queries.astype(mx.float32).reshape(keys.shape[0], -1, length, width)
     scores = attention.scale * (grouped @ keys[:, None].swapaxes(-1, -2))

@@ -1,7 +1,7 @@
 """A draft model that says which tokens of a prompt matter, in pieces as short as a prefill chunk.
 
 It reads the prompt, goes on with a few tokens of its own, and looks back: a token matters as much
-as the head that attends to it most, averaged over the tokens that looked (arXiv 2502.02789, 3.2).
+as the head that attends to it most does, averaged over the tokens that look (arXiv 2502.02789).
 All of it belongs to the engine thread.
 """
 
@@ -13,11 +13,33 @@ import mlx.core as mx
 import numpy as np
 
 from workers.engine.draft_attention import read_and_look
-from workers.engine.seam import Forward, Target
+from workers.engine.seam import Checkpoint, Forward, Target
 from workers.engine.spec_prefill import Scope, Scores, select
 
+QUESTION_TOKENS = 24
+"""The last tokens of the prompt look back too: a question knows what it asks for before any answer.
+
+The paper has the look-ahead alone; SnapKV (Li et al. 2024, arXiv 2404.14469) shows that the end of
+a prompt sees what the answer will need, which a weak draft's own answer may not.
+"""
 LOOK_AHEAD_TOKENS = 8
-"""Tokens of the draft's own answer that look back, after the last one of the prompt has."""
+"""Greedy tokens of the draft's own answer that look back."""
+
+
+def why_unfit(target: Checkpoint, draft: Checkpoint) -> str | None:
+    """Say why one model cannot choose what the other reads; None if it can."""
+    if not target.target.explicit_positions:
+        return "this model family takes no explicit positions"
+    if not draft.target.explicit_positions:
+        return "the attention of the draft model's family cannot be looked at"
+    if not _vocabulary(target).items() <= _vocabulary(draft).items():
+        return "the draft model has another vocabulary"
+    return None
+
+
+def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
+    processor = checkpoint.processor
+    return dict(getattr(processor, "tokenizer", processor).get_vocab())
 
 
 class PromptScorer:
@@ -46,9 +68,9 @@ class Scoring:
 
     def advance(self, chunk_tokens: int) -> None:
         """Read the next `chunk_tokens` of the scope at most, or look back from its end."""
-        last = len(self._tokens) - 1
-        if self._done < last:
-            self._read(self._done, min(self._done + chunk_tokens, last))
+        question = len(self._tokens) - QUESTION_TOKENS
+        if self._done < question:
+            self._read(self._done, min(self._done + chunk_tokens, question))
             return
         kept = select(self._look_back(), self.scope.keep_share)
         begin = self.scope.begin
@@ -64,15 +86,18 @@ class Scoring:
         self._done = end
 
     def _look_back(self) -> Scores:
-        """Let the last token, and some greedy ones behind it, look back over all before them."""
+        """Let the question, and what the draft begins to answer, look back over the scope."""
         count = len(self._tokens)
-        token = mx.array([[self._tokens[-1]]], dtype=mx.int32)
+        begin = count - QUESTION_TOKENS
+        tokens = mx.array([self._tokens[begin:]], dtype=mx.int32)
         looks = []
-        for position in range(count - 1, count + LOOK_AHEAD_TOKENS):
-            hidden, weights = read_and_look(
-                self._draft, token, self._caches, mx.array([[position]], dtype=mx.int32)
+        while begin < count + LOOK_AHEAD_TOKENS:
+            end = begin + tokens.shape[1]
+            hidden, look = read_and_look(
+                self._draft, tokens, self._caches, mx.arange(begin, end, dtype=mx.int32)[None]
             )
-            looks.append(mx.concatenate([layer[:, 0, :count] for layer in weights]).max(axis=0))
+            looks.append(look[:, :count])
             scores = self._draft.scores(Forward(hidden=hidden, scores=None))
-            token = mx.argmax(scores[:, -1], axis=-1, keepdims=True).astype(mx.int32)
-        return np.array(mx.stack(looks).mean(axis=0), dtype=np.float32)
+            tokens = mx.argmax(scores[:, -1], axis=-1, keepdims=True).astype(mx.int32)
+            begin = end
+        return np.array(mx.concatenate(looks).mean(axis=0), dtype=np.float32)

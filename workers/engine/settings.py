@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.engine.requests import LaneName
+from workers.engine.spec_prefill import SpecPrefillSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,8 @@ class EngineSettings:
     """Time of a chunk while somebody does."""
     snapshot_bytes: int = 1 << 30
     """Memory for what is kept of system prompts."""
+    spec_prefill: SpecPrefillSettings | None = None
+    """None reads every prompt in full."""
     queue_limit: int = 256
     """Requests that may wait for a row, a lane."""
 
@@ -48,3 +51,5 @@ class ModelCard:
     why_no_mtp: str | None
     draft_tokens_requested: int
     draft_tokens_effective: int
+    spec_prefill: str | None = None
+    """How long prompts are read, for people; None where no draft model was asked for."""

@@ -12,7 +12,8 @@ import logging
 
 from workers.engine.counters import LaneCounters
 from workers.engine.prefill import Prefill
-from workers.engine.prompt_scorer import PromptScorer
+from workers.engine.prompt_scorer import PromptScorer, why_unfit
+from workers.engine.seam import Checkpoint, load_checkpoint
 from workers.engine.spec_prefill import (
     ReadInFull,
     SpecPrefillSettings,
@@ -26,10 +27,28 @@ logger = logging.getLogger(__name__)
 class SparseReading:
     """Decides for every prompt, before it is read and while it is scored."""
 
-    def __init__(self, settings: SpecPrefillSettings | None, scorer: PromptScorer | None) -> None:
+    def __init__(
+        self,
+        settings: SpecPrefillSettings | None,
+        scorer: PromptScorer | None,
+        why_not: str | None = None,
+    ) -> None:
         """Take no scorer where there is no draft model, or none that can be used."""
         self._settings = settings
         self._scorer = scorer
+        self._why_not = why_not
+
+    @property
+    def sentence(self) -> str | None:
+        """Say to people how long prompts are read; None where no draft model was asked for."""
+        if self._settings is None:
+            return None
+        if self._scorer is None:
+            return f"long prompts are read in full: {self._why_not}"
+        return (
+            f"from {self._settings.threshold_tokens} tokens on, "
+            f"{self._settings.keep_share:.0%} of a prompt are read"
+        )
 
     def consider(self, prefill: Prefill, counters: LaneCounters) -> None:
         """Open the scoring of a prompt that is to be read sparsely."""
@@ -77,3 +96,21 @@ class SparseReading:
 
 OFF = SparseReading(None, None)
 """For a worker without a draft model."""
+
+
+def load_sparse_reading(
+    settings: SpecPrefillSettings | None, checkpoint: Checkpoint
+) -> SparseReading:
+    """Load the draft model; one that cannot serve this checkpoint is told of and left out."""
+    if settings is None:
+        return OFF
+    try:
+        draft = load_checkpoint(settings.draft)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        logger.warning("spec_prefill.unusable", exc_info=error)
+        return SparseReading(settings, None, "the draft model cannot be loaded")
+    why_not = why_unfit(checkpoint, draft)
+    if why_not is not None:
+        logger.warning("spec_prefill.unusable %s", why_not)
+        return SparseReading(settings, None, why_not)
+    return SparseReading(settings, PromptScorer(draft.target, draft.context_tokens))

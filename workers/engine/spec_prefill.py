@@ -34,7 +34,7 @@ class SpecPrefillSettings:
 
     draft: Path
     """Folder of a small model with the target's vocabulary."""
-    threshold_tokens: int = 4096
+    threshold_tokens: int = 8192
     """Unread tokens from which a prompt is read sparsely, unless the request decides."""
     keep_share: float = 0.3
 

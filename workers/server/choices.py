@@ -32,11 +32,14 @@ def usage_of(finished: Sequence[Finished]) -> Json:
     """Add up the usage of all choices; their one prompt counts once."""
     prompt_tokens = finished[0].usage.prompt_tokens
     completion_tokens = sum(end.usage.completion_tokens for end in finished)
+    details = {"cached_tokens": finished[0].usage.cached_tokens}
+    if finished[0].usage.skipped_tokens:
+        details["skipped_tokens"] = finished[0].usage.skipped_tokens  # SpecPrefill never read them
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": finished[0].usage.cached_tokens},
+        "prompt_tokens_details": details,
     }
 
 

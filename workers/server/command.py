@@ -15,6 +15,7 @@ import uvloop
 
 from workers.engine.requests import ModelUnusable
 from workers.engine.settings import EngineSettings, ModelCard
+from workers.engine.spec_prefill import SpecPrefillSettings
 from workers.server.arguments import read_settings
 from workers.server.identity import advertised_url, default_worker_id
 from workers.server.model_source import ModelSource, resolve_model
@@ -54,7 +55,8 @@ def _run(arguments: Sequence[str]) -> int:
     with listener:
         try:
             source = resolve_model(settings.model)
-            engine = _start_engine(settings, source)
+            draft = resolve_model(settings.spec_prefill) if settings.spec_prefill else None
+            engine = _start_engine(settings, source, draft)
         except ModelUnusable as unusable:
             return _give_up(unusable, EXIT_MODEL)
         try:
@@ -78,7 +80,9 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _start_engine(settings: WorkerSettings, source: ModelSource) -> ServingEngine:
+def _start_engine(
+    settings: WorkerSettings, source: ModelSource, draft: ModelSource | None
+) -> ServingEngine:
     # Imported late: wrong settings are answered in a moment, MLX takes seconds to import.
     from workers.engine.engine import Engine  # noqa: PLC0415
 
@@ -88,6 +92,13 @@ def _start_engine(settings: WorkerSettings, source: ModelSource) -> ServingEngin
             served_name=source.served_name,
             lanes=settings.lanes,
             draft_tokens=settings.draft_tokens,
+            spec_prefill=None
+            if draft is None
+            else SpecPrefillSettings(
+                draft=draft.folder,
+                threshold_tokens=settings.spec_prefill_threshold,
+                keep_share=settings.spec_prefill_keep,
+            ),
         )
     )
 
@@ -145,11 +156,12 @@ def start_line(card: ModelCard, identity: Identity, memory_bytes: int) -> str:
     lanes = " and ".join(card.lanes)
     shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
     why = f" ({card.why_no_mtp.rstrip('.')})" if card.why_no_mtp else ""
+    sparse = f"; {card.spec_prefill}" if card.spec_prefill else ""
     return (
         f"Worker {identity.worker_id} serves {card.model} on {identity.url}: {lanes} {shared}, "
         f"{card.weights_bytes / 1e6:.1f} MB of weights, {memory_bytes / 1e6:.1f} MB in use; "
         f"draft tokens requested {card.draft_tokens_requested}, "
-        f"effective {card.draft_tokens_effective}{why}."
+        f"effective {card.draft_tokens_effective}{why}{sparse}."
     )
 
 

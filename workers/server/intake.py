@@ -14,6 +14,7 @@ from policies.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from policies.reading import STRUCTURED_FIELDS, read_profile
 from workers.engine.requests import Generation, LaneName, Prompt
 from workers.engine.settings import ModelCard
+from workers.engine.spec_prefill import Wish
 from workers.server.bodies import read_json
 from workers.server.errors import BadRequest, ClientLeft, UnknownModel
 from workers.server.messages import read_messages, read_template_kwargs
@@ -75,6 +76,7 @@ async def read_call(
         stop=profile.stop,
         top_logprobs=profile.top_logprobs,
         draft_tokens=profile.draft_tokens,
+        spec_prefill=Wish(sparse=profile.spec_prefill, keep_share=profile.spec_prefill_keep),
         bypass=bypass,
     )
     return Call(

@@ -40,6 +40,10 @@ class WorkerSettings(BaseSettings):
     token: SecretStr | None = Field(None, validation_alias="PACELINE_JOIN_TOKEN")
     id: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
     draft_tokens: int = Field(2, ge=0, le=8)
+    spec_prefill: str = ""
+    """A folder or a Hugging Face repository of a small model with the same vocabulary."""
+    spec_prefill_threshold: int = Field(8192, ge=1)
+    spec_prefill_keep: float = Field(0.3, gt=0, le=1)
     leash: bool = False
     """End when standard input closes: how a parent takes its worker along, however it dies."""
 
