@@ -36,7 +36,9 @@ async def test_whole_answer_stops_generating_when_its_client_leaves(choices: int
 
 @pytest.mark.parametrize("choices", [1, 3])
 @pytest.mark.parametrize("begun", [False, True])
-async def test_stream_stops_generating_when_its_client_leaves(begun: bool, choices: int) -> None:
+async def test_stream_stops_generating_when_its_client_leaves(
+    begun: bool, choices: int, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = ScriptedEngine([*[Delta(text="A")] * begun, asyncio.Event()])
     body = {"model": "scripted", "prompt": "x", "stream": True, "n": choices}
     worker = worker_of(engine)
@@ -48,6 +50,7 @@ async def test_stream_stops_generating_when_its_client_leaves(begun: bool, choic
         writer.close()
         await engine.all_closed.wait()
         await worker.traffic.idle()
+    assert [record.msg for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 async def test_reader_that_stops_reading_loses_its_row(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from workers.server.chat import ChatChoice
 from workers.server.choices import ChoiceWriter, metrics_of, usage_of
 from workers.server.completions import CompletionChoice
 from workers.server.disconnects import while_connected
-from workers.server.errors import BadRequest, ClientStalled, as_refusal
+from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_refusal
 from workers.server.generating import events_of
 from workers.server.intake import Call
 from workers.server.ports import Json
@@ -60,6 +60,9 @@ class Answer(Response):
                     await JSONResponse(whole, headers=headers)(scope, receive, send)
             except InvalidGeneration as error:
                 raise self._in_words_of_the_body(error) from error
+            except (ClientLeft, ClientStalled) as gone:
+                # Nobody is left to be told; the server closes the connection.
+                log.info("answer.%s request_id=%s", gone.code, self._call.request_id)
 
     async def _make_whole(self) -> Json:
         async with aclosing(events_of(self._worker.engine, self._call.generations)) as events:
@@ -82,10 +85,8 @@ class Answer(Response):
                         await self._send_entries(send, self._opening())
                     await self._send_entries(send, self._entries(index, event))
                 await self._send_tail(send)
-            except ClientStalled:
-                log.warning("client.stalled request_id=%s", self._call.request_id)
             except Exception as error:
-                if not started:
+                if not started or isinstance(error, ClientStalled):
                     raise
                 refusal = as_refusal(error, self._call.request_id)
                 await _send(send, _piece(sse.event(refusal.body())))
