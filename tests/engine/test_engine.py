@@ -77,7 +77,7 @@ async def test_the_same_seed_gives_the_same_text_and_no_seed_gives_another(engin
     seeded = [await collect(engine, wish(7)) for _ in range(2)]
     free = await asyncio.gather(*(collect(engine, wish(None)) for _ in range(4)))
 
-    assert seeded[0] == seeded[1]
+    assert seeded[0][0] == seeded[1][0]
     assert len({text for text, _ in free}) > 1
 
 
@@ -114,7 +114,7 @@ async def test_a_picture_is_read_with_its_own_positions(engine: Engine) -> None:
         collect(engine, wish),
     )
 
-    assert beside[0] == beside[2] == alone
+    assert {text for text, _ in (beside[0], beside[2], alone)} == {alone[0]}
     assert alone[1].usage.prompt_tokens > 16
 
 

@@ -73,7 +73,7 @@ class DraftLength:
             k: self.tokens_per_round(k) / median(self._samples(size, k)) for k in self._candidates()
         }
         fastest = max(speed, key=lambda k: speed[k])
-        current = self._current.setdefault(size, fastest)
+        current = self._current.setdefault(size, self._longest)
         if speed[fastest] > MARGIN * speed[current]:
             self._current[size] = current = fastest
         return current

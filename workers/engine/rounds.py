@@ -31,36 +31,40 @@ class RoundResult:
 
 
 def run_round(batch: Batch, target: Target, head: MtpHead | None, k: int) -> RoundResult:
-    """Advance every row by one verify of up to k drafted tokens, or of as many as it asked for."""
+    """Advance every row by one verify of up to k drafted tokens, or of as many as it asked for.
+
+    The host waits for the device once, when all of the round has been handed over.
+    """
     limits = [row.next_draft(k) if head else 0 for row in batch.rows]
     length = max(limits)
     drafts = _draft(batch, head, length)
+    mx.async_eval(drafts)  # the head works while the host describes the verify
 
-    inputs = mx.concatenate([batch.last[:, None], drafts], axis=1)
     verify = Verify(target, batch.caches, native=target.native_verify)
+    inputs = mx.concatenate([batch.last[:, None], drafts], axis=1)
     forward = verify.run(inputs, batch.positions(length + 1))
     scores = target.scores(forward)
     chosen = choose(scores, [row.chooser() for row in batch.rows])
-    accepted, bonus = _accept(drafts, chosen, limits)
-    decided = mx.concatenate([accepted[:, None], chosen], axis=1).tolist()  # the one host sync
-    counts = [row[0] for row in decided]
-    verify.keep([count + 1 for count in counts])
-
-    batch.last = bonus
+    accepted, batch.last = _accept(drafts, chosen, limits)
     if head is not None and forward.hidden is not None:
         if length:
-            _replay(batch, head, chosen, forward.hidden, counts)
+            _replay(batch, head, chosen, forward.hidden, accepted)
         else:
             batch.fall_behind(chosen, forward.hidden, head)
-    # The device goes on with the head while the host turns tokens into text.
-    mx.async_eval(batch.last, batch.seed_hidden, [cache.state for cache in batch.caches])
+
+    decided = mx.concatenate([accepted[:, None], chosen], axis=1)
+    mx.async_eval(decided, batch.last, batch.seed_hidden)
+    rows = decided.tolist()
+    counts = [row[0] for row in rows]
+    verify.keep([count + 1 for count in counts])
+    if length:
+        for cache in batch.head_caches:
+            cache.advance([count + 1 for count in counts])
+    mx.async_eval([cache.state for cache in batch.caches])
     return RoundResult(
         drafted=tuple(limits),
-        tokens=tuple(
-            # An accepted draft is the target's own choice, so the choices are the answer.
-            tuple(row[1 : count + 2])
-            for row, count in zip(decided, counts, strict=True)
-        ),
+        # An accepted draft is the target's own choice, so the choices are the answer.
+        tokens=tuple(tuple(row[1 : count + 2]) for row, count in zip(rows, counts, strict=True)),
         scores=scores[:, :1],
     )
 
@@ -91,17 +95,14 @@ def _accept(drafts: mx.array, chosen: mx.array, limits: list[int]) -> tuple[mx.a
 
 
 def _replay(
-    batch: Batch, head: MtpHead, chosen: mx.array, hidden: mx.array, counts: list[int]
+    batch: Batch, head: MtpHead, chosen: mx.array, hidden: mx.array, accepted: mx.array
 ) -> None:
     """Replace what the head stored for its own guesses by what the target really saw.
 
     The choices behind a row's bonus token are read too and forgotten again: one forward pass for
-    all rows costs less than one a row.
+    all rows costs less than one a row, and it need not wait for the counts.
     """
     for cache in batch.head_caches:
         cache.rewind()
     state = head.forward(chosen, hidden, batch.head_caches, batch.head_positions(chosen.shape[1]))
-    at = mx.array(counts, dtype=mx.int32)[:, None, None]
-    batch.seed_hidden = mx.take_along_axis(state, at, axis=1)
-    for cache in batch.head_caches:
-        cache.advance([count + 1 for count in counts])
+    batch.seed_hidden = mx.take_along_axis(state, accepted[:, None, None], axis=1)
