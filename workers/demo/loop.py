@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,17 +35,27 @@ class Work:
         return self.folder / f"{name}.safetensors"
 
 
-def _pace(step: int, steps: int, hold: float) -> float:
-    """Return the share of the learning rate: _WARM_UP steps up, level until `hold`, then down."""
-    done = step / steps
-    down = 1.0 if done < hold else max(_SMALLEST, (1 - done) / (1 - hold))
-    return min(1.0, (step + 1) / _WARM_UP) * down
+Slope = tuple[tuple[float, float], ...]
+"""Points (step, share of the learning rate) with straight lines between them."""
 
 
-def optimise(
-    work: Work, name: str, module: Any, steps: int, take_step: TakeStep, *, hold: float
-) -> None:
-    """Run `steps` steps on the module's trainable parameters; leave them in `name`.safetensors."""
+def level_then_down(steps: int, level: int) -> Slope:
+    """Return the slope that is 1 for `level` steps and then falls to 0 at the last."""
+    return ((level, 1.0), (steps, 0.0))
+
+
+def _pace(step: int, slope: Slope) -> float:
+    """Return the share of the learning rate: _WARM_UP steps up, then along the slope."""
+    down = slope[0][1]
+    for (start, high), (end, low) in pairwise(slope):
+        if step >= start:
+            down = high + (low - high) * (step - start) / (end - start)
+    return min(1.0, (step + 1) / _WARM_UP) * max(_SMALLEST, down)
+
+
+def optimise(work: Work, name: str, module: Any, take_step: TakeStep, slope: Slope) -> None:
+    """Train the module's trainable parameters down the slope; leave them in `name`.safetensors."""
+    steps = int(slope[-1][0])
     optimiser = Muon(
         module.trainable_parameters(),
         lambda key, value: value.ndim == 2 and "embed" not in key,
@@ -59,7 +70,7 @@ def optimise(
     average = 0.0
     for step in range(start, steps):
         gradients, loss = take_step(step)
-        pace = _pace(step, steps, hold)
+        pace = _pace(step, slope)
         optimiser.update(module, gradients, MATRIX_RATE * pace, OTHER_RATE * pace)
         mx.eval(loss, module.parameters(), optimiser.state)
         average = float(loss) if step == start else 0.97 * average + 0.03 * float(loss)

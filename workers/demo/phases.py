@@ -32,7 +32,7 @@ from workers.demo.batches import (
     text_batches,
 )
 from workers.demo.fast_forward import vision_forward
-from workers.demo.loop import Work, optimise
+from workers.demo.loop import Work, level_then_down, optimise
 from workers.demo.snapshots import load_tensors, steps_done
 from workers.demo.tokenizer import load_tokenizer, special_ids, train_tokenizer
 from workers.demo.world import PICTURE_COLOURS, PICTURE_SHAPES
@@ -41,9 +41,9 @@ SEED: Final = 20
 _EYE_BATCH: Final = 48
 _PICTURE_ROWS: Final = 24
 _POLISH_ROWS: Final = 32
-_PRACTICE_FROM: Final = 700
-_PRACTICE_SHARE: Final = 0.35
-"""From this step of `join` and `mtp` on, so many chats practise copying."""
+_JOIN_SLOPE: Final = ((200, 1.0), (1200, 4 / 9), (2600, 0.0))
+_PRACTICE: Final = ((0, 0.0), (700, 0.35), (1200, 0.5))
+"""From which step of `join` on, what share of the chats practises copying."""
 
 
 def _random(name: str) -> Random:
@@ -86,7 +86,7 @@ def train_eyes(work: Work, steps: int) -> None:
         loss, gradients = gradient(patch_array(drawn), grid, colours, shapes)
         return gradients, loss
 
-    optimise(work, "eyes", test, steps, take_step, hold=0.5)
+    optimise(work, "eyes", test, take_step, level_then_down(steps, steps // 2))
 
 
 def _shape_class(shape: str) -> int:
@@ -108,7 +108,7 @@ def train_text(work: Work, steps: int) -> None:
         loss, gradients = gradient(next(stream))
         return gradients, loss
 
-    optimise(work, "text", model.language_model, steps, take_step, hold=1.0)
+    optimise(work, "text", model.language_model, take_step, ((0, 1.0), (steps, 1.0)))
 
 
 def _resumable(work: Work, name: str, stream: Iterator[TextBatch]) -> Iterator[TextBatch]:
@@ -139,10 +139,11 @@ class _MixedSteps:
         self._pictures = picture_batches(
             tokenizer, _draw_pictures(work, name), _random(f"{name} chats"), _PICTURE_ROWS
         )
-        self._texts = text_batches(tokenizer, _random(f"{name} texts"))
-        self._practice = text_batches(
-            tokenizer, _random(f"{name} practice"), practice=_PRACTICE_SHARE
-        )
+        names = ("texts", "practice", "more practice")
+        self._texts = [
+            (start, text_batches(tokenizer, _random(f"{name} {stream}"), practice=share))
+            for stream, (start, share) in zip(names, _PRACTICE, strict=True)
+        ]
         self._longs = long_batches(tokenizer, _random(f"{name} longs"), longest)
 
     def batch(self, step: int) -> TextBatch | PictureBatch:
@@ -151,7 +152,7 @@ class _MixedSteps:
             return next(self._longs)
         if step % 4 == 1:
             return next(self._pictures)
-        return next(self._texts if step < _PRACTICE_FROM else self._practice)
+        return next([stream for start, stream in self._texts if step >= start][-1])
 
 
 def _hidden(model: Any, batch: TextBatch | PictureBatch) -> tuple[mx.array, TextBatch]:
@@ -160,7 +161,7 @@ def _hidden(model: Any, batch: TextBatch | PictureBatch) -> tuple[mx.array, Text
     return objectives.text_hidden(model, batch), batch
 
 
-def train_joined(work: Work, steps: int, longest: int) -> None:
+def train_joined(work: Work, longest: int) -> None:
     """Phase `join`: language model and vision tower together."""
     model = _untrained(work)
     model.language_model.load_weights(str(work.weights("text")))
@@ -179,7 +180,7 @@ def train_joined(work: Work, steps: int, longest: int) -> None:
         loss, gradients = gradient(mixed.batch(step))
         return gradients, loss
 
-    optimise(work, "base", model, steps, take_step, hold=0.1)
+    optimise(work, "base", model, take_step, _JOIN_SLOPE)
 
 
 def train_polish(work: Work, steps: int) -> None:
@@ -205,7 +206,7 @@ def train_polish(work: Work, steps: int) -> None:
         loss, gradients = gradient(next(batches))
         return gradients, loss
 
-    optimise(work, "tower", tower, steps, take_step, hold=0.0)
+    optimise(work, "tower", tower, take_step, level_then_down(steps, 0))
 
 
 def train_mtp(work: Work, steps: int, longest: int) -> None:
@@ -243,7 +244,7 @@ def train_mtp(work: Work, steps: int, longest: int) -> None:
         loss, gradients = gradient(arrays)
         return gradients, loss
 
-    optimise(work, "mtp", drafter, steps, take_step, hold=0.2)
+    optimise(work, "mtp", drafter, take_step, level_then_down(steps, steps // 5))
 
 
 def _draft_arrays(model: Any, batch: TextBatch | PictureBatch) -> dict[str, mx.array]:

@@ -23,7 +23,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pictures", type=int, default=3000, help="pictures drawn before a phase")
     parser.add_argument("--eyes-steps", type=int, default=2600)
     parser.add_argument("--text-steps", type=int, default=1500)
-    parser.add_argument("--join-steps", type=int, default=2000)
     parser.add_argument("--mtp-steps", type=int, default=400)
     parser.add_argument("--polish-steps", type=int, default=600)
     return parser.parse_args(arguments)
@@ -48,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 case "text":
                     phases.train_text(work, options.text_steps)
                 case "join":
-                    phases.train_joined(work, options.join_steps, LONGEST_PROMPT)
+                    phases.train_joined(work, LONGEST_PROMPT)
                 case "mtp":
                     phases.train_mtp(work, options.mtp_steps, LONGEST_PROMPT)
                 case "polish":
