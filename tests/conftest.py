@@ -38,7 +38,8 @@ def worker_url(worker: RunningWorker) -> str:
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
     """One real engine on the demo checkpoint, in this process."""
-    from workers.engine.engine import Engine, EngineSettings  # noqa: PLC0415 - MLX only where it is used
+    from workers.engine.engine import Engine  # noqa: PLC0415 - MLX only where it is used
+    from workers.engine.settings import EngineSettings  # noqa: PLC0415
 
     running = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
     try:
