@@ -28,6 +28,7 @@ from workers.engine.requests import (
 from workers.engine.rows import Row
 from workers.engine.seam import Checkpoint, load_checkpoint
 from workers.engine.snapshots import Snapshots
+from workers.engine.sparse_reading import OFF, SparseReading
 
 GREEDY = Sampling(temperature=0)
 PLENTY = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30)
@@ -69,6 +70,7 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
         chunk_tokens: int = 512,
         snapshots: Snapshots | None = None,
         memory: MemoryEstimate | None = None,
+        sparse_reading: SparseReading = OFF,
     ) -> Lane:
         return Lane(
             name,
@@ -80,6 +82,7 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
             max_rows=max_rows,
             pace=PrefillPace(chunk_tokens, budget_s=60.0),
             memory=memory or PLENTY,
+            sparse_reading=sparse_reading,
         )
 
     return make

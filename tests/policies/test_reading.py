@@ -40,7 +40,7 @@ def test_an_absent_field_takes_its_default() -> None:
     "field",
     "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty n "
     "stop logit_bias logprobs max_tokens max_completion_tokens tools response_format stream "
-    "stream_options draft_tokens thinking_budget user".split(),
+    "stream_options draft_tokens specprefill specprefill_keep_pct thinking_budget user".split(),
 )
 def test_an_explicit_null_counts_as_absent(field: str) -> None:
     assert read(**{field: None}) == read()
@@ -94,6 +94,10 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
         ({"response_format": {"type": ["json_object"]}}, "response_format"),
         ({"thinking_budget": -1}, "thinking_budget"),
         ({"draft_tokens": 9}, "draft_tokens"),
+        ({"specprefill": 1}, "specprefill"),
+        ({"specprefill_keep_pct": 0}, "specprefill_keep_pct"),
+        ({"specprefill_keep_pct": 1.1}, "specprefill_keep_pct"),
+        ({"specprefill_keep_pct": True}, "specprefill_keep_pct"),
         ({"messages": "Hi"}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": ["Hi"]}, "messages[0]"),

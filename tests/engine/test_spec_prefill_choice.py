@@ -1,0 +1,46 @@
+"""Which tokens are read: decisions over plain numbers, no model in sight."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.engine.spec_prefill import CHUNK_TOKENS, SINK_TOKENS, TAIL_TOKENS, Scores, select
+
+SHARES = st.floats(min_value=0.01, max_value=1.0)
+
+
+def noise(count: int, seed: int) -> Scores:
+    return np.random.default_rng(seed).random(count, dtype=np.float32)
+
+
+@given(st.integers(64, 3000), st.integers(0, 99), SHARES)
+def test_the_share_is_kept_to_within_a_chunk_and_never_less_than_the_ends(
+    count: int, seed: int, share: float
+) -> None:
+    kept = select(noise(count, seed), share)
+
+    assert list(kept) == sorted(set(kept))
+    assert set(range(SINK_TOKENS)) | set(range(count - TAIL_TOKENS, count)) <= set(kept)
+    ends = SINK_TOKENS + TAIL_TOKENS
+    assert min(round(count * share), count) <= len(kept)
+    assert len(kept) <= max(round(count * share), ends) + CHUNK_TOKENS
+
+
+@given(st.integers(64, 3000), st.integers(0, 99))
+def test_a_share_of_one_keeps_every_token(count: int, seed: int) -> None:
+    assert select(noise(count, seed), 1.0) == tuple(range(count))
+
+
+@given(st.integers(0, 1900), st.integers(0, 99))
+def test_what_stands_out_is_kept_with_the_words_around_it(at: int, seed: int) -> None:
+    scores = noise(2000, seed) * np.float32(0.01)
+    scores[at] = 1.0
+
+    assert {max(at - 2, 0), at, at + 2} <= set(select(scores, 0.1))
+
+
+@given(st.integers(64, 3000), st.integers(0, 99), SHARES, SHARES)
+def test_a_larger_share_only_adds(count: int, seed: int, one: float, other: float) -> None:
+    scores = noise(count, seed)
+
+    assert set(select(scores, min(one, other))) <= set(select(scores, max(one, other)))
