@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ _IDLE_CONNECTION_S = 3.0
 _REFUSALS = frozenset((400, 413, 422))
 _BUSY = frozenset((429, 503))
 _ERROR_LIMIT_BYTES = 64 * 1024
+_ONE_PIECE_BYTES = 256 * 1024
 _RETRY_AFTER_RANGE_S = (1.0, 60.0)
 # How exact the limit on pauses is: a new timer for every event would cost more than the relay.
 _RENEW_IDLE_S = 1.0
@@ -142,7 +144,10 @@ class Upstream:
         trip.dispatched_s = self._clock()
         try:
             async with asyncio.timeout(self._settings.answer_timeout_s):
-                answer = await self._session.post(url, data=body, headers=headers)
+                # A redirect would carry the token to wherever a worker points.
+                answer = await self._session.post(
+                    url, data=_in_pieces(body), headers=headers, allow_redirects=False
+                )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
             log.warning("attempt.unreachable request=%s error=%r", trip.identity, error)
             raise WorkerUnreachable from error
@@ -240,6 +245,11 @@ def route_headers(trip: Trip) -> Headers:
         (b"x-paceline-prefix", b"none"),
         (b"x-paceline-attempts", str(trip.attempts).encode()),
     ]
+
+
+def _in_pieces(body: bytes) -> bytes | io.BytesIO:
+    """Let a large body be sent piece by piece: in one piece it would hold up all other streams."""
+    return body if len(body) < _ONE_PIECE_BYTES else io.BytesIO(body)
 
 
 async def _refusal(answer: aiohttp.ClientResponse, timeout_s: float) -> GatewayError:

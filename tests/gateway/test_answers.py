@@ -101,6 +101,13 @@ def test_the_first_event_arrives_before_the_last_is_made(line: Gateway, worker: 
         assert b"".join(pieces).endswith(DONE)
 
 
+def test_a_large_picture_arrives_whole(line: Gateway, worker: FakeWorker) -> None:
+    picture = {"url": "data:image/png;base64," + "QUJD" * 1_000_000}
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": picture}]}]
+    assert line.chat(messages=messages).status_code == 200
+    assert worker.heard[0].body["messages"] == messages
+
+
 def test_completions_are_relayed_too(line: Gateway, worker: FakeWorker) -> None:
     answer = line.client.post("/v1/completions", json={"model": "demo", "prompt": "Say"})
     assert answer.status_code == 200

@@ -148,6 +148,7 @@ def test_a_worker_lost_over_a_whole_answer_is_a_502_and_not_tried_elsewhere(
         (404, b'{"error": {"message": "no such model", "type": "x"}}'),
         (400, b"<html>bad</html>"),
         (400, b'{"detail": "bad"}'),
+        (307, b""),
         (200, b"<html>proxy</html>"),
         (200, b"[]"),
     ],
@@ -228,6 +229,18 @@ def leave_after(worker: FakeWorker, line: Gateway, *, stream: bool) -> None:
             b"content-length: %d\r\n\r\n%s" % (len(body), body)
         )
         assert worker.hearing.wait(10)
+
+
+def test_a_client_that_stops_reading_is_cut_off_and_blames_nobody(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    worker.script.events = (chunk({"content": "x" * 60_000}),) * 2_000
+    with Gateway(settings_for_tests(tmp_path, idle_timeout_s=0.2)) as gateway:
+        gateway.join(worker)
+        with gateway.stream():
+            assert worker.client_left.wait(20)
+            eventually(lambda: in_flight(gateway) == 0)
+            assert gateway.status()["outcomes"] == {"client_left": 1}
 
 
 def test_a_client_that_leaves_mid_stream_frees_the_worker_and_blames_nobody(
