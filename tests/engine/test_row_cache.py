@@ -49,6 +49,7 @@ def test_rewind_forgets_all_that_was_appended() -> None:
 
 def test_mask_shows_each_query_its_own_rows_past_and_itself() -> None:
     mask = filled([1, 3]).make_mask(2)
+    assert isinstance(mask, mx.array)
 
     assert mask[0, 0].tolist() == [
         [True, True, False, False, False],

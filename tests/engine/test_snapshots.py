@@ -1,11 +1,17 @@
 """What is kept of system prompts: the same answer, and most of the prompt not read again."""
 
+import shutil
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from policies.profile import Bypass
 from tests.engine.conftest import run
+from workers.demo import CHECKPOINT
 from workers.engine.lane import Lane
 from workers.engine.requests import LaneName
+from workers.engine.snapshot_files import HostSnapshot, SnapshotFiles, fingerprint
 from workers.engine.snapshots import Snapshots
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
@@ -125,3 +131,78 @@ def test_prompts_without_a_system_message_share_nothing(make_lane, ask, snapshot
 
     assert heard.row.prompt.prefix is None
     assert snapshots.size_bytes == 0
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> SnapshotFiles:
+    return SnapshotFiles(tmp_path, 1 << 30, "model")
+
+
+def restarted(make_lane, ask, files: SnapshotFiles, question: str = "Who are you?"):
+    """Ask on a lane that has nothing in memory, as after a restart."""
+    snapshots = Snapshots(1 << 30, files)
+    lane = make_lane(snapshots=snapshots)
+    heard = ask(lane, question, system=SYSTEM)
+    prefix = heard.row.prompt.prefix
+    assert prefix is not None
+    heard.row.read_ahead = snapshots.read_ahead(prefix.key)
+    run(lane)
+    snapshots.close()
+    return heard
+
+
+def test_a_snapshot_on_disk_survives_a_restart(make_lane, ask, files) -> None:
+    cold = restarted(make_lane, ask, files)
+    warm = restarted(make_lane, ask, files)
+
+    assert (cold.row.cached_tokens, warm.row.cached_tokens > 32) == (0, True)
+    assert warm.row.answer == cold.row.answer
+    assert warm.row.tally.total() == cold.row.tally.total()
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:-8] + bytes(8),
+        lambda data: b"",
+        lambda data: b"\x80\x04" + data,
+    ],
+)
+def test_a_damaged_file_is_a_miss_and_is_removed(make_lane, ask, files, tmp_path, damage) -> None:
+    expected = restarted(make_lane, ask, files)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(damage(path.read_bytes()))
+
+    assert files.load(expected.row.prompt.prefix.key) is None
+    assert not path.exists()
+    again = restarted(make_lane, ask, files)
+    assert (again.row.cached_tokens, again.row.answer) == (0, expected.row.answer)
+
+
+def test_a_file_of_another_model_is_never_used(make_lane, ask, files, tmp_path) -> None:
+    heard = restarted(make_lane, ask, files)
+
+    assert SnapshotFiles(tmp_path, 1 << 30, "other").load(heard.row.prompt.prefix.key) is None
+
+
+def test_disk_holds_no_more_than_its_limit(tmp_path) -> None:
+    arrays = {"tokens": np.zeros(100, np.int32)}
+    small = SnapshotFiles(tmp_path, 1500, "model")
+    for key in "abc":
+        small.save(key, HostSnapshot(arrays=arrays, half=frozenset()))
+
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1500
+    assert (small.load("a"), small.load("c") is None) == (None, False)
+
+
+def test_checkpoints_with_other_weights_have_other_fingerprints(tmp_path) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path / "other")
+    weights = tmp_path / "other" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    for at in range(len(data) // 2, len(data), 997):  # as a fine-tune does: a little everywhere
+        data[at] ^= 1
+    before = fingerprint(tmp_path / "other")
+    weights.write_bytes(data)
+
+    assert fingerprint(CHECKPOINT) == before != fingerprint(tmp_path / "other")

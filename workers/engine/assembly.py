@@ -17,6 +17,7 @@ from workers.engine.requests import LaneName, ModelUnusable
 from workers.engine.seam import Checkpoint, load_checkpoint
 from workers.engine.self_test import HeadHealth, examine_head
 from workers.engine.settings import EngineSettings, ModelCard
+from workers.engine.snapshot_files import SnapshotFiles, fingerprint
 from workers.engine.snapshots import Snapshots
 from workers.engine.sparse_reading import OFF, SparseReading, load_sparse_reading
 from workers.engine.verify import probe_native_verify
@@ -45,7 +46,9 @@ def assemble(settings: EngineSettings) -> Assembly:
     if draft_tokens:
         checkpoint.target.native_verify = probe_native_verify(checkpoint.target)
     memory = measure_memory(checkpoint.target, checkpoint.head)
-    snapshots = Snapshots(min(settings.snapshot_bytes, memory.room_bytes // 2))
+    snapshots = Snapshots(
+        min(settings.snapshot_bytes, memory.room_bytes // 2), _snapshot_files(settings)
+    )
     lanes: list[Lane] = []
     for name in settings.lanes:
         # A lane that promises speculation and has no head for it would mislead the router.
@@ -90,6 +93,14 @@ def assemble(settings: EngineSettings) -> Assembly:
         card=_card(
             settings, checkpoint, tuple(lanes), prompts, health, sparse_reading=sparse_reading
         ),
+    )
+
+
+def _snapshot_files(settings: EngineSettings) -> SnapshotFiles | None:
+    if settings.snapshot_folder is None:
+        return None
+    return SnapshotFiles(
+        settings.snapshot_folder, settings.snapshot_bytes, fingerprint(settings.model)
     )
 
 

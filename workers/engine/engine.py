@@ -41,6 +41,7 @@ class Engine:
         self._thread = thread
         self._vocabulary = assembly.checkpoint.vocabulary
         self._memory = assembly.memory
+        self._snapshots = assembly.snapshots
         self._lanes = {lane.name: lane for lane in assembly.lanes}
 
     @classmethod
@@ -79,6 +80,7 @@ class Engine:
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; generations still running end in `EngineStopped`."""
         self._thread.stop(timeout_s)
+        self._snapshots.close()
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation; raise an `EngineError` if it cannot go on.
@@ -99,6 +101,8 @@ class Engine:
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         row = self._row(generation, prompt, hear)
+        if prompt.prefix is not None:
+            row.read_ahead = await asyncio.to_thread(self._snapshots.read_ahead, prompt.prefix.key)
         if not self.alive:
             raise EngineStopped("The engine has stopped.")
         self._thread.submit(generation.lane, row)

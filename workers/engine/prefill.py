@@ -57,6 +57,9 @@ def begin_prefill(row: Row, target: Target, head: MtpHead | None, snapshots: Sna
     prefix = row.prompt.prefix
     if prefix is not None and not (embedded and embedded.extras):
         snapshot = snapshots.find(prefix.key, row.prompt.tokens)
+        if snapshot is None and row.read_ahead is not None:
+            snapshot = snapshots.adopt(prefix.key, row.prompt.tokens, row.read_ahead)
+        row.read_ahead = None
         if snapshot is None:
             prefill.prefix_tokens = prefix.tokens
         else:

@@ -20,6 +20,7 @@ from workers.engine.requests import (
     Usage,
 )
 from workers.engine.sampling import Chooser
+from workers.engine.snapshot_files import HostSnapshot
 
 Sink = Callable[[Event | EngineError], None]
 
@@ -48,6 +49,8 @@ class Row:
     """Prompt tokens that came out of a snapshot instead of being read."""
     skipped_tokens: int = 0
     """Prompt tokens that are never read: a draft model found that they do not matter."""
+    read_ahead: HostSnapshot | None = None
+    """What disk had of the prompt's beginning, until the prefill begins."""
     position_offset: int = 0
     """Token number to text position; pictures take fewer positions than tokens."""
 

@@ -11,12 +11,16 @@ All of it belongs to the engine thread.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from workers.engine.seam import ArraysCache, KVCache, LayerCache
+from workers.engine.snapshot_files import HostSnapshot, SnapshotFiles
 
 CacheState = tuple[mx.array | None, ...]
 
@@ -50,13 +54,24 @@ class SnapshotCounts:
 
 
 class Snapshots:
-    """The least recently used go first when `limit_bytes` are exceeded."""
+    """The least recently used go first when `limit_bytes` are exceeded.
 
-    def __init__(self, limit_bytes: int) -> None:
+    With `files`, every new one is also written to disk, by a thread that nobody waits for.
+    """
+
+    def __init__(self, limit_bytes: int, files: SnapshotFiles | None = None) -> None:
         self._limit_bytes = limit_bytes
+        self._files = files
+        self._writer = ThreadPoolExecutor(1, "paceline-snapshots") if files else None
         self._by_key: OrderedDict[str, Snapshot] = OrderedDict()
         self._size_bytes = 0
         self.counts = SnapshotCounts()
+
+    def read_ahead(self, key: str) -> HostSnapshot | None:
+        """Read from disk what memory does not hold; safe from any thread, blocks."""
+        if self._files is None or key in self._by_key:
+            return None
+        return self._files.load(key)
 
     def find(self, key: str, tokens: Sequence[int]) -> Snapshot | None:
         """Return the snapshot of this key if it is a beginning of these tokens."""
@@ -70,7 +85,26 @@ class Snapshots:
         return found
 
     def keep(self, key: str, snapshot: Snapshot) -> None:
-        """Store a snapshot; drop the least recently used until all fit."""
+        """Store a snapshot just taken; drop the least recently used until all fit."""
+        self._hold(key, snapshot)
+        if self._files is not None and self._writer is not None:
+            self._writer.submit(self._files.save, key, to_host(snapshot))
+
+    def adopt(self, key: str, tokens: Sequence[int], read: HostSnapshot) -> Snapshot | None:
+        """Store what came from disk, if it is a beginning of these tokens."""
+        snapshot = from_host(read)
+        if tuple(tokens[: len(snapshot.tokens)]) != snapshot.tokens:
+            return None
+        self._hold(key, snapshot)
+        self.counts.tokens_saved += len(snapshot.tokens)
+        return snapshot
+
+    def close(self) -> None:
+        """Wait for the last writes."""
+        if self._writer is not None:
+            self._writer.shutdown()
+
+    def _hold(self, key: str, snapshot: Snapshot) -> None:
         self._drop(key)
         if snapshot.size_bytes > self._limit_bytes:
             return
@@ -106,6 +140,57 @@ def restore_caches(empty: Sequence[LayerCache], states: Sequence[CacheState]) ->
         else:
             assert isinstance(cache, ArraysCache)
             cache.state = list(state)
+
+
+def to_host(snapshot: Snapshot) -> HostSnapshot:
+    """Copy a snapshot out of MLX; NumPy has no bfloat16, so its bits are carried."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {"tokens": np.array(snapshot.tokens, np.int32)}
+    half = set()
+    for name, array in _named(snapshot):
+        if array.dtype == mx.bfloat16:
+            half.add(name)
+            array = array.view(mx.uint16)  # noqa: PLW2901  # the same array, read as bits
+        arrays[name] = np.array(array)
+    return HostSnapshot(arrays=arrays, half=frozenset(half))
+
+
+def from_host(read: HostSnapshot) -> Snapshot:
+    """Bring a snapshot back into MLX."""
+    found: dict[str, dict[int, dict[int, mx.array]]] = {"cache": {}, "head": {}}
+    last_hidden = None
+    for name, host in read.arrays.items():
+        array = mx.array(host)
+        if name in read.half:
+            array = array.view(mx.bfloat16)
+        part, *place = name.split(".")
+        if part == "hidden":
+            last_hidden = array
+        elif part in found:
+            layer, slot = map(int, place)
+            found[part].setdefault(layer, {})[slot] = array
+    return Snapshot(
+        tokens=tuple(read.arrays["tokens"].tolist()),
+        caches=_states(found["cache"]),
+        head_caches=_states(found["head"]),
+        last_hidden=last_hidden,
+    )
+
+
+def _named(snapshot: Snapshot) -> Iterator[tuple[str, mx.array]]:
+    parts = {"cache": snapshot.caches, "head": snapshot.head_caches}
+    for part, states in parts.items():
+        for layer, state in enumerate(states):
+            for slot, array in enumerate(state):
+                if array is not None:
+                    yield f"{part}.{layer}.{slot}", array
+    if snapshot.last_hidden is not None:
+        yield "hidden", snapshot.last_hidden
+
+
+def _states(layers: dict[int, dict[int, mx.array]]) -> tuple[CacheState, ...]:
+    return tuple(
+        tuple(slots[slot] for slot in sorted(slots)) for _, slots in sorted(layers.items())
+    )
 
 
 def _save(cache: LayerCache) -> CacheState:
