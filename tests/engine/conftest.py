@@ -10,7 +10,7 @@ import pytest
 
 from policies.profile import Bypass, Sampling
 from workers.demo import CHECKPOINT
-from workers.engine.counters import LaneCounters, SpeculationTally
+from workers.engine.counters import LaneCounters
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
 from workers.engine.memory import MemoryEstimate
@@ -29,6 +29,7 @@ from workers.engine.rows import Row
 from workers.engine.seam import Checkpoint, load_checkpoint
 from workers.engine.snapshots import Snapshots
 from workers.engine.sparse_reading import OFF, SparseReading
+from workers.engine.tally import SpeculationTally
 
 GREEDY = Sampling(temperature=0)
 PLENTY = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30)

@@ -180,6 +180,18 @@ def test_the_lanes_sums_are_the_sums_of_its_answers(make_lane, ask) -> None:
     assert (report.running, report.waiting) == (0, 0)
 
 
+def test_further_choices_of_a_prompt_count_it_once(make_lane, ask) -> None:
+    lane = make_lane()
+    first = ask(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,))
+    second = ask(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,), further_choice=True)
+    run(lane)
+    report = lane.counters.report()
+
+    assert report.bypass_counts == {"multiple_choices": 1}
+    assert (report.requests, report.prompt_tokens) == (1, len(first.row.prompt.tokens))
+    assert report.completion_tokens == len(first.row.answer) + len(second.row.answer)
+
+
 def test_a_bypassed_row_speculates_nothing_and_is_counted_by_its_reason(make_lane, ask) -> None:
     lane = make_lane()
     biased = ask(

@@ -4,48 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
 
-from policies.profile import Bypass
 from workers.adapters.report import LaneReport, SpecPrefillCounts, Speculation
-from workers.engine.requests import LaneName, Usage
-
-
-class SpeculationTally:
-    """Draft and verify counts of one row, step by step."""
-
-    def __init__(self, draft_tokens: int) -> None:
-        self._draft_tokens = draft_tokens
-        self._histogram = [0] * (draft_tokens + 1)
-        self._steps = 0
-        self._drafted = 0
-        self._accepted = 0
-        self._errors = 0
-
-    def step(self, drafted: int, accepted: int) -> None:
-        """Count one verify of this row's draft."""
-        self._steps += 1
-        self._drafted += drafted
-        self._accepted += accepted
-        self._histogram[accepted] += 1
-
-    def fail(self, drafted: int) -> None:
-        """Count draft tokens that were wanted and never came."""
-        self._drafted += drafted
-        self._errors += drafted
-
-    def total(self) -> Speculation:
-        """Return the counts so far."""
-        if not self._draft_tokens:
-            return Speculation()
-        return Speculation(
-            num_spec_tokens=self._draft_tokens,
-            steps=self._steps,
-            drafted=self._drafted,
-            accepted=self._accepted,
-            errors=self._errors,
-            histogram=tuple(self._histogram),
-        )
+from workers.engine.requests import LaneName
+from workers.engine.rows import Row
 
 
 class LaneCounters:
@@ -68,10 +30,11 @@ class LaneCounters:
         self._running = 0
         self._waiting = 0
 
-    def admit(self, bypass: Iterable[Bypass]) -> None:
+    def admit(self, row: Row) -> None:
         """Count why a newly admitted request will not speculate; reasons may overlap."""
-        with self._lock:
-            self._bypass.update(str(reason) for reason in bypass)
+        if not row.generation.further_choice:
+            with self._lock:
+                self._bypass.update(str(reason) for reason in row.bypass)
 
     def read_sparsely(self, *, scored: int, kept: int) -> None:
         """Count a prompt of which a draft model chose what to read."""
@@ -85,13 +48,15 @@ class LaneCounters:
         with self._lock:
             self._spec_prefill += SpecPrefillCounts(read_in_full={reason: 1})
 
-    def finish(self, usage: Usage, speculation: Speculation) -> None:
-        """Count a request that has ended, for whatever reason."""
+    def finish(self, row: Row) -> None:
+        """Count an answer that has ended, for whatever reason; its prompt once for all choices."""
+        usage = row.usage()
         with self._lock:
-            self._requests += 1
-            self._prompt_tokens += usage.prompt_tokens
             self._completion_tokens += usage.completion_tokens
-            self._speculation += speculation
+            self._speculation += row.tally.total()
+            if not row.generation.further_choice:
+                self._requests += 1
+                self._prompt_tokens += usage.prompt_tokens
 
     def occupy(self, *, running: int, waiting: int) -> None:
         """Note how many requests hold a row and how many wait for one."""

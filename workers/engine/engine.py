@@ -10,7 +10,6 @@ import mlx.core as mx
 
 from workers.adapters.report import LaneReport
 from workers.engine.assembly import Assembly, assemble
-from workers.engine.counters import SpeculationTally
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
 from workers.engine.loop import EngineThread
@@ -27,6 +26,7 @@ from workers.engine.requests import (
 )
 from workers.engine.rows import Row, Sink
 from workers.engine.settings import EngineSettings
+from workers.engine.tally import SpeculationTally
 
 
 class Engine:

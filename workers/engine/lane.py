@@ -125,7 +125,7 @@ class Lane:
 
     def add(self, row: Row) -> None:
         """Put a row at the end of the waiting line."""
-        self.counters.admit(row.bypass)
+        self.counters.admit(row)
         self._waiting.append(row)
         self._note_occupancy()
 
@@ -150,7 +150,7 @@ class Lane:
         for batch in self._batches:
             batch.clear()
         for row in rows:
-            self.counters.finish(row.usage(), row.tally.total())
+            self.counters.finish(row)
             row.sink(reason)
 
     def _drop_cancelled(self) -> None:
@@ -164,7 +164,7 @@ class Lane:
             gone += [row for row in batch.rows if row.cancelled]
             batch.keep([i for i, row in enumerate(batch.rows) if not row.cancelled])
         for row in gone:
-            self.counters.finish(row.usage(), row.tally.total())
+            self.counters.finish(row)
 
     @property
     def prefix_being_read(self) -> str | None:
@@ -279,14 +279,14 @@ class Lane:
 
     def _finish(self, row: Row) -> None:
         """Count first, tell then: who asks for the sums after an answer finds it in them."""
-        self.counters.finish(row.usage(), row.tally.total())
+        self.counters.finish(row)
         self._note_occupancy()
         row.sink(row.conclude())
 
     def _fail(self, rows: list[Row], error: Exception) -> None:
         logger.error("generation.failed lane=%s rows=%d", self.name, len(rows), exc_info=error)
         for row in rows:
-            self.counters.finish(row.usage(), row.tally.total())
+            self.counters.finish(row)
             row.sink(GenerationFailed("The engine failed while it made this answer."))
 
     def _note_occupancy(self) -> None:

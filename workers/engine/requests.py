@@ -61,6 +61,8 @@ class Generation:
     """k wanted by this request; None takes the worker's setting."""
     spec_prefill: Wish = field(default_factory=Wish)
     """Whether a long prompt may be read sparsely, and how much of it."""
+    further_choice: bool = False
+    """Another answer to a prompt that is counted already."""
     bypass: tuple[Bypass, ...] = ()
     """Why it does not speculate, counted in the lane's `bypass_counts`; empty if it may."""
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from policies.profile import Bypass
-from workers.engine.counters import SpeculationTally
 from workers.engine.detokenize import TextStream
 from workers.engine.prompts import PreparedPrompt
 from workers.engine.requests import (
@@ -21,6 +20,7 @@ from workers.engine.requests import (
 )
 from workers.engine.sampling import Chooser
 from workers.engine.snapshot_files import HostSnapshot
+from workers.engine.tally import SpeculationTally
 
 Sink = Callable[[Event | EngineError], None]
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from policies.profile import Sampling
 from workers.adapters.report import Speculation
-from workers.engine.counters import SpeculationTally
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
 from workers.engine.prompts import PromptRenderer
 from workers.engine.requests import Generation, InvalidGeneration, Prompt
 from workers.engine.rows import Row
+from workers.engine.tally import SpeculationTally
 
 QUESTIONS = (
     "Count from 1 to 40.",

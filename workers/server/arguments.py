@@ -60,6 +60,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--token", help="join token of the gateway (better: PACELINE_JOIN_TOKEN)")
     add("--id", help="name of this worker (default: machine and port)")
     add("--draft-tokens", metavar="K", help="tokens drafted a step, 0 to 8 (default: 2)")
+    add("--snapshot-dir", metavar="DIR", help="keep read system prompts across restarts")
+    add("--snapshot-bytes", metavar="N", help="for read system prompts (default: 1 GiB)")
     add("--spec-prefill", metavar="DRAFT", help="small model that chooses what to read of prompts")
     add("--spec-prefill-threshold", metavar="N", help="shortest prompt it is for (default: 8192)")
     add("--spec-prefill-keep", metavar="SHARE", help="share that is read, up to 1 (default: 0.3)")

@@ -92,6 +92,8 @@ def _start_engine(
             served_name=source.served_name,
             lanes=settings.lanes,
             draft_tokens=settings.draft_tokens,
+            snapshot_bytes=settings.snapshot_bytes,
+            snapshot_folder=settings.snapshot_dir,
             spec_prefill=None
             if draft is None
             else SpecPrefillSettings(

@@ -167,6 +167,7 @@ def _one_for_each_choice(first: Generation, choices: int) -> tuple[Generation, .
         replace(
             first,
             request_id=f"{first.request_id}.{index}",
+            further_choice=index > 0,
             sampling=replace(first.sampling, seed=None if seed is None else seed + index),
         )
         for index in range(choices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
@@ -40,6 +41,10 @@ class WorkerSettings(BaseSettings):
     token: SecretStr | None = Field(None, validation_alias="PACELINE_JOIN_TOKEN")
     id: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
     draft_tokens: int = Field(2, ge=0, le=8)
+    snapshot_dir: Path | None = None
+    """Where what was read of system prompts outlives the process."""
+    snapshot_bytes: int = Field(1 << 30, ge=0)
+    """For snapshots of system prompts: this much memory, and this much disk."""
     spec_prefill: str = ""
     """A folder or a Hugging Face repository of a small model with the same vocabulary."""
     spec_prefill_threshold: int = Field(8192, ge=1)
