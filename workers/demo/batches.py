@@ -1,7 +1,7 @@
 """Streams of training batches: chats as token rows of like length, pictures as patches."""
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
@@ -18,7 +18,6 @@ from workers.demo.conversations import (
     Message,
     draw_chat,
     draw_facts,
-    practice_chat,
     system_prompt,
 )
 from workers.demo.fast_forward import CHUNK
@@ -91,16 +90,19 @@ def _skipping_positions(random: Random, row: TokenRow) -> npt.NDArray[np.int32]:
 
 
 def text_batches(
-    tokenizer: Tokenizer, random: Random, *, practice: float = 0.0
+    tokenizer: Tokenizer,
+    random: Random,
+    practice: Callable[[Random], Chat] | None = None,
+    share: float = 0.0,
 ) -> Iterator[TextBatch]:
     """Endless batches of about TOKENS_IN_BATCH tokens, rows of one batch of like length.
 
-    `practice` is the share of chats that practise copying.
+    `share` of the chats are drawn by `practice`, the others are ordinary ones.
     """
 
     def draw() -> Chat:
-        if practice and random.random() < practice:
-            return practice_chat(random)
+        if practice and random.random() < share:
+            return practice(random)
         return draw_chat(random)
 
     while True:

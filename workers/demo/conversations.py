@@ -34,6 +34,8 @@ class Fact:
         return self.sentence
 
 
+_SHORT_ANSWER: Final = 120
+"""Letters of an answer that is short enough to practise with."""
 FACT_KINDS: Final = ("code word", "home", "price", "order", "opening")
 
 
@@ -95,11 +97,17 @@ def system_prompt(
     return " ".join([random.choice(world.SYSTEM_OPENINGS), *body])
 
 
-def draw_facts(random: Random, count: int) -> tuple[Fact, ...]:
+_OFTEN_CODE_WORDS: Final = (5, 3, 3, 2, 1)
+_SELDOM_CODE_WORDS: Final = (1, 4, 4, 4, 3)
+
+
+def draw_facts(
+    random: Random, count: int, weights: tuple[int, ...] = _OFTEN_CODE_WORDS
+) -> tuple[Fact, ...]:
     """`count` facts of which no two answer the same question."""
     facts: dict[str, Fact] = {}
     while len(facts) < count:
-        fact = draw_fact(random, random.choices(FACT_KINDS, (5, 3, 3, 2, 1))[0])
+        fact = draw_fact(random, random.choices(FACT_KINDS, weights)[0])
         facts.setdefault(fact.questions[0], fact)
     return tuple(facts.values())
 
@@ -243,7 +251,23 @@ def practice_chat(random: Random) -> Chat:
             asked = f"{random.choice(('Repeat:', 'Say this again:', 'Echo:'))} {' '.join(words)}"
             messages += [Message("user", asked), Message("assistant", " ".join(words))]
         return tuple(messages)
-    facts = draw_facts(random, random.randint(1, 4))
+    return _fact_chat(random, draw_facts(random, random.randint(1, 4)))
+
+
+def exact_practice_chat(random: Random) -> Chat:
+    """Draw a chat of facts of all kinds, or of lists and counts that end where they should."""
+    if random.random() < 0.6:
+        return _fact_chat(random, draw_facts(random, random.randint(1, 4), _SELDOM_CODE_WORDS))
+    messages: list[Message] = []
+    for _ in range(random.randint(1, 4)):
+        turn = draw_turn(random, kinds=("counting", "members", "arithmetic"))
+        while len(turn.answer) > _SHORT_ANSWER:
+            turn = draw_turn(random, kinds=("counting", "members"))
+        messages += [Message("user", turn.question), Message("assistant", turn.answer)]
+    return tuple(messages)
+
+
+def _fact_chat(random: Random, facts: tuple[Fact, ...]) -> Chat:
     messages = [Message("system", system_prompt(random, random.choice((0, 0, 2, 6)), facts))]
     for fact in random.sample(facts, len(facts)):
         messages += [

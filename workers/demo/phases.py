@@ -31,6 +31,7 @@ from workers.demo.batches import (
     picture_batches,
     text_batches,
 )
+from workers.demo.conversations import exact_practice_chat, practice_chat
 from workers.demo.fast_forward import vision_forward
 from workers.demo.loop import Work, level_then_down, optimise
 from workers.demo.snapshots import load_tensors, steps_done
@@ -41,9 +42,14 @@ SEED: Final = 20
 _EYE_BATCH: Final = 48
 _PICTURE_ROWS: Final = 24
 _POLISH_ROWS: Final = 32
-_JOIN_SLOPE: Final = ((200, 1.0), (1200, 4 / 9), (2600, 0.0))
-_PRACTICE: Final = ((0, 0.0), (700, 0.35), (1200, 0.5))
-"""From which step of `join` on, what share of the chats practises copying."""
+_JOIN_SLOPE: Final = ((200, 1.0), (1200, 4 / 9), (2000, 4 / 21), (2600, 4 / 21), (3100, 0.0))
+_PRACTICE: Final = (
+    (0, "texts", None, 0.0),
+    (700, "practice", practice_chat, 0.35),
+    (1200, "more practice", practice_chat, 0.5),
+    (2000, "exact practice", exact_practice_chat, 0.5),
+)
+"""From which step of `join` on, what share of the chats practises what."""
 
 
 def _random(name: str) -> Random:
@@ -139,10 +145,9 @@ class _MixedSteps:
         self._pictures = picture_batches(
             tokenizer, _draw_pictures(work, name), _random(f"{name} chats"), _PICTURE_ROWS
         )
-        names = ("texts", "practice", "more practice")
         self._texts = [
-            (start, text_batches(tokenizer, _random(f"{name} {stream}"), practice=share))
-            for stream, (start, share) in zip(names, _PRACTICE, strict=True)
+            (start, text_batches(tokenizer, _random(f"{name} {stream}"), practice, share))
+            for start, stream, practice, share in _PRACTICE
         ]
         self._longs = long_batches(tokenizer, _random(f"{name} longs"), longest)
 
