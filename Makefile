@@ -8,11 +8,11 @@ help: ## list these targets
 
 up: ## set up what is missing, then run the gateway and one worker (ARGS="--model ...")
 	@scripts/setup worker
-	@exec $(BIN)/paceline up $(ARGS)
+	@exec scripts/with-blas $(BIN)/paceline up $(ARGS)
 
 test: ## set up what is missing, then run the tests (ARGS="tests/gateway -k stream")
 	@scripts/setup dev
-	@exec $(BIN)/pytest $(ARGS)
+	@exec scripts/with-blas $(BIN)/pytest $(ARGS)
 
 check: ## lint, format and types
 	@scripts/setup dev
