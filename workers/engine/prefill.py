@@ -125,7 +125,8 @@ def _read_with_head(
 ) -> None:
     """Give the head what it can pair: the hidden state of token i with token i + 1.
 
-    Its positions are slot numbers, as they are when it drafts: tokens left out leave no gap.
+    Its positions are slot numbers, as they are when it drafts: tokens left out leave no gap, which
+    costs no acceptance (true positions, tried on the demo model, were accepted no more often).
     """
     tokens = prefill.row.prompt.tokens
     if prefill.last_hidden is not None:

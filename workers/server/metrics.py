@@ -19,6 +19,11 @@ _LANE_COUNTERS = {
     "prompt_tokens": "Tokens of prompts.",
     "completion_tokens": "Tokens of answers.",
 }
+_SPEC_PREFILL_COUNTERS = {
+    "prompts": "Long prompts read sparsely, by the choice of a draft model.",
+    "scored_tokens": "Their tokens that the draft model scored.",
+    "kept_tokens": "Those of them that were read.",
+}
 _LANE_GAUGES = {
     "running": "Requests that generate now.",
     "waiting": "Requests that wait for a row.",
@@ -44,6 +49,7 @@ class _Snapshot(Collector):
         for name, text in _LANE_GAUGES.items():
             yield self._per_lane(GaugeMetricFamily, name, text)
         yield _bypasses(self._report)
+        yield from _spec_prefill(self._report)
         memory = GaugeMetricFamily(
             "paceline_worker_memory_bytes", "Memory in use by MLX.", labels=("model_name",)
         )
@@ -92,6 +98,25 @@ def _bypasses(report: WorkerReport) -> Metric:
     for lane, reason, count in _bypass_counts(report.lanes):
         metric.add_metric((report.model, lane, reason), count)
     return metric
+
+
+def _spec_prefill(report: WorkerReport) -> Iterator[Metric]:
+    for name, text in _SPEC_PREFILL_COUNTERS.items():
+        counter = CounterMetricFamily(
+            f"paceline_worker_spec_prefill_{name}", text, labels=("model_name", "lane")
+        )
+        for lane in report.lanes:
+            counter.add_metric((report.model, lane.name), getattr(lane.spec_prefill, name))
+        yield counter
+    in_full = CounterMetricFamily(
+        "paceline_worker_spec_prefill_read_in_full",
+        "Prompts read in full though a draft model was asked for, by reason.",
+        labels=("model_name", "lane", "reason"),
+    )
+    for lane in report.lanes:
+        for reason, count in sorted(lane.spec_prefill.read_in_full.items()):
+            in_full.add_metric((report.model, lane.name, reason), count)
+    yield in_full
 
 
 def _bypass_counts(lanes: tuple[LaneReport, ...]) -> Iterator[tuple[str, str, int]]:
