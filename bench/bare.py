@@ -1,0 +1,56 @@
+"""What `bench.rounds` finds in a process of its own: rounds and rollbacks, nothing around them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from bench.blas import preload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """The mean over the rounds of one run in which all rows were live."""
+
+    rows: int
+    k: int
+    cost_s: float
+    tokens_a_row: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollback:
+    """What it costs four rows to keep a part of what a verify appended."""
+
+    context_tokens: int
+    cost_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bare:
+    """All runs."""
+
+    rounds: list[Round] = field(default_factory=list)
+    rollbacks: list[Rollback] = field(default_factory=list)
+
+
+async def measure_bare(model: Path) -> Bare:
+    """Run `bench.rounds` with the BLAS that the servers get."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.rounds", "--model", str(model)),
+        stdout=asyncio.subprocess.PIPE,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **preload()},
+    )
+    output, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"bench.rounds ended with code {process.returncode}")
+    found = json.loads(output.splitlines()[-1])
+    return Bare(
+        rounds=[Round(**entry) for entry in found["rounds"]],
+        rollbacks=[Rollback(**entry) for entry in found["rollbacks"]],
+    )

@@ -1,0 +1,171 @@
+"""Our worker beside the engines people would use instead, on one checkpoint, in one run.
+
+`python -m bench.engine` makes a virtual environment for each peer, then starts, measures and stops
+one server after another, so that each has the machine to itself. Every repetition goes through all
+of them in another order: a machine that grows warm or busy slows all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from os import cpu_count
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from bench import tables
+from bench.bare import Bare, measure_bare
+from bench.blas import preload
+from bench.contenders import OURS, PEERS, Contender
+from bench.samples import Samples
+from bench.servers import running
+from bench.session import FULL, QUICK, Plan, measure
+from bench.targets import Target, judge
+from bench.venvs import PeerUnavailable, python_of
+from workers.demo import CHECKPOINT
+
+RESULTS: Final = Path(__file__).parent / "results"
+_PEER_NAMES: Final = ",".join(peer.name for peer in PEERS)
+
+
+@dataclass
+class Run:
+    """All that one run measures."""
+
+    model: Path
+    venvs: Path
+    plan: Plan
+    samples: dict[str, Samples]
+    bare: Bare = field(default_factory=Bare)
+
+
+async def measure_all(run: Run, console: Console, repetitions: int) -> None:
+    """Measure all contenders again and again, each time beginning with another."""
+    contenders = [OURS, *(peer for peer in PEERS if peer.name in run.samples)]
+    interpreters = {each.name: _interpreter(run, each, console) for each in contenders}
+    count_tokens = _token_counter(run.model)
+    for repetition in range(repetitions):
+        first = repetition % len(contenders)
+        for contender in (*contenders[first:], *contenders[:first]):
+            python = interpreters[contender.name]
+            if python is not None:
+                console.print(f"{repetition + 1}/{repetitions} {contender.name}")
+                await _session(run, contender, python, repetition, count_tokens)
+        console.print(f"{repetition + 1}/{repetitions} bare rounds")
+        bare = await measure_bare(run.model)
+        run.bare.rounds.extend(bare.rounds)
+        run.bare.rollbacks.extend(bare.rollbacks)
+
+
+def _interpreter(run: Run, contender: Contender, console: Console) -> Path | None:
+    if contender.venv is None:
+        return Path(sys.executable)
+    console.print(f"installing {contender.name} where it is missing")
+    try:
+        return python_of(contender.venv, run.venvs)
+    except PeerUnavailable as reason:
+        run.samples[contender.name].failures["install"] = str(reason)
+        return None
+
+
+async def _session(
+    run: Run,
+    contender: Contender,
+    python: Path,
+    repetition: int,
+    count_tokens: Callable[[str], int],
+) -> None:
+    samples = run.samples[contender.name]
+    log = run.venvs / f"{contender.name}.log"
+    try:
+        async with running(contender, python=python, model=run.model, log=log) as server:
+            await measure(
+                server,
+                samples,
+                run.plan,
+                ours=contender is OURS,
+                seed=repetition + 1,
+                count_tokens=count_tokens,
+            )
+    except PeerUnavailable as reason:
+        samples.failures["start"] = str(reason)
+
+
+def _token_counter(model: Path) -> Callable[[str], int]:
+    """Count all engines' tokens by one rule, whatever each says of itself."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+
+
+def _about(repetitions: int) -> dict[str, Any]:
+    return {
+        "measured": datetime.now(UTC).isoformat(timespec="minutes"),
+        "machine": f"{platform.system()} {platform.machine()}, {cpu_count()} cores",
+        "python": platform.python_version(),
+        "blas": preload().get("LD_PRELOAD", "the platform's own"),
+        "repetitions": repetitions,
+        "peers": sorted({pin for peer in PEERS if peer.venv for pin in peer.venv.pins}),
+    }
+
+
+def _write(run: Run, about: dict[str, Any], judged: list[Target], grids: list[tables.Grid]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    record = {
+        **about,
+        "figures": {name: asdict(samples) for name, samples in run.samples.items()},
+        **asdict(run.bare),
+        "targets": [asdict(target) | {"met": target.met} for target in judged],
+    }
+    (RESULTS / "engine.json").write_text(json.dumps(record, indent=1) + "\n")
+    facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
+    missing = "\n".join(f"- {line}" for line in tables.failures(run.samples))
+    page = ["## Engine\n", facts, "", *(grid.markdown() for grid in grids), missing]
+    (RESULTS / "engine.md").write_text("\n".join(page).rstrip() + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
+    add = parser.add_argument
+    add("--model", type=Path, default=CHECKPOINT, help="checkpoint folder that all serve")
+    add("--peers", default=_PEER_NAMES, help=f"comma-separated, may be empty ({_PEER_NAMES})")
+    add("--repetitions", type=int, default=3)
+    add("--quick", action="store_true", help="see that all of it runs; writes no results")
+    add("--venv-dir", type=Path, default=Path.home() / ".cache" / "paceline-bench")
+    options = parser.parse_args(arguments)
+    wanted = {name.strip() for name in options.peers.split(",")}
+    names = [OURS.name, *(peer.name for peer in PEERS if peer.name in wanted)]
+    repetitions = 1 if options.quick else options.repetitions
+    run = Run(
+        model=options.model.resolve(),
+        venvs=options.venv_dir.resolve(),
+        plan=QUICK if options.quick else FULL,
+        samples={name: Samples() for name in names},
+    )
+    run.venvs.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    asyncio.run(measure_all(run, console, repetitions))
+    judged = judge(run.samples, run.bare)
+    grids = [
+        tables.engines(run.samples),
+        tables.draft_lengths(run.samples[OURS.name], run.bare.rounds),
+        tables.targets(judged),
+    ]
+    for grid in grids:
+        console.print(grid.drawn())
+    for line in tables.failures(run.samples):
+        console.print(line)
+    if not options.quick:
+        _write(run, _about(repetitions), judged, grids)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What is measured of a running server, one function a question; all answers are greedy."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import cycle, pairwise
+from random import Random
+from statistics import mean
+from typing import Any, Final
+
+from bench.load import Answer, Caller, Messages
+from workers.demo import held_out
+
+STREAMS: Final = (1, 2, 4, 8)
+LIVE_STREAMS: Final = 4
+BURST: Final = 5
+BURST_TOKENS: Final = 256
+PREFIX_TOKENS: Final = 4096
+SHORT_ANSWER_TOKENS: Final = 4
+PROBE_TIME_S: Final = 30.0
+"""No more probes after this long, where a server makes each wait for seconds."""
+
+LONG: Final = tuple(prompt.messages for prompt in held_out.long_prompts())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Throughput:
+    """What a closed loop of streams brought while all of them ran."""
+
+    elapsed_s: float
+    tokens: int
+    answers: tuple[Answer, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stall:
+    """What a newcomer's long prompt cost the streams that ran."""
+
+    newcomer_ttft_s: float
+    longest_gap_s: float
+    usual_gap_s: float
+    """Between pieces of the same streams before the newcomer came."""
+
+
+async def throughput(
+    caller: Caller,
+    streams: int,
+    *,
+    answers: int,
+    count_tokens: Callable[[str], int],
+    extra: Mapping[str, Any] | None = None,
+) -> Throughput:
+    """Keep so many streams busy; count up to the moment when the first finds nothing more to ask.
+
+    Behind that moment fewer streams run, and how long the last answer takes would decide.
+    """
+    questions = deque(question for _, question in zip(range(answers), cycle(LONG), strict=False))
+    given: list[Answer] = []
+    idle_since_s: list[float] = []
+
+    async def stream() -> None:
+        while questions:
+            given.append(await caller.ask(questions.popleft(), extra=extra))
+        idle_since_s.append(time.perf_counter())
+
+    begun_s = time.perf_counter()
+    async with asyncio.TaskGroup() as group:
+        for _ in range(streams):
+            group.create_task(stream())
+    until_s = min(idle_since_s)
+    return Throughput(
+        elapsed_s=until_s - begun_s,
+        tokens=sum(count_tokens(answer.text_before(until_s)) for answer in given),
+        answers=tuple(given),
+    )
+
+
+async def arrivals_s(caller: Caller, *, live: int, probes: int, seed: int) -> list[float]:
+    """Return the times to first token of short requests that arrive while `live` streams run."""
+    random = Random(seed)
+    prompts = held_out.prompts(probes, seed=seed, kinds=("capital", "opposite"))
+    waits_s: list[float] = []
+    async with _background(caller, live):
+        begun_s = time.perf_counter()
+        for prompt in prompts:
+            await asyncio.sleep(random.uniform(0.05, 0.25))  # at any moment of a round
+            answer = await caller.ask(prompt.messages, max_tokens=SHORT_ANSWER_TOKENS)
+            waits_s.append(answer.ttft_s)
+            if time.perf_counter() - begun_s > PROBE_TIME_S:
+                break
+    return waits_s
+
+
+async def burst_s(caller: Caller) -> tuple[float, float]:
+    """Return the times of the burst's answers all at once, and one after another."""
+    begun_s = time.perf_counter()
+    await asyncio.gather(*(_burst_answer(caller, question) for question in LONG[:BURST]))
+    between_s = time.perf_counter()
+    for question in LONG[:BURST]:
+        await _burst_answer(caller, question)
+    return between_s - begun_s, time.perf_counter() - between_s
+
+
+async def prefix_ttfts_s(caller: Caller, *, seed: int) -> tuple[float, float]:
+    """Return the times to first token under a long system prompt, new and then known."""
+    prompt, other = held_out.fact_prompts(2, PREFIX_TOKENS, seed=seed)
+    cold = await caller.ask(prompt.messages, max_tokens=SHORT_ANSWER_TOKENS)
+    again = (prompt.messages[0], other.messages[1])
+    warm = await caller.ask(again, max_tokens=SHORT_ANSWER_TOKENS)
+    return cold.ttft_s, warm.ttft_s
+
+
+async def stall(caller: Caller, *, seed: int) -> Stall:
+    """Let a long prompt arrive while streams run; look at the gaps in those streams."""
+    (newcomer,) = held_out.fact_prompts(1, PREFIX_TOKENS, seed=seed)
+    async with _background(caller, LIVE_STREAMS) as answers:
+        begun_s = time.perf_counter()
+        await asyncio.sleep(1.0)
+        sent_s = time.perf_counter()
+        first_s = sent_s + (await caller.ask(newcomer.messages, max_tokens=1)).ttft_s
+    return Stall(
+        newcomer_ttft_s=first_s - sent_s,
+        longest_gap_s=max(_gaps_s(answers, sent_s, first_s), default=0.0),
+        usual_gap_s=mean(_gaps_s(answers, begun_s, sent_s) or [0.0]),
+    )
+
+
+async def _burst_answer(caller: Caller, question: Messages) -> Answer:
+    return await caller.ask(question, max_tokens=BURST_TOKENS)
+
+
+@asynccontextmanager
+async def _background(caller: Caller, streams: int) -> AsyncIterator[list[Answer]]:
+    """Keep long answers streaming; yield the list that holds them all once they have ended.
+
+    At the end the answers that run are read to their ends, so that none outlives the measurement.
+    """
+    answers: list[Answer] = []
+    started = [asyncio.Event() for _ in range(streams)]
+    ending = asyncio.Event()
+
+    async def stream(number: int) -> None:
+        for question in cycle((*LONG[number:], *LONG[:number])):
+            answers.append(await caller.ask(question, on_event=started[number].set))
+            if ending.is_set():
+                return
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(streams):
+            group.create_task(stream(number))
+        try:
+            for event in started:
+                await event.wait()
+            yield answers
+        finally:
+            ending.set()
+
+
+def _gaps_s(answers: Sequence[Answer], begin_s: float, end_s: float) -> list[float]:
+    """Return the gaps within answers of which any part lies between two moments."""
+    return [
+        later_s - earlier_s
+        for answer in answers
+        for (earlier_s, _), (later_s, _) in pairwise(answer.pieces)
+        if later_s >= begin_s and earlier_s <= end_s
+    ]

@@ -1,0 +1,37 @@
+"""What was measured: every figure of every repetition, by name."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+
+@dataclass
+class Samples:
+    """Figures of one contender; `failures` says why a figure is missing."""
+
+    figures: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, *values: float) -> None:
+        """Keep one more value, or several, of a figure."""
+        self.figures[name] += values
+
+    def median(self, name: str) -> float | None:
+        """Return the middle value; None where nothing was measured."""
+        values = self.figures.get(name)
+        return median(values) if values else None
+
+    def percentile(self, name: str, share: float) -> float | None:
+        """Return the smallest value that at least this share of all values does not exceed."""
+        values = self.figures.get(name)
+        return nearest_rank(values, share) if values else None
+
+
+def nearest_rank(values: Sequence[float], share: float) -> float:
+    """Return the percentile that is one of the values."""
+    ordered = sorted(values)
+    rank = max(-(-len(ordered) * share // 1), 1)  # ceiling
+    return ordered[min(int(rank), len(ordered)) - 1]

@@ -1,0 +1,149 @@
+"""One life of a server, measured from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+
+from bench.load import Answer, Caller, RequestFailed, calling
+from bench.measurements import (
+    LIVE_STREAMS,
+    STREAMS,
+    arrivals_s,
+    burst_s,
+    prefix_ttfts_s,
+    stall,
+    throughput,
+)
+from bench.samples import Samples
+from bench.servers import Server
+
+MEASUREMENT_TIMEOUT_S: Final = 600.0
+DRAFT_LENGTHS: Final = (0, 1, 2)
+"""k that our worker is asked for by name, beside the one that it chooses itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How much is measured in one life of a server."""
+
+    answers: int
+    """Long answers for one number of streams, unless two a stream are more."""
+    probes: int
+    prefixes: int
+    newcomers: int
+
+    def answers_for(self, streams: int) -> int:
+        """Return how many long answers so many streams give."""
+        return max(self.answers, 2 * streams)
+
+
+FULL: Final = Plan(answers=4, probes=25, prefixes=2, newcomers=2)
+QUICK: Final = Plan(answers=1, probes=5, prefixes=1, newcomers=1)
+
+
+async def measure(
+    server: Server,
+    samples: Samples,
+    plan: Plan,
+    *,
+    ours: bool,
+    seed: int,
+    count_tokens: Callable[[str], int],
+) -> None:
+    """Ask everything of one server; what it cannot do is noted, and the rest goes on."""
+    samples.add("memory_loaded_bytes", server.resident_bytes())
+    async with calling(server.url, server.model) as caller:
+        async with _noting(samples, "warm-up"):
+            await _warm_up(caller, plan, count_tokens)
+        for streams in STREAMS:
+            async with _noting(samples, f"{streams} streams"):
+                await _streams(caller, samples, plan, streams, count_tokens, ours=ours)
+        for live in (0, LIVE_STREAMS):
+            async with _noting(samples, f"arrivals while {live} run"):
+                waits_s = await arrivals_s(caller, live=live, probes=plan.probes, seed=seed)
+                samples.add(f"ttft_live{live}_s", *waits_s)
+        async with _noting(samples, "burst"):
+            at_once_s, in_turn_s = await burst_s(caller)
+            samples.add("burst_at_once_s", at_once_s)
+            samples.add("burst_in_turn_s", in_turn_s)
+        async with _noting(samples, "system prompts"):
+            for number in range(plan.prefixes):
+                cold_s, warm_s = await prefix_ttfts_s(caller, seed=100 * seed + number)
+                samples.add("cold_ttft_s", cold_s)
+                samples.add("warm_ttft_s", warm_s)
+        async with _noting(samples, "newcomers"):
+            for number in range(plan.newcomers):
+                seen = await stall(caller, seed=100 * seed + 50 + number)
+                samples.add("newcomer_ttft_s", seen.newcomer_ttft_s)
+                samples.add("longest_gap_s", seen.longest_gap_s)
+                samples.add("usual_gap_s", seen.usual_gap_s)
+    samples.add("memory_used_bytes", server.resident_bytes())
+
+
+@asynccontextmanager
+async def _noting(samples: Samples, what: str) -> AsyncIterator[None]:
+    """Bound one measurement in time, and note its failure instead of ending the session."""
+    try:
+        async with asyncio.timeout(MEASUREMENT_TIMEOUT_S):
+            yield
+    except (httpx.HTTPError, RequestFailed, TimeoutError, ExceptionGroup) as error:
+        first: BaseException = error
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        samples.failures[what] = f"{type(first).__name__}: {first}"
+
+
+async def _warm_up(caller: Caller, plan: Plan, count_tokens: Callable[[str], int]) -> None:
+    """Run every kind of load once, so that no kernel is compiled while a clock runs."""
+    for streams in STREAMS:
+        await throughput(caller, streams, answers=streams, count_tokens=count_tokens)
+        if plan is QUICK:
+            return
+    await prefix_ttfts_s(caller, seed=-1)
+
+
+async def _streams(
+    caller: Caller,
+    samples: Samples,
+    plan: Plan,
+    streams: int,
+    count_tokens: Callable[[str], int],
+    *,
+    ours: bool,
+) -> None:
+    """Measure one number of streams; ours also with each k, one after the other."""
+    modes: list[tuple[str, Mapping[str, Any] | None]] = [("", None)]
+    if ours:
+        modes += [(f"/k{k}", {"draft_tokens": k}) for k in DRAFT_LENGTHS]
+    for suffix, extra in modes:
+        brought = await throughput(
+            caller,
+            streams,
+            answers=plan.answers_for(streams),
+            count_tokens=count_tokens,
+            extra=extra,
+        )
+        samples.add(f"tokens_per_s/{streams}{suffix}", brought.tokens / brought.elapsed_s)
+        _add_drafts(samples, f"{streams}{suffix}", brought.answers)
+
+
+def _add_drafts(samples: Samples, suffix: str, answers: Sequence[Answer]) -> None:
+    """Keep what a server said of its drafts, summed over answers."""
+    drafts = [answer.drafts for answer in answers if answer.drafts is not None]
+    steps = sum(draft.steps for draft in drafts)
+    drafted = sum(draft.drafted for draft in drafts)
+    if not steps or not drafted:
+        return
+    accepted = sum(draft.accepted for draft in drafts)
+    samples.add(f"acceptance/{suffix}", accepted / drafted)
+    samples.add(f"tokens_per_step/{suffix}", 1 + accepted / steps)
+    positions = max(len(draft.histogram) for draft in drafts) - 1
+    for position in range(positions):
+        kept = sum(sum(draft.histogram[position + 1 :]) for draft in drafts)
+        samples.add(f"acceptance/{suffix}/position{position + 1}", kept / steps)

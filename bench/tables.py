@@ -1,0 +1,184 @@
+"""The tables, for a terminal and for Markdown: one drawing of cells, two ways to show it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich.table import Table
+
+from bench.bare import Round
+from bench.measurements import LIVE_STREAMS, STREAMS
+from bench.samples import Samples
+from bench.session import DRAFT_LENGTHS
+from bench.targets import LONGEST_DRAFT, Target, ceiling
+
+Cell = Callable[[Samples], str]
+MISSING = "-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Grid:
+    """A table as text; the first column is a label."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def drawn(self) -> Table:
+        """Return it for a terminal."""
+        table = Table(title=self.title, title_justify="left")
+        for number, column in enumerate(self.columns):
+            table.add_column(column, justify="right" if number else "left")
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def markdown(self) -> str:
+        """Return it for a page."""
+        lines = [self.columns, ("---", *("---:" for _ in self.columns[1:])), *self.rows]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"### {self.title}\n\n{table}\n"
+
+
+def engines(all_samples: Mapping[str, Samples]) -> Grid:
+    """Compare all contenders, a line a figure."""
+    lines: list[tuple[str, Cell]] = [
+        *((f"tokens/s, {n} at once", _median(f"tokens_per_s/{n}", 1, ".0f")) for n in STREAMS),
+        ("first token, idle: p50 / p99, ms", _percentiles("ttft_live0_s")),
+        (
+            f"first token while {LIVE_STREAMS} run: p50 / p99, ms",
+            _percentiles(f"ttft_live{LIVE_STREAMS}_s"),
+        ),
+        ("5 x 256 tokens, at once, s", _median("burst_at_once_s", 1, ".2f")),
+        ("5 x 256 tokens, one after another, s", _median("burst_in_turn_s", 1, ".2f")),
+        ("drafts accepted, 1 at once / 8", _accepted),
+        ("... by position, 1 at once / 8", _positions),
+        ("new 4k system prompt: first token, ms", _median("cold_ttft_s", 1e3, ".0f")),
+        ("known 4k system prompt: first token, ms", _median("warm_ttft_s", 1e3, ".0f")),
+        ("longest gap while 4k tokens are read, ms", _median("longest_gap_s", 1e3, ".0f")),
+        ("... usual gap, ms", _median("usual_gap_s", 1e3, ".1f")),
+        ("... first token of the newcomer, ms", _median("newcomer_ttft_s", 1e3, ".0f")),
+        ("memory when loaded, MB", _median("memory_loaded_bytes", 1e-6, ".0f")),
+        ("memory after all this, MB", _median("memory_used_bytes", 1e-6, ".0f")),
+    ]
+    return Grid(
+        title="Engines on the same checkpoint, greedy",
+        columns=("", *all_samples),
+        rows=tuple(
+            (label, *(cell(samples) for samples in all_samples.values())) for label, cell in lines
+        ),
+    )
+
+
+def draft_lengths(ours: Samples, rounds: Sequence[Round]) -> Grid:
+    """Show what drafting brings our worker at each batch size, and what it could."""
+    rows: list[tuple[str, ...]] = []
+    for streams in STREAMS:
+        most = ceiling(rounds, streams)
+        rows.append(
+            (
+                f"{streams} at once",
+                *(_median(f"tokens_per_s/{streams}/k{k}", 1, ".0f")(ours) for k in DRAFT_LENGTHS),
+                _median(f"tokens_per_s/{streams}", 1, ".0f")(ours),
+                *(_round(rounds, streams, k) for k in DRAFT_LENGTHS),
+                f"{most:.2f}" if most else MISSING,
+                _ratio(ours, f"tokens_per_s/{streams}", f"tokens_per_s/{streams}/k0"),
+            )
+        )
+    return Grid(
+        title="Drafting at each batch size: tokens/s over HTTP, ms and tokens of a bare round",
+        columns=(
+            "",
+            *(f"k={k}" for k in DRAFT_LENGTHS),
+            "chosen",
+            *(f"round k={k}" for k in DRAFT_LENGTHS),
+            "ceiling",
+            "gain",
+        ),
+        rows=tuple(rows),
+    )
+
+
+def targets(judged: Sequence[Target]) -> Grid:
+    """Show every promise beside what was reached."""
+    return Grid(
+        title="Targets",
+        columns=("", "reached", "wanted", "met"),
+        rows=tuple(
+            (
+                target.promise,
+                f"{target.reached:.2f}",
+                f"{'>=' if target.at_least else '<='} {target.bound:.2f}",
+                "yes" if target.met else "NO",
+            )
+            for target in judged
+        ),
+    )
+
+
+def failures(all_samples: Mapping[str, Samples]) -> list[str]:
+    """Say what could not be measured, and why."""
+    return [
+        f"{name}, {what}: {reason}"
+        for name, samples in all_samples.items()
+        for what, reason in samples.failures.items()
+    ]
+
+
+def _median(name: str, scale: float, form: str) -> Cell:
+    def cell(samples: Samples) -> str:
+        value = samples.median(name)
+        return MISSING if value is None else format(value * scale, form)
+
+    return cell
+
+
+def _pair(first: str, second: str, scale: float, form: str) -> Cell:
+    cells = _median(first, scale, form), _median(second, scale, form)
+    return lambda samples: " / ".join(cell(samples) for cell in cells)
+
+
+def _percentiles(name: str) -> Cell:
+    def cell(samples: Samples) -> str:
+        values = [samples.percentile(name, share) for share in (0.5, 0.99)]
+        return " / ".join(MISSING if value is None else f"{1e3 * value:.0f}" for value in values)
+
+    return cell
+
+
+def _drafting_suffix(samples: Samples) -> str:
+    """Ours is shown at its full draft length, whatever pays: then every step judges as many."""
+    return f"/k{LONGEST_DRAFT}" if f"acceptance/1/k{LONGEST_DRAFT}" in samples.figures else ""
+
+
+def _accepted(samples: Samples) -> str:
+    suffix = _drafting_suffix(samples)
+    return _pair(f"acceptance/1{suffix}", f"acceptance/8{suffix}", 1, ".1%")(samples)
+
+
+def _positions(samples: Samples) -> str:
+    suffix = _drafting_suffix(samples)
+
+    def listed(streams: int) -> str:
+        shares = [
+            samples.median(f"acceptance/{streams}{suffix}/position{position}")
+            for position in range(1, LONGEST_DRAFT + 1)
+        ]
+        return ", ".join(f"{share:.2f}" for share in shares if share is not None) or MISSING
+
+    return f"{listed(1)} / {listed(8)}"
+
+
+def _round(rounds: Sequence[Round], rows: int, k: int) -> str:
+    chosen = [entry for entry in rounds if (entry.rows, entry.k) == (rows, k)]
+    if not chosen:
+        return MISSING
+    cost_s = median(entry.cost_s for entry in chosen)
+    return f"{1e3 * cost_s:.1f} ms, {median(entry.tokens_a_row for entry in chosen):.2f}"
+
+
+def _ratio(samples: Samples, above: str, below: str) -> str:
+    values = samples.median(above), samples.median(below)
+    return f"{values[0] / values[1]:.2f}" if values[0] and values[1] else MISSING
