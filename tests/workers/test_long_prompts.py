@@ -1,4 +1,4 @@
-"""What a request and a flag say of long prompts reaches the engine; what came of it reaches them."""
+"""What requests and flags say of long prompts reaches the engine, and what came of it them."""
 
 from __future__ import annotations
 
