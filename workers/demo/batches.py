@@ -23,6 +23,7 @@ from workers.demo.conversations import (
 from workers.demo.fast_forward import CHUNK
 from workers.demo.pictures import TRAINING_SIZES, Picture, draw_picture, picture_chat
 from workers.demo.tokenizer import TokenRow, encode_chat, special_ids
+from workers.demo.world import PICTURE_COLOURS, PICTURE_SHAPES
 
 Bytes = npt.NDArray[np.uint8]
 Grid = tuple[int, int]
@@ -49,13 +50,15 @@ class PictureBatch:
     """A text batch with one picture a row: patches [B, P, 1536] of one grid.
 
     `sources` [B, T] says for each token which merged picture token it is, counted over the batch;
-    text tokens have the number after the last.
+    text tokens have the number after the last. `colours` and `shapes` [B] are classes.
     """
 
     text: TextBatch
     patches: mx.array
     grid: Grid
     sources: mx.array
+    colours: mx.array
+    shapes: mx.array
 
 
 def _pad(rows: Sequence[TokenRow], positions: Sequence[npt.NDArray[np.int32]]) -> TextBatch:
@@ -146,6 +149,13 @@ class PatchedPicture:
     colour: str
     shape: str
 
+    @property
+    def classes(self) -> tuple[int, int]:
+        """The numbers of colour and shape; the last shape is none."""
+        known = self.shape in PICTURE_SHAPES
+        shape = PICTURE_SHAPES.index(self.shape) if known else len(PICTURE_SHAPES)
+        return PICTURE_COLOURS.index(self.colour), shape
+
 
 class PicturePool:
     """Drawn pictures, cut into patches by the processor that serves them, by grid.
@@ -197,6 +207,12 @@ def patch_array(pictures: Sequence[PatchedPicture]) -> mx.array:
     return mx.repeat(stacked[:, :, :, None], 2, axis=3).reshape(batch, count, -1)
 
 
+def class_arrays(pictures: Sequence[PatchedPicture]) -> tuple[mx.array, mx.array]:
+    """Return the classes of the pictures: colours [B] and shapes [B]."""
+    colours, shapes = zip(*(picture.classes for picture in pictures), strict=True)
+    return mx.array(colours), mx.array(shapes)
+
+
 def _picture_row(
     row: TokenRow, pad_id: int, grid: Grid
 ) -> tuple[TokenRow, npt.NDArray[np.int32], int]:
@@ -234,5 +250,5 @@ def picture_batches(
         sources = np.full(text_batch.inputs.shape, rows * count, np.int32)
         for index, start in enumerate(starts):
             sources[index, start : start + count] = index * count + np.arange(count)
-        patches = patch_array(drawn)
-        yield PictureBatch(text_batch, patches, grid, mx.array(sources))
+        patches, (colours, shapes) = patch_array(drawn), class_arrays(drawn)
+        yield PictureBatch(text_batch, patches, grid, mx.array(sources), colours, shapes)

@@ -47,9 +47,7 @@ def write_checkpoint(work: Path, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(work)
     ids = special_ids(tokenizer)
-    polished = load_tensors(work / "tower.safetensors")
-    tower = {f"vision_tower.{name}": value for name, value in polished.items()}
-    base = hugging_face_layout(load_tensors(work / "base.safetensors") | tower)
+    base = hugging_face_layout(load_tensors(work / "base.safetensors"))
     trained = load_tensors(work / "mtp.safetensors")
     head = {f"mtp.{name}": value.astype(mx.bfloat16) for name, value in trained.items()}
     files = {"model.safetensors": (base, "pt"), "model-mtp.safetensors": (head, "mlx")}

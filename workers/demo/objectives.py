@@ -31,10 +31,14 @@ def text_hidden(model: Any, batch: TextBatch) -> mx.array:
     return text_forward(language, language.embed_tokens(batch.inputs), batch.positions)
 
 
-def picture_hidden(model: Any, batch: PictureBatch) -> mx.array:
-    """Return final hidden states [B, T, D] of a picture batch."""
+def picture_features(model: Any, batch: PictureBatch) -> mx.array:
+    """Return what the tower makes of the pictures: [B, tokens, D]."""
+    return vision_forward(model.vision_tower, batch.patches, batch.grid)
+
+
+def picture_hidden(model: Any, batch: PictureBatch, features: mx.array) -> mx.array:
+    """Return final hidden states [B, T, D] of a picture batch with its features."""
     language = model.language_model.model
-    features = vision_forward(model.vision_tower, batch.patches, batch.grid)
     width = features.shape[-1]
     flat = mx.concatenate([features.reshape(-1, width), mx.zeros((1, width))])
     is_picture = (batch.sources < flat.shape[0] - 1)[..., None]
@@ -62,27 +66,26 @@ def answer_accuracy(model: Any, hidden: mx.array, batch: TextBatch) -> float:
     return float(right.sum() / answers.sum())
 
 
-class EyeTest(nn.Module):  # type: ignore[misc]  # mlx's Module is untyped
-    """The vision tower with a linear probe for colour and shape on its mean feature."""
+def new_probe(width: int) -> Any:
+    """Return a linear probe for colour and shape on the mean feature of a picture."""
+    return nn.Linear(width, len(PICTURE_COLOURS) + len(PICTURE_SHAPES) + 1)
 
-    def __init__(self, tower: Any, width: int) -> None:
+
+def probe_loss(probe: Any, features: mx.array, colours: mx.array, shapes: mx.array) -> mx.array:
+    """Cross entropy of colour and shape together, from features [B, tokens, D]."""
+    scores = probe(features.mean(axis=1))
+    count = len(PICTURE_COLOURS)
+    total = cross_entropy(scores[:, :count], colours) + cross_entropy(scores[:, count:], shapes)
+    return total.mean()
+
+
+class Seeing(nn.Module):  # type: ignore[misc]  # mlx's Module is untyped
+    """What is trained to see: a tower (or a model with one), and a probe that asks what it sees."""
+
+    def __init__(self, seer: Any, width: int) -> None:
         super().__init__()
-        self.tower = tower
-        self.probe = nn.Linear(width, len(PICTURE_COLOURS) + len(PICTURE_SHAPES) + 1)
-
-    def scores(self, patches: mx.array, grid: tuple[int, int]) -> tuple[mx.array, mx.array]:
-        """Scores of the colours and of the shapes (the last: no shape)."""
-        both = self.probe(vision_forward(self.tower, patches, grid).mean(axis=1))
-        count = len(PICTURE_COLOURS)
-        return both[:, :count], both[:, count:]
-
-    def loss(
-        self, patches: mx.array, grid: tuple[int, int], colours: mx.array, shapes: mx.array
-    ) -> mx.array:
-        """Cross entropy of colour and shape together."""
-        by_colour, by_shape = self.scores(patches, grid)
-        total = cross_entropy(by_colour, colours) + cross_entropy(by_shape, shapes)
-        return total.mean()
+        self.seer = seer
+        self.probe = new_probe(width)
 
 
 class DraftUnroll:

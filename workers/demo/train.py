@@ -11,8 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from workers.demo import CHECKPOINT, export, phases
 from workers.demo.loop import Work
 
-PHASES: Final = ("tokenizer", "eyes", "text", "join", "mtp", "polish", "export")
-LONGEST_PROMPT: Final = 4096
+PHASES: Final = ("tokenizer", "eyes", "text", "join", "sight", "draft", "mtp", "export")
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -23,8 +22,6 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pictures", type=int, default=3000, help="pictures drawn before a phase")
     parser.add_argument("--eyes-steps", type=int, default=2600)
     parser.add_argument("--text-steps", type=int, default=1500)
-    parser.add_argument("--mtp-steps", type=int, default=400)
-    parser.add_argument("--polish-steps", type=int, default=600)
     return parser.parse_args(arguments)
 
 
@@ -47,11 +44,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 case "text":
                     phases.train_text(work, options.text_steps)
                 case "join":
-                    phases.train_joined(work, LONGEST_PROMPT)
+                    phases.train_joined(work)
+                case "draft":
+                    phases.train_draft(work)
                 case "mtp":
-                    phases.train_mtp(work, options.mtp_steps, LONGEST_PROMPT)
-                case "polish":
-                    phases.train_polish(work, options.polish_steps)
+                    phases.train_mtp(work)
+                case "sight":
+                    phases.train_sight(work)
                 case _:
                     export.write_checkpoint(options.work, options.out)
 
