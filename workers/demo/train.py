@@ -8,10 +8,10 @@ from typing import Final
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from workers.demo import CHECKPOINT, export, phases
+from workers.demo import CHECKPOINT, drafting, export, phases
 from workers.demo.loop import Work
 
-PHASES: Final = ("tokenizer", "eyes", "text", "join", "sight", "draft", "mtp", "export")
+PHASES: Final = ("tokenizer", "eyes", "text", "join", "sight", "draft", "mtp", "polish", "export")
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -45,10 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     phases.train_text(work, options.text_steps)
                 case "join":
                     phases.train_joined(work)
+                case "polish":
+                    phases.train_polish(work)
                 case "draft":
-                    phases.train_draft(work)
+                    drafting.train_draft(work)
                 case "mtp":
-                    phases.train_mtp(work)
+                    drafting.train_mtp(work)
                 case "sight":
                     phases.train_sight(work)
                 case _:

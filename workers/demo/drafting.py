@@ -1,0 +1,83 @@
+"""The phases of the MTP head: it learns what a frozen model will say one and two tokens on."""
+
+from typing import Any, Final
+
+import mlx.core as mx
+from mlx import nn
+
+from workers.demo import objectives
+from workers.demo.architecture import HIDDEN, model_config, new_drafter
+from workers.demo.batches import PictureBatch, TextBatch
+from workers.demo.loop import Slope, Work, optimise
+from workers.demo.snapshots import steps_done
+from workers.demo.sources import MixedSteps, hidden_of, untrained
+from workers.demo.tokenizer import load_tokenizer, special_ids
+
+_DRAFT_SLOPE: Final = ((80, 1.0), (450, 0.1))
+_MTP_SLOPE: Final = ((0, 0.25), (150, 0.0))
+
+
+def train_draft(work: Work) -> None:
+    """Run phase `draft`: the MTP head learns what the joined model will say next but one."""
+    _train_head(work, "draft", "joined", _DRAFT_SLOPE)
+
+
+def train_mtp(work: Work) -> None:
+    """Run phase `mtp`: the head, trained beside `sight`, settles on the final base."""
+    _train_head(work, "mtp", "base", _MTP_SLOPE, start="draft")
+
+
+def _train_head(work: Work, name: str, base: str, slope: Slope, start: str = "") -> None:
+    config = model_config(special_ids(load_tokenizer(work.folder)))
+    model = untrained(work)
+    model.load_weights(str(work.weights(base)))
+    model.freeze()
+    drafter = new_drafter(config, model)
+    if start:
+        drafter.load_weights(str(work.weights(start)))
+    drafter.train()
+    embed = model.language_model.model.embed_tokens
+    mixed = MixedSteps(work, name).skip(steps_done(work.weights(f"{name}.state")))
+
+    def loss_of(arrays: dict[str, mx.array]) -> mx.array:
+        unroll = objectives.DraftUnroll(drafter, embed)
+        first, second, alone = unroll(arrays["next"], arrays["hidden"], arrays["positions"])
+
+        def score(hidden: mx.array, places: mx.array) -> mx.array:
+            return objectives.logits(model, hidden.reshape(-1, HIDDEN)[places])
+
+        return (
+            objectives.imitation_loss(score(first, arrays["at1"]), arrays["chances1"])
+            + objectives.SECOND_DRAFT_WEIGHT
+            * objectives.imitation_loss(score(second, arrays["at2"]), arrays["chances2"])
+            + objectives.STATELESS_WEIGHT
+            * objectives.imitation_loss(score(alone, arrays["at1"]), arrays["chances1"])
+        )
+
+    gradient = nn.value_and_grad(drafter, loss_of)
+
+    def take_step(step: int) -> tuple[Any, mx.array]:
+        arrays = _draft_arrays(model, mixed.batch(step))
+        loss, gradients = gradient(arrays)
+        return gradients, loss
+
+    optimise(work, name, drafter, take_step, slope)
+
+
+def _draft_arrays(model: Any, batch: TextBatch | PictureBatch) -> dict[str, mx.array]:
+    """Return what the drafter learns from: the target's hiddens and choices at the answers.
+
+    The drafter counts plain positions, also behind a picture, as mlx-vlm's drafting does.
+    """
+    hidden, text = hidden_of(model, batch)
+    arrays = {"next": text.targets, "hidden": hidden, "positions": text.positions}
+    if isinstance(batch, PictureBatch):
+        plain = mx.arange(hidden.shape[1], dtype=mx.int32)
+        arrays["positions"] = mx.broadcast_to(plain, text.positions.shape)
+    flat = hidden.reshape(-1, HIDDEN)
+    for ahead in (1, 2):
+        at, target = objectives.drafted_answer_places(text.weights, ahead)
+        arrays[f"at{ahead}"] = at
+        arrays[f"chances{ahead}"] = mx.softmax(objectives.logits(model, flat[target]), -1)
+    mx.eval(arrays)
+    return arrays

@@ -1,0 +1,91 @@
+"""Where the steps of a phase come from: seeded chats and pictures, mixed in a fixed order."""
+
+from collections.abc import Callable
+from random import Random
+from typing import Any, Final
+
+import mlx.core as mx
+
+from workers.demo import objectives
+from workers.demo.architecture import model_config, new_model
+from workers.demo.batches import (
+    PictureBatch,
+    PicturePool,
+    TextBatch,
+    long_batches,
+    picture_batches,
+    text_batches,
+)
+from workers.demo.conversations import Chat
+from workers.demo.loop import Work
+from workers.demo.tokenizer import load_tokenizer, special_ids
+
+SEED: Final = 20
+LONGEST_PROMPT: Final = 4096
+_PICTURE_ROWS: Final = 24
+
+Courses = tuple[tuple[int, str, Callable[[Random], Chat] | None, float], ...]
+"""From which step on, a name, what the chats practise, and what share of them."""
+NO_PRACTICE: Final[Courses] = ((0, "texts", None, 0.0),)
+
+
+def seeded(name: str) -> Random:
+    """Return the random numbers of one purpose."""
+    return Random(f"{SEED} {name}")
+
+
+def draw_pictures(work: Work, name: str) -> PicturePool:
+    """Draw the pictures that a phase begins with."""
+    pool = PicturePool()
+    bar = work.progress.add_task("drawing pictures", total=work.pictures)
+    for _ in pool.fill(seeded(f"{name} pictures"), work.pictures):
+        work.progress.update(bar, advance=1)
+    return pool
+
+
+def untrained(work: Work) -> Any:
+    """Return a new model, the same each time."""
+    config = model_config(special_ids(load_tokenizer(work.folder)))
+    model = new_model(config, SEED)
+    model.train()
+    return model
+
+
+class MixedSteps:
+    """Batches of texts, with pictures each n-th step and a long system prompt each 30th."""
+
+    def __init__(
+        self, work: Work, name: str, pictures_each: int = 4, courses: Courses = NO_PRACTICE
+    ) -> None:
+        tokenizer = load_tokenizer(work.folder)
+        self._pictures_each = pictures_each
+        self._pictures = picture_batches(
+            tokenizer, draw_pictures(work, name), seeded(f"{name} chats"), _PICTURE_ROWS
+        )
+        self._texts = [
+            (start, text_batches(tokenizer, seeded(f"{name} {stream}"), practice, share))
+            for start, stream, practice, share in courses
+        ]
+        self._longs = long_batches(tokenizer, seeded(f"{name} longs"), LONGEST_PROMPT)
+
+    def skip(self, steps: int) -> "MixedSteps":
+        """Pass over the batches that a broken run has seen."""
+        for step in range(steps):
+            self.batch(step)
+        return self
+
+    def batch(self, step: int) -> TextBatch | PictureBatch:
+        """Return the batch of this step; to be called for each step in turn."""
+        if step % 30 == 29:
+            return next(self._longs)
+        if step % self._pictures_each == 1:
+            return next(self._pictures)
+        return next([stream for start, stream in self._texts if step >= start][-1])
+
+
+def hidden_of(model: Any, batch: TextBatch | PictureBatch) -> tuple[mx.array, TextBatch]:
+    """Return the final hidden states of any batch, and its text."""
+    if isinstance(batch, PictureBatch):
+        features = objectives.picture_features(model, batch)
+        return objectives.picture_hidden(model, batch, features), batch.text
+    return objectives.text_hidden(model, batch), batch
