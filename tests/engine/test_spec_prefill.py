@@ -18,7 +18,7 @@ from workers.engine.snapshots import Snapshots
 from workers.engine.sparse_reading import SparseReading, load_sparse_reading
 from workers.engine.spec_prefill import ReadInFull, Scope, SpecPrefillSettings, Wish
 
-FILLER = "The red fox sees the old tree. The blue boat finds the warm stone. " * 24
+FILLER = "The red fox sees the old tree. The blue boat finds the warm stone. " * 16
 LONG = FILLER + "The code word is river. " + FILLER + "What is the code word?"
 SYSTEM = "You are the help desk of a small shop. " + FILLER
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox."]

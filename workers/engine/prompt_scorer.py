@@ -1,8 +1,9 @@
 """A draft model that says which tokens of a prompt matter, in pieces as short as a prefill chunk.
 
 It reads the prompt, goes on with a few tokens of its own, and looks back: a token matters as much
-as the head that attends to it most does, averaged over the tokens that look (arXiv 2502.02789).
-All of it belongs to the engine thread.
+as any head of any token that looks attends to it. (The paper, arXiv 2502.02789, averages over the
+tokens that look, which buried what one word of a question asks for.) All of it belongs to the
+engine thread.
 """
 
 from __future__ import annotations
@@ -100,4 +101,4 @@ class Scoring:
             scores = self._draft.scores(Forward(hidden=hidden, scores=None))
             tokens = mx.argmax(scores[:, -1], axis=-1, keepdims=True).astype(mx.int32)
             begin = end
-        return np.array(mx.concatenate(looks).mean(axis=0), dtype=np.float32)
+        return np.array(mx.concatenate(looks).max(axis=0), dtype=np.float32)

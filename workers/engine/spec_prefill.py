@@ -18,8 +18,8 @@ Scores: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float32]]"
 
 CHUNK_TOKENS = 16
 """Kept or left out together: about a sentence."""
-SMOOTHING_TOKENS = 13
-"""A token matters if its neighbours do: a word is read with the sentence around it."""
+SMOOTHING_TOKENS = 5
+"""A token matters if its neighbours do: a word is more than one token."""
 SINK_TOKENS = 4
 """Always read: attention rests on the first tokens of a text (Xiao et al. 2023, 2309.17453)."""
 TAIL_TOKENS = 32
@@ -110,7 +110,8 @@ def choose_scope(
 def select(importance: Scores, keep_share: float) -> tuple[int, ...]:
     """Return, in order, the indices of the tokens to read: whole chunks, the best ones first.
 
-    About `keep_share` of all tokens, never less than the beginning and the end of the prompt.
+    About `keep_share` of all tokens, never less than the beginning and the end of the prompt. A
+    chunk counts by its best token: one fact among plain words must not be averaged away.
     """
     count = len(importance)
     kept = np.zeros(count, dtype=bool)
@@ -118,9 +119,9 @@ def select(importance: Scores, keep_share: float) -> tuple[int, ...]:
     kept[-TAIL_TOKENS:] = True
     smooth = _smoothed(importance)
     starts = range(0, count, CHUNK_TOKENS)
-    means = [float(smooth[start : start + CHUNK_TOKENS].mean()) for start in starts]
+    best = [float(smooth[start : start + CHUNK_TOKENS].max()) for start in starts]
     budget = round(count * keep_share)
-    for chunk in sorted(range(len(means)), key=lambda chunk: -means[chunk]):
+    for chunk in sorted(range(len(best)), key=lambda chunk: -best[chunk]):
         if kept.sum() >= budget:
             break
         kept[chunk * CHUNK_TOKENS : (chunk + 1) * CHUNK_TOKENS] = True
