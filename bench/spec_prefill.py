@@ -1,0 +1,285 @@
+"""What reading long prompts sparsely costs in right answers, and what it saves in waiting.
+
+`python -m bench.spec_prefill` asks the demo model for facts in long prompts, read in full and read
+sparsely with the model as its own draft: that is what it costs. What it saves is measured on a
+target many times as large with random weights, since time does not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib.metadata import version
+from os import cpu_count
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, Final
+
+from mlx.utils import tree_flatten
+from rich.console import Console
+from rich.progress import track
+
+from bench.blas import preload
+from bench.tables import MISSING, Grid
+from policies.profile import Sampling
+from workers.adapters.report import Speculation
+from workers.demo import CHECKPOINT, held_out
+from workers.demo.architecture import model_config, new_model
+from workers.demo.tokenizer import SPECIAL_TOKENS
+from workers.engine.counters import LaneCounters
+from workers.engine.detokenize import TextStream
+from workers.engine.lane import Lane
+from workers.engine.memory import measure_memory
+from workers.engine.prefill_pace import PrefillPace
+from workers.engine.prompt_scorer import PromptScorer
+from workers.engine.prompts import PreparedPrompt, PromptRenderer
+from workers.engine.requests import Event, Generation, LaneName, Prompt
+from workers.engine.rows import Row
+from workers.engine.seam import Checkpoint, Target, load_checkpoint
+from workers.engine.settings import EngineSettings
+from workers.engine.snapshots import Snapshots
+from workers.engine.sparse_reading import SparseReading
+from workers.engine.spec_prefill import SpecPrefillSettings, Wish
+from workers.engine.tally import SpeculationTally
+
+RESULTS: Final = Path(__file__).parent / "results"
+PROMPT_TOKENS: Final = (1024, 2048, 4096)
+KEEP_SHARES: Final = (0.1, 0.2, 0.3, 0.5, 1.0)
+IN_FULL: Final = Wish(sparse=False)
+ANSWER_TOKENS: Final = 32
+_SETTINGS: Final = EngineSettings(model=Path(), served_name="")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One prompt answered."""
+
+    tokens: tuple[int, ...]
+    text: str
+    skipped_tokens: int
+    ttft_s: float
+    scoring_s: float
+    """Of that, until the draft model had chosen."""
+    speculation: Speculation
+
+
+@dataclass
+class Way:
+    """All answers of one way to read prompts of one length."""
+
+    prompt_tokens: int
+    wish: Wish
+    answers: list[Asked] = field(default_factory=list)
+
+
+class Bench:
+    """One target, one draft model, and a lane on them."""
+
+    def __init__(self, checkpoint: Checkpoint, draft: Target, draft_tokens: int) -> None:
+        self.prompts = PromptRenderer(checkpoint.processor)
+        self._draft_tokens = draft_tokens if checkpoint.head else 0
+        self._lane = Lane(
+            LaneName.TEXT_MTP,
+            checkpoint,
+            self.prompts,
+            LaneCounters(LaneName.TEXT_MTP, slots=1, draft_tokens=self._draft_tokens),
+            snapshots=Snapshots(0),
+            draft_tokens=self._draft_tokens,
+            max_rows=1,
+            pace=PrefillPace(_SETTINGS.prefill_chunk_tokens, _SETTINGS.prefill_budget_s),
+            memory=measure_memory(checkpoint.target, checkpoint.head),
+            sparse_reading=SparseReading(
+                SpecPrefillSettings(draft=Path()), PromptScorer(draft, checkpoint.context_tokens)
+            ),
+        )
+
+    def ask(self, messages: Sequence[dict[str, Any]], wish: Wish, answer_tokens: int) -> Asked:
+        """Answer one prompt, nothing else running."""
+        text = self.prompts.chat(messages)
+        return self._run(self.prompts.prepare(Prompt(text=text)), wish, answer_tokens)
+
+    def _run(self, prompt: PreparedPrompt, wish: Wish, answer_tokens: int) -> Asked:
+        said: list[str] = []
+
+        def hear(event: Event | Exception) -> None:
+            if isinstance(event, Exception):
+                raise event
+            said.append(getattr(event, "text", ""))
+
+        row = Row(
+            generation=Generation(
+                request_id="bench",
+                lane=LaneName.TEXT_MTP,
+                prompt=Prompt(text=""),
+                sampling=Sampling(temperature=0),
+                spec_prefill=wish,
+            ),
+            prompt=prompt,
+            seed=0,
+            max_tokens=answer_tokens,
+            draft_tokens=self._draft_tokens,
+            draft_tokens_asked=True,
+            text=TextStream(self.prompts.decode),
+            tally=SpeculationTally(self._draft_tokens),
+            sink=hear,
+        )
+        begun_s = time.perf_counter()
+        scoring_s = ttft_s = 0.0
+        self._lane.add(row)
+        while self._lane.busy:
+            self._lane.step()
+            now_s = time.perf_counter() - begun_s
+            if row.skipped_tokens and not scoring_s:
+                scoring_s = now_s
+            if row.answer and not ttft_s:
+                ttft_s = now_s
+        return Asked(
+            tokens=tuple(row.answer),
+            text="".join(said).strip(),
+            skipped_tokens=row.skipped_tokens,
+            ttft_s=ttft_s,
+            scoring_s=scoring_s,
+            speculation=row.tally.total(),
+        )
+
+
+def ways() -> list[Way]:
+    """Every length read in full, and with every share kept."""
+    wishes = (IN_FULL, *(Wish(sparse=True, keep_share=share) for share in KEEP_SHARES))
+    return [Way(prompt_tokens=tokens, wish=wish) for tokens in PROMPT_TOKENS for wish in wishes]
+
+
+def measure_quality(checkpoint: Checkpoint, questions: int) -> Grid:
+    """Ask for facts in long prompts; count right answers, and those that reading in full gives."""
+    bench = Bench(checkpoint, checkpoint.target, draft_tokens=2)
+    asked = {tokens: held_out.fact_prompts(questions, tokens, seed=2) for tokens in PROMPT_TOKENS}
+    ask_all = ways()
+    for number in track(range(questions), "Asking the demo model"):
+        for way in ask_all:
+            messages = asked[way.prompt_tokens][number].messages
+            way.answers.append(bench.ask(messages, way.wish, ANSWER_TOKENS))
+    full = {way.prompt_tokens: way for way in ask_all if way.wish is IN_FULL}
+
+    def row(way: Way) -> tuple[str, ...]:
+        prompts = asked[way.prompt_tokens]
+        right = mean(
+            answer.text == prompt.answer
+            for answer, prompt in zip(way.answers, prompts, strict=True)
+        )
+        same = mean(
+            answer.tokens == other.tokens
+            for answer, other in zip(way.answers, full[way.prompt_tokens].answers, strict=True)
+        )
+        drafts = sum((answer.speculation for answer in way.answers), Speculation())
+        return (*_labels(way), f"{right:.0%}", f"{same:.0%}", f"{drafts.acceptance_rate:.0%}")
+
+    return Grid(
+        title=f"Facts found in long prompts by the demo model, {questions} questions a length",
+        columns=("prompt tokens", "kept", "right", "as in full", "drafts accepted"),
+        rows=tuple(row(way) for way in ask_all),
+    )
+
+
+def measure_waiting(checkpoint: Checkpoint, repetitions: int) -> Grid:
+    """Time the first token of a large target whose prompts the demo model thins out."""
+    large = large_target()
+    bench = Bench(replace(checkpoint, target=large, head=None), checkpoint.target, draft_tokens=0)
+    time_all = ways()
+    for number in track(range(repetitions), "Timing a large target"):
+        for way in time_all:
+            prompt = held_out.fact_prompts(repetitions, way.prompt_tokens, seed=3)[number]
+            way.answers.append(bench.ask(prompt.messages, way.wish, 1))
+    full_s = {
+        way.prompt_tokens: _median_s(way, lambda answer: answer.ttft_s)
+        for way in time_all
+        if way.wish is IN_FULL
+    }
+
+    def row(way: Way) -> tuple[str, ...]:
+        ttft_s = _median_s(way, lambda answer: answer.ttft_s)
+        scoring_s = _median_s(way, lambda answer: answer.scoring_s)
+        return (
+            *_labels(way),
+            f"{1e3 * ttft_s:.0f}",
+            f"{1e3 * scoring_s:.0f}" if scoring_s else MISSING,
+            f"{full_s[way.prompt_tokens] / ttft_s:.2f}",
+        )
+
+    ratio = _parameters(large) / _parameters(checkpoint.target)
+    return Grid(
+        title=f"First token of a target {ratio:.0f} times as large as its draft model",
+        columns=("prompt tokens", "kept", "first token, ms", "draft alone, ms", "faster"),
+        rows=tuple(row(way) for way in time_all),
+    )
+
+
+def large_target() -> Target:
+    """Make a model of the demo's kind and vocabulary, many times as large, with random weights."""
+    config = model_config(dict.fromkeys(SPECIAL_TOKENS, 0))
+    config["text_config"] |= {
+        "hidden_size": 512,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 8,
+        "head_dim": 64,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 128,
+    }
+    config["text_config"]["layer_types"] = config["text_config"]["layer_types"] * 3
+    config["vision_config"]["out_hidden_size"] = 512
+    return Target(new_model(config, seed=1))
+
+
+def _parameters(target: Target) -> int:
+    return sum(array.size for _, array in tree_flatten(target.language.parameters()))
+
+
+def _labels(way: Way) -> tuple[str, str]:
+    share = way.wish.keep_share
+    return str(way.prompt_tokens), "in full" if share is None else f"{share:.0%}"
+
+
+def _median_s(way: Way, of: Callable[[Asked], float]) -> float:
+    return median(of(answer) for answer in way.answers)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.spec_prefill", description=__doc__)
+    parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of the demo model")
+    parser.add_argument("--questions", type=int, default=40, help="asked at each length")
+    parser.add_argument("--repetitions", type=int, default=3, help="timings at each length")
+    options = parser.parse_args(arguments)
+    checkpoint = load_checkpoint(options.model)
+    grids = (
+        measure_quality(checkpoint, options.questions),
+        measure_waiting(checkpoint, options.repetitions),
+    )
+    console = Console(highlight=False)
+    for grid in grids:
+        console.print(grid.drawn())
+    RESULTS.mkdir(exist_ok=True)
+    about = (
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
+        f"{cpu_count()} cores, MLX {version('mlx')}. Greedy answers; the demo model is the draft."
+    )
+    page = ["# SpecPrefill", about, *(grid.markdown() for grid in grids)]
+    (RESULTS / "spec_prefill.md").write_text("\n\n".join(page).rstrip() + "\n")
+
+
+def with_fast_blas() -> None:
+    """Start this process anew with OpenBLAS where it is installed and not loaded yet."""
+    fast = preload()
+    if not fast.items() <= os.environ.items():
+        command = [sys.executable, "-m", "bench.spec_prefill", *sys.argv[1:]]
+        os.execve(sys.executable, command, {**os.environ, **fast})
+
+
+if __name__ == "__main__":
+    with_fast_blas()
+    main()
