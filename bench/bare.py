@@ -46,7 +46,11 @@ async def measure_bare(model: Path) -> Bare:
         cwd=Path(__file__).parents[1],
         env={**os.environ, **preload()},
     )
-    output, _ = await process.communicate()
+    try:
+        output, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
     if process.returncode:
         raise RuntimeError(f"bench.rounds ended with code {process.returncode}")
     found = json.loads(output.splitlines()[-1])

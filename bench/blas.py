@@ -11,4 +11,5 @@ def preload() -> dict[str, str]:
     if sys.platform != "linux":
         return {}
     library = ctypes.util.find_library("openblas")
-    return {"LD_PRELOAD": library} if library else {}
+    # One thread: MLX brings its own, and two pools on the same cores get into each other's way.
+    return {"LD_PRELOAD": library, "OPENBLAS_NUM_THREADS": "1"} if library else {}

@@ -36,21 +36,27 @@ PEERS: Final = (
     Contender(
         name="mlx-vlm",
         venv=_MLX_VLM,
-        arguments=(*"-m mlx_vlm.server --model {model} --host 127.0.0.1 --port {port}".split(),),
+        arguments=(
+            *"-m mlx_vlm.server --model {model}".split(),
+            *"--host 127.0.0.1 --port {port} --log-level WARNING".split(),
+        ),
     ),
     Contender(
         name="mlx-vlm+mtp",
         venv=_MLX_VLM,
         arguments=(
             *"-m mlx_vlm.server --model {model} --draft-model {model} --draft-kind mtp".split(),
-            *"--host 127.0.0.1 --port {port}".split(),
+            *"--host 127.0.0.1 --port {port} --log-level WARNING".split(),
         ),
         mtp=True,
     ),
     Contender(
         name="mlx-lm",
         venv=_MLX_LM,
-        arguments=(*"-m mlx_lm server --model {model} --host 127.0.0.1 --port {port}".split(),),
+        arguments=(
+            *"-m mlx_lm server --model {model}".split(),
+            *"--host 127.0.0.1 --port {port} --log-level WARNING".split(),
+        ),
     ),
     Contender(
         name="vllm-mlx",

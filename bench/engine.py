@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import platform
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -152,7 +153,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     run.venvs.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    asyncio.run(measure_all(run, console, repetitions))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the servers then, too
+    try:
+        asyncio.run(measure_all(run, console, repetitions))
+    except KeyboardInterrupt:
+        console.print("Cut short: this is what was measured until then.")
     judged = judge(run.samples, run.bare)
     grids = [
         tables.engines(run.samples),
@@ -163,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(grid.drawn())
     for line in tables.failures(run.samples):
         console.print(line)
-    if not options.quick:
+    if not options.quick and run.bare.rounds:
         _write(run, _about(repetitions), judged, grids)
 
 

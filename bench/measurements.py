@@ -20,7 +20,6 @@ STREAMS: Final = (1, 2, 4, 8)
 LIVE_STREAMS: Final = 4
 BURST: Final = 5
 BURST_TOKENS: Final = 256
-PREFIX_TOKENS: Final = 4096
 SHORT_ANSWER_TOKENS: Final = 4
 PROBE_TIME_S: Final = 30.0
 """No more probes after this long, where a server makes each wait for seconds."""
@@ -106,18 +105,18 @@ async def burst_s(caller: Caller) -> tuple[float, float]:
     return between_s - begun_s, time.perf_counter() - between_s
 
 
-async def prefix_ttfts_s(caller: Caller, *, seed: int) -> tuple[float, float]:
+async def prefix_ttfts_s(caller: Caller, *, tokens: int, seed: int) -> tuple[float, float]:
     """Return the times to first token under a long system prompt, new and then known."""
-    prompt, other = held_out.fact_prompts(2, PREFIX_TOKENS, seed=seed)
+    prompt, other = held_out.fact_prompts(2, tokens, seed=seed)
     cold = await caller.ask(prompt.messages, max_tokens=SHORT_ANSWER_TOKENS)
     again = (prompt.messages[0], other.messages[1])
     warm = await caller.ask(again, max_tokens=SHORT_ANSWER_TOKENS)
     return cold.ttft_s, warm.ttft_s
 
 
-async def stall(caller: Caller, *, seed: int) -> Stall:
+async def stall(caller: Caller, *, tokens: int, seed: int) -> Stall:
     """Let a long prompt arrive while streams run; look at the gaps in those streams."""
-    (newcomer,) = held_out.fact_prompts(1, PREFIX_TOKENS, seed=seed)
+    (newcomer,) = held_out.fact_prompts(1, tokens, seed=seed)
     async with _background(caller, LIVE_STREAMS) as answers:
         begun_s = time.perf_counter()
         await asyncio.sleep(1.0)

@@ -147,7 +147,7 @@ async def measure(engine: Engine, draws: int) -> tuple[Grid, bool]:
     drafted = await drawer.draw(others, temperature=TEMPERATURE, draft_tokens=2, what="drafted")
     speculation = drawer.speculation
     control = await drawer.draw(
-        others, temperature=CONTROL_TEMPERATURE, draft_tokens=2, what="control"
+        others[: draws // 4], temperature=CONTROL_TEMPERATURE, draft_tokens=2, what="control"
     )
     twins = seeds[: draws // 10]
     again = await drawer.draw(twins, temperature=TEMPERATURE, draft_tokens=2, what="same seeds")

@@ -32,6 +32,8 @@ DRAFT_LENGTHS: Final = (0, 1, 2)
 class Plan:
     """How much is measured in one life of a server."""
 
+    streams: tuple[int, ...]
+    prefix_tokens: int
     answers: int
     """Long answers for one number of streams, unless two a stream are more."""
     probes: int
@@ -43,8 +45,10 @@ class Plan:
         return max(self.answers, 2 * streams)
 
 
-FULL: Final = Plan(answers=4, probes=25, prefixes=2, newcomers=2)
-QUICK: Final = Plan(answers=1, probes=5, prefixes=1, newcomers=1)
+FULL: Final = Plan(
+    streams=STREAMS, prefix_tokens=4096, answers=4, probes=25, prefixes=2, newcomers=2
+)
+QUICK: Final = Plan(streams=(1, 4), prefix_tokens=512, answers=1, probes=5, prefixes=1, newcomers=1)
 
 
 async def measure(
@@ -61,7 +65,7 @@ async def measure(
     async with calling(server.url, server.model) as caller:
         async with _noting(samples, "warm-up"):
             await _warm_up(caller, plan, count_tokens)
-        for streams in STREAMS:
+        for streams in plan.streams:
             async with _noting(samples, f"{streams} streams"):
                 await _streams(caller, samples, plan, streams, count_tokens, ours=ours)
         for live in (0, LIVE_STREAMS):
@@ -74,12 +78,14 @@ async def measure(
             samples.add("burst_in_turn_s", in_turn_s)
         async with _noting(samples, "system prompts"):
             for number in range(plan.prefixes):
-                cold_s, warm_s = await prefix_ttfts_s(caller, seed=100 * seed + number)
+                cold_s, warm_s = await prefix_ttfts_s(
+                    caller, tokens=plan.prefix_tokens, seed=100 * seed + number
+                )
                 samples.add("cold_ttft_s", cold_s)
                 samples.add("warm_ttft_s", warm_s)
         async with _noting(samples, "newcomers"):
             for number in range(plan.newcomers):
-                seen = await stall(caller, seed=100 * seed + 50 + number)
+                seen = await stall(caller, tokens=plan.prefix_tokens, seed=100 * seed + 50 + number)
                 samples.add("newcomer_ttft_s", seen.newcomer_ttft_s)
                 samples.add("longest_gap_s", seen.longest_gap_s)
                 samples.add("usual_gap_s", seen.usual_gap_s)
@@ -101,11 +107,9 @@ async def _noting(samples: Samples, what: str) -> AsyncIterator[None]:
 
 async def _warm_up(caller: Caller, plan: Plan, count_tokens: Callable[[str], int]) -> None:
     """Run every kind of load once, so that no kernel is compiled while a clock runs."""
-    for streams in STREAMS:
+    for streams in plan.streams:
         await throughput(caller, streams, answers=streams, count_tokens=count_tokens)
-        if plan is QUICK:
-            return
-    await prefix_ttfts_s(caller, seed=-1)
+    await prefix_ttfts_s(caller, tokens=plan.prefix_tokens, seed=-1)
 
 
 async def _streams(
