@@ -231,7 +231,11 @@ def _picture_row(
 
 
 def picture_batches(
-    tokenizer: Tokenizer, pool: PicturePool, random: Random, rows: int
+    tokenizer: Tokenizer,
+    pool: PicturePool,
+    random: Random,
+    rows: int,
+    draw: Callable[[Random, str, str], Chat] = picture_chat,
 ) -> Iterator[PictureBatch]:
     """Endless batches of chats about pictures of one grid."""
     pad_id = special_ids(tokenizer)["<|image_pad|>"]
@@ -240,7 +244,7 @@ def picture_batches(
         count = grid[0] * grid[1] // MERGE**2
         texts, positions, starts = [], [], []
         for picture in drawn:
-            chat = picture_chat(random, picture.colour, picture.shape)
+            chat = draw(random, picture.colour, picture.shape)
             row = encode_chat(tokenizer, chat)
             text, place, start = _picture_row(row, pad_id, grid)
             texts.append(text)

@@ -8,14 +8,16 @@
     draft       the MTP head on the joined model                       -> draft.safetensors
     mtp         the same head on the final base                        -> mtp.safetensors
     polish      the eyes, through the frozen language model            -> base.safetensors again
+    focus       the eyes once more, on more pictures                   -> base.safetensors again
 
 `eyes` and `text` need each other not at all and may run at once; so may `sight` and `draft`. Steps
 are counted, not minutes, so a run gives the same weights on a slow machine as on a fast one. A
 broken run goes on from its last snapshot.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
+from random import Random
 from typing import Any, Final
 
 import mlx.core as mx
@@ -33,9 +35,10 @@ from workers.demo.batches import (
     picture_batches,
     text_batches,
 )
-from workers.demo.conversations import exact_practice_chat, practice_chat
+from workers.demo.conversations import Chat, exact_practice_chat, practice_chat
 from workers.demo.fast_forward import vision_forward
-from workers.demo.loop import Work, level_then_down, optimise
+from workers.demo.loop import Slope, Work, level_then_down, optimise
+from workers.demo.pictures import brief_picture_chat, picture_chat
 from workers.demo.snapshots import Tensors, load_tensors, save_tensors, steps_done
 from workers.demo.sources import (
     NO_PRACTICE,
@@ -62,7 +65,9 @@ _SIGHT_COURSES: Final[Courses] = ((0, "exact practice", exact_practice_chat, 0.5
 _JOIN_SLOPE: Final = ((200, 1.0), (1200, 4 / 9), (2000, 4 / 21), (2500, 4 / 21))
 _SIGHT_SLOPE: Final = ((0, 0.25), (250, 0.25), (600, 0.0))
 _POLISH_SLOPE: Final = ((0, 0.5), (500, 0.0))
-_POLISH_ROWS: Final = 32
+_FOCUS_SLOPE: Final = ((0, 0.8), (1200, 0.0))
+
+PictureChat = Callable[[Random, str, str], Chat]
 
 
 def make_tokenizer(work: Work) -> None:
@@ -186,15 +191,24 @@ def train_sight(work: Work) -> None:
 
 def train_polish(work: Work) -> None:
     """Run phase `polish`: the tower learns to show the frozen language model what it asks for."""
+    _train_tower(work, "polish", "sight", slope=_POLISH_SLOPE, rows=32, draw=picture_chat)
+
+
+def train_focus(work: Work) -> None:
+    """Run phase `focus`: the same with one short question a picture, and more pictures."""
+    _train_tower(work, "focus", "polish", slope=_FOCUS_SLOPE, rows=48, draw=brief_picture_chat)
+
+
+def _train_tower(
+    work: Work, name: str, start: str, *, slope: Slope, rows: int, draw: PictureChat
+) -> None:
     model = untrained(work)
     seeing = objectives.Seeing(model, HIDDEN)
-    seeing.load_weights(str(work.weights("sight")))
+    seeing.load_weights(str(work.weights(start)))
     model.language_model.freeze()
-    tokenizer = load_tokenizer(work.folder)
-    pictures = picture_batches(
-        tokenizer, draw_pictures(work, "polish"), seeded("polish chats"), _POLISH_ROWS
-    )
-    for _ in range(steps_done(work.weights("polish.state"))):
+    tokenizer, pool = load_tokenizer(work.folder), draw_pictures(work, name)
+    pictures = picture_batches(tokenizer, pool, seeded(f"{name} chats"), rows, draw)
+    for _ in range(steps_done(work.weights(f"{name}.state"))):
         next(pictures)
     gradient = nn.value_and_grad(seeing, lambda batch: _sight_loss(seeing, batch))
 
@@ -202,8 +216,8 @@ def train_polish(work: Work) -> None:
         loss, gradients = gradient(next(pictures))
         return gradients, loss
 
-    optimise(work, "polish", seeing, take_step, _POLISH_SLOPE)
-    _keep_base(work, "polish")
+    optimise(work, name, seeing, take_step, slope)
+    _keep_base(work, name)
 
 
 def _sight_loss(seeing: Any, batch: PictureBatch) -> mx.array:

@@ -186,6 +186,12 @@ IMAGE_MARK: Final = "<|vision_start|><|image_pad|><|vision_end|>"
 """What the chat template writes for a picture, before the processor repeats the middle token."""
 
 
+def brief_picture_chat(random: Random, colour: str, shape: str) -> Chat:
+    """Return one question about a picture, and its answer."""
+    asked, answer = picture_turn(random, colour, shape)
+    return (Message("user", IMAGE_MARK + asked), Message("assistant", answer))
+
+
 def picture_chat(random: Random, colour: str, shape: str) -> Chat:
     """Return a chat of one to three turns about one picture, before or after the first words."""
     messages: list[Message] = []

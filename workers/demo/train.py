@@ -11,7 +11,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from workers.demo import CHECKPOINT, drafting, export, phases
 from workers.demo.loop import Work
 
-PHASES: Final = ("tokenizer", "eyes", "text", "join", "sight", "draft", "mtp", "polish", "export")
+PHASES: Final = (
+    "tokenizer",
+    "eyes",
+    "text",
+    "join",
+    "sight",
+    "draft",
+    "mtp",
+    "polish",
+    "focus",
+    "export",
+)
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -47,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     phases.train_joined(work)
                 case "polish":
                     phases.train_polish(work)
+                case "focus":
+                    phases.train_focus(work)
                 case "draft":
                     drafting.train_draft(work)
                 case "mtp":
