@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from workers.engine.draft_length import PROBE_EVERY, DraftLength
+from workers.engine.draft_length import PROBE_EVERY, TASTE_STEPS, DraftLength
 from workers.engine.prefill_pace import FIRST_CHUNK_TOKENS, PrefillPace
 
 
@@ -68,6 +68,16 @@ def test_what_was_given_up_is_tried_again_now_and_then() -> None:
     chosen = drive(DraftLength(1), 3 * PROBE_EVERY, {0: 1.0, 1: 2.5}, share=0.5)
 
     assert 1 in chosen[PROBE_EVERY:]
+
+
+def test_every_answer_is_drafted_for_a_little_while_it_is_nearly_alone() -> None:
+    policy = DraftLength(2)
+    drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
+    drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7, rows=8)
+
+    assert [policy.choose(1, fewest_steps=steps) for steps in (0, TASTE_STEPS - 1)] == [2, 2]
+    assert policy.choose(1, fewest_steps=TASTE_STEPS) == 0
+    assert policy.choose(8, fewest_steps=0) == 0
 
 
 def test_batch_sizes_are_judged_apart() -> None:

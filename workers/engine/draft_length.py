@@ -19,6 +19,10 @@ PROBE_EVERY = 128
 """Rounds after which one other k is tried again, as contexts grow and machines warm up."""
 MARGIN = 1.05
 """How much faster another k must be to be worth a change."""
+TASTE_STEPS = 4
+"""Steps that an answer is drafted for in any case while it is nearly alone: acceptance belongs to
+the text, and a text that was never drafted for says nothing."""
+TASTE_ROWS = 2
 FADE = 0.98
 """Weight of the past against one more judged draft token, in the acceptance of a position."""
 
@@ -34,8 +38,10 @@ class DraftLength:
         self._current: dict[int, int] = {}
         self._rounds = 0
 
-    def choose(self, rows: int) -> int:
-        """Return the k for the next round of so many rows."""
+    def choose(self, rows: int, fewest_steps: int = TASTE_STEPS) -> int:
+        """Return the k for the next round of so many rows, the newest drafted for so many steps."""
+        if rows <= TASTE_ROWS and fewest_steps < TASTE_STEPS:
+            return self._longest
         size = _size_class(rows)
         self._rounds += 1
         untried = [k for k in self._candidates() if len(self._samples(size, k)) < FIRST_SAMPLES]

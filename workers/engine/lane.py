@@ -244,7 +244,9 @@ class Lane:
     def _round(self, batch: Batch) -> None:
         rows = list(batch.rows)
         head = self._head_of(rows[0])
-        k = self._draft_length.choose(len(rows)) if head else 0
+        k = 0
+        if head:
+            k = self._draft_length.choose(len(rows), min(row.tally.steps for row in rows))
         begun_s = self._clock()
         try:
             result = run_round(batch, self._target, head, k)

@@ -16,6 +16,11 @@ class SpeculationTally:
         self._accepted = 0
         self._errors = 0
 
+    @property
+    def steps(self) -> int:
+        """Count the verifies of this row's drafts."""
+        return self._steps
+
     def step(self, drafted: int, accepted: int) -> None:
         """Count one verify of this row's draft."""
         self._steps += 1
