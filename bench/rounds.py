@@ -64,13 +64,13 @@ def _run(assembly: Assembly, rows: int, k: int) -> Round:
     live = [_row(assembly, lane, number, k) for number in range(rows)]
     for row in live:
         lane.add(row)
-    while lane.live < rows:
+    while lane.live < rows and not any(row.finish for row in live):
         lane.step()
     lane.step()  # the first round behind a join catches up
     before = sum(len(row.answer) for row in live)
     rounds = 0
     begun_s = time.perf_counter()
-    while lane.live == rows and rounds < LONGEST_RUN_ROUNDS:
+    while rounds < LONGEST_RUN_ROUNDS and lane.live == rows:
         lane.step()
         rounds += 1
     elapsed_s = time.perf_counter() - begun_s
@@ -79,6 +79,8 @@ def _run(assembly: Assembly, rows: int, k: int) -> Round:
         row.cancelled = True
     while lane.busy:
         lane.step()
+    if not rounds:
+        raise SystemExit("An answer ended before all rows had joined: nothing to measure.")
     return Round(rows=rows, k=k, cost_s=elapsed_s / rounds, tokens_a_row=tokens / rounds / rows)
 
 
