@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from os import cpu_count
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, Final
 
 from mlx.utils import tree_flatten
@@ -196,14 +196,14 @@ def measure_waiting(checkpoint: Checkpoint, repetitions: int) -> Grid:
             prompt = held_out.fact_prompts(repetitions, way.prompt_tokens, seed=3)[number]
             way.answers.append(bench.ask(prompt.messages, way.wish, 1))
     full_s = {
-        way.prompt_tokens: _median_s(way, lambda answer: answer.ttft_s)
+        way.prompt_tokens: _least_s(way, lambda answer: answer.ttft_s)
         for way in time_all
         if way.wish is IN_FULL
     }
 
     def row(way: Way) -> tuple[str, ...]:
-        ttft_s = _median_s(way, lambda answer: answer.ttft_s)
-        scoring_s = _median_s(way, lambda answer: answer.scoring_s)
+        ttft_s = _least_s(way, lambda answer: answer.ttft_s)
+        scoring_s = _least_s(way, lambda answer: answer.scoring_s)
         return (
             *_labels(way),
             f"{1e3 * ttft_s:.0f}",
@@ -225,13 +225,13 @@ def large_target() -> Target:
     config["text_config"] |= {
         "hidden_size": 512,
         "intermediate_size": 1536,
-        "num_hidden_layers": 12,
+        "num_hidden_layers": 8,
         "num_attention_heads": 8,
         "head_dim": 64,
         "linear_key_head_dim": 64,
         "linear_value_head_dim": 128,
     }
-    config["text_config"]["layer_types"] = config["text_config"]["layer_types"] * 3
+    config["text_config"]["layer_types"] = config["text_config"]["layer_types"] * 2
     config["vision_config"]["out_hidden_size"] = 512
     return Target(new_model(config, seed=1))
 
@@ -245,8 +245,9 @@ def _labels(way: Way) -> tuple[str, str]:
     return str(way.prompt_tokens), "in full" if share is None else f"{share:.0%}"
 
 
-def _median_s(way: Way, of: Callable[[Asked], float]) -> float:
-    return median(of(answer) for answer in way.answers)
+def _least_s(way: Way, of: Callable[[Asked], float]) -> float:
+    """Return the least time of all repetitions: what others ran meanwhile only adds to it."""
+    return min(of(answer) for answer in way.answers)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
