@@ -2,8 +2,10 @@
 
 A sparse row is a row like any other: its caches hold fewer slots than it has positions, which its
 batch never notices, since positions come from the row and slots from the caches. Recurrent layers
-read only the kept tokens, so what they remember of the rest is nothing. Any doubt about a prompt or
-about the draft model ends in a full prefill, counted by its reason.
+read only the kept tokens, so what they remember of the rest is nothing. While a prompt is scored,
+the draft's caches live in the room that admission has kept for the row, and are gone before the
+target reads. Any doubt about a prompt or about the draft model ends in a full prefill, counted by
+its reason.
 """
 
 from __future__ import annotations
