@@ -13,8 +13,9 @@ from gateway.errors import BodyNotJson, FieldInvalid, ModelUnknown
 from gateway.messages import normalise
 from policies.document import PolicyDocument
 from policies.evaluation import resolve_model, sampling_defaults
+from policies.fields import FieldError
 from policies.profile import Endpoint, RequestProfile
-from policies.reading import FieldError, read_profile
+from policies.reading import read_profile
 
 
 def inspect(raw: bytes, endpoint: Endpoint, policy: PolicyDocument, fleet: FleetView) -> Inspected:

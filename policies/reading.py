@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from policies.fields import FieldError, Fields
 from policies.profile import (
     OPENAI_DEFAULTS,
     Endpoint,
@@ -34,8 +35,6 @@ MEDIA_KINDS = {
 ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 STRUCTURED_FIELDS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
-# What the engines' 32-bit counters hold; a bound on fields that have none of their own.
-_LARGEST = 2**31 - 1
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 _CONTROL_FIELDS = frozenset(
@@ -56,15 +55,6 @@ _ENDPOINT_FIELDS = {
 }
 
 
-class FieldError(ValueError):
-    """A field of the body is missing, of the wrong type, out of bounds or not supported."""
-
-    def __init__(self, param: str | None, message: str) -> None:
-        super().__init__(message)
-        self.param = param
-        self.message = message
-
-
 def read_profile(
     body: Mapping[str, Any],
     endpoint: Endpoint,
@@ -75,7 +65,7 @@ def read_profile(
     for name in body:
         if name not in known:
             raise FieldError(name, f"Unknown field '{name}'.")
-    fields = _Fields(body)
+    fields = Fields(body)
     media, messages, text_chars = _read_content(body, endpoint)
     stream = fields.flag("stream")
     return RequestProfile(
@@ -100,57 +90,7 @@ def read_profile(
     )
 
 
-class _Fields:
-    """Typed access to the fields of a body; an explicit null counts as absent."""
-
-    def __init__(self, body: Mapping[str, Any]) -> None:
-        self._body = body
-
-    def text(self, name: str) -> str:
-        value = self._body.get(name)
-        if value is None:
-            raise FieldError(name, f"Missing required field '{name}'.")
-        if not isinstance(value, str) or not value:
-            raise FieldError(name, f"'{name}' must be a non-empty string.")
-        return value
-
-    def flag(self, name: str) -> bool:
-        return self.choice(name) or False
-
-    def choice(self, name: str) -> bool | None:
-        value = self._body.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise FieldError(name, f"'{name}' must be true or false.")
-        return value
-
-    def integer(
-        self, name: str, default: int | None, *, low: int, high: int = _LARGEST
-    ) -> int | None:
-        value = self._body.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise FieldError(name, f"'{name}' must be an integer.")
-        if not low <= value <= high:
-            bounds = f"at least {low}" if high == _LARGEST else f"between {low} and {high}"
-            raise FieldError(name, f"'{name}' must be {bounds}.")
-        return value
-
-    def number(self, name: str, default: float, *, low: float, high: float) -> float:
-        value = self._body.get(name)
-        if value is None:
-            return default
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise FieldError(name, f"'{name}' must be a number.")
-        if not low <= value <= high:  # NaN is in no range
-            raise FieldError(name, f"'{name}' must be between {low:g} and {high:g}.")
-        return float(value)
-
-    def get(self, name: str) -> Any:
-        return self._body.get(name)
-
-
-def _read_sampling(fields: _Fields, defaults: SamplingDefaults) -> Sampling:
+def _read_sampling(fields: Fields, defaults: SamplingDefaults) -> Sampling:
     top_k = fields.integer("top_k", defaults.top_k, low=-1) or 0
     top_p = fields.number("top_p", defaults.top_p, low=0, high=1)
     repetition = fields.number("repetition_penalty", 1.0, low=0, high=10)
@@ -171,7 +111,7 @@ def _read_sampling(fields: _Fields, defaults: SamplingDefaults) -> Sampling:
     )
 
 
-def _read_keep_share(fields: _Fields) -> float | None:
+def _read_keep_share(fields: Fields) -> float | None:
     if fields.get("specprefill_keep_pct") is None:
         return None
     share = fields.number("specprefill_keep_pct", 1.0, low=0, high=1)
@@ -198,7 +138,7 @@ def _read_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(pairs))
 
 
-def _read_max_tokens(fields: _Fields, endpoint: Endpoint) -> int | None:
+def _read_max_tokens(fields: Fields, endpoint: Endpoint) -> int | None:
     modern = fields.integer("max_completion_tokens", None, low=1)
     classic = fields.integer("max_tokens", None, low=1)
     if modern is not None and classic is not None and modern != classic:
@@ -223,7 +163,7 @@ def _read_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(texts)
 
 
-def _read_logprobs(fields: _Fields, endpoint: Endpoint) -> int | None:
+def _read_logprobs(fields: Fields, endpoint: Endpoint) -> int | None:
     if endpoint is Endpoint.COMPLETIONS:
         return fields.integer("logprobs", None, low=0, high=20)
     wanted = fields.flag("logprobs")
@@ -266,7 +206,7 @@ def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
         raise FieldError("stream_options", "'stream_options' needs 'stream': true.")
     if not isinstance(options, Mapping):
         raise FieldError("stream_options", "'stream_options' must be an object.")
-    return _Fields(options).flag("include_usage")
+    return Fields(options).flag("include_usage")
 
 
 def _read_content(

@@ -21,6 +21,7 @@ PURE = (
     "policies/document.py",
     "policies/evaluation.py",
     "policies/profile.py",
+    "policies/fields.py",
     "policies/reading.py",
 )
 IMPURE = {

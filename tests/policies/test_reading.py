@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policies.fields import FieldError
 from policies.profile import Bypass, Endpoint, RequestProfile, SamplingDefaults, bypass_reasons
-from policies.reading import FieldError, read_profile
+from policies.reading import read_profile
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 

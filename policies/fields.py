@@ -1,0 +1,74 @@
+"""Typed access to the fields of a request body, and the error that names a wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# What the engines' 32-bit counters hold; a bound on fields that have none of their own.
+_LARGEST = 2**31 - 1
+
+
+class FieldError(ValueError):
+    """A field of the body is missing, of the wrong type, out of bounds or not supported."""
+
+    def __init__(self, param: str | None, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+        self.message = message
+
+
+class Fields:
+    """Typed access to the fields of a body; an explicit null counts as absent."""
+
+    def __init__(self, body: Mapping[str, Any]) -> None:
+        self._body = body
+
+    def text(self, name: str) -> str:
+        """Return a string that must be there and must not be empty."""
+        value = self._body.get(name)
+        if value is None:
+            raise FieldError(name, f"Missing required field '{name}'.")
+        if not isinstance(value, str) or not value:
+            raise FieldError(name, f"'{name}' must be a non-empty string.")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """Return a boolean; absent means false."""
+        return self.choice(name) or False
+
+    def choice(self, name: str) -> bool | None:
+        """Return a boolean, or None where the choice is left open."""
+        value = self._body.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise FieldError(name, f"'{name}' must be true or false.")
+        return value
+
+    def integer(
+        self, name: str, default: int | None, *, low: int, high: int = _LARGEST
+    ) -> int | None:
+        """Return an integer within bounds, or the default."""
+        value = self._body.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise FieldError(name, f"'{name}' must be an integer.")
+        if not low <= value <= high:
+            bounds = f"at least {low}" if high == _LARGEST else f"between {low} and {high}"
+            raise FieldError(name, f"'{name}' must be {bounds}.")
+        return value
+
+    def number(self, name: str, default: float, *, low: float, high: float) -> float:
+        """Return a finite number within bounds, or the default."""
+        value = self._body.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise FieldError(name, f"'{name}' must be a number.")
+        if not low <= value <= high:  # NaN is in no range
+            raise FieldError(name, f"'{name}' must be between {low:g} and {high:g}.")
+        return float(value)
+
+    def get(self, name: str) -> Any:
+        """Return whatever stands there; None counts as absent."""
+        return self._body.get(name)
