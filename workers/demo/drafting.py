@@ -14,7 +14,7 @@ from workers.demo.sources import MixedSteps, hidden_of, untrained
 from workers.demo.tokenizer import load_tokenizer, special_ids
 
 _DRAFT_SLOPE: Final = ((80, 1.0), (450, 0.1))
-_MTP_SLOPE: Final = ((0, 0.25), (150, 0.0))
+_MTP_SLOPE: Final = ((0, 0.4), (250, 0.0))
 
 
 def train_draft(work: Work) -> None:
@@ -23,7 +23,7 @@ def train_draft(work: Work) -> None:
 
 
 def train_mtp(work: Work) -> None:
-    """Run phase `mtp`: the head, trained beside `sight`, settles on the final base."""
+    """Run phase `mtp`: the head, trained beside the eyes, settles on the final base."""
     _train_head(work, "mtp", "base", _MTP_SLOPE, start="draft")
 
 

@@ -5,14 +5,15 @@
     text        the language model alone                               -> text.safetensors
     join        both together, long system prompts among the chats     -> joined.safetensors
     sight       both, the eyes of `eyes` put back in                   -> base.safetensors
+    polish      the eyes, through the frozen language model            -> base.safetensors
+    focus       the same with more pictures                            -> base.safetensors
+    settle      both together at a low rate                            -> base.safetensors
     draft       the MTP head on the joined model                       -> draft.safetensors
     mtp         the same head on the final base                        -> mtp.safetensors
-    polish      the eyes, through the frozen language model            -> base.safetensors again
-    focus       the eyes once more, on more pictures                   -> base.safetensors again
 
-`eyes` and `text` need each other not at all and may run at once; so may `sight` and `draft`. Steps
-are counted, not minutes, so a run gives the same weights on a slow machine as on a fast one. A
-broken run goes on from its last snapshot.
+`eyes` and `text` need each other not at all and may run at once; so may `draft` and all from
+`sight` to `settle`. Steps are counted, not minutes, so a run gives the same weights on a slow
+machine as on a fast one. A broken run goes on from its last snapshot.
 """
 
 from collections.abc import Callable, Iterator
@@ -65,6 +66,7 @@ _SIGHT_COURSES: Final[Courses] = ((0, "exact practice", exact_practice_chat, 0.5
 _JOIN_SLOPE: Final = ((200, 1.0), (1200, 4 / 9), (2000, 4 / 21), (2500, 4 / 21))
 _SIGHT_SLOPE: Final = ((0, 0.25), (250, 0.25), (600, 0.0))
 _POLISH_SLOPE: Final = ((0, 0.5), (500, 0.0))
+_SETTLE_SLOPE: Final = ((0, 0.2), (100, 0.2), (400, 0.0))
 _FOCUS_SLOPE: Final = ((0, 0.8), (1200, 0.0))
 
 PictureChat = Callable[[Random, str, str], Chat]
@@ -170,13 +172,24 @@ def train_sight(work: Work) -> None:
     model.load_weights(str(work.weights("joined")))
     seeing = objectives.Seeing(model, HIDDEN)
     seeing.probe.update(_set_eyes(work, model))
-    mixed = MixedSteps(work, "sight", 2, _SIGHT_COURSES)
-    mixed.skip(steps_done(work.weights("sight.state")))
+    _train_seeing(work, "sight", seeing, _SIGHT_SLOPE)
+
+
+def train_settle(work: Work) -> None:
+    """Run phase `settle`: model, tower and probe together once more, at a low rate."""
+    seeing = objectives.Seeing(untrained(work), HIDDEN)
+    seeing.load_weights(str(work.weights("focus")))
+    _train_seeing(work, "settle", seeing, _SETTLE_SLOPE)
+
+
+def _train_seeing(work: Work, name: str, seeing: Any, slope: Slope) -> None:
+    mixed = MixedSteps(work, name, 2, _SIGHT_COURSES)
+    mixed.skip(steps_done(work.weights(f"{name}.state")))
 
     def loss_of(batch: TextBatch | PictureBatch) -> mx.array:
         if isinstance(batch, TextBatch):
-            hidden = objectives.text_hidden(model, batch)
-            return objectives.next_token_loss(model, hidden, batch)
+            hidden = objectives.text_hidden(seeing.seer, batch)
+            return objectives.next_token_loss(seeing.seer, hidden, batch)
         return _sight_loss(seeing, batch)
 
     gradient = nn.value_and_grad(seeing, loss_of)
@@ -185,8 +198,8 @@ def train_sight(work: Work) -> None:
         loss, gradients = gradient(mixed.batch(step))
         return gradients, loss
 
-    optimise(work, "sight", seeing, take_step, _SIGHT_SLOPE)
-    _keep_base(work, "sight")
+    optimise(work, name, seeing, take_step, slope)
+    _keep_base(work, name)
 
 
 def train_polish(work: Work) -> None:

@@ -12,17 +12,9 @@ from workers.demo import CHECKPOINT, drafting, export, phases
 from workers.demo.loop import Work
 
 PHASES: Final = (
-    "tokenizer",
-    "eyes",
-    "text",
-    "join",
-    "sight",
-    "draft",
-    "mtp",
-    "polish",
-    "focus",
+    "tokenizer", "eyes", "text", "join", "sight", "polish", "focus", "settle", "draft", "mtp",
     "export",
-)
+)  # fmt: skip
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -60,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     phases.train_polish(work)
                 case "focus":
                     phases.train_focus(work)
+                case "settle":
+                    phases.train_settle(work)
                 case "draft":
                     drafting.train_draft(work)
                 case "mtp":
