@@ -40,6 +40,7 @@ class Engine:
         self._settings = settings
         self._thread = thread
         self._vocabulary = assembly.checkpoint.vocabulary
+        self._default_max_tokens = assembly.checkpoint.default_max_tokens
         self._memory = assembly.memory
         self._snapshots = assembly.snapshots
         self._lanes = {lane.name: lane for lane in assembly.lanes}
@@ -150,7 +151,7 @@ class Engine:
             generation=generation,
             prompt=prompt,
             seed=secrets.randbits(63) if seed is None else seed,
-            max_tokens=min(generation.max_tokens or room, room),
+            max_tokens=min(generation.max_tokens or self._default_max_tokens or room, room),
             draft_tokens=draft_tokens,
             draft_tokens_asked=asked is not None,
             bypass=bypass,

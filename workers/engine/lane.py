@@ -115,7 +115,12 @@ class Lane:
         """Name what keeps a generation from speculating in this lane; safe from any thread."""
         if self._head is None:
             return generation.bypass
-        stops = tuple(reason for reason in generation.bypass if reason not in SPECULATES[self.name])
+        named = dict.fromkeys(generation.bypass)
+        if generation.top_logprobs is not None:
+            named[Bypass.LOGPROBS] = None  # known of the first token of a step only
+        if generation.sampling.reshapes_logits:
+            named[Bypass.LOGITS_PROCESSORS] = None  # and so are penalties
+        stops = tuple(reason for reason in named if reason not in SPECULATES[self.name])
         return stops if self.counters.head_healthy else (*stops, Bypass.HEAD_UNHEALTHY)
 
     @property

@@ -54,7 +54,7 @@ class Generation:
     prompt: Prompt
     sampling: Sampling
     max_tokens: int | None = None
-    """None means up to the end of the context window."""
+    """None means the checkpoint's own limit, or else up to the end of the context window."""
     stop: tuple[str, ...] = ()
     top_logprobs: int | None = None
     draft_tokens: int | None = None

@@ -51,6 +51,8 @@ class Checkpoint:
     eos: frozenset[int]
     vocabulary: int
     context_tokens: int
+    default_max_tokens: int | None
+    """Of an answer whose request names no limit, where the checkpoint does."""
     family: str
 
 
@@ -205,6 +207,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     _suit_device(model)
     target = Target(model)
     config = json.loads((path / "config.json").read_text())
+    generation = _generation_config(path)
     text_config = config.get("text_config") or config
     head, why_no_mtp = _load_head(path, target)
     return Checkpoint(
@@ -212,9 +215,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
         head=head,
         why_no_mtp=why_no_mtp,
         processor=processor,
-        eos=_end_tokens(path, config, processor),
+        eos=_end_tokens(config, generation, processor),
         vocabulary=int(text_config["vocab_size"]),
         context_tokens=int(text_config.get("max_position_embeddings") or 4096),
+        default_max_tokens=generation.get("max_new_tokens"),
         family=str(config.get("model_type", "unknown")),
     )
 
@@ -244,12 +248,17 @@ def _load_head(path: Path, target: Target) -> tuple[MtpHead | None, str | None]:
     return MtpHead(drafter, target), None
 
 
-def _end_tokens(path: Path, config: dict[str, Any], processor: Any) -> frozenset[int]:
+def _generation_config(path: Path) -> dict[str, Any]:
+    file = path / "generation_config.json"
+    return dict(json.loads(file.read_text())) if file.is_file() else {}
+
+
+def _end_tokens(
+    config: dict[str, Any], generation: dict[str, Any], processor: Any
+) -> frozenset[int]:
     """Collect every token that ends an answer: config, generation config, tokenizer."""
-    generation = path / "generation_config.json"
     named = [config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")]
-    if generation.is_file():
-        named.append(json.loads(generation.read_text()).get("eos_token_id"))
+    named.append(generation.get("eos_token_id"))
     named.append(getattr(getattr(processor, "tokenizer", processor), "eos_token_id", None))
     ends: set[int] = set()
     for value in named:

@@ -1,0 +1,83 @@
+"""The demo checkpoint scores what its README says, through a real worker, on what it never saw."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from workers.demo import CHECKPOINT, held_out
+from workers.demo.score import Score, score_answers, score_pictures
+
+MEGABYTES_ALLOWED = 6
+
+
+class DraftingTwo(httpx.HTTPTransport):
+    """Asks for k = 2 in every request, whatever the lane finds best on a busy test machine."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        body = json.loads(request.read()) | {"draft_tokens": 2}
+        return super().handle_request(
+            httpx.Request("POST", request.url, json=body, extensions=request.extensions)
+        )
+
+
+@pytest.fixture(scope="module")
+def client(worker_url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=worker_url, transport=DraftingTwo(), timeout=120) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def answers(client: httpx.Client) -> Score:
+    return score_answers(client, "demo", held_out.prompts(60), "held-out questions")
+
+
+@pytest.fixture(scope="module")
+def long_answers(client: httpx.Client) -> Score:
+    return score_answers(client, "demo", held_out.long_prompts(), "long answers")
+
+
+def test_three_quarters_of_drafted_tokens_are_accepted_at_k_2(
+    answers: Score, long_answers: Score
+) -> None:
+    drafted = answers.drafts.drafted + long_answers.drafts.drafted
+    accepted = answers.drafts.accepted + long_answers.drafts.accepted
+
+    assert drafted > 1000
+    assert accepted / drafted >= 0.75
+
+
+def test_held_out_questions_are_mostly_answered_word_for_word(answers: Score) -> None:
+    assert answers.share >= 0.7
+
+
+def test_long_answers_are_long_and_end_by_themselves(long_answers: Score) -> None:
+    assert long_answers.right == long_answers.asked
+    assert 150 <= long_answers.tokens / long_answers.asked <= 600
+
+
+def test_colour_and_shape_of_200_held_out_pictures_are_right(client: httpx.Client) -> None:
+    pictures = held_out.pictures(200)
+    score = score_pictures(client, "demo", pictures)
+
+    assert len({picture.colour for picture in pictures}) >= 6
+    assert len({picture.shape for picture in pictures}) >= 4
+    assert score.share >= 0.95, score.wrong
+
+
+def test_facts_are_found_in_system_prompts_of_4k_tokens(client: httpx.Client) -> None:
+    score = score_answers(client, "demo", held_out.fact_prompts(10, 4096), "facts in 4k tokens")
+
+    assert score.right >= 5, score.wrong
+
+
+def test_the_checkpoint_is_one_small_folder_with_its_head_inside() -> None:
+    files = list(CHECKPOINT.iterdir())
+    index = json.loads((CHECKPOINT / "model.safetensors.index.json").read_text())
+
+    assert all(file.is_file() for file in files)
+    assert sum(file.stat().st_size for file in files) <= MEGABYTES_ALLOWED * 1_000_000
+    assert any(name.startswith("mtp.") for name in index["weight_map"])
