@@ -21,7 +21,7 @@ LIVE_STREAMS: Final = 4
 BURST: Final = 5
 BURST_TOKENS: Final = 256
 SHORT_ANSWER_TOKENS: Final = 4
-PROBE_TIME_S: Final = 30.0
+PROBE_TIME_S: Final = 15.0
 """No more probes after this long, where a server makes each wait for seconds."""
 
 _BACKWARDS: Final = "Count from 7 to 106."

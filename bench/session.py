@@ -46,7 +46,7 @@ class Plan:
 
 
 FULL: Final = Plan(
-    streams=STREAMS, prefix_tokens=4096, answers=4, probes=25, prefixes=2, newcomers=2
+    streams=STREAMS, prefix_tokens=4096, answers=4, probes=20, prefixes=1, newcomers=1
 )
 QUICK: Final = Plan(streams=(1, 4), prefix_tokens=512, answers=1, probes=5, prefixes=1, newcomers=1)
 
