@@ -55,7 +55,13 @@ class MixedSteps:
     """Batches of texts, with pictures each n-th step and a long system prompt each 30th."""
 
     def __init__(
-        self, work: Work, name: str, pictures_each: int = 4, courses: Courses = NO_PRACTICE
+        self,
+        work: Work,
+        name: str,
+        pictures_each: int = 4,
+        courses: Courses = NO_PRACTICE,
+        *,
+        end_weight: float = 1.0,
     ) -> None:
         tokenizer = load_tokenizer(work.folder)
         self._pictures_each = pictures_each
@@ -63,7 +69,12 @@ class MixedSteps:
             tokenizer, draw_pictures(work, name), seeded(f"{name} chats"), _PICTURE_ROWS
         )
         self._texts = [
-            (start, text_batches(tokenizer, seeded(f"{name} {stream}"), practice, share))
+            (
+                start,
+                text_batches(
+                    tokenizer, seeded(f"{name} {stream}"), practice, share, end_weight=end_weight
+                ),
+            )
             for start, stream, practice, share in courses
         ]
         self._longs = long_batches(tokenizer, seeded(f"{name} longs"), LONGEST_PROMPT)

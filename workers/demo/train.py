@@ -1,7 +1,7 @@
 """`python -m workers.demo.train PHASE --work FOLDER`: make the demo checkpoint from nothing."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -11,20 +11,28 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from workers.demo import CHECKPOINT, drafting, export, phases
 from workers.demo.loop import Work
 
-PHASES: Final = (
-    "tokenizer", "eyes", "text", "join", "sight", "polish", "focus", "settle", "draft", "mtp",
-    "export",
-)  # fmt: skip
+EXPORT: Final = "export"
+PHASES: Final[dict[str, Callable[[Work], None]]] = {
+    "tokenizer": phases.make_tokenizer,
+    "eyes": phases.train_eyes,
+    "text": phases.train_text,
+    "join": phases.train_joined,
+    "sight": phases.train_sight,
+    "polish": phases.train_polish,
+    "focus": phases.train_focus,
+    "settle": phases.train_settle,
+    "endings": phases.train_endings,
+    "draft": drafting.train_draft,
+    "mtp": drafting.train_mtp,
+}
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m workers.demo.train", description=__doc__)
-    parser.add_argument("phase", choices=(*PHASES, "all"))
+    parser.add_argument("phase", choices=(*PHASES, EXPORT, "all"))
     parser.add_argument("--work", type=Path, required=True, help="folder for what phases leave")
     parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the export")
     parser.add_argument("--pictures", type=int, default=3000, help="pictures drawn before a phase")
-    parser.add_argument("--eyes-steps", type=int, default=2600)
-    parser.add_argument("--text-steps", type=int, default=1500)
     return parser.parse_args(arguments)
 
 
@@ -38,30 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )  # fmt: skip
     with progress:
         work = Work(options.work, progress, options.pictures)
-        for phase in PHASES if options.phase == "all" else (options.phase,):
-            match phase:
-                case "tokenizer":
-                    phases.make_tokenizer(work)
-                case "eyes":
-                    phases.train_eyes(work, options.eyes_steps)
-                case "text":
-                    phases.train_text(work, options.text_steps)
-                case "join":
-                    phases.train_joined(work)
-                case "polish":
-                    phases.train_polish(work)
-                case "focus":
-                    phases.train_focus(work)
-                case "settle":
-                    phases.train_settle(work)
-                case "draft":
-                    drafting.train_draft(work)
-                case "mtp":
-                    drafting.train_mtp(work)
-                case "sight":
-                    phases.train_sight(work)
-                case _:
-                    export.write_checkpoint(options.work, options.out)
+        for name, run in PHASES.items():
+            if options.phase in {name, "all"}:
+                run(work)
+    if options.phase in {EXPORT, "all"}:
+        export.write_checkpoint(options.work, options.out)
 
 
 if __name__ == "__main__":
