@@ -176,7 +176,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     console.print(as_table(scores))
     for score in scores:
         for wanted, got in score.wrong[:3]:
-            console.print(f"[dim]{score.name}:[/] wanted {wanted!r}, got {got!r}", highlight=False)
+            console.print(
+                f"[dim]{score.name}:[/] wanted {wanted[:80]!r}, got {got[:160]!r}", highlight=False
+            )
     if options.json:
         records = [asdict(score) | {"acceptance": score.drafts.rate} for score in scores]
         options.json.write_text(json.dumps(records, indent=1) + "\n")
