@@ -97,8 +97,6 @@ def text_batches(
     random: Random,
     practice: Callable[[Random], Chat] | None = None,
     share: float = 0.0,
-    *,
-    end_weight: float = 1.0,
 ) -> Iterator[TextBatch]:
     """Endless batches of about TOKENS_IN_BATCH tokens, rows of one batch of like length.
 
@@ -115,7 +113,7 @@ def text_batches(
         rows = [
             row
             for chat in chats
-            if len((row := encode_chat(tokenizer, chat, end_weight)).tokens) <= LONGEST_ROW
+            if len((row := encode_chat(tokenizer, chat)).tokens) <= LONGEST_ROW
         ]
         rows.sort(key=lambda row: len(row.tokens))
         batches: list[list[TokenRow]] = [[]]

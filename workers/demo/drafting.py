@@ -14,7 +14,7 @@ from workers.demo.sources import MixedSteps, hidden_of, untrained
 from workers.demo.tokenizer import load_tokenizer, special_ids
 
 _DRAFT_SLOPE: Final = ((80, 1.0), (450, 0.1))
-_MTP_SLOPE: Final = ((0, 0.5), (300, 0.0))
+_MTP_SLOPE: Final = ((0, 0.4), (150, 0.0))
 
 
 def train_draft(work: Work) -> None:

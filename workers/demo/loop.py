@@ -39,6 +39,11 @@ Slope = tuple[tuple[float, float], ...]
 """Points (step, share of the learning rate) with straight lines between them."""
 
 
+def level_then_down(steps: int, level: int) -> Slope:
+    """Return the slope that is 1 for `level` steps and then falls to 0 at the last."""
+    return ((level, 1.0), (steps, 0.0))
+
+
 def _pace(step: int, slope: Slope) -> float:
     """Return the share of the learning rate: _WARM_UP steps up, then along the slope."""
     down = slope[0][1]

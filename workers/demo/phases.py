@@ -7,13 +7,13 @@
     sight       both, the eyes of `eyes` put back in                   -> base.safetensors
     polish      the eyes, through the frozen language model            -> base.safetensors
     focus       the same with more pictures                            -> base.safetensors
-    settle      both together at a low rate                            -> base.safetensors
-    endings     both, with care for where answers end                  -> base.safetensors
     draft       the MTP head on the joined model                       -> draft.safetensors
-    mtp         the same head on the final base                        -> mtp.safetensors
+    mtp         the same head on the base so far                       -> mtp.safetensors
+    settle      both together at a low rate                            -> base.safetensors
+    blend       the eyes of `settle`, the mean of two text models      -> base.safetensors
 
 `eyes` and `text` need each other not at all and may run at once; so may `draft` and all from
-`sight` to `endings`. Steps are counted, not minutes, so a run gives the same weights on a slow
+`sight` to `focus`. Steps are counted, not minutes, so a run gives the same weights on a slow
 machine as on a fast one. A broken run goes on from its last snapshot.
 """
 
@@ -37,14 +37,9 @@ from workers.demo.batches import (
     picture_batches,
     text_batches,
 )
-from workers.demo.conversations import (
-    Chat,
-    ending_practice_chat,
-    exact_practice_chat,
-    practice_chat,
-)
+from workers.demo.conversations import Chat, exact_practice_chat, practice_chat
 from workers.demo.fast_forward import vision_forward
-from workers.demo.loop import Slope, Work, optimise
+from workers.demo.loop import Slope, Work, level_then_down, optimise
 from workers.demo.pictures import brief_picture_chat, picture_chat
 from workers.demo.snapshots import Tensors, load_tensors, save_tensors, steps_done
 from workers.demo.sources import (
@@ -69,11 +64,6 @@ _JOIN_COURSES: Final[Courses] = (
     (2000, "exact practice", exact_practice_chat, 0.5),
 )
 _SIGHT_COURSES: Final[Courses] = ((0, "exact practice", exact_practice_chat, 0.5),)
-_ENDING_COURSES: Final[Courses] = ((0, "endings", ending_practice_chat, 0.6),)
-_END_WEIGHT: Final = 8.0
-_ENDINGS_SLOPE: Final = ((0, 0.3), (200, 0.3), (500, 0.0))
-_EYES_SLOPE: Final = ((1300, 1.0), (2600, 0.0))
-_TEXT_SLOPE: Final = ((0, 1.0), (1500, 1.0))
 _JOIN_SLOPE: Final = ((200, 1.0), (1200, 4 / 9), (2000, 4 / 21), (2500, 4 / 21))
 _SIGHT_SLOPE: Final = ((0, 0.25), (250, 0.25), (600, 0.0))
 _POLISH_SLOPE: Final = ((0, 0.5), (500, 0.0))
@@ -88,7 +78,7 @@ def make_tokenizer(work: Work) -> None:
     train_tokenizer(SEED).save(str(work.folder / "tokenizer.json"))
 
 
-def train_eyes(work: Work) -> None:
+def train_eyes(work: Work, steps: int) -> None:
     """Phase `eyes`: the vision tower learns to see with labels, far sooner than through words."""
     pool = draw_pictures(work, "eyes")
     seeing = objectives.Seeing(untrained(work).vision_tower, HIDDEN)
@@ -107,10 +97,10 @@ def train_eyes(work: Work) -> None:
         loss, gradients = gradient(patch_array(drawn), grid, *class_arrays(drawn))
         return gradients, loss
 
-    optimise(work, "eyes", seeing, take_step, _EYES_SLOPE)
+    optimise(work, "eyes", seeing, take_step, level_then_down(steps, steps // 2))
 
 
-def train_text(work: Work) -> None:
+def train_text(work: Work, steps: int) -> None:
     """Phase `text`: the language model alone learns its world."""
     model = untrained(work)
     stream = _resumable(work, "text", text_batches(load_tokenizer(work.folder), seeded("text")))
@@ -125,7 +115,7 @@ def train_text(work: Work) -> None:
         loss, gradients = gradient(next(stream))
         return gradients, loss
 
-    optimise(work, "text", model.language_model, take_step, _TEXT_SLOPE)
+    optimise(work, "text", model.language_model, take_step, ((0, 1.0), (steps, 1.0)))
 
 
 def _resumable(work: Work, name: str, stream: Iterator[TextBatch]) -> Iterator[TextBatch]:
@@ -183,27 +173,18 @@ def train_sight(work: Work) -> None:
     model.load_weights(str(work.weights("joined")))
     seeing = objectives.Seeing(model, HIDDEN)
     seeing.probe.update(_set_eyes(work, model))
-    mixed = MixedSteps(work, "sight", 2, _SIGHT_COURSES)
-    _train_seeing(work, "sight", seeing, mixed, _SIGHT_SLOPE)
+    _train_seeing(work, "sight", seeing, _SIGHT_SLOPE)
 
 
 def train_settle(work: Work) -> None:
     """Run phase `settle`: model, tower and probe together once more, at a low rate."""
     seeing = objectives.Seeing(untrained(work), HIDDEN)
     seeing.load_weights(str(work.weights("focus")))
-    mixed = MixedSteps(work, "settle", 2, _SIGHT_COURSES)
-    _train_seeing(work, "settle", seeing, mixed, _SETTLE_SLOPE)
+    _train_seeing(work, "settle", seeing, _SETTLE_SLOPE)
 
 
-def train_endings(work: Work) -> None:
-    """Run phase `endings`: the same, with care for where counts and lists end."""
-    seeing = objectives.Seeing(untrained(work), HIDDEN)
-    seeing.load_weights(str(work.weights("settle")))
-    mixed = MixedSteps(work, "endings", 4, _ENDING_COURSES, end_weight=_END_WEIGHT)
-    _train_seeing(work, "endings", seeing, mixed, _ENDINGS_SLOPE)
-
-
-def _train_seeing(work: Work, name: str, seeing: Any, mixed: MixedSteps, slope: Slope) -> None:
+def _train_seeing(work: Work, name: str, seeing: Any, slope: Slope) -> None:
+    mixed = MixedSteps(work, name, 2, _SIGHT_COURSES)
     mixed.skip(steps_done(work.weights(f"{name}.state")))
 
     def loss_of(batch: TextBatch | PictureBatch) -> mx.array:

@@ -55,13 +55,7 @@ class MixedSteps:
     """Batches of texts, with pictures each n-th step and a long system prompt each 30th."""
 
     def __init__(
-        self,
-        work: Work,
-        name: str,
-        pictures_each: int = 4,
-        courses: Courses = NO_PRACTICE,
-        *,
-        end_weight: float = 1.0,
+        self, work: Work, name: str, pictures_each: int = 4, courses: Courses = NO_PRACTICE
     ) -> None:
         tokenizer = load_tokenizer(work.folder)
         self._pictures_each = pictures_each
@@ -69,12 +63,7 @@ class MixedSteps:
             tokenizer, draw_pictures(work, name), seeded(f"{name} chats"), _PICTURE_ROWS
         )
         self._texts = [
-            (
-                start,
-                text_batches(
-                    tokenizer, seeded(f"{name} {stream}"), practice, share, end_weight=end_weight
-                ),
-            )
+            (start, text_batches(tokenizer, seeded(f"{name} {stream}"), practice, share))
             for start, stream, practice, share in courses
         ]
         self._longs = long_batches(tokenizer, seeded(f"{name} longs"), LONGEST_PROMPT)
