@@ -13,6 +13,7 @@ import httpx
 from bench.load import Answer, Caller, RequestFailed, calling
 from bench.measurements import (
     LIVE_STREAMS,
+    LONG,
     STREAMS,
     arrivals_s,
     burst_s,
@@ -34,21 +35,23 @@ class Plan:
 
     streams: tuple[int, ...]
     prefix_tokens: int
-    answers: int
-    """Long answers for one number of streams, unless two a stream are more."""
+    questions: int
+    """Long questions; each is asked as often as any other, so that acceptance compares."""
     probes: int
     prefixes: int
     newcomers: int
 
     def answers_for(self, streams: int) -> int:
         """Return how many long answers so many streams give."""
-        return max(self.answers, 2 * streams)
+        return self.questions * -(-2 * streams // self.questions)
 
 
 FULL: Final = Plan(
-    streams=STREAMS, prefix_tokens=4096, answers=4, probes=20, prefixes=1, newcomers=1
+    streams=STREAMS, prefix_tokens=4096, questions=len(LONG), probes=20, prefixes=1, newcomers=1
 )
-QUICK: Final = Plan(streams=(1, 4), prefix_tokens=512, answers=1, probes=5, prefixes=1, newcomers=1)
+QUICK: Final = Plan(
+    streams=(1, 4), prefix_tokens=512, questions=1, probes=5, prefixes=1, newcomers=1
+)
 
 
 async def measure(
