@@ -32,7 +32,7 @@ from workers.engine.requests import Delta, Generation, LaneName, Prompt
 from workers.engine.settings import EngineSettings
 
 RESULTS: Final = Path(__file__).parent / "results"
-TOKENS: Final = 5
+TOKENS: Final = 7
 TOP_K: Final = 4
 TEMPERATURE: Final = 1.3
 CONTROL_TEMPERATURE: Final = 1.45
