@@ -1,18 +1,23 @@
-"""A worker that does what a test tells it, behind a real socket and a real uvicorn."""
+"""A worker that does what a test tells it, down to the bytes, behind a real socket."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.gateway.wire import Headers, Link, Request
 from workers.adapters.report import LaneReport, Speculation, WorkerReport
 
 TOKEN = "join-token-of-the-tests"
+FAULT_PATH = "/_fault"
+"""POST a script here; no script stands in its way."""
 
 USAGE = {
     "prompt_tokens": 7,
@@ -30,8 +35,12 @@ class Script:
     status: int = 200
     body: bytes | None = None
     """Sent as it is in place of an answer."""
-    headers: tuple[tuple[bytes, bytes], ...] = ()
+    headers: Headers = ()
     words: tuple[str, ...] = ("one", " two", " three")
+    events: tuple[bytes, ...] | None = None
+    """Stream exactly these pieces."""
+    pause_s: float = 0.0
+    """Wait so long before each stream event."""
     cut_after: int | None = None
     """Break the connection after so many stream events, without an end."""
     end_after: int | None = None
@@ -40,8 +49,16 @@ class Script:
     """Say nothing more after so many stream events, until the client leaves or `go_on` is set."""
     hang: bool = False
     """Say nothing at all."""
-    events: tuple[bytes, ...] | None = None
-    """Stream exactly these pieces."""
+    drop: bool = False
+    """Close the connection in place of an answer."""
+    drop_reused: bool = False
+    """Close a connection that is used a second time, in place of an answer."""
+    http_1_0: bool = False
+    """Speak HTTP/1.0 as mlx_lm does: a stream ends where the connection does, however it ends."""
+    raw: bytes | None = None
+    """Send exactly these bytes, the head included, and close."""
+    turns: tuple[Script, ...] = ()
+    """Answer by each of these in turn, again and again: a flaky worker."""
 
 
 @dataclass
@@ -51,28 +68,35 @@ class Heard:
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
+    generated: bool = False
+    """An answer was begun: from here on a second one elsewhere would be a duplicate."""
 
 
 @dataclass
 class FakeWorker:
-    """A worker with two lanes of four rows. Use its context manager `joined` or `serving`."""
+    """A worker with two lanes of four rows; run it with `serving`, or as a process of its own."""
 
     worker_id: str = "fake-a"
     boot_id: str = "boot-1"
     model: str = "demo"
     lanes: tuple[str, ...] = ("text-mtp", "vlm")
     script: Script = field(default_factory=Script)
+    plans: dict[str, Script] = field(default_factory=dict)
+    """By the words of the request's last message; the others go by `script`."""
     heard: list[Heard] = field(default_factory=list)
     hearing: threading.Event = field(default_factory=threading.Event)
     """Set with every request."""
+    answering: int = 0
+    """Requests being answered now: the rows that are taken."""
     client_left: threading.Event = field(default_factory=threading.Event)
     go_on: threading.Event = field(default_factory=threading.Event)
     reported: WorkerReport | None = None
     """Given out by /v1/status; None answers with `report()`."""
 
     def __post_init__(self) -> None:
-        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
+        self._turn = itertools.count()
 
     def report(self, **changes: Any) -> WorkerReport:
         report = WorkerReport(
@@ -85,57 +109,88 @@ class FakeWorker:
         )
         return WorkerReport.model_validate({**report.model_dump(), **changes})
 
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
-            return
-        headers = {name.decode(): value.decode() for name, value in scope["headers"]}
-        if scope["path"] == "/v1/status":
+    async def __call__(self, link: Link, request: Request) -> None:
+        """Answer one request."""
+        if request.path == FAULT_PATH:
+            self.script = script_of(request.json())
+            await _whole(link, 200, b"{}")
+        elif request.method == "GET":
             report = self.reported or self.report()
-            await _whole(send, 200, json.dumps({"report": report.model_dump(mode="json")}).encode())
-            return
-        body = json.loads(await _body(receive))
-        self.heard.append(Heard(scope["path"], headers, body))
-        self.hearing.set()
-        leaving = asyncio.create_task(_wait_for_leaving(receive, self.client_left.set))
-        try:
-            await self._answer(body, send)
-        finally:
-            leaving.cancel()
-
-    async def _answer(self, body: dict[str, Any], send: Any) -> None:
-        script = self.script
-        if script.hang:
-            await self._hang()
-        if script.body is not None or script.status != 200:
-            await _whole(send, script.status, script.body or b"{}", script.headers)
-        elif body.get("stream"):
-            await self._stream(send, script)
+            told = {"report": report.model_dump(mode="json"), "answering": self.answering}
+            await _whole(link, 200, json.dumps(told).encode())
         else:
-            await _whole(send, 200, json.dumps(whole_answer("".join(script.words))).encode())
+            await self._generate(link, request)
 
-    async def _stream(self, send: Any, script: Script) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": [(b"content-type", b"text/event-stream")],
-            }
-        )
+    async def _generate(self, link: Link, request: Request) -> None:
+        heard = Heard(request.path, request.headers, request.json())
+        script = self._script(heard)
+        if script.drop_reused and link.used > 1:
+            return link.abort()  # as if the request had crossed the closing of an idle connection
+        self.heard.append(heard)
+        self.hearing.set()
+        self.answering += 1
+        try:
+            await self._answer(link, heard, script)
+        finally:
+            self.answering -= 1
+            if link.left.is_set():
+                self.client_left.set()
+
+    def _script(self, heard: Heard) -> Script:
+        messages = heard.body.get("messages") or [{}]
+        words = messages[-1].get("content")
+        script = self.plans.get(words, self.script) if isinstance(words, str) else self.script
+        return script.turns[next(self._turn) % len(script.turns)] if script.turns else script
+
+    async def _answer(self, link: Link, heard: Heard, script: Script) -> None:
+        if script.hang:
+            await self._hang(link)
+        if script.drop:
+            return link.close()
+        heard.generated = script.status == 200
+        if script.raw is not None:
+            await link.send(script.raw)
+            return link.close()
+        if script.body is not None or script.status != 200:
+            return await _whole(link, script.status, script.body or b"{}", script)
+        if heard.body.get("stream"):
+            return await self._stream(link, script)
+        whole = json.dumps(whole_answer("".join(script.words))).encode()
+        return await _whole(link, 200, whole, script)
+
+    async def _stream(self, link: Link, script: Script) -> None:
+        named = ((b"content-type", b"text/event-stream"), *script.headers)
+        await link.begin(200, named, length=None, http_1_0=script.http_1_0)
         pieces = script.events if script.events is not None else stream_events(script.words)
         for sent, piece in enumerate([*pieces, None]):
+            if script.pause_s:
+                await asyncio.sleep(script.pause_s)
             if script.hang_after == sent:
-                await self._hang()
+                await self._hang(link)
             if script.cut_after == sent:
-                raise ConnectionAbortedError("the script says so")
+                return link.close()
             if script.end_after == sent or piece is None:
                 break
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            await asyncio.sleep(0)
-        await send({"type": "http.response.body", "body": b""})
+            await link.part(piece)
+        return await link.end()
 
-    async def _hang(self) -> None:
-        while not (self.client_left.is_set() or self.go_on.is_set()):
-            await asyncio.sleep(0.005)
+    async def _hang(self, link: Link) -> None:
+        while not (link.left.is_set() or self.go_on.is_set()):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(link.left.wait(), 0.005)
+
+
+def script_of(told: Mapping[str, Any]) -> Script:
+    """Read a script as `POST /_fault` takes it: the fields of `Script`, bytes as text."""
+    values = dict(told)
+    for name in ("body", "raw"):
+        if values.get(name) is not None:
+            values[name] = values[name].encode()
+    if values.get("events") is not None:
+        values["events"] = tuple(piece.encode() for piece in values["events"])
+    values["headers"] = tuple((k.encode(), v.encode()) for k, v in values.get("headers", ()))
+    values["turns"] = tuple(script_of(turn) for turn in values.get("turns", ()))
+    return Script(**values)
 
 
 def lane_report(name: str, **changes: Any) -> LaneReport:
@@ -210,24 +265,7 @@ def stream_events(words: Iterable[str]) -> tuple[bytes, ...]:
     )
 
 
-async def _body(receive: Any) -> bytes:
-    parts = bytearray()
-    while True:
-        message = await receive()
-        parts += message.get("body", b"")
-        if not message.get("more_body"):
-            return bytes(parts)
-
-
-async def _wait_for_leaving(receive: Any, left: Callable[[], None]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    left()
-
-
-async def _whole(
-    send: Any, status: int, body: bytes, headers: tuple[tuple[bytes, bytes], ...] = ()
-) -> None:
-    named = [(b"content-type", b"application/json"), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": named})
-    await send({"type": "http.response.body", "body": body})
+async def _whole(link: Link, status: int, body: bytes, script: Script | None = None) -> None:
+    named = ((b"content-type", b"application/json"), *(script.headers if script else ()))
+    await link.begin(status, named, length=len(body))
+    await link.part(body)

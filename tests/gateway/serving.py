@@ -1,4 +1,4 @@
-"""Real servers for the gateway's tests: an ASGI app on a port of its own, a gateway in a thread."""
+"""Real servers for the gateway's tests: a fake worker in a thread, and a gateway in another."""
 
 from __future__ import annotations
 
@@ -6,44 +6,42 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from pydantic import SecretStr
 
 from gateway.server import Ending, run, serve
 from gateway.settings import Settings
 from tests.gateway.fake_worker import TOKEN, FakeWorker
+from tests.gateway.wire import Link, Request, listening
 
 
 @contextlib.contextmanager
-def serving(app: Any, *, sockets: list[socket.socket]) -> Iterator[None]:
-    """Serve an app on these sockets for as long as the context lasts."""
-    config = uvicorn.Config(app, log_config=None, ws="none", timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    started: Future[None] = Future()
+def serving(
+    answer: Callable[[Link, Request], Awaitable[None]], *, sockets: list[socket.socket]
+) -> Iterator[None]:
+    """Answer on these sockets, in a thread, for as long as the context lasts."""
+    started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def main() -> None:
-        startup = server.startup
-
-        async def announced(sockets: list[socket.socket] | None = None) -> None:
-            await startup(sockets)
-            started.set_result(None)
-
-        server.startup = announced  # type: ignore[method-assign]
-        await server.serve(sockets)
+        ending = asyncio.Event()
+        async with contextlib.AsyncExitStack() as listeners:
+            for listener in sockets:
+                await listeners.enter_async_context(listening(listener, answer))
+            started.set_result((asyncio.get_running_loop(), ending))
+            await ending.wait()
 
     thread = threading.Thread(target=asyncio.run, args=(main(),))
     thread.start()
-    started.result(timeout=30)
+    loop, ending = started.result(timeout=30)
     try:
         yield
     finally:
-        server.should_exit = True
+        loop.call_soon_threadsafe(ending.set)
         thread.join()
 
 

@@ -1,0 +1,134 @@
+"""The server side of HTTP/1.x, byte by byte: a test needs what a framework refuses to send."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+Headers = tuple[tuple[bytes, bytes], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request as it came."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    """Names in lower case."""
+    body: bytes
+
+    def json(self) -> dict[str, Any]:
+        read: dict[str, Any] = json.loads(self.body or b"{}")
+        return read
+
+
+class Link(asyncio.StreamReaderProtocol):
+    """One connection of a client: its requests in turn, and the bytes that answer them."""
+
+    def __init__(self, answer: Callable[[Link, Request], Awaitable[None]]) -> None:
+        self._answer = answer
+        self.used = 0
+        """Requests that came on this connection, the one being answered included."""
+        self.left = asyncio.Event()
+        """The client closed the connection."""
+        self.lost = False
+        self._chunked = False
+        super().__init__(asyncio.StreamReader(), self._converse)
+
+    def eof_received(self) -> bool:
+        self.left.set()
+        return bool(super().eof_received())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.lost = True
+        self.left.set()
+        super().connection_lost(exc)
+
+    async def begin(
+        self, status: int, headers: Headers, *, length: int | None, http_1_0: bool = False
+    ) -> None:
+        """Send the head; a body without a length is chunked, or in HTTP/1.0 ends with the link."""
+        self._chunked = length is None and not http_1_0
+        framing = [(b"content-length", b"%d" % length)] if length is not None else []
+        if self._chunked:
+            framing = [(b"transfer-encoding", b"chunked")]
+        lines = [b"HTTP/1.%d %d status" % (0 if http_1_0 else 1, status)]
+        lines += [name + b": " + value for name, value in (*headers, *framing)]
+        await self.send(b"\r\n".join(lines) + b"\r\n\r\n")
+
+    async def part(self, piece: bytes) -> None:
+        """Send a piece of a body that was begun."""
+        await self.send(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
+
+    async def end(self) -> None:
+        """End a body of unknown length."""
+        if self._chunked:
+            await self.send(b"0\r\n\r\n")
+        else:
+            self.close()
+
+    async def send(self, raw: bytes) -> None:
+        """Send bytes as they are, and let them out before the next ones."""
+        self._writer.write(raw)
+        await self._writer.drain()
+        await asyncio.sleep(0)
+
+    def close(self) -> None:
+        """Close the connection behind what was sent, without a word."""
+        self._writer.close()
+
+    def abort(self) -> None:
+        """Close the connection with a reset."""
+        linger = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
+        self._writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, linger
+        )
+        self._writer.transport.abort()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while not writer.is_closing():
+                request = await _read(reader)
+                self.used += 1
+                await self._answer(self, request)
+        writer.close()
+
+
+@contextlib.asynccontextmanager
+async def listening(
+    listener: socket.socket, answer: Callable[[Link, Request], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Answer on a listening socket while the context lasts; what is open then is cut."""
+    links: weakref.WeakSet[Link] = weakref.WeakSet()
+
+    def link() -> Link:
+        made = Link(answer)
+        links.add(made)
+        return made
+
+    server = await asyncio.get_running_loop().create_server(link, sock=listener, backlog=1024)
+    try:
+        yield
+    finally:
+        server.close()
+        for open_link in tuple(links):
+            if not open_link.lost:
+                open_link.close()
+        await asyncio.sleep(0)
+
+
+async def _read(reader: asyncio.StreamReader) -> Request:
+    head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+    method, path, _ = head[0].split(" ")
+    pairs = (line.split(":", 1) for line in head[1:] if line)
+    headers = {name.lower(): value.strip() for name, value in pairs}
+    body = await reader.readexactly(int(headers.get("content-length", "0")))
+    return Request(method=method, path=path, headers=headers, body=body)
