@@ -43,6 +43,10 @@ class Front:
         else:
             await self._panel(scope, receive, send)
 
+    def leave(self) -> None:
+        """Tell load balancers to send new requests elsewhere; those that come are served."""
+        self.relay.leave()
+
     def stop_taking(self) -> None:
         """Refuse new generating requests; those that run go on."""
         self.relay.stop_taking()

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from types import TracebackType
 from typing import Any, Self
 
+from gateway.connection import LEAVING
 from gateway.errors import BodyTooLarge, BodyTooSlow, GatewayError, to_body, to_event, to_headers
 
 Scope = MutableMapping[str, Any]
@@ -41,60 +42,87 @@ def request_id(scope: Scope) -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
-async def read_body(scope: Scope, receive: Receive, *, limit_bytes: int, timeout_s: float) -> bytes:
-    """Read the whole body, counting while reading: a declared length proves nothing."""
+async def read_body(
+    scope: Scope,
+    receive: Receive,
+    *,
+    limit_bytes: int,
+    hold: Callable[[int], None] = lambda _part_bytes: None,
+) -> bytes:
+    """Read the whole body, counting while reading: a declared length proves nothing.
+
+    `hold` is told of each part and may refuse it. The caller limits the time.
+    """
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
         raise BodyTooLarge(limit_bytes)
     parts: list[bytes] = []
     size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientLeft
+        part = message.get("body", b"")
+        size += len(part)
+        if size > limit_bytes:
+            raise BodyTooLarge(limit_bytes)
+        hold(len(part))
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def read_small_body(
+    scope: Scope, receive: Receive, *, limit_bytes: int, timeout_s: float
+) -> bytes:
+    """Read a body outside the data plane, within a time limit of its own."""
     try:
         async with asyncio.timeout(timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientLeft
-                part = message.get("body", b"")
-                size += len(part)
-                if size > limit_bytes:
-                    raise BodyTooLarge(limit_bytes)
-                parts.append(part)
-                if not message.get("more_body", False):
-                    return parts[0] if len(parts) == 1 else b"".join(parts)
+            return await read_body(scope, receive, limit_bytes=limit_bytes)
     except TimeoutError:
         raise BodyTooSlow from None
 
 
 class Presence:
-    """A context that ends with `ClientLeft` as soon as the client closes its connection.
+    """A context that ends early, by `end`, by its deadline, or because the client left.
 
     Works as `asyncio.timeout` does: whatever is awaited inside is cancelled, and what it holds is
-    released on the way out. Enter it after the body was read.
+    released on the way out. The connection tells of the client; no task has to wait for that.
     """
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
+    def __init__(self, scope: Scope) -> None:
+        self._tell_leaving: Callable[[Callable[[], None] | None], None]
+        self._tell_leaving = scope["extensions"][LEAVING]["tell"]
         self._ended_by: Exception | None = None
+        self._deadline: asyncio.TimerHandle | None = None
 
-    async def __aenter__(self) -> Self:
+    def __enter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None, "a request runs in a task"
         self._task = task
         self._cancelling = task.cancelling()
-        self._watch = asyncio.create_task(self._wait_for_leaving())
+        self._tell_leaving(self._left)
         return self
 
-    async def __aexit__(
+    def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._watch.cancel()
+        self._tell_leaving(None)
+        if self._deadline is not None:
+            self._deadline.cancel()
         if self._ended_by is not None:
             ours = self._task.uncancel() <= self._cancelling
             if ours and kind is asyncio.CancelledError:
                 raise self._ended_by from error
+
+    def limit(self, seconds: float, reason: Exception) -> None:
+        """End the context with this error after so many seconds; a new limit replaces the last."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self._task.get_loop().call_later(seconds, self.end, reason)
 
     def end(self, reason: Exception) -> None:
         """End the context with this error; the first reason counts."""
@@ -102,9 +130,7 @@ class Presence:
             self._ended_by = reason
             self._task.cancel()
 
-    async def _wait_for_leaving(self) -> None:
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def _left(self) -> None:
         self.end(ClientLeft())
 
 

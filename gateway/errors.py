@@ -3,6 +3,7 @@
 StartRefused                the gateway cannot start; one sentence for the person at the terminal
 GatewayError                one request cannot be answered as asked
 +-- RequestRefused          the request is at fault
+|   +-- NotHttp             400  the bytes are no HTTP/1.1 request
 |   +-- BodyNotJson         400  the body is no JSON object
 |   +-- FieldInvalid        400  one field is wrong; `param` names it
 |   +-- KeyRefused          401  no key, or not a known one
@@ -10,12 +11,17 @@ GatewayError                one request cannot be answered as asked
 |   +-- PathUnknown         404  no such route
 |   +-- ModelUnknown        404  neither the policy nor the fleet knows the model
 |   +-- MethodRefused       405  the route exists, the method does not
+|   +-- HeadTooSlow         408  the head did not arrive in time
 |   +-- BodyTooSlow         408  the body did not arrive in time
 |   +-- WorkerIdTaken       409  another live worker holds that id
 |   +-- BodyTooLarge        413  counted while reading
+|   +-- HostRefused         421  asked under a name that is not this gateway's
+|   +-- HeadTooLarge        431  too many header bytes, or too many headers
 |   +-- RefusedByWorker     4xx  the worker says why, in OpenAI's shape
 +-- NoWorker                503  nobody can take it now
 +-- Stopping                503  the gateway is ending
++-- Overloaded              503  this gateway has all it can carry
++-- RequestTooLong          504  the whole request took longer than any may take
 +-- WorkerError             the worker is at fault
     +-- WorkerUnreachable   503  no connection, so nothing can have started
     +-- WorkerBusy          503  the worker asks to come back later
@@ -57,6 +63,13 @@ class RequestRefused(GatewayError):
     status = 400
     type = "invalid_request_error"
     code = "invalid_request"
+
+
+class NotHttp(RequestRefused):
+    """The bytes are no HTTP/1.1 request."""
+
+    code = "invalid_http"
+    message = "This is no valid HTTP/1.1 request."
 
 
 class BodyNotJson(RequestRefused):
@@ -122,6 +135,14 @@ class MethodRefused(RequestRefused):
         self.allowed = allowed
 
 
+class HeadTooSlow(RequestRefused):
+    """The head of the request did not arrive in time."""
+
+    status = 408
+    code = "head_too_slow"
+    message = "The headers of the request did not arrive in time."
+
+
 class BodyTooSlow(RequestRefused):
     """The body did not arrive in time."""
 
@@ -146,6 +167,31 @@ class BodyTooLarge(RequestRefused):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"The body is larger than {limit_bytes} bytes.")
+
+
+class HostRefused(RequestRefused):
+    """The request was sent to a name that is not known as this gateway's."""
+
+    status = 421
+    code = "host_not_allowed"
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"This gateway is not known as '{host[:100]}'. Ask it by address, or name it in "
+            "PACELINE_ALLOWED_HOSTS."
+        )
+
+
+class HeadTooLarge(RequestRefused):
+    """The head of the request is larger than this gateway reads."""
+
+    status = 431
+    code = "headers_too_large"
+
+    def __init__(self, limit_bytes: int, limit_headers: int) -> None:
+        super().__init__(
+            f"A request may have at most {limit_headers} headers of {limit_bytes} bytes in all."
+        )
 
 
 class RefusedByWorker(RequestRefused):
@@ -175,6 +221,25 @@ class Stopping(GatewayError):
     code = "gateway_stopping"
     message = "The gateway is stopping."
     retry_after_s = 2.0
+
+
+class Overloaded(GatewayError):
+    """The gateway has all it can carry: those it has come first."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "gateway_overloaded"
+    message = "The gateway is overloaded; try again in a moment."
+    retry_after_s = 1.0
+
+
+class RequestTooLong(GatewayError):
+    """The whole request, from its body to its last byte, took longer than any may take."""
+
+    status = 504
+    type = "timeout_error"
+    code = "request_timeout"
+    message = "The answer was not complete in the time that a request may take."
 
 
 class WorkerError(GatewayError):

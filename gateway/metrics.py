@@ -35,6 +35,11 @@ class Meters:
         self.in_flight = Gauge(
             "paceline_requests_in_flight", "Requests that run now.", registry=self.registry
         )
+        self.loop_lag = Gauge(
+            "paceline_event_loop_lag_seconds",
+            "The longest delay of the event loop in the last ten seconds.",
+            registry=self.registry,
+        )
         self._first_token = Histogram(
             "paceline_time_to_first_token_seconds",
             "From the whole body read to the first content of a stream.",

@@ -20,16 +20,19 @@ from gateway.client import (
 )
 from gateway.domain import Decision, Inspected, Outcome, Served, Usage
 from gateway.errors import (
+    BodyTooSlow,
     GatewayError,
     KeyRefused,
     MethodRefused,
     NoWorker,
     RequestRefused,
+    RequestTooLong,
     Stopping,
 )
 from gateway.forward import Trip, route_headers
 from gateway.inspection import inspect
 from gateway.line import Line
+from gateway.overload import Load
 from gateway.routing import decide
 from policies.profile import Endpoint
 
@@ -47,6 +50,7 @@ _CLIENT_CLOSED = 499
 class _Steps:
     """What the steps of one request have brought so far."""
 
+    body_bytes: int = 0
     inspected: Inspected | None = None
     decision: Decision | None = None
     trip: Trip | None = None
@@ -57,25 +61,28 @@ class Relay:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._running = 0
+        self.load = Load(line.settings.requests_limit)
         self._present: set[Presence] = set()
+        self._leaving = False
         self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
 
     @property
-    def stopping(self) -> bool:
-        """Say whether new requests are refused."""
-        return self._stopping
+    def leaving(self) -> bool:
+        """Say whether new requests should go elsewhere; whether they are refused is another thing.
 
-    @property
-    def running(self) -> int:
-        """Count the requests that run now."""
-        return self._running
+        A load balancer learns it from `/readyz` and needs its time for that.
+        """
+        return self._leaving
+
+    def leave(self) -> None:
+        """Tell that new requests should go elsewhere; those that come are still served."""
+        self._leaving = True
 
     def stop_taking(self) -> None:
         """Refuse new requests from now on; those that run go on."""
-        self._stopping = True
+        self._leaving = self._stopping = True
 
     async def drained(self) -> None:
         """Wait until no request runs."""
@@ -83,7 +90,7 @@ class Relay:
 
     def cut(self) -> None:
         """End what still runs: whole answers with an error, streams with an error event."""
-        self._stopping = True
+        self.stop_taking()
         for presence in tuple(self._present):
             presence.end(Stopping())
 
@@ -97,7 +104,13 @@ class Relay:
         began_s = self._line.clock()
         outcome, error = Outcome.COMPLETED, None
         try:
-            await self._answer(scope, receive, endpoint, reply, steps)
+            with Presence(scope) as presence:
+                self._present.add(presence)
+                try:
+                    raw = await self._body(scope, receive, steps, presence)
+                    await self._answer(raw, endpoint, reply, steps)
+                finally:
+                    self._present.discard(presence)
         except ClientLeft:
             outcome = Outcome.CLIENT_LEFT
         except asyncio.CancelledError:
@@ -111,44 +124,43 @@ class Relay:
             error, outcome = GatewayError(), Outcome.FAILED
             await reply.fail(error)
         finally:
-            self._leave()
+            self._exit(steps)
             self._line.accounting.account(
                 self._served(reply.identity, outcome, error, steps, began_s)
             )
 
-    async def _answer(
-        self,
-        scope: Scope,
-        receive: Receive,
-        endpoint: Endpoint,
-        reply: Reply,
-        steps: _Steps,
-    ) -> None:
-        line = self._line
+    async def _body(
+        self, scope: Scope, receive: Receive, steps: _Steps, presence: Presence
+    ) -> bytes:
+        """Read the body of a request that may be taken; from here on its time is limited."""
+        settings = self._line.settings
         if scope["method"] != "POST":
             raise MethodRefused("POST")
-        key = line.settings.api_key
-        if key is not None and not bears(header(scope, b"authorization"), key):
+        if settings.api_key is not None and not bears(
+            header(scope, b"authorization"), settings.api_key
+        ):
             raise KeyRefused
         if self._stopping:
             raise Stopping
-        raw = await read_body(
-            scope,
-            receive,
-            limit_bytes=line.settings.body_limit_bytes,
-            timeout_s=line.settings.body_timeout_s,
-        )
+        self.load.admit()
+        presence.limit(settings.body_timeout_s, BodyTooSlow())
+
+        def hold(part_bytes: int) -> None:
+            steps.body_bytes += part_bytes
+            self.load.hold(part_bytes)
+
+        raw = await read_body(scope, receive, limit_bytes=settings.body_limit_bytes, hold=hold)
+        presence.limit(settings.request_timeout_s, RequestTooLong())
+        return raw
+
+    async def _answer(self, raw: bytes, endpoint: Endpoint, reply: Reply, steps: _Steps) -> None:
+        line = self._line
         began_s = line.clock()
         fleet = line.fleet.view()
         inspected = steps.inspected = inspect(raw, endpoint, line.policy, fleet)
         decision = steps.decision = decide(line.policy, inspected.profile, fleet, line.rng)
         trip = steps.trip = Trip(identity=reply.identity, inspected=inspected, began_s=began_s)
-        async with Presence(receive) as presence:
-            self._present.add(presence)
-            try:
-                await line.upstream.forward(trip, decision, reply)
-            finally:
-                self._present.discard(presence)
+        await line.upstream.forward(trip, decision, reply)
 
     def _served(
         self,
@@ -176,21 +188,22 @@ class Relay:
         )
 
     def _enter(self) -> None:
-        self._running += 1
+        self.load.requests += 1
         self._idle.clear()
         self._line.meters.in_flight.inc()
 
-    def _leave(self) -> None:
-        self._running -= 1
+    def _exit(self, steps: _Steps) -> None:
+        self.load.requests -= 1
+        self.load.release(steps.body_bytes)
         self._line.meters.in_flight.dec()
-        if not self._running:
+        if not self.load.requests:
             self._idle.set()
 
 
 def _outcome(error: GatewayError) -> Outcome:
     if isinstance(error, RequestRefused):
         return Outcome.REFUSED
-    nobody = isinstance(error, NoWorker | Stopping) or error.status == NoWorker.status
+    nobody = error.status == NoWorker.status
     return Outcome.UNSERVED if nobody else Outcome.FAILED
 
 

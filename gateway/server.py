@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import signal
@@ -15,7 +16,9 @@ import uvicorn
 
 from gateway.access import check_binding, ensure_join_token
 from gateway.app import Front, create_app
+from gateway.connection import Connection, sweep
 from gateway.errors import StartRefused
+from gateway.overload import keep_measuring
 from gateway.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -33,25 +36,31 @@ class Ending:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.hurried = asyncio.Event()
+        self.lame_duck = False
+        """New requests are served for a while yet, until load balancers have noticed."""
 
-    def ask(self) -> None:
+    def ask(self, *, lame_duck: bool = False) -> None:
         """Ask for the end; asking again hurries it."""
         if self.asked.is_set():
             self.hurried.set()
+        else:
+            self.lame_duck = lame_duck
         self.asked.set()
 
     @contextlib.contextmanager
     def on_signals(self) -> Iterator[None]:
-        """Let SIGINT and SIGTERM ask, for as long as the context lasts."""
+        """Let SIGINT and SIGTERM ask, for as long as the context lasts.
+
+        SIGTERM comes from what also runs the load balancers; a person's Ctrl-C waits for none.
+        """
         loop = asyncio.get_running_loop()
-        ending_signals = (signal.SIGINT, signal.SIGTERM)
-        for number in ending_signals:
-            loop.add_signal_handler(number, self.ask)
+        loop.add_signal_handler(signal.SIGINT, self.ask)
+        loop.add_signal_handler(signal.SIGTERM, functools.partial(self.ask, lame_duck=True))
         try:
             yield
         finally:
-            for number in ending_signals:
-                loop.remove_signal_handler(number)
+            loop.remove_signal_handler(signal.SIGINT)
+            loop.remove_signal_handler(signal.SIGTERM)
 
 
 def run(main: Coroutine[object, object, Result]) -> Result:
@@ -80,36 +89,56 @@ async def serve(
     app = create_app(settings)
     with _listener(settings.host, settings.port) as listener:
         address = _address(settings.host, listener)
-        server = _Server(_config(app), on_started=lambda: started(address) if started else None)
+        server = _Server(
+            _config(app, settings), on_started=lambda: started(address) if started else None
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
-        asked = asyncio.create_task(ending.asked.wait())
+        watching = (
+            asyncio.create_task(sweep(server.server_state.connections)),
+            asyncio.create_task(keep_measuring(app.relay.load.lag, app.line.meters.loop_lag.set)),
+        )
         try:
-            await asyncio.wait((serving, asked), return_when=asyncio.FIRST_COMPLETED)
+            await _first_of(serving, ending.asked.wait())
+            app.leave()
+            if ending.lame_duck:
+                await _first_of(serving, ending.hurried.wait(), timeout_s=settings.lame_duck_s)
             app.stop_taking()
-            await _drained(app, ending, settings.drain_timeout_s)
+            await _first_of(
+                app.drained(), ending.hurried.wait(), timeout_s=settings.drain_timeout_s
+            )
         finally:
-            asked.cancel()
             app.cut()
             server.should_exit = True
             await serving
+            for watch in watching:
+                watch.cancel()
 
 
-async def _drained(app: Front, ending: Ending, timeout_s: float) -> None:
-    """Wait for the running answers: until all are given, or time is up, or the end is hurried."""
-    waits = {
-        asyncio.create_task(app.drained()),
-        asyncio.create_task(ending.hurried.wait()),
-    }
+async def _first_of(
+    *awaited: asyncio.Task[None] | Coroutine[object, object, object],
+    timeout_s: float | None = None,
+) -> None:
+    """Wait for the first of these, or for so long; tasks given live on, coroutines do not."""
+    waits = [
+        wait if isinstance(wait, asyncio.Task) else asyncio.create_task(wait) for wait in awaited
+    ]
     try:
         await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        for wait in waits:
-            wait.cancel()
+        for wait, given in zip(waits, awaited, strict=True):
+            if wait is not given:
+                wait.cancel()
 
 
-def _config(app: Front) -> uvicorn.Config:
+def _config(app: Front, settings: Settings) -> uvicorn.Config:
+    connection = functools.partial(
+        Connection,
+        head_timeout_s=settings.head_timeout_s,
+        write_timeout_s=settings.write_timeout_s,
+    )
     return uvicorn.Config(
         app,
+        http=connection,  # type: ignore[arg-type]  # whatever makes a protocol will do
         lifespan="on",
         ws="none",
         access_log=False,

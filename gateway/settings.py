@@ -42,6 +42,8 @@ class Settings(BaseSettings):
     join_token: SecretStr | None = None
     """Shared with the workers; made and kept in `state_dir` when it is not set."""
 
+    head_timeout_s: float = Field(default=15.0, gt=0)
+    """The longest that a client may take to send the headers of a request."""
     body_limit_bytes: int = Field(default=32 * 1024 * 1024, gt=0)
     """Room for a dozen photographs as base64."""
     body_timeout_s: float = Field(default=30.0, gt=0)
@@ -50,6 +52,14 @@ class Settings(BaseSettings):
     """A whole answer, or the first byte of a stream: a long prompt on a small Mac takes minutes."""
     idle_timeout_s: float = Field(default=120.0, gt=0)
     """The longest pause inside a stream."""
+    request_timeout_s: float = Field(default=3600.0, gt=0)
+    """A whole request, from its body to the last byte of its answer."""
+    write_timeout_s: float = Field(default=30.0, gt=0)
+    """How long a client may read nothing of what waits for it."""
+    requests_limit: int = Field(default=1024, gt=0)
+    """Generating requests at a time; one more is refused at once."""
+    lame_duck_s: float = Field(default=5.0, ge=0)
+    """How long new requests are still served after SIGTERM, until load balancers have noticed."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """How long running answers may go on once the gateway was asked to end."""
 

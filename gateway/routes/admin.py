@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from yarl import URL
 
-from gateway.client import read_body
+from gateway.client import read_small_body
 from gateway.errors import FieldInvalid
 from gateway.fleet import BEAT_S
 from gateway.line import Line
@@ -29,7 +29,7 @@ def workers(line: Line) -> APIRouter:
     @router.put("/{worker_id}", dependencies=joined)
     async def beat(worker_id: str, request: Request) -> dict[str, float]:
         # Read here, not by FastAPI: it would read any size, and before it asks for the token.
-        raw = await read_body(
+        raw = await read_small_body(
             request.scope,
             request.receive,
             limit_bytes=_REPORT_LIMIT_BYTES,

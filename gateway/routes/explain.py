@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
-from gateway.client import read_body
+from gateway.client import read_small_body
 from gateway.domain import Decision, Inspected
 from gateway.inspection import inspect, parse
 from gateway.line import Line
@@ -24,7 +24,7 @@ def explanation(line: Line) -> APIRouter:
 
     @router.post("/v1/route/explain")
     async def explain(request: Request) -> dict[str, Any]:
-        raw = await read_body(
+        raw = await read_small_body(
             request.scope,
             request.receive,
             limit_bytes=line.settings.body_limit_bytes,

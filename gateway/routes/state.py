@@ -25,7 +25,7 @@ def probes(line: Line, relay: Relay) -> APIRouter:
 
     @router.get("/readyz")
     async def readyz() -> PlainTextResponse:
-        if relay.stopping:
+        if relay.leaving:
             return PlainTextResponse("stopping\n", status_code=503)
         if not line.fleet.view().workers:
             return PlainTextResponse("no worker\n", status_code=503)
@@ -49,10 +49,11 @@ def status(line: Line, relay: Relay) -> APIRouter:
     async def whole() -> dict[str, Any]:
         await line.control.refresh()
         gateway = {
-            "ready": not relay.stopping and bool(line.fleet.view().workers),
-            "stopping": relay.stopping,
+            "ready": not relay.leaving and bool(line.fleet.view().workers),
+            "stopping": relay.leaving,
             "uptime_s": round(line.clock() - began_s, 3),
-            "requests_in_flight": relay.running,
+            "requests_in_flight": relay.load.requests,
+            "event_loop_lag_s": round(relay.load.lag.worst_s, 4),
         }
         return render(
             gateway=gateway,

@@ -1,0 +1,74 @@
+"""When the gateway has all it can carry: how late its event loop is, and how much it holds."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from gateway.errors import Overloaded
+
+BODIES_LIMIT_BYTES = 512 * 1024 * 1024
+"""Bodies of running requests, all together: with what is made of them, a few times that."""
+_TICK_S = 0.25
+_REMEMBERED_S = 10.0
+# One long pause (a machine that slept, a large body) is no overload; being late all the time is.
+_SUSTAINED_TICKS = 4
+_TOO_LATE_S = 0.25
+
+
+class LoopLag:
+    """How late what is due is run; pure, fed by `keep_measuring`."""
+
+    def __init__(self) -> None:
+        self._late_s: deque[float] = deque([0.0], maxlen=int(_REMEMBERED_S / _TICK_S))
+
+    def note(self, late_s: float) -> None:
+        """Enter by how much one tick came late."""
+        self._late_s.append(max(0.0, late_s))
+
+    @property
+    def worst_s(self) -> float:
+        """Tell the longest delay of the last ten seconds."""
+        return max(self._late_s)
+
+    @property
+    def too_late(self) -> bool:
+        """Say whether the loop cannot keep up: every one of the last ticks was late."""
+        recent = tuple(self._late_s)[-_SUSTAINED_TICKS:]
+        return len(recent) == _SUSTAINED_TICKS and min(recent) > _TOO_LATE_S
+
+
+class Load:
+    """What one gateway carries now; new requests are shed first, those that run go on."""
+
+    def __init__(self, limit_requests: int) -> None:
+        self._limit_requests = limit_requests
+        self._body_bytes = 0
+        self.requests = 0
+        self.lag = LoopLag()
+
+    def admit(self) -> None:
+        """Raise `Overloaded` when no further request can be carried; this one counts already."""
+        if self.requests > self._limit_requests or self.lag.too_late:
+            raise Overloaded
+
+    def hold(self, body_bytes: int) -> None:
+        """Count bytes of a body that is being read; raise `Overloaded` past what memory holds."""
+        self._body_bytes += body_bytes
+        if self._body_bytes > BODIES_LIMIT_BYTES:
+            raise Overloaded
+
+    def release(self, body_bytes: int) -> None:
+        """Give back all that was counted by `hold` for one request."""
+        self._body_bytes -= body_bytes
+
+
+async def keep_measuring(lag: LoopLag, show: Callable[[float], None]) -> None:
+    """Measure the event loop that runs this, for ever; `show` gets the worst of late."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due_s = loop.time() + _TICK_S
+        await asyncio.sleep(_TICK_S)
+        lag.note(loop.time() - due_s)
+        show(lag.worst_s)
