@@ -180,7 +180,9 @@ class Upstream:
             raise WorkerLost from error
         except ValueError as error:
             raise WorkerFailed from error
-        if not isinstance(content, dict):
+        # Status 200 proves nothing: some engines send their errors with it.
+        if not (isinstance(content, dict) and content.get("choices")):
+            log.warning("answer.broken request=%s", trip.identity)
             raise WorkerFailed
         trip.usage = read_usage(content) or trip.usage
         await reply.whole(200, [(b"content-type", b"application/json"), *route_headers(trip)], body)

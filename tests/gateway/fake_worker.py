@@ -152,7 +152,8 @@ class FakeWorker:
             await link.send(script.raw)
             return link.close()
         if script.body is not None or script.status != 200:
-            return await _whole(link, script.status, script.body or b"{}", script)
+            body = b"{}" if script.body is None else script.body
+            return await _whole(link, script.status, body, script)
         if heard.body.get("stream"):
             return await self._stream(link, script)
         whole = json.dumps(whole_answer("".join(script.words))).encode()

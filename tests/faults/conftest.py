@@ -1,0 +1,52 @@
+"""A gateway whose limits are short, and workers behind proxies that break what they carry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.faults.proxy import FaultProxy, proxying
+from tests.gateway.conftest import (
+    clean_environment,
+    gateway,
+    line,
+    second_worker,
+    worker,
+)
+from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.serving import Gateway, settings_for_tests
+
+__all__ = ["clean_environment", "gateway", "line", "second_worker", "worker"]
+
+Hasty = Callable[..., Gateway]
+
+
+@pytest.fixture
+def proxy(worker: FakeWorker) -> Iterator[FaultProxy]:
+    """A proxy before the first worker."""
+    with proxying(worker.url) as running:
+        yield running
+
+
+@pytest.fixture
+def proxied(gateway: Gateway, worker: FakeWorker, proxy: FaultProxy) -> Gateway:
+    """A gateway that reaches its only worker through the proxy."""
+    assert gateway.join(worker, url=proxy.url).status_code == 200
+    return gateway
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[Hasty]:
+    """Make a gateway with settings of the test's own; it ends with the test."""
+    with ExitStack() as running:
+
+        def make(*workers: FakeWorker, **settings: object) -> Gateway:
+            made = running.enter_context(Gateway(settings_for_tests(tmp_path, **settings)))
+            for each in workers:
+                assert made.join(each).status_code == 200
+            return made
+
+        yield make
