@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
 import sys
 import tempfile
 import time
@@ -77,7 +78,7 @@ async def _run(worker: WorkerReport, requests: int, *, stream: bool) -> tuple[fl
             await _load(address, worker, requests, stream=stream)
             elapsed_s = time.perf_counter() - began_s
         finally:
-            gateway.terminate()
+            gateway.send_signal(signal.SIGINT)  # SIGTERM would serve on for a while
             await gateway.wait()
     return _children_cpu_s() - before_s, elapsed_s
 

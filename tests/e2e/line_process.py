@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -99,7 +100,7 @@ def paceline(
     try:
         with process:
             yield process
-            process.terminate()
+            process.send_signal(signal.SIGINT)  # SIGTERM would serve on for a while
             process.wait(PATIENCE_S)
     finally:
         process.kill()

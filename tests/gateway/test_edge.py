@@ -1,0 +1,194 @@
+"""The edge of the gateway, byte by byte: heads, slow senders, readers that stall."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.connection import HEAD_LIMIT_BYTES, HEADERS_LIMIT
+from tests.gateway.fake_worker import DONE, FakeWorker, chunk, stream_events
+from tests.gateway.serving import Gateway, chat_body, eventually, settings_for_tests
+
+PATH = b"/v1/chat/completions"
+
+
+@contextlib.contextmanager
+def connected(gateway: Gateway) -> Iterator[socket.socket]:
+    port = int(gateway.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
+        yield raw
+
+
+def request(**fields: Any) -> bytes:
+    body = json.dumps(chat_body(**fields)).encode()
+    head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
+    return head % (PATH, len(body)) + body
+
+
+def told(raw: socket.socket) -> tuple[int, str, bool]:
+    """Status and error code of the answer, and whether the connection ends after it."""
+    received = b""
+    while piece := raw.recv(65536):
+        received += piece
+    head, _, body = received.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return int(head.split()[1]), error["code"], b"connection: close" in head
+
+
+def test_a_head_that_never_ends_is_a_431(line: Gateway) -> None:
+    with connected(line) as raw:
+        raw.sendall(b"POST / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * HEAD_LIMIT_BYTES)
+        assert told(raw) == (431, "headers_too_large", True)
+
+
+def test_too_many_headers_are_a_431(line: Gateway) -> None:
+    headers = b"".join(b"x-%d: y\r\n" % number for number in range(HEADERS_LIMIT))
+    with connected(line) as raw:
+        raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n")
+        assert told(raw) == (431, "headers_too_large", True)
+
+
+def test_a_head_that_dribbles_is_a_408_and_its_neighbour_is_served(tmp_path: Path) -> None:
+    settings = settings_for_tests(tmp_path, head_timeout_s=0.2)
+    with Gateway(settings) as gateway, contextlib.ExitStack() as stack:
+        slow = [stack.enter_context(connected(gateway)) for _ in range(200)]
+        for raw in slow:
+            raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n")
+        assert httpx.get(f"{gateway.url}/livez").status_code == 200
+        assert {told(raw) for raw in slow} == {(408, "head_too_slow", True)}
+
+
+def test_the_second_head_of_a_connection_is_bounded_too(tmp_path: Path) -> None:
+    settings = settings_for_tests(tmp_path, head_timeout_s=0.2)
+    with Gateway(settings) as gateway, connected(gateway) as raw:
+        raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert raw.recv(4096).endswith(b"alive\n")
+        raw.sendall(b"GET /livez HTTP/1.1\r\n")
+        assert told(raw) == (408, "head_too_slow", True)
+
+
+def test_a_connection_that_asks_nothing_is_closed_without_a_word(tmp_path: Path) -> None:
+    settings = settings_for_tests(tmp_path, head_timeout_s=0.2)
+    with (
+        Gateway(settings) as gateway,
+        connected(gateway) as raw,
+        contextlib.suppress(ConnectionResetError),
+    ):
+        assert raw.recv(1) == b""
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nbad header\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nx: a\rb\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n"
+        b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 4\r\n"
+        b"content-length: 5\r\n\r\nabcd",
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n",
+    ],
+    ids=["tls", "no-colon", "bare-cr", "two-framings", "two-lengths", "negative-length"],
+)
+def test_what_is_no_clear_http_is_a_400(line: Gateway, worker: FakeWorker, sent: bytes) -> None:
+    with connected(line) as raw:
+        raw.sendall(sent)
+        assert told(raw) == (400, "invalid_http", True)
+    assert not worker.heard
+
+
+def test_a_client_that_sends_on_can_read_why_its_body_was_refused(tmp_path: Path) -> None:
+    settings = settings_for_tests(tmp_path, body_limit_bytes=1000)
+    with Gateway(settings) as gateway, connected(gateway) as raw:
+        raw.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-length: 10000000\r\n\r\n"
+        )
+        with contextlib.suppress(ConnectionError):
+            raw.sendall(b"x" * 4_000_000)
+        assert told(raw) == (413, "body_too_large", True)
+
+
+def test_two_requests_in_one_packet_are_answered_in_turn(line: Gateway) -> None:
+    with connected(line) as raw:
+        raw.sendall(request() + request(stream=True) + b"GET /livez HTTP/1.1\r\nhost: a\r\n\r\n")
+        received = b""
+        while not received.endswith(b"alive\n"):
+            received += raw.recv(65536)
+    assert received.index(b"one two three") < received.index(DONE) < received.index(b"alive")
+
+
+def test_garbage_behind_a_running_stream_never_gets_into_it(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    worker.script.hang_after = 2
+    with connected(line) as raw:
+        raw.sendall(request(stream=True))
+        received = raw.recv(65536)
+        raw.sendall(b"no HTTP at all\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            while piece := raw.recv(65536):
+                received += piece
+    assert b"invalid_http" not in received
+    assert worker.client_left.wait(10)
+
+
+def test_a_reader_that_stalls_is_cut_and_frees_the_worker(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    settings = settings_for_tests(tmp_path, write_timeout_s=0.5)
+    worker.script.events = tuple(chunk({"content": "x" * 8000}) for _ in range(10_000))
+    with Gateway(settings) as gateway:
+        gateway.join(worker)
+        with connected(gateway) as raw:
+            raw.sendall(request(stream=True))
+            assert worker.hearing.wait(10)
+            # Its 80 MB wait for a reader: they stay with the worker, and others are served.
+            assert gateway.client.get("/livez").status_code == 200
+            assert worker.client_left.wait(30)
+            eventually(lambda: gateway.status()["gateway"]["requests_in_flight"] == 0)
+        assert gateway.status()["outcomes"] == {"client_left": 1}
+
+
+def test_a_slow_reader_that_reads_is_not_cut(tmp_path: Path, worker: FakeWorker) -> None:
+    settings = settings_for_tests(tmp_path, write_timeout_s=3)
+    words = tuple("x" * 60_000 for _ in range(200))
+    worker.script.words = words
+    with Gateway(settings) as gateway:
+        gateway.join(worker)
+        with gateway.stream() as answer:
+            received = b""
+            for piece in answer.iter_raw():
+                received += piece
+                time.sleep(0.001)
+    assert received.startswith(b"".join(stream_events(words)[:-2]))
+
+
+def test_a_request_past_its_time_is_a_504(tmp_path: Path, worker: FakeWorker) -> None:
+    worker.script.hang = True
+    with Gateway(settings_for_tests(tmp_path, request_timeout_s=0.2)) as gateway:
+        gateway.join(worker)
+        answer = gateway.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
+        assert worker.client_left.wait(10)
+
+
+def test_a_stream_past_its_time_ends_in_an_error_event(tmp_path: Path, worker: FakeWorker) -> None:
+    worker.script.hang_after = 2
+    with Gateway(settings_for_tests(tmp_path, request_timeout_s=0.5)) as gateway:
+        gateway.join(worker)
+        with gateway.stream() as answer:
+            received = answer.read()
+        assert b'"code":"request_timeout"' in received
+        assert not received.endswith(DONE)
+        assert worker.client_left.wait(10)
