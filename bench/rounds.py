@@ -26,12 +26,12 @@ from workers.engine.assembly import Assembly, assemble
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
 from workers.engine.requests import Generation, LaneName, Prompt
-from workers.engine.row_cache import RowCache
+from workers.engine.round_graph import RoundGraph, State
+from workers.engine.row_cache import RowCache, capacity
 from workers.engine.rows import Row
-from workers.engine.seam import KVCache, LayerCache, Target
+from workers.engine.seam import KVCache, Target
 from workers.engine.settings import EngineSettings
 from workers.engine.tally import SpeculationTally
-from workers.engine.verify import Verify
 
 DRAFT_LENGTHS: Final = (0, 1, 2)
 LONGEST_RUN_ROUNDS: Final = 120
@@ -102,45 +102,37 @@ def _row(assembly: Assembly, lane: Lane, number: int, k: int) -> Row:
 
 
 def _rollback(target: Target, context_tokens: int) -> Rollback:
-    caches = _caches_behind(target, context_tokens)
-    mx.eval([cache.state for cache in caches])
-    costs_s = []
-    at = context_tokens
+    """Time what undoes the rejected tokens of four rows behind a context."""
+    graph = RoundGraph(target, head=None)
+    kept = mx.array(KEPT)
+    offset = mx.full(kept.shape, context_tokens, dtype=mx.int32)
     tokens = mx.ones((len(KEPT), VERIFIED), dtype=mx.int32)
+    verified = graph.verify(
+        tokens, _state_behind(target, context_tokens), offset, mx.zeros_like(offset)
+    )
+    mx.eval(verified.hidden, verified.layers)
+    costs_s = []
     for _ in range(ROLLBACKS):
-        positions = mx.broadcast_to(mx.arange(at, at + VERIFIED, dtype=mx.int32), tokens.shape)
-        verify = Verify(target, caches, native=target.native_verify)
-        forward = verify.run(tokens, positions)
-        mx.eval(forward.hidden, forward.scores, [cache.state for cache in caches])
         begun_s = time.perf_counter()
-        verify.keep(KEPT)
-        mx.eval([cache.state for cache in caches])
+        mx.eval(graph.keep(verified.layers, kept, VERIFIED), offset + kept)
         costs_s.append(time.perf_counter() - begun_s)
     return Rollback(context_tokens=context_tokens, cost_s=median(costs_s))
 
 
-def _caches_behind(target: Target, context_tokens: int) -> list[LayerCache]:
-    """Read a prompt once for each row and let the rows share a batch."""
-    shared: list[LayerCache] = []
-    for _ in KEPT:
-        caches = target.new_caches()
-        tokens = mx.arange(context_tokens, dtype=mx.int32)[None]
-        mx.eval(target.forward(tokens % 512, caches, tokens).hidden)
-        rowwise = [
-            RowCache([cache.offset], cache.keys, cache.values)
-            if isinstance(cache, KVCache)
-            else cache
-            for cache in caches
-        ]
-        if not shared:
-            shared = rowwise
-            continue
-        for mine, new in zip(shared, rowwise, strict=True):
-            if isinstance(mine, RowCache):
-                mine.join(new)
-            else:
-                mine.extend(new)
-    return shared
+def _state_behind(target: Target, context_tokens: int) -> State:
+    """Read a prompt once and give it to all rows."""
+    caches = target.new_caches()
+    tokens = mx.arange(context_tokens, dtype=mx.int32)[None]
+    mx.eval(target.forward(tokens % 512, caches, tokens).hidden)
+    state: State = []
+    for cache in caches:
+        arrays = cache.state
+        if isinstance(cache, KVCache):
+            rows = RowCache(cache.keys, cache.values, tokens[:, -1] + 1)
+            rows.resize(capacity(context_tokens + VERIFIED))
+            arrays = rows.state
+        state.append(tuple(mx.concatenate([array] * len(KEPT)) for array in arrays))
+    return state
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

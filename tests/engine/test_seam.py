@@ -1,13 +1,17 @@
 """What the engine takes for granted about mlx-vlm: each test fails when that moves."""
 
+from typing import Any
+
 import mlx.core as mx
 import pytest
 from mlx_vlm.models.base import LanguageModelOutput
 
 from tests.engine.conftest import run
-from workers.engine.row_cache import RowCache
-from workers.engine.seam import ArraysCache, Checkpoint, KVCache
-from workers.engine.verify import Verify, probe_native_verify
+from workers.engine.native_verify import probe_native_verify
+from workers.engine.recurrent_steps import RecurrentSteps
+from workers.engine.round_graph import RoundGraph, State
+from workers.engine.row_cache import RowCache, capacity
+from workers.engine.seam import ArraysCache, Checkpoint, KVCache, Target
 
 TOKENS = list(range(20, 60))
 
@@ -32,7 +36,7 @@ def test_a_hybrid_checkpoint_has_one_cache_a_layer_of_the_two_kinds(
 
 
 def test_recurrent_caches_offer_what_joins_leaves_and_rollbacks_need() -> None:
-    for name in ("extend", "filter", "start_speculation", "commit_speculation", "batch_size"):
+    for name in ("extend", "filter", "state", "update_window", "update_recurrent", "advance"):
         assert hasattr(ArraysCache, name), name
 
 
@@ -61,34 +65,56 @@ def test_hidden_states_give_the_models_own_scores(checkpoint: Checkpoint) -> Non
     assert mx.array_equal(ours, theirs.logits)
 
 
+def read(target: Target) -> State:
+    """Return the state behind TOKENS."""
+    caches = target.new_caches()
+    target.forward(mx.array([TOKENS]), caches, positions(0, len(TOKENS)))
+    state: State = []
+    for cache in caches:
+        if isinstance(cache, KVCache):
+            rows = RowCache(cache.keys, cache.values, mx.array([cache.offset]))
+            rows.resize(capacity(len(TOKENS) + 4))
+            state.append(rows.state)
+        else:
+            state.append(tuple(cache.state))
+    return state
+
+
 @pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kept", [1, 2, 3])
 def test_a_rejected_token_leaves_no_trace_in_any_cache(
-    checkpoint: Checkpoint, native: bool
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, native: bool, kept: int
 ) -> None:
-    """Append three tokens, keep one, go on: the scores are those of never having seen the rest."""
+    """Append three tokens, keep some, go on: the scores are those of never having seen the rest."""
     target = checkpoint.target
+    monkeypatch.setattr(target, "native_verify", native)
+    graph = RoundGraph(target, head=None)
+    offset, shift = mx.array([len(TOKENS)]), mx.array([0])
 
-    def prefilled() -> list[object]:
-        caches = target.new_caches()
-        target.forward(mx.array([TOKENS]), caches, positions(0, 40))
-        return [
-            RowCache([c.offset], c.keys, c.values) if isinstance(c, KVCache) else c for c in caches
-        ]
-
-    clean, rolled = prefilled(), prefilled()
-    verify = Verify(target, clean, native=True)
-    verify.run(mx.array([[7]]), positions(40, 41))
-    verify.keep([1])
-    verify = Verify(target, rolled, native=native)
-    verify.run(mx.array([[7, 8, 9]]), positions(40, 43))
-    verify.keep([1])
+    clean = read(target)
+    for at, token in enumerate([7, 8, 9][:kept]):
+        clean = graph.verify(mx.array([[token]]), clean, offset + at, shift).state
+    rolled = graph.verify(mx.array([[7, 8, 9]]), read(target), offset, shift)
+    kept_state = graph.keep(rolled.layers, mx.array([kept]), 3)
 
     expected, got = (
-        target.scores(target.forward(mx.array([[5]]), caches, positions(41, 42)))
-        for caches in (clean, rolled)
+        graph.verify(mx.array([[5]]), state, offset + kept, shift).scores
+        for state in (clean, kept_state)
     )
 
-    assert mx.allclose(expected, got, atol=0.05).item()
+    assert mx.allclose(expected, got, atol=1e-3).item()
+
+
+def test_a_compiled_verify_scores_as_the_models_own_forward_pass(checkpoint: Checkpoint) -> None:
+    target = checkpoint.target
+    graph = RoundGraph(target, head=None)
+    offset, shift = mx.array([len(TOKENS)]), mx.array([0])
+
+    got = graph.verify(mx.array([[7, 8, 9]]), read(target), offset, shift).scores
+    whole = [*TOKENS, 7, 8, 9]
+    forward = target.forward(mx.array([whole]), target.new_caches(), positions(0, len(whole)))
+
+    assert mx.allclose(got, target.scores(forward, last=3), atol=1e-3).item()
 
 
 def test_this_family_verifies_in_one_pass(checkpoint: Checkpoint) -> None:
@@ -99,7 +125,27 @@ def test_a_family_that_cannot_roll_back_is_found_out(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Recurrent states that stay where the rejected tokens left them, without an error."""
-    monkeypatch.setattr(ArraysCache, "commit_speculation", lambda *_: None)
+
+    def forget(steps: RecurrentSteps, index: int, length: int, update: Any) -> tuple[Any, Any]:
+        output, final, *between = update(steps[index], length - 1 if length > 1 else None)
+        if between:
+            steps._history[index] = (mx.repeat(final[:, None], length - 1, axis=1), final)
+        steps[index] = final
+        return output, final
+
+    monkeypatch.setattr(RecurrentSteps, "update_recurrent", forget)
+
+    assert not probe_native_verify(checkpoint.target)
+
+
+def test_a_family_whose_layers_tell_no_history_is_found_out(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(steps: RecurrentSteps, index: int, source: mx.array, width: int, **_: Any) -> Any:
+        steps[index] = source[:, source.shape[1] - width :]
+        return steps[index]
+
+    monkeypatch.setattr(RecurrentSteps, "update_window", silent)
 
     assert not probe_native_verify(checkpoint.target)
 

@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten
 from workers.engine.counters import LaneCounters
 from workers.engine.lane import Lane
 from workers.engine.memory import MemoryEstimate, measure_memory
+from workers.engine.native_verify import probe_native_verify
 from workers.engine.prefill_pace import PrefillPace
 from workers.engine.prompts import PromptRenderer
 from workers.engine.requests import LaneName, ModelUnusable
@@ -20,7 +21,6 @@ from workers.engine.settings import EngineSettings, ModelCard
 from workers.engine.snapshot_files import SnapshotFiles, fingerprint
 from workers.engine.snapshots import Snapshots
 from workers.engine.sparse_reading import OFF, SparseReading, load_sparse_reading
-from workers.engine.verify import probe_native_verify
 
 logger = logging.getLogger(__name__)
 

@@ -7,16 +7,16 @@ taken up again by one pass over what was kept.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
-from workers.engine.row_cache import RowCache
+from workers.engine.row_cache import RowCache, capacity
 from workers.engine.rows import Row
 from workers.engine.seam import ArraysCache, KVCache, LayerCache, MtpHead
 
 FARTHEST_BEHIND = 32
-"""Tokens the head may be behind before it is brought up to date, drafting or not."""
+"""Tokens the head may be behind at most."""
 
 
 class Batch:
@@ -36,9 +36,11 @@ class Batch:
         """Drop all rows and free what they held."""
         self.rows: list[Row] = []
         self.caches: list[LayerCache] = []
-        self.head_caches: list[LayerCache] = []
+        self.head_caches: list[RowCache] = []
         self.last: mx.array = mx.zeros((0,), dtype=mx.int32)
         """[rows]: the last token of every answer, in no cache yet."""
+        self.position_shift: mx.array = self.last
+        """[rows]: from the slot of a token to its position."""
         self.seed_hidden: mx.array | None = None
         """[rows, 1, width], None in a batch that never drafts."""
         self._behind: list[tuple[mx.array, mx.array]] = []
@@ -47,21 +49,58 @@ class Batch:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def positions(self, length: int) -> mx.array:
-        """Return the text positions [rows, length] of the next tokens."""
-        starts = [row.context + row.position_offset for row in self.rows]
-        return mx.array(starts, dtype=mx.int32)[:, None] + mx.arange(length, dtype=mx.int32)
+    @property
+    def offset(self) -> mx.array:
+        """[rows]: the cursors of the target's caches."""
+        return next(cache.offset for cache in self.caches if isinstance(cache, RowCache))
 
-    def head_positions(self, length: int) -> mx.array:
-        """Return the head's positions [rows, length]: plain slot numbers, pictures or not."""
-        cursors = self.head_caches[0].offset
-        return cursors[:, None] + mx.arange(length, dtype=mx.int32)
+    def set_offset(self, offset: mx.array) -> None:
+        """Move all cursors, those of the head along with the target's."""
+        for cache in self._rowwise():
+            cache.offset = offset
 
-    def fall_behind(self, tokens: mx.array, hidden: mx.array, head: MtpHead) -> None:
+    @property
+    def state(self) -> list[tuple[mx.array, ...]]:
+        """Return the arrays of the target's caches, layer by layer."""
+        return [tuple(cache.state) for cache in self.caches]
+
+    @state.setter
+    def state(self, state: Sequence[tuple[mx.array, ...]]) -> None:
+        for cache, arrays in zip(self.caches, state, strict=True):
+            if isinstance(cache, RowCache):
+                cache.keys, cache.values = arrays
+            else:
+                cache.state = list(arrays)
+
+    @property
+    def head_state(self) -> list[tuple[mx.array, ...]]:
+        """Return the arrays of the head's caches."""
+        return [cache.state for cache in self.head_caches]
+
+    @head_state.setter
+    def head_state(self, state: Sequence[tuple[mx.array, ...]]) -> None:
+        for cache, (keys, values) in zip(self.head_caches, state, strict=True):
+            cache.keys, cache.values = keys, values
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many more tokens in every row."""
+        needed = max(row.slots_used for row in self.rows) + tokens
+        for cache in self._rowwise():
+            cache.reserve(needed)
+
+    @property
+    def drafts(self) -> bool:
+        """Say whether the head follows these rows."""
+        return bool(self.head_caches)
+
+    @property
+    def far_behind(self) -> bool:
+        """Say whether the head is to be brought up to date, drafting or not."""
+        return len(self._behind) >= FARTHEST_BEHIND
+
+    def fall_behind(self, tokens: mx.array, hidden: mx.array) -> None:
         """Keep what the head would have read of a plain round."""
         self._behind.append((tokens, hidden))
-        if len(self._behind) >= FARTHEST_BEHIND:
-            self.catch_up(head)
 
     def catch_up(self, head: MtpHead) -> None:
         """Let the head read all it is behind, in one pass."""
@@ -70,33 +109,37 @@ class Batch:
         tokens = mx.concatenate([tokens for tokens, _ in self._behind], axis=1)
         hidden = mx.concatenate([hidden for _, hidden in self._behind], axis=1)
         length = tokens.shape[1]
-        state = head.forward(tokens, hidden, self.head_caches, self.head_positions(length))
-        self.seed_hidden = state[:, -1:]
+        start = self.offset - length
         for cache in self.head_caches:
-            cache.advance([length] * len(self.rows))
+            cache.offset = start
+        positions = start[:, None] + mx.arange(length, dtype=mx.int32)
+        state = head.forward(tokens, hidden, self.head_caches, positions)
+        self.seed_hidden = state[:, -1:]
         self._behind.clear()
 
     def join(
         self,
         row: Row,
         caches: Sequence[LayerCache],
-        head_caches: Sequence[LayerCache],
+        head_caches: Sequence[KVCache],
         last: int,
         seed_hidden: mx.array | None,
     ) -> None:
         """Add a prefilled row; its caches are taken over."""
-        new_caches = [_rowwise(cache) for cache in caches] if self._shared else list(caches)
-        new_head_caches = [_rowwise(cache) for cache in head_caches]
+        new_caches = [_opened(cache, row) for cache in caches] if self._shared else list(caches)
+        new_head_caches = [_row_cache(cache, row) for cache in head_caches]
         token = mx.array([last], dtype=mx.int32)
+        shift = mx.array([row.context + row.position_offset - row.slots_used], dtype=mx.int32)
         if not self.rows:
             self.caches, self.head_caches = new_caches, new_head_caches
-            self.last, self.seed_hidden = token, seed_hidden
+            self.last, self.position_shift, self.seed_hidden = token, shift, seed_hidden
         else:
-            for mine, new in zip(
-                self.caches + self.head_caches, new_caches + new_head_caches, strict=True
-            ):
+            for mine, new in zip(self.caches, new_caches, strict=True):
                 _extend(mine, new)
+            for head_cache, new_head_cache in zip(self.head_caches, new_head_caches, strict=True):
+                head_cache.join(new_head_cache)
             self.last = mx.concatenate([self.last, token])
+            self.position_shift = mx.concatenate([self.position_shift, shift])
             if self.seed_hidden is not None and seed_hidden is not None:
                 self.seed_hidden = mx.concatenate([self.seed_hidden, seed_hidden])
         self.rows.append(row)
@@ -111,26 +154,44 @@ class Batch:
             return
         chosen = mx.array(indices, dtype=mx.int32)
         self.rows = [self.rows[index] for index in indices]
-        for cache in self.caches + self.head_caches:
+        longest = max(row.slots_used for row in self.rows)
+        for cache in (*self.caches, *self.head_caches):
             if isinstance(cache, RowCache):
-                cache.keep(indices)
+                cache.keep(indices, longest)
             else:
                 cache.filter(chosen)
         self.last = self.last[chosen]
+        self.position_shift = self.position_shift[chosen]
         if self.seed_hidden is not None:
             self.seed_hidden = self.seed_hidden[chosen]
         self._behind = [(tokens[chosen], hidden[chosen]) for tokens, hidden in self._behind]
 
     def evaluate(self) -> None:
         """Compute what the caches hold, layer by layer, so that no copy outlives its layer."""
-        for cache in self.caches + self.head_caches:
+        for cache in (*self.caches, *self.head_caches):
             mx.eval(cache.state)
 
+    def begin_evaluation(self) -> None:
+        """Hand to the device all that the next round starts from, without waiting for it."""
+        mx.async_eval(
+            self.last, self.seed_hidden, self._behind,
+            [cache.state for cache in self.caches], [cache.state for cache in self.head_caches],
+            [cache.offset for cache in self._rowwise()],
+        )  # fmt: skip
 
-def _rowwise(cache: LayerCache) -> LayerCache:
-    if isinstance(cache, KVCache):
-        return RowCache([cache.offset], cache.keys, cache.values)
-    return cache
+    def _rowwise(self) -> Iterator[RowCache]:
+        yield from (cache for cache in self.caches if isinstance(cache, RowCache))
+        yield from self.head_caches
+
+
+def _opened(cache: LayerCache, row: Row) -> LayerCache:
+    return _row_cache(cache, row) if isinstance(cache, KVCache) else cache
+
+
+def _row_cache(cache: KVCache, row: Row) -> RowCache:
+    joined = RowCache(cache.keys, cache.values, mx.array([row.slots_used], dtype=mx.int32))
+    joined.resize(capacity(row.slots_used + 1))
+    return joined
 
 
 def _extend(cache: LayerCache, other: LayerCache) -> None:

@@ -31,7 +31,8 @@ from workers.engine.requests import (
     LaneName,
     TokenLogprob,
 )
-from workers.engine.rounds import run_round
+from workers.engine.round_graph import RoundGraph
+from workers.engine.rounds import run_plain_round, run_round
 from workers.engine.rows import Row
 from workers.engine.sampling import choose
 from workers.engine.seam import Checkpoint, MtpHead
@@ -73,6 +74,9 @@ class Lane:
         self.counters = counters
         self._target = checkpoint.target
         self._head = checkpoint.head if draft_tokens else None
+        # Families that find positions in their caches are no pure functions of arrays.
+        explicit = checkpoint.target.explicit_positions
+        self._graph = RoundGraph(checkpoint.target, self._head) if explicit else None
         self._draft_length = DraftLength(draft_tokens)
         self._clock = clock
         self._snapshots = snapshots
@@ -254,7 +258,10 @@ class Lane:
             k = self._draft_length.choose(len(rows), min(row.tally.steps for row in rows))
         begun_s = self._clock()
         try:
-            result = run_round(batch, self._target, head, k)
+            if self._graph is None:
+                result = run_plain_round(batch, self._target)
+            else:
+                result = run_round(batch, self._graph, k)
         except Exception as error:  # noqa: BLE001  # nobody knows whose row it was: all of them end
             batch.clear()
             self._fail(rows, error)

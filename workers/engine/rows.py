@@ -56,11 +56,13 @@ class Row:
 
     @property
     def context(self) -> int:
-        """Count the tokens behind the next one: all but the last one of the answer.
-
-        The caches hold as many, less `skipped_tokens`.
-        """
+        """Count the tokens behind the next one: all but the last one of the answer."""
         return len(self.prompt.tokens) + max(len(self.answer) - 1, 0)
+
+    @property
+    def slots_used(self) -> int:
+        """Count the tokens that the caches of a joined row hold."""
+        return self.context - self.skipped_tokens
 
     def next_draft(self, k: int) -> int:
         """Count the tokens to draft next where the lane would draft k.

@@ -18,11 +18,11 @@ from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import ArraysCache, KVCache
 from mlx_vlm.models.qwen3_5.language import LanguageModel as Qwen35Language
 from mlx_vlm.models.qwen3_5_moe.language import LanguageModel as Qwen35MoeLanguage
-from mlx_vlm.speculative.cache_state import start_speculative_cache
 from mlx_vlm.speculative.drafters import load_drafter
 from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
 from mlx_vlm.utils import load
 
+from workers.engine.recurrent_steps import RecurrentSteps
 from workers.engine.row_cache import RowCache
 
 __all__ = [
@@ -33,7 +33,6 @@ __all__ = [
     "MtpHead",
     "Target",
     "load_checkpoint",
-    "start_speculative_cache",
 ]
 
 LayerCache: TypeAlias = RowCache | KVCache | ArraysCache
@@ -119,13 +118,16 @@ class Target:
     def forward(
         self,
         tokens: mx.array,
-        caches: Sequence[LayerCache],
-        positions: mx.array,
+        caches: Sequence[LayerCache | RecurrentSteps],
+        positions: mx.array | None,
         *,
         embeddings: mx.array | None = None,
         extras: dict[str, mx.array] | None = None,
     ) -> Forward:
-        """Run tokens [rows, L] at positions [rows, L] or [3, rows, L] and append to the caches."""
+        """Run tokens [rows, L] at positions [rows, L] or [3, rows, L] and append to the caches.
+
+        Only families with explicit positions read them.
+        """
         arguments: dict[str, Any] = dict(extras or {})
         if embeddings is not None:
             arguments["inputs_embeds"] = embeddings
@@ -134,6 +136,7 @@ class Target:
                 hidden=None,
                 scores=self.language(tokens, cache=list(caches), **arguments).logits,
             )
+        assert positions is not None
         if positions.ndim == 2:
             positions = mx.broadcast_to(positions[None], (3, *positions.shape))
         output = self.language(
