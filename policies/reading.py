@@ -7,10 +7,10 @@ troubled, and a worker that is asked directly refuses with it too.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from policies.content import read_content
 from policies.fields import FieldError, Fields
 from policies.profile import (
     OPENAI_DEFAULTS,
@@ -20,21 +20,13 @@ from policies.profile import (
     SamplingDefaults,
 )
 
-# Kind of every media part of Chat Completions and of Responses (DESIGN section 4).
-MEDIA_KINDS = {
-    "image_url": "image",
-    "input_image": "image",
-    "image": "image",
-    "video_url": "video",
-    "video": "video",
-    "audio_url": "audio",
-    "input_audio": "audio",
-    "audio": "audio",
-    "file": "file",
-}
-ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 STRUCTURED_FIELDS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
+# As many tools as OpenAI takes; a schema of more levels is no description of anything.
+_TOOLS_LIMIT = 128
+_SCHEMA_LIMIT_LEVELS = 32
+_SCHEMA_LIMIT_CHARS = 64 * 1024
+_TEMPLATE_KWARGS = frozenset(("enable_thinking",))
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 _CONTROL_FIELDS = frozenset(
@@ -66,14 +58,15 @@ def read_profile(
         if name not in known:
             raise FieldError(name, f"Unknown field '{name}'.")
     fields = Fields(body)
-    media, messages, text_chars = _read_content(body, endpoint)
+    content = read_content(body, endpoint)
+    _check_template_kwargs(body)
     stream = fields.flag("stream")
     return RequestProfile(
         endpoint=endpoint,
         model=fields.text("model"),
         stream=stream,
         include_usage=_include_usage(body, stream),
-        media=media,
+        media=tuple(sorted(content.media.items())),
         sampling=_read_sampling(fields, defaults),
         max_tokens=_read_max_tokens(fields, endpoint),
         stop=_read_stop(body),
@@ -85,8 +78,8 @@ def read_profile(
         draft_tokens=fields.integer("draft_tokens", None, low=0, high=8),
         spec_prefill=fields.choice("specprefill"),
         spec_prefill_keep=_read_keep_share(fields),
-        messages=messages,
-        text_chars=text_chars,
+        messages=content.messages,
+        text_chars=content.text_chars,
     )
 
 
@@ -177,12 +170,13 @@ def _read_tools(body: Mapping[str, Any]) -> Sequence[Any]:
     tools = body.get("tools")
     if tools is None:
         return ()
-    if not isinstance(tools, list):
-        raise FieldError("tools", "'tools' must be a list.")
+    if not isinstance(tools, list) or len(tools) > _TOOLS_LIMIT:
+        raise FieldError("tools", f"'tools' must be a list of at most {_TOOLS_LIMIT}.")
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise FieldError(f"tools[{index}]", "Each tool must be a function with a name.")
+        _check_schema(tool, f"tools[{index}]")
     return tools if body.get("tool_choice") != "none" else ()
 
 
@@ -193,9 +187,50 @@ def _structured(body: Mapping[str, Any]) -> bool:
         kind = chosen.get("type") if isinstance(chosen, Mapping) else None
         if kind not in kinds:
             raise FieldError("response_format", f"'response_format.type' must be one of {kinds}.")
+        _check_schema(chosen, "response_format")
         if kind != "text":
             return True
-    return any(body.get(name) is not None for name in STRUCTURED_FIELDS)
+    asked = [name for name in STRUCTURED_FIELDS if body.get(name) is not None]
+    for name in asked:
+        _check_schema(body[name], name)
+    return bool(asked)
+
+
+def _check_schema(schema: Any, name: str) -> None:
+    """Refuse what only serves to keep a compiler of schemas busy: too deep, or too long."""
+    level, depth, size = [schema], 0, 0
+    while level:
+        depth += 1
+        deeper: list[Any] = []
+        for node in level:
+            if isinstance(node, Mapping):
+                size += sum(map(len, node))
+                deeper += node.values()
+            elif isinstance(node, list):
+                deeper += node
+            else:
+                size += len(node) if isinstance(node, str) else 1
+        level = deeper
+        if depth > _SCHEMA_LIMIT_LEVELS or size > _SCHEMA_LIMIT_CHARS:
+            raise FieldError(
+                name,
+                f"'{name}' may have at most {_SCHEMA_LIMIT_LEVELS} levels and "
+                f"{_SCHEMA_LIMIT_CHARS} characters.",
+            )
+
+
+def _check_template_kwargs(body: Mapping[str, Any]) -> None:
+    """Let a client name only what is harmless: a template's variables include its messages."""
+    given = body.get("chat_template_kwargs")
+    if given is None:
+        return
+    if not isinstance(given, Mapping) or not _TEMPLATE_KWARGS.issuperset(given):
+        raise FieldError(
+            "chat_template_kwargs",
+            f"'chat_template_kwargs' may hold only {', '.join(sorted(_TEMPLATE_KWARGS))}.",
+        )
+    if not all(isinstance(value, bool) for value in given.values()):
+        raise FieldError("chat_template_kwargs", "'enable_thinking' must be true or false.")
 
 
 def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
@@ -207,50 +242,3 @@ def _include_usage(body: Mapping[str, Any], stream: bool) -> bool:
     if not isinstance(options, Mapping):
         raise FieldError("stream_options", "'stream_options' must be an object.")
     return Fields(options).flag("include_usage")
-
-
-def _read_content(
-    body: Mapping[str, Any], endpoint: Endpoint
-) -> tuple[tuple[tuple[str, int], ...], int, int]:
-    """Count media by kind, messages, and characters of text."""
-    if endpoint is Endpoint.COMPLETIONS:
-        prompt = body.get("prompt")
-        if not isinstance(prompt, str):
-            raise FieldError("prompt", "'prompt' must be one string.")
-        return (), 1, len(prompt)
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise FieldError("messages", "'messages' must be a non-empty list.")
-    media: Counter[str] = Counter()
-    text_chars = 0
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, Mapping):
-            raise FieldError(where, "A message must be an object.")
-        role = message.get("role")
-        if not isinstance(role, str) or role not in ROLES:
-            raise FieldError(f"{where}.role", f"The role must be one of {sorted(ROLES)}.")
-        content = message.get("content")
-        if isinstance(content, str):
-            text_chars += len(content)
-        elif isinstance(content, list):
-            text_chars += _read_parts(content, f"{where}.content", media)
-        elif content is not None or not message.get("tool_calls"):
-            raise FieldError(f"{where}.content", "The content must be a string or a list of parts.")
-    return tuple(sorted(media.items())), len(messages), text_chars
-
-
-def _read_parts(parts: list[Any], where: str, media: Counter[str]) -> int:
-    """Count the media of one message's parts into `media`; return its characters of text."""
-    text_chars = 0
-    for index, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("text", "input_text", "output_text"):
-            if not isinstance(part.get("text"), str):
-                raise FieldError(f"{where}[{index}].text", "A text part needs a 'text' string.")
-            text_chars += len(part["text"])
-        elif isinstance(kind, str) and kind in MEDIA_KINDS:
-            media[MEDIA_KINDS[kind]] += 1
-        else:
-            raise FieldError(f"{where}[{index}].type", "This kind of content part is not known.")
-    return text_chars

@@ -17,6 +17,7 @@ from tests.gateway.fake_worker import (
     usage_chunk,
 )
 from tests.gateway.serving import Gateway, chat_body
+from tests.pictures import data_url, png_header
 
 
 def test_a_sampled_question_goes_to_vlm_and_says_why(line: Gateway) -> None:
@@ -44,7 +45,7 @@ def test_a_greedy_text_question_speculates(line: Gateway, worker: FakeWorker) ->
 
 
 def test_a_picture_goes_to_the_lane_that_sees(line: Gateway) -> None:
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    picture = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
     messages = [{"role": "user", "content": [picture]}]
     answer = line.chat(temperature=0, messages=messages)
     assert answer.headers["x-paceline-pool"] == "vlm"
@@ -102,7 +103,7 @@ def test_the_first_event_arrives_before_the_last_is_made(line: Gateway, worker: 
 
 
 def test_a_large_picture_arrives_whole(line: Gateway, worker: FakeWorker) -> None:
-    picture = {"url": "data:image/png;base64," + "QUJD" * 1_000_000}
+    picture = {"url": data_url(png_header(8, 8) + b"ABC" * 1_000_000)}
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": picture}]}]
     assert line.chat(messages=messages).status_code == 200
     assert worker.heard[0].body["messages"] == messages

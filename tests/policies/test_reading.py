@@ -10,10 +10,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.fields import FieldError
+from policies.pictures import PICTURES_LIMIT
 from policies.profile import Bypass, Endpoint, RequestProfile, SamplingDefaults, bypass_reasons
 from policies.reading import read_profile
+from tests.pictures import data_url, png_header
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+PICTURE = data_url(png_header(20, 10))
+
+
+def tool_of(parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
+def nested(levels: int) -> Any:
+    schema: Any = "string"
+    for _ in range(levels - 1):
+        schema = {"items": schema}
+    return schema
 
 
 def read(**fields: Any) -> RequestProfile:
@@ -91,6 +105,17 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL, tool_of(nested(31))]}, "tools[1]"),
+        ({"tools": [tool_of({"description": "x" * 65536})]}, "tools[0]"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": nested(32)}},
+            "response_format",
+        ),
+        ({"guided_json": nested(33)}, "guided_json"),
+        ({"guided_regex": "x" * 65537}, "guided_regex"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs"),
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": ["json_object"]}}, "response_format"),
         ({"thinking_budget": -1}, "thinking_budget"),
@@ -127,6 +152,15 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
         ({"type": ["image_url"]}, "messages[0].content[0].type"),
         ({"type": "text"}, "messages[0].content[0].text"),
         ({"type": "text", "text": 5}, "messages[0].content[0].text"),
+        ({"type": "image_url"}, "messages[0].content[0].image_url"),
+        ({"type": "image_url", "image_url": "http://a/x.png"}, "messages[0].content[0].image_url"),
+        ({"type": "image", "image": "/etc/passwd"}, "messages[0].content[0].image"),
+        ({"type": "input_image", "image_url": 5}, "messages[0].content[0].image_url"),
+        (
+            {"type": "video_url", "video_url": {"url": "file:///x"}},
+            "messages[0].content[0].video_url",
+        ),
+        ({"type": "audio", "audio": "/etc/passwd"}, "messages[0].content[0].audio"),
     ],
 )
 def test_a_wrong_part_is_named(part: Any, param: str) -> None:
@@ -136,24 +170,42 @@ def test_a_wrong_part_is_named(part: Any, param: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "counted"),
+    ("part", "counted"),
     [
-        ("image_url", "image"),
-        ("input_image", "image"),
-        ("image", "image"),
-        ("video_url", "video"),
-        ("video", "video"),
-        ("audio_url", "audio"),
-        ("input_audio", "audio"),
-        ("audio", "audio"),
-        ("file", "file"),
+        ({"type": "image_url", "image_url": {"url": PICTURE}}, "image"),
+        ({"type": "input_image", "image_url": PICTURE}, "image"),
+        ({"type": "image", "image": PICTURE}, "image"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA"}}, "video"),
+        ({"type": "video"}, "video"),
+        ({"type": "audio_url"}, "audio"),
+        ({"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}, "audio"),
+        ({"type": "audio"}, "audio"),
+        ({"type": "file", "file": {"file_id": "file-1"}}, "file"),
     ],
 )
-def test_every_kind_of_media_is_counted(kind: str, counted: str) -> None:
-    profile = read_parts({"type": kind}, {"type": "text", "text": "abc"}, {"type": kind})
+def test_every_kind_of_media_is_counted(part: dict[str, Any], counted: str) -> None:
+    profile = read_parts(part, {"type": "text", "text": "abc"}, part)
     assert profile.media == ((counted, 2),)
     assert profile.text_chars == 3
     assert bypass_reasons(profile)[0] is Bypass.MEDIA
+
+
+def test_pictures_are_bounded_in_number_and_in_pixels_all_together() -> None:
+    part = {"type": "image_url", "image_url": {"url": PICTURE}}
+    large = {"type": "image_url", "image_url": {"url": data_url(png_header(6000, 6000))}}
+    read_parts(*[part] * PICTURES_LIMIT)
+    read_parts(large)
+    with pytest.raises(FieldError, match="at most 32 pictures") as too_many:
+        read_parts(*[part] * PICTURES_LIMIT, part)
+    assert too_many.value.param == "messages[0].content[32].image_url"
+    with pytest.raises(FieldError, match="pixels in all") as too_large:
+        read_parts(large, large)
+    assert too_large.value.param == "messages[0].content[1].image_url"
+
+
+def test_a_deep_schema_of_everyday_size_is_taken() -> None:
+    assert read(tools=[tool_of(nested(30))] * 128).tools
+    assert read(chat_template_kwargs={"enable_thinking": True}) == read()
 
 
 @pytest.mark.parametrize(

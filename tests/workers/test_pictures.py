@@ -2,40 +2,21 @@
 
 from __future__ import annotations
 
-import base64
-import struct
-import zlib
 from dataclasses import replace
-from io import BytesIO
 from typing import Any
 
 import httpx
 import pytest
 from PIL import Image
 
+from policies.pictures import PICTURE_LIMIT_BYTES
+from tests.pictures import data_url, encoded, png_header
 from tests.worker_process import RunningWorker
 from tests.workers.scripted import CARD, ScriptedEngine, serving, text_script, worker_of
 from workers.server.errors import BadRequest
-from workers.server.pictures import MAX_PICTURE_BYTES, decode_pictures
+from workers.server.pictures import decode_pictures
 
 FIELD = "messages[0].content[1].image_url"
-
-
-def encoded(image: Image.Image, kind: str = "png", **options: Any) -> str:
-    buffer = BytesIO()
-    image.save(buffer, kind, **options)
-    return data_url(buffer.getvalue(), kind)
-
-
-def data_url(content: bytes, kind: str = "png") -> str:
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-
-
-def png_header(width_px: int, height_px: int) -> bytes:
-    """Write a PNG that claims a size and has no pixels."""
-    ihdr = b"IHDR" + struct.pack(">IIBBBBB", width_px, height_px, 8, 2, 0, 0, 0)
-    checksum = struct.pack(">I", zlib.crc32(ihdr))
-    return b"\x89PNG\r\n\x1a\n\0\0\0\x0d" + ihdr + checksum + b"\0\0\0\x0aIDAT"
 
 
 def question(*urls: str) -> list[dict[str, Any]]:
@@ -71,7 +52,7 @@ def test_picture_is_turned_upright() -> None:
         data_url(b"no picture at all"),
         data_url(png_header(3, 3)),
         data_url(b"II*\x00" + bytes(40)),
-        "data:image/png;base64," + "A" * (MAX_PICTURE_BYTES * 4 // 3),
+        "data:image/png;base64," + "A" * (PICTURE_LIMIT_BYTES * 4 // 3),
     ],
 )
 def test_anything_else_is_refused_by_the_name_of_its_field(url: str) -> None:

@@ -17,7 +17,7 @@ from workers.engine.settings import ModelCard
 from workers.engine.spec_prefill import Wish
 from workers.server.bodies import read_json
 from workers.server.errors import BadRequest, ClientLeft, UnknownModel
-from workers.server.messages import read_messages, read_template_kwargs
+from workers.server.messages import read_messages
 from workers.server.pictures import decode_pictures
 from workers.server.ports import Json, Prompts, ServingEngine
 from workers.server.tool_calls import ToolFormat
@@ -141,7 +141,7 @@ async def _chat_prompt(
     prefix_key: str | None,
 ) -> Prompt:
     messages, sources = read_messages(body["messages"])
-    template_kwargs = read_template_kwargs(body)
+    template_kwargs = body.get("chat_template_kwargs") or {}
     if sources and not engine.card.vision:
         raise BadRequest(
             "This model does not see pictures.", param=sources[0][0], code="unsupported_value"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from policies.reading import MEDIA_KINDS
+from policies.content import MEDIA_KINDS, source_of
 from workers.server.errors import BadRequest
 from workers.server.ports import Json
 
 _CARRIED_FIELDS = ("name", "tool_call_id", "reasoning_content")
-_TEMPLATE_KWARGS = frozenset(("enable_thinking",))
 
 
 def read_messages(
@@ -29,22 +28,6 @@ def read_messages(
             turn["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{where}.tool_calls")
         rendered.append(turn)
     return rendered, pictures
-
-
-def read_template_kwargs(body: Mapping[str, Json]) -> dict[str, Json]:
-    """Return what the client may tell the template; raise `BadRequest` on anything else."""
-    given = body.get("chat_template_kwargs")
-    if given is None:
-        return {}
-    # A template's variables include its messages and tools: a client names only what is harmless.
-    if not isinstance(given, Mapping) or not _TEMPLATE_KWARGS.issuperset(given):
-        raise BadRequest(
-            f"'chat_template_kwargs' may hold only {', '.join(sorted(_TEMPLATE_KWARGS))}.",
-            param="chat_template_kwargs",
-        )
-    if not all(isinstance(value, bool) for value in given.values()):
-        raise BadRequest("'enable_thinking' must be true or false.", param="chat_template_kwargs")
-    return dict(given)
 
 
 def _read_content(content: Json, where: str, pictures: list[tuple[str, str]]) -> Json:
@@ -69,11 +52,8 @@ def _read_picture(part: Mapping[str, Json], where: str) -> tuple[str, str]:
             param=f"{where}.type",
             code="unsupported_value",
         )
-    name = "image" if part["type"] == "image" and "image" in part else "image_url"
-    source = part.get(name)
-    if isinstance(source, Mapping):
-        source = source.get("url")
-    if not isinstance(source, str):
+    name, source = source_of(part)
+    if source is None:
         raise BadRequest("A picture needs a 'data:' URL.", param=f"{where}.{name}")
     return f"{where}.{name}", source
 

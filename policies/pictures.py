@@ -1,0 +1,131 @@
+"""Pictures from their headers: how large each would be, told before a pixel of it is decoded.
+
+A file of a hundred kilobytes can unfold to gigabytes; whoever decodes first and measures then has
+lost. Only the few bytes that hold the size are taken out of the base64 text.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from dataclasses import dataclass
+
+PICTURES_LIMIT = 32
+"""Pictures of one request."""
+PICTURE_LIMIT_BYTES = 32 * 1024 * 1024
+PIXELS_LIMIT = 64_000_000
+"""Pixels of all pictures of one request together."""
+
+_DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp|gif);base64,", re.IGNORECASE)
+# A photograph has a dozen segments before its size; a file with many more only takes time.
+_JPEG_SEGMENTS_LIMIT = 256
+_JPEG_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xDA)))
+_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+
+
+class PictureInvalid(ValueError):
+    """A picture is none, or is too large; the message is written for the client."""
+
+
+@dataclass(frozen=True, slots=True)
+class PictureSize:
+    """How large a picture says it is."""
+
+    width_px: int
+    height_px: int
+
+    @property
+    def pixels(self) -> int:
+        """Count the pixels."""
+        return self.width_px * self.height_px
+
+
+def content_of(url: str) -> str:
+    """Return the base64 text of a picture's `data:` URL; raise `PictureInvalid`."""
+    prefix = _DATA_URL.match(url)
+    if prefix is None:
+        raise PictureInvalid(
+            "A picture must be a 'data:image/png;base64,...' URL (png, jpeg, webp or gif)."
+        )
+    if len(url) - prefix.end() > PICTURE_LIMIT_BYTES // 3 * 4:
+        raise PictureInvalid(f"A picture may have at most {PICTURE_LIMIT_BYTES} bytes.")
+    return url[prefix.end() :]
+
+
+def read_size(url: str) -> PictureSize:
+    """Read the size of a picture from its header; raise `PictureInvalid`."""
+    content = _Content(content_of(url))
+    try:
+        size = _size(content)
+    except (binascii.Error, ValueError, IndexError):
+        size = None
+    if size is None or not size.pixels:
+        raise PictureInvalid("The picture is no PNG, JPEG, WebP or GIF.")
+    return size
+
+
+class _Content:
+    """Bytes out of the middle of a base64 text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def read(self, start: int, count: int) -> bytes:
+        """Return `count` bytes from `start`; raise `IndexError` when there are fewer."""
+        first = start // 3
+        last = (start + count + 2) // 3
+        groups = base64.b64decode(self._text[first * 4 : last * 4], validate=True)
+        found = groups[start - first * 3 :][:count]
+        if len(found) < count:
+            raise IndexError(start)
+        return found
+
+    def little(self, start: int, count: int) -> int:
+        return int.from_bytes(self.read(start, count), "little")
+
+    def big(self, start: int, count: int) -> int:
+        return int.from_bytes(self.read(start, count), "big")
+
+
+def _size(content: _Content) -> PictureSize | None:
+    magic = content.read(0, 12)
+    if magic.startswith(b"\x89PNG\r\n\x1a\n") and content.read(12, 4) == b"IHDR":
+        return PictureSize(content.big(16, 4), content.big(20, 4))
+    if magic.startswith((b"GIF87a", b"GIF89a")):
+        return PictureSize(content.little(6, 2), content.little(8, 2))
+    if magic.startswith(b"RIFF") and magic.endswith(b"WEBP"):
+        return _webp_size(content)
+    if magic.startswith(b"\xff\xd8\xff"):
+        return _jpeg_size(content)
+    return None
+
+
+def _webp_size(content: _Content) -> PictureSize | None:
+    kind = content.read(12, 4)
+    if kind == b"VP8X":
+        return PictureSize(content.little(24, 3) + 1, content.little(27, 3) + 1)
+    if kind == b"VP8L" and content.read(20, 1) == b"\x2f":
+        bits = content.little(21, 4)
+        return PictureSize((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
+    if kind == b"VP8 " and content.read(23, 3) == b"\x9d\x01\x2a":
+        return PictureSize(content.little(26, 2) & 0x3FFF, content.little(28, 2) & 0x3FFF)
+    return None
+
+
+def _jpeg_size(content: _Content) -> PictureSize | None:
+    """Walk from segment to segment up to the one that starts a frame."""
+    place = 2
+    for _ in range(_JPEG_SEGMENTS_LIMIT):
+        marker = content.read(place, 2)
+        if marker[0] != 0xFF:  # every marker starts so
+            return None
+        if marker[1] == 0xFF:  # a byte of padding
+            place += 1
+        elif marker[1] in _JPEG_FRAMES:
+            return PictureSize(content.big(place + 7, 2), content.big(place + 5, 2))
+        elif marker[1] in _JPEG_WITHOUT_LENGTH:
+            place += 2
+        else:
+            place += 2 + content.big(place + 2, 2)
+    return None

@@ -1,0 +1,28 @@
+"""Pictures for requests: real ones, and headers that claim anything."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import zlib
+from io import BytesIO
+from typing import Any
+
+from PIL import Image
+
+
+def encoded(image: Image.Image, kind: str = "png", **options: Any) -> str:
+    buffer = BytesIO()
+    image.save(buffer, kind, **options)
+    return data_url(buffer.getvalue(), kind)
+
+
+def data_url(content: bytes, kind: str = "png") -> str:
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def png_header(width_px: int, height_px: int) -> bytes:
+    """Write a PNG that claims a size and has no pixels."""
+    ihdr = b"IHDR" + struct.pack(">IIBBBBB", width_px, height_px, 8, 2, 0, 0, 0)
+    checksum = struct.pack(">I", zlib.crc32(ihdr))
+    return b"\x89PNG\r\n\x1a\n\0\0\0\x0d" + ihdr + checksum + b"\0\0\0\x0aIDAT"
