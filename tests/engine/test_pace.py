@@ -14,11 +14,24 @@ def test_alone_a_prompt_is_read_in_the_longest_chunks() -> None:
     assert pace.chunk_tokens(beside_others=False) == 512
 
 
-def test_beside_others_a_chunk_costs_the_budget_at_most() -> None:
+def test_beside_others_a_chunk_costs_less_than_the_budget() -> None:
     pace = PrefillPace(512, budget_s=0.1)
     pace.observe(64, 0.064)  # a millisecond a token
 
-    assert pace.chunk_tokens(beside_others=True) == 96
+    assert pace.chunk_tokens(beside_others=True) == 64
+
+
+def test_a_token_that_costs_more_the_longer_the_context_keeps_the_budget() -> None:
+    pace = PrefillPace(512, budget_s=0.1)
+    read, costs_s = 0, []
+    while read < 4096:
+        tokens = pace.chunk_tokens(beside_others=True)
+        costs_s.append(tokens * (150e-6 + read * 0.1e-6))
+        pace.observe(tokens, costs_s[-1])
+        read += tokens
+
+    assert max(costs_s) <= 0.1
+    assert len(costs_s) < 40
 
 
 def test_an_unknown_cost_begins_with_a_small_chunk() -> None:

@@ -8,10 +8,12 @@ come in, no clock is read.
 from __future__ import annotations
 
 from collections import deque
-from statistics import median
 
 STEP_TOKENS = 16
-SAMPLES = 9
+SAMPLES = 3
+"""Chunks remembered; the dearest counts, since each looks at a longer context than the one before."""
+AIM = 0.75
+"""Of the budget: it is a bound, and the next chunk may cost a third more than the last ones."""
 FIRST_CHUNK_TOKENS = 64
 """Read beside others while the cost of a token is not known."""
 
@@ -30,7 +32,7 @@ class PrefillPace:
             return self._longest_tokens
         affordable = FIRST_CHUNK_TOKENS
         if self._token_costs_s:
-            affordable = int(self._budget_s / median(self._token_costs_s))
+            affordable = int(AIM * self._budget_s / max(self._token_costs_s))
         whole_steps = max(affordable // STEP_TOKENS, 1) * STEP_TOKENS
         return min(whole_steps, self._longest_tokens)
 
