@@ -6,15 +6,17 @@ import hmac
 import ipaddress
 import os
 import secrets
+import socket
 from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import SecretStr
 
-from gateway.errors import StartRefused
+from gateway.errors import HostRefused, StartRefused
 from gateway.settings import Settings
 
 _BEARER = b"bearer "
+_HOSTS_KEPT = 64
 
 
 def check_binding(settings: Settings) -> None:
@@ -61,16 +63,53 @@ def _kept_token(folder: Path) -> str:
     return token
 
 
+def is_address(host: str) -> bool:
+    """Say whether this is an IP address, not a name."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
 def is_loopback(host: str) -> bool:
     """Say whether an address or name is this machine's own."""
     if host == "localhost":
         return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
+    if not is_address(host):
         return False
+    address = ipaddress.ip_address(host)
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+class Hosts:
+    """The names under which this gateway may be asked.
+
+    A page of a foreign site can reach a gateway in its reader's network by a name of its own that
+    it points there (DNS rebinding). An address is no such name, and neither is one of this machine.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        own = socket.gethostname().lower()
+        bare = own.partition(".")[0]
+        given = (settings.host, *settings.allowed_hosts)
+        self._names = {own, bare, f"{bare}.local", "localhost", *(name.lower() for name in given)}
+        self._known: set[bytes] = set()
+
+    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raise `HostRefused` unless the one `Host` header names this gateway."""
+        hosts = [value for name, value in headers if name == b"host"]
+        if len(hosts) == 1 and hosts[0] in self._known:
+            return
+        told = b", ".join(hosts).decode("latin-1")
+        if len(hosts) != 1 or not self._allows(_without_port(told).lower().removesuffix(".")):
+            raise HostRefused(told)
+        if len(self._known) < _HOSTS_KEPT:
+            self._known.add(hosts[0])
+
+    def _allows(self, host: str) -> bool:
+        return host in self._names or is_address(host)
 
 
 def bears(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:

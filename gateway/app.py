@@ -11,9 +11,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.client import Receive, Scope, Send
+from gateway.access import Hosts
+from gateway.client import Receive, Reply, Scope, Send, request_id
 from gateway.errors import (
     GatewayError,
+    HostRefused,
     MethodRefused,
     PathUnknown,
     RequestRefused,
@@ -32,12 +34,20 @@ class Front:
     def __init__(self, line: Line) -> None:
         self.line = line
         self.relay = Relay(line)
+        self._hosts = Hosts(line.settings)
         self._panel = _panel(line, self.relay)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand generating requests to the relay and all else to the panel."""
-        # The raw path: what is routed by anything else can be fooled (CVE-2026-48710).
-        endpoint = ENDPOINTS.get(scope["path"]) if scope["type"] == "http" else None
+        endpoint = None
+        if scope["type"] == "http":
+            try:
+                self._hosts.check(scope["headers"])
+            except HostRefused as refused:
+                await Reply(send, request_id(scope)).fail(refused)
+                return
+            # The raw path: what is routed by anything else can be fooled (CVE-2026-48710).
+            endpoint = ENDPOINTS.get(scope["path"])
         if endpoint is not None:
             await self.relay(scope, receive, send, endpoint)
         else:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import yaml
-from pydantic import Field, SecretStr, ValidationError
+from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     YamlConfigSettingsSource,
@@ -30,6 +31,8 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes any free port."""
+    allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
+    """Names that clients may ask under, beside addresses and this machine's own names."""
     policy: Path | None = None
     """The policy file; None takes the shipped one."""
     state_dir: Path = Path("~/.paceline")
@@ -62,6 +65,12 @@ class Settings(BaseSettings):
     """How long new requests are still served after SIGTERM, until load balancers have noticed."""
     drain_timeout_s: float = Field(default=30.0, ge=0)
     """How long running answers may go on once the gateway was asked to end."""
+
+    @field_validator("allowed_hosts", mode="before")
+    @classmethod
+    def _split_names(cls, value: object) -> object:
+        """Take names from the environment as people write them: with commas between."""
+        return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
 
     def with_join_token(self, token: str) -> Self:
         """Return the same settings with this join token."""

@@ -167,7 +167,7 @@ def test_each_key_opens_its_own_plane(locked: Gateway, worker: FakeWorker) -> No
 
 
 @pytest.mark.parametrize(
-    "headers", [{"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=x"}, {"host": "evil.example"}]
+    "headers", [{"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=x"}, {"host": "192.168.1.5"}]
 )
 def test_without_an_admin_key_only_this_machine_sees_the_admin_plane(
     line: Gateway, headers: dict[str, str]
