@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import deque
 
-STEP_TOKENS = 16
+STEP_TOKENS = (64, 16)
+"""Chunks are whole steps: recurrent layers that scan in blocks of 64 pad up to them."""
 SAMPLES = 3
 """Chunks remembered; the dearest counts, since each looks at a longer context than the one before."""
 AIM = 0.75
@@ -33,8 +34,8 @@ class PrefillPace:
         affordable = FIRST_CHUNK_TOKENS
         if self._token_costs_s:
             affordable = int(AIM * self._budget_s / max(self._token_costs_s))
-        whole_steps = max(affordable // STEP_TOKENS, 1) * STEP_TOKENS
-        return min(whole_steps, self._longest_tokens)
+        step = next((step for step in STEP_TOKENS if step <= affordable), STEP_TOKENS[-1])
+        return min(max(affordable // step, 1) * step, self._longest_tokens)
 
     def observe(self, tokens: int, duration_s: float) -> None:
         """Learn what a chunk cost."""
