@@ -12,7 +12,7 @@ from collections import deque
 STEP_TOKENS = (64, 16)
 """Chunks are whole steps: recurrent layers that scan in blocks of 64 pad up to them."""
 SAMPLES = 3
-"""Chunks remembered; the dearest counts, since each looks at a longer context than the one before."""
+"""Chunks remembered; the dearest counts, since each looks at a longer context than the last."""
 AIM = 0.75
 """Of the budget: it is a bound, and the next chunk may cost a third more than the last ones."""
 FIRST_CHUNK_TOKENS = 64
