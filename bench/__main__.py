@@ -1,17 +1,15 @@
-"""`make bench`: run the benchmarks and print what they measured."""
+"""`make bench`: what the gateway costs, beside its peers."""
 
 from __future__ import annotations
 
-import asyncio
+import sys
 
-from rich.console import Console
-
-from bench import relay
+from bench import gateway
 
 
 def main() -> None:
-    console = Console(highlight=False)
-    console.print(relay.table(asyncio.run(relay.measure())))
+    gateway.main()
+    sys.stdout.write("The engine has a benchmark of its own: python -m bench.engine\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,143 @@
+"""A worker faster than any gateway: it looks for a few words, and answers from memory.
+
+Run as a process of its own (`python -m bench.backend`); it prints its port.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Final, cast
+
+from gateway.server import run
+from workers.adapters.report import LaneReport, WorkerReport
+
+MODEL: Final = "canned"
+WORDS: Final = 64
+PACE_S: Final = 0.025
+"""Between two events of a paced stream: 40 tokens a second."""
+PACED_MARK: Final = "paced please"
+"""A message with these words is answered at that pace, others as fast as can be."""
+_SLOTS: Final = 256
+_USAGE: Final = {"prompt_tokens": 8, "completion_tokens": WORDS, "total_tokens": 8 + WORDS}
+
+
+def _event(**fields: object) -> bytes:
+    frame = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": MODEL}
+    event = b"data: " + json.dumps(frame | fields).encode() + b"\n\n"
+    return b"%x\r\n%b\r\n" % (len(event), event)
+
+
+def _choice(reason: str | None, **delta: str) -> dict[str, object]:
+    return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
+
+
+def _whole(answer: object) -> bytes:
+    body = json.dumps(answer).encode()
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    return head % len(body) + body
+
+
+_MESSAGE: Final = {"role": "assistant", "content": "word " * WORDS}
+_ANSWER: Final = _whole(
+    {
+        "id": "chatcmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": MODEL,
+        "choices": [{"index": 0, "message": _MESSAGE, "logprobs": None, "finish_reason": "stop"}],
+        "usage": _USAGE,
+    }
+)
+_HEAD: Final = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+)
+_STREAM: Final = (
+    _HEAD + _event(choices=[_choice(None, role="assistant", content="word ")]),
+    *(_event(choices=[_choice(None, content="word ")]) for _ in range(WORDS - 1)),
+    _event(choices=[_choice("stop")]),
+    _event(choices=[], usage=_USAGE),
+    b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n",
+)
+EVENTS: Final = len(_STREAM)
+
+
+def report(url: str) -> WorkerReport:
+    """Return the report with which the worker joins our gateway."""
+    lanes = tuple(LaneReport(name=name, slots=_SLOTS) for name in ("text-mtp", "vlm"))
+    return WorkerReport(
+        worker_id=MODEL, boot_id="1", url=url, model=MODEL, context_tokens=4096, lanes=lanes
+    )
+
+
+class _Link(asyncio.Protocol):
+    """One connection; what is not a chat request is one of the questions that gateways ask."""
+
+    _transport: asyncio.Transport
+
+    def __init__(self, told: bytes) -> None:
+        self._told = told
+        self._pending = b""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
+
+    def data_received(self, data: bytes) -> None:
+        self._pending += data
+        while (end := self._pending.find(b"\r\n\r\n")) >= 0:
+            head = self._pending[:end].lower()
+            _, _, length = head.partition(b"content-length:")
+            whole = end + 4 + int(length.split(b"\r\n", 1)[0] or 0)
+            if len(self._pending) < whole:
+                return
+            self._answer(head, self._pending[end + 4 : whole])
+            self._pending = self._pending[whole:]
+
+    def _answer(self, head: bytes, body: bytes) -> None:
+        if head.startswith(b"get "):
+            self._transport.write(self._told)
+        elif b'"stream":true' not in body and b'"stream": true' not in body:
+            self._transport.write(_ANSWER)
+        else:
+            pace_s = PACE_S if PACED_MARK.encode() in body else 0.0
+            self._stream(iter(_STREAM), pace_s, asyncio.get_running_loop())
+
+    def _stream(
+        self, events: Iterator[bytes], pace_s: float, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        """Write one event, a packet of its own as an engine writes it; then come back."""
+        for event in islice(events, 1):
+            self._transport.write(event)
+            if pace_s:
+                loop.call_later(pace_s, self._stream, events, pace_s, loop)
+            else:
+                loop.call_soon(self._stream, events, pace_s, loop)
+
+
+async def _serve() -> None:
+    told = _whole({})
+
+    def link() -> _Link:
+        return _Link(told)
+
+    loop = asyncio.get_running_loop()
+    server = await loop.create_server(link, "127.0.0.1", 0, backlog=1024)
+    port = server.sockets[0].getsockname()[1]
+    status = {
+        "report": report(f"http://127.0.0.1:{port}").model_dump(mode="json"),
+        "object": "list",
+        "data": [{"id": MODEL, "object": "model", "created": 1, "owned_by": "bench"}],
+        "status": "ok",
+        "model_path": MODEL,
+    }
+    told = _whole(status)
+    sys.stdout.write(f"{port}\n")
+    sys.stdout.flush()
+    await server.serve_forever()
+
+
+if __name__ == "__main__":
+    run(_serve())

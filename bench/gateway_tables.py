@@ -1,0 +1,141 @@
+"""What was measured of the gateways, as tables, and what it was meant to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from bench.gateways import OURS
+from bench.samples import Samples
+from bench.tables import MISSING, Grid
+from bench.tables import targets as targets_grid
+from bench.targets import Target
+
+DIRECT: Final = "worker alone"
+_CPU: Final = {
+    "whole_cpu_s": "CPU a whole answer, us",
+    "stream_cpu_s": "CPU a stream of 64 words, us",
+    "event_cpu_s": "CPU an event of 50 paced streams, us",
+}
+# The least that our gateway promises, in seconds of CPU.
+_BOUNDS_S: Final = {"whole_cpu_s": 240e-6, "stream_cpu_s": 400e-6, "event_cpu_s": 35e-6}
+_ROUTERS: Final = ("vllm-router", "smg")
+
+
+def grids(samples: Mapping[str, Samples]) -> list[Grid]:
+    """Draw figures, ratios, memory and targets."""
+    return [_figures(samples), _ratios(samples), _memory(samples[OURS.name]), _targets(samples)]
+
+
+def failures(samples: Mapping[str, Samples]) -> list[str]:
+    """Say what could not be measured, and why."""
+    return [
+        f"- {name}, {what}: {reason}"
+        for name, found in samples.items()
+        for what, reason in found.failures.items()
+    ]
+
+
+def _figures(samples: Mapping[str, Samples]) -> Grid:
+    rows = [
+        (label, *(_cell(found.median(name), 1e6, ".0f") for found in samples.values()))
+        for name, label in _CPU.items()
+    ]
+    for share in (0.5, 0.99):
+        label = f"first word, p{share * 100:.0f}, ms"
+        cells = (
+            _cell(found.percentile("first_word_s", share), 1e3, ".2f") for found in samples.values()
+        )
+        rows.append((label, *cells))
+    for share in (0.5, 0.99):
+        label = f"... of it added, p{share * 100:.0f}, ms"
+        cells = (_cell(_added_s(samples, name, share), 1e3, ".2f") for name in samples)
+        rows.append((label, *cells))
+    return Grid(title="What one request costs", columns=("", *samples), rows=tuple(rows))
+
+
+def _ratios(samples: Mapping[str, Samples]) -> Grid:
+    rows = []
+    for name, label in _CPU.items():
+        ours = samples[OURS.name].median(name)
+        cells = (
+            _cell(_over(found.median(name), ours), 1, ".2f")
+            for peer, found in samples.items()
+            if peer != DIRECT
+        )
+        rows.append((label.rpartition(",")[0], *cells))
+    names = [name for name in samples if name != DIRECT]
+    return Grid(title="The same, over paceline's", columns=("", *names), rows=tuple(rows))
+
+
+def _memory(ours: Samples) -> Grid:
+    held = ours.figures.get("memory_bytes", [])
+    return Grid(
+        title="Memory of paceline on the way, MB",
+        columns=("", *(f"{10 * (point + 1)}%" for point in range(len(held)))),
+        rows=(("resident", *(f"{value / 1e6:.1f}" for value in held)),),
+    )
+
+
+def _targets(samples: Mapping[str, Samples]) -> Grid:
+    ours = samples[OURS.name]
+    judged = [
+        _at_most(f"{_CPU[name]}", 1e6 * value, 1e6 * bound_s)
+        for name, bound_s in _BOUNDS_S.items()
+        if (value := ours.median(name)) is not None
+    ]
+    for share, bound_s in ((0.5, 1e-3), (0.99, 5e-3)):
+        if (added_s := _added_s(samples, OURS.name, share)) is not None:
+            judged.append(
+                _at_most(
+                    f"added to first words, p{share * 100:.0f}, ms", 1e3 * added_s, 1e3 * bound_s
+                )
+            )
+    judged += _against_peers(samples)
+    held = ours.figures.get("memory_bytes", [])
+    if held:
+        judged.append(_at_most("memory at the end, MB", held[-1] / 1e6, 120))
+        half = len(held) // 2
+        growth = max(held[half:]) / max(held[:half]) if half else 1.0
+        judged.append(_at_most("most memory of the second half over the first's", growth, 1.05))
+    return targets_grid(judged)
+
+
+def _against_peers(samples: Mapping[str, Samples]) -> list[Target]:
+    judged = []
+    ours = samples[OURS.name]
+    for router in _ROUTERS:
+        for name in ("stream_cpu_s", "event_cpu_s"):
+            ratio = _over(ours.median(name), samples.get(router, Samples()).median(name))
+            if ratio is not None:
+                label = _CPU[name].rpartition(",")[0]
+                judged.append(_at_most(f"{label}, over {router}'s", ratio, 1))
+    whole = ours.median("whole_cpu_s")
+    router_ratio = _over(whole, samples.get("vllm-router", Samples()).median("whole_cpu_s"))
+    if router_ratio is not None:
+        judged.append(_at_most("CPU a whole answer, over vllm-router's", router_ratio, 2))
+    for name in ("whole_cpu_s", "stream_cpu_s"):
+        ratio = _over(samples.get("litellm", Samples()).median(name), ours.median(name))
+        if ratio is not None:
+            label = f"litellm's {_CPU[name].rpartition(',')[0]}, over ours"
+            judged.append(Target(promise=label, reached=ratio, bound=90, at_least=True))
+    return judged
+
+
+def _added_s(samples: Mapping[str, Samples], name: str, share: float) -> float | None:
+    """Return by how much a percentile lies above that of the worker alone."""
+    direct = samples[DIRECT].percentile("first_word_s", share)
+    through = samples[name].percentile("first_word_s", share)
+    return None if direct is None or through is None else through - direct
+
+
+def _over(above: float | None, below: float | None) -> float | None:
+    return above / below if above and below else None
+
+
+def _at_most(promise: str, reached: float, bound: float) -> Target:
+    return Target(promise=promise, reached=reached, bound=bound, at_least=False)
+
+
+def _cell(value: float | None, scale: float, form: str) -> str:
+    return MISSING if value is None else format(value * scale, form)

