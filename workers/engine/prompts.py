@@ -19,6 +19,7 @@ from mlx_vlm.tools import SPECS
 from mlx_vlm.utils import prepare_inputs
 from PIL import Image
 
+from workers.engine.control_tokens import ControlTokens, pieces
 from workers.engine.requests import InvalidGeneration, Picture, Prompt
 
 TEMPLATE_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
@@ -51,6 +52,7 @@ class PromptRenderer:
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._tokenizer = getattr(processor, "tokenizer", processor)
+        self._control = ControlTokens(_control_spellings(self._tokenizer))
         has_template = getattr(processor, "chat_template", None)
         self._templated = processor if has_template else self._tokenizer
 
@@ -74,7 +76,10 @@ class PromptRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render messages by the checkpoint's chat template, ready for the assistant's turn."""
+        """Render messages by the checkpoint's chat template, ready for the assistant's turn.
+
+        Only the template writes control tokens; what spells one in a message stays text.
+        """
         if not getattr(self._templated, "chat_template", None):
             raise InvalidGeneration(
                 "messages", "This model has no chat template; use /v1/completions."
@@ -82,14 +87,16 @@ class PromptRenderer:
         # Thinking costs seconds and nobody asked for it; whoever does names it.
         arguments = {"enable_thinking": False, **(template_kwargs or {})}
         if tools:
-            arguments["tools"] = list(tools)
+            arguments["tools"] = self._control.part(tools)
         try:
             rendered = self._templated.apply_chat_template(
-                [_for_template(message) for message in messages],
+                [self._control.part(_for_template(message)) for message in messages],
                 tokenize=False,
                 add_generation_prompt=True,
                 **arguments,
             )
+        except RecursionError as error:
+            raise InvalidGeneration("messages", "These messages are nested too deeply.") from error
         except jinja2.TemplateError as error:
             raise InvalidGeneration(
                 "messages", f"The model's chat template refuses these messages: {error}"
@@ -134,7 +141,10 @@ class PromptRenderer:
         return PreparedPrompt(tokens=tokens, media=arrays, prefix=self._prefix(prompt, tokens))
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
-        return tuple(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        tokens: list[int] = []
+        for piece in pieces(text):
+            tokens += self._tokenizer(piece, add_special_tokens=False)["input_ids"]
+        return tuple(tokens)
 
     def _prefix(self, prompt: Prompt, tokens: tuple[int, ...]) -> Prefix | None:
         """Find where the shared beginning ends in tokens: the last ones may grow into what follows.
@@ -155,6 +165,12 @@ class PromptRenderer:
     def spell(self, token: int) -> str:
         """Return one token as it stands in the vocabulary, control tokens too."""
         return str(self._tokenizer.decode([token]))
+
+
+def _control_spellings(tokenizer: Any) -> set[str]:
+    """Collect all that the tokenizer calls special; the named ones alone are not all."""
+    added = tokenizer.added_tokens_decoder.values()
+    return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:

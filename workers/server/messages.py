@@ -73,7 +73,7 @@ def _read_tool_call(call: Json, where: str) -> dict[str, Json]:
         # OpenAI carries arguments as JSON text; templates walk through them as a mapping.
         try:
             arguments = json.loads(arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, Mapping):
         raise BadRequest(
