@@ -44,20 +44,20 @@ def told(raw: socket.socket) -> tuple[int, str, bool]:
     return int(head.split()[1]), error["code"], b"connection: close" in head
 
 
-def test_a_head_that_never_ends_is_a_431(line: Gateway) -> None:
+def test_f43_a_head_that_never_ends_is_a_431(line: Gateway) -> None:
     with connected(line) as raw:
         raw.sendall(b"POST / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * HEAD_LIMIT_BYTES)
         assert told(raw) == (431, "headers_too_large", True)
 
 
-def test_too_many_headers_are_a_431(line: Gateway) -> None:
+def test_f43_too_many_headers_are_a_431(line: Gateway) -> None:
     headers = b"".join(b"x-%d: y\r\n" % number for number in range(HEADERS_LIMIT))
     with connected(line) as raw:
         raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n")
         assert told(raw) == (431, "headers_too_large", True)
 
 
-def test_a_head_that_dribbles_is_a_408_and_its_neighbour_is_served(tmp_path: Path) -> None:
+def test_f10_a_head_that_dribbles_is_a_408_and_its_neighbour_is_served(tmp_path: Path) -> None:
     settings = settings_for_tests(tmp_path, head_timeout_s=0.2)
     with Gateway(settings) as gateway, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connected(gateway)) for _ in range(200)]
@@ -100,14 +100,14 @@ def test_a_connection_that_asks_nothing_is_closed_without_a_word(tmp_path: Path)
     ],
     ids=["tls", "no-colon", "bare-cr", "two-framings", "two-lengths", "negative-length"],
 )
-def test_what_is_no_clear_http_is_a_400(line: Gateway, worker: FakeWorker, sent: bytes) -> None:
+def test_f43_what_is_no_clear_http_is_a_400(line: Gateway, worker: FakeWorker, sent: bytes) -> None:
     with connected(line) as raw:
         raw.sendall(sent)
         assert told(raw) == (400, "invalid_http", True)
     assert not worker.heard
 
 
-def test_a_client_that_sends_on_can_read_why_its_body_was_refused(tmp_path: Path) -> None:
+def test_f39_a_client_that_sends_on_can_read_why_its_body_was_refused(tmp_path: Path) -> None:
     settings = settings_for_tests(tmp_path, body_limit_bytes=1000)
     with Gateway(settings) as gateway, connected(gateway) as raw:
         raw.sendall(
@@ -143,7 +143,7 @@ def test_garbage_behind_a_running_stream_never_gets_into_it(
     assert worker.client_left.wait(10)
 
 
-def test_a_reader_that_stalls_is_cut_and_frees_the_worker(
+def test_f09_a_reader_that_stalls_is_cut_and_frees_the_worker(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
     settings = settings_for_tests(tmp_path, write_timeout_s=0.5)
@@ -160,7 +160,7 @@ def test_a_reader_that_stalls_is_cut_and_frees_the_worker(
         assert gateway.status()["outcomes"] == {"client_left": 1}
 
 
-def test_a_slow_reader_that_reads_is_not_cut(tmp_path: Path, worker: FakeWorker) -> None:
+def test_f09_a_slow_reader_that_reads_is_not_cut(tmp_path: Path, worker: FakeWorker) -> None:
     settings = settings_for_tests(tmp_path, write_timeout_s=3)
     words = tuple("x" * 60_000 for _ in range(200))
     worker.script.words = words

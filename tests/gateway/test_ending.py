@@ -18,7 +18,7 @@ from tests.gateway.fake_worker import DONE, FakeWorker
 from tests.gateway.serving import Gateway, eventually, settings_for_tests
 
 
-def test_an_ending_gateway_lets_streams_finish_and_takes_nothing_new(
+def test_f35_an_ending_gateway_lets_streams_finish_and_takes_nothing_new(
     line: Gateway, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 3
@@ -35,7 +35,7 @@ def test_an_ending_gateway_lets_streams_finish_and_takes_nothing_new(
     line.wait_for_end()
 
 
-def test_a_hurried_end_gives_running_streams_an_error_event(
+def test_f36_a_hurried_end_gives_running_streams_an_error_event(
     line: Gateway, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 3
@@ -50,7 +50,7 @@ def test_a_hurried_end_gives_running_streams_an_error_event(
     line.wait_for_end()
 
 
-def test_the_end_is_bounded_when_a_stream_does_not_finish(
+def test_f35_the_end_is_bounded_when_a_stream_does_not_finish(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 3

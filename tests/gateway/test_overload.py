@@ -14,7 +14,7 @@ from tests.gateway.fake_worker import DONE, FakeWorker
 from tests.gateway.serving import Gateway, eventually, settings_for_tests
 
 
-def test_one_request_too_many_is_shed_and_those_that_run_finish(
+def test_f27_one_request_too_many_is_shed_and_those_that_run_finish(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 2
@@ -33,12 +33,12 @@ def test_one_request_too_many_is_shed_and_those_that_run_finish(
         assert gateway.chat().status_code == 200
 
 
-def test_the_lag_of_the_event_loop_is_shown(line: Gateway) -> None:
+def test_f38_the_lag_of_the_event_loop_is_shown(line: Gateway) -> None:
     assert line.status()["gateway"]["event_loop_lag_s"] >= 0
     assert "paceline_event_loop_lag_seconds " in line.client.get("/metrics").text
 
 
-def test_one_long_pause_is_no_overload_but_being_late_all_the_time_is() -> None:
+def test_f38_one_long_pause_is_no_overload_but_being_late_all_the_time_is() -> None:
     lag = LoopLag()
     lag.note(5.0)
     assert not lag.too_late
@@ -53,7 +53,7 @@ def test_one_long_pause_is_no_overload_but_being_late_all_the_time_is() -> None:
     assert lag.worst_s == 0.0
 
 
-def test_bodies_are_held_up_to_a_bound_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f26_bodies_are_held_up_to_a_bound_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overload, "BODIES_LIMIT_BYTES", 100)
     load = Load(limit_requests=1)
     load.hold(100)

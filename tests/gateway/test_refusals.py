@@ -36,7 +36,7 @@ def refusal(answer: Any) -> tuple[int, str, str | None]:
     ],
     ids=lambda body: repr(body[:24]),
 )
-def test_what_is_no_strict_json_object_is_a_400(line: Gateway, body: bytes) -> None:
+def test_f42_what_is_no_strict_json_object_is_a_400(line: Gateway, body: bytes) -> None:
     answer = line.client.post("/v1/chat/completions", content=body)
     assert refusal(answer) == (400, "invalid_json", None)
 
@@ -56,7 +56,7 @@ def test_what_is_no_strict_json_object_is_a_400(line: Gateway, body: bytes) -> N
         ({"model": None}, "model"),
     ],
 )
-def test_a_wrong_field_is_a_400_that_names_it(
+def test_f44_a_wrong_field_is_a_400_that_names_it(
     line: Gateway, worker: FakeWorker, fields: dict[str, Any], param: str
 ) -> None:
     assert refusal(line.chat(**fields)) == (400, "invalid_value", param)
@@ -87,7 +87,7 @@ def test_an_unknown_path_is_a_404_in_openais_shape(line: Gateway) -> None:
         assert refusal(line.client.post(path, json=chat_body()))[0] == 404
 
 
-def test_a_declared_body_that_is_too_large_is_refused_unread(line: Gateway) -> None:
+def test_f39_a_declared_body_that_is_too_large_is_refused_unread(line: Gateway) -> None:
     with socket.create_connection(("127.0.0.1", int(line.url.rpartition(":")[2]))) as raw:
         raw.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -96,14 +96,14 @@ def test_a_declared_body_that_is_too_large_is_refused_unread(line: Gateway) -> N
         assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_body_is_counted_while_it_is_read(tmp_path: Path) -> None:
+def test_f39_a_body_is_counted_while_it_is_read(tmp_path: Path) -> None:
     with Gateway(settings_for_tests(tmp_path, body_limit_bytes=1000)) as gateway:
         chunked = (b"x" * 100 for _ in range(20))
         answer = gateway.client.post("/v1/chat/completions", content=chunked)
         assert refusal(answer) == (413, "body_too_large", None)
 
 
-def test_a_body_that_never_ends_is_a_408(tmp_path: Path) -> None:
+def test_f11_a_body_that_never_ends_is_a_408(tmp_path: Path) -> None:
     settings = settings_for_tests(tmp_path, body_timeout_s=0.05)
     with Gateway(settings) as gateway:
         port = int(gateway.url.rpartition(":")[2])
@@ -114,7 +114,7 @@ def test_a_body_that_never_ends_is_a_408(tmp_path: Path) -> None:
             assert raw.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
-def test_a_repeated_key_means_one_thing_to_gateway_and_worker(
+def test_f41_a_repeated_key_means_one_thing_to_gateway_and_worker(
     line: Gateway, worker: FakeWorker
 ) -> None:
     body = json.dumps(chat_body())[:-1] + ', "temperature": 1.0, "temperature": 0}'

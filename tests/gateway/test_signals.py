@@ -36,7 +36,7 @@ def ready(client: httpx.Client) -> bool:
     return client.get("/readyz").status_code == 200
 
 
-def test_sigterm_is_told_at_once_and_new_requests_are_served_until_that_is_noticed(
+def test_f35_sigterm_is_told_at_once_and_new_requests_are_served_until_that_is_noticed(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 2
@@ -57,7 +57,7 @@ def test_sigterm_is_told_at_once_and_new_requests_are_served_until_that_is_notic
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_it_now(
+def test_f36_a_second_signal_ends_it_now(
     tmp_path: Path, worker: FakeWorker, second: signal.Signals
 ) -> None:
     worker.script.hang_after = 2
@@ -74,7 +74,7 @@ def test_a_second_signal_ends_it_now(
         assert gateway.wait_for_end() == 0
 
 
-def test_what_does_not_finish_in_time_gets_the_error_event(
+def test_f35_what_does_not_finish_in_time_gets_the_error_event(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 2
