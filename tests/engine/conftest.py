@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -72,10 +72,11 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
         snapshots: Snapshots | None = None,
         memory: MemoryEstimate | None = None,
         sparse_reading: SparseReading = OFF,
+        **parts: Any,
     ) -> Lane:
         return Lane(
             name,
-            checkpoint,
+            replace(checkpoint, **parts),
             prompts,
             LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens),
             snapshots=Snapshots(1 << 30) if snapshots is None else snapshots,

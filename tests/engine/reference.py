@@ -2,24 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 
 import mlx.core as mx
 
 from workers.engine.seam import Checkpoint
 
+Pick = Callable[[mx.array, Sequence[int]], int]
+"""Chooses a token by the scores [1, 1, vocabulary] and the answer so far."""
+
 
 def greedy_alone(checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """Decode one prompt greedily, token by token; each prompt is decoded once in a test run."""
+    return list(_greedy_alone(checkpoint, tuple(prompt), max_tokens))
+
+
+@cache
+def _greedy_alone(checkpoint: Checkpoint, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+    def likeliest(scores: mx.array, _: Sequence[int]) -> int:
+        return int(mx.argmax(scores[0, -1]).item())
+
+    return decode_alone(checkpoint, prompt, max_tokens, likeliest)
+
+
+def decode_alone(
+    checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int, pick: Pick
+) -> list[int]:
     """Decode one prompt token by token, without any code of the lanes."""
     language = checkpoint.target.language
     caches = language.make_cache()
     positions = mx.broadcast_to(mx.arange(len(prompt))[None, None], (3, 1, len(prompt)))
     scores = language(mx.array([list(prompt)]), cache=caches, position_ids=positions).logits
-    answer = [int(mx.argmax(scores[0, -1]).item())]
+    answer = [pick(scores[:, -1:], [])]
     while answer[-1] not in checkpoint.eos and len(answer) < max_tokens:
         position = mx.full((3, 1, 1), len(prompt) + len(answer) - 1, dtype=mx.int32)
         scores = language(mx.array([[answer[-1]]]), cache=caches, position_ids=position).logits
-        answer.append(int(mx.argmax(scores[0, -1]).item()))
+        answer.append(pick(scores, answer))
     return answer
 
 

@@ -107,7 +107,7 @@ def test_a_cancelled_row_is_gone_after_one_step_and_costs_the_others_nothing(
         lane.step()
     leaves.row.cancelled = True
     lane.step()
-    assert leaves.row not in lane._drafting.rows
+    assert leaves.row not in lane.rows_in_memory
     run(lane)
 
     alone = greedy_alone(checkpoint, stays.row.prompt.tokens, 64)

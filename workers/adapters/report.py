@@ -115,8 +115,10 @@ class LaneReport(Record):
     requested_draft_tokens: NonNegativeInt = 0
     effective_draft_tokens: NonNegativeInt = 0
     """Drafted at present: 0 where that was measured not to pay at the batch size of the moment."""
+    draft_tokens_by_rows: tuple[NonNegativeInt, ...] = ()
+    """What it pays to draft for 1, 2, 3 ... rows side by side, as far as that has been measured."""
     head_healthy: bool = True
-    """False when the MTP head failed its self-test and the lane serves without it."""
+    """False when the MTP head failed its self-test or goes on failing: the lane serves plainly."""
     speculation: Speculation = Field(default_factory=Speculation)
     bypass_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
     spec_prefill: SpecPrefillCounts = Field(default_factory=SpecPrefillCounts)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Sequence
 
+from policies.profile import Bypass
 from workers.adapters.report import LaneReport, SpecPrefillCounts, Speculation
 from workers.engine.requests import LaneName
 from workers.engine.rows import Row
@@ -18,9 +20,9 @@ class LaneCounters:
         self._name = name
         self._slots = slots
         self._requested_draft_tokens = draft_tokens
-        self._draft_tokens = draft_tokens
+        self._settled = (draft_tokens,) * slots
         self.head_healthy = True
-        """Set by the engine's self-test, before the lane is asked anything."""
+        """False once the self-test or too many errors have found it unhealthy."""
         self._bypass: Counter[str] = Counter()
         self._speculation = Speculation()
         self._spec_prefill = SpecPrefillCounts()
@@ -35,6 +37,12 @@ class LaneCounters:
         if not row.generation.further_choice:
             with self._lock:
                 self._bypass.update(str(reason) for reason in row.bypass)
+
+    def bypass(self, row: Row, reason: Bypass) -> None:
+        """Count why a request that could speculate when it came goes on without."""
+        if not row.generation.further_choice:
+            with self._lock:
+                self._bypass[reason.value] += 1
 
     def read_sparsely(self, *, scored: int, kept: int) -> None:
         """Count a prompt of which a draft model chose what to read."""
@@ -51,9 +59,12 @@ class LaneCounters:
     def finish(self, row: Row) -> None:
         """Count an answer that has ended, for whatever reason; its prompt once for all choices."""
         usage = row.usage()
+        speculation = row.tally.total()
+        if row.passed_over and not speculation.drafted:
+            self.bypass(row, Bypass.MTP_NOT_PAYING)
         with self._lock:
             self._completion_tokens += usage.completion_tokens
-            self._speculation += row.tally.total()
+            self._speculation += speculation
             if not row.generation.further_choice:
                 self._requests += 1
                 self._prompt_tokens += usage.prompt_tokens
@@ -64,14 +75,15 @@ class LaneCounters:
             self._running = running
             self._waiting = waiting
 
-    def draft(self, draft_tokens: int) -> None:
-        """Note how many tokens the lane drafts at present."""
+    def draft(self, settled: Sequence[int]) -> None:
+        """Note how many tokens it pays to draft for 1, 2, 3 ... rows."""
         with self._lock:
-            self._draft_tokens = draft_tokens
+            self._settled = tuple(settled)
 
     def report(self) -> LaneReport:
         """Return one consistent snapshot."""
         with self._lock:
+            settled = self._settled if self.head_healthy else (0,) * self._slots
             return LaneReport(
                 name=self._name,
                 running=self._running,
@@ -80,7 +92,8 @@ class LaneCounters:
                 mtp_enabled=self._requested_draft_tokens > 0,
                 head_healthy=self.head_healthy,
                 requested_draft_tokens=self._requested_draft_tokens,
-                effective_draft_tokens=self._draft_tokens if self.head_healthy else 0,
+                effective_draft_tokens=settled[min(max(self._running, 1), self._slots) - 1],
+                draft_tokens_by_rows=settled,
                 speculation=self._speculation,
                 bypass_counts=dict(self._bypass),
                 spec_prefill=self._spec_prefill,

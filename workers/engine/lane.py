@@ -1,9 +1,8 @@
 """One lane: a waiting line, at most one prompt being read, and the live rows.
 
 A step reads as: drop who left, admit, prefill a chunk, run a round, emit. It never blocks on
-anything but MLX, and whoever waits or leaves costs the others nothing. Rows that draft and rows
-that must not are batches of their own: a verify is wider than a plain step, and who gains nothing
-from it shall not pay for it.
+anything but MLX, and whoever waits or leaves costs the others nothing. What raises an error ends
+one row: the others of its batch are read again and go on.
 """
 
 from __future__ import annotations
@@ -13,29 +12,18 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import mlx.core as mx
-
 from policies.profile import Bypass
-from workers.engine.batch import Batch
 from workers.engine.counters import LaneCounters
-from workers.engine.draft_length import DraftLength
-from workers.engine.logprobs import token_logprob
+from workers.engine.decoding import Decoding, Outcome, prove_alive
+from workers.engine.drafting_head import DraftingHead
 from workers.engine.memory import MemoryEstimate
-from workers.engine.prefill import Prefill, begin_prefill, read_chunk, seed_head, take_snapshot
+from workers.engine.prefill import Prefill, begin_prefill, read_chunk, take_snapshot
 from workers.engine.prefill_pace import PrefillPace
 from workers.engine.prompts import PromptRenderer
-from workers.engine.requests import (
-    EngineError,
-    Generation,
-    GenerationFailed,
-    LaneName,
-    TokenLogprob,
-)
-from workers.engine.round_graph import RoundGraph
-from workers.engine.rounds import run_plain_round, run_round
+from workers.engine.requests import EngineError, Generation, GenerationFailed, LaneName
 from workers.engine.rows import Row
 from workers.engine.sampling import choose
-from workers.engine.seam import Checkpoint, MtpHead
+from workers.engine.seam import Checkpoint
 from workers.engine.snapshots import Snapshots
 from workers.engine.sparse_reading import OFF, SparseReading
 
@@ -73,26 +61,26 @@ class Lane:
         self.name = name
         self.counters = counters
         self._target = checkpoint.target
-        self._head = checkpoint.head if draft_tokens else None
-        # Families that find positions in their caches are no pure functions of arrays.
-        explicit = checkpoint.target.explicit_positions
-        self._graph = RoundGraph(checkpoint.target, self._head) if explicit else None
-        self._draft_length = DraftLength(draft_tokens)
+        self._head = DraftingHead(checkpoint.head if draft_tokens else None, counters)
         self._clock = clock
         self._snapshots = snapshots
         self._siblings = siblings
-        self._eos = checkpoint.eos
-        self._prompts = prompts
         self._max_rows = max_rows
         self._pace = pace
         self._memory = memory
         self._sparse_reading = sparse_reading
         self._waiting: deque[Row] = deque()
         self._prefill: Prefill | None = None
-        # A family whose caches cannot hold rows of different length decodes row by row.
-        self._shared = checkpoint.target.batches_rows
-        self._drafting, self._plain = Batch(shared=self._shared), Batch(shared=self._shared)
-        self._batches = [self._drafting, self._plain]
+        self._decoding = Decoding(
+            checkpoint.target,
+            self._head,
+            counters,
+            draft_tokens=draft_tokens,
+            max_rows=max_rows,
+            eos=checkpoint.eos,
+            spell=prompts.spell,
+            clock=clock,
+        )
 
     @property
     def busy(self) -> bool:
@@ -102,7 +90,7 @@ class Lane:
     @property
     def live(self) -> int:
         """Count the rows that decode."""
-        return sum(len(batch) for batch in self._batches)
+        return len(self._decoding.rows)
 
     @property
     def waiting(self) -> int:
@@ -112,12 +100,12 @@ class Lane:
     @property
     def rows_in_memory(self) -> list[Row]:
         """Name the rows that hold caches: those that decode, and the one that is being read."""
-        rows = [row for batch in self._batches for row in batch.rows]
+        rows = self._decoding.rows
         return rows if self._prefill is None else [*rows, self._prefill.row]
 
     def bypasses(self, generation: Generation) -> tuple[Bypass, ...]:
         """Name what keeps a generation from speculating in this lane; safe from any thread."""
-        if self._head is None:
+        if not self._head.present:
             return generation.bypass
         named = dict.fromkeys(generation.bypass)
         if generation.top_logprobs is not None:
@@ -130,7 +118,7 @@ class Lane:
     @property
     def speculates(self) -> bool:
         """Say whether the lane has a head to draft with."""
-        return self._head is not None
+        return self._head.present
 
     def add(self, row: Row) -> None:
         """Put a row at the end of the waiting line."""
@@ -144,11 +132,8 @@ class Lane:
         self._admit()
         if self._prefill is not None:
             self._read(self._prefill)
-        for batch in self._batches:
-            if batch.rows:
-                self._round(batch)
-        if not self._shared:
-            self._batches = [batch for batch in self._batches if batch.rows]
+        for outcome in self._decoding.rounds():
+            self._settle(outcome)
         self._note_occupancy()
 
     def close(self, reason: EngineError) -> None:
@@ -156,8 +141,7 @@ class Lane:
         rows = [*self._waiting, *self.rows_in_memory]
         self._waiting.clear()
         self._prefill = None
-        for batch in self._batches:
-            batch.clear()
+        self._decoding.clear()
         for row in rows:
             self.counters.finish(row)
             row.sink(reason)
@@ -169,9 +153,7 @@ class Lane:
         if self._prefill is not None and self._prefill.row.cancelled:
             gone.append(self._prefill.row)
             self._prefill = None
-        for batch in self._batches:
-            gone += [row for row in batch.rows if row.cancelled]
-            batch.keep([i for i, row in enumerate(batch.rows) if not row.cancelled])
+        gone += self._decoding.drop_cancelled()
         for row in gone:
             self.counters.finish(row)
 
@@ -192,7 +174,7 @@ class Lane:
                 return  # rows that end make room
             row = self._waiting.popleft()
             try:
-                self._prefill = begin_prefill(row, self._target, self._head, self._snapshots)
+                self._prefill = begin_prefill(row, self._target, self._head.usable, self._snapshots)
                 self._sparse_reading.consider(self._prefill, self.counters)
             except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
                 self._fail([row], error)
@@ -205,91 +187,45 @@ class Lane:
     def _read(self, prefill: Prefill) -> None:
         row = prefill.row
         try:
-            beside_others = any(lane.live for lane in (self, *self._siblings))
-            before, begun_s = prefill.done, self._clock()
-            chunk_tokens = self._pace.chunk_tokens(beside_others=beside_others)
-            if prefill.scoring is not None:
-                self._sparse_reading.score(prefill, chunk_tokens, self.counters)
-                return
-            read_chunk(prefill, self._target, self._head, chunk_tokens)
-            self._pace.observe(prefill.done - before, self._clock() - begun_s)
-            snapshot = take_snapshot(prefill)
-            if snapshot is not None and row.prompt.prefix is not None:
-                self._snapshots.keep(row.prompt.prefix.key, snapshot)
-            if not prefill.complete:
-                return
-            self._prefill = None
-            self._start(prefill)
+            self._read_on(prefill)
         except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
             self._prefill = None
             self._fail([row], error)
+            return
+        if prefill.complete:
+            self._prefill = None
+            self._settle(Outcome(finished=[row]) if row.finish else self._decoding.join(prefill))
 
-    def _start(self, prefill: Prefill) -> None:
-        """Choose the first token of a prefilled row and let it join the batch."""
+    def _read_on(self, prefill: Prefill) -> None:
+        """Read one chunk, or let a draft model find out what to read; choose the first token."""
         row = prefill.row
-        assert prefill.scores is not None
-        token = int(choose(prefill.scores, [row.chooser()]).item())
-        row.accept([token], self._eos, self._logprobs(row, prefill.scores[0, 0], token))
-        if row.finish:
+        beside_others = any(lane.live for lane in (self, *self._siblings))
+        before, begun_s = prefill.done, self._clock()
+        chunk_tokens = self._pace.chunk_tokens(beside_others=beside_others)
+        if prefill.scoring is not None:
+            self._sparse_reading.score(prefill, chunk_tokens, self.counters)
+            return
+        read_chunk(prefill, self._target, chunk_tokens)
+        self._pace.observe(prefill.done - before, self._clock() - begun_s)
+        if prefill.head_error is not None:
+            self._head.failed(prefill.head_error)
+            self._head.give_up(row)
+            prefill.head_error = None
+        snapshot = take_snapshot(prefill)
+        if snapshot is not None and row.prompt.prefix is not None:
+            self._snapshots.keep(row.prompt.prefix.key, snapshot)
+        if prefill.complete and not row.answer:
+            assert prefill.scores is not None
+            token = int(choose(prefill.scores, [row.chooser()]).item())
+            self._decoding.choose_first(row, prefill.scores[0, 0], token)
+
+    def _settle(self, outcome: Outcome) -> None:
+        """Tell whose answer has ended; put at the front of the line who must be read again."""
+        for row in outcome.finished:
             self._finish(row)
-            return
-        head = self._head_of(row)
-        seed = seed_head(prefill, head, token) if head else None
-        batch = self._batch_for(head)
-        if head:
-            batch.catch_up(head)
-        batch.join(row, prefill.caches, prefill.head_caches if head else [], token, seed)
-
-    def _head_of(self, row: Row) -> MtpHead | None:
-        return self._head if row.draft_tokens else None
-
-    def _batch_for(self, head: MtpHead | None) -> Batch:
-        if self._shared:
-            return self._drafting if head else self._plain
-        alone = Batch(shared=False)
-        self._batches.append(alone)
-        return alone
-
-    def _round(self, batch: Batch) -> None:
-        rows = list(batch.rows)
-        head = self._head_of(rows[0])
-        k = 0
-        if head:
-            k = self._draft_length.choose(len(rows), min(row.tally.steps for row in rows))
-        begun_s = self._clock()
-        try:
-            if self._graph is None:
-                result = run_plain_round(batch, self._target)
-            else:
-                result = run_round(batch, self._graph, k)
-        except Exception as error:  # noqa: BLE001  # nobody knows whose row it was: all of them end
-            batch.clear()
-            self._fail(rows, error)
-            return
-        if head and max(result.drafted) == k:
-            self._draft_length.observe(len(rows), k, self._clock() - begun_s)
-            self.counters.draft(self._draft_length.settled(len(rows)))
-        for index, row in enumerate(rows):
-            tokens = result.tokens[index]
-            taken = row.accept(
-                tokens, self._eos, self._logprobs(row, result.scores[index, 0], tokens[0])
-            )
-            drafted = result.drafted[index]
-            if drafted:
-                # A drafted token behind the end of the answer bought nothing: it counts as
-                # rejected, so that the counts explain `completion_tokens`.
-                row.tally.step(drafted, min(taken, len(tokens) - 1))
-                self._draft_length.judge(drafted, len(tokens) - 1)
-        batch.keep([i for i, row in enumerate(rows) if not row.finish])
-        for row in rows:
-            if row.finish:
-                self._finish(row)
-
-    def _logprobs(self, row: Row, scores: mx.array, token: int) -> tuple[TokenLogprob, ...]:
-        top = row.generation.top_logprobs
-        if top is None:
-            return ()
-        return (token_logprob(scores, token, top, self._prompts.spell),)
+        self._waiting.extendleft(reversed(outcome.again))
+        if outcome.error is not None:
+            self._fail(outcome.failed, outcome.error)
 
     def _finish(self, row: Row) -> None:
         """Count first, tell then: who asks for the sums after an answer finds it in them."""
@@ -298,10 +234,12 @@ class Lane:
         row.sink(row.conclude())
 
     def _fail(self, rows: list[Row], error: Exception) -> None:
-        logger.error("generation.failed lane=%s rows=%d", self.name, len(rows), exc_info=error)
+        """End rows with an error; raise if not even one token can be computed any more."""
+        logger.error("lane.failed lane=%s rows=%d", self.name, len(rows), exc_info=error)
         for row in rows:
             self.counters.finish(row)
             row.sink(GenerationFailed("The engine failed while it made this answer."))
+        prove_alive(self._target)
 
     def _note_occupancy(self) -> None:
         running = self.live + (self._prefill is not None)

@@ -18,11 +18,17 @@ class Prefill:
     """A row whose prompt is being read. Pictures are read with the first chunk's forward pass."""
 
     row: Row
+    tokens: Sequence[int]
+    """The prompt, and what was answered before a round failed: all that the caches must hold."""
     caches: list[LayerCache]
+    head: MtpHead | None
+    """None where there is none, or it has failed on this very prompt."""
     head_caches: list[KVCache]
+    head_error: Exception | None = None
+    """What the head raised, until somebody takes note of it."""
     embedded: Embedded | None = None
     reads: Sequence[int]
-    """Which tokens of the prompt are read, in order: all, or those that a draft model kept."""
+    """Which of the tokens are read, in order: all, or those that a draft model kept."""
     scoring: Scoring | None = None
     """Set while a draft model looks for them; nothing is read meanwhile."""
     done: int = 0
@@ -47,12 +53,15 @@ def begin_prefill(row: Row, target: Target, head: MtpHead | None, snapshots: Sna
         media = {name: mx.array(array) for name, array in row.prompt.media.items()}
         embedded = target.embed(mx.array([row.prompt.tokens], dtype=mx.int32), media)
         row.position_offset = embedded.position_offset
+    tokens = (*row.prompt.tokens, *row.answer[:-1])
     prefill = Prefill(
         row=row,
+        tokens=tokens,
         caches=target.new_caches(),
+        head=head,
         head_caches=head.new_caches() if head else [],
         embedded=embedded,
-        reads=range(len(row.prompt.tokens)),
+        reads=range(len(tokens)),
     )
     prefix = row.prompt.prefix
     if prefix is not None and not (embedded and embedded.extras):
@@ -60,40 +69,50 @@ def begin_prefill(row: Row, target: Target, head: MtpHead | None, snapshots: Sna
         if snapshot is None and row.read_ahead is not None:
             snapshot = snapshots.adopt(prefix.key, row.prompt.tokens, row.read_ahead)
         row.read_ahead = None
-        if snapshot is None:
+        # A lane whose head is unhealthy keeps snapshots without it: of no use to one that drafts.
+        if snapshot is None or (head and not snapshot.head_caches):
             prefill.prefix_tokens = prefix.tokens
         else:
             restore_caches(prefill.caches, snapshot.caches)
-            restore_caches(prefill.head_caches, snapshot.head_caches)
+            if head:
+                restore_caches(prefill.head_caches, snapshot.head_caches)
             prefill.last_hidden = snapshot.last_hidden
-            prefill.done = row.cached_tokens = len(snapshot.tokens)
+            prefill.done = len(snapshot.tokens)
+            if not row.answer:
+                row.cached_tokens = prefill.done
     return prefill
 
 
-def read_chunk(prefill: Prefill, target: Target, head: MtpHead | None, chunk_tokens: int) -> None:
-    """Read the next `chunk_tokens` of the prompt at most."""
-    tokens = prefill.row.prompt.tokens
+def read_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> None:
+    """Read the next `chunk_tokens` of the prompt at most, or of the answer before a failure."""
+    row = prefill.row
     begin = prefill.done
     end = min(begin + chunk_tokens, len(prefill.reads))
     if begin < prefill.prefix_tokens:
         end = min(end, prefill.prefix_tokens)  # the caches are kept as they are right there
-    embedded = prefill.embedded
-    if embedded is not None and embedded.extras:
+    embedded = prefill.embedded if begin < len(row.prompt.tokens) else None
+    if embedded is not None:
         # What the family adds beside its embeddings cannot be cut in pieces.
-        end = len(prefill.reads)
+        end = len(row.prompt.tokens) if embedded.extras else min(end, len(row.prompt.tokens))
     reads = prefill.reads[begin:end]
     positions = mx.array([list(reads)], dtype=mx.int32)
     if embedded is not None and embedded.positions is not None:
         positions = embedded.positions[..., begin:end]
+    elif begin >= len(row.prompt.tokens):
+        positions = positions + row.position_offset
     forward = target.forward(
-        mx.array([[tokens[at] for at in reads]], dtype=mx.int32),
+        mx.array([[prefill.tokens[at] for at in reads]], dtype=mx.int32),
         prefill.caches,
         positions,
         embeddings=embedded.embeddings[:, begin:end] if embedded else None,
         extras=embedded.extras if embedded else None,
     )
-    if head is not None and forward.hidden is not None:
-        _read_with_head(prefill, head, forward.hidden, begin, end)
+    if prefill.head is not None and forward.hidden is not None:
+        try:
+            _read_with_head(prefill, prefill.head, forward.hidden, begin, end)
+        except Exception as error:  # noqa: BLE001  # the target needs no head to go on
+            prefill.head, prefill.head_caches, prefill.head_error = None, [], error
+            prefill.prefix_tokens = 0  # a snapshot without the head would be of no use to others
     prefill.done = end
     if forward.hidden is not None:
         prefill.last_hidden = forward.hidden[:, -1:]
@@ -128,7 +147,7 @@ def _read_with_head(
     Its positions are slot numbers, as they are when it drafts: tokens left out leave no gap, which
     costs no acceptance (true positions, tried on the demo model, were accepted no more often).
     """
-    tokens = prefill.row.prompt.tokens
+    tokens = prefill.tokens
     if prefill.last_hidden is not None:
         hidden = mx.concatenate([prefill.last_hidden, hidden[:, :-1]], axis=1)
         begin -= 1
@@ -144,12 +163,12 @@ def _read_with_head(
         )
 
 
-def seed_head(prefill: Prefill, head: MtpHead, first_token: int) -> mx.array:
-    """Show the head the first token of the answer; return the state [1, 1, width] that drafts."""
+def seed_head(prefill: Prefill, head: MtpHead, last_token: int) -> mx.array:
+    """Show the head the last token of the answer; return the state [1, 1, width] that drafts."""
     assert prefill.last_hidden is not None
     position = len(prefill.reads) - 1
     return head.forward(
-        mx.array([[first_token]], dtype=mx.int32),
+        mx.array([[last_token]], dtype=mx.int32),
         prefill.last_hidden,
         prefill.head_caches,
         mx.array([[position]], dtype=mx.int32),

@@ -45,6 +45,10 @@ class Row:
     answer: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     cancelled: bool = False
+    passed_over: bool = False
+    """Whether the lane drafted nothing for it at some time, as that was measured not to pay."""
+    suspect: bool = False
+    """Whether it was in a plain round that failed: it then decodes in a batch of its own."""
     cached_tokens: int = 0
     """Prompt tokens that came out of a snapshot instead of being read."""
     skipped_tokens: int = 0

@@ -55,6 +55,9 @@ class SparseReading:
     def consider(self, prefill: Prefill, counters: LaneCounters) -> None:
         """Open the scoring of a prompt that is to be read sparsely."""
         row = prefill.row
+        if row.answer:
+            row.skipped_tokens = 0  # read again after a failure, and now in full
+            return
         wish = row.generation.spec_prefill
         if self._settings is None or self._scorer is None:
             if wish.sparse or (self._settings and wish.sparse is None):

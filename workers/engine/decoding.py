@@ -1,0 +1,211 @@
+"""The live rows of a lane, in batches: one round of each at a time.
+
+Rows that draft and rows that must not are batches of their own: a verify is wider than a plain
+step, and who gains nothing from it shall not pay for it.
+
+When a round fails, nobody knows whose row it was, and no cache of the batch can be trusted. All of
+its rows are read again and fall back by one step: from drafting to plain, from there to a batch of
+their own. A row that fails even there is the one that cannot be served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from workers.engine.batch import Batch
+from workers.engine.counters import LaneCounters
+from workers.engine.draft_length import DraftLength
+from workers.engine.drafting_head import DraftingHead
+from workers.engine.logprobs import token_logprob
+from workers.engine.prefill import Prefill, seed_head
+from workers.engine.requests import TokenLogprob
+from workers.engine.round_graph import RoundGraph
+from workers.engine.rounds import RoundResult, run_plain_round, run_round
+from workers.engine.rows import Row
+from workers.engine.seam import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What one round of one batch, or one join, did to its rows."""
+
+    finished: list[Row] = field(default_factory=list)
+    failed: list[Row] = field(default_factory=list)
+    """Those that `error` ends."""
+    again: list[Row] = field(default_factory=list)
+    """Those whose caches are lost with it: to be read again."""
+    error: Exception | None = None
+
+
+class Decoding:
+    """All rows of a lane that decode; the engine thread alone touches it."""
+
+    def __init__(
+        self,
+        target: Target,
+        head: DraftingHead,
+        counters: LaneCounters,
+        *,
+        draft_tokens: int,
+        max_rows: int,
+        eos: frozenset[int],
+        spell: Callable[[int], str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._target = target
+        self._head = head
+        # Families that find positions in their caches are no pure functions of arrays.
+        self._graph = RoundGraph(target, head.usable) if target.explicit_positions else None
+        self._counters = counters
+        self._draft_length = DraftLength(draft_tokens)
+        self._max_rows = max_rows
+        self._eos = eos
+        self._spell = spell
+        self._clock = clock
+        # A family whose caches cannot hold rows of different length decodes row by row.
+        self._shared = target.batches_rows
+        self._drafting, self._plain = Batch(shared=self._shared), Batch(shared=self._shared)
+        self._alone: list[Batch] = []
+
+    @property
+    def rows(self) -> list[Row]:
+        """Name all rows."""
+        return [row for batch in self._batches for row in batch.rows]
+
+    @property
+    def _batches(self) -> list[Batch]:
+        return [self._drafting, self._plain, *self._alone]
+
+    def clear(self) -> None:
+        """Drop all rows."""
+        for batch in self._batches:
+            batch.clear()
+
+    def drop_cancelled(self) -> list[Row]:
+        """Drop the rows that nobody reads any more, and name them."""
+        gone = [row for row in self.rows if row.cancelled]
+        for batch in self._batches:
+            batch.keep([i for i, row in enumerate(batch.rows) if not row.cancelled])
+        return gone
+
+    def choose_first(self, row: Row, scores: mx.array, token: int) -> None:
+        """Take the token that follows a prompt, chosen from scores [vocabulary]."""
+        row.accept([token], self._eos, self._logprobs(row, scores, token))
+
+    def join(self, prefill: Prefill) -> Outcome:
+        """Take a row that has been read, with the first token of its answer at least."""
+        row, token = prefill.row, prefill.row.answer[-1]
+        head, seed = self._head.of(row), None
+        if head is not None:
+            try:
+                seed = seed_head(prefill, head, token)
+            except Exception as error:  # noqa: BLE001  # the target needs no head to go on
+                self._head.failed(error)
+                self._head.give_up(row)
+        batch = self._batch_for(row)
+        others = list(batch.rows)
+        try:
+            if head is not None and seed is not None:
+                batch.catch_up(head)
+            head_caches = prefill.head_caches if seed is not None else []
+            batch.join(row, prefill.caches, head_caches, token, seed)
+        except Exception as error:  # noqa: BLE001  # half joined: no row's caches are whole
+            batch.clear()
+            return Outcome(failed=[row], again=others, error=error)
+        return Outcome()
+
+    def rounds(self) -> Iterator[Outcome]:
+        """Advance every row by one round, batch by batch."""
+        for batch in self._batches:
+            if batch.rows:
+                yield self._round(batch)
+        self._alone = [batch for batch in self._alone if batch.rows]
+
+    def _round(self, batch: Batch) -> Outcome:
+        rows = list(batch.rows)
+        drafts = any(row.draft_tokens for row in rows)
+        head = self._head.usable if drafts else None
+        if drafts and head is None:
+            return self._fall_back(batch, RuntimeError("The head was found unhealthy meanwhile."))
+        k = 0
+        if head:
+            k = self._draft_length.choose(len(rows), min(row.tally.steps for row in rows))
+        begun_s = self._clock()
+        try:
+            if self._graph is None:
+                result = run_plain_round(batch, self._target)
+            else:
+                result = run_round(batch, self._graph, k)
+        except Exception as error:  # noqa: BLE001  # whose row it was is found out by falling back
+            if head:
+                self._head.failed(error)
+                for row in rows:
+                    row.tally.fail(row.next_draft(k))
+            return self._fall_back(batch, error)
+        if head:
+            self._head.worked()
+            if k == self._draft_length.settled(len(rows)) == 0:
+                for row in rows:
+                    row.passed_over = True
+            self._learn(rows, result, k, self._clock() - begun_s)
+        failed, raised = [], None
+        for index, row in enumerate(rows):
+            try:
+                self._take(row, result, index)
+            except Exception as error:  # noqa: BLE001  # one bad answer must not end the others
+                failed.append(row)
+                raised = error
+        batch.keep([i for i, row in enumerate(rows) if not row.finish and row not in failed])
+        finished = [row for row in rows if row.finish and row not in failed]
+        return Outcome(finished=finished, failed=failed, error=raised)
+
+    def _fall_back(self, batch: Batch, error: Exception) -> Outcome:
+        """Empty a batch whose caches cannot be trusted any more; say who may try again."""
+        rows = list(batch.rows)
+        batch.clear()
+        failed = [row for row in rows if row.suspect]
+        again = [row for row in rows if not row.suspect]
+        for row in again:
+            row.suspect = not row.draft_tokens
+            self._head.give_up(row)
+        return Outcome(failed=failed, again=again, error=error)
+
+    def _learn(self, rows: list[Row], result: RoundResult, k: int, duration_s: float) -> None:
+        if max(result.drafted) != k:
+            return  # the rows asked for other lengths: not what a round of k costs
+        self._draft_length.observe(len(rows), k, duration_s)
+        self._counters.draft(
+            [self._draft_length.settled(size) for size in range(1, self._max_rows + 1)]
+        )
+
+    def _take(self, row: Row, result: RoundResult, index: int) -> None:
+        tokens, drafted = result.tokens[index], result.drafted[index]
+        logprobs = self._logprobs(row, result.scores[index, 0], tokens[0])
+        taken = row.accept(tokens, self._eos, logprobs)
+        if drafted:
+            # A drafted token behind the end of the answer bought nothing: it counts as
+            # rejected, so that the counts explain `completion_tokens`.
+            row.tally.step(drafted, min(taken, len(tokens) - 1))
+            self._draft_length.judge(drafted, len(tokens) - 1)
+
+    def _batch_for(self, row: Row) -> Batch:
+        if self._shared and not row.suspect:
+            return self._drafting if row.draft_tokens else self._plain
+        batch = Batch(shared=self._shared)
+        self._alone.append(batch)
+        return batch
+
+    def _logprobs(self, row: Row, scores: mx.array, token: int) -> tuple[TokenLogprob, ...]:
+        top = row.generation.top_logprobs
+        if top is None:
+            return ()
+        return (token_logprob(scores, token, top, self._spell),)
+
+
+def prove_alive(target: Target) -> None:
+    """Run one token; an error means that nothing can be served any more, whoever asks."""
+    token = mx.zeros((1, 1), dtype=mx.int32)
+    mx.eval(target.scores(target.forward(token, target.new_caches(), token)))

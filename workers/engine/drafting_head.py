@@ -1,0 +1,61 @@
+"""The MTP head of a lane, and whether it is still trusted.
+
+A head that raises costs the rows that it drafted for their drafts and nothing else: the target
+needs no head to go on. One that goes on raising is given up until the worker starts again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from policies.profile import Bypass
+from workers.engine.counters import LaneCounters
+from workers.engine.rows import Row
+from workers.engine.seam import MtpHead
+
+logger = logging.getLogger(__name__)
+
+ERRORS_IN_A_ROW = 3
+"""So many without a sound round between them are no accident."""
+
+
+class DraftingHead:
+    """Hands out the head while it may be used; what it found is in the lane's counters."""
+
+    def __init__(self, head: MtpHead | None, counters: LaneCounters) -> None:
+        self._head = head
+        self._counters = counters
+        self._errors_in_a_row = 0
+
+    @property
+    def present(self) -> bool:
+        """Say whether there is a head at all."""
+        return self._head is not None
+
+    @property
+    def usable(self) -> MtpHead | None:
+        """Return the head unless it is found to be unhealthy."""
+        return self._head if self._counters.head_healthy else None
+
+    def of(self, row: Row) -> MtpHead | None:
+        """Return the head for a row that is drafted for, None for one that is not or no more."""
+        if self.usable is None:
+            self.give_up(row)
+        return self.usable if row.draft_tokens else None
+
+    def worked(self) -> None:
+        """Note a round that it drafted for without an error."""
+        self._errors_in_a_row = 0
+
+    def failed(self, error: Exception) -> None:
+        """Note an error; after a few in a row the head is used no more."""
+        self._errors_in_a_row += 1
+        logger.error("head.failed errors_in_a_row=%d", self._errors_in_a_row, exc_info=error)
+        if self._errors_in_a_row == ERRORS_IN_A_ROW:
+            self._counters.head_healthy = False
+
+    def give_up(self, row: Row) -> None:
+        """Draft no more for a row that was admitted to be drafted for, and count why."""
+        if row.draft_tokens:
+            row.draft_tokens = 0
+            self._counters.bypass(row, Bypass.HEAD_UNHEALTHY)
