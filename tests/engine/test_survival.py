@@ -11,7 +11,8 @@ from policies.profile import Bypass, Sampling
 from tests.engine.conftest import run
 from tests.engine.reference import greedy_alone, near_tie
 from workers.engine.drafting_head import ERRORS_IN_A_ROW
-from workers.engine.requests import Finished, GenerationFailed, LaneName
+from workers.engine.loop import EngineThread
+from workers.engine.requests import EngineStopped, Finished, GenerationFailed, LaneName
 from workers.engine.seam import MtpHead
 
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox.", "Who are you?"]
@@ -218,3 +219,19 @@ def test_a_lane_that_cannot_compute_one_token_raises_instead_of_failing_everybod
         run(lane)
     assert isinstance(asked.end, GenerationFailed)
     assert running.end is None, "its end is that of the engine, which closes the lane"
+
+
+def test_an_engine_that_can_compute_nothing_ends_its_thread_and_every_answer(
+    make_lane, ask, checkpoint
+) -> None:
+    dead = False
+    lane = make_lane(target=Failing(checkpoint.target, lambda *_: dead), max_rows=1)
+    # Asked before the thread runs: all that follows happens on it.
+    heard = [ask(lane, "Tell me a story.", max_tokens=5) for _ in range(3)]
+    dead = True
+    thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
+    thread.start()
+    thread._thread.join(30)
+
+    assert not thread.alive
+    assert [type(one.end) for one in heard] == [GenerationFailed, EngineStopped, EngineStopped]

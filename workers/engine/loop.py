@@ -86,9 +86,8 @@ class EngineThread(Generic[T]):
                 for lane in lanes:
                     if lane.busy:
                         lane.step()
-        except Exception:
+        except Exception:  # the thread ends, and the worker's process with it
             logger.exception("engine.died")
-            raise
         finally:
             for lane in lanes:
                 lane.close(EngineStopped("The engine has stopped."))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import uvloop
 
+from workers.adapters.exit_codes import ExitCode
 from workers.engine.requests import ModelUnusable
 from workers.engine.settings import EngineSettings, ModelCard
 from workers.engine.spec_prefill import SpecPrefillSettings
@@ -24,10 +25,6 @@ from workers.server.serving import Ending, serve, watch_leash
 from workers.server.settings import UnusableSettings, WorkerSettings
 from workers.server.worker import Identity, Worker
 
-EXIT_ENGINE_DIED = 1
-EXIT_SETTINGS = 2
-EXIT_MODEL = 3
-EXIT_INTERRUPTED = 130
 READY_PREFIX = "PACELINE_WORKER_READY "
 """Opens the line of JSON that tells a program where the worker listens."""
 
@@ -42,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         return _run(arguments)
     except KeyboardInterrupt:  # while the weights load; later the server listens to signals
-        return EXIT_INTERRUPTED
+        return ExitCode.INTERRUPTED
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -51,20 +48,20 @@ def _run(arguments: Sequence[str]) -> int:
         # Before the weights, which may take minutes: a taken port should be known at once.
         listener = _listen(settings.listening_host(), settings.port)
     except UnusableSettings as unusable:
-        return _give_up(unusable, EXIT_SETTINGS)
+        return _give_up(unusable, ExitCode.SETTINGS)
     with listener:
         try:
             source = resolve_model(settings.model)
             draft = resolve_model(settings.spec_prefill) if settings.spec_prefill else None
             engine = _start_engine(settings, source, draft)
         except ModelUnusable as unusable:
-            return _give_up(unusable, EXIT_MODEL)
+            return _give_up(unusable, ExitCode.MODEL)
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 alive = runner.run(_live(settings, source, engine, listener))
         finally:
             engine.stop()
-    return 0 if alive else EXIT_ENGINE_DIED
+    return ExitCode.ENDED if alive else ExitCode.ENGINE_DIED
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -172,6 +169,6 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _give_up(error: Exception, exit_code: int) -> int:
+def _give_up(error: Exception, exit_code: ExitCode) -> int:
     sys.stderr.write(f"paceline worker: {error}\n")
     return exit_code
