@@ -16,7 +16,7 @@ from workers.engine.prefill_pace import PrefillPace
 from workers.engine.prompts import PromptRenderer
 from workers.engine.requests import LaneName, ModelUnusable
 from workers.engine.seam import Checkpoint, load_checkpoint
-from workers.engine.self_test import HeadHealth, examine_head
+from workers.engine.self_test import HeadHealth, examine_head, warm_up
 from workers.engine.settings import EngineSettings, ModelCard
 from workers.engine.snapshot_files import SnapshotFiles, fingerprint
 from workers.engine.snapshots import Snapshots
@@ -68,18 +68,20 @@ def assemble(settings: EngineSettings) -> Assembly:
             )
     if not lanes:
         raise ModelUnusable(f"None of the lanes asked for can run: {checkpoint.why_no_mtp}.")
+    rehearsal = _make_lane(
+        lanes[0].name,
+        settings=settings,
+        checkpoint=checkpoint,
+        prompts=prompts,
+        draft_tokens=draft_tokens,
+        snapshots=Snapshots(0),
+        siblings=(),
+        memory=memory,
+    )
+    logger.info("engine.warming_up kernels are compiled once a machine; on Linux that takes a while")
+    warm_up(rehearsal, prompts, draft_tokens)
     health = None
     if draft_tokens:
-        rehearsal = _make_lane(
-            lanes[0].name,
-            settings=settings,
-            checkpoint=checkpoint,
-            prompts=prompts,
-            draft_tokens=draft_tokens,
-            snapshots=Snapshots(0),
-            siblings=(),
-            memory=memory,
-        )
         health = examine_head(rehearsal, prompts)
         logger.info("head.tested %s", health.sentence)
         for lane in lanes:

@@ -59,7 +59,7 @@ class HeadHealth:
 
 def examine_head(lane: Lane, prompts: PromptRenderer) -> HeadHealth:
     """Answer a few questions on a lane of the test's own; must run on the engine thread."""
-    rows = [_row(lane, prompts, question) for question in QUESTIONS]
+    rows = [_row(lane, prompts, question, 1, ANSWER_TOKENS) for question in QUESTIONS]
     for row in rows:
         lane.add(row)
     while lane.busy:
@@ -71,7 +71,21 @@ def examine_head(lane: Lane, prompts: PromptRenderer) -> HeadHealth:
     )
 
 
-def _row(lane: Lane, prompts: PromptRenderer, question: str) -> Row:
+def warm_up(lane: Lane, prompts: PromptRenderer, longest_draft: int) -> None:
+    """Run every kind of round once, alone and in company, before anybody waits for one.
+
+    MLX compiles a kernel when it is first used; on Linux that takes a C++ compiler, and seconds.
+    """
+    for draft_tokens in range(longest_draft + 1):
+        for question in QUESTIONS[:2]:
+            lane.add(_row(lane, prompts, question, draft_tokens, 2 * (draft_tokens + 2)))
+        while lane.busy:
+            lane.step()
+
+
+def _row(
+    lane: Lane, prompts: PromptRenderer, question: str, draft_tokens: int, max_tokens: int
+) -> Row:
     try:
         text = prompts.chat([{"role": "user", "content": question}])
     except InvalidGeneration:  # a base model has no chat template
@@ -84,10 +98,10 @@ def _row(lane: Lane, prompts: PromptRenderer, question: str) -> Row:
         ),
         prompt=prompts.prepare(prompt),
         seed=0,
-        max_tokens=ANSWER_TOKENS,
-        draft_tokens=1,
+        max_tokens=max_tokens,
+        draft_tokens=draft_tokens,
         draft_tokens_asked=True,
         text=TextStream(prompts.decode),
-        tally=SpeculationTally(1),
+        tally=SpeculationTally(draft_tokens),
         sink=lambda _: None,
     )
