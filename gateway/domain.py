@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
+from policies.document import Priority
 from policies.profile import Bypass, RequestProfile
 from workers.adapters.report import LaneReport
 
@@ -23,6 +24,14 @@ class Inspected:
     """What a worker gets: normalised messages, effective sampling, no nulls."""
 
 
+class Caller(NamedTuple):
+    """Who asks, for as far as waiting is concerned."""
+
+    client: str = "anonymous"
+    """Those who share it share one place in a waiting line."""
+    priority: Priority = Priority.DEFAULT
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneView:
     """One lane of one worker as routing sees it."""
@@ -30,11 +39,12 @@ class LaneView:
     report: LaneReport
     in_flight: int
     """Sent by this gateway and not yet answered; counted at dispatch, not from reports."""
+    load: float = field(init=False)
+    """Busy rows over all rows; above 1 something waits."""
 
-    @property
-    def load(self) -> float:
-        """Busy rows over all rows; above 1 something waits."""
-        return self.in_flight / max(1, self.report.slots)
+    def __post_init__(self) -> None:
+        # Once for each change of a lane, not for each look at it.
+        object.__setattr__(self, "load", self.in_flight / max(1, self.report.slots))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +52,15 @@ class WorkerView:
     """One worker that takes requests now."""
 
     worker_id: str
-    model: str
+    models: tuple[str, ...]
     lanes: tuple[LaneView, ...]
+    load: float = field(init=False)
+    """Busy rows over all rows of all lanes: they share one machine."""
 
-    @property
-    def load(self) -> float:
-        """Busy rows over all rows of all lanes: they share one machine."""
+    def __post_init__(self) -> None:
         slots = sum(lane.report.slots for lane in self.lanes)
-        return sum(lane.in_flight for lane in self.lanes) / max(1, slots)
+        busy = sum(lane.in_flight for lane in self.lanes)
+        object.__setattr__(self, "load", busy / max(1, slots))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,11 +75,10 @@ class FleetView:
     @property
     def served_models(self) -> frozenset[str]:
         """Name the models that can answer now."""
-        return frozenset(worker.model for worker in self.workers)
+        return frozenset(model for worker in self.workers for model in worker.models)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):  # a tuple: one is made for every lane and request
     """One lane that may take the request, and why it would be that one."""
 
     pool: str
@@ -76,6 +86,8 @@ class Candidate:
     worker_id: str
     reason: str
     load: float
+    spill: bool = False
+    """Only once the request has waited for those before, as long as the route says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +97,8 @@ class Decision:
     route: str
     bypass: tuple[Bypass, ...]
     candidates: tuple[Candidate, ...]
+    spill_after_s: float | None = None
+    """None: it never spills."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +138,9 @@ class Served:
     candidate: Candidate | None = None
     attempts: int = 0
     usage: Usage = field(default_factory=Usage)
+    waited_s: float = 0.0
+    """In the waiting line for a slot."""
     added_s: float | None = None
-    """From the whole body read to the request handed to the worker."""
+    """From the whole body read to the request handed to the worker, without the waiting line."""
     first_token_s: float | None = None
     """From the whole body read to the first event with content, for streams."""

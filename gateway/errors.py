@@ -17,8 +17,11 @@ GatewayError                one request cannot be answered as asked
 |   +-- BodyTooLarge        413  counted while reading
 |   +-- HostRefused         421  asked under a name that is not this gateway's
 |   +-- HeadTooLarge        431  too many header bytes, or too many headers
+|   +-- Quarantined         422  two workers were lost over this very body
 |   +-- RefusedByWorker     4xx  the worker says why, in OpenAI's shape
 +-- NoWorker                503  nobody can take it now
++-- QueueFull               503  too many wait for the same pool already
++-- QueueTimeout            503  no slot became free in the time that a request may wait
 +-- Stopping                503  the gateway is ending
 +-- Overloaded              503  this gateway has all it can carry
 +-- RequestTooLong          504  the whole request took longer than any may take
@@ -27,7 +30,8 @@ GatewayError                one request cannot be answered as asked
     +-- WorkerBusy          503  the worker asks to come back later
     +-- WorkerLost          502  the connection broke before the answer was complete
     +-- WorkerFailed        502  the worker says it failed, or answers nonsense
-    +-- WorkerSilent        504  nothing came in time
+    +-- WorkerSilent        504  no answer began in time
+    +-- WorkerStalled       504  the answer paused for too long
 """
 
 from __future__ import annotations
@@ -194,6 +198,17 @@ class HeadTooLarge(RequestRefused):
         )
 
 
+class Quarantined(RequestRefused):
+    """Two workers were lost while they had this body."""
+
+    status = 422
+    code = "request_quarantined"
+    message = (
+        "Two workers broke off while they had this very request, so it is not sent again for some "
+        "minutes. A shorter prompt or a smaller picture may be what it takes."
+    )
+
+
 class RefusedByWorker(RequestRefused):
     """The worker refused the request and said why in OpenAI's shape."""
 
@@ -211,6 +226,26 @@ class NoWorker(GatewayError):
     code = "no_worker"
     message = "No worker can take this request now."
     retry_after_s = 2.0
+
+
+class QueueFull(GatewayError):
+    """As many requests wait for the pool as may wait for it."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "queue_full"
+    message = "All slots are taken, and too many requests wait for one already."
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__()
+        self.retry_after_s = retry_after_s
+
+
+class QueueTimeout(QueueFull):
+    """No slot became free while the request was allowed to wait."""
+
+    code = "queue_timeout"
+    message = "No slot became free in the time that a request may wait for one."
 
 
 class Stopping(GatewayError):
@@ -293,6 +328,13 @@ class WorkerSilent(WorkerError):
     type = "timeout_error"
     code = "worker_silent"
     message = "The worker did not answer in time."
+
+
+class WorkerStalled(WorkerSilent):
+    """The answer began, and then nothing more came in the time allowed."""
+
+    code = "worker_stalled"
+    message = "The worker paused for too long in its answer."
 
 
 def to_body(error: GatewayError) -> bytes:

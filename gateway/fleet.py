@@ -1,117 +1,225 @@
-"""The live worker table: who beats, who is busy, who is set aside."""
+"""The live worker table: who beats, who has a free slot, who is left alone for a while."""
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from gateway.domain import FleetView, LaneView, WorkerView
-from gateway.errors import WorkerIdTaken, WorkerUnreachable
+from gateway.breaker import HEALTHY, Breaker, Verdict
+from gateway.domain import Candidate, FleetView, LaneView, WorkerView
+from gateway.errors import WorkerIdTaken
 from workers.adapters.report import WorkerReport
 
 BEAT_S = 2.0
 """How often a worker is asked to beat."""
 SILENT_AFTER_S = 7.0
 """Three beats missed: out, and so within ten seconds in every case."""
+NOBODY: frozenset[str] = frozenset()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Member:
     """One boot of one worker; only `Fleet` changes it."""
 
     report: WorkerReport
     beaten_at_s: float
-    set_aside: bool = False
+    breaker: Breaker = HEALTHY
     in_flight: Counter[str] = field(default_factory=Counter)
+    on_probation: int = 0
+    """Requests sent since its last ejection that it has not yet answered."""
+    _view: WorkerView | None = None
 
     @property
-    def open(self) -> bool:
-        """Say whether it takes new requests, as far as it and we know."""
-        return self.report.ready and not self.report.draining and not self.set_aside
+    def willing(self) -> bool:
+        """Say whether it takes new requests as far as it says itself."""
+        return self.report.ready and not self.report.draining
+
+    def view(self) -> WorkerView:
+        """Take a snapshot; made anew only where something changed."""
+        if self._view is None:
+            self._view = WorkerView(
+                worker_id=self.report.worker_id,
+                models=(self.report.model,),
+                lanes=tuple(
+                    LaneView(report=lane, in_flight=self.in_flight[lane.name])
+                    for lane in self.report.lanes
+                ),
+            )
+        return self._view
+
+    def changed(self) -> None:
+        """Forget the snapshot."""
+        self._view = None
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One slot of one lane, held by one request from the decision to the last byte."""
+
+    candidate: Candidate
+    member: Member
+    ejected_at_s: float
+    """Of the worker's last ejection before this request was sent."""
+    waited_s: float = 0.0
+    """How long the request stood in line for it."""
+
+    @property
+    def worker(self) -> WorkerReport:
+        """The worker whose slot it is."""
+        return self.member.report
 
 
 class Fleet:
-    """Workers by id. `clock` is monotonic; one event loop owns the table, so nothing is locked."""
+    """Workers by id. `clock` is monotonic; one event loop owns the table, so nothing is locked.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    `dice` gives numbers in [0, 1): ejected workers do not all come back at the same moment.
+    """
+
+    def __init__(self, clock: Callable[[], float], dice: Callable[[], float]) -> None:
         self._clock = clock
+        self._dice = dice
         self._members: dict[str, Member] = {}
-        self._known_models: set[str] = set()
+        self._known_models: frozenset[str] = frozenset()
 
     def beat(self, report: WorkerReport) -> None:
         """Take in a heartbeat; raise `WorkerIdTaken` when another live worker holds the id."""
+        now_s = self._clock()
         member = self._members.get(report.worker_id)
         if member is not None and member.report.boot_id == report.boot_id:
             member.report = report
-            member.beaten_at_s = self._clock()
-            member.set_aside = False
-        elif member is None or member.report.url == report.url or not self._live(member):
-            # A new boot starts with no requests; those of the old one still count on the old entry.
-            self._members[report.worker_id] = Member(report, beaten_at_s=self._clock())
+            member.beaten_at_s = now_s
+            member.changed()
+        elif member is None or member.report.url == report.url or not _live(member, now_s):
+            # A new boot starts with no requests and with a clean record; what runs on the old one
+            # still counts on the old entry.
+            self._members[report.worker_id] = Member(report, beaten_at_s=now_s)
         else:
             raise WorkerIdTaken
-        self._known_models.add(report.model)
+        self._known_models |= {report.model}
 
     def refresh(self, report: WorkerReport) -> None:
         """Take in what a worker said when it was asked; that is no heartbeat."""
         member = self._members.get(report.worker_id)
         if member is not None and member.report.boot_id == report.boot_id:
             member.report = report
+            member.changed()
 
     def leave(self, worker_id: str) -> None:
         """Forget a worker that said goodbye."""
         self._members.pop(worker_id, None)
 
-    def set_aside(self, worker_id: str) -> None:
-        """Send nothing more to a worker that refused a connection, until its next beat."""
-        if worker_id in self._members:
-            self._members[worker_id].set_aside = True
+    def take(self, candidate: Candidate) -> Lease | None:
+        """Take a slot of this lane, or None where none is free now."""
+        now_s = self._clock()
+        member = self._members.get(candidate.worker_id)
+        if member is None or not self._has_room(member, candidate.lane, now_s):
+            return None
+        member.in_flight[candidate.lane] += 1
+        member.on_probation += member.breaker.at_a_time is not None
+        member.changed()
+        return Lease(candidate, member, member.breaker.ejected_at_s)
 
-    @contextlib.contextmanager
-    def dispatched(self, worker_id: str, lane: str) -> Iterator[WorkerReport]:
-        """Count one request while the context lasts; raise `WorkerUnreachable` if it is gone."""
-        member = self._members.get(worker_id)
-        if member is None:
-            raise WorkerUnreachable
-        member.in_flight[lane] += 1
-        try:
-            yield member.report
-        finally:
-            member.in_flight[lane] -= 1
+    def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
+        """Free the slot, and hold what happened against the worker."""
+        now_s = self._clock()
+        member, before = lease.member, lease.member.breaker
+        member.in_flight[lease.candidate.lane] -= 1
+        member.changed()
+        if lease.ejected_at_s != before.ejected_at_s:
+            return  # it was sent before the last ejection, and that has been judged
+        if before.at_a_time is not None:
+            member.on_probation -= 1
+        if verdict is Verdict.ANSWERED:
+            slots = max((lane.slots for lane in member.report.lanes), default=1)
+            member.breaker = before.answered(now_s, slots)
+        elif verdict is Verdict.BUSY:
+            member.breaker = before.asked_to_wait(now_s, retry_after_s)
+        elif verdict is not Verdict.NONE:
+            last = self._is_last(member, now_s)
+            member.breaker = before.failed(now_s, verdict, last=last, dice=self._dice())
+        if member.breaker.ejected_at_s != before.ejected_at_s:
+            member.on_probation = 0
 
     def members(self) -> tuple[Member, ...]:
         """List the live workers, also those that take nothing now."""
-        self._expire()
+        self._expire(self._clock())
         return tuple(self._members.values())
 
-    def view(self) -> FleetView:
-        """Take an immutable snapshot for decisions."""
+    def view(self, without: frozenset[str] = NOBODY) -> FleetView:
+        """Take an immutable snapshot for decisions, leaving these workers out."""
+        now_s = self._clock()
+        self._expire(now_s)
         return FleetView(
-            workers=tuple(_view(member) for member in self.members() if member.open),
-            known_models=frozenset(self._known_models),
+            workers=tuple(
+                member.view()
+                for worker_id, member in self._members.items()
+                if self._open(member, now_s) and worker_id not in without
+            ),
+            known_models=self._known_models,
         )
+
+    def opens(self, member: Member) -> bool:
+        """Say whether a worker gets new requests now."""
+        return self._open(member, self._clock())
+
+    def opens_in_s(self, model: str, without: frozenset[str] = NOBODY) -> float | None:
+        """Tell when the first worker of a model that is left alone now gets requests again."""
+        now_s = self._clock()
+        waits_s = [
+            member.breaker.opens_at_s - now_s
+            for worker_id, member in self._members.items()
+            if member.willing and member.report.model == model and worker_id not in without
+        ]
+        return min((wait_s for wait_s in waits_s if wait_s > 0), default=None)
 
     def age_s(self, member: Member) -> float:
         """Tell how long ago a worker beat last."""
         return self._clock() - member.beaten_at_s
 
-    def _live(self, member: Member) -> bool:
-        return self.age_s(member) <= SILENT_AFTER_S
+    def ejected_for_s(self, member: Member) -> float:
+        """Tell how long a worker is still left alone for what it did; 0 when it is not."""
+        return max(0.0, member.breaker.ejected_until_s - self._clock())
 
-    def _expire(self) -> None:
-        silent = [name for name, member in self._members.items() if not self._live(member)]
+    def busy_for_s(self, member: Member) -> float:
+        """Tell how long a worker is still left alone because it asked for that."""
+        return max(0.0, member.breaker.busy_until_s - self._clock())
+
+    def _open(self, member: Member, now_s: float) -> bool:
+        breaker = member.breaker
+        if not member.willing or breaker.busy(now_s):
+            return False
+        # An ejected one is better than none: the last worker of a model is never left alone.
+        return not breaker.ejected(now_s) or self._is_last(member, now_s)
+
+    def _has_room(self, member: Member, lane: str, now_s: float) -> bool:
+        slots = next((one.slots for one in member.report.lanes if one.name == lane), None)
+        if slots is None or member.in_flight[lane] >= max(1, slots):
+            return False
+        breaker = member.breaker
+        if breaker is HEALTHY:
+            return True
+        at_a_time = breaker.at_a_time
+        return self._open(member, now_s) and (
+            at_a_time is None or member.on_probation < at_a_time or self._is_last(member, now_s)
+        )
+
+    def _is_last(self, member: Member, now_s: float) -> bool:
+        """Say whether no other worker of its model can be asked now."""
+        model = member.report.model
+        return not any(
+            other is not member
+            and other.report.model == model
+            and other.willing
+            and now_s >= other.breaker.opens_at_s
+            for other in self._members.values()
+        )
+
+    def _expire(self, now_s: float) -> None:
+        silent = [name for name, member in self._members.items() if not _live(member, now_s)]
         for name in silent:
             del self._members[name]
 
 
-def _view(member: Member) -> WorkerView:
-    return WorkerView(
-        worker_id=member.report.worker_id,
-        model=member.report.model,
-        lanes=tuple(
-            LaneView(report=lane, in_flight=member.in_flight[lane.name])
-            for lane in member.report.lanes
-        ),
-    )
+def _live(member: Member, now_s: float) -> bool:
+    return now_s - member.beaten_at_s <= SILENT_AFTER_S

@@ -9,6 +9,7 @@ from random import Random
 
 from gateway.accounting import Accounting
 from gateway.control import Control
+from gateway.dispatch import Dispatch
 from gateway.errors import StartRefused
 from gateway.fleet import Fleet
 from gateway.forward import Upstream
@@ -28,6 +29,7 @@ class Line:
     store: Store
     meters: Meters
     accounting: Accounting
+    dispatch: Dispatch
     upstream: Upstream
     control: Control
     clock: Callable[[], float]
@@ -39,20 +41,24 @@ class Line:
 def build_line(settings: Settings, rng: Random | None = None) -> Line:
     """Put the parts together; opens nothing yet. Raise `StartRefused` for an unusable policy."""
     clock = time.monotonic
-    fleet = Fleet(clock)
+    rng = rng or Random()  # noqa: S311  # spreads load, guards nothing
+    policy = _policy(settings)
+    fleet = Fleet(clock, rng.random)
+    dispatch = Dispatch(policy, fleet, clock, rng)
     store = MemoryStore()
     meters = Meters()
     return Line(
         settings=settings,
-        policy=_policy(settings),
+        policy=policy,
         fleet=fleet,
         store=store,
         meters=meters,
         accounting=Accounting(store, meters),
-        upstream=Upstream(settings, fleet, clock),
+        dispatch=dispatch,
+        upstream=Upstream(settings, dispatch, clock),
         control=Control(settings, fleet, store),
         clock=clock,
-        rng=rng or Random(),  # noqa: S311  # spreads load, guards nothing
+        rng=rng,
     )
 
 

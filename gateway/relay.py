@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from gateway.access import bears
+from gateway.caller import read_caller
 from gateway.client import (
     ClientLeft,
     Presence,
@@ -18,7 +19,7 @@ from gateway.client import (
     read_body,
     request_id,
 )
-from gateway.domain import Decision, Inspected, Outcome, Served, Usage
+from gateway.domain import Caller, Decision, Inspected, Outcome, Served, Usage
 from gateway.errors import (
     BodyTooSlow,
     GatewayError,
@@ -29,11 +30,11 @@ from gateway.errors import (
     RequestTooLong,
     Stopping,
 )
-from gateway.forward import Trip, route_headers
 from gateway.inspection import inspect
 from gateway.line import Line
 from gateway.overload import Load
 from gateway.routing import decide
+from gateway.trip import Trip, route_headers
 from policies.profile import Endpoint
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class Relay:
 
     def __init__(self, line: Line) -> None:
         self._line = line
+        self._keyed = line.settings.api_key is not None
         self.load = Load(line.settings.requests_limit)
         self._present: set[Presence] = set()
         self._leaving = False
@@ -108,7 +110,8 @@ class Relay:
                 self._present.add(presence)
                 try:
                     raw = await self._body(scope, receive, steps, presence)
-                    await self._answer(raw, endpoint, reply, steps)
+                    caller = read_caller(scope, self._line.policy, keyed=self._keyed)
+                    await self._answer(raw, endpoint, caller, reply, steps)
                 finally:
                     self._present.discard(presence)
         except ClientLeft:
@@ -153,13 +156,17 @@ class Relay:
         presence.limit(settings.request_timeout_s, RequestTooLong())
         return raw
 
-    async def _answer(self, raw: bytes, endpoint: Endpoint, reply: Reply, steps: _Steps) -> None:
+    async def _answer(
+        self, raw: bytes, endpoint: Endpoint, caller: Caller, reply: Reply, steps: _Steps
+    ) -> None:
         line = self._line
         began_s = line.clock()
         fleet = line.fleet.view()
         inspected = steps.inspected = inspect(raw, endpoint, line.policy, fleet)
         decision = steps.decision = decide(line.policy, inspected.profile, fleet, line.rng)
-        trip = steps.trip = Trip(identity=reply.identity, inspected=inspected, began_s=began_s)
+        trip = steps.trip = Trip(
+            identity=reply.identity, inspected=inspected, caller=caller, began_s=began_s
+        )
         await line.upstream.forward(trip, decision, reply)
 
     def _served(
@@ -183,7 +190,8 @@ class Relay:
             candidate=trip.candidate if trip else None,
             attempts=trip.attempts if trip else 0,
             usage=trip.usage if trip else Usage(),
-            added_s=_since(trip.began_s, trip.dispatched_s) if trip else None,
+            waited_s=trip.waited_s if trip else 0.0,
+            added_s=_since(trip.began_s + trip.waited_s, trip.dispatched_s) if trip else None,
             first_token_s=_since(trip.began_s, trip.first_token_s) if trip else None,
         )
 

@@ -7,13 +7,15 @@ from random import Random
 
 from gateway.domain import Candidate, Decision, FleetView, LaneView, WorkerView
 from policies.document import PolicyDocument
-from policies.evaluation import Verdict, judge
+from policies.evaluation import judge
 from policies.profile import Bypass, RequestProfile
 
 MTP_LANE = "text-mtp"
 ELIGIBLE = "eligible"
 # The request may speculate and somebody could do it, but the policy sends it elsewhere.
 BY_POLICY = "policy"
+# The preferred pool was full for longer than the route lets a request wait for it alone.
+SPILLED = "spilled"
 
 
 def decide(
@@ -22,29 +24,34 @@ def decide(
     """Rank the workers that may take this request: pools in the route's order, then by load.
 
     Among equals the order is `rng`'s, so that one seed always gives one decision. A speculative
-    lane that cannot speculate now comes last: it answers plainly where nobody else does.
+    lane that cannot speculate now comes last: it answers plainly where nobody else does. Behind
+    the first pool that somebody serves all others are for spilling.
     """
     verdict = judge(policy, profile)
-    workers = [worker for worker in fleet.workers if worker.model == profile.model]
+    route = verdict.route
+    workers = [worker for worker in fleet.workers if profile.model in worker.models]
     bypass = verdict.bypass or _fleet_bypass(workers)
     candidates: list[Candidate] = []
     last_resort: list[Candidate] = []
-    for pool in verdict.route.to:
-        ranked = sorted(
-            _open_lanes(workers, policy.pools[pool].lanes, verdict),
-            key=lambda found: (found[1].load, found[0].load, rng.random()),
-        )
-        for worker, lane in ranked:
-            candidate = Candidate(
-                pool=pool,
-                lane=lane.report.name,
-                worker_id=worker.worker_id,
-                reason=_reason(lane, bypass),
-                load=lane.load,
-            )
-            idle_head = lane.report.name == MTP_LANE and not _speculates(lane)
-            (last_resort if idle_head else candidates).append(candidate)
-    return Decision(route=verdict.route.name, bypass=bypass, candidates=(*candidates, *last_resort))
+    for pool in route.to:
+        spill = bool(candidates)
+        lanes = policy.pools[pool].lanes
+        for _, _, _, worker_id, lane in _ranked(workers, pool, lanes, bool(verdict.bypass), rng):
+            name = lane.report.name
+            if name == MTP_LANE and not _speculates(lane):
+                reason = bypass[0].value if bypass else BY_POLICY
+                last_resort.append(Candidate(pool, name, worker_id, reason, lane.load))
+            else:
+                reason = SPILLED if spill else _reason(lane, bypass)
+                candidates.append(Candidate(pool, name, worker_id, reason, lane.load, spill))
+    if candidates:
+        last_resort = [one._replace(reason=SPILLED, spill=True) for one in last_resort]
+    return Decision(
+        route=route.name,
+        bypass=bypass,
+        candidates=(*candidates, *last_resort),
+        spill_after_s=None if route.spill is None else route.spill.after_wait_ms / 1000,
+    )
 
 
 def _fleet_bypass(workers: Iterable[WorkerView]) -> tuple[Bypass, ...]:
@@ -56,15 +63,26 @@ def _fleet_bypass(workers: Iterable[WorkerView]) -> tuple[Bypass, ...]:
     return (Bypass.HEAD_UNHEALTHY if sick else Bypass.NO_MTP_WORKER,)
 
 
-def _open_lanes(
-    workers: Iterable[WorkerView], lanes: tuple[str, ...], verdict: Verdict
-) -> Iterable[tuple[WorkerView, LaneView]]:
-    for worker in workers:
-        for lane in worker.lanes:
-            # Whatever a policy says, the speculative lane only takes what it can do.
-            refused = lane.report.name == MTP_LANE and verdict.bypass
-            if lane.report.name in lanes and not refused:
-                yield worker, lane
+def _ranked(
+    workers: Iterable[WorkerView],
+    pool: str,
+    lanes: tuple[str, ...],
+    bypassed: bool,
+    rng: Random,
+) -> list[tuple[float, float, float, str, LaneView]]:
+    """List the lanes of a pool that may take the request, the least loaded first."""
+    found = [
+        (lane.load, worker.load, rng.random(), worker.worker_id, lane)
+        for worker in workers
+        for lane in worker.lanes
+        # A lane named as the pool belongs to it: so it is with workers that are listed by hand.
+        if (lane.report.name in lanes or lane.report.name == pool)
+        # Whatever a policy says, the speculative lane only takes what it can do.
+        and not (bypassed and lane.report.name == MTP_LANE)
+    ]
+    if len(found) > 1:
+        found.sort()
+    return found
 
 
 def _speculates(lane: LaneView) -> bool:
@@ -75,4 +93,8 @@ def _speculates(lane: LaneView) -> bool:
 def _reason(lane: LaneView, bypass: tuple[Bypass, ...]) -> str:
     if bypass:
         return bypass[0].value
-    return ELIGIBLE if _speculates(lane) else BY_POLICY
+    if not _speculates(lane):
+        return BY_POLICY
+    # What the lane has measured counts for the batch that this request would be part of.
+    pays = lane.report.drafting_pays(lane.in_flight + 1)
+    return ELIGIBLE if pays else Bypass.MTP_NOT_PAYING.value

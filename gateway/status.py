@@ -16,6 +16,7 @@ def render(
     gateway: Mapping[str, Any],
     policy: PolicyDocument,
     fleet: Fleet,
+    in_line: Mapping[str, int],
     reports: tuple[WorkerReport, ...],
     counts: Mapping[Key, int],
     latencies: Mapping[str, Any],
@@ -33,7 +34,7 @@ def render(
         "retries": counts.get(("retries",), 0),
         "latency": dict(latencies),
         "pools": {
-            name: _pool(pool.lanes, reports, members.values())
+            name: _pool(fleet, (name, *pool.lanes), in_line[name], reports)
             for name, pool in policy.pools.items()
         },
         "models": {
@@ -55,15 +56,19 @@ def render(
     }
 
 
-def worker_state(member: Member | None) -> str:
+def worker_state(fleet: Fleet, member: Member | None) -> str:
     """Name the state of a worker in one word."""
     if member is None:
         return "gone"
-    if member.set_aside:
-        return "unreachable"
     if member.report.draining:
         return "draining"
-    return "ready" if member.report.ready else "starting"
+    if not member.report.ready:
+        return "starting"
+    if fleet.ejected_for_s(member):
+        return "ejected"
+    if fleet.busy_for_s(member):
+        return "busy"
+    return "ready" if member.breaker.at_a_time is None else "probation"
 
 
 def _worker(
@@ -71,7 +76,7 @@ def _worker(
 ) -> dict[str, Any]:
     latest = member.report if member else reports[-1]
     told: dict[str, Any] = {
-        "state": worker_state(member),
+        "state": worker_state(fleet, member),
         "model": latest.model,
         "boots": len(reports),
         "mtp": mtp_block(_lanes(reports)),
@@ -82,8 +87,18 @@ def _worker(
             "boot_id": latest.boot_id,
             "context_tokens": latest.context_tokens,
             "memory_bytes": latest.memory_bytes,
+            "snapshot_bytes": latest.snapshot_bytes,
             "last_beat_s_ago": round(fleet.age_s(member), 3),
         }
+        if for_s := fleet.ejected_for_s(member):
+            breaker = member.breaker
+            told["ejected"] = {
+                "for_s": round(for_s, 3),
+                "why": breaker.why,
+                "times": breaker.ejections,
+            }
+        if for_s := fleet.busy_for_s(member):
+            told["busy_for_s"] = round(for_s, 3)
     return told
 
 
@@ -97,26 +112,30 @@ def _lane(lane: LaneReport, member: Member | None) -> dict[str, Any]:
         "requests": lane.requests,
         "prompt_tokens": lane.prompt_tokens,
         "completion_tokens": lane.completion_tokens,
+        "prefix": lane.prefix.model_dump(),
         "mtp": mtp_block((lane,)),
     }
 
 
 def _pool(
-    lane_names: tuple[str, ...], reports: tuple[WorkerReport, ...], members: Iterable[Member]
+    fleet: Fleet, lane_names: tuple[str, ...], in_line: int, reports: tuple[WorkerReport, ...]
 ) -> dict[str, Any]:
+    """Tell how busy a pool is now, and what its lanes did over all boots."""
     live = [
         (member, lane)
-        for member in members
+        for member in fleet.members()
         for lane in member.report.lanes
         if lane.name in lane_names
     ]
+    open_to_requests = [(member, lane) for member, lane in live if fleet.opens(member)]
     lanes = tuple(lane for lane in _lanes(reports) if lane.name in lane_names)
     return {
-        "lanes": list(lane_names),
-        "workers": sorted({member.report.worker_id for member, _ in live if member.open}),
-        "slots": sum(lane.slots for member, lane in live if member.open),
+        "lanes": list(lane_names[1:]),
+        "workers": sorted({member.report.worker_id for member, _ in open_to_requests}),
+        "slots": sum(lane.slots for _, lane in open_to_requests),
         "running": sum(lane.running for _, lane in live),
-        "waiting": sum(lane.waiting for _, lane in live),
+        # In this gateway's line and, where other gateways send too, at the workers.
+        "waiting": in_line + sum(lane.waiting for _, lane in live),
         "in_flight": sum(member.in_flight[lane.name] for member, lane in live),
         "requests": sum(lane.requests for lane in lanes),
         "prompt_tokens": sum(lane.prompt_tokens for lane in lanes),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -27,6 +28,14 @@ class PolicyInvalid(ValueError):
 
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Priority(StrEnum):
+    """How a request stands in a waiting line."""
+
+    INTERACTIVE = "interactive"
+    DEFAULT = "default"
+    BULK = "bulk"
 
 
 class SamplingPolicy(_Part):
@@ -66,18 +75,34 @@ class When(_Part):
     stream: bool | None = None
 
 
+class Spill(_Part):
+    """When a request stops waiting for its preferred pool alone."""
+
+    after_wait_ms: int = Field(ge=0)
+
+
 class Route(_Part):
     """Where requests go for which `when` holds: pools in order of preference."""
 
     name: Name
     when: When = When()
     to: Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
+    spill: Spill | None = None
+    """None: later pools are for when nobody in the first can take the request, however full."""
+
+
+class Queue(_Part):
+    """The waiting line in front of a pool whose slots are all taken."""
+
+    limit: int = Field(default=128, ge=0)
+    timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
 
 
 class Pool(_Part):
     """The lanes of all workers that together make one pool."""
 
     lanes: Annotated[tuple[Name, ...], Field(strict=False, min_length=1)]
+    queue: Queue = Queue()
 
 
 class PolicyDocument(_Part):
@@ -87,6 +112,10 @@ class PolicyDocument(_Part):
     models: dict[Name, ModelPolicy] = Field(default_factory=dict)
     routes: Annotated[tuple[Route, ...], Field(strict=False, min_length=1)]
     pools: dict[Name, Pool] = Field(min_length=1)
+    priorities: Annotated[
+        tuple[Annotated[Priority, Field(strict=False)], ...], Field(strict=False)
+    ] = tuple(Priority)
+    """Those that a client may ask for by header."""
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
@@ -122,6 +151,8 @@ class PolicyDocument(_Part):
                 for pool in route.to
                 if pool not in self.pools
             ]
+            if route.spill is not None and len(route.to) == 1:
+                problems.append(f"{where}.spill: there is no second pool to spill to")
             if route.when.model in aliases:
                 problems.append(f"{where}.when.model: '{route.when.model}' is an alias")
             always = route.when == When()

@@ -45,16 +45,17 @@ def sampling_defaults(policy: PolicyDocument, model: str) -> SamplingDefaults:
 def judge(policy: PolicyDocument, profile: RequestProfile) -> Verdict:
     """Find the first route whose conditions hold; the last route always does."""
     bypass = bypass_reasons(profile)
-    route = next(route for route in policy.routes if _holds(route.when, profile, bypass))
-    return Verdict(route=route, bypass=bypass)
+    for route in policy.routes[:-1]:
+        if _holds(route.when, profile, bypass):
+            return Verdict(route=route, bypass=bypass)
+    return Verdict(route=policy.routes[-1], bypass=bypass)
 
 
 def _holds(when: When, profile: RequestProfile, bypass: tuple[Bypass, ...]) -> bool:
-    wanted_and_found = (
-        (when.media, profile.media_count > 0),
-        (when.mtp_eligible, not bypass),
-        (when.model, profile.model),
-        (when.greedy, profile.sampling.greedy),
-        (when.stream, profile.stream),
+    return (
+        (when.media is None or when.media == (profile.media_count > 0))
+        and (when.mtp_eligible is None or when.mtp_eligible == (not bypass))
+        and (when.model is None or when.model == profile.model)
+        and (when.greedy is None or when.greedy == profile.sampling.greedy)
+        and (when.stream is None or when.stream == profile.stream)
     )
-    return all(wanted is None or wanted == found for wanted, found in wanted_and_found)

@@ -39,6 +39,7 @@ def workers(line: Line) -> APIRouter:
         if report.worker_id != worker_id:
             raise FieldInvalid("The report is of another worker than the path.", param="worker_id")
         line.fleet.beat(report)
+        line.dispatch.serve_waiting()
         await line.store.keep_report(report)
         return {"beat_s": BEAT_S}
 
@@ -55,7 +56,7 @@ def workers(line: Line) -> APIRouter:
                     "worker_id": member.report.worker_id,
                     "url": member.report.url,
                     "model": member.report.model,
-                    "state": worker_state(member),
+                    "state": worker_state(line.fleet, member),
                     "lanes": [lane.name for lane in member.report.lanes],
                     "last_beat_s_ago": round(line.fleet.age_s(member), 3),
                 }

@@ -48,8 +48,10 @@ def _told(inspected: Inspected, decision: Decision) -> dict[str, Any]:
         "bypass": [reason.value for reason in decision.bypass],
         "route": decision.route,
         "servable": bool(decision.candidates),
-        "candidates": [asdict(candidate) for candidate in decision.candidates],
+        "candidates": [candidate._asdict() for candidate in decision.candidates],
     }
+    if decision.spill_after_s is not None:
+        told["spill_after_s"] = decision.spill_after_s
     if decision.candidates:
         first = decision.candidates[0]
         told |= {"pool": first.pool, "worker": first.worker_id, "reason": first.reason}

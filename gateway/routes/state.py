@@ -59,6 +59,7 @@ def status(line: Line, relay: Relay) -> APIRouter:
             gateway=gateway,
             policy=line.policy,
             fleet=line.fleet,
+            in_line={pool: line.dispatch.waiting(pool) for pool in line.policy.pools},
             reports=await line.store.reports(),
             counts=await line.store.counts(),
             latencies=line.accounting.latencies(),

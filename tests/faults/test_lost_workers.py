@@ -112,7 +112,7 @@ def test_f05_a_stalled_stream_ends_in_an_error_event_and_frees_the_worker(
     gateway = hasty(worker, idle_timeout_s=0.2)
     with gateway.stream() as answer:
         received = answer.read()
-    assert error_code(received) == "worker_silent"
+    assert error_code(received) == "worker_stalled"
     eventually(lambda: worker.answering == 0)
     settles(gateway, failed=1)
 

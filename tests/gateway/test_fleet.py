@@ -1,11 +1,13 @@
-"""The live table under a clock of its own."""
+"""The live table under a clock of its own: who is in, who has room, who is left alone."""
 
 from __future__ import annotations
 
 import pytest
 
-from gateway.errors import WorkerIdTaken, WorkerUnreachable
-from gateway.fleet import BEAT_S, SILENT_AFTER_S, Fleet
+from gateway.breaker import Verdict
+from gateway.domain import Candidate
+from gateway.errors import WorkerIdTaken
+from gateway.fleet import BEAT_S, SILENT_AFTER_S, Fleet, Lease
 from tests.gateway.fake_worker import lane_report
 from workers.adapters.report import WorkerReport
 
@@ -37,7 +39,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def fleet(clock: Clock) -> Fleet:
-    return Fleet(clock)
+    return Fleet(clock, dice=lambda: 0.0)
 
 
 def ids(fleet: Fleet) -> list[str]:
@@ -70,37 +72,146 @@ def test_an_id_belongs_to_one_live_worker(fleet: Fleet, clock: Clock) -> None:
     assert ids(fleet) == ["mac"]
 
 
+def take(fleet: Fleet, worker_id: str = "mac", lane: str = "vlm") -> Lease | None:
+    return fleet.take(Candidate(lane, lane, worker_id, "policy", 0.0))
+
+
+def taken(fleet: Fleet, worker_id: str = "mac") -> Lease:
+    lease = take(fleet, worker_id)
+    assert lease is not None
+    return lease
+
+
+def in_flight(fleet: Fleet) -> int:
+    return fleet.view().workers[0].lanes[0].in_flight
+
+
 def test_a_new_boot_on_the_same_address_takes_over_at_once_with_no_load(fleet: Fleet) -> None:
     fleet.beat(report())
-    with fleet.dispatched("mac", "vlm"):
-        assert fleet.view().workers[0].lanes[0].in_flight == 1
-        fleet.beat(report("2"))
-        assert fleet.view().workers[0].lanes[0].in_flight == 0
-    assert fleet.view().workers[0].lanes[0].in_flight == 0, "released on the old boot, not the new"
+    lease = taken(fleet)
+    assert in_flight(fleet) == 1
+    fleet.beat(report("2"))
+    assert in_flight(fleet) == 0
+    fleet.give_back(lease, Verdict.FAILED)
+    assert in_flight(fleet) == 0, "released on the old boot, not the new"
+    assert fleet.members()[0].breaker.errors == 0, "and not held against the new one"
 
 
-def test_a_request_is_counted_while_it_runs_however_it_ends(fleet: Fleet) -> None:
+def test_a_slot_is_counted_while_it_is_held_and_no_more_are_given_than_there_are(
+    fleet: Fleet,
+) -> None:
     fleet.beat(report())
-    with pytest.raises(RuntimeError), fleet.dispatched("mac", "vlm"):  # noqa: PT012
-        assert fleet.view().workers[0].lanes[0].load == 0.25
-        raise RuntimeError
+    leases = [taken(fleet) for _ in range(4)]
+    assert fleet.view().workers[0].lanes[0].load == 1
+    assert take(fleet) is None
+    for lease in leases:
+        fleet.give_back(lease, Verdict.NONE)
     assert fleet.view().workers[0].lanes[0].load == 0
+    assert take(fleet) is not None
 
 
-def test_a_request_of_a_worker_that_left_is_unreachable(fleet: Fleet) -> None:
+def test_nobody_and_unknown_lanes_have_no_slots(fleet: Fleet) -> None:
+    assert take(fleet) is None
     fleet.beat(report())
+    assert take(fleet, lane="other") is None
     fleet.leave("mac")
-    with pytest.raises(WorkerUnreachable), fleet.dispatched("mac", "vlm"):
-        pass
+    assert take(fleet) is None
 
 
-def test_a_worker_set_aside_waits_for_its_next_beat(fleet: Fleet) -> None:
-    fleet.beat(report())
-    fleet.set_aside("mac")
-    fleet.refresh(report())
+def two(fleet: Fleet) -> None:
+    fleet.beat(report(worker_id="a"))
+    fleet.beat(report(worker_id="b"))
+
+
+def fail(fleet: Fleet, worker_id: str, times: int, verdict: Verdict = Verdict.FAILED) -> None:
+    for _ in range(times):
+        fleet.give_back(taken(fleet, worker_id), verdict)
+
+
+def test_a_worker_that_fails_five_times_is_out_for_ten_seconds(fleet: Fleet, clock: Clock) -> None:
+    two(fleet)
+    fail(fleet, "a", 5)
+    assert ids(fleet) == ["b"]
+    assert take(fleet, "a") is None
+    clock.now_s = 5.0
+    two(fleet)
+    assert ids(fleet) == ["b"], "a heartbeat alone proves nothing"
+    clock.now_s = 10.0
+    two(fleet)
+    assert ids(fleet) == ["a", "b"]
+
+
+def test_it_comes_back_with_one_request_then_two_then_all(fleet: Fleet, clock: Clock) -> None:
+    two(fleet)
+    fail(fleet, "a", 3, Verdict.UNREACHABLE)
+    clock.now_s = 10.0
+    two(fleet)
+    for at_a_time in (1, 2, 4):
+        leases = [taken(fleet, "a") for _ in range(at_a_time)]
+        assert take(fleet, "a") is None
+        for lease in leases:
+            fleet.give_back(lease, Verdict.ANSWERED)
+            break
+        for lease in leases[1:]:
+            fleet.give_back(lease, Verdict.NONE)
+    assert fleet.members()[0].breaker.at_a_time is None
+
+
+def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
+    fleet: Fleet, clock: Clock
+) -> None:
+    two(fleet)
+    fail(fleet, "a", 5)
+    clock.now_s = 10.0
+    two(fleet)
+    for _ in range(3):
+        lease = taken(fleet, "a")
+        assert take(fleet, "a") is None
+        fleet.give_back(lease, Verdict.NONE)
+    fleet.give_back(taken(fleet, "a"), Verdict.FAILED)
+    assert ids(fleet) == ["b"]
+    assert fleet.members()[0].breaker.ejections == 2
+
+
+def test_what_was_sent_before_an_ejection_has_no_more_to_say(fleet: Fleet, clock: Clock) -> None:
+    clock.now_s = 1.0
+    two(fleet)
+    slow, broken = taken(fleet, "a"), taken(fleet, "a")
+    fail(fleet, "a", 5)
+    clock.now_s = 11.0
+    two(fleet)
+    on_probation = taken(fleet, "a")
+    fleet.give_back(slow, Verdict.ANSWERED)
+    fleet.give_back(broken, Verdict.FAILED)
+    assert take(fleet, "a") is None, "one at a time still"
+    fleet.give_back(on_probation, Verdict.ANSWERED)
+    assert fleet.members()[0].breaker.at_a_time == 2
+
+
+def test_the_last_worker_of_a_model_is_never_left_alone(fleet: Fleet, clock: Clock) -> None:
+    two(fleet)
+    fail(fleet, "a", 5)
+    fail(fleet, "b", 50)
+    assert ids(fleet) == ["b"], "the last one stays"
+    fleet.leave("b")
+    assert ids(fleet) == ["a"], "an ejected one is better than none"
+    assert len([taken(fleet, "a") for _ in range(4)]) == 4, "with all its slots"
+    fleet.beat(report(worker_id="c", model="other"))
+    assert ids(fleet) == ["a", "c"], "a worker of another model is no help"
+
+
+def test_a_worker_that_asks_for_time_gets_it_and_is_not_broken(fleet: Fleet, clock: Clock) -> None:
+    two(fleet)
+    fleet.give_back(taken(fleet, "a"), Verdict.BUSY, 3.0)
+    assert ids(fleet) == ["b"]
+    assert fleet.opens_in_s("demo") == 3.0
+    fleet.give_back(taken(fleet, "b"), Verdict.BUSY, 2.0)
     assert ids(fleet) == []
-    fleet.beat(report())
-    assert ids(fleet) == ["mac"]
+    assert fleet.opens_in_s("demo") == 2.0
+    assert fleet.opens_in_s("demo", without=frozenset("b")) == 3.0
+    clock.now_s = 3.0
+    assert ids(fleet) == ["a", "b"]
+    assert [member.breaker.ejections for member in fleet.members()] == [0, 0]
 
 
 def test_an_answer_of_another_boot_changes_nothing(fleet: Fleet) -> None:
@@ -112,6 +223,6 @@ def test_an_answer_of_another_boot_changes_nothing(fleet: Fleet) -> None:
 def test_a_snapshot_does_not_change_with_the_table(fleet: Fleet) -> None:
     fleet.beat(report())
     view = fleet.view()
-    with fleet.dispatched("mac", "vlm"):
-        fleet.leave("mac")
+    taken(fleet)
+    fleet.leave("mac")
     assert view.workers[0].lanes[0].in_flight == 0

@@ -9,6 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PURE = (
+    "gateway/breaker.py",
     "gateway/domain.py",
     "gateway/errors.py",
     "gateway/inspection.py",
@@ -17,7 +18,10 @@ PURE = (
     "gateway/sse.py",
     "gateway/status.py",
     "gateway/store.py",
+    "gateway/fair_line.py",
     "gateway/fleet.py",
+    "gateway/quarantine.py",
+    "gateway/retry_budget.py",
     "policies/document.py",
     "policies/evaluation.py",
     "policies/profile.py",

@@ -30,11 +30,13 @@ def worker(name: str, model: str = "demo", **in_flight: int) -> WorkerView:
         LaneView(report=lane_report(lane.replace("_", "-")), in_flight=count)
         for lane, count in busy.items()
     )
-    return WorkerView(worker_id=name, model=model, lanes=lanes)
+    return WorkerView(worker_id=name, models=(model,), lanes=lanes)
 
 
 def fleet(*workers: WorkerView) -> FleetView:
-    return FleetView(workers=workers, known_models=frozenset(one.model for one in workers))
+    return FleetView(
+        workers=workers, known_models=frozenset(model for one in workers for model in one.models)
+    )
 
 
 def chosen(profile: RequestProfile, *workers: WorkerView, seed: int = 0) -> tuple[str, str, str]:
@@ -52,12 +54,12 @@ def test_each_kind_of_request_gets_its_lane_and_its_reason() -> None:
 def test_the_least_loaded_worker_is_first_relative_to_its_slots() -> None:
     small = WorkerView(
         worker_id="small",
-        model="demo",
+        models=("demo",),
         lanes=(LaneView(report=lane_report("vlm", slots=2), in_flight=1),),
     )
     large = WorkerView(
         worker_id="large",
-        model="demo",
+        models=("demo",),
         lanes=(LaneView(report=lane_report("vlm", slots=16), in_flight=4),),
     )
     assert chosen(SAMPLED, small, large)[1] == "large"
@@ -83,6 +85,9 @@ def test_the_second_pool_comes_behind_all_of_the_first() -> None:
         ("vlm", "b"),
         ("vlm", "a"),
     ]
+    assert [one.spill for one in decision.candidates] == [False, False, True, True]
+    assert [one.reason for one in decision.candidates] == ["eligible"] * 2 + ["spilled"] * 2
+    assert decision.spill_after_s == 0.25
 
 
 @pytest.mark.parametrize(
@@ -94,10 +99,10 @@ def test_without_a_speculating_lane_the_reason_says_why(
 ) -> None:
     idle = LaneView(report=lane_report("text-mtp", **changes), in_flight=0)
     sees = LaneView(report=lane_report("vlm"), in_flight=0)
-    both = WorkerView(worker_id="mac", model="demo", lanes=(idle, sees))
+    both = WorkerView(worker_id="mac", models=("demo",), lanes=(idle, sees))
     assert chosen(GREEDY, both) == ("vlm", "mac", reason)
     assert chosen(SAMPLED, both) == ("vlm", "mac", "non_greedy_sampling")
-    alone = WorkerView(worker_id="mac", model="demo", lanes=(idle,))
+    alone = WorkerView(worker_id="mac", models=("demo",), lanes=(idle,))
     assert chosen(GREEDY, alone) == ("text-mtp", "mac", reason), "the last resort still answers"
     assert chosen(GREEDY, alone, worker("b")) == ("text-mtp", "b", "eligible")
 
@@ -172,12 +177,13 @@ def test_every_decision_is_possible_ranked_and_reasoned(
     by_id = {one.worker_id: one for one in workers}
     loads: dict[str, list[float]] = {}
     for one in decision.candidates:
-        assert by_id[one.worker_id].model == profile.model
+        assert profile.model in by_id[one.worker_id].models
         loads.setdefault(one.pool, []).append(one.load)
         if one.lane == "text-mtp":
             assert one.reason == "eligible"
             assert decision.bypass == ()
         else:
-            assert one.reason in [*Bypass, "policy"]
+            assert one.reason in [*Bypass, "policy", "spilled"]
+        assert one.spill == (one.reason == "spilled") == (one.pool != decision.candidates[0].pool)
     for ranked in loads.values():
         assert ranked == sorted(ranked)

@@ -57,12 +57,14 @@ def test_every_field_of_a_lane_either_adds_up_or_is_of_the_moment() -> None:
         "mtp_enabled",
         "requested_draft_tokens",
         "effective_draft_tokens",
+        "draft_tokens_by_rows",
         "head_healthy",
     }
     added = {
         "speculation",
         "bypass_counts",
         "spec_prefill",
+        "prefix",
         "requests",
         "prompt_tokens",
         "completion_tokens",

@@ -1,0 +1,203 @@
+"""Give each request a slot of a worker: at once where one is free, else in its pool's turn.
+
+All of it runs on one event loop and without a lock: whatever may have made room (an answer that
+ended, a heartbeat, a worker that comes back) calls `serve_waiting`, which gives free slots away
+there and then. So a slot is never free while a request waits that could use it, and nobody who
+just arrived is faster than those in line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from random import Random
+
+from gateway.breaker import Verdict
+from gateway.domain import Caller, Decision
+from gateway.errors import GatewayError, NoWorker, QueueFull, QueueTimeout, WorkerBusy
+from gateway.fair_line import FairLine
+from gateway.fleet import NOBODY, Fleet, Lease
+from gateway.routing import decide
+from policies.document import PolicyDocument
+from policies.profile import RequestProfile, bypass_reasons
+
+_RETRY_AFTER_RANGE_S = (1.0, 60.0)
+
+
+@dataclass(slots=True, eq=False)
+class _Waiter:
+    """One request in line; it may stand in the lines of several pools."""
+
+    profile: RequestProfile
+    caller: Caller
+    tried: frozenset[str]
+    entered_s: float
+    seat: asyncio.Future[Lease]
+    kind: Hashable
+    """Where there is no slot for one request, there is none for another of the same kind."""
+    pools: list[str] = field(default_factory=list)
+    spilled: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    line: FairLine[_Waiter] = field(default_factory=FairLine)
+    at_home: int = 0
+    """Those in line whose preferred pool this is; the others are guests of a full one."""
+    last_wait_s: float = 0.0
+    """Of the last one served: the best guess for the next."""
+
+
+class Dispatch:
+    """Slots for requests. `clock` is monotonic and in seconds."""
+
+    def __init__(
+        self, policy: PolicyDocument, fleet: Fleet, clock: Callable[[], float], rng: Random
+    ) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._clock = clock
+        self._rng = rng
+        self._pools = {name: _Pool() for name in policy.pools}
+        self._waiting = 0
+
+    def waiting(self, pool: str) -> int:
+        """Count the requests in line whose preferred pool this is."""
+        return self._pools[pool].at_home
+
+    def decide(self, profile: RequestProfile, tried: frozenset[str]) -> Decision:
+        """Decide as of now, leaving out workers that were tried already."""
+        return decide(self._policy, profile, self._fleet.view(without=tried), self._rng)
+
+    async def lease(
+        self,
+        profile: RequestProfile,
+        decision: Decision,
+        caller: Caller,
+        tried: frozenset[str] = NOBODY,
+    ) -> Lease:
+        """Take a slot, waiting for one in line; raise where none can be had in time.
+
+        Whoever takes it must `give_back`, in the same function and however it ends.
+        """
+        for candidate in decision.candidates:
+            if candidate.spill and decision.spill_after_s != 0:
+                break
+            if (lease := self._fleet.take(candidate)) is not None:
+                return lease
+        if not decision.candidates:
+            raise self._nobody(profile, tried)
+        return await self._wait(profile, decision, caller, tried)
+
+    def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
+        """Free the slot, hold what happened against the worker, and let the next one in."""
+        opened_at_s = lease.member.breaker.opens_at_s
+        self._fleet.give_back(lease, verdict, retry_after_s)
+        self.serve_waiting()
+        opens_at_s = lease.member.breaker.opens_at_s
+        if opens_at_s > opened_at_s:
+            delay_s = opens_at_s - self._clock()
+            asyncio.get_running_loop().call_later(delay_s, self.serve_waiting)
+
+    def serve_waiting(self) -> None:
+        """Give free slots to those in line, for as long as both last."""
+        if not self._waiting:
+            return
+        # Where pools share a lane, the one whose next request waits longest comes first.
+        for name, pool in sorted(self._pools.items(), key=lambda item: _since_s(item[1])):
+            hopeless: set[Hashable] = set()
+            for waiter in pool.line:
+                kind = (waiter.kind, waiter.spilled)
+                if kind in hopeless or waiter.seat.done():
+                    continue
+                if not self._seat(waiter, name):
+                    hopeless.add(kind)
+
+    def retry_after_s(self, pool: str) -> float:
+        """Guess when asking again makes sense: as long as the last one served had to wait."""
+        low, high = _RETRY_AFTER_RANGE_S
+        return min(max(self._pools[pool].last_wait_s, low), high)
+
+    async def _wait(
+        self,
+        profile: RequestProfile,
+        decision: Decision,
+        caller: Caller,
+        tried: frozenset[str],
+    ) -> Lease:
+        home = decision.candidates[0].pool
+        queue = self._policy.pools[home].queue
+        if self._pools[home].at_home >= queue.limit:
+            raise QueueFull(self.retry_after_s(home))
+        seat: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        kind = (profile.model, decision.route, bypass_reasons(profile), tried)
+        waiter = _Waiter(profile, caller, tried, self._clock(), seat, kind)
+        self._pools[home].at_home += 1
+        self._waiting += 1
+        try:
+            self._enter(waiter, home)
+            left_s = queue.timeout_s
+            if decision.spill_after_s is not None and decision.spill_after_s < left_s:
+                await asyncio.wait((seat,), timeout=decision.spill_after_s)
+                left_s -= decision.spill_after_s
+                if not seat.done():
+                    waiter.spilled = True
+                    self._widen(waiter)
+                    self.serve_waiting()
+            if not seat.done():
+                await asyncio.wait((seat,), timeout=left_s)
+            if not seat.done():
+                raise QueueTimeout(self.retry_after_s(home))
+            lease = seat.result()
+            lease.waited_s = self._clock() - waiter.entered_s
+            return lease
+        except BaseException:
+            if seat.done():  # a slot was given to one who leaves in the same moment
+                self.give_back(seat.result(), Verdict.NONE)
+            raise
+        finally:
+            self._pools[home].at_home -= 1
+            self._waiting -= 1
+            for name in waiter.pools:
+                self._pools[name].line.leave(waiter)
+
+    def _enter(self, waiter: _Waiter, pool: str) -> None:
+        waiter.pools.append(pool)
+        self._pools[pool].line.enter(waiter, waiter.caller.priority, waiter.caller.client)
+
+    def _widen(self, waiter: _Waiter) -> None:
+        """Let a request stand in the lines of all pools that may take it."""
+        for candidate in self.decide(waiter.profile, waiter.tried).candidates:
+            if candidate.pool not in waiter.pools:
+                self._enter(waiter, candidate.pool)
+
+    def _seat(self, waiter: _Waiter, pool: str) -> bool:
+        """Give a slot of this pool to a request in line, if one is free that it may have."""
+        decision = self.decide(waiter.profile, waiter.tried)
+        for candidate in decision.candidates:
+            if candidate.pool != pool or (candidate.spill and not waiter.spilled):
+                continue
+            if (lease := self._fleet.take(candidate)) is not None:
+                self._leave_lines(waiter, pool)
+                waiter.seat.set_result(lease)
+                return True
+        if decision.candidates and decision.candidates[0].pool not in waiter.pools:
+            self._widen(waiter)  # nobody is left in the pool that it waited for
+        return False
+
+    def _leave_lines(self, waiter: _Waiter, pool: str) -> None:
+        self._pools[pool].line.serve(waiter)
+        for name in waiter.pools:
+            self._pools[name].line.leave(waiter)
+            self._pools[name].last_wait_s = self._clock() - waiter.entered_s
+
+    def _nobody(self, profile: RequestProfile, tried: frozenset[str]) -> GatewayError:
+        opens_in_s = self._fleet.opens_in_s(profile.model, without=tried)
+        if opens_in_s is not None:
+            return WorkerBusy(opens_in_s)
+        return NoWorker(f"No worker can take requests for the model '{profile.model}' now.")
+
+
+def _since_s(pool: _Pool) -> float:
+    return next((waiter.entered_s for waiter in pool.line), float("inf"))

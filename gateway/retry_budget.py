@@ -1,0 +1,35 @@
+"""How many requests may be on a further attempt at once: enough for a fault, not for a storm."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+SHARE = 0.2
+"""Of all active requests; Envoy's retry budget."""
+AT_LEAST = 3
+
+
+class RetryBudget:
+    """Counts active requests, and those among them that are on a further attempt without answer."""
+
+    def __init__(self) -> None:
+        self.active = 0
+        self.retrying = 0
+        self.denied = 0
+        """Retries that were not made since the start."""
+
+    def allows(self) -> bool:
+        """Say whether one more request may be tried again; a refusal is counted."""
+        allowed = self.retrying < max(AT_LEAST, int(SHARE * self.active))
+        self.denied += not allowed
+        return allowed
+
+    @contextlib.contextmanager
+    def retry(self) -> Iterator[None]:
+        """Count a further attempt until its answer begins: from then on nothing is tried again."""
+        self.retrying += 1
+        try:
+            yield
+        finally:
+            self.retrying -= 1

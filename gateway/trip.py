@@ -1,0 +1,37 @@
+"""One request on its way to a worker and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from gateway.client import Headers
+from gateway.domain import Caller, Candidate, Inspected, Usage
+
+
+@dataclass(slots=True, kw_only=True)
+class Trip:
+    """One request on its way, and what happened to it so far: kept here, read by accounting."""
+
+    identity: str
+    inspected: Inspected
+    began_s: float
+    caller: Caller = field(default_factory=Caller)
+    attempts: int = 0
+    candidate: Candidate | None = None
+    waited_s: float = 0.0
+    dispatched_s: float | None = None
+    first_token_s: float | None = None
+    usage: Usage = field(default_factory=Usage)
+
+
+def route_headers(trip: Trip) -> Headers:
+    """Say in headers where the request went and why."""
+    if trip.candidate is None:
+        return []
+    return [
+        (b"x-paceline-pool", trip.candidate.pool.encode()),
+        (b"x-paceline-worker", trip.candidate.worker_id.encode()),
+        (b"x-paceline-reason", trip.candidate.reason.encode()),
+        (b"x-paceline-prefix", b"none"),
+        (b"x-paceline-attempts", str(trip.attempts).encode()),
+    ]

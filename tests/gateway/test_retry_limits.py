@@ -1,0 +1,67 @@
+"""How often is too often: the retry budget, and bodies that workers died of."""
+
+from __future__ import annotations
+
+from gateway.quarantine import KEPT_S, Quarantine
+from gateway.retry_budget import RetryBudget
+
+
+def test_a_fifth_of_the_active_requests_may_be_tried_again_and_three_always() -> None:
+    budget = RetryBudget()
+    for active, allowed in ((0, 3), (10, 3), (15, 3), (20, 4), (100, 20)):
+        budget.active, budget.retrying = active, allowed - 1
+        assert budget.allows()
+        budget.retrying = allowed
+        assert not budget.allows()
+    assert budget.denied == 5
+
+
+def test_a_further_attempt_counts_until_its_answer_begins_however_that_ends() -> None:
+    budget = RetryBudget()
+    try:
+        with budget.retry():
+            assert budget.retrying == 1
+            raise RuntimeError
+    except RuntimeError:
+        pass
+    assert budget.retrying == 0
+
+
+def test_a_body_is_held_back_after_it_cost_two_workers() -> None:
+    quarantine = Quarantine()
+    quarantine.lost(b"poison", "boot-1", 0.0)
+    assert not quarantine.holds(b"poison", 0.0)
+    quarantine.lost(b"poison", "boot-1", 1.0)
+    assert not quarantine.holds(b"poison", 1.0), "one worker twice is one worker"
+    quarantine.lost(b"poison", "boot-2", 2.0)
+    assert quarantine.holds(b"poison", 2.0)
+    assert not quarantine.holds(b"other", 2.0)
+    assert len(quarantine) == 1
+
+
+def test_it_is_forgotten_after_ten_minutes() -> None:
+    quarantine = Quarantine()
+    for boot in ("1", "2"):
+        quarantine.lost(b"poison", boot, 0.0)
+    assert quarantine.holds(b"poison", KEPT_S - 1)
+    assert not quarantine.holds(b"poison", KEPT_S)
+    quarantine.lost(b"poison", "3", KEPT_S)
+    assert not quarantine.holds(b"poison", KEPT_S)
+
+
+def test_a_body_that_a_worker_survives_was_only_near_the_death() -> None:
+    quarantine = Quarantine()
+    quarantine.lost(b"innocent", "1", 0.0)
+    quarantine.answered(b"innocent")
+    quarantine.lost(b"innocent", "2", 1.0)
+    assert not quarantine.holds(b"innocent", 1.0)
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    quarantine = Quarantine()
+    for number in range(3000):
+        for boot in ("1", "2"):
+            quarantine.lost(b"%d" % number, boot, 0.0)
+    assert len(quarantine) == 1024
+    assert not quarantine.holds(b"0", 0.0), "the oldest is forgotten first"
+    assert quarantine.holds(b"2999", 0.0)
