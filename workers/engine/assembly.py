@@ -78,7 +78,7 @@ def assemble(settings: EngineSettings) -> Assembly:
         siblings=(),
         memory=memory,
     )
-    logger.info("engine.warming_up kernels are compiled once a machine; on Linux that takes a while")
+    logger.info("engine.warming_up the first start on a machine compiles kernels")
     warm_up(rehearsal, prompts, draft_tokens)
     health = None
     if draft_tokens:
