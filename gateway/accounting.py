@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from gateway.domain import Served
 from gateway.metrics import Meters
 from gateway.store import Key, Store
+from policies.profile import Bypass
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ def tally(served: Served) -> Counter[Key]:
         chosen = served.candidate
         counts["decisions", chosen.pool, served.decision.route, chosen.reason] = 1
         counts.update(("bypass", reason.value) for reason in served.decision.bypass)
+        if chosen.reason == Bypass.MTP_NOT_PAYING:  # of that worker, not of the request
+            counts["bypass", chosen.reason] = 1
     if served.attempts > 1:
         counts["retries",] = served.attempts - 1
     if served.inspected is not None:

@@ -104,6 +104,7 @@ def add_lanes(kept: LaneReport, later: LaneReport) -> LaneReport:
             "speculation": kept.speculation + later.speculation,
             "bypass_counts": dict(bypass),
             "spec_prefill": kept.spec_prefill + later.spec_prefill,
+            "prefix": kept.prefix + later.prefix,
             "requests": kept.requests + later.requests,
             "prompt_tokens": kept.prompt_tokens + later.prompt_tokens,
             "completion_tokens": kept.completion_tokens + later.completion_tokens,

@@ -101,6 +101,38 @@ def test_without_an_mtp_worker_greedy_text_runs_on_vlm_and_says_so(
     assert answer.headers["x-paceline-reason"] == "no_mtp_worker"
 
 
+def test_requests_that_stay_plain_since_drafting_does_not_pay_are_named_and_counted(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    lane = lane_report(
+        "text-mtp", draft_tokens_by_rows=(0, 0, 0, 0), bypass_counts={"mtp_not_paying": 3}
+    )
+    worker.reported = worker.report(lanes=[lane.model_dump()])
+    gateway.join(worker, lanes=[lane.model_dump()])
+    answer = gateway.chat(temperature=0)
+    status = gateway.status()
+    assert answer.headers["x-paceline-reason"] == "mtp_not_paying"
+    assert answer.headers["x-paceline-pool"] == "text-mtp"
+    assert status["decisions"]["bypass_counts"] == {"mtp_not_paying": 1}
+    assert status["decisions"]["reasons"] == {"mtp_not_paying": 1}
+    assert status["mtp"]["bypass_counts"] == {"mtp_not_paying": 3}, "as the worker counted"
+
+
+def test_what_is_kept_of_system_prompts_is_told_by_lane_and_summed_over_boots(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    prefix = {"hits": 3, "misses": 1, "cached_tokens": 600}
+    lane = lane_report("text-mtp", prefix=prefix)
+    for boot in ("one", "two"):
+        worker.boot_id = boot
+        told = {"lanes": [lane.model_dump()], "snapshot_bytes": 4096}
+        worker.reported = worker.report(**told)
+        gateway.join(worker, **told)
+    status = gateway.status()["workers"]["fake-a"]
+    assert status["snapshot_bytes"] == 4096
+    assert status["lanes"]["text-mtp"]["prefix"] == {name: 2 * n for name, n in prefix.items()}
+
+
 def test_decisions_are_counted_by_pool_route_and_every_reason(line: Gateway) -> None:
     line.chat(temperature=0)
     line.chat(temperature=0)

@@ -107,6 +107,17 @@ def test_without_a_speculating_lane_the_reason_says_why(
     assert chosen(GREEDY, alone, worker("b")) == ("text-mtp", "b", "eligible")
 
 
+def test_drafting_that_does_not_pay_for_the_batch_it_would_join_is_the_reason() -> None:
+    """Of this worker and batch size alone: a request that finds it idle may still draft."""
+    report = lane_report("text-mtp", draft_tokens_by_rows=(2, 1, 0, 0))
+
+    def reason(in_flight: int) -> str:
+        lane = LaneView(report=report, in_flight=in_flight)
+        return chosen(GREEDY, WorkerView(worker_id="mac", models=("demo",), lanes=(lane,)))[2]
+
+    assert [reason(rows) for rows in (0, 1, 2, 3, 9)] == ["eligible"] * 2 + ["mtp_not_paying"] * 3
+
+
 def test_only_workers_of_the_model_are_asked() -> None:
     assert chosen(GREEDY, worker("a", model="other"), worker("b"))[1] == "b"
     assert decide(POLICY, GREEDY, fleet(worker("a", model="other")), Random(0)).candidates == ()

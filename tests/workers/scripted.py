@@ -102,6 +102,9 @@ class ScriptedEngine:
     def memory_bytes(self) -> int:
         return 0
 
+    def snapshot_bytes(self) -> int:
+        return 0
+
     def stop(self) -> None:
         self.alive = False
 

@@ -90,6 +90,41 @@ async def test_metrics_carry_vllms_counters_once_and_agree_with_status(
     assert requests == {lane.name: lane.requests for lane in report.lanes}
 
 
+async def test_system_prompts_read_once_are_counted_and_told_in_the_answer(
+    worker: RunningWorker,
+) -> None:
+    system = {"role": "system", "content": "You sell boats. " + "The blue boat is warm. " * 20}
+    body = {"model": worker.model, "temperature": 0, "max_tokens": 8}
+    async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
+        before = (await client.get("/v1/status")).json()
+        answers = await asyncio.gather(
+            *(
+                client.post(
+                    "/v1/chat/completions",
+                    json={**body, "messages": [system, {"role": "user", "content": f"Hello {n}"}]},
+                )
+                for n in range(4)
+            )
+        )
+        after = (await client.get("/v1/status")).json()
+        metrics = (await client.get("/metrics")).text
+    cached = [
+        answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers
+    ]
+    assert cached.count(0) == 1, "the first users of a prompt, all at once, read it once"
+    assert len(set(cached)) == 2
+    lane, earlier = (told["lanes"]["text-mtp"]["prefix"] for told in (after, before))
+    grown = {name: lane[name] - earlier[name] for name in lane}
+    assert grown == {"hits": 3, "misses": 1, "cached_tokens": sum(cached)}
+    drafts = [answer.json()["metrics"]["speculative_decoding"] for answer in answers]
+    assert all(counts["num_draft_tokens"] > 0 for counts in drafts), "with speculation on"
+    assert after["memory"]["snapshot_bytes"] > before["memory"]["snapshot_bytes"]
+    assert f'paceline_worker_prefix_hits_total{{lane="text-mtp",model_name="{worker.model}"}}' in (
+        metrics
+    )
+    assert "paceline_worker_snapshot_bytes{" in metrics
+
+
 async def test_models_lists_the_one_that_is_served(worker: RunningWorker) -> None:
     async with httpx.AsyncClient(base_url=worker.url) as client:
         listed = (await client.get("/v1/models")).json()["data"]

@@ -103,6 +103,25 @@ class SpecPrefillCounts(Record):
         )
 
 
+class PrefixCounts(Record):
+    """What was found of the system prompts that requests share, since boot."""
+
+    hits: NonNegativeInt = 0
+    """Prompts whose beginning came out of a snapshot, from memory or from disk."""
+    misses: NonNegativeInt = 0
+    """Prompts with such a beginning that had to be read."""
+    cached_tokens: NonNegativeInt = 0
+    """Prompt tokens that were not read again."""
+
+    def __add__(self, other: PrefixCounts) -> PrefixCounts:
+        """Add two counts."""
+        return PrefixCounts(
+            hits=self.hits + other.hits,
+            misses=self.misses + other.misses,
+            cached_tokens=self.cached_tokens + other.cached_tokens,
+        )
+
+
 class LaneReport(Record):
     """One lane at one moment."""
 
@@ -122,10 +141,16 @@ class LaneReport(Record):
     speculation: Speculation = Field(default_factory=Speculation)
     bypass_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
     spec_prefill: SpecPrefillCounts = Field(default_factory=SpecPrefillCounts)
+    prefix: PrefixCounts = Field(default_factory=PrefixCounts)
     requests: NonNegativeInt = 0
     """Finished since boot, cancelled and failed ones too."""
     prompt_tokens: NonNegativeInt = 0
     completion_tokens: NonNegativeInt = 0
+
+    def drafting_pays(self, rows: int) -> bool:
+        """Say whether drafting was found to pay for so many rows; unless measured, it does."""
+        measured = self.draft_tokens_by_rows
+        return not measured or measured[min(rows, len(measured)) - 1] > 0
 
 
 class WorkerReport(Record):
@@ -141,6 +166,8 @@ class WorkerReport(Record):
     ready: bool = True
     draining: bool = False
     memory_bytes: NonNegativeInt = 0
+    snapshot_bytes: NonNegativeInt = 0
+    """Of these, what is kept of system prompts."""
     lanes: tuple[LaneReport, ...]
 
 

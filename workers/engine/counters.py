@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from policies.profile import Bypass
-from workers.adapters.report import LaneReport, SpecPrefillCounts, Speculation
+from workers.adapters.report import LaneReport, PrefixCounts, SpecPrefillCounts, Speculation
 from workers.engine.requests import LaneName
 from workers.engine.rows import Row
 
@@ -26,6 +26,7 @@ class LaneCounters:
         self._bypass: Counter[str] = Counter()
         self._speculation = Speculation()
         self._spec_prefill = SpecPrefillCounts()
+        self._prefix = PrefixCounts()
         self._requests = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0
@@ -55,6 +56,12 @@ class LaneCounters:
         """Count a prompt that could have been read sparsely and is read in full."""
         with self._lock:
             self._spec_prefill += SpecPrefillCounts(read_in_full={reason: 1})
+
+    def look_up(self, row: Row) -> None:
+        """Count whether the shared beginning of a prompt was found."""
+        hit = row.cached_tokens > 0
+        with self._lock:
+            self._prefix += PrefixCounts(hits=hit, misses=not hit, cached_tokens=row.cached_tokens)
 
     def finish(self, row: Row) -> None:
         """Count an answer that has ended, for whatever reason; its prompt once for all choices."""
@@ -97,6 +104,7 @@ class LaneCounters:
                 speculation=self._speculation,
                 bypass_counts=dict(self._bypass),
                 spec_prefill=self._spec_prefill,
+                prefix=self._prefix,
                 requests=self._requests,
                 prompt_tokens=self._prompt_tokens,
                 completion_tokens=self._completion_tokens,

@@ -78,6 +78,10 @@ class Engine:
         """Return the bytes that MLX holds: weights, caches, activations."""
         return int(mx.get_active_memory())
 
+    def snapshot_bytes(self) -> int:
+        """Return the bytes of them that are kept of system prompts."""
+        return self._snapshots.size_bytes
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; generations still running end in `EngineStopped`."""
         self._thread.stop(timeout_s)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -23,6 +23,11 @@ _SPEC_PREFILL_COUNTERS = {
     "prompts": "Long prompts read sparsely, by the choice of a draft model.",
     "scored_tokens": "Their tokens that the draft model scored.",
     "kept_tokens": "Those of them that were read.",
+}
+_PREFIX_COUNTERS = {
+    "hits": "Prompts whose system prompt was read before.",
+    "misses": "Prompts whose system prompt had to be read.",
+    "cached_tokens": "Prompt tokens that were not read again.",
 }
 _LANE_GAUGES = {
     "running": "Requests that generate now.",
@@ -50,11 +55,14 @@ class _Snapshot(Collector):
             yield self._per_lane(GaugeMetricFamily, name, text)
         yield _bypasses(self._report)
         yield from _spec_prefill(self._report)
-        memory = GaugeMetricFamily(
-            "paceline_worker_memory_bytes", "Memory in use by MLX.", labels=("model_name",)
-        )
-        memory.add_metric((self._report.model,), self._report.memory_bytes)
-        yield memory
+        yield from _grouped(self._report, "prefix", _PREFIX_COUNTERS)
+        yield self._gauge("memory_bytes", "Memory in use by MLX.")
+        yield self._gauge("snapshot_bytes", "Memory for what is kept of system prompts.")
+
+    def _gauge(self, name: str, text: str) -> Metric:
+        gauge = GaugeMetricFamily(f"paceline_worker_{name}", text, labels=("model_name",))
+        gauge.add_metric((self._report.model,), getattr(self._report, name))
+        return gauge
 
     def _per_lane(self, family: Any, name: str, text: str) -> Metric:
         metric: Metric = family(f"paceline_worker_{name}", text, labels=("model_name", "lane"))
@@ -100,14 +108,19 @@ def _bypasses(report: WorkerReport) -> Metric:
     return metric
 
 
-def _spec_prefill(report: WorkerReport) -> Iterator[Metric]:
-    for name, text in _SPEC_PREFILL_COUNTERS.items():
+def _grouped(report: WorkerReport, group: str, counters: Mapping[str, str]) -> Iterator[Metric]:
+    """Yield the counts that a lane's report holds as a record of its own."""
+    for name, text in counters.items():
         counter = CounterMetricFamily(
-            f"paceline_worker_spec_prefill_{name}", text, labels=("model_name", "lane")
+            f"paceline_worker_{group}_{name}", text, labels=("model_name", "lane")
         )
         for lane in report.lanes:
-            counter.add_metric((report.model, lane.name), getattr(lane.spec_prefill, name))
+            counter.add_metric((report.model, lane.name), getattr(getattr(lane, group), name))
         yield counter
+
+
+def _spec_prefill(report: WorkerReport) -> Iterator[Metric]:
+    yield from _grouped(report, "spec_prefill", _SPEC_PREFILL_COUNTERS)
     in_full = CounterMetricFamily(
         "paceline_worker_spec_prefill_read_in_full",
         "Prompts read in full though a draft model was asked for, by reason.",

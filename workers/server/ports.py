@@ -61,5 +61,8 @@ class ServingEngine(Protocol):
     def memory_bytes(self) -> int:
         """Memory in use by MLX."""
 
+    def snapshot_bytes(self) -> int:
+        """Memory of it that holds system prompts."""
+
     def stop(self) -> None:
         """End the engine thread; what still runs is refused."""

@@ -84,5 +84,6 @@ class Worker:
             ready=self.ready,
             draining=self.traffic.draining,
             memory_bytes=self.engine.memory_bytes(),
+            snapshot_bytes=self.engine.snapshot_bytes(),
             lanes=self.engine.lane_reports(),
         )
