@@ -65,12 +65,14 @@ class Scanner:
         start, search_from = 0, self._searched
         while end := _event_end(data, search_from):
             self._read(data[start:end], passed)
-            start = search_from = end
+            start = end
+            if plain := self._plain_up_to(data, start):
+                passed += data[start:plain]
+                start = plain
+            search_from = start
         self._pending = data[start:]
         self._searched = max(0, len(self._pending) - 3)
-        if self.reading.done or self.reading.broken:
-            self._pending = b""  # nothing belongs behind the end, so nothing of it is kept
-        elif len(self._pending) > self._limit_bytes:
+        if len(self._pending) > self._limit_bytes:
             self._break("an event is too long")
             self._pending = b""
         return bytes(passed)
@@ -94,6 +96,18 @@ class Scanner:
             and _DONE not in data
             and _TELLING.search(data) is None
         )
+
+    def _plain_up_to(self, data: bytes, start: int) -> int:
+        """Find where whole events of plain text end that begin at `start`; 0 if none does."""
+        reading = self.reading
+        quiet = reading.content_seen and not reading.done and not reading.broken
+        if not quiet or b"\r" in data or len(data) - start > self._limit_bytes:
+            return 0
+        telling = _TELLING.search(data, start)
+        upto = telling.start() if telling else len(data)
+        done = data.find(_DONE, start, upto)
+        end = data.rfind(b"\n\n", start, done if done >= 0 else upto)
+        return end + 2 if end >= 0 else 0
 
     def _read(self, event: bytes, passed: bytearray) -> None:
         """Learn from one event and add it to what is passed on, unless it is to be hidden."""
