@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -72,6 +73,7 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
         snapshots: Snapshots | None = None,
         memory: MemoryEstimate | None = None,
         sparse_reading: SparseReading = OFF,
+        clock: Callable[[], float] = time.perf_counter,
         **parts: Any,
     ) -> Lane:
         return Lane(
@@ -85,6 +87,7 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
             pace=PrefillPace(chunk_tokens, budget_s=60.0),
             memory=memory or PLENTY,
             sparse_reading=sparse_reading,
+            clock=clock,
         )
 
     return make

@@ -1,10 +1,13 @@
 """One lane, stepped by hand: who joins, who leaves, what is counted."""
 
+import itertools
+
 import pytest
 
 from policies.profile import Bypass, Sampling
 from tests.engine.conftest import run
 from tests.engine.reference import greedy_alone, near_tie
+from workers.engine.draft_length import SAMPLES
 from workers.engine.requests import EngineStopped, Finished, FinishReason, LaneName
 
 QUESTIONS = [
@@ -206,6 +209,38 @@ def test_a_bypassed_row_speculates_nothing_and_is_counted_by_its_reason(make_lan
     assert biased.end.speculation.steps == 0
     assert beside.end.speculation.steps > 0
     assert lane.counters.report().bypass_counts == {"logits_processors": 1}
+
+
+def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, ask) -> None:
+    lane = make_lane(clock=itertools.count().__next__)  # every round takes one second
+    measured = lane._decoding._draft_length
+    for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
+        for _ in range(SAMPLES):
+            measured.observe(3, k, cost_s)
+    # The first two are drafted for while they are nearly alone; with the third it does not pay.
+    heard = [
+        ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=limit) for limit in (60, 60, 12)
+    ]
+    run(lane)
+    report = lane.counters.report()
+
+    assert [one.end.speculation.steps > 0 for one in heard] == [True, True, False]
+    assert report.bypass_counts == {"mtp_not_paying": 1}
+    assert report.draft_tokens_by_rows[2] == 0 < report.draft_tokens_by_rows[0]
+    assert (report.drafting_pays(1), report.drafting_pays(3)) == (True, False)
+    assert report.effective_draft_tokens == report.draft_tokens_by_rows[0], "idle: of one row"
+
+
+def test_a_request_that_names_its_k_is_drafted_for_where_it_does_not_pay(make_lane, ask) -> None:
+    lane = make_lane(clock=itertools.count().__next__)
+    for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
+        for _ in range(SAMPLES):
+            lane._decoding._draft_length.observe(3, k, cost_s)
+    heard = [ask(lane, "Count from 1 to 20.", adaptive=number < 2) for number in range(3)]
+    run(lane)
+
+    assert heard[2].end.speculation.steps > 0
+    assert lane.counters.report().bypass_counts == {}
 
 
 def test_a_prompt_that_breaks_fails_alone(make_lane, ask) -> None:
