@@ -30,7 +30,8 @@ def inspect(raw: bytes, endpoint: Endpoint, policy: PolicyDocument, fleet: Fleet
     except FieldError as wrong:
         raise FieldInvalid(wrong.message, param=wrong.param) from None
     asked_model = profile.model
-    profile = replace(profile, model=str(model))
+    if model != asked_model:
+        profile = replace(profile, model=str(model))
     known = profile.model in fleet.known_models or profile.model in policy.models
     # An empty fleet knows no names yet, so it cannot call one unknown.
     if not known and fleet.known_models:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from gateway.server import Ending, serve
+from gateway.server import Ending, settle_collector, serve
 from gateway.server import run as run_loop
 from gateway.settings import Settings, load_settings
 
@@ -30,7 +30,9 @@ def settings_from(options: argparse.Namespace) -> Settings:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM, then let running answers finish."""
-    run_loop(_serve(settings_from(options)))
+    settings = settings_from(options)
+    settle_collector()
+    run_loop(_serve(settings))
     return 0
 
 

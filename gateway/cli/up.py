@@ -24,7 +24,7 @@ from gateway.access import ensure_join_token
 from gateway.cli import serve
 from gateway.cli.supervisor import Supervisor
 from gateway.cli.welcome import Line, on_this_machine, welcome
-from gateway.server import Ending
+from gateway.server import Ending, settle_collector
 from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
 from gateway.settings import Settings
@@ -47,6 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot be made to run."""
     settings = ensure_join_token(serve.settings_from(options))
+    settle_collector()
     return run_loop(_run(settings, options))
 
 
