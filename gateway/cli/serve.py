@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from gateway.server import Ending, settle_collector, serve
+from gateway.server import Ending, serve, settle_collector
 from gateway.server import run as run_loop
 from gateway.settings import Settings, load_settings
 
