@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from gateway.breaker import HEALTHY, Breaker, Verdict
 from gateway.domain import Candidate, FleetView, LaneView, WorkerView
 from gateway.errors import WorkerIdTaken
-from workers.adapters.report import WorkerReport
+from workers.adapters.report import LaneReport, WorkerReport
 
 BEAT_S = 2.0
 """How often a worker is asked to beat."""
@@ -145,6 +145,15 @@ class Fleet:
         """List the live workers, also those that take nothing now."""
         self._expire(self._clock())
         return tuple(self._members.values())
+
+    def lanes(self, names: tuple[str, ...]) -> tuple[tuple[Member, LaneReport], ...]:
+        """List the lanes of these names over all live workers."""
+        return tuple(
+            (member, lane)
+            for member in self.members()
+            for lane in member.report.lanes
+            if lane.name in names
+        )
 
     def view(self, without: frozenset[str] = NOBODY) -> FleetView:
         """Take an immutable snapshot for decisions, leaving these workers out."""

@@ -54,6 +54,14 @@ class Meters:
             registry=self.registry,
         )
 
+        self._queue_wait = Histogram(
+            "paceline_queue_wait_seconds",
+            "In line for a slot, of requests that had to wait and got one.",
+            ["pool"],
+            buckets=_FIRST_TOKEN_BUCKETS_S,
+            registry=self.registry,
+        )
+
     def request(self, served: Served, pool: str) -> None:
         """Enter one finished request."""
         reason = served.candidate.reason if served.candidate else "none"
@@ -64,12 +72,15 @@ class Meters:
             self._first_token.labels(pool).observe(served.first_token_s)
         if served.added_s is not None:
             self._added.observe(served.added_s)
+        if served.waited_s:
+            self._queue_wait.labels(pool).observe(served.waited_s)
 
 
-def exposition(meters: Meters, reports: Iterable[WorkerReport]) -> bytes:
+def exposition(meters: Meters, reports: Iterable[WorkerReport], gauges: Collector) -> bytes:
     """Render all metrics in Prometheus' text format."""
     fleet = CollectorRegistry()
     fleet.register(_FleetSpeculation(reports))
+    fleet.register(gauges)
     return generate_latest(meters.registry) + generate_latest(fleet)
 
 

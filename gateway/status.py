@@ -18,6 +18,7 @@ def render(
     fleet: Fleet,
     in_line: Mapping[str, int],
     reports: tuple[WorkerReport, ...],
+    guards: Mapping[str, int],
     counts: Mapping[Key, int],
     latencies: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -32,6 +33,7 @@ def render(
         "outcomes": _under(counts, "outcomes"),
         "errors": _under(counts, "errors"),
         "retries": counts.get(("retries",), 0),
+        **guards,
         "latency": dict(latencies),
         "pools": {
             name: _pool(fleet, (name, *pool.lanes), in_line[name], reports)
@@ -121,12 +123,7 @@ def _pool(
     fleet: Fleet, lane_names: tuple[str, ...], in_line: int, reports: tuple[WorkerReport, ...]
 ) -> dict[str, Any]:
     """Tell how busy a pool is now, and what its lanes did over all boots."""
-    live = [
-        (member, lane)
-        for member in fleet.members()
-        for lane in member.report.lanes
-        if lane.name in lane_names
-    ]
+    live = fleet.lanes(lane_names)
     open_to_requests = [(member, lane) for member, lane in live if fleet.opens(member)]
     lanes = tuple(lane for lane in _lanes(reports) if lane.name in lane_names)
     return {

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Depends
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import PlainTextResponse, Response
 
+from gateway.gauges import Gauges
 from gateway.line import Line
 from gateway.metrics import exposition
 from gateway.relay import Relay
@@ -34,7 +35,8 @@ def probes(line: Line, relay: Relay) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         await line.control.refresh()
-        text = exposition(line.meters, await line.store.reports())
+        gauges = Gauges(line.policy, line.fleet, line.dispatch, line.upstream)
+        text = exposition(line.meters, await line.store.reports(), gauges)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     return router
@@ -61,6 +63,10 @@ def status(line: Line, relay: Relay) -> APIRouter:
             fleet=line.fleet,
             in_line={pool: line.dispatch.waiting(pool) for pool in line.policy.pools},
             reports=await line.store.reports(),
+            guards={
+                "retries_denied": line.upstream.retries.denied,
+                "quarantined": len(line.upstream.quarantine),
+            },
             counts=await line.store.counts(),
             latencies=line.accounting.latencies(),
         )

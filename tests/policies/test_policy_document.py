@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import yaml
 
-from policies.document import PolicyInvalid, load_policy, read_policy, shipped_policy
+from policies.document import (
+    PolicyInvalid,
+    Priority,
+    Queue,
+    load_policy,
+    read_policy,
+    shipped_policy,
+)
 
 GOOD: dict[str, Any] = {
     "version": 1,
@@ -38,6 +45,13 @@ def test_the_shipped_policy_is_the_one_of_the_design() -> None:
         ("greedy-text", ("text-mtp", "vlm")),
         ("everything-else", ("vlm",)),
     ]
+    assert [route.spill and route.spill.after_wait_ms for route in policy.routes] == [
+        None,
+        250,
+        None,
+    ]
+    assert {pool.queue for pool in policy.pools.values()} == {Queue()}, "as said, the defaults"
+    assert policy.priorities == tuple(Priority)
     assert policy.models["demo"].aliases == ("default", "gpt-4o-mini")
     assert policy.models["demo"].sampling.defaults.temperature == 1.0
 
@@ -71,6 +85,19 @@ def test_every_line_of_the_shipped_policy_is_explained() -> None:
         ),
         (changed("models", "demo", "sampling", "top_p", to=0), "models.demo.sampling.top_p", "0"),
         (changed("pools", to={}), "pools", "at least 1"),
+        (changed("routes", 0, "spill", to={"after_wait_ms": 1}), "", "routes.0.spill: there is no"),
+        (
+            changed("routes", 0, "spill", to={"after_wait_ms": -1}),
+            "routes.0.spill.after_wait_ms",
+            "0",
+        ),
+        (changed("pools", "vlm", "queue", to={"limit": -1}), "pools.vlm.queue.limit", "0"),
+        (
+            changed("pools", "vlm", "queue", to={"timeout_s": 0}),
+            "pools.vlm.queue.timeout_s",
+            "0",
+        ),
+        (changed("priorities", to=["urgent"]), "priorities.0", "interactive"),
         ([], "", "mapping"),
         (None, "", "mapping"),
     ],

@@ -1,0 +1,69 @@
+"""What is so at this moment, for `/metrics`: slots, lines, and workers that are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from gateway.dispatch import Dispatch
+from gateway.fleet import Fleet
+from gateway.forward import Upstream
+from policies.document import PolicyDocument
+
+
+class Gauges(Collector):
+    """Read anew each time they are asked for, so that no request pays for them."""
+
+    def __init__(
+        self, policy: PolicyDocument, fleet: Fleet, dispatch: Dispatch, upstream: Upstream
+    ) -> None:
+        self._policy = policy
+        self._fleet = fleet
+        self._dispatch = dispatch
+        self._upstream = upstream
+
+    def collect(self) -> Iterable[Metric]:
+        """Give one family for each figure."""
+        yield from self._pools()
+        yield from self._workers()
+        yield CounterMetricFamily(
+            "paceline_retries_denied",
+            "Further attempts not made because too many were being made.",
+            value=self._upstream.retries.denied,
+        )
+        yield GaugeMetricFamily(
+            "paceline_quarantined_bodies",
+            "Request bodies not sent any more because two workers were lost over each.",
+            value=len(self._upstream.quarantine),
+        )
+
+    def _pools(self) -> Iterable[Metric]:
+        slots = _gauge("pool_slots", "Slots of workers that take requests now.", "pool")
+        in_flight = _gauge("pool_in_flight", "Requests that hold a slot.", "pool")
+        waiting = _gauge("pool_waiting", "Requests in line for a slot.", "pool")
+        for name, pool in self._policy.pools.items():
+            lanes = self._fleet.lanes((name, *pool.lanes))
+            slots.add_metric([name], sum(one.slots for who, one in lanes if self._fleet.opens(who)))
+            in_flight.add_metric([name], sum(who.in_flight[one.name] for who, one in lanes))
+            waiting.add_metric([name], self._dispatch.waiting(name))
+        return slots, in_flight, waiting
+
+    def _workers(self) -> Iterable[Metric]:
+        is_open = _gauge("worker_open", "1 where a worker gets requests, 0 where not.", "worker")
+        ejections = _gauge(
+            "worker_ejections", "Ejections of a worker that are not yet forgiven.", "worker"
+        )
+        in_flight = _gauge("worker_in_flight", "Requests that hold a slot.", "worker", "lane")
+        for member in self._fleet.members():
+            worker_id = member.report.worker_id
+            is_open.add_metric([worker_id], self._fleet.opens(member))
+            ejections.add_metric([worker_id], member.breaker.ejections)
+            for lane in member.report.lanes:
+                in_flight.add_metric([worker_id, lane.name], member.in_flight[lane.name])
+        return is_open, ejections, in_flight
+
+
+def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"paceline_{name}", text, labels=labels)
