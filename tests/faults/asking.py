@@ -62,8 +62,10 @@ def raw_client(gateway: Gateway) -> Iterator[RawClient]:
         client.leave()
 
 
-def request_bytes(body: bytes, *, path: str = "/v1/chat/completions") -> bytes:
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n\r\n"
+def request_bytes(body: bytes, *, path: str = "/v1/chat/completions", close: bool = False) -> bytes:
+    """Write a whole request; `close` asks for the end of the connection behind its answer."""
+    end = "connection: close\r\n" if close else ""
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{end}content-length: {len(body)}\r\n\r\n"
     return head.encode() + body
 
 

@@ -26,15 +26,16 @@ Hasty = Callable[..., Gateway]
 
 @pytest.fixture
 def proxy(worker: FakeWorker) -> Iterator[FaultProxy]:
-    """A proxy before the first worker."""
+    """A proxy before the first worker, which says that it listens there."""
     with proxying(worker.url) as running:
+        worker.url = running.url
         yield running
 
 
 @pytest.fixture
 def proxied(gateway: Gateway, worker: FakeWorker, proxy: FaultProxy) -> Gateway:
     """A gateway that reaches its only worker through the proxy."""
-    assert gateway.join(worker, url=proxy.url).status_code == 200
+    assert gateway.join(worker).status_code == 200
     return gateway
 
 

@@ -65,7 +65,7 @@ def test_f13_a_connection_that_carries_nothing_ends_by_the_first_byte_limit(
     hasty: Hasty, worker: FakeWorker, proxy: FaultProxy, stream: bool
 ) -> None:
     gateway = hasty(answer_timeout_s=0.3)
-    gateway.join(worker, url=proxy.url)
+    gateway.join(worker)
     proxy.fault = Fault(blackhole=True)
     answer = gateway.chat(stream=stream)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_silent")

@@ -51,7 +51,7 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._address: Future[str] = Future()
-        self._loop: asyncio.AbstractEventLoop
+        self.loop: asyncio.AbstractEventLoop
         self._ending: Ending
         self._thread = threading.Thread(target=self._run)
 
@@ -70,7 +70,7 @@ class Gateway:
     def ask_to_end(self) -> None:
         """Ask for the end as a signal does: once for after the answers, twice for now."""
         with contextlib.suppress(RuntimeError):  # it has ended already
-            self._loop.call_soon_threadsafe(self._ending.ask)
+            self.loop.call_soon_threadsafe(self._ending.ask)
 
     def wait_for_end(self) -> None:
         self._thread.join(timeout=30)
@@ -84,6 +84,11 @@ class Gateway:
             headers={"authorization": f"Bearer {TOKEN}"},
             json=report.model_dump(mode="json"),
         )
+
+    def leave(self, worker: FakeWorker) -> httpx.Response:
+        """Say goodbye for a worker."""
+        path = f"/admin/v1/workers/{worker.worker_id}"
+        return self.client.delete(path, headers={"authorization": f"Bearer {TOKEN}"})
 
     def chat(self, **fields: Any) -> httpx.Response:
         """Ask for a whole chat answer."""
@@ -100,7 +105,7 @@ class Gateway:
 
     def _run(self) -> None:
         async def main() -> None:
-            self._loop = asyncio.get_running_loop()
+            self.loop = asyncio.get_running_loop()
             self._ending = Ending()
             await serve(self._settings, ending=self._ending, started=self._address.set_result)
 
