@@ -25,6 +25,7 @@ from workers.engine.requests import (
     Generation,
     LaneName,
     Prompt,
+    TokenLogprob,
 )
 from workers.engine.rows import Row
 from workers.engine.seam import Checkpoint, load_checkpoint
@@ -42,12 +43,14 @@ class Heard:
 
     row: Row = field(init=False)
     text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     end: Finished | EngineError | None = None
 
     def hear(self, event: Event | EngineError) -> None:
         assert self.end is None, "nothing may follow the end"
         if isinstance(event, Delta):
             self.text += event.text
+            self.logprobs += event.logprobs
         else:
             self.end = event
 

@@ -1,9 +1,9 @@
 """Random schedules of a lane, each row replayed alone and each of its tokens explained.
 
 Rows join at any step, leave at any step, are stopped by a string, the end token or their limit
-inside a draft or outside, name a k or take the lane's, are greedy or sampled, start from snapshots
-or not; now and then the MTP head raises. Whatever happens beside a row, its answer is that of its
-prompt alone, and its counts add up with every step.
+inside a draft or outside, name a k or take the lane's, are greedy, sampled or penalised, start from
+snapshots or not; now and then the MTP head raises. Whatever happens beside a row, its answer is
+that of its prompt alone, and its counts add up with every step.
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ from workers.engine.tally import SpeculationTally
 
 LONGEST_ANSWER = 40
 GREEDY = Sampling(temperature=0)
-SAMPLINGS = (Sampling(temperature=0.8, top_p=0.95), Sampling(temperature=1.3, top_k=40))
+RULES = (
+    Sampling(temperature=0.8, top_p=0.95),
+    Sampling(temperature=1.3, top_k=40, presence_penalty=0.7),
+    Sampling(temperature=0, repetition_penalty=1.5, frequency_penalty=1.5),
+)
 QUESTIONS = ("Hello", "Count from 1 to 20.", "Tell me a story about a fox.", "Name three fruits.")
 SYSTEMS = (
     "Be brief. " + "The blue boat finds the warm stone. " * 4,
@@ -62,7 +66,8 @@ class Found:
 
     schedules: int = 0
     rows: int = 0
-    sampled: int = 0
+    with_rules: int = 0
+    """Sampled, or greedy with penalties."""
     cancelled: int = 0
     ended_by_string: int = 0
     ended_by_token: int = 0
@@ -208,11 +213,11 @@ class Schedules:
             if one.end is not None:
                 assert (one.text, one.end.reason) == (text, reason)
         else:
-            assert row.generation.sampling.greedy, "a sampled row parted from its replay"
+            assert row.generation.sampling == GREEDY, "a row with rules parted from its replay"
             assert near_tie(self._checkpoint, row.prompt.tokens, answer, alone)
             found.near_ties += 1
         found.rows += 1
-        found.sampled += not row.generation.sampling.greedy
+        found.with_rules += row.generation.sampling != GREEDY
         found.ended_by_limit += row.finish is FinishReason.LENGTH
         found.ended_by_string += row.text.stopped
         found.ended_by_token += row.finish is FinishReason.STOP and not row.text.stopped
@@ -250,7 +255,7 @@ class Schedules:
 
     def _replay(self, row: Row) -> list[int]:
         sampling, prompt = row.generation.sampling, row.prompt.tokens
-        key = (prompt, sampling, row.seed) if not sampling.greedy else (prompt,)
+        key = (prompt,) if sampling == GREEDY else (prompt, sampling, row.seed)
         if key not in self._alone:
 
             def pick(scores: mx.array, answer: Sequence[int]) -> int:
@@ -267,13 +272,13 @@ class Schedules:
         return self._alone[key]
 
     def _ask(self, lane: Lane, rng: random.Random) -> Asked:
-        sampled = rng.random() < 0.25
+        plain = rng.random() < 0.7
         row = Row(
             generation=Generation(
                 request_id="schedule",
                 lane=lane.name,
                 prompt=Prompt(text=""),
-                sampling=rng.choice(SAMPLINGS) if sampled else GREEDY,
+                sampling=GREEDY if plain else rng.choice(RULES),
             ),
             prompt=rng.choice(self._pool),
             seed=rng.randrange(2),

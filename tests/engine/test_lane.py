@@ -8,7 +8,14 @@ from policies.profile import Bypass, Sampling
 from tests.engine.conftest import run
 from tests.engine.reference import greedy_alone, near_tie
 from workers.engine.draft_length import SAMPLES
-from workers.engine.requests import EngineStopped, Finished, FinishReason, LaneName
+from workers.engine.requests import (
+    EngineStopped,
+    Finished,
+    FinishReason,
+    Generation,
+    LaneName,
+    Prompt,
+)
 
 QUESTIONS = [
     "Hello",
@@ -98,6 +105,64 @@ def test_a_sampled_row_gives_its_answer_alone_in_any_lane_and_company(make_lane,
 
     assert alone.row.answer == beside.row.answer
     assert all(isinstance(one.end, Finished) for one in others)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0, repetition_penalty=2.0),
+        Sampling(temperature=0, frequency_penalty=2.0, presence_penalty=1.0),
+        Sampling(temperature=0.8, frequency_penalty=2.0, logit_bias=((30, 3.0),)),
+    ],
+)
+def test_a_row_with_penalties_is_drafted_for_and_answers_as_without(
+    make_lane, ask, sampling
+) -> None:
+    plain, mtp = make_lane(draft_tokens=0), make_lane(draft_tokens=3)
+    asked = {"sampling": sampling, "seed": 7, "max_tokens": 48, "draft_tokens": 3}
+    alone = [ask(plain, question, **asked) for question in QUESTIONS[:5]]
+    free = [ask(plain, question, max_tokens=48) for question in QUESTIONS[:5]]
+    run(plain)
+    beside = [ask(mtp, question, **asked) for question in QUESTIONS[:5]]
+    ask(mtp, QUESTIONS[5])
+    run(mtp)
+
+    assert [one.row.answer for one in beside] == [one.row.answer for one in alone]
+    assert sum(one.end.speculation.accepted for one in beside) > 0
+    changed = sum(a.row.answer != b.row.answer for a, b in zip(alone, free, strict=True))
+    assert changed >= 2, "the penalties decide something"
+
+
+def test_log_probabilities_of_accepted_drafts_are_those_of_plain_decoding(make_lane, ask) -> None:
+    plain, mtp = make_lane(draft_tokens=0), make_lane(draft_tokens=3)
+    told = [
+        ask(lane, "Count from 1 to 20.", top_logprobs=3, draft_tokens=3, max_tokens=30)
+        for lane in (plain, mtp)
+    ]
+    run(plain)
+    run(mtp)
+    alone, drafted = told
+
+    assert drafted.end.speculation.accepted > 0
+    assert len(drafted.logprobs) == len(drafted.row.answer) == 30
+    for mine, expected in zip(drafted.logprobs, alone.logprobs, strict=True):
+        assert mine.token_id == expected.token_id
+        assert mine.logprob == pytest.approx(expected.logprob, abs=1e-3)
+        for ours, theirs in zip(mine.top, expected.top, strict=True):
+            assert ours[2] == pytest.approx(theirs[2], abs=1e-3)
+
+
+def test_only_what_the_text_lane_may_draft_for_keeps_nothing_from_it(make_lane) -> None:
+    text, pictures = make_lane(), make_lane(LaneName.VLM)
+    asked = Generation(
+        request_id="test",
+        lane=LaneName.TEXT_MTP,
+        prompt=Prompt(text=""),
+        sampling=SAMPLED,
+        bypass=(Bypass.NON_GREEDY_SAMPLING, Bypass.LOGPROBS, Bypass.LOGITS_PROCESSORS),
+    )
+    assert text.bypasses(asked) == ()
+    assert pictures.bypasses(asked) == asked.bypass
 
 
 def test_a_cancelled_row_is_gone_after_one_step_and_costs_the_others_nothing(

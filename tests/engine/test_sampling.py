@@ -47,6 +47,29 @@ def test_penalties_and_biases_move_only_the_scores_they_name() -> None:
     assert moved[0].tolist() == pytest.approx([2 / 2 - 0.5 - 2 * 0.25, 1.0, 10.0, -2.0])
 
 
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0, repetition_penalty=3.0),
+        Sampling(temperature=0, presence_penalty=1.5),
+        Sampling(temperature=0, frequency_penalty=1.5),
+        Sampling(temperature=0.7, frequency_penalty=1.5, logit_bias=((2, 1.0),)),
+    ],
+)
+def test_a_position_behind_drafts_is_chosen_as_if_they_stood_in_the_answer(sampling) -> None:
+    scores = mx.broadcast_to(mx.array([2.0, 1.9, 1.8, 1.7]), (1, 4, 4))
+    drafts = mx.array([[0, 1, 0]])
+    together = choose(scores, [chooser(sampling, position=1, answer=[3])], drafts)[0].tolist()
+    alone = []
+    for at in range(4):
+        answer = [3, *drafts[0, :at].tolist()]
+        row = chooser(sampling, position=1 + at, answer=answer)
+        alone.append(choose(scores[:, :1], [row])[0, 0].item())
+
+    assert together == alone
+    assert len(set(together)) > 1, "the penalties decide something"
+
+
 def test_penalties_leave_the_callers_scores_alone() -> None:
     scores = mx.array([[[2.0, 1.0]]])
 

@@ -10,7 +10,7 @@ their own. A row that fails even there is the one that cannot be served.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -19,7 +19,7 @@ from workers.engine.batch import Batch
 from workers.engine.counters import LaneCounters
 from workers.engine.draft_length import DraftLength
 from workers.engine.drafting_head import DraftingHead
-from workers.engine.logprobs import token_logprob
+from workers.engine.logprobs import token_logprobs
 from workers.engine.prefill import Prefill, seed_head
 from workers.engine.requests import TokenLogprob
 from workers.engine.round_graph import RoundGraph
@@ -92,8 +92,8 @@ class Decoding:
         return gone
 
     def choose_first(self, row: Row, scores: mx.array, token: int) -> None:
-        """Take the token that follows a prompt, chosen from scores [vocabulary]."""
-        row.accept([token], self._eos, self._logprobs(row, scores, token))
+        """Take the token that follows a prompt, chosen from scores [1, vocabulary]."""
+        row.accept([token], self._eos, self._logprobs(row, scores, [token]))
 
     def join(self, prefill: Prefill) -> Outcome:
         """Take a row that has been read, with the first token of its answer at least."""
@@ -183,8 +183,7 @@ class Decoding:
 
     def _take(self, row: Row, result: RoundResult, index: int) -> None:
         tokens, drafted = result.tokens[index], result.drafted[index]
-        logprobs = self._logprobs(row, result.scores[index, 0], tokens[0])
-        taken = row.accept(tokens, self._eos, logprobs)
+        taken = row.accept(tokens, self._eos, self._logprobs(row, result.scores[index], tokens))
         if drafted:
             # A drafted token behind the end of the answer bought nothing: it counts as
             # rejected, so that the counts explain `completion_tokens`.
@@ -198,11 +197,11 @@ class Decoding:
         self._alone.append(batch)
         return batch
 
-    def _logprobs(self, row: Row, scores: mx.array, token: int) -> tuple[TokenLogprob, ...]:
+    def _logprobs(
+        self, row: Row, scores: mx.array, tokens: Sequence[int]
+    ) -> tuple[TokenLogprob, ...]:
         top = row.generation.top_logprobs
-        if top is None:
-            return ()
-        return (token_logprob(scores, token, top, self._spell),)
+        return () if top is None else token_logprobs(scores, tokens, top, self._spell)
 
 
 def prove_alive(target: Target) -> None:

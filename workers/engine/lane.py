@@ -30,13 +30,16 @@ from workers.engine.sparse_reading import OFF, SparseReading
 logger = logging.getLogger(__name__)
 
 SPECULATES = {
-    LaneName.TEXT_MTP: frozenset({Bypass.NON_GREEDY_SAMPLING}),
+    LaneName.TEXT_MTP: frozenset(
+        {Bypass.NON_GREEDY_SAMPLING, Bypass.LOGITS_PROCESSORS, Bypass.LOGPROBS}
+    ),
     LaneName.VLM: frozenset({Bypass.MEDIA}),
 }
 """What keeps a request out of the text-mtp pool and is drafted for all the same where it runs.
 
-Sampled text, since a policy that sends it to this lane means it; pictures, since after its prefill
-a picture row is a text row with a position offset."""
+Sampled text and text with penalties, biases or log-probabilities, since a policy that sends it to
+this lane means it; pictures, since after its prefill a picture row is a text row with a position
+offset."""
 
 
 class Lane:
@@ -107,12 +110,8 @@ class Lane:
         """Name what keeps a generation from speculating in this lane; safe from any thread."""
         if not self._head.present:
             return generation.bypass
-        named = dict.fromkeys(generation.bypass)
-        if generation.top_logprobs is not None:
-            named[Bypass.LOGPROBS] = None  # known of the first token of a step only
-        if generation.sampling.reshapes_logits:
-            named[Bypass.LOGITS_PROCESSORS] = None  # and so are penalties
-        stops = tuple(reason for reason in named if reason not in SPECULATES[self.name])
+        allowed = SPECULATES[self.name]
+        stops = tuple(reason for reason in generation.bypass if reason not in allowed)
         return stops if self.counters.head_healthy else (*stops, Bypass.HEAD_UNHEALTHY)
 
     @property
@@ -219,7 +218,7 @@ class Lane:
         if prefill.complete and not row.answer:
             assert prefill.scores is not None
             token = int(choose(prefill.scores, [row.chooser()]).item())
-            self._decoding.choose_first(row, prefill.scores[0, 0], token)
+            self._decoding.choose_first(row, prefill.scores[0], token)
 
     def _settle(self, outcome: Outcome) -> None:
         """Tell whose answer has ended; put at the front of the line who must be read again."""

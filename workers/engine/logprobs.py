@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
 from workers.engine.requests import TokenLogprob
 
 
-def token_logprob(
-    scores: mx.array, token: int, top: int, spell: Callable[[int], str]
-) -> TokenLogprob:
-    """Describe the chosen token and the `top` likeliest, from scores [vocabulary]."""
-    logprobs = scores.astype(mx.float32)
-    logprobs = logprobs - mx.logsumexp(logprobs)
-    likeliest = mx.argsort(-logprobs)[:top] if top else mx.zeros((0,), dtype=mx.uint32)
-    ids = [int(index) for index in likeliest.tolist()]
-    values = logprobs[mx.array([token, *ids])].tolist()
-    return TokenLogprob(
-        token_id=token,
-        text=spell(token),
-        logprob=values[0],
-        top=tuple(
-            (index, spell(index), value) for index, value in zip(ids, values[1:], strict=True)
-        ),
+def token_logprobs(
+    scores: mx.array, tokens: Sequence[int], top: int, spell: Callable[[int], str]
+) -> tuple[TokenLogprob, ...]:
+    """Describe the tokens chosen from scores [L, vocabulary], each with the `top` likeliest.
+
+    There may be fewer tokens than scores.
+    """
+    logprobs = scores[: len(tokens)].astype(mx.float32)
+    logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
+    likeliest = mx.argsort(-logprobs, axis=-1)[:, :top].astype(mx.int32)
+    named = mx.concatenate([mx.array(tokens, dtype=mx.int32)[:, None], likeliest], axis=1)
+    values = mx.take_along_axis(logprobs, named, axis=1)
+    return tuple(
+        TokenLogprob(
+            token_id=ids[0],
+            text=spell(ids[0]),
+            logprob=shares[0],
+            top=tuple(
+                (index, spell(index), value)
+                for index, value in zip(ids[1:], shares[1:], strict=True)
+            ),
+        )
+        for ids, shares in zip(named.tolist(), values.tolist(), strict=True)
     )

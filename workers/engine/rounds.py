@@ -27,7 +27,7 @@ class RoundResult:
     tokens: tuple[tuple[int, ...], ...]
     """The accepted drafts, then the one token that the target adds."""
     scores: mx.array
-    """[rows, 1, vocabulary]: the scores behind the first token, for whoever reports them."""
+    """[rows, L, vocabulary]: the scores behind every token, for whoever reports them."""
 
 
 def run_round(batch: Batch, graph: RoundGraph, k: int) -> RoundResult:
@@ -47,7 +47,7 @@ def run_round(batch: Batch, graph: RoundGraph, k: int) -> RoundResult:
         offset,
         batch.position_shift,
     )
-    chosen = choose(verified.scores, [row.chooser() for row in batch.rows])
+    chosen = choose(verified.scores, [row.chooser() for row in batch.rows], drafts)
     if length:
         settled = graph.settle(
             verified, chosen, (drafts, mx.array(limits)), (batch.head_state, offset)
@@ -100,5 +100,5 @@ def _result(limits: list[int], decided: mx.array, scores: mx.array) -> RoundResu
         drafted=tuple(limits),
         # An accepted draft is the target's own choice, so the choices are the answer.
         tokens=tuple(tuple(row[1 : row[0] + 2]) for row in rows),
-        scores=scores[:, :1],
+        scores=scores,
     )

@@ -120,7 +120,7 @@ class Row:
         if self.finish:
             text += self.text.flush()
         if text or logprobs:
-            self.sink(Delta(text=text, logprobs=tuple(logprobs)))
+            self.sink(Delta(text=text, logprobs=tuple(logprobs[:taken])))
         return taken
 
     def conclude(self) -> Finished:

@@ -6,8 +6,7 @@ seed gives the same text alone, in a full batch, and with or without speculation
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -30,11 +29,11 @@ class Chooser:
     answer: Sequence[int]
 
 
-def choose(logits: mx.array, rows: Sequence[Chooser]) -> mx.array:
+def choose(logits: mx.array, rows: Sequence[Chooser], drafts: mx.array | None = None) -> mx.array:
     """Choose a token for every row and position: [rows, L, vocabulary] to [rows, L] int32.
 
-    Penalties and biases are applied for the first position only: a row that has them is never
-    drafted for, so the positions behind are not read.
+    Position i is chosen as if the first i of `drafts` [rows, L - 1] stood in the answer: it is only
+    read where they do.
     """
     greedy = mx.argmax(logits, axis=-1).astype(mx.int32)
     if all(row.sampling.greedy and not row.sampling.reshapes_logits for row in rows):
@@ -43,17 +42,16 @@ def choose(logits: mx.array, rows: Sequence[Chooser]) -> mx.array:
         [
             greedy[index]
             if row.sampling.greedy and not row.sampling.reshapes_logits
-            else _choose_row(logits[index], row)
+            else _choose_row(logits[index], row, None if drafts is None else drafts[index])
             for index, row in enumerate(rows)
         ]
     )
 
 
-def _choose_row(logits: mx.array, row: Chooser) -> mx.array:
+def _choose_row(logits: mx.array, row: Chooser, drafts: mx.array | None) -> mx.array:
     logits = logits.astype(mx.float32)
     if row.sampling.reshapes_logits:
-        first = reshape_logits(logits[:1], row)
-        logits = mx.concatenate([first, logits[1:]]) if logits.shape[0] > 1 else first
+        logits = reshape_logits(logits, row, drafts)
     if row.sampling.greedy:
         return mx.argmax(logits, axis=-1).astype(mx.int32)
     kept = filter_logits(logits / row.sampling.temperature, row.sampling)
@@ -65,25 +63,37 @@ def _choose_row(logits: mx.array, row: Chooser) -> mx.array:
     ).astype(mx.int32)
 
 
-def reshape_logits(logits: mx.array, row: Chooser) -> mx.array:
-    """Apply penalties and biases to [1, vocabulary] scores, in the order vLLM applies them."""
+def reshape_logits(logits: mx.array, row: Chooser, drafts: mx.array | None = None) -> mx.array:
+    """Apply penalties and biases to [L, vocabulary] scores, in the order vLLM applies them.
+
+    Position i counts the first i of `drafts` [L - 1] as part of the answer.
+    """
     sampling = row.sampling
+    vocabulary = logits.shape[-1]
+    drafted = mx.zeros((1, vocabulary))
+    if drafts is not None and drafts.size:
+        told = (drafts[:, None] == mx.arange(vocabulary)).astype(mx.float32)
+        drafted = mx.concatenate([drafted, mx.cumsum(told, axis=0)])
     if sampling.repetition_penalty != 1.0:
-        seen = mx.array(sorted({*row.prompt, *row.answer}), dtype=mx.int32)
-        scores = logits[:, seen]
+        seen = drafted + _counts({*row.prompt, *row.answer}, vocabulary) > 0
         penalty = sampling.repetition_penalty
-        logits[:, seen] = mx.where(scores > 0, scores / penalty, scores * penalty)
+        punished = mx.where(logits > 0, logits / penalty, logits * penalty)
+        logits = mx.where(seen, punished, logits)
     if row.answer and (sampling.presence_penalty or sampling.frequency_penalty):
-        counts = Counter(row.answer)
-        tokens = sorted(counts)
-        cost = mx.array([counts[token] for token in tokens], dtype=mx.float32)
-        cost = cost * sampling.frequency_penalty + sampling.presence_penalty
-        logits[:, mx.array(tokens, dtype=mx.int32)] -= cost[None]
+        counts = drafted + _counts(row.answer, vocabulary)
+        cost = counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty
+        logits = logits - cost
     if sampling.logit_bias:
-        tokens = [token for token, _ in sampling.logit_bias]
+        tokens = mx.array([token for token, _ in sampling.logit_bias], dtype=mx.int32)
         bias = mx.array([bias for _, bias in sampling.logit_bias], dtype=mx.float32)
-        logits[:, mx.array(tokens, dtype=mx.int32)] += bias[None]
+        logits = logits.at[:, tokens].add(bias)
     return logits
+
+
+def _counts(tokens: Iterable[int], vocabulary: int) -> mx.array:
+    """Count how often each token occurs: [vocabulary]."""
+    at = mx.array(list(tokens), dtype=mx.int32)
+    return mx.zeros((vocabulary,)).at[at].add(1.0)
 
 
 def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
