@@ -80,7 +80,7 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with line.upstream, line.control:
+        async with line.upstream, line.control, line.probes:
             yield
 
     panel = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)

@@ -51,8 +51,8 @@ class Control:
 
         A worker that does not answer in time keeps its last report.
         """
-        members = self._fleet.members()
-        reports = await asyncio.gather(*(self._ask(member.report) for member in members))
+        joined = [member for member in self._fleet.members() if member.listed is None]
+        reports = await asyncio.gather(*(self._ask(member.report) for member in joined))
         for report in reports:
             if report is not None:
                 self._fleet.refresh(report)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from gateway.breaker import HEALTHY, Breaker, Verdict
 from gateway.domain import Candidate, FleetView, LaneView, WorkerView
 from gateway.errors import WorkerIdTaken
+from gateway.listed import ListedWorker
 from workers.adapters.report import LaneReport, WorkerReport
 
 BEAT_S = 2.0
@@ -24,6 +25,8 @@ class Member:
 
     report: WorkerReport
     beaten_at_s: float
+    listed: ListedWorker | None = None
+    """Set for a worker that is listed by hand; its slots are shared by all its lanes."""
     breaker: Breaker = HEALTHY
     in_flight: Counter[str] = field(default_factory=Counter)
     on_probation: int = 0
@@ -35,14 +38,23 @@ class Member:
         """Say whether it takes new requests as far as it says itself."""
         return self.report.ready and not self.report.draining
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Name the models that it serves."""
+        return self.listed.models if self.listed else (self.report.model,)
+
+    def occupied(self, lane: str) -> int:
+        """Count the requests that this gateway has sent to a lane and not yet got back."""
+        return self.in_flight[lane] if self.listed is None else self.in_flight.total()
+
     def view(self) -> WorkerView:
         """Take a snapshot; made anew only where something changed."""
         if self._view is None:
             self._view = WorkerView(
                 worker_id=self.report.worker_id,
-                models=(self.report.model,),
+                models=self.models,
                 lanes=tuple(
-                    LaneView(report=lane, in_flight=self.in_flight[lane.name])
+                    LaneView(report=lane, in_flight=self.occupied(lane.name))
                     for lane in self.report.lanes
                 ),
             )
@@ -76,13 +88,18 @@ class Fleet:
     `dice` gives numbers in [0, 1): ejected workers do not all come back at the same moment.
     """
 
-    def __init__(self, clock: Callable[[], float], dice: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        dice: Callable[[], float],
+        known_models: frozenset[str] = NOBODY,
+    ) -> None:
         self._clock = clock
         self._dice = dice
         self._members: dict[str, Member] = {}
-        self._known_models: frozenset[str] = frozenset()
+        self._known_models = known_models
 
-    def beat(self, report: WorkerReport) -> None:
+    def beat(self, report: WorkerReport, listed: ListedWorker | None = None) -> None:
         """Take in a heartbeat; raise `WorkerIdTaken` when another live worker holds the id."""
         now_s = self._clock()
         member = self._members.get(report.worker_id)
@@ -93,10 +110,10 @@ class Fleet:
         elif member is None or member.report.url == report.url or not _live(member, now_s):
             # A new boot starts with no requests and with a clean record; what runs on the old one
             # still counts on the old entry.
-            self._members[report.worker_id] = Member(report, beaten_at_s=now_s)
+            self._members[report.worker_id] = Member(report, now_s, listed)
         else:
             raise WorkerIdTaken
-        self._known_models |= {report.model}
+        self._known_models |= {*self._members[report.worker_id].models}
 
     def refresh(self, report: WorkerReport) -> None:
         """Take in what a worker said when it was asked; that is no heartbeat."""
@@ -178,9 +195,14 @@ class Fleet:
         waits_s = [
             member.breaker.opens_at_s - now_s
             for worker_id, member in self._members.items()
-            if member.willing and member.report.model == model and worker_id not in without
+            if member.willing and model in member.models and worker_id not in without
         ]
         return min((wait_s for wait_s in waits_s if wait_s > 0), default=None)
+
+    def requests_of(self, worker_id: str) -> int:
+        """Count the requests that a worker has now."""
+        member = self._members.get(worker_id)
+        return 0 if member is None else member.in_flight.total()
 
     def age_s(self, member: Member) -> float:
         """Tell how long ago a worker beat last."""
@@ -203,7 +225,7 @@ class Fleet:
 
     def _has_room(self, member: Member, lane: str, now_s: float) -> bool:
         slots = next((one.slots for one in member.report.lanes if one.name == lane), None)
-        if slots is None or member.in_flight[lane] >= max(1, slots):
+        if slots is None or member.occupied(lane) >= max(1, slots):
             return False
         breaker = member.breaker
         if breaker is HEALTHY:
@@ -215,11 +237,10 @@ class Fleet:
 
     def _is_last(self, member: Member, now_s: float) -> bool:
         """Say whether no other worker of its model can be asked now."""
-        model = member.report.model
         return not any(
             other is not member
-            and other.report.model == model
             and other.willing
+            and not set(member.models).isdisjoint(other.models)
             and now_s >= other.breaker.opens_at_s
             for other in self._members.values()
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
@@ -26,6 +26,7 @@ from gateway.errors import (
     WorkerUnreachable,
 )
 from gateway.fleet import Lease
+from gateway.listed import for_openai
 from gateway.quarantine import Quarantine
 from gateway.retry_budget import RetryBudget
 from gateway.settings import Settings
@@ -40,8 +41,15 @@ _PATHS = {Endpoint.CHAT: "/v1/chat/completions", Endpoint.COMPLETIONS: "/v1/comp
 class Upstream:
     """The way to the workers. An async context: it holds the connections."""
 
-    def __init__(self, settings: Settings, dispatch: Dispatch, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        keys: Mapping[str, str],
+        dispatch: Dispatch,
+        clock: Callable[[], float],
+    ) -> None:
         self._settings = settings
+        self._keys = keys
         self._dispatch = dispatch
         self._clock = clock
         self._connections = Connections(settings)
@@ -122,6 +130,8 @@ class Upstream:
 
     async def _attempt(self, lease: Lease, body: bytes, reply: Reply, trip: Trip) -> None:
         """Ask one worker and relay its answer."""
+        if lease.member.listed is not None:
+            body = to_json(for_openai(trip.inspected.body), inf_nan_mode="null")
         try:
             answer = await self._send(lease, body, trip)
         except StaleConnection:
@@ -146,12 +156,7 @@ class Upstream:
         self, lease: Lease, body: bytes, trip: Trip, *, fresh: bool = False
     ) -> aiohttp.ClientResponse:
         """Send the request; further attempts count against the budget until the answer begins."""
-        headers = {
-            "content-type": "application/json",
-            "authorization": self._authorization,
-            "x-request-id": trip.identity,
-            "x-paceline-lane": lease.candidate.lane,
-        }
+        headers = self._headers(lease, trip)
         url = lease.worker.url + _PATHS[trip.inspected.profile.endpoint]
         trip.attempts += 1
         trip.dispatched_s = trip.dispatched_s or self._clock()
@@ -159,6 +164,16 @@ class Upstream:
             return await self._connections.send(url, body, headers)
         with self.retries.retry():
             return await self._connections.send(url, body, headers, fresh=fresh)
+
+    def _headers(self, lease: Lease, trip: Trip) -> dict[str, str]:
+        """Say who asks and for which lane; the join token is for workers that joined alone."""
+        headers = {"content-type": "application/json", "x-request-id": trip.identity}
+        if lease.member.listed is None:
+            headers["authorization"] = self._authorization
+            headers["x-paceline-lane"] = lease.candidate.lane
+        elif key := self._keys.get(lease.worker.worker_id):
+            headers["authorization"] = f"Bearer {key}"
+        return headers
 
 
 def verdict_of(error: GatewayError) -> Verdict:

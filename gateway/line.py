@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from gateway.dispatch import Dispatch
 from gateway.errors import StartRefused
 from gateway.fleet import Fleet
 from gateway.forward import Upstream
+from gateway.listed import check_listed, read_keys
 from gateway.metrics import Meters
+from gateway.probing import Probes
 from gateway.settings import Settings
 from gateway.store import MemoryStore, Store
 from policies.document import PolicyDocument, PolicyInvalid, load_policy, shipped_policy
@@ -32,6 +35,7 @@ class Line:
     dispatch: Dispatch
     upstream: Upstream
     control: Control
+    probes: Probes
     clock: Callable[[], float]
     """Monotonic seconds."""
     rng: Random
@@ -43,7 +47,10 @@ def build_line(settings: Settings, rng: Random | None = None) -> Line:
     clock = time.monotonic
     rng = rng or Random()  # noqa: S311  # spreads load, guards nothing
     policy = _policy(settings)
-    fleet = Fleet(clock, rng.random)
+    check_listed(settings.workers, policy)
+    keys = read_keys(settings.workers, os.environ)
+    listed_models = frozenset(model for worker in settings.workers for model in worker.models)
+    fleet = Fleet(clock, rng.random, listed_models)
     dispatch = Dispatch(policy, fleet, clock, rng)
     store = MemoryStore()
     meters = Meters()
@@ -55,8 +62,9 @@ def build_line(settings: Settings, rng: Random | None = None) -> Line:
         meters=meters,
         accounting=Accounting(store, meters),
         dispatch=dispatch,
-        upstream=Upstream(settings, dispatch, clock),
+        upstream=Upstream(settings, keys, dispatch, clock),
         control=Control(settings, fleet, store),
+        probes=Probes(settings.workers, keys, fleet, dispatch, store),
         clock=clock,
         rng=rng,
     )

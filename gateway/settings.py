@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import yaml
 from pydantic import Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    InitSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    YamlConfigSettingsSource,
 )
 
 from gateway.errors import StartRefused
+from gateway.listed import ListedWorker
 
 _DEFAULT_FILE = Path("paceline.yaml")
+# `paceline worker` reads the same file, and from it this section alone.
+_SECTIONS_OF_OTHERS = frozenset(("worker",))
 
 
 class Settings(BaseSettings):
@@ -44,6 +47,9 @@ class Settings(BaseSettings):
     """Demanded on the admin plane; without it only this machine may use that plane."""
     join_token: SecretStr | None = None
     """Shared with the workers; made and kept in `state_dir` when it is not set."""
+
+    workers: Annotated[tuple[ListedWorker, ...], NoDecode] = ()
+    """OpenAI-compatible servers that are listed by hand."""
 
     head_timeout_s: float = Field(default=15.0, gt=0)
     """The longest that a client may take to send the headers of a request."""
@@ -88,6 +94,7 @@ def load_settings(config: Path | None = None, **flags: object) -> Settings:
     file = named or _DEFAULT_FILE
     if named is not None and not named.is_file():
         raise StartRefused(f"The configuration file {named} does not exist.")
+    written = _read_file(file)
 
     class Layered(Settings):
         @classmethod
@@ -102,7 +109,7 @@ def load_settings(config: Path | None = None, **flags: object) -> Settings:
             return (
                 init_settings,
                 env_settings,
-                YamlConfigSettingsSource(settings_cls, yaml_file=file),
+                InitSettingsSource(settings_cls, written),
             )
 
     given = {name: value for name, value in flags.items() if value is not None}
@@ -110,8 +117,18 @@ def load_settings(config: Path | None = None, **flags: object) -> Settings:
         return Layered(**given)  # type: ignore[arg-type]  # checked by pydantic
     except ValidationError as invalid:
         raise StartRefused(_sentence(invalid, given)) from None
-    except (yaml.YAMLError, TypeError, ValueError):
-        raise StartRefused(f"The configuration file {file} is not a YAML mapping.") from None
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    """Read what the file says to the gateway; nothing where there is no file."""
+    try:
+        written = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
+    except (OSError, ValueError, yaml.YAMLError):
+        written = ()
+    if not isinstance(written, dict | None):
+        raise StartRefused(f"The configuration file {file} is not a YAML mapping.")
+    sections = written or {}
+    return {str(name): sections[name] for name in sections if name not in _SECTIONS_OF_OTHERS}
 
 
 def _sentence(invalid: ValidationError, flags: dict[str, object]) -> str:

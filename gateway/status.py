@@ -24,7 +24,8 @@ def render(
 ) -> dict[str, Any]:
     """Put the state of the whole line into one JSON object."""
     members = {member.report.worker_id: member for member in fleet.members()}
-    models = sorted({report.model for report in reports})
+    served = {model for member in members.values() for model in member.models}
+    models = sorted({report.model for report in reports} | served)
     worker_ids = sorted({report.worker_id for report in reports})
     return {
         "gateway": dict(gateway),
@@ -44,7 +45,7 @@ def render(
                 "mtp": mtp_block(_lanes(r for r in reports if r.model == model)),
                 "tokens": _tokens(counts, model),
                 "workers": sorted(
-                    m.report.worker_id for m in members.values() if m.report.model == model
+                    m.report.worker_id for m in members.values() if model in m.models
                 ),
             }
             for model in models

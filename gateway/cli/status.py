@@ -16,7 +16,9 @@ from rich.text import Text
 from gateway.cli.asking import add_gateway_url, ask_gateway
 
 HELP = "show lanes, workers and what speculation brings"
-_STATE_STYLES = {"ready": "green", "starting": "yellow", "draining": "yellow"}
+_STATE_STYLES = {"ready": "green"} | dict.fromkeys(
+    ("starting", "draining", "busy", "probation"), "yellow"
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -13,6 +13,7 @@ PURE = (
     "gateway/domain.py",
     "gateway/errors.py",
     "gateway/inspection.py",
+    "gateway/listed.py",
     "gateway/messages.py",
     "gateway/routing.py",
     "gateway/sse.py",

@@ -1,0 +1,108 @@
+"""Workers that are listed by hand: any OpenAI-compatible server, its abilities declared.
+
+Such a server sends no heartbeat and no report. What it can do is what the list says, whether it is
+there is what a probe says, and how busy it is is what this gateway has sent it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from gateway.errors import StartRefused
+from policies.document import Name, PolicyDocument
+from workers.adapters.report import LaneReport, WorkerReport
+
+_MTP_LANE = "text-mtp"
+# These are not OpenAI's, and strict servers refuse fields that they do not know. At these values
+# they change nothing, so they can be left out.
+_NEUTRAL = {"top_k": 0, "min_p": 0.0}
+
+
+class ListedWorker(BaseModel):
+    """One entry of `workers` in `paceline.yaml`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    kind: Literal["openai"]
+    url: str
+    """Where its API begins, with or without the trailing /v1."""
+    models: Annotated[tuple[Name, ...], Field(min_length=1)]
+    """Under the names that it knows itself."""
+    pools: Annotated[tuple[Name, ...], Field(min_length=1)]
+    """Pools or lanes of the policy."""
+    slots: int = Field(ge=1)
+    """Requests that it may have at a time, over all its pools."""
+    api_key_env: str = Field(default="", pattern=r"^[A-Za-z_]?[A-Za-z0-9_]*$")
+    """The environment variable that holds its key; the key itself never stands in the file."""
+
+    @field_validator("url")
+    @classmethod
+    def _is_base_url(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            usable = parts.scheme in ("http", "https") and parts.hostname and (parts.port or 1)
+        except ValueError:
+            usable = False
+        if not usable or "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError("must be like http://192.168.1.20:8080/v1")
+        return value.rstrip("/").removesuffix("/v1").rstrip("/")
+
+    @property
+    def report(self) -> WorkerReport:
+        """What it would report if it could. A lane for each pool, named as the pool."""
+        return WorkerReport(
+            worker_id=self.id,
+            boot_id="listed",
+            url=self.url,
+            model=self.models[0],
+            context_tokens=0,
+            lanes=tuple(
+                LaneReport(name=pool, slots=self.slots, mtp_enabled=pool == _MTP_LANE)
+                for pool in self.pools
+            ),
+        )
+
+
+def read_keys(workers: Iterable[ListedWorker], environment: Mapping[str, str]) -> dict[str, str]:
+    """Map the ids of workers to their keys; raise `StartRefused` where one is missing."""
+    keys = {}
+    for worker in workers:
+        if worker.api_key_env:
+            key = environment.get(worker.api_key_env, "")
+            if not key:
+                raise StartRefused(
+                    f"The worker '{worker.id}' needs its key in the environment variable "
+                    f"{worker.api_key_env}, which is not set."
+                )
+            keys[worker.id] = key
+    return keys
+
+
+def check_listed(workers: Iterable[ListedWorker], policy: PolicyDocument) -> None:
+    """Raise `StartRefused` where the list contradicts itself or the policy."""
+    known = {*policy.pools, *(lane for pool in policy.pools.values() for lane in pool.lanes)}
+    seen: set[str] = set()
+    for worker in workers:
+        if worker.id in seen:
+            raise StartRefused(f"Two workers of the list are called '{worker.id}'.")
+        seen.add(worker.id)
+        for pool in worker.pools:
+            if pool not in known:
+                raise StartRefused(
+                    f"The worker '{worker.id}' is listed for the pool '{pool}', but the policy has "
+                    f"only: {', '.join(sorted(known))}."
+                )
+
+
+def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a server that knows nothing of us need not know."""
+    return {
+        name: value
+        for name, value in body.items()
+        if name not in _NEUTRAL or value != _NEUTRAL[name]
+    }
