@@ -214,6 +214,6 @@ class _Outlet(asyncio.Transport):
         self._transport.abort()
 
     def _send(self) -> None:
-        if self._held:
-            held, self._held = self._held, []
+        held, self._held = self._held, []
+        if held and not self._transport.is_closing():  # else the client left in this very turn
             self._transport.writelines(held)

@@ -102,12 +102,12 @@ class Connections:
                     allow_redirects=False,
                 )
         except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            log.warning("attempt.unreachable url=%s error=%r", url, error)
+            log.warning("attempt.unreachable url=%s error=%s", url, _told(error))
             raise WorkerUnreachable from error
         except TimeoutError as error:
             raise WorkerSilent from error
         except (aiohttp.ClientError, OSError) as error:
-            log.warning("attempt.lost url=%s error=%r", url, error)
+            log.warning("attempt.lost url=%s error=%s", url, _told(error))
             elapsed_s = time.monotonic() - began_s
             stale = not fresh and _connection_used.get() and _never_read(error, elapsed_s)
             raise (StaleConnection if stale else WorkerLost) from error
@@ -178,8 +178,15 @@ class _Connector(aiohttp.TCPConnector):
         return connection
 
 
+def _told(error: Exception) -> str:
+    """Describe an error for the log; the `repr` of some shows the request with its join token."""
+    return f"{type(error).__name__}: {error}"
+
+
 def _never_read(error: Exception, elapsed_s: float) -> bool:
     """Say whether the worker cannot have read the request from a connection that broke so."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        return False  # it answered, if only nonsense
     if isinstance(error, OSError) and error.errno == errno.ETIMEDOUT:
         return True  # nothing of it was ever acknowledged
     return elapsed_s < _STALE_WITHIN_S
