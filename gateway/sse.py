@@ -72,7 +72,9 @@ class Scanner:
             search_from = start
         self._pending = data[start:]
         self._searched = max(0, len(self._pending) - 3)
-        if len(self._pending) > self._limit_bytes:
+        if self.reading.done or self.reading.broken:
+            self._pending = b""  # nothing belongs behind the end, so nothing of it is kept
+        elif len(self._pending) > self._limit_bytes:
             self._break("an event is too long")
             self._pending = b""
         return bytes(passed)

@@ -106,6 +106,14 @@ def test_nothing_passes_behind_done() -> None:
     assert passed == stream[0] + DONE
 
 
+def test_what_follows_done_cannot_break_the_answer_that_was_whole() -> None:
+    scanner = Scanner(hide_usage=True, limit_bytes=300)
+    for piece in (chunk({"content": "a"}, "stop"), DONE, b"data: " + b"x" * 200, b"x" * 200):
+        scanner.feed(piece)
+    assert scanner.reading.complete
+    assert not scanner.reading.broken
+
+
 def test_an_event_without_end_is_bounded() -> None:
     scanner = Scanner(hide_usage=True, limit_bytes=100)
     for _ in range(50):
