@@ -8,9 +8,7 @@ target many times as large with random weights, since time does not depend on th
 from __future__ import annotations
 
 import argparse
-import os
 import platform
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,7 +23,7 @@ from mlx.utils import tree_flatten
 from rich.console import Console
 from rich.progress import track
 
-from bench.blas import preload
+from bench.blas import restart_with_fast_blas
 from bench.tables import MISSING, Grid
 from policies.profile import Sampling
 from workers.adapters.report import Speculation
@@ -276,14 +274,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     (RESULTS / "spec_prefill.md").write_text("\n\n".join(page).rstrip() + "\n")
 
 
-def with_fast_blas() -> None:
-    """Start this process anew with OpenBLAS where it is installed and not loaded yet."""
-    fast = preload()
-    if not fast.items() <= os.environ.items():
-        command = [sys.executable, "-m", "bench.spec_prefill", *sys.argv[1:]]
-        os.execve(sys.executable, command, {**os.environ, **fast})
-
-
 if __name__ == "__main__":
-    with_fast_blas()
+    restart_with_fast_blas("bench.spec_prefill")
     main()
