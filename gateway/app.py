@@ -91,6 +91,7 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
     panel.include_router(admin.workers(line))
     panel.add_exception_handler(GatewayError, _render)
     panel.add_exception_handler(HTTPException, _render)
+    panel.add_exception_handler(Exception, _render)  # which is logged all the same
     return panel
 
 
@@ -110,5 +111,7 @@ def _shaped(error: Exception) -> GatewayError:
             return PathUnknown()
         case HTTPException(status_code=405):
             return MethodRefused((error.headers or {}).get("Allow", "another method"))
-        case _:
+        case HTTPException():
             return RequestRefused("The request cannot be understood.")
+        case _:
+            return GatewayError()

@@ -63,7 +63,9 @@ class Control:
             async with asyncio.timeout(REFRESH_TIMEOUT_S):
                 answer = await self._get(f"{worker.url}/v1/status")
             report = WorkerReport.model_validate(from_json(answer.content)["report"])
-        except (TimeoutError, httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        # Whatever one worker makes the client library raise (a connection reset as it is made is an
+        # AttributeError to it), the others' state is still to be told.
+        except Exception as error:  # noqa: BLE001
             log.warning("refresh.failed worker=%s error=%r", worker.worker_id, error)
             return None
         return report if report.worker_id == worker.worker_id else None
