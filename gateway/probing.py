@@ -85,7 +85,7 @@ class Probes:
             # A server with one thread cannot answer both us and a request; the limits on requests
             # are what finds out whether it still works on that.
             return "" if self._fleet.requests_of(worker.id) else repr(error)
-        except httpx.HTTPError as error:
+        except Exception as error:  # noqa: BLE001  # whatever it is, it must not end the asking
             return repr(error)
         # Not every server lists its models; but one that wants another key would refuse us always.
         return f"status {status}" if status >= 500 or status in (401, 403) else ""
