@@ -1,11 +1,16 @@
 """Prompts that cannot fit are refused, rows that do not fit yet wait, and nothing piles up."""
 
+import gc
+import itertools
+
 import mlx.core as mx
 import pytest
 
+from policies.profile import Sampling
 from tests.engine.conftest import run
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.requests import Finished
+from workers.engine.snapshots import Snapshots
 
 
 def test_the_estimate_is_what_a_row_really_takes(checkpoint) -> None:
@@ -38,18 +43,32 @@ def test_a_row_that_does_not_fit_beside_others_waits_and_then_runs(make_lane, as
     assert all(isinstance(one.end, Finished) for one in heard)
 
 
-def test_many_rows_in_a_row_leave_memory_flat(make_lane, ask) -> None:
-    lane = make_lane()
+def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, ask) -> None:
+    """`bench.endurance` sends thousands to a whole worker."""
+    snapshots = Snapshots(2 << 20)
+    lane = make_lane(snapshots=snapshots)
+    number = itertools.count()
 
     def burst() -> int:
-        for _ in range(40):
+        for _ in range(10):
+            n = next(number)
             ask(lane, "Hello", max_tokens=3)
+            ask(lane, f"Tell me story {n}.", sampling=Sampling(seed=n), max_tokens=6)
+            ask(lane, "Count from 1 to 20.", sampling=Sampling(frequency_penalty=1.0), max_tokens=6)
+            ask(lane, "Hello", system=f"You are clerk {n}. " * 10, max_tokens=4, draft_tokens=4)
+            ask(lane, "Count from 1 to 20.", stop=(" 7",), top_logprobs=2)
+            leaves = ask(lane, list(range(20, 220)), max_tokens=200)
+            for _ in range(3):
+                lane.step()
+            leaves.row.cancelled = True
         run(lane)
         mx.synchronize()  # what was handed to the device last may still hold its inputs
-        return int(mx.get_active_memory())
+        gc.collect()
+        return int(mx.get_active_memory()) - snapshots.size_bytes
 
-    burst()
-    first_bytes = burst()
-    last_bytes = [burst() for _ in range(4)][-1]
+    warm_bytes = [burst() for _ in range(2)][-1]
+    last_bytes = [burst() for _ in range(3)][-1]
 
-    assert last_bytes <= first_bytes + 4096
+    assert lane.counters.report().requests == 5 * 60
+    assert snapshots.counts.evicted > 0
+    assert last_bytes <= warm_bytes + 64 * 1024
