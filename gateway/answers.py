@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
-import aiohttp
 from pydantic_core import from_json
 
-from gateway.client import ClientLeft, Headers, Reply
+from gateway.client import Headers, Reply
 from gateway.errors import GatewayError, WorkerFailed, WorkerLost, WorkerSilent, WorkerStalled
 from gateway.settings import Settings
 from gateway.sse import Scanner, read_usage
 from gateway.trip import Trip, route_headers
+from gateway.worker_link import Answer, LinkLost, LinkSilent
 
 log = logging.getLogger(__name__)
 
-# How exact the limit on pauses is: a new timer for every event would cost more than the relay.
-_RENEW_IDLE_S = 1.0
 # What may follow the last event is the end of the stream; who does not end it is not waited for.
 _AFTER_DONE_S = 1.0
 _STREAM_HEADERS = (
@@ -35,15 +32,17 @@ class Answers:
         self._settings = settings
         self._clock = clock
 
-    async def whole(self, answer: aiohttp.ClientResponse, reply: Reply, trip: Trip) -> None:
+    async def whole(self, answer: Answer, reply: Reply, trip: Trip) -> None:
         """Relay an answer that comes as one JSON object; raise a `WorkerError`."""
+        answer.limit_silence(
+            self._settings.idle_timeout_s
+        )  # the head came, so the rest is on its way
         try:
-            async with asyncio.timeout(self._settings.idle_timeout_s):
-                body = await answer.read()  # the head came, so the rest is on its way
+            body = await answer.read()
             content = from_json(body)
-        except TimeoutError as error:
+        except LinkSilent as error:
             raise WorkerStalled from error
-        except aiohttp.ClientError as error:
+        except LinkLost as error:
             raise WorkerLost from error
         except ValueError as error:
             raise WorkerFailed from error
@@ -54,7 +53,7 @@ class Answers:
         trip.usage = read_usage(content) or trip.usage
         await reply.whole(200, [(b"content-type", b"application/json"), *route_headers(trip)], body)
 
-    async def stream(self, answer: aiohttp.ClientResponse, reply: Reply, trip: Trip) -> None:
+    async def stream(self, answer: Answer, reply: Reply, trip: Trip) -> None:
         """Relay events as they come; raise a `WorkerError` unless the last one was the last."""
         scanner = Scanner(hide_usage=not trip.inspected.profile.include_usage)
         reading = scanner.reading
@@ -62,11 +61,9 @@ class Answers:
         lost: GatewayError = WorkerLost()
         try:
             await self._pass_on(answer, scanner, headers, reply, trip)
-        except TimeoutError as error:
-            if reply.writing:
-                raise ClientLeft from error
+        except LinkSilent:
             lost = WorkerStalled() if reply.started else WorkerSilent()
-        except aiohttp.ClientError as error:
+        except LinkLost as error:
             log.warning("stream.cut request=%s error=%r", trip.identity, error)
         finally:
             trip.usage = reading.usage or trip.usage
@@ -79,28 +76,27 @@ class Answers:
 
     async def _pass_on(
         self,
-        answer: aiohttp.ClientResponse,
+        answer: Answer,
         scanner: Scanner,
         headers: Headers,
         reply: Reply,
         trip: Trip,
     ) -> None:
         """Pass events on as they come, up to the end or the first that must not be passed on."""
-        loop = asyncio.get_running_loop()
-        renew_at_s = 0.0
-        async with asyncio.timeout(self._settings.answer_timeout_s) as pause:
-            async for chunk in answer.content.iter_any():
-                if loop.time() >= renew_at_s:
-                    pause.reschedule(loop.time() + self._settings.idle_timeout_s)
-                    renew_at_s = loop.time() + _RENEW_IDLE_S
-                passed = scanner.feed(chunk)
-                if trip.first_token_s is None and scanner.reading.content_seen:
-                    trip.first_token_s = self._clock()
-                if passed:
-                    await reply.part(headers, passed)
-                if scanner.reading.broken:
-                    return
-                if scanner.reading.done:
-                    pause.reschedule(loop.time() + _AFTER_DONE_S)
-            if rest := scanner.close():
-                await reply.part(headers, rest)
+        answer.limit_silence(self._settings.answer_timeout_s)
+        begun = False
+        while chunk := await answer.chunk():
+            if not begun:
+                answer.limit_silence(self._settings.idle_timeout_s)
+                begun = True
+            passed = scanner.feed(chunk)
+            if trip.first_token_s is None and scanner.reading.content_seen:
+                trip.first_token_s = self._clock()
+            if passed:
+                await reply.part(headers, passed)
+            if scanner.reading.broken:
+                return
+            if scanner.reading.done:
+                answer.limit_silence(_AFTER_DONE_S)
+        if rest := scanner.close():
+            await reply.part(headers, rest)

@@ -141,8 +141,6 @@ class Reply:
         self._send = send
         self.identity = identity
         self.started = False
-        self.writing = False
-        """Bytes wait for the client to read; whoever is slow now, it is not the worker."""
 
     async def whole(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
         """Answer at once and for good."""
@@ -154,9 +152,7 @@ class Reply:
         """Send a piece of a stream; the first one brings the status and these headers along."""
         if not self.started:
             await self._start(200, headers)
-        self.writing = True
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
-        self.writing = False
 
     async def end(self) -> None:
         """End a started stream as it should end."""

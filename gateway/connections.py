@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import io
+import functools
 import logging
 import socket
 import time
-from contextvars import ContextVar
+from collections import defaultdict, deque
+from collections.abc import Mapping
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from types import TracebackType
-from typing import Any, Self
-from weakref import WeakSet
+from typing import NamedTuple, Self
+from urllib.parse import urlsplit
 
-import aiohttp
 from pydantic_core import from_json
-from yarl import URL
 
 from gateway.errors import (
     GatewayError,
@@ -29,6 +28,7 @@ from gateway.errors import (
     WorkerUnreachable,
 )
 from gateway.settings import Settings
+from gateway.worker_link import Answer, Link, LinkLost, LinkSilent
 
 log = logging.getLogger(__name__)
 
@@ -40,14 +40,11 @@ _STALE_WITHIN_S = 0.25
 _REFUSALS = frozenset((400, 413, 422))
 _BUSY = frozenset((429, 503))
 _ERROR_LIMIT_BYTES = 64 * 1024
-_ONE_PIECE_BYTES = 256 * 1024
 _RETRY_AFTER_RANGE_S = (1.0, 60.0)
 # A machine that fell asleep says nothing, not even goodbye; where the system can be asked to find
 # that out, it takes half a minute and not the whole time that an answer may take.
 _PROBING = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 _UNACKNOWLEDGED_MS = 30_000
-
-_connection_used: ContextVar[bool] = ContextVar("connection_used", default=False)
 
 
 class StaleConnection(WorkerLost):
@@ -59,17 +56,11 @@ class Connections:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._kept: aiohttp.ClientSession
-        self._single: aiohttp.ClientSession
+        self._idle: defaultdict[_Place, deque[tuple[float, Link]]] = defaultdict(deque)
+        self._tidying: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
-        kept = _Connector(
-            limit=0, keepalive_timeout=_IDLE_CONNECTION_S, socket_factory=_open_socket
-        )
-        self._kept = self._session(kept)
-        self._single = self._session(
-            aiohttp.TCPConnector(limit=0, force_close=True, socket_factory=_open_socket)
-        )
+        self._loop = asyncio.get_running_loop()
         return self
 
     async def __aexit__(
@@ -78,62 +69,92 @@ class Connections:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._kept.close()
-        await self._single.close()
+        self._close_idle_since(self._loop.time())
 
     async def send(
         self, url: str, body: bytes, headers: dict[str, str], *, fresh: bool = False
-    ) -> aiohttp.ClientResponse:
+    ) -> Answer:
         """Send a request and return its answer once the head is there; raise a `WorkerError`.
 
         Whoever gets the answer closes it: early, that ends the connection, and so frees the
         worker's row. `fresh` takes a connection that nobody used before; a `StaleConnection` says
         that this is worth an attempt.
         """
-        session = self._single if fresh else self._kept
-        began_s = time.monotonic()
+        place, path = _place(url)
+        link = None if fresh else self._kept(place)
+        if link is None:
+            link = await self._connected(place)
+        began_s = self._loop.time()
+        answered = False
         try:
-            async with asyncio.timeout(self._settings.answer_timeout_s):
-                # A redirect would carry the token to wherever a worker points.
-                return await session.post(
-                    URL(url, encoded=True),
-                    data=_in_pieces(body),
-                    headers=headers,
-                    allow_redirects=False,
-                )
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            log.warning("attempt.unreachable url=%s error=%s", url, _told(error))
-            raise WorkerUnreachable from error
-        except TimeoutError as error:
+            answer = await link.ask(
+                _head(path, place, headers, len(body)), body, self._settings.answer_timeout_s
+            )
+            answered = True
+            return answer
+        except LinkSilent as error:
             raise WorkerSilent from error
-        except (aiohttp.ClientError, OSError) as error:
-            log.warning("attempt.lost url=%s error=%s", url, _told(error))
-            elapsed_s = time.monotonic() - began_s
-            stale = not fresh and _connection_used.get() and _never_read(error, elapsed_s)
+        except LinkLost as error:
+            log.warning("attempt.lost url=%s error=%r", url, error)
+            unheard = link.used and not link.heard
+            stale = unheard and _never_read(error, self._loop.time() - began_s)
             raise (StaleConnection if stale else WorkerLost) from error
+        finally:
+            if not answered:
+                link.abort()
 
-    def _session(self, connector: aiohttp.TCPConnector) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=connector,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(
-                total=None, sock_connect=self._settings.connect_timeout_s
-            ),
-            auto_decompress=False,
-            skip_auto_headers=("User-Agent", "Accept-Encoding"),
-        )
+    async def _connected(self, place: _Place) -> Link:
+        """Open a connection; raise `WorkerUnreachable`."""
+
+        def keep(link: Link) -> None:
+            self._idle[place].append((self._loop.time(), link))
+            if self._tidying is None:
+                self._tidying = self._loop.call_later(_IDLE_CONNECTION_S, self._tidy)
+
+        try:
+            async with asyncio.timeout(self._settings.connect_timeout_s):
+                transport, link = await self._loop.create_connection(
+                    lambda: Link(self._loop, keep), place.host, place.port, ssl=place.tls or None
+                )
+        except OSError as error:  # a timeout is one
+            log.warning("attempt.unreachable place=%s error=%r", place, error)
+            raise WorkerUnreachable from error
+        _probe(transport.get_extra_info("socket"))
+        return link
+
+    def _kept(self, place: _Place) -> Link | None:
+        """Take the connection that was used last, if one is open and not idle for too long."""
+        idle = self._idle[place]
+        while idle:
+            since_s, link = idle.pop()
+            if link.open and self._loop.time() - since_s < _IDLE_CONNECTION_S:
+                return link
+            link.abort()
+        return None
+
+    def _tidy(self) -> None:
+        """Close what was idle for too long, and look again while something is left."""
+        self._close_idle_since(self._loop.time() - _IDLE_CONNECTION_S)
+        self._tidying = None
+        if any(self._idle.values()):
+            self._tidying = self._loop.call_later(_IDLE_CONNECTION_S, self._tidy)
+
+    def _close_idle_since(self, latest_s: float) -> None:
+        for idle in self._idle.values():
+            while idle and idle[0][0] <= latest_s:
+                idle.popleft()[1].abort()
 
 
-async def refusal(answer: aiohttp.ClientResponse, timeout_s: float) -> GatewayError:
+async def refusal(answer: Answer, timeout_s: float) -> GatewayError:
     """Read what a worker's refusal means for us."""
     if answer.status in _BUSY:
-        return WorkerBusy(retry_after_s(answer.headers.get("retry-after"), time.time()))
+        return WorkerBusy(retry_after_s(answer.retry_after, time.time()))
     if answer.status not in _REFUSALS:
         log.warning("worker.failed status=%d", answer.status)
         return WorkerFailed()
     try:
-        async with asyncio.timeout(timeout_s):
-            told = from_json(await answer.content.read(_ERROR_LIMIT_BYTES))["error"]
+        answer.limit_silence(timeout_s)
+        told = from_json(await answer.read(_ERROR_LIMIT_BYTES))["error"]
         param, code = told.get("param"), told.get("code")
         return RefusedByWorker(
             answer.status,
@@ -141,7 +162,7 @@ async def refusal(answer: aiohttp.ClientResponse, timeout_s: float) -> GatewayEr
             param=param if isinstance(param, str) else None,
             code=code if isinstance(code, str) else None,
         )
-    except (ValueError, TypeError, KeyError, AttributeError, TimeoutError):
+    except (ValueError, TypeError, KeyError, AttributeError, LinkLost):
         return WorkerFailed()  # not in OpenAI's shape, so not meant for a client
 
 
@@ -162,49 +183,45 @@ def retry_after_s(value: str | None, now_s: float) -> float:
     return min(max(at.replace(tzinfo=at.tzinfo or UTC).timestamp() - now_s, low), high)
 
 
-class _Connector(aiohttp.TCPConnector):
-    """Tells the one who asks for a connection whether it was used before."""
+class _Place(NamedTuple):
+    """Where a worker listens."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given)
-        self._seen: WeakSet[object] = WeakSet()
-
-    async def connect(self, *given: Any, **named: Any) -> aiohttp.connector.Connection:
-        connection = await super().connect(*given, **named)
-        used = connection.protocol in self._seen
-        if not used:
-            self._seen.add(connection.protocol)
-        _connection_used.set(used)
-        return connection
+    host: str
+    port: int
+    tls: bool
 
 
-def _told(error: Exception) -> str:
-    """Describe an error for the log; the `repr` of some shows the request with its join token."""
-    return f"{type(error).__name__}: {error}"
+@functools.lru_cache(maxsize=1024)
+def _place(url: str) -> tuple[_Place, str]:
+    """Part a URL into where it leads and what is asked there."""
+    parts = urlsplit(url)
+    tls = parts.scheme == "https"
+    return _Place(parts.hostname or "", parts.port or (443 if tls else 80), tls), parts.path
 
 
-def _never_read(error: Exception, elapsed_s: float) -> bool:
+def _head(path: str, place: _Place, headers: Mapping[str, str], body_bytes: int) -> bytes:
+    """Write the head of a request; what would break out of its line is a fault of ours."""
+    host = f"[{place.host}]" if ":" in place.host else place.host
+    lines = [f"POST {path} HTTP/1.1", f"host: {host}:{place.port}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    lines.append(f"content-length: {body_bytes}\r\n\r\n")
+    head = "\r\n".join(lines)
+    if head.count("\n") != len(headers) + 4:
+        raise ValueError("a header holds the end of a line")
+    return head.encode("latin-1")
+
+
+def _never_read(error: LinkLost, elapsed_s: float) -> bool:
     """Say whether the worker cannot have read the request from a connection that broke so."""
-    if isinstance(error, aiohttp.ClientResponseError):
-        return False  # it answered, if only nonsense
-    if isinstance(error, OSError) and error.errno == errno.ETIMEDOUT:
-        return True  # nothing of it was ever acknowledged
-    return elapsed_s < _STALE_WITHIN_S
+    # Timed out: nothing of it was ever acknowledged.
+    return error.errno == errno.ETIMEDOUT or elapsed_s < _STALE_WITHIN_S
 
 
-def _in_pieces(body: bytes) -> bytes | io.BytesIO:
-    """Let a large body be sent piece by piece: in one piece it would hold up all other streams."""
-    return body if len(body) < _ONE_PIECE_BYTES else io.BytesIO(body)
-
-
-def _open_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Open a socket that notices when the other machine is gone."""
-    family, kind, protocol, *_ = address
-    opened = socket.socket(family, kind, protocol)
+def _probe(opened: socket.socket) -> None:
+    """Let the system find out when the other machine is gone."""
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, seconds in _PROBING.items():
         if (option := getattr(socket, name, None)) is not None:
             opened.setsockopt(socket.IPPROTO_TCP, option, seconds)
     if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:  # Linux alone
         opened.setsockopt(socket.IPPROTO_TCP, option, _UNACKNOWLEDGED_MS)
-    return opened

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-import aiohttp
 from pydantic_core import to_json
 
 from gateway.answers import Answers
@@ -31,6 +30,7 @@ from gateway.quarantine import Quarantine
 from gateway.retry_budget import RetryBudget
 from gateway.settings import Settings
 from gateway.trip import Trip
+from gateway.worker_link import Answer
 from policies.profile import Endpoint
 
 log = logging.getLogger(__name__)
@@ -152,9 +152,7 @@ class Upstream:
         finally:
             answer.close()  # a no-op where the answer was read to its end
 
-    async def _send(
-        self, lease: Lease, body: bytes, trip: Trip, *, fresh: bool = False
-    ) -> aiohttp.ClientResponse:
+    async def _send(self, lease: Lease, body: bytes, trip: Trip, *, fresh: bool = False) -> Answer:
         """Send the request; further attempts count against the budget until the answer begins."""
         headers = self._headers(lease, trip)
         url = lease.worker.url + _PATHS[trip.inspected.profile.endpoint]

@@ -233,7 +233,7 @@ def test_a_client_that_stops_reading_is_cut_off_and_blames_nobody(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
     worker.script.events = (chunk({"content": "x" * 60_000}),) * 2_000
-    with Gateway(settings_for_tests(tmp_path, idle_timeout_s=0.2)) as gateway:
+    with Gateway(settings_for_tests(tmp_path, write_timeout_s=0.2)) as gateway:
         gateway.join(worker)
         with gateway.stream():
             assert worker.client_left.wait(20)

@@ -1,0 +1,240 @@
+"""One connection to a worker: a POST goes out, its answer comes in.
+
+The HTTP is parsed by httptools, as on the client's side. A general client would bring redirects,
+cookies, compression and pools for the whole internet, and cost more than all else that a request
+needs here; a relay asks known machines one kind of question.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+import httptools
+
+HEAD_LIMIT_BYTES = 64 * 1024
+# What may wait here for a client that reads slowly, before the worker is made to wait.
+_HELD_LIMIT_BYTES = 64 * 1024
+_CONTINUE, _SWITCHING, _OK = 100, 101, 200
+
+
+class LinkLost(Exception):
+    """The connection ended before the answer did, or what came is no HTTP."""
+
+    def __init__(self, why: str, errno: int | None = None) -> None:
+        super().__init__(why)
+        self.errno = errno
+
+
+class LinkSilent(LinkLost):
+    """Nothing came for as long as the asker was ready to wait."""
+
+
+class Answer:
+    """An answer as it comes in. Whoever got it closes it."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.status = 0
+        self.retry_after: str | None = None
+
+    async def chunk(self) -> bytes:
+        """Return what came since the last call, at least a byte; nothing at the end.
+
+        Raise `LinkLost` where the end is missing, after all that came before it.
+        """
+        return await self._link.take()
+
+    async def read(self, limit_bytes: int | None = None) -> bytes:
+        """Return the whole rest, or what came up to about a limit."""
+        parts = []
+        size = 0
+        while (limit_bytes is None or size < limit_bytes) and (part := await self.chunk()):
+            parts.append(part)
+            size += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def limit_silence(self, seconds: float) -> None:
+        """Bound each wait for something new from here on."""
+        self._link.limit_silence(seconds)
+
+    def close(self) -> None:
+        """Free the connection: for the next request if this answer ended, else for good."""
+        self._link.release()
+
+
+class Link(asyncio.Protocol):
+    """A connection that carries one request at a time. `on_free` is called when it may be kept."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_free: Callable[[Link], None]) -> None:
+        self._loop = loop
+        self._on_free = on_free
+        self._transport: asyncio.Transport
+        self._parser = httptools.HttpResponseParser(self)
+        self._error: LinkLost | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._alarm: asyncio.TimerHandle | None = None
+        self._silence_s = 0.0
+        self._waiting_since_s = 0.0
+        self._busy = False
+        self._begin_answer()
+        self.used = False
+        """It has carried a request before."""
+        self.heard: bool
+        """Something came since the last request was sent."""
+
+    def _begin_answer(self) -> None:
+        self._answer = Answer(self)
+        self._parts: list[bytes] = []
+        self._held_bytes = self._head_bytes = 0
+        self._headed = self._framed = self._complete = self._kept_alive = self._paused = False
+        self.heard = False
+
+    @property
+    def open(self) -> bool:
+        """Say whether it can carry a request."""
+        return self._error is None and not self._busy
+
+    async def ask(self, request: bytes, body: bytes, silence_s: float) -> Answer:
+        """Send a request and return its answer once the head is there; raise `LinkLost`."""
+        self._begin_answer()
+        self._busy = True
+        self.limit_silence(silence_s)
+        self._transport.writelines((request, body))
+        while not self._headed:
+            await self._more()
+        return self._answer
+
+    async def take(self) -> bytes:
+        """Return the bytes of the answer's body that came, when there are some, or it ended."""
+        while not self._parts and not self._complete:
+            await self._more()
+        parts, self._parts, self._held_bytes = self._parts, [], 0
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def limit_silence(self, seconds: float) -> None:
+        """Bound each wait; one timer serves all of them."""
+        self._silence_s = seconds
+        self._waiting_since_s = self._loop.time()
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = self._loop.call_later(seconds, self._ring)
+
+    def release(self) -> None:
+        """Keep the connection if its answer came to an end that allows it, else close it."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
+        self._busy = False
+        unsent = self._transport.get_write_buffer_size()
+        if self._complete and self._kept_alive and self._error is None and not unsent:
+            self.used = True
+            self._on_free(self)
+        else:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._fail(LinkLost("closed here"))
+        self._transport.abort()
+
+    # Called by the transport.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Take the transport."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
+
+    def data_received(self, data: bytes) -> None:
+        """Parse, and make the worker wait where too much waits here."""
+        if not self._busy:
+            self.abort()  # nobody asked
+            return
+        self.heard = True
+        if not self._headed:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(LinkLost(f"no HTTP: {error!r:.200}"))
+            self._transport.abort()
+            return
+        if not self._headed and self._head_bytes > HEAD_LIMIT_BYTES:
+            self._fail(LinkLost("the head of the answer is too long"))
+            self._transport.abort()
+        elif self._held_bytes > _HELD_LIMIT_BYTES and not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+        self._wake()
+
+    def eof_received(self) -> None:
+        """Let the transport close: a worker that has ended its side has nothing more to say."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End the answer: well only where its end is the connection's."""
+        if self._busy and self._headed and not self._framed and exc is None:
+            self._complete = True  # HTTP/1.0: the end of the connection ends the answer
+        why = f"the connection broke: {exc!r}" if exc else "the worker closed the connection"
+        self._fail(LinkLost(why, exc.errno if isinstance(exc, OSError) else None))
+
+    # Called by the parser.
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Note the few headers that matter here; none is passed on."""
+        name = name.lower()
+        if name in (b"content-length", b"transfer-encoding"):
+            self._framed = True
+        elif name == b"retry-after":
+            self._answer.retry_after = value.decode("latin-1")
+
+    def on_headers_complete(self) -> None:
+        """Let the asker have the answer, unless it is still to come."""
+        self._answer.status = self._parser.get_status_code()
+        if self._answer.status >= _OK:
+            self._headed = True
+            self._kept_alive = self._parser.should_keep_alive()
+        elif self._answer.status == _SWITCHING:
+            raise LinkLost("the worker wants another protocol")
+
+    def on_body(self, body: bytes) -> None:
+        """Hold a part of the body until it is taken."""
+        self._parts.append(body)
+        self._held_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        """Note the end of the answer."""
+        self._complete = self._headed
+        self._framed &= self._headed  # "100 Continue" and its like: the answer is still to come
+
+    async def _more(self) -> None:
+        """Wait until something new came; raise what ended the connection."""
+        if self._error is not None:
+            raise self._error
+        self._waiting_since_s = self._loop.time()
+        self._waiter = self._loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+        if self._error is not None and not self._parts and not self._complete:
+            raise self._error
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _fail(self, error: LinkLost) -> None:
+        self._error = self._error or error
+        self._wake()
+
+    def _ring(self) -> None:
+        """End a wait that took too long; look again later where nobody waits, or not for long."""
+        waited_s = self._loop.time() - self._waiting_since_s if self._waiter else 0.0
+        if waited_s >= self._silence_s:
+            self._alarm = None
+            self._fail(LinkSilent("nothing came in time"))
+        else:
+            self._alarm = self._loop.call_later(self._silence_s - waited_s, self._ring)
