@@ -30,7 +30,7 @@ PURE = (
     "policies/reading.py",
 )
 IMPURE = {
-    "aiohttp",
+    "httptools",
     "asyncio",
     "fastapi",
     "httpx",
