@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import pytest
 
@@ -122,6 +123,25 @@ def test_least_recently_used_snapshots_go_when_memory_is_full(make_lane, ask) ->
 
     assert (small.counts.hits, small.counts.evicted) == (0, 2)
     assert small.size_bytes <= measured.size_bytes * 1.5
+
+
+def test_snapshots_take_no_more_memory_than_they_are_counted_for(make_lane, ask) -> None:
+    """An array that is a view keeps all of what it looks at: a chunk's states for its last one."""
+    snapshots = Snapshots(1 << 30)
+    lane = make_lane(snapshots=snapshots)
+
+    def held_bytes(system: str) -> int:
+        ask(lane, "Hello", system=system, max_tokens=2)
+        run(lane)
+        mx.synchronize()
+        return int(mx.get_active_memory())
+
+    before_bytes, counted_before_bytes = held_bytes(SYSTEM), snapshots.size_bytes
+    taken_bytes = held_bytes(OTHER * 2) - before_bytes
+    counted_bytes = snapshots.size_bytes - counted_before_bytes
+
+    assert counted_bytes > 1 << 17
+    assert taken_bytes == pytest.approx(counted_bytes, abs=1 << 16)
 
 
 def test_prompts_without_a_system_message_share_nothing(make_lane, ask, snapshots) -> None:

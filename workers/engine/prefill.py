@@ -10,7 +10,7 @@ import mlx.core as mx
 from workers.engine.prompt_scorer import Scoring
 from workers.engine.rows import Row
 from workers.engine.seam import Embedded, KVCache, LayerCache, MtpHead, Target
-from workers.engine.snapshots import Snapshot, Snapshots, restore_caches, save_caches
+from workers.engine.snapshots import Snapshot, Snapshots, alone, restore_caches, save_caches
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -133,9 +133,9 @@ def take_snapshot(prefill: Prefill) -> Snapshot | None:
         tokens=prefill.row.prompt.tokens[: prefill.done],
         caches=save_caches(prefill.caches),
         head_caches=save_caches(prefill.head_caches),
-        last_hidden=prefill.last_hidden,
+        last_hidden=None if prefill.last_hidden is None else alone(prefill.last_hidden),
     )
-    mx.eval([state for state in (*snapshot.caches, *snapshot.head_caches) if state[0] is not None])
+    mx.eval(snapshot.arrays)
     return snapshot
 
 

@@ -36,10 +36,15 @@ class Snapshot:
     last_hidden: mx.array | None
 
     @property
+    def arrays(self) -> list[mx.array]:
+        """List all arrays."""
+        arrays = [array for state in (*self.caches, *self.head_caches) for array in state]
+        return [array for array in (*arrays, self.last_hidden) if array is not None]
+
+    @property
     def size_bytes(self) -> int:
         """Count the bytes of all arrays."""
-        arrays = [array for state in (*self.caches, *self.head_caches) for array in state]
-        return sum(array.nbytes for array in (*arrays, self.last_hidden) if array is not None)
+        return sum(array.nbytes for array in self.arrays)
 
 
 @dataclass(slots=True)
@@ -198,6 +203,11 @@ def _save(cache: LayerCache) -> CacheState:
         if cache.keys is None:
             return (None, None)
         keys, values = cache.state
-        return (mx.contiguous(keys), mx.contiguous(values))
+        return (alone(keys), alone(values))
     assert isinstance(cache, ArraysCache)
-    return tuple(cache.cache)
+    return tuple(None if array is None else alone(array) for array in cache.cache)
+
+
+def alone(array: mx.array) -> mx.array:
+    """Return an array that keeps nothing else in memory, as a view of a larger one would."""
+    return mx.contiguous(array)
