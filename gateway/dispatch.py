@@ -87,7 +87,7 @@ class Dispatch:
             if (lease := self._fleet.take(candidate)) is not None:
                 return lease
         if not decision.candidates:
-            raise self._nobody(profile, tried)
+            raise self.nobody(profile, tried)
         return await self._wait(profile, decision, caller, tried)
 
     def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
@@ -192,7 +192,8 @@ class Dispatch:
             self._pools[name].line.leave(waiter)
             self._pools[name].last_wait_s = self._clock() - waiter.entered_s
 
-    def _nobody(self, profile: RequestProfile, tried: frozenset[str]) -> GatewayError:
+    def nobody(self, profile: RequestProfile, tried: frozenset[str] = NOBODY) -> GatewayError:
+        """Say that nobody can take a request, and when somebody can if that is known."""
         opens_in_s = self._fleet.opens_in_s(profile.model, without=tried)
         if opens_in_s is not None:
             return WorkerBusy(opens_in_s)

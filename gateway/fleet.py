@@ -73,6 +73,8 @@ class Lease:
     member: Member
     ejected_at_s: float
     """Of the worker's last ejection before this request was sent."""
+    on_probation: bool
+    """The request is the test of a worker that comes back."""
     waited_s: float = 0.0
     """How long the request stood in line for it."""
 
@@ -133,9 +135,10 @@ class Fleet:
         if member is None or not self._has_room(member, candidate.lane, now_s):
             return None
         member.in_flight[candidate.lane] += 1
-        member.on_probation += member.breaker.at_a_time is not None
+        on_probation = member.breaker.at_a_time is not None
+        member.on_probation += on_probation
         member.changed()
-        return Lease(candidate, member, member.breaker.ejected_at_s)
+        return Lease(candidate, member, member.breaker.ejected_at_s, on_probation)
 
     def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
         """Free the slot, and hold what happened against the worker."""

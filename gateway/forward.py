@@ -99,14 +99,15 @@ class Upstream:
                 if isinstance(error, WorkerLost) and not reply.started:
                     self.quarantine.lost(body, lease.worker.boot_id, self._clock())
                 tried |= {lease.candidate.worker_id}
-                if not self._tries_again(error, trip):
+                if not self._tries_again(error, lease, trip):
                     raise
                 failure = error
             finally:
                 self._dispatch.give_back(lease, verdict, retry_after_s)
             decision = self._dispatch.decide(trip.inspected.profile, tried)
             if not decision.candidates:
-                raise failure
+                busy = isinstance(failure, WorkerBusy)
+                raise self._dispatch.nobody(trip.inspected.profile) if busy else failure
 
     async def _lease(self, trip: Trip, decision: Decision, tried: frozenset[str]) -> Lease:
         """Take a slot, and note where and after how long."""
@@ -116,13 +117,17 @@ class Upstream:
             trip.waited_s = lease.waited_s
         return lease
 
-    def _tries_again(self, error: GatewayError, trip: Trip) -> bool:
-        """Say whether another worker may be asked: never where this one can have started."""
-        again = isinstance(error, WorkerUnreachable | WorkerBusy) and self.retries.allows()
+    def _tries_again(self, error: GatewayError, lease: Lease, trip: Trip) -> bool:
+        """Say whether another worker may be asked: never where this one can have started.
+
+        A request that tested a worker on probation is owed another; those are few by themselves.
+        """
+        not_started = isinstance(error, WorkerUnreachable | WorkerBusy)
+        again = not_started and (lease.on_probation or self.retries.allows())
         log.warning(
             "attempt.failed request=%s worker=%s code=%s again=%s",
             trip.identity,
-            trip.candidate.worker_id if trip.candidate else "-",
+            lease.worker.worker_id,
             error.code,
             again,
         )

@@ -180,7 +180,9 @@ def test_a_stale_connection_is_tried_once_more_on_a_fresh_one(
     worker.script.drop_reused = True
     answers = [line.chat() for _ in range(4)]
     assert {answer.status_code for answer in answers} == {200}
-    assert [answer.headers["x-paceline-attempts"] for answer in answers] == ["1", "2", "1", "2"]
+    attempts = [answer.headers["x-paceline-attempts"] for answer in answers]
+    assert attempts[:2] == ["1", "2"]
+    assert set(attempts) == {"1", "2"}
     assert len(worker.heard) == 4, "each was generated once"
     assert line.status()["workers"]["fake-a"]["state"] == "ready"
 
