@@ -182,6 +182,11 @@ class Link(asyncio.Protocol):
 
     # Called by the parser.
 
+    def on_message_begin(self) -> None:
+        """Let nothing follow an answer: it would be taken for that of the next request."""
+        if self._complete:
+            raise LinkLost("more came than one answer")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         """Note the few headers that matter here; none is passed on."""
         name = name.lower()
