@@ -47,6 +47,7 @@ class FaultProxy:
         self._loop = loop
         self._target_port = target_port
         self._open: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._port = 0
         self.listen()
@@ -54,8 +55,8 @@ class FaultProxy:
 
     @property
     def open_connections(self) -> int:
-        """Count the connections that are open now, each with both its ends."""
-        return len(self._open) // 2
+        """Count the connections that are being carried now."""
+        return len(self._tasks)
 
     def listen(self) -> None:
         """Take connections, again on the same port where `refuse` had closed it."""
@@ -70,7 +71,7 @@ class FaultProxy:
         self._run(self._reset_all())
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._carry, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(self._take, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def _close(self) -> None:
@@ -83,12 +84,19 @@ class FaultProxy:
         for writer in tuple(self._open):
             _reset(writer)
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        fault = self.fault
-        if fault.reset_at_connect:
-            return _reset(writer)
+        if self.fault.reset_at_connect or self._server is None:
+            _reset(writer)
+            return
         self._open.add(writer)
+        carrying = self._loop.create_task(self._carry(reader, writer, self.fault))
+        self._tasks.add(carrying)
+        carrying.add_done_callback(self._tasks.discard)
+
+    async def _carry(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
+    ) -> None:
         there = here = None
         try:
             answers, onward = await asyncio.open_connection("127.0.0.1", self._target_port)

@@ -15,8 +15,8 @@ COMPLETION_TOKENS = 3
 """Told by every answer of the fake worker that tells usage at all."""
 _EVENTS = len(stream_events(WORDS))
 _HEAD = stream_events(())[0]
-# A worker that asks to be left alone is, for a second at least: more of them and nobody is asked.
-_BUSY_SHARE = 0.004
+# A worker that asks to be left alone is, for a second at least: with more, nobody would be asked.
+_BUSY_SHARE = 0.01
 _RETRY_AFTER = (
     b"0",
     b"1",
@@ -48,6 +48,8 @@ class Plan:
     manners: Manners
     patience_s: float
     script: Script
+    at_one: bool
+    """Only one worker answers so, the others well."""
 
 
 def plans(rng: Random, count: int) -> list[Plan]:
@@ -59,13 +61,15 @@ def _plan(rng: Random, number: int) -> Plan:
     manners = Manners.STAYS
     if rng.random() < 0.2:
         manners = rng.choice([each for each in Manners if each is not Manners.STAYS])
+    script = _script(rng)
     return Plan(
         identity=f"request {number}",
         stream=rng.random() < 0.7,
         temperature=rng.randrange(2),
         manners=manners,
         patience_s=rng.uniform(0.0, 0.1),
-        script=_script(rng),
+        script=script,
+        at_one=script.status in (429, 503),
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
@@ -129,7 +130,8 @@ def settings_for_tests(state_dir: Path, **changes: Any) -> Settings:
 def eventually(holds: Callable[[], bool], *, within_s: float = 10.0) -> None:
     """Wait until something observed from outside holds; the only wait that has no event."""
     waited = threading.Event()
-    for _ in range(int(within_s / 0.02)):
+    until_s = time.monotonic() + within_s
+    while time.monotonic() < until_s:
         if holds():
             return
         waited.wait(0.02)
