@@ -21,7 +21,8 @@ from rich.console import Console
 
 from bench.blas import restart_with_fast_blas
 from bench.tables import Grid
-from tests.engine.schedules import Found, Schedules
+from tests.engine.schedules import Schedules
+from tests.engine.watched import Found
 from workers.demo import CHECKPOINT
 from workers.engine.prompts import PromptRenderer
 from workers.engine.seam import load_checkpoint

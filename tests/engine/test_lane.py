@@ -1,20 +1,14 @@
 """One lane, stepped by hand: who joins, who leaves, what is counted."""
 
-import itertools
-
 import pytest
 
-from policies.profile import Bypass, Sampling
+from policies.profile import Bypass
 from tests.engine.conftest import run
 from tests.engine.reference import greedy_alone, near_tie
-from workers.engine.draft_length import SAMPLES
 from workers.engine.requests import (
     EngineStopped,
     Finished,
     FinishReason,
-    Generation,
-    LaneName,
-    Prompt,
 )
 
 QUESTIONS = [
@@ -27,7 +21,6 @@ QUESTIONS = [
     "What is the capital of France?",
     "Tell me about the sea.",
 ]
-SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 1, 2, 3, 4])
@@ -93,76 +86,6 @@ def test_a_long_newcomer_stalls_the_others_for_one_chunk_at_a_time(make_lane, as
         before = len(early.row.answer)
         lane.step()
         assert early.end or len(early.row.answer) > before
-
-
-def test_a_sampled_row_gives_its_answer_alone_in_any_lane_and_company(make_lane, ask) -> None:
-    plain, mtp = make_lane(LaneName.VLM, draft_tokens=0), make_lane()
-    alone = ask(plain, "Tell me a story.", sampling=SAMPLED, seed=7)
-    run(plain)
-    beside = ask(mtp, "Tell me a story.", sampling=SAMPLED, seed=7)
-    others = [ask(mtp, question) for question in QUESTIONS[:4]]
-    run(mtp)
-
-    assert alone.row.answer == beside.row.answer
-    assert all(isinstance(one.end, Finished) for one in others)
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(temperature=0, repetition_penalty=2.0),
-        Sampling(temperature=0, frequency_penalty=2.0, presence_penalty=1.0),
-        Sampling(temperature=0.8, frequency_penalty=2.0, logit_bias=((30, 3.0),)),
-    ],
-)
-def test_a_row_with_penalties_is_drafted_for_and_answers_as_without(
-    make_lane, ask, sampling
-) -> None:
-    plain, mtp = make_lane(draft_tokens=0), make_lane(draft_tokens=3)
-    asked = {"sampling": sampling, "seed": 7, "max_tokens": 48, "draft_tokens": 3}
-    alone = [ask(plain, question, **asked) for question in QUESTIONS[:5]]
-    free = [ask(plain, question, max_tokens=48) for question in QUESTIONS[:5]]
-    run(plain)
-    beside = [ask(mtp, question, **asked) for question in QUESTIONS[:5]]
-    ask(mtp, QUESTIONS[5])
-    run(mtp)
-
-    assert [one.row.answer for one in beside] == [one.row.answer for one in alone]
-    assert sum(one.end.speculation.accepted for one in beside) > 0
-    changed = sum(a.row.answer != b.row.answer for a, b in zip(alone, free, strict=True))
-    assert changed >= 2, "the penalties decide something"
-
-
-def test_log_probabilities_of_accepted_drafts_are_those_of_plain_decoding(make_lane, ask) -> None:
-    plain, mtp = make_lane(draft_tokens=0), make_lane(draft_tokens=3)
-    told = [
-        ask(lane, "Count from 1 to 20.", top_logprobs=3, draft_tokens=3, max_tokens=30)
-        for lane in (plain, mtp)
-    ]
-    run(plain)
-    run(mtp)
-    alone, drafted = told
-
-    assert drafted.end.speculation.accepted > 0
-    assert len(drafted.logprobs) == len(drafted.row.answer) == 30
-    for mine, expected in zip(drafted.logprobs, alone.logprobs, strict=True):
-        assert mine.token_id == expected.token_id
-        assert mine.logprob == pytest.approx(expected.logprob, abs=1e-3)
-        for ours, theirs in zip(mine.top, expected.top, strict=True):
-            assert ours[2] == pytest.approx(theirs[2], abs=1e-3)
-
-
-def test_only_what_the_text_lane_may_draft_for_keeps_nothing_from_it(make_lane) -> None:
-    text, pictures = make_lane(), make_lane(LaneName.VLM)
-    asked = Generation(
-        request_id="test",
-        lane=LaneName.TEXT_MTP,
-        prompt=Prompt(text=""),
-        sampling=SAMPLED,
-        bypass=(Bypass.NON_GREEDY_SAMPLING, Bypass.LOGPROBS, Bypass.LOGITS_PROCESSORS),
-    )
-    assert text.bypasses(asked) == ()
-    assert pictures.bypasses(asked) == asked.bypass
 
 
 def test_a_cancelled_row_is_gone_after_one_step_and_costs_the_others_nothing(
@@ -258,54 +181,6 @@ def test_further_choices_of_a_prompt_count_it_once(make_lane, ask) -> None:
     assert report.bypass_counts == {"multiple_choices": 1}
     assert (report.requests, report.prompt_tokens) == (1, len(first.row.prompt.tokens))
     assert report.completion_tokens == len(first.row.answer) + len(second.row.answer)
-
-
-def test_a_bypassed_row_speculates_nothing_and_is_counted_by_its_reason(make_lane, ask) -> None:
-    lane = make_lane()
-    biased = ask(
-        lane,
-        "Hello",
-        sampling=Sampling(temperature=0, logit_bias=((30, 1.0),)),
-        bypass=(Bypass.LOGITS_PROCESSORS,),
-    )
-    beside = ask(lane, "Count from 1 to 20.")
-    run(lane)
-
-    assert biased.end.speculation.steps == 0
-    assert beside.end.speculation.steps > 0
-    assert lane.counters.report().bypass_counts == {"logits_processors": 1}
-
-
-def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, ask) -> None:
-    lane = make_lane(clock=itertools.count().__next__)  # every round takes one second
-    measured = lane._decoding._draft_length
-    for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
-        for _ in range(SAMPLES):
-            measured.observe(3, k, cost_s)
-    # The first two are drafted for while they are nearly alone; with the third it does not pay.
-    heard = [
-        ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=limit) for limit in (60, 60, 12)
-    ]
-    run(lane)
-    report = lane.counters.report()
-
-    assert [one.end.speculation.steps > 0 for one in heard] == [True, True, False]
-    assert report.bypass_counts == {"mtp_not_paying": 1}
-    assert report.draft_tokens_by_rows[2] == 0 < report.draft_tokens_by_rows[0]
-    assert (report.drafting_pays(1), report.drafting_pays(3)) == (True, False)
-    assert report.effective_draft_tokens == report.draft_tokens_by_rows[0], "idle: of one row"
-
-
-def test_a_request_that_names_its_k_is_drafted_for_where_it_does_not_pay(make_lane, ask) -> None:
-    lane = make_lane(clock=itertools.count().__next__)
-    for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
-        for _ in range(SAMPLES):
-            lane._decoding._draft_length.observe(3, k, cost_s)
-    heard = [ask(lane, "Count from 1 to 20.", adaptive=number < 2) for number in range(3)]
-    run(lane)
-
-    assert heard[2].end.speculation.steps > 0
-    assert lane.counters.report().bypass_counts == {}
 
 
 def test_a_prompt_that_breaks_fails_alone(make_lane, ask) -> None:
