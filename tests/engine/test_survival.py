@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from policies.profile import Bypass, Sampling
 from tests.engine.conftest import run
 from tests.engine.reference import greedy_alone, near_tie
+from workers.engine.draft_length import SAMPLES
 from workers.engine.drafting_head import ERRORS_IN_A_ROW
 from workers.engine.loop import EngineThread
 from workers.engine.requests import EngineStopped, Finished, GenerationFailed, LaneName
@@ -116,6 +118,34 @@ def test_errors_far_apart_leave_the_head_in_use(make_lane, ask, head) -> None:
     assert lane.counters.report().bypass_counts == {Bypass.HEAD_UNHEALTHY: ERRORS_IN_A_ROW}
     assert [one.end.speculation.steps > 0 for one in heard] == [False, True] * ERRORS_IN_A_ROW
     assert len({tuple(one.row.answer) for one in heard}) == 1
+
+
+def test_rows_left_behind_go_on_plainly_when_the_head_cannot_catch_up(
+    checkpoint, make_lane, ask, head
+) -> None:
+    calls_to_error = 1 << 30
+
+    def counted(*_: object) -> bool:
+        nonlocal calls_to_error
+        calls_to_error -= 1
+        return calls_to_error == 0
+
+    lane = make_lane(head=Failing(head, counted), clock=itertools.count().__next__)
+    for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):  # drafting does not pay for three rows
+        for _ in range(SAMPLES):
+            lane._decoding._draft_length.observe(3, k, cost_s)
+    early = [ask(lane, question, adaptive=True) for question in QUESTIONS[1:]]
+    for _ in range(8):
+        lane.step()
+    calls_to_error = 2  # the newcomer's prompt is read, then the head catches up with the others
+    late = ask(lane, QUESTIONS[1])
+    run(lane)
+
+    for one in (*early, late):
+        assert isinstance(one.end, Finished)
+        assert_right(checkpoint, one)
+    assert late.end.speculation.steps > 0
+    assert lane.counters.report().bypass_counts[Bypass.HEAD_UNHEALTHY] == len(early)
 
 
 def test_rows_admitted_before_the_head_was_given_up_are_counted(make_lane, ask, head) -> None:

@@ -25,7 +25,7 @@ from workers.engine.requests import TokenLogprob
 from workers.engine.round_graph import RoundGraph
 from workers.engine.rounds import RoundResult, run_plain_round, run_round
 from workers.engine.rows import Row
-from workers.engine.seam import Target
+from workers.engine.seam import MtpHead, Target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,8 +98,9 @@ class Decoding:
     def join(self, prefill: Prefill) -> Outcome:
         """Take a row that has been read, with the first token of its answer at least."""
         row, token = prefill.row, prefill.row.answer[-1]
-        head, seed = self._head.of(row), None
+        head, seed, outcome = self._head.of(row), None, Outcome()
         if head is not None:
+            outcome = self._catch_up(head)
             try:
                 seed = seed_head(prefill, head, token)
             except Exception as error:  # noqa: BLE001  # the target needs no head to go on
@@ -108,13 +109,20 @@ class Decoding:
         batch = self._batch_for(row)
         others = list(batch.rows)
         try:
-            if head is not None and seed is not None:
-                batch.catch_up(head)
             head_caches = prefill.head_caches if seed is not None else []
             batch.join(row, prefill.caches, head_caches, token, seed)
         except Exception as error:  # noqa: BLE001  # half joined: no row's caches are whole
             batch.clear()
-            return Outcome(failed=[row], again=others, error=error)
+            return Outcome(failed=[row], again=[*others, *outcome.again], error=error)
+        return outcome
+
+    def _catch_up(self, head: MtpHead) -> Outcome:
+        """Bring the head up to date with the rows that it drafts for, so that others can join."""
+        try:
+            self._drafting.catch_up(head)
+        except Exception as error:  # noqa: BLE001  # its state is lost, and with it only drafts
+            self._head.failed(error)
+            return self._fall_back(self._drafting, error)
         return Outcome()
 
     def rounds(self) -> Iterator[Outcome]:
