@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.profile import Sampling
+from policies.profile import Bypass, Sampling
 from workers.adapters.report import Speculation
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
@@ -37,15 +37,24 @@ class HeadHealth:
 
     first_guess_acceptance: float
     steps: int
+    failures: int = 0
+    """Answers that went on without the head, since it had raised."""
 
     @property
     def sound(self) -> bool:
         """Say whether the head may draft."""
-        return self.steps < FEWEST_STEPS or self.first_guess_acceptance >= LOWEST_ACCEPTANCE
+        right = self.steps < FEWEST_STEPS or self.first_guess_acceptance >= LOWEST_ACCEPTANCE
+        return right and not self.failures
 
     @property
     def sentence(self) -> str:
         """Say to people what was found and what to look at."""
+        if self.failures:
+            return (
+                f"MTP head unhealthy: it failed in {self.failures} answers of the self-test; "
+                "the lane serves without it. Look at the log for what it raised, and at the checkpoint: "
+                "mtp.* tensors missing, or of another model size or revision."
+            )
         share = f"{self.first_guess_acceptance:.0%} of {self.steps} first guesses were right"
         if self.sound:
             return f"MTP head sound: {share}."
@@ -67,7 +76,9 @@ def examine_head(lane: Lane, prompts: PromptRenderer) -> HeadHealth:
     counts = sum((row.tally.total() for row in rows), Speculation())
     first = counts.accepted_per_position[0] if counts.steps else 0
     return HeadHealth(
-        first_guess_acceptance=first / counts.steps if counts.steps else 0.0, steps=counts.steps
+        first_guess_acceptance=first / counts.steps if counts.steps else 0.0,
+        steps=counts.steps,
+        failures=lane.counters.report().bypass_counts.get(Bypass.HEAD_UNHEALTHY, 0),
     )
 
 
