@@ -52,8 +52,8 @@ class HeadHealth:
         if self.failures:
             return (
                 f"MTP head unhealthy: it failed in {self.failures} answers of the self-test; "
-                "the lane serves without it. Look at the log for what it raised, and at the checkpoint: "
-                "mtp.* tensors missing, or of another model size or revision."
+                "the lane serves without it. Look at the log for what it raised, and at the "
+                "checkpoint: mtp.* tensors missing, or of another model size or revision."
             )
         share = f"{self.first_guess_acceptance:.0%} of {self.steps} first guesses were right"
         if self.sound:
