@@ -165,18 +165,19 @@ def table(samples: Sequence[Sample]) -> Grid:
 
 
 def verdict(samples: Sequence[Sample]) -> str:
-    """Say how much the worker grew after its warm-up."""
-    settled = [sample for sample in samples if sample.requests >= WARM_UP]
-    if len(settled) < 2:
-        return f"Fewer than {WARM_UP} requests say nothing."
-    first, last = settled[0], settled[-1]
+    """Say how much the worker grew: after everything was seen once, and in the second half."""
+    last = samples[-1]
+    halfway = next(sample for sample in samples if 2 * sample.requests >= last.requests)
+    warm = next((sample for sample in samples if sample.requests >= WARM_UP), halfway)
+    return " ".join(_growth(first, last) for first in (warm, halfway))
+
+
+def _growth(first: Sample, last: Sample) -> str:
+    mlx = last.steady_bytes / first.steady_bytes - 1
+    process = last.resident_bytes / first.resident_bytes - 1
     return (
-        f"From request {first.requests} to {last.requests} "
-        "what MLX holds beside system prompts grew by "
-        f"{(last.steady_bytes - first.steady_bytes) / 1e3:.0f} kB "
-        f"({last.steady_bytes / first.steady_bytes - 1:+.2%}), "
-        f"the process by {(last.resident_bytes - first.resident_bytes) / 1e6:.1f} MB "
-        f"({last.resident_bytes / first.resident_bytes - 1:+.2%})."
+        f"From request {first.requests} to {last.requests}, what MLX holds beside system prompts "
+        f"grew by {mlx:+.2%}, the process by {process:+.2%}."
     )
 
 
