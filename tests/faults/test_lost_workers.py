@@ -18,7 +18,7 @@ from tests.gateway.fake_worker import (
     event,
     stream_events,
 )
-from tests.gateway.serving import Gateway, eventually
+from tests.gateway.serving import Gateway, eventually, serving
 
 HEAD = stream_events(())[0]
 
@@ -238,3 +238,25 @@ def test_f25_all_answers_of_a_worker_that_aborts_are_told_and_its_slots_come_bac
             assert b'"code":"worker_lost"' in client.read_until(b"\r\n0\r\n\r\n")
             client.leave()
     settles(gateway, failed=4)
+
+
+def test_f25_a_worker_killed_and_replaced_takes_requests_again(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    first = FakeWorker(worker_id="fake-a", boot_id="boot-0")
+    with serving(first, sockets=[first.socket]):
+        gateway.join(first)
+        assert gateway.chat().status_code == 200
+    assert gateway.chat().status_code == 503
+    assert gateway.join(worker).status_code == 409, "the id is held until the old boot is silent"
+
+
+def test_f17_a_worker_that_does_not_end_its_stream_behind_done_is_not_waited_for(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    worker.script.hang_after = len(stream_events(worker.script.words))
+    with line.stream() as answer:
+        received = answer.read()
+    assert received.endswith(DONE)
+    eventually(lambda: worker.answering == 0)
+    settles(line, completed=1)

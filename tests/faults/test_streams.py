@@ -145,6 +145,51 @@ def test_f21_a_404_of_the_worker_is_its_failure_and_its_words_stay_here(
     assert b"/Users" not in answer.content
 
 
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (500, b'{"error": {"message": "Traceback", "type": "x"}}'),
+        (401, b'{"error": {"message": "wrong token", "type": "x"}}'),
+        (404, b'{"error": {"message": "no such model", "type": "x"}}'),
+        (400, b"<html>bad</html>"),
+        (400, b'{"detail": "bad"}'),
+        (307, b""),
+        (200, b"<html>proxy</html>"),
+        (200, b"[]"),
+    ],
+)
+def test_f21_nonsense_of_a_worker_is_a_502_in_our_words(
+    line: Gateway, worker: FakeWorker, status: int, body: bytes
+) -> None:
+    worker.script = Script(status=status, body=body)
+    answer = line.chat()
+    assert answer.status_code == 502
+    assert answer.json()["error"] == {
+        "message": "The worker failed on this request.",
+        "type": "server_error",
+        "param": None,
+        "code": "worker_failed",
+    }
+
+
+def test_f21_a_400_in_openais_shape_is_the_requests_fault_and_is_relayed(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    worker.script = Script(
+        status=400,
+        body=b'{"error": {"message": "Too long.", "type": "invalid_request_error",'
+        b' "param": "messages", "code": "context_length_exceeded"}}',
+    )
+    answer = line.chat()
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": "Too long.",
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "context_length_exceeded",
+    }
+
+
 def test_f57_an_http_1_0_worker_is_relayed(line: Gateway, worker: FakeWorker) -> None:
     worker.script.http_1_0 = True
     for _ in range(3):

@@ -27,7 +27,7 @@ def unreachable(breaker: Breaker, times: int) -> Breaker:
     return breaker
 
 
-def test_three_connection_failures_or_five_errors_in_a_row_eject() -> None:
+def test_f20_three_connection_failures_or_five_errors_in_a_row_eject() -> None:
     assert not unreachable(HEALTHY, CONNECTION_FAILURES - 1).ejected(0.0)
     assert unreachable(HEALTHY, CONNECTION_FAILURES).ejected(0.0)
     assert unreachable(HEALTHY, CONNECTION_FAILURES).why == "3 connections failed in a row"
@@ -49,7 +49,7 @@ def test_errors_between_refused_connections_break_their_row_but_not_that_of_erro
     assert unreachable(breaker, 2).ejected(0.0), "five failures in all"
 
 
-def test_each_ejection_is_longer_up_to_five_minutes() -> None:
+def test_f23_each_ejection_is_longer_up_to_five_minutes() -> None:
     breaker, now_s, lengths = HEALTHY, 0.0, []
     for _ in range(40):
         breaker = failing(breaker, 1 if breaker.at_a_time else ERRORS, now_s=now_s)
@@ -59,7 +59,7 @@ def test_each_ejection_is_longer_up_to_five_minutes() -> None:
     assert lengths[-1] == LONGEST_EJECTION_S
 
 
-def test_the_dice_spread_the_return_and_never_past_the_bound() -> None:
+def test_f23_the_dice_spread_the_return_and_never_past_the_bound() -> None:
     assert failing(HEALTHY, ERRORS, dice=0.5).ejected_until_s == 11.0
     assert failing(HEALTHY, ERRORS, dice=0.999).ejected_until_s < 12.0
 
@@ -76,7 +76,7 @@ def test_a_healthy_minute_is_worth_one_ejection() -> None:
     assert failing(breaker, ERRORS, now_s=9999.0).ejections == 1
 
 
-def test_one_good_answer_doubles_what_it_may_have_and_one_bad_one_ejects_again() -> None:
+def test_f23_one_good_answer_doubles_what_it_may_have_and_one_bad_one_ejects_again() -> None:
     breaker = failing(HEALTHY, ERRORS)
     assert breaker.at_a_time == 1
     breaker = breaker.answered(10.0, slots=8)
@@ -87,7 +87,7 @@ def test_one_good_answer_doubles_what_it_may_have_and_one_bad_one_ejects_again()
     assert breaker.answered(10.0, slots=8).answered(10.0, slots=8).at_a_time is None
 
 
-def test_the_last_worker_is_not_ejected_but_the_next_failure_with_another_one_does_it() -> None:
+def test_f22_the_last_worker_is_not_ejected_but_the_next_failure_with_another_one_does_it() -> None:
     breaker = HEALTHY
     for _ in range(50):
         breaker = breaker.failed(0.0, Verdict.FAILED, last=True, dice=0.0)

@@ -42,7 +42,7 @@ def with_policy(folder: Path, change: Callable[[dict[str, Any]], None]) -> Gatew
     return Gateway(settings_for_tests(folder, policy=file))
 
 
-def test_no_more_requests_run_on_a_lane_than_it_has_slots(
+def test_f27_no_more_requests_run_on_a_lane_than_it_has_slots(
     gateway: Gateway, worker: FakeWorker
 ) -> None:
     join(gateway, worker, slots=2)
@@ -58,7 +58,7 @@ def test_no_more_requests_run_on_a_lane_than_it_has_slots(
     assert "paceline_queue_wait_seconds_count" in gateway.client.get("/metrics").text
 
 
-def test_a_full_speculative_lane_spills_to_vlm_and_the_answer_says_so(
+def test_f27_a_full_speculative_lane_spills_to_vlm_and_the_answer_says_so(
     gateway: Gateway, worker: FakeWorker
 ) -> None:
     join(gateway, worker)
@@ -82,7 +82,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def test_past_the_bound_and_past_the_time_it_is_a_503_that_says_when_to_come_back(
+def test_f27_past_the_bound_and_past_the_time_it_is_a_503_that_says_when_to_come_back(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
     def short(document: dict[str, Any]) -> None:
@@ -108,7 +108,7 @@ def told(answer: httpx.Response) -> tuple[int, str]:
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def test_a_client_that_leaves_the_line_frees_its_place(
+def test_f08_a_client_that_leaves_the_line_frees_its_place(
     gateway: Gateway, worker: FakeWorker
 ) -> None:
     join(gateway, worker)
@@ -174,7 +174,7 @@ def test_a_priority_that_the_policy_does_not_offer_is_a_400_that_lists_those_it_
                 assert "default, bulk" in error["message"]
 
 
-def test_a_stale_connection_is_tried_once_more_on_a_fresh_one(
+def test_f14_a_stale_connection_is_tried_once_more_on_a_fresh_one(
     line: Gateway, worker: FakeWorker
 ) -> None:
     worker.script.drop_reused = True
@@ -187,7 +187,7 @@ def test_a_stale_connection_is_tried_once_more_on_a_fresh_one(
     assert line.status()["workers"]["fake-a"]["state"] == "ready"
 
 
-def test_a_body_that_two_workers_were_lost_over_is_not_sent_to_a_third(
+def test_f02_a_body_that_two_workers_were_lost_over_is_not_sent_to_a_third(
     gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     third = FakeWorker(worker_id="fake-c")
@@ -207,7 +207,7 @@ def test_a_body_that_two_workers_were_lost_over_is_not_sent_to_a_third(
     assert gateway.status()["quarantined"] == 1
 
 
-def test_retries_are_bounded_however_much_fails(
+def test_f28_retries_are_bounded_however_much_fails(
     gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     for one in (worker, second_worker):
@@ -234,7 +234,7 @@ def test_retries_are_bounded_however_much_fails(
         assert {one.result().status_code for one in asked} <= {200, 503}
 
 
-def test_an_ejected_worker_is_shown_with_its_reason_and_gets_nothing(
+def test_f20_an_ejected_worker_is_shown_with_its_reason_and_gets_nothing(
     line: Gateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     line.join(second_worker)
