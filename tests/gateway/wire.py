@@ -42,6 +42,11 @@ class Link(asyncio.StreamReaderProtocol):
         self._chunked = False
         super().__init__(asyncio.StreamReader(), self._converse)
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Else a body written behind its head would wait 40 ms for the head to be acknowledged.
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        super().connection_made(transport)
+
     def eof_received(self) -> bool:
         self.left.set()
         return bool(super().eof_received())
