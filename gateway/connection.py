@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from http import HTTPStatus
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.errors import (
@@ -33,6 +34,7 @@ LEAVING = "paceline.leaving"
 # reset, and that destroys the refusal before the client can read it.
 _LINGER_S = 2.0
 _SWEEP_S = 1.0
+_UPGRADING = frozenset((b"connection", b"upgrade", b"http2-settings"))
 
 
 class Connection(HttpToolsProtocol):
@@ -74,7 +76,8 @@ class Connection(HttpToolsProtocol):
         if self._outlet.closing_since_s is not None and self.cycle is None:
             return  # refused before there was a request; what still comes is dropped
         self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        self._feed(data)
         if self._head_since_s is not None and self._head_bytes > HEAD_LIMIT_BYTES:
             self._refuse(HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT))
 
@@ -93,18 +96,18 @@ class Connection(HttpToolsProtocol):
         if size > HEAD_LIMIT_BYTES or len(self.headers) > HEADERS_LIMIT:
             self._refusal = HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT)
             raise self._refusal
+        if self.parser.should_upgrade():
+            return  # `_feed` goes on without it
         if self._outlet.closing_since_s is None:
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """Note that nothing of this request is left to be read."""
+        if self.parser.should_upgrade():
+            return
         super().on_message_complete()
         self._receiving = False
         self._outlet.finish_closing()
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what the parser refused, in OpenAI's shape."""
-        self._refuse(self._refusal or NotHttp())
 
     def check(self, now_s: float) -> None:
         """End the connection where the client has taken too long: to ask, to read, or to go."""
@@ -122,6 +125,25 @@ class Connection(HttpToolsProtocol):
                 self._refuse(HeadTooSlow())
             else:
                 self._outlet.abort()
+
+    def _feed(self, data: bytes) -> None:
+        """Parse; serve a request that asks for another protocol without that, as HTTP allows.
+
+        Java's own client asks so on every first request, and the parser stops there.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            method = self.parser.get_method()
+            if method == b"CONNECT":
+                self._refuse(NotHttp())
+                return
+            kept = [pair for pair in self.headers if pair[0] not in _UPGRADING]
+            head = [b"%s %s HTTP/1.1" % (method, self.url), *(b"%s: %s" % pair for pair in kept)]
+            self.parser = httptools.HttpRequestParser(self)
+            self._feed(b"\r\n".join((*head, b"", data[upgrade.args[0] :])))
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or NotHttp())
 
     def _refuse(self, error: GatewayError) -> None:
         """Answer in place of the application, and read no further request."""

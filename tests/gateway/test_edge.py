@@ -194,3 +194,41 @@ def test_a_stream_past_its_time_ends_in_an_error_event(tmp_path: Path, worker: F
         assert b'"code":"request_timeout"' in received
         assert not received.endswith(DONE)
         assert worker.client_left.wait(10)
+
+
+@pytest.mark.parametrize("packets", [1, 2])
+def test_a_request_that_asks_for_another_protocol_is_served_in_this_one(
+    line: Gateway, packets: int
+) -> None:
+    asked = request(temperature=0).replace(
+        b"host: localhost\r\n",
+        b"Connection: Upgrade, HTTP2-Settings\r\nHost: localhost\r\n"
+        b"HTTP2-Settings: AAMAAABk\r\nUpgrade: h2c\r\n",
+    )
+    head, _, body = asked.partition(b"\r\n\r\n")
+    with connected(line) as raw:
+        if packets == 1:
+            raw.sendall(asked)
+        else:
+            raw.sendall(head + b"\r\n\r\n")
+            raw.sendall(body)
+        received = raw.recv(65536)
+        assert received.startswith(b"HTTP/1.1 200 OK")
+        assert b"one two three" in received
+        raw.sendall(request())
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_no_tunnel_is_opened(line: Gateway) -> None:
+    with connected(line) as raw:
+        raw.sendall(b"CONNECT localhost:22 HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        assert told(raw) == (400, "invalid_http", True)
+
+
+def test_a_client_that_asks_first_whether_to_send_its_body_is_told_to(line: Gateway) -> None:
+    head, _, body = request().partition(b"\r\n\r\n")
+    with connected(line) as raw:
+        raw.sendall(head + b"\r\nexpect: 100-continue\r\n\r\n")
+        assert raw.recv(65536).startswith(b"HTTP/1.1 100 Continue")
+        raw.sendall(body)
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200 OK")
