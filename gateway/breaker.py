@@ -30,6 +30,8 @@ class Verdict(Enum):
     ANSWERED = auto()
     """It did what a worker does; refusing a wrong request is that too."""
     FAILED = auto()
+    SILENT = auto()
+    """It did not answer, or not go on, in the time allowed."""
     UNREACHABLE = auto()
     BUSY = auto()
     """It asks to be left alone for a while, and is not broken."""

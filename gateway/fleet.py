@@ -17,6 +17,9 @@ BEAT_S = 2.0
 SILENT_AFTER_S = 7.0
 """Three beats missed: out, and so within ten seconds in every case."""
 NOBODY: frozenset[str] = frozenset()
+# This gateway did not listen for so long: what seems to have failed then proves nothing.
+_DEAF_S = 1.0
+_UNHEARD = frozenset((Verdict.SILENT, Verdict.UNREACHABLE))
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +103,8 @@ class Fleet:
         self._dice = dice
         self._members: dict[str, Member] = {}
         self._known_models = known_models
+        self._deaf_until_s = float("-inf")
+        self._listened_at_s: float | None = None
 
     def beat(self, report: WorkerReport, listed: ListedWorker | None = None) -> None:
         """Take in a heartbeat; raise `WorkerIdTaken` when another live worker holds the id."""
@@ -123,6 +128,17 @@ class Fleet:
         if member is not None and member.report.boot_id == report.boot_id:
             member.report = report
             member.changed()
+
+    def excuse(self, deaf_s: float) -> None:
+        """Take off everybody's silence the time in which this gateway itself did not listen.
+
+        To be called several times a second; once it is, its own absence tells of deafness too.
+        """
+        self._listened_at_s = self._clock()
+        if deaf_s >= _DEAF_S:
+            self._deaf_until_s = self._listened_at_s + _DEAF_S
+            for member in self._members.values():
+                member.beaten_at_s += deaf_s
 
     def leave(self, worker_id: str) -> None:
         """Forget a worker that said goodbye."""
@@ -155,7 +171,7 @@ class Fleet:
             member.breaker = before.answered(now_s, slots)
         elif verdict is Verdict.BUSY:
             member.breaker = before.asked_to_wait(now_s, retry_after_s)
-        elif verdict is not Verdict.NONE:
+        elif verdict is Verdict.FAILED or (verdict in _UNHEARD and not self._deaf(now_s)):
             last = self._is_last(member, now_s)
             member.breaker = before.failed(now_s, verdict, last=last, dice=self._dice())
         if member.breaker.ejected_at_s != before.ejected_at_s:
@@ -248,7 +264,14 @@ class Fleet:
             for other in self._members.values()
         )
 
+    def _deaf(self, now_s: float) -> bool:
+        """Say whether this gateway does not listen, or has only just begun to again."""
+        listened_at_s = now_s if self._listened_at_s is None else self._listened_at_s
+        return now_s < self._deaf_until_s or now_s - listened_at_s > _DEAF_S
+
     def _expire(self, now_s: float) -> None:
+        if self._deaf(now_s):
+            return
         silent = [name for name, member in self._members.items() if not _live(member, now_s)]
         for name in silent:
             del self._members[name]

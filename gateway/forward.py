@@ -22,6 +22,7 @@ from gateway.errors import (
     WorkerBusy,
     WorkerError,
     WorkerLost,
+    WorkerSilent,
     WorkerUnreachable,
 )
 from gateway.fleet import Lease
@@ -188,6 +189,8 @@ def verdict_of(error: GatewayError) -> Verdict:
             return Verdict.UNREACHABLE
         case WorkerBusy():
             return Verdict.BUSY
+        case WorkerSilent():
+            return Verdict.SILENT
         case WorkerError():
             return Verdict.FAILED
         case _:

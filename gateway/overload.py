@@ -64,11 +64,19 @@ class Load:
         self._body_bytes -= body_bytes
 
 
-async def keep_measuring(lag: LoopLag, show: Callable[[float], None]) -> None:
-    """Measure the event loop that runs this, for ever; `show` gets the worst of late."""
+async def keep_measuring(
+    lag: LoopLag, show: Callable[[float], None], excuse: Callable[[float], None]
+) -> None:
+    """Measure the event loop that runs this, for ever.
+
+    `show` gets the worst of late. `excuse` gets each delay: what others seem to have missed in that
+    time, this gateway missed.
+    """
     loop = asyncio.get_running_loop()
     while True:
         due_s = loop.time() + _TICK_S
         await asyncio.sleep(_TICK_S)
-        lag.note(loop.time() - due_s)
+        late_s = loop.time() - due_s
+        excuse(late_s)
+        lag.note(late_s)
         show(lag.worst_s)

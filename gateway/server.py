@@ -107,7 +107,11 @@ async def serve(
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
         watching = (
             asyncio.create_task(sweep(server.server_state.connections)),
-            asyncio.create_task(keep_measuring(app.relay.load.lag, app.line.meters.loop_lag.set)),
+            asyncio.create_task(
+                keep_measuring(
+                    app.relay.load.lag, app.line.meters.loop_lag.set, app.line.fleet.excuse
+                )
+            ),
         )
         try:
             await _first_of(serving, ending.asked.wait())

@@ -63,6 +63,38 @@ def test_a_beat_keeps_a_worker_in(fleet: Fleet, clock: Clock) -> None:
     assert ids(fleet) == ["mac"]
 
 
+def test_f38_what_came_while_this_gateway_did_not_listen_is_held_against_nobody(
+    fleet: Fleet, clock: Clock
+) -> None:
+    two(fleet)
+    clock.now_s = 8.0
+    fleet.excuse(8.0)
+    assert ids(fleet) == ["a", "b"], "their heartbeats wait to be read"
+    fail(fleet, "a", 5, Verdict.UNREACHABLE)
+    assert ids(fleet) == ["a", "b"], "the limits on time ran out on us, not on them"
+    clock.now_s = 9.0
+    fail(fleet, "a", 3, Verdict.UNREACHABLE)
+    assert ids(fleet) == ["b"]
+
+
+def test_f38_nobody_is_found_silent_before_it_is_known_whether_we_listened(
+    fleet: Fleet, clock: Clock
+) -> None:
+    two(fleet)
+    fleet.excuse(0.0)
+    clock.now_s = 8.0
+    assert ids(fleet) == ["a", "b"]
+    fleet.excuse(0.0)
+    assert ids(fleet) == []
+
+
+def test_f38_a_short_delay_excuses_no_silence(fleet: Fleet, clock: Clock) -> None:
+    two(fleet)
+    clock.now_s = 7.5
+    fleet.excuse(0.9)
+    assert ids(fleet) == []
+
+
 def test_an_id_belongs_to_one_live_worker(fleet: Fleet, clock: Clock) -> None:
     fleet.beat(report())
     with pytest.raises(WorkerIdTaken):
@@ -128,7 +160,9 @@ def fail(fleet: Fleet, worker_id: str, times: int, verdict: Verdict = Verdict.FA
         fleet.give_back(taken(fleet, worker_id), verdict)
 
 
-def test_a_worker_that_fails_five_times_is_out_for_ten_seconds(fleet: Fleet, clock: Clock) -> None:
+def test_f20_a_worker_that_fails_five_times_is_out_for_ten_seconds(
+    fleet: Fleet, clock: Clock
+) -> None:
     two(fleet)
     fail(fleet, "a", 5)
     assert ids(fleet) == ["b"]
@@ -141,7 +175,7 @@ def test_a_worker_that_fails_five_times_is_out_for_ten_seconds(fleet: Fleet, clo
     assert ids(fleet) == ["a", "b"]
 
 
-def test_it_comes_back_with_one_request_then_two_then_all(fleet: Fleet, clock: Clock) -> None:
+def test_f24_it_comes_back_with_one_request_then_two_then_all(fleet: Fleet, clock: Clock) -> None:
     two(fleet)
     fail(fleet, "a", 3, Verdict.UNREACHABLE)
     clock.now_s = 10.0

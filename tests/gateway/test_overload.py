@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import httpx
@@ -61,3 +62,10 @@ def test_f26_bodies_are_held_up_to_a_bound_and_given_back(monkeypatch: pytest.Mo
         load.hold(1)
     load.release(101)
     load.hold(100)
+
+
+def test_f38_a_gateway_that_stood_still_ejects_nobody_and_serves_at_once(line: Gateway) -> None:
+    line.loop.call_soon_threadsafe(time.sleep, 8)  # longer than a worker may be silent
+    answer = line.chat()
+    assert answer.status_code == 200, answer.text
+    assert line.status()["workers"]["fake-a"]["state"] == "ready"
