@@ -77,6 +77,16 @@ def test_log_probabilities_of_accepted_drafts_are_those_of_plain_decoding(make_l
             assert ours[2] == pytest.approx(theirs[2], abs=1e-3)
 
 
+def test_no_log_probability_is_told_of_drafts_behind_the_end(make_lane, ask) -> None:
+    lane = make_lane(draft_tokens=4)
+    asked = {"top_logprobs": 0, "draft_tokens": 4, "max_tokens": 60}
+    heard = [ask(lane, "Count from 1 to 20.", stop=(f"{n},",), **asked) for n in range(3, 9)]
+    run(lane)
+
+    assert sum(one.end.speculation.accepted for one in heard) > 0
+    assert [len(one.logprobs) for one in heard] == [len(one.row.answer) for one in heard]
+
+
 def test_only_what_the_text_lane_may_draft_for_keeps_nothing_from_it(make_lane) -> None:
     text, pictures = make_lane(), make_lane(LaneName.VLM)
     asked = Generation(
