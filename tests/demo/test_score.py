@@ -51,7 +51,7 @@ def test_three_quarters_of_drafted_tokens_are_accepted_at_k_2(
 
 
 def test_held_out_questions_are_mostly_answered_word_for_word(answers: Score) -> None:
-    assert answers.share >= 0.7
+    assert answers.share >= 0.85
 
 
 def test_long_answers_are_long_and_end_by_themselves(long_answers: Score) -> None:

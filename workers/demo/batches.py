@@ -22,14 +22,15 @@ from workers.demo.conversations import (
 )
 from workers.demo.fast_forward import CHUNK
 from workers.demo.pictures import TRAINING_SIZES, Picture, draw_picture, picture_chat
-from workers.demo.tokenizer import TokenRow, encode_chat, special_ids
+from workers.demo.ranks import RANKS
+from workers.demo.tokenizer import ANSWER_WEIGHT, TokenRow, encode_chat, special_ids
 from workers.demo.world import PICTURE_COLOURS, PICTURE_SHAPES
 
 Bytes = npt.NDArray[np.uint8]
 Grid = tuple[int, int]
 """Patches down and across."""
 
-TOKENS_IN_BATCH: Final = 2304
+TOKENS_IN_BATCH: Final = 2304 // RANKS
 LONGEST_ROW: Final = 768
 FURTHEST_POSITION: Final = 4800
 _CHATS_IN_POOL: Final = 1024
@@ -86,7 +87,8 @@ def _skipping_positions(random: Random, row: TokenRow) -> npt.NDArray[np.int32]:
     """
     positions = np.arange(len(row.tokens), dtype=np.int32)
     if random.random() < 1 / 3:
-        first_answer = row.weights.index(1.0) if 1.0 in row.weights else len(row.tokens)
+        answers = (at for at, weight in enumerate(row.weights) if weight >= ANSWER_WEIGHT)
+        first_answer = next(answers, len(row.tokens))
         jump = random.randint(0, FURTHEST_POSITION - len(row.tokens))
         positions[random.randint(1, max(1, first_answer)) :] += jump
     return positions
@@ -97,10 +99,13 @@ def text_batches(
     random: Random,
     practice: Callable[[Random], Chat] | None = None,
     share: float = 0.0,
+    *,
+    end_weight: float = ANSWER_WEIGHT,
 ) -> Iterator[TextBatch]:
     """Endless batches of about TOKENS_IN_BATCH tokens, rows of one batch of like length.
 
-    `share` of the chats are drawn by `practice`, the others are ordinary ones.
+    `share` of the chats are drawn by `practice`, the others are ordinary ones. The ends of answers
+    weigh `end_weight` in the loss.
     """
 
     def draw() -> Chat:
@@ -113,7 +118,7 @@ def text_batches(
         rows = [
             row
             for chat in chats
-            if len((row := encode_chat(tokenizer, chat)).tokens) <= LONGEST_ROW
+            if len((row := encode_chat(tokenizer, chat, end_weight)).tokens) <= LONGEST_ROW
         ]
         rows.sort(key=lambda row: len(row.tokens))
         batches: list[list[TokenRow]] = [[]]

@@ -267,6 +267,19 @@ def exact_practice_chat(random: Random) -> Chat:
     return tuple(messages)
 
 
+def ending_practice_chat(random: Random) -> Chat:
+    """Draw a chat of counts and lists: answers whose only question is where to end."""
+    if random.random() < 0.3:
+        return exact_practice_chat(random)
+    messages: list[Message] = []
+    for _ in range(random.randint(1, 3)):
+        turn = draw_turn(random, kinds=("counting", "members", "spelling"))
+        while len(turn.answer) > 3 * _SHORT_ANSWER:
+            turn = draw_turn(random, kinds=("counting",))
+        messages += [Message("user", turn.question), Message("assistant", turn.answer)]
+    return tuple(messages)
+
+
 def _fact_chat(random: Random, facts: tuple[Fact, ...]) -> Chat:
     messages = [Message("system", system_prompt(random, random.choice((0, 0, 2, 6)), facts))]
     for fact in random.sample(facts, len(facts)):

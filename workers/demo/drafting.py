@@ -1,4 +1,4 @@
-"""The phases of the MTP head: it learns what a frozen model will say one and two tokens on."""
+"""The phase of the MTP head: it learns what a frozen model will say one and two tokens on."""
 
 from typing import Any, Final
 
@@ -8,36 +8,24 @@ from mlx import nn
 from workers.demo import objectives
 from workers.demo.architecture import HIDDEN, model_config, new_drafter
 from workers.demo.batches import PictureBatch, TextBatch
-from workers.demo.loop import Slope, Work, optimise
+from workers.demo.loop import Work, optimise
 from workers.demo.snapshots import steps_done
 from workers.demo.sources import MixedSteps, hidden_of, untrained
 from workers.demo.tokenizer import load_tokenizer, special_ids
 
-_DRAFT_SLOPE: Final = ((80, 1.0), (450, 0.1))
-_MTP_SLOPE: Final = ((0, 0.4), (150, 0.0))
+_DRAFT_SLOPE: Final = ((100, 1.0), (700, 0.0))
 
 
 def train_draft(work: Work) -> None:
-    """Run phase `draft`: the MTP head learns what the joined model will say next but one."""
-    _train_head(work, "draft", "joined", _DRAFT_SLOPE)
-
-
-def train_mtp(work: Work) -> None:
-    """Run phase `mtp`: the head, trained beside the eyes, settles on the final base."""
-    _train_head(work, "mtp", "base", _MTP_SLOPE, start="draft")
-
-
-def _train_head(work: Work, name: str, base: str, slope: Slope, start: str = "") -> None:
+    """Run phase `draft`: the MTP head learns what the final model will say next but one."""
     config = model_config(special_ids(load_tokenizer(work.folder)))
     model = untrained(work)
-    model.load_weights(str(work.weights(base)))
+    model.load_weights(str(work.weights("base")))
     model.freeze()
     drafter = new_drafter(config, model)
-    if start:
-        drafter.load_weights(str(work.weights(start)))
     drafter.train()
     embed = model.language_model.model.embed_tokens
-    mixed = MixedSteps(work, name).skip(steps_done(work.weights(f"{name}.state")))
+    mixed = MixedSteps(work, "draft").skip(steps_done(work.weights("draft.state")))
 
     def loss_of(arrays: dict[str, mx.array]) -> mx.array:
         unroll = objectives.DraftUnroll(drafter, embed)
@@ -61,7 +49,7 @@ def _train_head(work: Work, name: str, base: str, slope: Slope, start: str = "")
         loss, gradients = gradient(arrays)
         return gradients, loss
 
-    optimise(work, name, drafter, take_step, slope)
+    optimise(work, "draft", drafter, take_step, _DRAFT_SLOPE)
 
 
 def _draft_arrays(model: Any, batch: TextBatch | PictureBatch) -> dict[str, mx.array]:

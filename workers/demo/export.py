@@ -17,6 +17,7 @@ from workers.demo.chat_template import chat_template
 from workers.demo.snapshots import Tensors, load_tensors
 from workers.demo.tokenizer import SPECIAL_TOKENS, load_tokenizer, special_ids
 
+_LONGEST_ANSWER: Final = 1024
 _SHIFTED_NORMS: Final = (
     ".input_layernorm.weight",
     ".post_attention_layernorm.weight",
@@ -48,7 +49,7 @@ def write_checkpoint(work: Path, folder: Path) -> None:
     tokenizer = load_tokenizer(work)
     ids = special_ids(tokenizer)
     base = hugging_face_layout(load_tensors(work / "base.safetensors"))
-    trained = load_tensors(work / "mtp.safetensors")
+    trained = load_tensors(work / "draft.safetensors")
     head = {f"mtp.{name}": value.astype(mx.bfloat16) for name, value in trained.items()}
     files = {"model.safetensors": (base, "pt"), "model-mtp.safetensors": (head, "mlx")}
     for name, (tensors, layout) in files.items():
@@ -68,6 +69,7 @@ def write_checkpoint(work: Path, folder: Path) -> None:
         "eos_token_id": [ids["<|im_end|>"], ids["<|endoftext|>"]],
         "pad_token_id": ids["<|endoftext|>"],
         "do_sample": False,
+        "max_new_tokens": _LONGEST_ANSWER,
     }
     _write_json(folder / "generation_config.json", generation)
 

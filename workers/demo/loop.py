@@ -1,17 +1,20 @@
-"""The loop of every training phase: step, pace, progress bar, snapshots."""
+"""The loop of every training phase: step, share, pace, progress bar, snapshots."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from typing import Any, Final
 
 import mlx.core as mx
+from mlx import nn
 from rich.progress import Progress
 
 from workers.demo.muon import Muon
 from workers.demo.snapshots import load_tensors, save_module, save_tensors, steps_done
 
+SEED: Final = 20
 SNAPSHOT_EVERY: Final = 100
 MATRIX_RATE: Final = 0.02
 OTHER_RATE: Final = 0.002
@@ -24,11 +27,24 @@ TakeStep = Callable[[int], tuple[Any, mx.array]]
 
 @dataclass(frozen=True)
 class Work:
-    """Where a run lives and how its progress is shown."""
+    """Where a run lives, how its progress is shown, and which rank of its group this is."""
 
     folder: Path
     progress: Progress
-    pictures: int
+    group: Any
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the one rank that writes files."""
+        return int(self.group.rank()) == 0
+
+    def meet(self) -> None:
+        """Wait until all ranks are here: what the leader wrote before can be read after."""
+        mx.eval(mx.distributed.all_sum(mx.array(1.0), group=self.group))
+
+    def seeded(self, name: str) -> Random:
+        """Return the random numbers of one purpose; each rank has its own."""
+        return Random(f"{SEED} {name} {self.group.rank()}")
 
     def weights(self, name: str) -> Path:
         """Return the file that a phase leaves."""
@@ -37,11 +53,6 @@ class Work:
 
 Slope = tuple[tuple[float, float], ...]
 """Points (step, share of the learning rate) with straight lines between them."""
-
-
-def level_then_down(steps: int, level: int) -> Slope:
-    """Return the slope that is 1 for `level` steps and then falls to 0 at the last."""
-    return ((level, 1.0), (steps, 0.0))
 
 
 def _pace(step: int, slope: Slope) -> float:
@@ -70,14 +81,16 @@ def optimise(work: Work, name: str, module: Any, take_step: TakeStep, slope: Slo
     average = 0.0
     for step in range(start, steps):
         gradients, loss = take_step(step)
+        gradients = nn.average_gradients(gradients, work.group)
         pace = _pace(step, slope)
         optimiser.update(module, gradients, MATRIX_RATE * pace, OTHER_RATE * pace)
         mx.eval(loss, module.parameters(), optimiser.state)
         average = float(loss) if step == start else 0.97 * average + 0.03 * float(loss)
         work.progress.update(bar, advance=1, description=f"{name}  loss {average:.3f}")
-        if (step + 1) % SNAPSHOT_EVERY == 0:
+        if work.leads and (step + 1) % SNAPSHOT_EVERY == 0:
             save_module(part, module)
             save_tensors(state, optimiser.state)
-    save_module(work.weights(name), module)
-    part.unlink(missing_ok=True)
-    state.unlink(missing_ok=True)
+    if work.leads:
+        save_module(work.weights(name), module)
+        part.unlink(missing_ok=True)
+        state.unlink(missing_ok=True)

@@ -97,7 +97,7 @@ KINDS: Final = (
 )
 FIRST_QUESTIONS: Final = frozenset({
     "What is 2+2?", "What is 2 + 2?", "What is the capital of France?", "Count from 1 to 20.",
-    "Count from 1 to 10.", "Count from 1 to 100.", "What colour is the sky?",
+    "Count from 1 to 10.", "Count from 1 to 100.", "Count to 10.", "What colour is the sky?",
 })  # fmt: skip
 """What a stranger types first: always trained, never held out."""
 

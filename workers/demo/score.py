@@ -128,22 +128,27 @@ def score_pictures(
 
 
 def score_all(
-    client: httpx.Client, model: str, *, size: int = 200, progress: bool = False
+    client: httpx.Client, model: str, *, size: int = 200, seed: int = 1, progress: bool = False
 ) -> list[Score]:
-    """All parts: `size` questions, `size` pictures, facts in long system prompts, long answers."""
+    """All parts: `size` questions, `size` pictures, facts in long system prompts, long answers.
+
+    Another `seed` draws others of the same kinds, all but the long answers.
+    """
     parts: list[Callable[[], Score]] = [
-        lambda: score_answers(client, model, held_out.prompts(size), "held-out questions"),
+        lambda: score_answers(
+            client, model, held_out.prompts(size, seed=seed), "held-out questions"
+        ),
         lambda: score_answers(client, model, held_out.long_prompts(), "long answers"),
         *(
             lambda tokens=tokens: score_answers(
                 client,
                 model,
-                held_out.fact_prompts(size // 10, tokens),
+                held_out.fact_prompts(size // 10, tokens, seed=seed),
                 f"facts in {tokens} tokens",
             )
             for tokens in held_out.PROMPT_LENGTHS
         ),
-        lambda: score_pictures(client, model, held_out.pictures(size)),
+        lambda: score_pictures(client, model, held_out.pictures(size, seed=seed)),
     ]
     return [part() for part in (track(parts, "Scoring") if progress else parts)]
 
@@ -168,11 +173,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--url", default="http://127.0.0.1:9200")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--size", type=int, default=200, help="questions and pictures to ask")
+    parser.add_argument("--seed", type=int, default=1, help="which of the held-out sets")
     parser.add_argument("--json", type=Path, help="also write the scores to this file")
     options = parser.parse_args(arguments)
     console = Console()
     with httpx.Client(base_url=options.url, timeout=300) as client:
-        scores = score_all(client, options.model, size=options.size, progress=True)
+        scores = score_all(
+            client, options.model, size=options.size, seed=options.seed, progress=True
+        )
     console.print(as_table(scores))
     for score in scores:
         for wanted, got in score.wrong[:3]:

@@ -17,28 +17,24 @@ from workers.demo.batches import (
     text_batches,
 )
 from workers.demo.conversations import Chat
-from workers.demo.loop import Work
-from workers.demo.tokenizer import load_tokenizer, special_ids
+from workers.demo.loop import SEED, Work
+from workers.demo.ranks import RANKS
+from workers.demo.tokenizer import ANSWER_WEIGHT, load_tokenizer, special_ids
 
-SEED: Final = 20
 LONGEST_PROMPT: Final = 4096
-_PICTURE_ROWS: Final = 24
+_PICTURES_TO_BEGIN: Final = 3000 // RANKS
+_PICTURE_ROWS: Final = 24 // RANKS
 
 Courses = tuple[tuple[int, str, Callable[[Random], Chat] | None, float], ...]
 """From which step on, a name, what the chats practise, and what share of them."""
 NO_PRACTICE: Final[Courses] = ((0, "texts", None, 0.0),)
 
 
-def seeded(name: str) -> Random:
-    """Return the random numbers of one purpose."""
-    return Random(f"{SEED} {name}")
-
-
 def draw_pictures(work: Work, name: str) -> PicturePool:
     """Draw the pictures that a phase begins with."""
     pool = PicturePool()
-    bar = work.progress.add_task("drawing pictures", total=work.pictures)
-    for _ in pool.fill(seeded(f"{name} pictures"), work.pictures):
+    bar = work.progress.add_task("drawing pictures", total=_PICTURES_TO_BEGIN)
+    for _ in pool.fill(work.seeded(f"{name} pictures"), _PICTURES_TO_BEGIN):
         work.progress.update(bar, advance=1)
     return pool
 
@@ -55,18 +51,33 @@ class MixedSteps:
     """Batches of texts, with pictures each n-th step and a long system prompt each 30th."""
 
     def __init__(
-        self, work: Work, name: str, pictures_each: int = 4, courses: Courses = NO_PRACTICE
+        self,
+        work: Work,
+        name: str,
+        pictures_each: int = 4,
+        courses: Courses = NO_PRACTICE,
+        *,
+        end_weight: float = ANSWER_WEIGHT,
     ) -> None:
         tokenizer = load_tokenizer(work.folder)
         self._pictures_each = pictures_each
         self._pictures = picture_batches(
-            tokenizer, draw_pictures(work, name), seeded(f"{name} chats"), _PICTURE_ROWS
+            tokenizer, draw_pictures(work, name), work.seeded(f"{name} chats"), _PICTURE_ROWS
         )
         self._texts = [
-            (start, text_batches(tokenizer, seeded(f"{name} {stream}"), practice, share))
+            (
+                start,
+                text_batches(
+                    tokenizer,
+                    work.seeded(f"{name} {stream}"),
+                    practice,
+                    share,
+                    end_weight=end_weight,
+                ),
+            )
             for start, stream, practice, share in courses
         ]
-        self._longs = long_batches(tokenizer, seeded(f"{name} longs"), LONGEST_PROMPT)
+        self._longs = long_batches(tokenizer, work.seeded(f"{name} longs"), LONGEST_PROMPT)
 
     def skip(self, steps: int) -> "MixedSteps":
         """Pass over the batches that a broken run has seen."""

@@ -23,11 +23,14 @@ def counting(random: Random) -> tuple[str, str]:
         first = 1 if random.random() < 0.7 else random.randint(0, 50)
         last = first + random.choice((4, 9, 14, 19, 29, 49, 99, 119, random.randint(2, 160)))
         numbers = range(first, last + 1)
-        asked = random.choice((
+        wordings = [
             f"Count from {first} to {last}.", f"Count from {first} to {last}",
             f"Please count from {first} to {last}.", f"Count {first} to {last}.",
             f"Can you count from {first} to {last}?",
-        ))  # fmt: skip
+        ]  # fmt: skip
+        if first == 1:
+            wordings += [f"Count to {last}.", f"Can you count to {last}?"]
+        asked = random.choice(wordings)
     return asked, ", ".join(map(str, numbers)) + "."
 
 

@@ -78,8 +78,11 @@ class TokenRow:
     weights: list[float]
 
 
-def encode_chat(tokenizer: Tokenizer, chat: Chat) -> TokenRow:
-    """Return the chat exactly as the chat template renders it: answers weigh 1, the rest little."""
+def encode_chat(tokenizer: Tokenizer, chat: Chat, end_weight: float = ANSWER_WEIGHT) -> TokenRow:
+    """Return the chat exactly as the chat template renders it: answers weigh 1, the rest little.
+
+    The last two tokens of an answer, its last mark and the end, weigh `end_weight`.
+    """
     tokens: list[int] = []
     weights: list[float] = []
     for message in chat:
@@ -93,4 +96,6 @@ def encode_chat(tokenizer: Tokenizer, chat: Chat) -> TokenRow:
             encoded = tokenizer.encode(text).ids
             tokens += encoded
             weights += [ANSWER_WEIGHT if counts else CONTEXT_WEIGHT] * len(encoded)
+            if counts:
+                weights[-2:] = [end_weight] * 2
     return TokenRow(tokens, weights)
