@@ -20,6 +20,7 @@ from pydantic_core import from_json
 
 from gateway.errors import (
     GatewayError,
+    Overloaded,
     RefusedByWorker,
     WorkerBusy,
     WorkerFailed,
@@ -39,6 +40,7 @@ _IDLE_CONNECTION_S = 3.0
 _STALE_WITHIN_S = 0.25
 _REFUSALS = frozenset((400, 413, 422))
 _BUSY = frozenset((429, 503))
+_OUT_OF_FILES = frozenset((errno.EMFILE, errno.ENFILE))
 _ERROR_LIMIT_BYTES = 64 * 1024
 _RETRY_AFTER_RANGE_S = (1.0, 60.0)
 # A machine that fell asleep says nothing, not even goodbye; where the system can be asked to find
@@ -117,6 +119,8 @@ class Connections:
                     lambda: Link(self._loop, keep), place.host, place.port, ssl=place.tls or None
                 )
         except OSError as error:  # a timeout is one
+            if error.errno in _OUT_OF_FILES:
+                raise Overloaded from error  # ours, and no fault of the worker
             log.warning("attempt.unreachable place=%s error=%r", place, error)
             raise WorkerUnreachable from error
         _probe(transport.get_extra_info("socket"))

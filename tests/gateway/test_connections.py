@@ -1,10 +1,21 @@
-"""What a worker's Retry-After means, whatever stands there."""
+"""The way to a worker: whose fault it is when there is none, and when it may be tried again."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+import contextlib
+import os
+import resource
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
-from gateway.connections import retry_after_s
+import pytest
+import uvloop
+
+from gateway.connections import Connections, retry_after_s
+from gateway.errors import Overloaded
+from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.serving import settings_for_tests
 
 NOW_S = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
 
@@ -35,3 +46,30 @@ NOW_S = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
 )
 def test_a_retry_after_is_read_within_reason(value: str | None, seconds: float) -> None:
     assert retry_after_s(value, NOW_S) == seconds
+
+
+@contextlib.contextmanager
+def no_file_left() -> Iterator[None]:
+    """Let this process open no further file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    next_one = os.dup(0)
+    os.close(next_one)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_f55_a_gateway_without_a_free_file_does_not_blame_the_worker(
+    tmp_path: Path, worker: FakeWorker, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def ask() -> None:
+        async with Connections(settings_for_tests(tmp_path)) as connections:
+            with no_file_left(), pytest.raises(Overloaded):
+                await connections.send(f"{worker.url}/v1/chat/completions", b"{}", {})
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(ask())
+    assert worker.heard == []
