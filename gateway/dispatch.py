@@ -61,6 +61,8 @@ class Dispatch:
         self._rng = rng
         self._pools = {name: _Pool() for name in policy.pools}
         self._waiting = 0
+        self._entered = 0
+        """How often somebody came to stand in a line."""
 
     def waiting(self, pool: str) -> int:
         """Count the requests in line whose preferred pool this is."""
@@ -102,17 +104,23 @@ class Dispatch:
 
     def serve_waiting(self) -> None:
         """Give free slots to those in line, for as long as both last."""
-        if not self._waiting:
-            return
-        # Where pools share a lane, the one whose next request waits longest comes first.
-        for name, pool in sorted(self._pools.items(), key=lambda item: _since_s(item[1])):
-            hopeless: set[Hashable] = set()
-            for waiter in pool.line:
-                kind = (waiter.kind, waiter.spilled)
-                if kind in hopeless or waiter.seat.done():
-                    continue
-                if not self._seat(waiter, name):
-                    hopeless.add(kind)
+        more = self._waiting > 0
+        while more:
+            entered = self._entered
+            # Where pools share a lane, the one whose next request waits longest comes first.
+            for name, pool in sorted(self._pools.items(), key=lambda item: _since_s(item[1])):
+                self._serve(name, pool)
+            more = self._entered > entered  # somebody came to stand in a further line
+
+    def _serve(self, name: str, pool: _Pool) -> None:
+        """Give the free slots of one pool to those in its line."""
+        hopeless: set[Hashable] = set()
+        for waiter in pool.line:
+            kind = (waiter.kind, waiter.spilled)
+            if kind in hopeless or waiter.seat.done():
+                continue
+            if not self._seat(waiter, name):
+                hopeless.add(kind)
 
     def retry_after_s(self, pool: str) -> float:
         """Guess when asking again makes sense: as long as the last one served had to wait."""
@@ -163,6 +171,7 @@ class Dispatch:
                 self._pools[name].line.leave(waiter)
 
     def _enter(self, waiter: _Waiter, pool: str) -> None:
+        self._entered += 1
         waiter.pools.append(pool)
         self._pools[pool].line.enter(waiter, waiter.caller.priority, waiter.caller.client)
 

@@ -250,14 +250,14 @@ async def test_when_the_preferred_pool_is_gone_who_waits_for_it_takes_the_next()
     door = Door(policy_of())
     door.fleet.beat(report())
     await door.ask(GREEDY)
-    waiting = door.ask(GREEDY)
+    waiting = [door.ask(GREEDY) for _ in range(3)]
     await settled()
-    vlm_alone = [lane_report("vlm", slots=1).model_dump()]
+    vlm_alone = [lane_report("vlm", slots=3).model_dump()]
     door.fleet.beat(report(lanes=vlm_alone))
     door.dispatch.serve_waiting()
-    door.dispatch.serve_waiting()
-    lease = await waiting
-    assert (lease.candidate.pool, lease.candidate.reason) == ("vlm", "no_mtp_worker")
+    for each in waiting:
+        lease = await each
+        assert (lease.candidate.pool, lease.candidate.reason) == ("vlm", "no_mtp_worker")
 
 
 async def test_a_request_of_another_model_holds_nobody_up(door: Door) -> None:
