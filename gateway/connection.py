@@ -204,6 +204,8 @@ class _Outlet(asyncio.Transport):
         self.set_protocol = transport.set_protocol  # type: ignore[method-assign]
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
+        if self.closing_since_s is not None:
+            return
         if not self._held:
             self._loop.call_soon(self._send)
         self._held.append(bytes(data))
