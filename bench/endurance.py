@@ -28,6 +28,7 @@ from bench.contenders import OURS
 from bench.servers import Server, running
 from bench.tables import Grid
 from workers.demo import CHECKPOINT
+from workers.engine.snapshot_files import fingerprint
 
 RESULTS: Final = Path(__file__).parent / "results"
 SNAPSHOT_BYTES: Final = 8 << 20
@@ -177,7 +178,7 @@ def _growth(first: Sample, last: Sample) -> str:
     process = last.resident_bytes / first.resident_bytes - 1
     return (
         f"From request {first.requests} to {last.requests}, what MLX holds beside system prompts "
-        f"grew by {mlx:+.2%}, the process by {process:+.2%}."
+        f"changed by {mlx:+.2%}, the process by {process:+.2%}."
     )
 
 
@@ -210,7 +211,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     RESULTS.mkdir(exist_ok=True)
     about = (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
-        f"MLX {version('mlx')}. "
+        f"MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}. "
         f"{options.count} requests of {len(kinds(0))} kinds, {AT_ONCE} at a time: "
         f"{', '.join(kind.name for kind in kinds(0))}. "
         f"System prompts may take {SNAPSHOT_BYTES / 1e6:.1f} MB."

@@ -26,6 +26,7 @@ from tests.engine.watched import Found
 from workers.demo import CHECKPOINT
 from workers.engine.prompts import PromptRenderer
 from workers.engine.seam import load_checkpoint
+from workers.engine.snapshot_files import fingerprint
 
 RESULTS: Final = Path(__file__).parent / "results"
 VARIETY: Final = 8
@@ -91,7 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     RESULTS.mkdir(exist_ok=True)
     about = (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
-        f"MLX {version('mlx')}; seed {options.seed}, {time.perf_counter() - begun_s:.0f} s. "
+        f"MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}; "
+        f"seed {options.seed}, {time.perf_counter() - begun_s:.0f} s. "
         "Rows join and leave at any step, on four lanes of different k, size, chunk and snapshots."
     )
     page = ["# Random schedules", about, grid.markdown()]
