@@ -34,7 +34,11 @@ class Control:
 
     async def __aenter__(self) -> Self:
         self._client = httpx.AsyncClient(
-            headers=self._headers, timeout=REFRESH_TIMEOUT_S, trust_env=False
+            headers=self._headers,
+            timeout=REFRESH_TIMEOUT_S,
+            # Nobody reads a connection between two questions, so nobody would see it end.
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,
         )
         return self
 

@@ -50,6 +50,7 @@ def check_truth(planned: list[Plan], ends: dict[str, str]) -> None:
     errors = {
         *("worker_lost", "worker_failed", "worker_silent", "worker_stalled"),
         *("worker_unreachable", "workers_busy", "no_worker", "queue_full", "queue_timeout"),
+        "gateway_overloaded",  # where the machine is too slow for all of this at once
     }
     assert set(ends.values()) <= errors | {COMPLETE, LEFT}, Counter(ends.values())
     whole = [plan for plan in planned if ends[plan.identity] == COMPLETE]

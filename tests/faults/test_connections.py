@@ -90,6 +90,17 @@ def test_f14_a_fresh_connection_that_breaks_is_not_tried_again(
     assert len(worker.heard + second_worker.heard) == 1
 
 
+@pytest.mark.parametrize("junk", [b"nothing like HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
+def test_f14_junk_on_a_used_connection_is_an_answer_and_is_not_asked_for_twice(
+    line: Gateway, worker: FakeWorker, junk: bytes
+) -> None:
+    assert line.chat().status_code == 200
+    worker.script.raw = junk
+    answer = line.chat()
+    assert answer.status_code == 502
+    assert len(worker.heard) == 2
+
+
 def test_f56_a_name_that_does_not_resolve_is_a_refused_connection(
     gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:

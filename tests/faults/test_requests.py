@@ -24,15 +24,6 @@ def test_f40_a_body_that_is_too_deep_is_a_400_and_reaches_no_worker(
     assert worker.heard == []
 
 
-def test_f41_a_key_told_twice_means_to_the_worker_what_it_meant_to_the_gateway(
-    line: Gateway, worker: FakeWorker
-) -> None:
-    told_twice = json.dumps(chat_body(stream=True))[:-1] + ', "stream": false}'
-    answer = line.client.post("/v1/chat/completions", content=told_twice)
-    assert answer.headers["content-type"] == "application/json"
-    assert worker.heard[0].body["stream"] is False
-
-
 LIES: dict[str, Any] = {
     "missing": None,
     "negative": {"prompt_tokens": -7, "completion_tokens": -3},
