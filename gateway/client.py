@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from types import TracebackType
 from typing import Any, Self
 
-from gateway.connection import LEAVING
+from gateway.client_link import LEAVING
 from gateway.errors import BodyTooLarge, BodyTooSlow, GatewayError, to_body, to_event, to_headers
 
 Scope = MutableMapping[str, Any]

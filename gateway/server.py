@@ -17,7 +17,7 @@ import uvicorn
 
 from gateway.access import check_binding, ensure_join_token
 from gateway.app import Front, create_app
-from gateway.connection import Connection, sweep
+from gateway.client_link import ClientLink, sweep
 from gateway.errors import StartRefused
 from gateway.overload import keep_measuring
 from gateway.settings import Settings
@@ -148,7 +148,7 @@ async def _first_of(
 
 def _config(app: Front, settings: Settings) -> uvicorn.Config:
     connection = functools.partial(
-        Connection,
+        ClientLink,
         head_timeout_s=settings.head_timeout_s,
         write_timeout_s=settings.write_timeout_s,
     )

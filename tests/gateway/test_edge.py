@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.connection import HEAD_LIMIT_BYTES, HEADERS_LIMIT
+from gateway.client_link import HEAD_LIMIT_BYTES, HEADERS_LIMIT
 from tests.gateway.fake_worker import DONE, FakeWorker, chunk, stream_events
 from tests.gateway.serving import Gateway, chat_body, eventually, settings_for_tests
 

@@ -37,7 +37,7 @@ _SWEEP_S = 1.0
 _UPGRADING = frozenset((b"connection", b"upgrade", b"http2-settings"))
 
 
-class Connection(HttpToolsProtocol):
+class ClientLink(HttpToolsProtocol):
     """HTTP/1.1 with a client. `head_timeout_s` and `write_timeout_s` as in the settings."""
 
     def __init__(self, *, head_timeout_s: float, write_timeout_s: float, **given: Any) -> None:
