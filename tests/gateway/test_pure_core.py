@@ -27,6 +27,8 @@ PURE = (
     "policies/evaluation.py",
     "policies/profile.py",
     "policies/fields.py",
+    "policies/content.py",
+    "policies/pictures.py",
     "policies/reading.py",
 )
 IMPURE = {
