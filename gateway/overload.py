@@ -73,6 +73,7 @@ async def keep_measuring(
     time, this gateway missed.
     """
     loop = asyncio.get_running_loop()
+    excuse(0.0)
     while True:
         due_s = loop.time() + _TICK_S
         await asyncio.sleep(_TICK_S)
