@@ -70,7 +70,8 @@ class Control:
         # Whatever one worker makes the client library raise (a connection reset as it is made is an
         # AttributeError to it), the others' state is still to be told.
         except Exception as error:  # noqa: BLE001
-            log.warning("refresh.failed worker=%s error=%r", worker.worker_id, error)
+            # Its text alone: who keeps the error of a broken connection keeps its file open.
+            log.warning("refresh.failed worker=%s error=%s", worker.worker_id, repr(error))
             return None
         return report if report.worker_id == worker.worker_id else None
 
