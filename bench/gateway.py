@@ -105,8 +105,8 @@ async def _measure(line: Running, plan: Plan, samples: Samples) -> None:
         found = await ask_staggered(line.port, streams=plan.streams, rounds=plan.rounds)
         samples.add("event_cpu_s", (_cpu_s(line) - before_s) / len(found) / backend.EVENTS)
         samples.add("first_word_s", *found)
-    except (WrongAnswer, TimeoutError, OSError) as error:
-        samples.failures["answers"] = repr(error)[:300]
+    except* (WrongAnswer, TimeoutError, OSError) as wrong:
+        samples.failures["answers"] = repr(wrong.exceptions[0])[:300]
 
 
 async def _weigh(line: Running, requests: int, samples: Samples, console: Console) -> None:

@@ -115,10 +115,12 @@ async def ask_many(
     """Ask until the number is reached or the time is over; return how many were answered."""
     waiting = iter(range(requests))
     until_s = time.perf_counter() + budget_s
-    counts = await asyncio.gather(
-        *(_ask_in_turn(port, question, waiting, until_s) for _ in range(at_once))
-    )
-    return sum(counts)
+    async with asyncio.TaskGroup() as group:  # one wrong answer ends all the asking
+        asking = [
+            group.create_task(_ask_in_turn(port, question, waiting, until_s))
+            for _ in range(at_once)
+        ]
+    return sum(task.result() for task in asking)
 
 
 async def _ask_in_turn(
@@ -159,7 +161,9 @@ async def ask_staggered(port: int, *, streams: int, rounds: int) -> list[float]:
             connection.close()
         return found
 
-    return [s for found in await asyncio.gather(*map(keep_one, range(streams))) for s in found]
+    async with asyncio.TaskGroup() as group:
+        kept = [group.create_task(keep_one(place)) for place in range(streams)]
+    return [first_s for task in kept for first_s in task.result()]
 
 
 async def _connected(port: int) -> Connection:
