@@ -49,9 +49,11 @@ class FaultProxy:
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
-        self._port = 0
+        self._bound = _bound(0)
+        """Holds the port, also while it refuses connections: then it does not listen."""
+        self._address = self._bound.getsockname()
         self.listen()
-        self.url = f"http://127.0.0.1:{self._port}"
+        self.url = f"http://127.0.0.1:{self._address[1]}"
 
     @property
     def open_connections(self) -> int:
@@ -71,13 +73,14 @@ class FaultProxy:
         self._run(self._reset_all())
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._take, "127.0.0.1", self._port)
-        self._port = self._server.sockets[0].getsockname()[1]
+        self._server = await asyncio.start_server(self._take, sock=self._bound)
 
     async def _close(self) -> None:
         if self._server is not None:
             self._server.close()
             self._server = None
+            self._bound.close()
+            self._bound = _bound(self._address[1])
         await self._reset_all()
 
     async def _reset_all(self) -> None:
@@ -120,6 +123,11 @@ class FaultProxy:
             self._open.discard(writer)
             writer.close()
 
+    def close(self) -> None:
+        """Give the port back."""
+        self.refuse()
+        self._bound.close()
+
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=10)
 
@@ -137,7 +145,7 @@ def proxying(target_url: str) -> Iterator[FaultProxy]:
     try:
         yield proxy
     finally:
-        proxy.refuse()
+        proxy.close()
         asyncio.run_coroutine_threadsafe(_all_ended(), loop).result(timeout=10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
@@ -189,6 +197,13 @@ async def _answers(
             _reset(writer)
         elif writer.can_write_eof():
             writer.write_eof()
+
+
+def _bound(port: int) -> socket.socket:
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind(("127.0.0.1", port))
+    return bound
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
