@@ -29,8 +29,8 @@ SEED = int(os.environ.get("PACELINE_FAULT_SEED", "20261120"))
 AT_ONCE = 24
 WORKERS = 3
 FEW_FILES = 8
-"""The client that asks for a worker's state may lose one where a connection is reset as it is made; a
-leak behind a fault of this schedule would show by the hundred."""
+"""The client that asks for a worker's state may lose one where a connection is reset as it is made;
+a leak behind a fault of this schedule would show by the hundred."""
 
 
 # The client that asks for a worker's state drops a connection that is reset as it is made, and
