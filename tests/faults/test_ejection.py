@@ -53,17 +53,6 @@ def test_f19_a_worker_that_asks_for_time_gets_it_within_reason_and_the_client_is
     settles(line, unserved=3)
 
 
-def test_f19_another_worker_answers_meanwhile_and_the_client_notices_nothing(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
-) -> None:
-    line.join(second_worker)
-    worker.script = busy("30")
-    answers = [line.chat() for _ in range(12)]
-    assert {answer.status_code for answer in answers} == {200}
-    assert len(worker.heard) <= 1
-    settles(line, completed=12)
-
-
 def test_f19_when_all_are_busy_the_client_is_told_the_least_time(
     line: Gateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
@@ -86,17 +75,6 @@ def test_f20_a_worker_that_fails_five_times_in_a_row_gets_nothing_more(
     settles(line, completed=35, failed=5)
 
 
-def test_f22_when_all_fail_they_are_still_asked_and_nobody_waits_in_line(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
-) -> None:
-    line.join(second_worker)
-    worker.script = second_worker.script = Script(status=500)
-    answers = [line.chat() for _ in range(20)]
-    assert {answer.json()["error"]["code"] for answer in answers} == {"worker_failed"}
-    worker.script = second_worker.script = Script()
-    assert line.chat().status_code == 200, "the last one is never given up"
-
-
 def test_f22_when_none_can_be_connected_to_it_is_a_503_that_says_when_to_come_back(
     proxied: Gateway, proxy: FaultProxy
 ) -> None:
@@ -106,22 +84,6 @@ def test_f22_when_none_can_be_connected_to_it_is_a_503_that_says_when_to_come_ba
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
     proxy.listen()
     assert proxied.chat().status_code == 200
-
-
-def test_f24_looking_healthy_brings_no_worker_back(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
-) -> None:
-    line.join(second_worker)
-    worker.script = Script(status=500)
-    while state(line, worker) != "ejected":
-        line.chat()
-    heard = len(worker.heard)
-    for _ in range(5):
-        # It beats, and answers when it is asked how it is.
-        assert line.join(worker).status_code == 200
-        assert line.status()["workers"]["fake-a"]["state"] == "ejected"
-        assert line.chat().status_code == 200
-    assert len(worker.heard) == heard
 
 
 def test_f25_a_worker_that_was_restarted_begins_with_a_clean_record(
