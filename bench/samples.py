@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -12,12 +11,12 @@ from statistics import median
 class Samples:
     """Figures of one contender; `failures` says why a figure is missing."""
 
-    figures: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    figures: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, *values: float) -> None:
         """Keep one more value, or several, of a figure."""
-        self.figures[name] += values
+        self.figures.setdefault(name, []).extend(values)
 
     def median(self, name: str) -> float | None:
         """Return the middle value; None where nothing was measured."""

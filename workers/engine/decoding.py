@@ -153,12 +153,6 @@ class Decoding:
                 for row in rows:
                     row.tally.fail(row.next_draft(k))
             return self._fall_back(batch, error)
-        if head:
-            self._head.worked()
-            if k == self._draft_length.settled(len(rows)) == 0:
-                for row in rows:
-                    row.passed_over = True
-            self._learn(rows, result, k, self._clock() - begun_s)
         failed, raised = [], None
         for index, row in enumerate(rows):
             try:
@@ -166,6 +160,13 @@ class Decoding:
             except Exception as error:  # noqa: BLE001  # one bad answer must not end the others
                 failed.append(row)
                 raised = error
+        if head:
+            self._head.worked()
+            if k == self._draft_length.settled(len(rows)) == 0:
+                for row in rows:
+                    row.passed_over = True
+            # Telling the tokens is part of what a round costs: a longer draft is told at once too.
+            self._learn(rows, result, k, self._clock() - begun_s)
         batch.keep([i for i, row in enumerate(rows) if not row.finish and row not in failed])
         finished = [row for row in rows if row.finish and row not in failed]
         return Outcome(finished=finished, failed=failed, error=raised)
