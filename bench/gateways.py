@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import aiohttp
+import httpx
 
 from bench import backend
 from bench.venvs import PeerUnavailable, Venv, last_words, python_of
@@ -172,11 +172,10 @@ async def _beat(port: int, worker_port: int) -> None:
     worker = backend.report(f"http://127.0.0.1:{worker_port}")
     path = f"http://127.0.0.1:{port}/admin/v1/workers/{worker.worker_id}"
     headers = {"authorization": f"Bearer {_JOIN_TOKEN}"}
-    async with aiohttp.ClientSession(headers=headers) as client:
+    async with httpx.AsyncClient(headers=headers) as client:
         while True:
-            with contextlib.suppress(aiohttp.ClientError):
-                async with client.put(path, json=worker.model_dump(mode="json")):
-                    pass
+            with contextlib.suppress(httpx.HTTPError):
+                await client.put(path, json=worker.model_dump(mode="json"))
             await asyncio.sleep(1)
 
 
@@ -189,14 +188,14 @@ async def _until_it_relays(
     try:
         async with (
             asyncio.timeout(_START_TIMEOUT_S),
-            aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"}) as client,
+            httpx.AsyncClient(headers={"authorization": f"Bearer {KEY}"}) as client,
         ):
             while process.returncode is None:
-                with contextlib.suppress(aiohttp.ClientError):
-                    async with client.post(url, json=body) as answer:
-                        told = (await answer.text())[:200]
-                        if answer.status == 200:
-                            return
+                with contextlib.suppress(httpx.HTTPError):
+                    answer = await client.post(url, json=body)
+                    told = answer.text[:200]
+                    if answer.status_code == httpx.codes.OK:
+                        return
                 await asyncio.sleep(0.2)
     except TimeoutError:
         raise PeerUnavailable(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends
 from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
-from yarl import URL
 
 from gateway.client import read_small_body
 from gateway.errors import FieldInvalid
@@ -81,7 +81,9 @@ def _read_report(raw: bytes) -> WorkerReport:
 
 def _is_base_url(text: str) -> bool:
     try:
-        url = URL(text)
-        return url.scheme in ("http", "https") and url == url.origin() and not text.endswith("/")
+        url = urlsplit(text)
+        has_address = bool(url.hostname) and url.port != 0  # a port that is none raises
     except ValueError:
         return False
+    plain = text == f"{url.scheme}://{url.netloc}" and url.username is None
+    return has_address and plain and url.scheme in {"http", "https"}
