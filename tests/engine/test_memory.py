@@ -71,4 +71,6 @@ def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, ask) -> 
 
     assert lane.counters.report().requests == 5 * 60
     assert snapshots.counts.evicted > 0
-    assert last_bytes <= warm_bytes + 64 * 1024
+    # A shape that is met for the first time leaves a compiled round behind, of some kilobytes; the
+    # caches of a single row out of these 180 would be more than the bound.
+    assert last_bytes <= warm_bytes + 256 * 1024
