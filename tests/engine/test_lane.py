@@ -127,6 +127,28 @@ def test_max_tokens_inside_a_draft_is_exact(make_lane, ask, max_tokens) -> None:
     assert isinstance(heard.end, Finished)
     assert heard.end.usage.completion_tokens == len(heard.row.answer) == max_tokens
     assert heard.end.reason is FinishReason.LENGTH
+    # No more is drafted than there is room for: one token came with the prompt, one with the step.
+    first = [step.drafted for step in heard.end.steps[:1]]
+    assert first == ([max_tokens - 2] if max_tokens > 2 else [])
+
+
+def test_a_stop_inside_a_draft_shortens_the_step_that_it_fell_in(make_lane, ask) -> None:
+    lane = make_lane(draft_tokens=4)
+    whole = ask(lane, "Count from 1 to 20.", draft_tokens=4)
+    run(lane)
+    inside = 0
+    for at in range(1, len(whole.text) - 2, 4):
+        cut = ask(lane, "Count from 1 to 20.", draft_tokens=4, stop=(whole.text[at : at + 2],))
+        run(lane)
+        *before, last = cut.end.steps or [None]
+        if last is None:
+            continue
+        tokens = len(cut.row.answer) - 1 - sum(step.accepted + 1 for step in before)
+        uncut = whole.end.steps[len(before)]
+        inside += tokens <= uncut.accepted
+        assert tuple(before) == whole.end.steps[: len(before)]
+        assert last == (uncut.drafted, min(uncut.accepted, tokens))
+    assert inside
 
 
 def test_a_stop_string_ends_the_answer_before_it(make_lane, ask) -> None:
@@ -155,6 +177,9 @@ def test_every_token_is_explained_by_a_step_or_by_the_prefill(make_lane, ask) ->
         assert counts.drafted == counts.accepted + counts.rejected + counts.errors
         assert sum(counts.histogram) == counts.steps
         assert sum(j * n for j, n in enumerate(counts.histogram)) == counts.accepted
+        assert len(one.end.steps) == counts.steps
+        assert sum(step.drafted for step in one.end.steps) == counts.drafted
+        assert sum(step.accepted for step in one.end.steps) == counts.accepted
 
 
 def test_the_lanes_sums_are_the_sums_of_its_answers(make_lane, ask) -> None:

@@ -84,18 +84,20 @@ class Asked:
             new -= 1  # chosen behind the prompt, by no round
         steps, drafted = total.steps - self.seen.steps, total.drafted - self.seen.drafted
         accepted, errors = total.accepted - self.seen.accepted, total.errors - self.seen.errors
+        told = self.row.tally.steps[self.seen.steps :]
         self.seen_tokens, self.seen = len(self.row.answer), total
         assert total.drafted == total.accepted + total.rejected + total.errors
         assert sum(total.histogram) == total.steps
         assert sum(count * n for count, n in enumerate(total.histogram)) == total.accepted
         if errors:
             assert (steps, accepted, new, drafted) == (0, 0, 0, errors)
+            assert told == ()
         elif steps:
-            assert steps == 1
+            assert told == ((drafted, accepted),)
             assert 1 <= drafted <= self.k
             assert accepted <= drafted
             self.inside = bool(self.row.finish) and new == accepted
             assert new == accepted + 1 or self.inside
         else:
-            assert (accepted, drafted) == (0, 0)
+            assert (told, accepted, drafted) == ((), 0, 0)
             assert new in (0, 1)

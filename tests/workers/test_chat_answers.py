@@ -64,6 +64,43 @@ async def test_greedy_answer_carries_usage_and_the_metrics_of_its_speculation(
     assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"]
 
 
+@pytest.mark.parametrize("end", [{"max_tokens": 24}, {"max_tokens": 23, "stop": ["three"]}])
+async def test_detailed_metrics_tell_of_every_step_in_order(
+    client: openai.AsyncOpenAI, model: str, end: dict[str, Any]
+) -> None:
+    asked = {"model": model, "temperature": 0, **end}
+    detailed = {"metrics": "detailed", "draft_tokens": 2}
+    whole = await client.chat.completions.create(messages=QUESTION, extra_body=detailed, **asked)
+    chunks = await streamed(client, extra_body=detailed, **asked)
+    assert whole.model_extra is not None
+    told = whole.model_extra["metrics"]["speculative_decoding"]
+    accepted, drafted = told["per_step_accepted"], told["per_step_drafted"]
+    assert len(accepted) == len(drafted) == told["num_spec_steps"] > 0
+    assert all(a <= d for a, d in zip(accepted, drafted, strict=True))
+    assert (sum(accepted), sum(drafted)) == (
+        told["num_accepted_draft_tokens"],
+        told["num_draft_tokens"],
+    )
+    assert [accepted.count(j) for j in range(3)] == told["acceptance_histogram"]
+    assert chunks[-1].model_extra == {"metrics": whole.model_extra["metrics"]}
+
+
+@pytest.mark.parametrize("metrics", [None, "summary"])
+async def test_steps_are_told_only_where_they_were_asked_for(
+    client: openai.AsyncOpenAI, model: str, metrics: str | None
+) -> None:
+    answer = await client.chat.completions.create(
+        model=model,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=8,
+        extra_body={"metrics": metrics},
+    )
+    assert answer.model_extra is not None
+    told = answer.model_extra["metrics"]["speculative_decoding"]
+    assert not any(name.startswith("per_step") for name in told)
+
+
 async def test_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(
     client: openai.AsyncOpenAI, model: str
 ) -> None:

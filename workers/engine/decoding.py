@@ -140,7 +140,7 @@ class Decoding:
             return self._fall_back(batch, RuntimeError("The head was found unhealthy meanwhile."))
         k = 0
         if head:
-            k = self._draft_length.choose(len(rows), min(row.tally.steps for row in rows))
+            k = self._draft_length.choose(len(rows), min(row.tally.step_count for row in rows))
         begun_s = self._clock()
         try:
             if self._graph is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from policies.profile import Bypass, Sampling
 from workers.adapters.report import Speculation
@@ -97,6 +98,13 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class DraftStep(NamedTuple):
+    """One verify of one request's draft; the token that it brings anyway is not counted."""
+
+    drafted: int
+    accepted: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
     """The end of one generation; nothing follows."""
@@ -104,6 +112,8 @@ class Finished:
     reason: FinishReason
     usage: Usage
     speculation: Speculation = field(default_factory=Speculation)
+    steps: tuple[DraftStep, ...] = ()
+    """What the counts are sums of, but for drafts that failed: those were no step."""
 
 
 Event = Delta | Finished

@@ -126,4 +126,9 @@ class Row:
     def conclude(self) -> Finished:
         """Describe the end of the answer."""
         assert self.finish is not None
-        return Finished(reason=self.finish, usage=self.usage(), speculation=self.tally.total())
+        return Finished(
+            reason=self.finish,
+            usage=self.usage(),
+            speculation=self.tally.total(),
+            steps=self.tally.steps,
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from workers.adapters.report import Speculation
+from workers.engine.requests import DraftStep
 
 
 class SpeculationTally:
@@ -11,19 +12,24 @@ class SpeculationTally:
     def __init__(self, draft_tokens: int) -> None:
         self._draft_tokens = draft_tokens
         self._histogram = [0] * (draft_tokens + 1)
-        self._steps = 0
+        self._steps: list[DraftStep] = []
         self._drafted = 0
         self._accepted = 0
         self._errors = 0
 
     @property
-    def steps(self) -> int:
-        """Count the verifies of this row's drafts."""
-        return self._steps
+    def steps(self) -> tuple[DraftStep, ...]:
+        """Name the verifies of this row's drafts, in order."""
+        return tuple(self._steps)
+
+    @property
+    def step_count(self) -> int:
+        """Count them, in no time."""
+        return len(self._steps)
 
     def step(self, drafted: int, accepted: int) -> None:
         """Count one verify of this row's draft."""
-        self._steps += 1
+        self._steps.append(DraftStep(drafted=drafted, accepted=accepted))
         self._drafted += drafted
         self._accepted += accepted
         self._histogram[accepted] += 1
@@ -39,7 +45,7 @@ class SpeculationTally:
             return Speculation()
         return Speculation(
             num_spec_tokens=self._draft_tokens,
-            steps=self._steps,
+            steps=len(self._steps),
             drafted=self._drafted,
             accepted=self._accepted,
             errors=self._errors,

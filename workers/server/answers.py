@@ -71,7 +71,7 @@ class Answer(Response):
         return {
             **self._envelope(_WHOLE, [writer.whole() for writer in self._writers]),
             "usage": usage_of(self._ended()),
-            **metrics_of(self._ended()),
+            **metrics_of(self._ended(), detailed=self._call.detailed_metrics),
         }
 
     async def _send_stream(self, send: Send) -> None:
@@ -96,7 +96,8 @@ class Answer(Response):
         if self._call.profile.include_usage:
             ends = self._ended()
             chunk = self._envelope(_CHUNK, [])
-            chunk |= {"usage": usage_of(ends), **metrics_of(ends)}
+            metrics = metrics_of(ends, detailed=self._call.detailed_metrics)
+            chunk |= {"usage": usage_of(ends), **metrics}
             await _send(send, _piece(sse.event(chunk)))
         await _send(send, _piece(sse.DONE, last=True))
 

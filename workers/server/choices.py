@@ -43,13 +43,21 @@ def usage_of(finished: Sequence[Finished]) -> Json:
     }
 
 
-def metrics_of(finished: Sequence[Finished]) -> Json:
-    """Render the root field `metrics` as {} where nothing speculated; null for several choices."""
+def metrics_of(finished: Sequence[Finished], *, detailed: bool) -> Json:
+    """Render the root field `metrics` as {} where nothing speculated; null for several choices.
+
+    In detail there are two numbers for every step as well, under vLLM's names.
+    """
     if not any(end.speculation.steps or end.speculation.num_spec_tokens for end in finished):
         return {}
     if len(finished) > 1:
         return {"metrics": None}
-    return {"metrics": {"speculative_decoding": finished[0].speculation.as_request_metrics()}}
+    (end,) = finished
+    counts = end.speculation.as_request_metrics()
+    if detailed:
+        counts["per_step_accepted"] = [step.accepted for step in end.steps]
+        counts["per_step_drafted"] = [step.drafted for step in end.steps]
+    return {"metrics": {"speculative_decoding": counts}}
 
 
 def json_logprob(logprob: float) -> float:

@@ -39,6 +39,8 @@ class Call:
     tool_format: ToolFormat | None = None
     single_tool_call: bool = False
     echo: str = ""
+    detailed_metrics: bool = False
+    """Whether every step of the speculation is told, and not only their sums."""
 
 
 def request_id_of(request: Request) -> str:
@@ -88,6 +90,7 @@ async def read_call(
         tool_format=tool_format,
         single_tool_call=body.get("parallel_tool_calls") is False,
         echo=_read_echo(body, profile),
+        detailed_metrics=body.get("metrics") == "detailed",
     )
 
 
@@ -98,7 +101,7 @@ def _refuse_unsupported(body: Mapping[str, Json]) -> None:
         asked.append("response_format")
     if body.get("tool_choice") not in (None, "auto", "none"):
         asked.append("tool_choice")
-    if body.get("metrics"):
+    if body.get("metrics") not in (None, "summary", "detailed"):  # vLLM's words
         asked.append("metrics")
     for name in asked:
         raise BadRequest(
