@@ -12,7 +12,8 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from gateway.errors import HostRefused, StartRefused
+from gateway.errors import StartRefused
+from gateway.refusals import HostRefused
 from gateway.settings import Settings
 
 _BEARER = b"bearer "

@@ -13,16 +13,10 @@ from starlette.responses import Response
 
 from gateway.access import Hosts
 from gateway.client import Receive, Reply, Scope, Send, request_id
-from gateway.errors import (
-    GatewayError,
-    HostRefused,
-    MethodRefused,
-    PathUnknown,
-    RequestRefused,
-    to_body,
-    to_headers,
-)
+from gateway.error_answers import to_body, to_headers
+from gateway.errors import GatewayError, RequestRefused
 from gateway.line import Line, build_line
+from gateway.refusals import HostRefused, MethodRefused, PathUnknown
 from gateway.relay import ENDPOINTS, Relay
 from gateway.routes import admin, explain, models, state
 from gateway.settings import Settings

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.client import Scope, header
 from gateway.domain import Caller
-from gateway.errors import FieldInvalid
+from gateway.refusals import FieldInvalid
 from policies.document import PolicyDocument, Priority
 
 PRIORITY_HEADER = "x-paceline-priority"

@@ -10,7 +10,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from gateway.client_link import LEAVING
-from gateway.errors import BodyTooLarge, BodyTooSlow, GatewayError, to_body, to_event, to_headers
+from gateway.error_answers import to_body, to_event, to_headers
+from gateway.errors import GatewayError
+from gateway.refusals import BodyTooLarge, BodyTooSlow
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -21,13 +21,13 @@ from pydantic_core import from_json
 from gateway.errors import (
     GatewayError,
     Overloaded,
-    RefusedByWorker,
     WorkerBusy,
     WorkerFailed,
     WorkerLost,
     WorkerSilent,
     WorkerUnreachable,
 )
+from gateway.refusals import RefusedByWorker
 from gateway.settings import Settings
 from gateway.worker_link import Answer, Link, LinkLost, LinkSilent
 

@@ -9,8 +9,8 @@ from typing import Self
 
 import httpx
 from pydantic_core import from_json
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
+from gateway.control_calls import get
 from gateway.fleet import Fleet
 from gateway.settings import Settings
 from gateway.store import Store
@@ -19,8 +19,6 @@ from workers.adapters.report import WorkerReport
 log = logging.getLogger(__name__)
 
 REFRESH_TIMEOUT_S = 0.5
-_ATTEMPTS = 2
-_BETWEEN_ATTEMPTS_S = 0.05
 
 
 class Control:
@@ -65,7 +63,8 @@ class Control:
     async def _ask(self, worker: WorkerReport) -> WorkerReport | None:
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S):
-                answer = await self._get(f"{worker.url}/v1/status")
+                answer = await get(self._client, f"{worker.url}/v1/status")
+            answer.raise_for_status()
             report = WorkerReport.model_validate(from_json(answer.content)["report"])
         # Whatever one worker makes the client library raise (a connection reset as it is made is an
         # AttributeError to it), the others' state is still to be told.
@@ -74,16 +73,3 @@ class Control:
             log.warning("refresh.failed worker=%s error=%s", worker.worker_id, repr(error))
             return None
         return report if report.worker_id == worker.worker_id else None
-
-    async def _get(self, url: str) -> httpx.Response:
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(_ATTEMPTS),
-            wait=wait_fixed(_BETWEEN_ATTEMPTS_S),
-            retry=retry_if_exception_type(httpx.TransportError),
-            reraise=True,
-        )
-        async for attempt in retrying:
-            with attempt:
-                answer = await self._client.get(url)
-                answer.raise_for_status()
-        return answer

@@ -1,4 +1,4 @@
-"""What can go wrong between a client and a worker, and the one place that renders it.
+"""What can go wrong between a client and a worker, as one tree of errors.
 
 StartRefused                the gateway cannot start; one sentence for the person at the terminal
 GatewayError                one request cannot be answered as asked
@@ -32,11 +32,11 @@ GatewayError                one request cannot be answered as asked
     +-- WorkerFailed        502  the worker says it failed, or answers nonsense
     +-- WorkerSilent        504  no answer began in time
     +-- WorkerStalled       504  the answer paused for too long
+
+The branch of refusals is in `refusals.py`; `error_answers.py` renders all of them.
 """
 
 from __future__ import annotations
-
-from pydantic_core import to_json
 
 
 class StartRefused(Exception):
@@ -67,155 +67,6 @@ class RequestRefused(GatewayError):
     status = 400
     type = "invalid_request_error"
     code = "invalid_request"
-
-
-class NotHttp(RequestRefused):
-    """The bytes are no HTTP/1.1 request."""
-
-    code = "invalid_http"
-    message = "This is no valid HTTP/1.1 request."
-
-
-class BodyNotJson(RequestRefused):
-    """The body is not one strict JSON object."""
-
-    code = "invalid_json"
-    message = "The body must be one JSON object in UTF-8."
-
-
-class FieldInvalid(RequestRefused):
-    """One field of the body is missing, wrong or unknown."""
-
-    code = "invalid_value"
-
-
-class KeyRefused(RequestRefused):
-    """No key came along, or one that is not known; the answer is the same for both."""
-
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
-    message = "A valid key is needed: 'Authorization: Bearer KEY'."
-
-
-class NotAllowedHere(RequestRefused):
-    """The route is closed to this caller."""
-
-    status = 403
-    type = "permission_error"
-    code = "not_allowed"
-    message = "Without PACELINE_ADMIN_KEY this route answers only on the gateway's own machine."
-
-
-class PathUnknown(RequestRefused):
-    """There is no such route."""
-
-    status = 404
-    code = "unknown_path"
-    message = "There is no such route."
-
-
-class ModelUnknown(RequestRefused):
-    """Neither the policy nor any worker knows the model."""
-
-    status = 404
-    code = "model_not_found"
-    param = "model"
-
-    def __init__(self, model: str) -> None:
-        super().__init__(
-            f"The model '{model[:100]}' does not exist. GET /v1/models lists those that do."
-        )
-
-
-class MethodRefused(RequestRefused):
-    """The route exists, but not with this method."""
-
-    status = 405
-    code = "method_not_allowed"
-
-    def __init__(self, allowed: str) -> None:
-        super().__init__(f"This route takes {allowed} only.")
-        self.allowed = allowed
-
-
-class HeadTooSlow(RequestRefused):
-    """The head of the request did not arrive in time."""
-
-    status = 408
-    code = "head_too_slow"
-    message = "The headers of the request did not arrive in time."
-
-
-class BodyTooSlow(RequestRefused):
-    """The body did not arrive in time."""
-
-    status = 408
-    code = "body_too_slow"
-    message = "The body did not arrive in time."
-
-
-class WorkerIdTaken(RequestRefused):
-    """Another live worker, on another address, holds that id."""
-
-    status = 409
-    code = "worker_id_taken"
-    message = "Another live worker holds this id; start this one with another id."
-
-
-class BodyTooLarge(RequestRefused):
-    """The body is larger than this gateway reads."""
-
-    status = 413
-    code = "body_too_large"
-
-    def __init__(self, limit_bytes: int) -> None:
-        super().__init__(f"The body is larger than {limit_bytes} bytes.")
-
-
-class HostRefused(RequestRefused):
-    """The request was sent to a name that is not known as this gateway's."""
-
-    status = 421
-    code = "host_not_allowed"
-
-    def __init__(self, host: str) -> None:
-        super().__init__(
-            f"This gateway is not known as '{host[:100]}'. Ask it by address, or name it in "
-            "PACELINE_ALLOWED_HOSTS."
-        )
-
-
-class HeadTooLarge(RequestRefused):
-    """The head of the request is larger than this gateway reads."""
-
-    status = 431
-    code = "headers_too_large"
-
-    def __init__(self, limit_bytes: int, limit_headers: int) -> None:
-        super().__init__(
-            f"A request may have at most {limit_headers} headers of {limit_bytes} bytes in all."
-        )
-
-
-class Quarantined(RequestRefused):
-    """Two workers were lost while they had this body."""
-
-    status = 422
-    code = "request_quarantined"
-    message = (
-        "Two workers broke off while they had this very request, so it is not sent again for some "
-        "minutes. A shorter prompt or a smaller picture may be what it takes."
-    )
-
-
-class RefusedByWorker(RequestRefused):
-    """The worker refused the request and said why in OpenAI's shape."""
-
-    def __init__(self, status: int, message: str, *, param: str | None, code: str | None) -> None:
-        super().__init__(message, param=param)
-        self.status = status
-        self.code = code or self.code
 
 
 class NoWorker(GatewayError):
@@ -335,38 +186,3 @@ class WorkerStalled(WorkerSilent):
 
     code = "worker_stalled"
     message = "The worker paused for too long in its answer."
-
-
-def to_body(error: GatewayError) -> bytes:
-    """Render an error in OpenAI's shape."""
-    return to_json(
-        {
-            "error": {
-                "message": error.message,
-                "type": error.type,
-                "param": error.param,
-                "code": error.code,
-            }
-        }
-    )
-
-
-def to_event(error: GatewayError) -> bytes:
-    """Render an error as the last event of a stream; no `[DONE]` may follow it."""
-    return b"data: " + to_body(error) + b"\n\n"
-
-
-def to_headers(error: GatewayError) -> list[tuple[bytes, bytes]]:
-    """List the headers that belong to an error, for a response of its own."""
-    headers = [(b"content-type", b"application/json")]
-    if error.retry_after_s is not None:
-        # Whole seconds, never 0: a client that reads 0 comes back at once.
-        headers.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
-    if isinstance(error, KeyRefused):
-        headers.append((b"www-authenticate", b"Bearer"))
-    if isinstance(error, MethodRefused):
-        headers.append((b"allow", error.allowed.encode()))
-    if isinstance(error, BodyTooLarge | BodyTooSlow):
-        # The rest of the body is not read, so the connection cannot be used again.
-        headers.append((b"connection", b"close"))
-    return headers

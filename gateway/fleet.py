@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from gateway.breaker import HEALTHY, Breaker, Verdict
 from gateway.domain import Candidate, FleetView, LaneView, WorkerView
-from gateway.errors import WorkerIdTaken
 from gateway.listed import ListedWorker
+from gateway.refusals import WorkerIdTaken
 from workers.adapters.report import LaneReport, WorkerReport
 
 BEAT_S = 2.0

@@ -17,8 +17,6 @@ from gateway.dispatch import Dispatch
 from gateway.domain import Decision
 from gateway.errors import (
     GatewayError,
-    Quarantined,
-    RefusedByWorker,
     WorkerBusy,
     WorkerError,
     WorkerLost,
@@ -28,6 +26,7 @@ from gateway.errors import (
 from gateway.fleet import Lease
 from gateway.listed import for_openai
 from gateway.quarantine import Quarantine
+from gateway.refusals import Quarantined, RefusedByWorker
 from gateway.retry_budget import RetryBudget
 from gateway.settings import Settings
 from gateway.trip import Trip

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from gateway.domain import FleetView, Inspected
-from gateway.errors import BodyNotJson, FieldInvalid, ModelUnknown
 from gateway.messages import normalise
+from gateway.refusals import BodyNotJson, FieldInvalid, ModelUnknown
 from policies.document import PolicyDocument
 from policies.evaluation import resolve_model, sampling_defaults
 from policies.fields import FieldError

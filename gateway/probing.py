@@ -9,19 +9,17 @@ from types import TracebackType
 from typing import Self
 
 import httpx
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
+from gateway.control_calls import ATTEMPTS, get
 from gateway.dispatch import Dispatch
-from gateway.errors import WorkerIdTaken
 from gateway.fleet import BEAT_S, Fleet
 from gateway.listed import ListedWorker
+from gateway.refusals import WorkerIdTaken
 from gateway.store import Store
 
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S = 1.5
-_ATTEMPTS = 2
-_BETWEEN_ATTEMPTS_S = 0.1
 
 
 class Probes:
@@ -79,7 +77,7 @@ class Probes:
     async def _trouble(self, worker: ListedWorker) -> str:
         """Say what is wrong with a worker; empty when it is there."""
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S * _ATTEMPTS):
+            async with asyncio.timeout(PROBE_TIMEOUT_S * ATTEMPTS):
                 status = await self._status(worker)
         except (httpx.TimeoutException, TimeoutError) as error:
             # A server with one thread cannot answer both us and a request; the limits on requests
@@ -93,15 +91,7 @@ class Probes:
     async def _status(self, worker: ListedWorker) -> int:
         key = self._keys.get(worker.id)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        retrying = AsyncRetrying(
-            stop=stop_after_attempt(_ATTEMPTS),
-            wait=wait_fixed(_BETWEEN_ATTEMPTS_S),
-            retry=retry_if_exception_type(httpx.TransportError),
-            reraise=True,
-        )
-        async for attempt in retrying:
-            with attempt:
-                answer = await self._client.get(f"{worker.url}/v1/models", headers=headers)
+        answer = await get(self._client, f"{worker.url}/v1/models", **headers)
         return answer.status_code
 
     def _tell(self, worker: ListedWorker, trouble: str) -> None:

@@ -20,19 +20,11 @@ from gateway.client import (
     request_id,
 )
 from gateway.domain import Caller, Decision, Inspected, Outcome, Served, Usage
-from gateway.errors import (
-    BodyTooSlow,
-    GatewayError,
-    KeyRefused,
-    MethodRefused,
-    NoWorker,
-    RequestRefused,
-    RequestTooLong,
-    Stopping,
-)
+from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
 from gateway.inspection import inspect
 from gateway.line import Line
 from gateway.overload import Load
+from gateway.refusals import BodyTooSlow, KeyRefused, MethodRefused
 from gateway.routing import decide
 from gateway.trip import Trip, route_headers
 from policies.profile import Endpoint

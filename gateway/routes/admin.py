@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.client import read_small_body
-from gateway.errors import FieldInvalid
 from gateway.fleet import BEAT_S
 from gateway.line import Line
+from gateway.refusals import FieldInvalid
 from gateway.routes.guards import with_admin_key, with_join_token
 from gateway.status import worker_state
 from workers.adapters.report import WorkerReport

@@ -8,8 +8,8 @@ from starlette.requests import Request
 
 from gateway.access import bears, comes_from_this_machine
 from gateway.client import header
-from gateway.errors import KeyRefused, NotAllowedHere
 from gateway.line import Line
+from gateway.refusals import KeyRefused, NotAllowedHere
 
 Guard = Callable[[Request], None]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 
-from gateway.errors import ModelUnknown
 from gateway.line import Line
+from gateway.refusals import ModelUnknown
 from gateway.routes.guards import with_data_key
 from policies.evaluation import ANY_MODEL, resolve_model
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from gateway.access import Hosts
-from gateway.errors import HostRefused
+from gateway.refusals import HostRefused
 from gateway.settings import Settings
 from tests.gateway.fake_worker import TOKEN, FakeWorker, Script
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests

@@ -12,6 +12,7 @@ PURE = (
     "gateway/breaker.py",
     "gateway/domain.py",
     "gateway/errors.py",
+    "gateway/refusals.py",
     "gateway/inspection.py",
     "gateway/listed.py",
     "gateway/messages.py",
