@@ -45,7 +45,7 @@ def test_a_row_that_does_not_fit_beside_others_waits_and_then_runs(make_lane, as
 
 def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, ask) -> None:
     """`bench.endurance` sends thousands to a whole worker."""
-    snapshots = Snapshots(2 << 20)
+    snapshots = Snapshots(1 << 20)
     lane = make_lane(snapshots=snapshots)
     number = itertools.count()
 
@@ -62,15 +62,21 @@ def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, ask) -> 
                 lane.step()
             leaves.row.cancelled = True
         run(lane)
+        # What is kept goes first, and is not subtracted: the allocator hands out freed buffers that
+        # are up to two pages larger than what is asked for and counts them whole. Over the hundred
+        # arrays of these snapshots that made readings differ by 70 KB, up and down, from no leak.
+        for key in list(snapshots._by_key):
+            snapshots._drop(key)
+        assert snapshots.size_bytes == 0
         mx.synchronize()  # what was handed to the device last may still hold its inputs
         gc.collect()
-        return int(mx.get_active_memory()) - snapshots.size_bytes
+        return int(mx.get_active_memory())
 
     warm_bytes = [burst() for _ in range(2)][-1]
     last_bytes = [burst() for _ in range(3)][-1]
 
     assert lane.counters.report().requests == 5 * 60
     assert snapshots.counts.evicted > 0
-    # A shape that is met for the first time leaves a compiled round behind, of some kilobytes; the
-    # caches of a single row out of these 180 would be more than the bound.
-    assert last_bytes <= warm_bytes + 256 * 1024
+    # A shape that is met for the first time leaves a compiled round behind, of a hundred bytes; the
+    # caches of a single row out of these 180 would be ten times the bound.
+    assert last_bytes <= warm_bytes + 16 * 1024
