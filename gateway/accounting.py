@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable
 
 from gateway.domain import Served
@@ -61,19 +61,22 @@ class Accounting:
         return figures
 
     def _keep(self, pool: str, figure: str, seconds: float) -> None:
-        kept = self._recent.setdefault((pool, figure), deque(maxlen=_LATENCIES_KEPT))
+        kept = self._recent.get((pool, figure))
+        if kept is None:
+            kept = self._recent[pool, figure] = deque(maxlen=_LATENCIES_KEPT)
         kept.append(seconds)
 
 
-def tally(served: Served) -> Counter[Key]:
+def tally(served: Served) -> dict[Key, int]:
     """List what one request adds to the counts."""
-    counts: Counter[Key] = Counter({("outcomes", served.outcome.value): 1})
+    counts: dict[Key, int] = {("outcomes", served.outcome.value): 1}
     if served.code:
         counts["errors", served.code] = 1
     if served.decision is not None and served.candidate is not None:
         chosen = served.candidate
         counts["decisions", chosen.pool, served.decision.route, chosen.reason] = 1
-        counts.update(("bypass", reason.value) for reason in served.decision.bypass)
+        for reason in served.decision.bypass:
+            counts["bypass", reason.value] = 1
         if chosen.reason == Bypass.MTP_NOT_PAYING:  # of that worker, not of the request
             counts["bypass", chosen.reason] = 1
     if served.attempts > 1:

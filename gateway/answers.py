@@ -7,17 +7,16 @@ from collections.abc import Callable
 
 from pydantic_core import from_json
 
-from gateway.client import Headers, Reply
+from gateway.client import Reply
 from gateway.errors import GatewayError, WorkerFailed, WorkerLost, WorkerSilent, WorkerStalled
 from gateway.settings import Settings
-from gateway.sse import Scanner, read_usage
+from gateway.splice import Splice
+from gateway.sse import read_usage
 from gateway.trip import Trip, route_headers
 from gateway.worker_link import Answer, LinkLost, LinkSilent
 
 log = logging.getLogger(__name__)
 
-# What may follow the last event is the end of the stream; who does not end it is not waited for.
-_AFTER_DONE_S = 1.0
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -34,9 +33,7 @@ class Answers:
 
     async def whole(self, answer: Answer, reply: Reply, trip: Trip) -> None:
         """Relay an answer that comes as one JSON object; raise a `WorkerError`."""
-        answer.limit_silence(
-            self._settings.idle_timeout_s
-        )  # the head came, so the rest is on its way
+        answer.limit_silence(self._settings.idle_timeout_s)  # the rest is on its way
         try:
             body = await answer.read()
             content = from_json(body)
@@ -55,48 +52,26 @@ class Answers:
 
     async def stream(self, answer: Answer, reply: Reply, trip: Trip) -> None:
         """Relay events as they come; raise a `WorkerError` unless the last one was the last."""
-        scanner = Scanner(hide_usage=not trip.inspected.profile.include_usage)
-        reading = scanner.reading
-        headers = [*_STREAM_HEADERS, *route_headers(trip)]
+        idle_timeout_s = self._settings.idle_timeout_s
+        splice = Splice(answer, reply, trip, idle_timeout_s=idle_timeout_s, clock=self._clock)
+        reading = splice.reading
+        last = b""
         lost: GatewayError = WorkerLost()
+        answer.limit_silence(self._settings.answer_timeout_s)
         try:
-            await self._pass_on(answer, scanner, headers, reply, trip)
+            last = await splice.run([*_STREAM_HEADERS, *route_headers(trip)])
         except LinkSilent:
             lost = WorkerStalled() if reply.started else WorkerSilent()
         except LinkLost as error:
             log.warning("stream.cut request=%s error=%r", trip.identity, error)
         finally:
             trip.usage = reading.usage or trip.usage
+        if reading.complete:
+            reply.end(last)
+            return
+        if last:
+            reply.part(last)
         if reading.broken:
             log.warning("stream.broken request=%s why=%s", trip.identity, reading.broken)
             raise WorkerFailed
-        if not reading.complete:
-            raise lost
-        await reply.end()
-
-    async def _pass_on(
-        self,
-        answer: Answer,
-        scanner: Scanner,
-        headers: Headers,
-        reply: Reply,
-        trip: Trip,
-    ) -> None:
-        """Pass events on as they come, up to the end or the first that must not be passed on."""
-        answer.limit_silence(self._settings.answer_timeout_s)
-        begun = False
-        while chunk := await answer.chunk():
-            if not begun:
-                answer.limit_silence(self._settings.idle_timeout_s)
-                begun = True
-            passed = scanner.feed(chunk)
-            if trip.first_token_s is None and scanner.reading.content_seen:
-                trip.first_token_s = self._clock()
-            if passed:
-                await reply.part(headers, passed)
-            if scanner.reading.broken:
-                return
-            if scanner.reading.done:
-                answer.limit_silence(_AFTER_DONE_S)
-        if rest := scanner.close():
-            await reply.part(headers, rest)
+        raise lost

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.access import Hosts
-from gateway.client import Receive, Reply, Scope, Send, request_id
+from gateway.client import Receive, Reply, Scope, Send
 from gateway.error_answers import to_body, to_headers
 from gateway.errors import GatewayError, RequestRefused
 from gateway.line import Line, build_line
@@ -38,12 +38,12 @@ class Front:
             try:
                 self._hosts.check(scope["headers"])
             except HostRefused as refused:
-                await Reply(send, request_id(scope)).fail(refused)
+                await Reply(scope).fail(refused)
                 return
             # The raw path: what is routed by anything else can be fooled (CVE-2026-48710).
             endpoint = ENDPOINTS.get(scope["path"])
         if endpoint is not None:
-            await self.relay(scope, receive, send, endpoint)
+            await self.relay(scope, receive, endpoint)
         else:
             await self._panel(scope, receive, send)
 

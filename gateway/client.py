@@ -1,4 +1,4 @@
-"""The client's side of one request, in plain ASGI: its body, its presence, the reply to it."""
+"""The client's side of one request: its body, its presence, the reply to it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from types import TracebackType
 from typing import Any, Self
 
-from gateway.client_link import LEAVING
 from gateway.error_answers import to_body, to_event, to_headers
 from gateway.errors import GatewayError
+from gateway.exchange import EXCHANGE, Exchange
 from gateway.refusals import BodyTooLarge, BodyTooSlow
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
+Header = tuple[bytes, bytes]
+Headers = list[Header]
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
@@ -93,17 +94,17 @@ class Presence:
     """
 
     def __init__(self, scope: Scope) -> None:
-        self._tell_leaving: Callable[[Callable[[], None] | None], None]
-        self._tell_leaving = scope["extensions"][LEAVING]["tell"]
+        self._exchange = _exchange(scope)
         self._ended_by: Exception | None = None
-        self._deadline: asyncio.TimerHandle | None = None
+        self._due_s = float("inf")
+        self._overdue: Exception = ClientLeft()
 
     def __enter__(self) -> Self:
         task = asyncio.current_task()
         assert task is not None, "a request runs in a task"
         self._task = task
         self._cancelling = task.cancelling()
-        self._tell_leaving(self._left)
+        self._exchange.watch(self)
         return self
 
     def __exit__(
@@ -112,19 +113,18 @@ class Presence:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._tell_leaving(None)
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._exchange.watch(None)
         if self._ended_by is not None:
             ours = self._task.uncancel() <= self._cancelling
             if ours and kind is asyncio.CancelledError:
                 raise self._ended_by from error
 
     def limit(self, seconds: float, reason: Exception) -> None:
-        """End the context with this error after so many seconds; a new limit replaces the last."""
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = self._task.get_loop().call_later(seconds, self.end, reason)
+        """End the context with this error after so many seconds; a new limit replaces the last.
+
+        The connection tells the time, about once a second: a timer for each request costs more.
+        """
+        self._due_s, self._overdue = self._task.get_loop().time() + seconds, reason
 
     def end(self, reason: Exception) -> None:
         """End the context with this error; the first reason counts."""
@@ -132,42 +132,66 @@ class Presence:
             self._ended_by = reason
             self._task.cancel()
 
-    def _left(self) -> None:
+    def leave(self) -> None:
+        """End the context because the client left."""
         self.end(ClientLeft())
+
+    def check(self, now_s: float) -> None:
+        """End the context where its time is over."""
+        if now_s >= self._due_s:
+            self.end(self._overdue)
 
 
 class Reply:
     """The one answer to a request: whole, or a stream that is started by its first bytes."""
 
-    def __init__(self, send: Send, identity: str) -> None:
-        self._send = send
-        self.identity = identity
+    def __init__(self, scope: Scope) -> None:
+        self._exchange = _exchange(scope)
+        self._stream_headers: Headers = []
+        self.identity = request_id(scope)
         self.started = False
 
-    async def whole(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> None:
+    async def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
         """Answer at once and for good."""
-        length = (b"content-length", str(len(body)).encode())
-        await self._start(status, [*headers, length])
-        await self._send({"type": "http.response.body", "body": body})
+        await self._exchange.room()
+        self.started = True
+        self._exchange.whole(status, self._named(headers), body)
 
-    async def part(self, headers: Iterable[tuple[bytes, bytes]], chunk: bytes) -> None:
-        """Send a piece of a stream; the first one brings the status and these headers along."""
-        if not self.started:
-            await self._start(200, headers)
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+    async def open(self, headers: Iterable[Header], on_pressure: Callable[[bool], None]) -> None:
+        """Make ready for a stream with these headers, once earlier answers have been read.
 
-    async def end(self) -> None:
-        """End a started stream as it should end."""
-        await self._send({"type": "http.response.body", "body": b""})
+        `on_pressure` is told when the client reads more slowly than is written, and when again not.
+        """
+        await self._exchange.room()
+        self._stream_headers = self._named(headers)
+        self._exchange.on_pressure = on_pressure
 
-    async def fail(self, error: GatewayError, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+    def part(self, piece: bytes) -> None:
+        """Send a piece of the stream, here and now; the first one brings status and headers."""
+        self._start()
+        self._exchange.write(piece)
+
+    def end(self, piece: bytes = b"") -> None:
+        """End the stream as it should end, perhaps with a last piece."""
+        self._start()
+        self._exchange.end(piece)
+
+    async def fail(self, error: GatewayError, headers: Iterable[Header] = ()) -> None:
         """Answer with an error; in a started stream as its last event, never followed by [DONE]."""
         if self.started:
-            await self._send({"type": "http.response.body", "body": to_event(error)})
+            self._exchange.end(to_event(error))
         else:
             await self.whole(error.status, [*headers, *to_headers(error)], to_body(error))
 
-    async def _start(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        self.started = True
-        named = [*headers, (b"x-request-id", self.identity.encode())]
-        await self._send({"type": "http.response.start", "status": status, "headers": named})
+    def _start(self) -> None:
+        if not self.started:
+            self.started = True
+            self._exchange.begin(self._stream_headers)
+
+    def _named(self, headers: Iterable[Header]) -> Headers:
+        return [*headers, (b"x-request-id", self.identity.encode())]
+
+
+def _exchange(scope: Scope) -> Exchange:
+    found: Exchange = scope["extensions"][EXCHANGE][EXCHANGE]
+    return found

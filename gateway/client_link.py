@@ -13,17 +13,16 @@ from http import HTTPStatus
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.error_answers import to_body, to_headers
 from gateway.errors import GatewayError, RequestRefused
+from gateway.exchange import EXCHANGE, Exchange
 from gateway.refusals import HeadTooLarge, HeadTooSlow, NotHttp
 
 HEAD_LIMIT_BYTES = 32 * 1024
 """As much as nginx takes."""
 HEADERS_LIMIT = 100
-LEAVING = "paceline.leaving"
-"""The ASGI extension whose `tell` takes a function to call when the client has left, or None."""
 # How long the rest of a request that was refused is read and dropped. Closing at once would send a
 # reset, and that destroys the refusal before the client can read it.
 _LINGER_S = 2.0
@@ -44,9 +43,9 @@ class ClientLink(HttpToolsProtocol):
         self._refusal: RequestRefused | None = None
         self._unsent_bytes = 0
         self._sent_at_s = 0.0
-        self._on_leaving: Callable[[], None] | None = None
-        self._extensions: dict[str, dict[object, object]] = {LEAVING: {"tell": self._tell_leaving}}
         self._outlet: _Outlet
+        self._exchange: Exchange | None = None
+        """Of the request that is being answered, or was last."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head."""
@@ -55,10 +54,22 @@ class ClientLink(HttpToolsProtocol):
         super().connection_made(self._outlet)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request that runs, if it asked to be told."""
+        """Tell the request that runs."""
         super().connection_lost(exc)
-        if self._on_leaving is not None:
-            self._on_leaving()
+        if self._exchange is not None:
+            self._exchange.leave()
+
+    def pause_writing(self) -> None:
+        """Tell the request that runs, and make those behind it wait."""
+        super().pause_writing()
+        if self._exchange is not None:
+            self._exchange.press(True)
+
+    def resume_writing(self) -> None:
+        """Let what was made to wait go on."""
+        super().resume_writing()
+        if self._exchange is not None:
+            self._exchange.press(False)
 
     def data_received(self, data: bytes) -> None:
         """Parse; refuse a head that grows without an end."""
@@ -76,10 +87,9 @@ class ClientLink(HttpToolsProtocol):
             self._refuse(HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT))
 
     def on_message_begin(self) -> None:
-        """Let the application ask to be told when the client leaves."""
+        """Give each head its time, also one that came right behind the request before."""
         super().on_message_begin()
-        self.scope["extensions"] = self._extensions
-        if self._head_since_s is None:  # it came right behind the request before
+        if self._head_since_s is None:
             self._receiving, self._head_bytes = True, 0
             self._head_since_s = self.loop.time()
 
@@ -119,6 +129,14 @@ class ClientLink(HttpToolsProtocol):
                 self._refuse(HeadTooSlow())
             else:
                 self._outlet.abort()
+        if self._exchange is not None:
+            self._exchange.check(now_s)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        """Give a request whose turn has come its way back to the client."""
+        self._exchange = Exchange(cycle, self._outlet.write_at_once)
+        cycle.scope["extensions"] = {EXCHANGE: {EXCHANGE: self._exchange}}
+        super()._start_asgi_task(cycle, app)
 
     def _feed(self, data: bytes) -> None:
         """Parse; serve a request that asks for another protocol without that, as HTTP allows.
@@ -153,14 +171,6 @@ class ClientLink(HttpToolsProtocol):
         self._outlet.write(b"\r\n".join(head))
         self._outlet.close()
 
-    def _tell_leaving(self, on_leaving: Callable[[], None] | None) -> None:
-        """Call this function once the client has left; None asks for nothing any more."""
-        self._on_leaving = on_leaving
-        if on_leaving is not None:
-            self.flow.resume_reading()  # who does not read does not see the end
-            if self.cycle.disconnected:
-                on_leaving()
-
 
 async def sweep(connections: Iterable[Any]) -> None:
     """Check the connections of a live set once a second, for ever."""
@@ -175,8 +185,7 @@ async def sweep(connections: Iterable[Any]) -> None:
 class _Outlet(asyncio.Transport):
     """A transport that sends what is written in one turn of the loop as one packet.
 
-    A head and its body, or the last event and the end of a stream, would be two system calls; those
-    are most of what a relay costs.
+    uvicorn writes a head and its body one by one, and system calls are most of what a server costs.
     """
 
     def __init__(
@@ -203,6 +212,14 @@ class _Outlet(asyncio.Transport):
         if not self._held:
             self._loop.call_soon(self._send)
         self._held.append(bytes(data))
+
+    def write_at_once(self, data: bytes) -> None:
+        """Send what is whole by itself, behind what is held."""
+        if self._held:
+            self.write(data)
+            self._send()
+        elif not self.is_closing():
+            self._transport.write(data)
 
     def is_closing(self) -> bool:
         return self.closing_since_s is not None or self._transport.is_closing()

@@ -1,4 +1,4 @@
-"""The data plane in plain ASGI: one request, four steps, and whatever ends it early."""
+"""The data plane: one request, four steps, and whatever ends it early."""
 
 from __future__ import annotations
 
@@ -14,19 +14,17 @@ from gateway.client import (
     Receive,
     Reply,
     Scope,
-    Send,
     header,
     read_body,
-    request_id,
 )
-from gateway.domain import Caller, Decision, Inspected, Outcome, Served, Usage
+from gateway.domain import Caller, Decision, Inspected, Outcome, Served
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
 from gateway.inspection import inspect
 from gateway.line import Line
 from gateway.overload import Load
 from gateway.refusals import BodyTooSlow, KeyRefused, MethodRefused
 from gateway.routing import decide
-from gateway.trip import Trip, route_headers
+from gateway.trip import UNUSED, Trip, route_headers
 from policies.profile import Endpoint
 
 log = logging.getLogger(__name__)
@@ -56,6 +54,7 @@ class Relay:
         self._line = line
         self._keyed = line.settings.api_key is not None
         self.load = Load(line.settings.requests_limit)
+        line.meters.in_flight.set_function(lambda: self.load.requests)
         self._present: set[Presence] = set()
         self._leaving = False
         self._stopping = False
@@ -88,12 +87,10 @@ class Relay:
         for presence in tuple(self._present):
             presence.end(Stopping())
 
-    async def __call__(
-        self, scope: Scope, receive: Receive, send: Send, endpoint: Endpoint
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, endpoint: Endpoint) -> None:
         """Answer one request, whatever comes, and account for it once."""
         self._enter()
-        reply = Reply(send, request_id(scope))
+        reply = Reply(scope)
         steps = _Steps()
         began_s = self._line.clock()
         outcome, error = Outcome.COMPLETED, None
@@ -181,7 +178,7 @@ class Relay:
             decision=steps.decision,
             candidate=trip.candidate if trip else None,
             attempts=trip.attempts if trip else 0,
-            usage=trip.usage if trip else Usage(),
+            usage=trip.usage if trip else UNUSED,
             waited_s=trip.waited_s if trip else 0.0,
             added_s=_since(trip.began_s + trip.waited_s, trip.dispatched_s) if trip else None,
             first_token_s=_since(trip.began_s, trip.first_token_s) if trip else None,
@@ -190,12 +187,10 @@ class Relay:
     def _enter(self) -> None:
         self.load.requests += 1
         self._idle.clear()
-        self._line.meters.in_flight.inc()
 
     def _exit(self, steps: _Steps) -> None:
         self.load.requests -= 1
         self.load.release(steps.body_bytes)
-        self._line.meters.in_flight.dec()
         if not self.load.requests:
             self._idle.set()
 

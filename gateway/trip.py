@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from gateway.client import Headers
 from gateway.domain import Caller, Candidate, Inspected, Usage
 
+UNUSED = Usage()
+"""Of a request that no worker has counted."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Trip:
@@ -21,7 +24,7 @@ class Trip:
     waited_s: float = 0.0
     dispatched_s: float | None = None
     first_token_s: float | None = None
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = UNUSED
 
 
 def route_headers(trip: Trip) -> Headers:

@@ -13,10 +13,14 @@ from typing import cast
 
 import httptools
 
+from gateway.silence import Silence
+
 HEAD_LIMIT_BYTES = 64 * 1024
 # What may wait here for a client that reads slowly, before the worker is made to wait.
 _HELD_LIMIT_BYTES = 64 * 1024
 _CONTINUE, _SWITCHING, _OK = 100, 101, 200
+Sink = Callable[[bytes], bool]
+"""Takes what came, there and then; says whether more is wanted."""
 
 
 class LinkLost(Exception):
@@ -46,6 +50,17 @@ class Answer:
         """
         return await self._link.take()
 
+    async def pour(self, sink: Sink) -> bytes:
+        """Hand each piece to a sink in the turn of the loop in which it comes, up to the end.
+
+        Return what came with the end itself. Raise `LinkLost` where the end is missing.
+        """
+        return await self._link.pour(sink)
+
+    def press(self, pressed: bool) -> None:
+        """Make the worker wait for as long as what it sends cannot be passed on."""
+        self._link.press(pressed)
+
     async def read(self, limit_bytes: int | None = None) -> bytes:
         """Return the whole rest, or what came up to about a limit."""
         parts = []
@@ -74,9 +89,8 @@ class Link(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._error: LinkLost | None = None
         self._waiter: asyncio.Future[None] | None = None
-        self._alarm: asyncio.TimerHandle | None = None
-        self._silence_s = 0.0
-        self._waiting_since_s = 0.0
+        self._sink: Sink | None = None
+        self._silence = Silence(loop, lambda: self._fail(LinkSilent("nothing came in time")))
         self._busy = False
         self._begin_answer()
         self.used = False
@@ -87,7 +101,7 @@ class Link(asyncio.Protocol):
     def _begin_answer(self) -> None:
         self._answer = Answer(self)
         self._parts: list[bytes] = []
-        self._held_bytes = self._head_bytes = 0
+        self._head_bytes = 0
         self._headed = self._framed = self._complete = self._kept_alive = self._paused = False
         self.heard = False
 
@@ -100,7 +114,7 @@ class Link(asyncio.Protocol):
         """Send a request and return its answer once the head is there; raise `LinkLost`."""
         self._begin_answer()
         self._busy = True
-        self.limit_silence(silence_s)
+        self._silence.limit(silence_s)
         self._transport.writelines((request, body))
         while not self._headed:
             await self._more()
@@ -110,25 +124,40 @@ class Link(asyncio.Protocol):
         """Return the bytes of the answer's body that came, when there are some, or it ended."""
         while not self._parts and not self._complete:
             await self._more()
-        parts, self._parts, self._held_bytes = self._parts, [], 0
-        if self._paused:
-            self._paused = False
+        self.press(False)
+        return self._gathered()
+
+    async def pour(self, sink: Sink) -> bytes:
+        """Hand what comes to a sink, and return what came with the end."""
+        self._sink = sink
+        try:
+            self.press(False)
+            self._deliver()
+            while self._sink is not None and not self._complete:
+                await self._more()
+        finally:
+            self._sink = None
+        return self._gathered()
+
+    def press(self, pressed: bool) -> None:
+        """Read nothing for a while, or go on; what is not read is no silence."""
+        if pressed is self._paused or self._error is not None:
+            return
+        self._paused = pressed
+        if pressed:
+            self._silence.stop_listening()
+            self._transport.pause_reading()
+        else:
             self._transport.resume_reading()
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+            if self._waiter is not None:
+                self._silence.listen()
 
     def limit_silence(self, seconds: float) -> None:
-        """Bound each wait; one timer serves all of them."""
-        self._silence_s = seconds
-        self._waiting_since_s = self._loop.time()
-        if self._alarm is not None:
-            self._alarm.cancel()
-        self._alarm = self._loop.call_later(seconds, self._ring)
+        """Bound each wait."""
+        self._silence.limit(seconds)
 
     def release(self) -> None:
         """Keep the connection if its answer came to an end that allows it, else close it."""
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
         self._busy = False
         unsent = self._transport.get_write_buffer_size()
         if self._complete and self._kept_alive and self._error is None and not unsent:
@@ -149,26 +178,24 @@ class Link(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and make the worker wait where too much waits here."""
+        """Parse, and hand on what came."""
         if not self._busy:
             self.abort()  # nobody asked
             return
         self.heard = True
         if not self._headed:
             self._head_bytes += len(data)
+        wrong = None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            self._fail(LinkLost(f"no HTTP: {error!r:.200}"))
-            self._transport.abort()
-            return
+            wrong = f"no HTTP: {error!r:.200}"
         if not self._headed and self._head_bytes > HEAD_LIMIT_BYTES:
-            self._fail(LinkLost("the head of the answer is too long"))
+            wrong = "the head of the answer is too long"
+        self._deliver()
+        if wrong is not None:
+            self._fail(LinkLost(wrong))
             self._transport.abort()
-        elif self._held_bytes > _HELD_LIMIT_BYTES and not self._paused:
-            self._paused = True
-            self._transport.pause_reading()
-        self._wake()
 
     def eof_received(self) -> None:
         """Let the transport close: a worker that has ended its side has nothing more to say."""
@@ -205,25 +232,45 @@ class Link(asyncio.Protocol):
             raise LinkLost("the worker wants another protocol")
 
     def on_body(self, body: bytes) -> None:
-        """Hold a part of the body until it is taken."""
+        """Hold a part of the body until all that came with it is parsed."""
         self._parts.append(body)
-        self._held_bytes += len(body)
 
     def on_message_complete(self) -> None:
         """Note the end of the answer."""
         self._complete = self._headed
         self._framed &= self._headed  # "100 Continue" and its like: the answer is still to come
 
+    def _deliver(self) -> None:
+        """Hand what came to the sink, else wake who waits; let the worker wait for who does not.
+
+        What came with the end is for who waits too: with it there is an answer to be ended.
+        """
+        if self._sink is None or self._complete:
+            self._wake()
+            if sum(map(len, self._parts)) > _HELD_LIMIT_BYTES and not self._complete:
+                self.press(True)
+        elif self._parts:
+            self._silence.listen()
+            if not self._sink(self._gathered()):
+                self._sink = None
+                self._wake()
+
+    def _gathered(self) -> bytes:
+        parts, self._parts = self._parts, []
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
     async def _more(self) -> None:
         """Wait until something new came; raise what ended the connection."""
         if self._error is not None:
             raise self._error
-        self._waiting_since_s = self._loop.time()
         self._waiter = self._loop.create_future()
+        if not self._paused:
+            self._silence.listen()
         try:
             await self._waiter
         finally:
             self._waiter = None
+            self._silence.stop_listening()
         if self._error is not None and not self._parts and not self._complete:
             raise self._error
 
@@ -233,13 +280,5 @@ class Link(asyncio.Protocol):
 
     def _fail(self, error: LinkLost) -> None:
         self._error = self._error or error
+        self._silence.end()
         self._wake()
-
-    def _ring(self) -> None:
-        """End a wait that took too long; look again later where nobody waits, or not for long."""
-        waited_s = self._loop.time() - self._waiting_since_s if self._waiter else 0.0
-        if waited_s >= self._silence_s:
-            self._alarm = None
-            self._fail(LinkSilent("nothing came in time"))
-        else:
-            self._alarm = self._loop.call_later(self._silence_s - waited_s, self._ring)

@@ -130,6 +130,54 @@ def test_two_requests_in_one_packet_are_answered_in_turn(line: Gateway) -> None:
     assert received.index(b"one two three") < received.index(DONE) < received.index(b"alive")
 
 
+def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_with_the_connection(line: Gateway) -> None:
+    for stream in (False, True):
+        with connected(line) as raw:
+            raw.sendall(request(stream=stream).replace(b"HTTP/1.1", b"HTTP/1.0"))
+            received = b""
+            while piece := raw.recv(65536):
+                received += piece
+        head, _, body = received.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 OK")
+        assert b"connection: close" in head
+        assert b"transfer-encoding" not in head
+        if stream:
+            assert body.startswith(b"data: ")
+            assert body.endswith(DONE)
+        else:
+            assert json.loads(body)["choices"]
+
+
+def test_a_refusal_of_head_has_no_body(line: Gateway) -> None:
+    with connected(line) as raw:
+        raw.sendall(b"HEAD %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % PATH)
+        received = raw.recv(65536)
+        raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        while piece := raw.recv(65536):
+            received += piece
+    assert received.startswith(b"HTTP/1.1 405 ")
+    assert b"content-length: " in received
+    assert received.split(b"\r\n\r\n")[1].startswith(b"HTTP/1.1 200 OK")
+
+
+def test_a_reader_that_pauses_for_longer_than_a_worker_may_gets_every_word(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    worker.script.events = (*[chunk({"content": "x" * 60_000})] * 200, *stream_events(("end",)))
+    with Gateway(settings_for_tests(tmp_path, idle_timeout_s=0.5)) as gateway:
+        gateway.join(worker)
+        with connected(gateway) as raw:
+            raw.sendall(request(stream=True))
+            assert worker.hearing.wait(10)
+            time.sleep(1.5)
+            received = b""
+            while not received.endswith(b"0\r\n\r\n"):
+                received += raw.recv(1_000_000)
+        assert received.count(b"x" * 60_000) == 200
+        assert DONE in received
+        assert gateway.status()["outcomes"] == {"completed": 1}
+
+
 def test_garbage_behind_a_running_stream_never_gets_into_it(
     line: Gateway, worker: FakeWorker
 ) -> None:

@@ -1,0 +1,62 @@
+"""Join a worker's stream to its client's: what comes is read in passing and written at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.client import Headers, Reply
+from gateway.sse import Scanner
+from gateway.trip import Trip
+from gateway.worker_link import Answer
+
+# What may follow the last event is the end of the stream; who does not end it is not waited for.
+_AFTER_DONE_S = 1.0
+
+
+class Splice:
+    """One stream on its way. No task runs for an event: the connections hand it to each other."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        reply: Reply,
+        trip: Trip,
+        *,
+        idle_timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._answer = answer
+        self._reply = reply
+        self._trip = trip
+        self._idle_timeout_s = idle_timeout_s
+        self._clock = clock
+        self._begun = False
+        self._scanner = Scanner(hide_usage=not trip.inspected.profile.include_usage)
+        self.reading = self._scanner.reading
+
+    async def run(self, headers: Headers) -> bytes:
+        """Pass events on up to the end, or to the first that must not be passed on.
+
+        Return what may be passed on with the end; raise `LinkLost`.
+        """
+        await self._reply.open(headers, self._answer.press)
+        last = await self._answer.pour(self._pass_on)
+        return self._read(last) + self._scanner.close()
+
+    def _pass_on(self, piece: bytes) -> bool:
+        """Pass on what may be of a piece; say whether more is wanted."""
+        reading = self.reading
+        if passed := self._read(piece):
+            self._reply.part(passed)
+        if reading.done:
+            self._answer.limit_silence(_AFTER_DONE_S)
+        elif not self._begun:
+            self._begun = True
+            self._answer.limit_silence(self._idle_timeout_s)
+        return not reading.broken
+
+    def _read(self, piece: bytes) -> bytes:
+        passed = self._scanner.feed(piece)
+        if self._trip.first_token_s is None and self.reading.content_seen:
+            self._trip.first_token_s = self._clock()
+        return passed
