@@ -3,7 +3,7 @@
 import itertools
 import random
 
-from workers.engine.draft_length import PROBE_EVERY, TASTE_STEPS, DraftLength
+from workers.engine.draft_length import PROBE_EVERY, PROBE_ROUNDS, TASTE_STEPS, DraftLength
 from workers.engine.prefill_pace import FIRST_CHUNK_TOKENS, PrefillPace
 
 
@@ -81,6 +81,13 @@ def test_what_was_given_up_is_tried_again_now_and_then() -> None:
     chosen = drive(DraftLength(1), 3 * PROBE_EVERY, {0: 1.0, 1: 2.5}, share=0.5)
 
     assert 1 in chosen[PROBE_EVERY:]
+
+
+def test_a_try_is_a_few_rounds_since_the_first_may_teach_nothing() -> None:
+    chosen = drive(DraftLength(1), 2 * PROBE_EVERY + 9, {0: 1.0, 1: 2.5}, share=0.5)
+    tried = [at for at, k in enumerate(chosen, 1) if at > PROBE_EVERY and k == 1]
+
+    assert tried == [start + at for start in (128, 256) for at in range(PROBE_ROUNDS)][1:]
 
 
 def test_every_answer_is_drafted_for_a_little_while_it_is_nearly_alone() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from policies.profile import Bypass, Sampling
 from tests.engine.conftest import run
-from workers.engine.draft_length import SAMPLES
+from workers.engine.draft_length import SAMPLES, TASTE_STEPS, DraftLength
 from workers.engine.requests import Finished, Generation, LaneName, Prompt
 
 QUESTIONS = [
@@ -146,3 +146,43 @@ def test_a_request_that_names_its_k_is_drafted_for_where_it_does_not_pay(make_la
 
     assert heard[2].end.speculation.steps > 0
     assert lane.counters.report().bypass_counts == {}
+
+
+def test_a_round_that_first_reads_what_plain_ones_left_teaches_nothing(make_lane, ask) -> None:
+    plan, learnt = iter([0, 0, 0, 2, 2, 0, 1]), []
+
+    class Scripted(DraftLength):
+        def choose(self, rows: int, fewest_steps: int = 0) -> int:
+            return next(plan, 0)
+
+        def tastes(self, rows: int, fewest_steps: int) -> bool:
+            return False
+
+        def observe(self, rows: int, k: int, duration_s: float) -> None:
+            learnt.append(k)
+
+    lane = make_lane()
+    lane._decoding._draft_length = Scripted(2)
+    heard = ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
+    run(lane)
+
+    assert learnt[:5] == [0, 0, 0, 2, 0]
+    assert [step.drafted for step in heard.end.steps] == [2, 2, 1]
+    assert 1 not in learnt
+
+
+def test_the_first_rounds_of_an_answer_teach_nothing_of_costs(make_lane, ask) -> None:
+    learnt = []
+
+    class Watched(DraftLength):
+        def observe(self, rows: int, k: int, duration_s: float) -> None:
+            learnt.append(k)
+
+    lane = make_lane()
+    lane._decoding._draft_length = Watched(2)
+    heard = ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
+    run(lane)
+    whole = [step for step in heard.end.steps if step.drafted == 2]
+
+    assert len(whole) > TASTE_STEPS
+    assert learnt == [2] * (len(whole) - TASTE_STEPS)

@@ -94,6 +94,11 @@ class Batch:
         return bool(self.head_caches)
 
     @property
+    def behind(self) -> bool:
+        """Say whether the head has tokens to read before it can draft."""
+        return bool(self._behind)
+
+    @property
     def far_behind(self) -> bool:
         """Say whether the head is to be brought up to date, drafting or not."""
         return len(self._behind) >= FARTHEST_BEHIND

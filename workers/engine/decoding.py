@@ -93,7 +93,8 @@ class Decoding:
 
     def choose_first(self, row: Row, scores: mx.array, token: int) -> None:
         """Take the token that follows a prompt, chosen from scores [1, vocabulary]."""
-        row.accept([token], self._eos, self._logprobs(row, scores, [token]))
+        logprobs = self._logprobs(row, scores, [token])
+        row.accept([token], self._eos, logprobs, now_s=self._clock())
 
     def join(self, prefill: Prefill) -> Outcome:
         """Take a row that has been read, with the first token of its answer at least."""
@@ -138,9 +139,11 @@ class Decoding:
         head = self._head.usable if drafts else None
         if drafts and head is None:
             return self._fall_back(batch, RuntimeError("The head was found unhealthy meanwhile."))
-        k = 0
+        k, usual = 0, True
         if head:
-            k = self._draft_length.choose(len(rows), min(row.tally.step_count for row in rows))
+            fewest_steps = min(row.tally.step_count for row in rows)
+            k = self._draft_length.choose(len(rows), fewest_steps)
+            usual = not (self._draft_length.tastes(len(rows), fewest_steps) or (k and batch.behind))
         begun_s = self._clock()
         try:
             if self._graph is None:
@@ -156,7 +159,7 @@ class Decoding:
         failed, raised = [], None
         for index, row in enumerate(rows):
             try:
-                self._take(row, result, index)
+                self._take(row, result, index, begun_s)
             except Exception as error:  # noqa: BLE001  # one bad answer must not end the others
                 failed.append(row)
                 raised = error
@@ -165,8 +168,7 @@ class Decoding:
             if k == self._draft_length.settled(len(rows)) == 0:
                 for row in rows:
                     row.passed_over = True
-            # Telling the tokens is part of what a round costs: a longer draft is told at once too.
-            self._learn(rows, result, k, self._clock() - begun_s)
+            self._learn(rows, result, k if usual else None, self._clock() - begun_s)
         batch.keep([i for i, row in enumerate(rows) if not row.finish and row not in failed])
         finished = [row for row in rows if row.finish and row not in failed]
         return Outcome(finished=finished, failed=failed, error=raised)
@@ -182,17 +184,26 @@ class Decoding:
             self._head.give_up(row)
         return Outcome(failed=failed, again=again, error=error)
 
-    def _learn(self, rows: list[Row], result: RoundResult, k: int, duration_s: float) -> None:
-        if max(result.drafted) != k:
-            return  # the rows asked for other lengths: not what a round of k costs
+    def _learn(
+        self, rows: list[Row], result: RoundResult, k: int | None, duration_s: float
+    ) -> None:
+        """Note what a round of k cost, if that is what it was.
+
+        Writing the tokens out is a part of it: a longer draft has more of them. k is None for a
+        round that costs more for another reason: it began an answer, or brought the head up to date
+        with rounds that drafted nothing. Either would keep a lane from drafting where it pays.
+        """
+        if k is None or max(result.drafted) != k:
+            return  # the rows asked for other lengths
         self._draft_length.observe(len(rows), k, duration_s)
         self._counters.draft(
             [self._draft_length.settled(size) for size in range(1, self._max_rows + 1)]
         )
 
-    def _take(self, row: Row, result: RoundResult, index: int) -> None:
+    def _take(self, row: Row, result: RoundResult, index: int, now_s: float) -> None:
         tokens, drafted = result.tokens[index], result.drafted[index]
-        taken = row.accept(tokens, self._eos, self._logprobs(row, result.scores[index], tokens))
+        logprobs = self._logprobs(row, result.scores[index], tokens)
+        taken = row.accept(tokens, self._eos, logprobs, now_s=now_s)
         if drafted:
             # A drafted token behind the end of the answer bought nothing: it counts as
             # rejected, so that the counts explain `completion_tokens`.

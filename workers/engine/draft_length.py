@@ -17,11 +17,14 @@ FIRST_SAMPLES = 3
 """Rounds each k is tried for at a batch size that is new."""
 PROBE_EVERY = 128
 """Rounds after which one other k is tried again, as contexts grow and machines warm up."""
+PROBE_ROUNDS = 4
+"""So many together: the first one behind plain rounds pays for those, and teaches nothing."""
 MARGIN = 1.05
 """How much faster another k must be to be worth a change."""
 TASTE_STEPS = 4
 """Steps that an answer is drafted for in any case while it is nearly alone: acceptance belongs to
-the text, and a text that was never drafted for says nothing."""
+the text, and a text that was never drafted for says nothing. What they cost says nothing either:
+the server and the client are busy with the beginning of the answer just then."""
 TASTE_ROWS = 2
 FADE = 0.98
 """Weight of the past against one more judged draft token, in the acceptance of a position."""
@@ -40,17 +43,21 @@ class DraftLength:
 
     def choose(self, rows: int, fewest_steps: int = TASTE_STEPS) -> int:
         """Return the k for the next round of so many rows, the newest drafted for so many steps."""
-        if rows <= TASTE_ROWS and fewest_steps < TASTE_STEPS:
+        if self.tastes(rows, fewest_steps):
             return self._longest
         size = _size_class(rows)
         self._rounds += 1
         untried = [k for k in self._candidates() if len(self._samples(size, k)) < FIRST_SAMPLES]
         if untried:
             return untried[0]
-        if self._rounds % PROBE_EVERY == 0:
+        if self._rounds >= PROBE_EVERY and self._rounds % PROBE_EVERY < PROBE_ROUNDS:
             others = [k for k in self._candidates() if k != self._current.get(size)]
             return others[self._rounds // PROBE_EVERY % len(others)] if others else 0
         return self._best(size)
+
+    def tastes(self, rows: int, fewest_steps: int) -> bool:
+        """Say whether the next round is drafted for to learn of the text, and not of the costs."""
+        return rows <= TASTE_ROWS and fewest_steps < TASTE_STEPS
 
     def observe(self, rows: int, k: int, duration_s: float) -> None:
         """Learn what a round cost."""
@@ -92,5 +99,5 @@ class DraftLength:
 
 
 def _size_class(rows: int) -> int:
-    """Batch sizes that cost about the same: 1 to 4 apart, then 5-8, 9-16 and so on."""
-    return rows if rows <= 4 else 1 << (rows - 1).bit_length()
+    """Batch sizes that cost about the same: 1 to 8 apart, then 9-16, 17-32 and so on."""
+    return rows if rows <= 8 else 1 << (rows - 1).bit_length()

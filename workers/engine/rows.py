@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from policies.profile import Bypass
 from workers.engine.detokenize import TextStream
@@ -23,6 +24,10 @@ from workers.engine.snapshot_files import HostSnapshot
 from workers.engine.tally import SpeculationTally
 
 Sink = Callable[[Event | EngineError], None]
+
+TELL_EVERY_S = 0.01
+"""Between two pieces of an answer at least. Each costs the worker, the gateway and the client more
+than a token costs a small model, and nobody reads a hundred of them in a second."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -57,6 +62,9 @@ class Row:
     """What disk had of the prompt's beginning, until the prefill begins."""
     position_offset: int = 0
     """Token number to text position; pictures take fewer positions than tokens."""
+    _told_s: float = -inf
+    _untold_text: str = ""
+    _untold_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def context(self) -> int:
@@ -96,11 +104,17 @@ class Row:
         )
 
     def accept(
-        self, tokens: Sequence[int], ends: Iterable[int], logprobs: Sequence[TokenLogprob] = ()
+        self,
+        tokens: Sequence[int],
+        ends: Iterable[int],
+        logprobs: Sequence[TokenLogprob] = (),
+        *,
+        now_s: float,
     ) -> int:
         """Take the tokens of one step up to the end of the answer; return how many were taken.
 
-        The text they make certain goes to the sink at once, in one piece.
+        The text they make certain goes to the sink in one piece: at once, or with that of the next
+        steps where the last piece is younger than `TELL_EVERY_S`.
         """
         taken = 0
         text = ""
@@ -119,9 +133,16 @@ class Row:
                 break
         if self.finish:
             text += self.text.flush()
-        if text or logprobs:
-            self.sink(Delta(text=text, logprobs=tuple(logprobs[:taken])))
+        self._untold_text += text
+        self._untold_logprobs += logprobs[:taken]
+        if self.finish or now_s - self._told_s >= TELL_EVERY_S:
+            self._tell(now_s)
         return taken
+
+    def _tell(self, now_s: float) -> None:
+        if self._untold_text or self._untold_logprobs:
+            self.sink(Delta(text=self._untold_text, logprobs=tuple(self._untold_logprobs)))
+            self._told_s, self._untold_text, self._untold_logprobs = now_s, "", []
 
     def conclude(self) -> Finished:
         """Describe the end of the answer."""

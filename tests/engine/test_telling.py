@@ -1,0 +1,88 @@
+"""When the pieces of an answer are told: the first and the last at once, none lost between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from policies.profile import Sampling
+from workers.engine.detokenize import TextStream
+from workers.engine.prompts import PreparedPrompt
+from workers.engine.requests import (
+    Delta,
+    EngineError,
+    Event,
+    Generation,
+    LaneName,
+    Prompt,
+    TokenLogprob,
+)
+from workers.engine.rows import TELL_EVERY_S, Row, Sink
+from workers.engine.tally import SpeculationTally
+
+END = 0
+
+
+def spell(tokens: Sequence[int]) -> str:
+    return "".join(chr(token) for token in tokens if token != END)
+
+
+def a_row(sink: Sink) -> Row:
+    return Row(
+        generation=Generation(
+            request_id="test",
+            lane=LaneName.TEXT_MTP,
+            prompt=Prompt(text=""),
+            sampling=Sampling(temperature=0),
+        ),
+        prompt=PreparedPrompt(tokens=(1,)),
+        seed=0,
+        max_tokens=100,
+        draft_tokens=0,
+        text=TextStream(spell),
+        tally=SpeculationTally(0),
+        sink=sink,
+    )
+
+
+def told(*steps: tuple[float, str]) -> list[tuple[float, str]]:
+    """Let a row take texts at moments; return what was told, and at which of them."""
+    heard: list[tuple[float, str]] = []
+    at_s = 0.0
+
+    def hear(event: Event | EngineError) -> None:
+        assert isinstance(event, Delta)
+        heard.append((at_s, event.text))
+
+    row = a_row(hear)
+    for at_s, text in steps:  # read by the sink
+        row.accept([*map(ord, text)], {END}, now_s=100 + at_s)
+    return heard
+
+
+def test_the_first_piece_is_told_at_once() -> None:
+    assert told((0.0, "a")) == [(0.0, "a")]
+
+
+def test_rounds_that_take_long_are_told_one_by_one() -> None:
+    steps = [(number * TELL_EVERY_S * 1.01, letter) for number, letter in enumerate("abcd")]
+    assert told(*steps) == steps
+
+
+def test_quick_rounds_are_told_together_and_the_end_at_once() -> None:
+    third = TELL_EVERY_S / 3
+    steps = [(number * third * 1.01, letter) for number, letter in enumerate("abcdef")]
+    end = (5.1 * third, chr(END))
+    heard = told(*steps, end)
+    assert [text for _, text in heard] == ["a", "bcd", "ef"]
+    assert heard[-1][0] == end[0]
+
+
+def test_log_probabilities_wait_with_their_text() -> None:
+    heard: list[Event | EngineError] = []
+    row = a_row(heard.append)
+    for number, letter in enumerate("abcd"):
+        logprob = TokenLogprob(token_id=ord(letter), text=letter, logprob=-1.0)
+        row.accept([ord(letter)], {END}, [logprob], now_s=number * TELL_EVERY_S / 2)
+    pieces = [event for event in heard if isinstance(event, Delta)]
+    assert [piece.text for piece in pieces] == ["a", "bc"]
+    assert [[token.text for token in piece.logprobs] for piece in pieces] == [["a"], ["b", "c"]]
