@@ -168,12 +168,14 @@ class Reply:
 
     def part(self, piece: bytes) -> None:
         """Send a piece of the stream, here and now; the first one brings status and headers."""
-        self._start()
+        if not self.started:
+            self._start()
         self._exchange.write(piece)
 
     def end(self, piece: bytes = b"") -> None:
         """End the stream as it should end, perhaps with a last piece."""
-        self._start()
+        if not self.started:
+            self._start()
         self._exchange.end(piece)
 
     async def fail(self, error: GatewayError, headers: Iterable[Header] = ()) -> None:
@@ -184,14 +186,13 @@ class Reply:
             await self.whole(error.status, [*headers, *to_headers(error)], to_body(error))
 
     def _start(self) -> None:
-        if not self.started:
-            self.started = True
-            self._exchange.begin(self._stream_headers)
+        self.started = True
+        self._exchange.begin(self._stream_headers)
 
     def _named(self, headers: Iterable[Header]) -> Headers:
         return [*headers, (b"x-request-id", self.identity.encode())]
 
 
 def _exchange(scope: Scope) -> Exchange:
-    found: Exchange = scope["extensions"][EXCHANGE][EXCHANGE]
-    return found
+    running: Exchange = scope["extensions"][EXCHANGE]["running"]()
+    return running

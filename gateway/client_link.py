@@ -46,6 +46,9 @@ class ClientLink(HttpToolsProtocol):
         self._outlet: _Outlet
         self._exchange: Exchange | None = None
         """Of the request that is being answered, or was last."""
+        # Not the exchange itself: each request would be a cycle of garbage.
+        self._extensions: dict[str, dict[object, object]]
+        self._extensions = {EXCHANGE: {"running": lambda: self._exchange}}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for a head."""
@@ -89,6 +92,7 @@ class ClientLink(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Give each head its time, also one that came right behind the request before."""
         super().on_message_begin()
+        self.scope["extensions"] = self._extensions
         if self._head_since_s is None:
             self._receiving, self._head_bytes = True, 0
             self._head_since_s = self.loop.time()
@@ -135,7 +139,6 @@ class ClientLink(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Give a request whose turn has come its way back to the client."""
         self._exchange = Exchange(cycle, self._outlet.write_at_once)
-        cycle.scope["extensions"] = {EXCHANGE: {EXCHANGE: self._exchange}}
         super()._start_asgi_task(cycle, app)
 
     def _feed(self, data: bytes) -> None:
@@ -218,7 +221,7 @@ class _Outlet(asyncio.Transport):
         if self._held:
             self.write(data)
             self._send()
-        elif not self.is_closing():
+        elif self.closing_since_s is None and not self._transport.is_closing():
             self._transport.write(data)
 
     def is_closing(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 EXCHANGE = "paceline.exchange"
-"""The ASGI extension that holds the `Exchange` of a request, under its own name again."""
+"""The ASGI extension whose `running` gives the `Exchange` of the request that runs."""
 
 Headers = Iterable[tuple[bytes, bytes]]
 _CLOSE = (b"connection", b"close")
@@ -43,7 +43,7 @@ class Exchange:
 
     def __init__(self, cycle: RequestResponseCycle, send: Callable[[bytes], None]) -> None:
         self._cycle = cycle
-        self._send_at_once = send
+        self._send = send
         self._head = b""
         self._chunked = False
         self._left = False
@@ -68,7 +68,8 @@ class Exchange:
         """Answer at once and for good."""
         length = (b"content-length", b"%d" % len(body))
         head = self._written_head(status, (*headers, length))
-        self._send(head if self._cycle.scope["method"] == "HEAD" else head + body)
+        if not self._left:
+            self._send(head if self._cycle.scope["method"] == "HEAD" else head + body)
         self._complete()
 
     def begin(self, headers: Headers) -> None:
@@ -83,7 +84,8 @@ class Exchange:
         framed = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
         if self._head:
             framed, self._head = self._head + framed, b""
-        self._send(framed)
+        if not self._left:
+            self._send(framed)
 
     def end(self, piece: bytes = b"") -> None:
         """End a stream that was begun, with a last piece or without one."""
@@ -91,7 +93,8 @@ class Exchange:
             framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece) if piece else b"0\r\n\r\n"
         else:
             framed = piece
-        self._send(self._head + framed)
+        if not self._left:
+            self._send(self._head + framed)
         self._complete()
 
     # Called by the connection.
@@ -126,10 +129,6 @@ class Exchange:
         if head.count(b"\n") != len(headers) + 2:
             raise ValueError("a header holds the end of a line")
         return head
-
-    def _send(self, data: bytes) -> None:
-        if data and not self._left:
-            self._send_at_once(data)
 
     def _complete(self) -> None:
         """Leave the connection to the next request, or close it."""
