@@ -3,6 +3,9 @@
 `python -m bench.rounds --model FOLDER` prints one line of JSON. A round that drafts k tokens brings
 more than a plain one and costs more; tokens a round over relative cost is the ceiling of what
 drafting can bring on this machine, and `bench.engine` compares what the server reaches with it.
+
+With `--adaptive` it prints a table instead: the k that the lane chooses beside each fixed one, in
+turns, on one lane in one process. The first turn is where the lane learns, and counts for nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +20,12 @@ from statistics import median
 from typing import Final
 
 import mlx.core as mx
+from rich.console import Console
 
 from bench.bare import Bare, Rollback, Round
 from bench.measurements import LONG, STREAMS
+from bench.tables import Grid
+from bench.targets import ceiling
 from policies.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.assembly import Assembly, assemble
@@ -37,6 +43,7 @@ DRAFT_LENGTHS: Final = (0, 1, 2)
 LONGEST_RUN_ROUNDS: Final = 120
 TURNS: Final = 3
 """Times each k is measured at a batch size, in turn with the others."""
+ADAPTIVE_TURNS: Final = 3
 CONTEXTS_TOKENS: Final = (256, 4096)
 ROLLBACKS: Final = 15
 VERIFIED: Final = 3
@@ -45,13 +52,7 @@ KEPT: Final = (1, 3, 2, 1)
 
 def measure(model: Path) -> Bare:
     """Measure every k at every batch size, then rollbacks behind short and long contexts."""
-    settings = EngineSettings(
-        model=model,
-        served_name="bench",
-        lanes=(LaneName.TEXT_MTP,),
-        draft_tokens=max(DRAFT_LENGTHS),
-    )
-    assembly = assemble(settings)
+    assembly = _assemble(model)
     rounds = [
         _run(assembly, rows, k) for _ in range(TURNS) for rows in STREAMS for k in DRAFT_LENGTHS
     ]
@@ -59,7 +60,53 @@ def measure(model: Path) -> Bare:
     return Bare(rounds=rounds, rollbacks=rollbacks)
 
 
-def _run(assembly: Assembly, rows: int, k: int) -> Round:
+def compare(model: Path, turns: int) -> Grid:
+    """Measure the k that the lane chooses beside each fixed one, in turns."""
+    assembly = _assemble(model)
+    runs = [
+        (k, _run(assembly, rows, k))
+        for turn in range(turns + 1)
+        for rows in STREAMS
+        for k in (*DRAFT_LENGTHS, None)
+        if turn or k is None  # the first turn is for learning
+    ]
+    runs = runs[len(STREAMS) :]
+    return Grid(
+        title=f"Tokens a second of bare rounds, medians of {turns} turns",
+        columns=("", *(f"k={k}" for k in DRAFT_LENGTHS), "chosen", "gain", "ceiling", "of it"),
+        rows=tuple(_compared(rows, runs) for rows in STREAMS),
+    )
+
+
+def _compared(rows: int, runs: Sequence[tuple[int | None, Round]]) -> tuple[str, ...]:
+    speeds = {
+        k: median(
+            rows * run.tokens_a_row / run.cost_s
+            for asked, run in runs
+            if (asked, run.rows) == (k, rows)
+        )
+        for k in (*DRAFT_LENGTHS, None)
+    }
+    most = ceiling([run for asked, run in runs if asked is not None], rows)
+    assert most is not None
+    gain = speeds[None] / speeds[0]
+    told = (f"{gain:.2f}", f"{most:.2f}", f"{gain / most:.2f}")
+    return (f"{rows} rows", *(f"{speed:.0f}" for speed in speeds.values()), *told)
+
+
+def _assemble(model: Path) -> Assembly:
+    return assemble(
+        EngineSettings(
+            model=model,
+            served_name="bench",
+            lanes=(LaneName.TEXT_MTP,),
+            draft_tokens=max(DRAFT_LENGTHS),
+        )
+    )
+
+
+def _run(assembly: Assembly, rows: int, k: int | None) -> Round:
+    """Run rounds of so many rows that draft k tokens, or what the lane chooses where k is None."""
     (lane,) = assembly.lanes
     live = [_row(assembly, lane, number, k) for number in range(rows)]
     for row in live:
@@ -81,10 +128,14 @@ def _run(assembly: Assembly, rows: int, k: int) -> Round:
         lane.step()
     if not rounds:
         raise SystemExit("An answer ended before all rows had joined: nothing to measure.")
-    return Round(rows=rows, k=k, cost_s=elapsed_s / rounds, tokens_a_row=tokens / rounds / rows)
+    longest = max(DRAFT_LENGTHS) if k is None else k
+    return Round(
+        rows=rows, k=longest, cost_s=elapsed_s / rounds, tokens_a_row=tokens / rounds / rows
+    )
 
 
-def _row(assembly: Assembly, lane: Lane, number: int, k: int) -> Row:
+def _row(assembly: Assembly, lane: Lane, number: int, k: int | None) -> Row:
+    longest = max(DRAFT_LENGTHS) if k is None else k
     prompt = Prompt(text=assembly.prompts.chat(LONG[number % len(LONG)]))
     return Row(
         generation=Generation(
@@ -93,10 +144,10 @@ def _row(assembly: Assembly, lane: Lane, number: int, k: int) -> Row:
         prompt=assembly.prompts.prepare(prompt),
         seed=0,
         max_tokens=1000,
-        draft_tokens=k,
-        draft_tokens_asked=True,
+        draft_tokens=longest,
+        draft_tokens_asked=k is not None,
         text=TextStream(assembly.prompts.decode),
-        tally=SpeculationTally(k),
+        tally=SpeculationTally(longest),
         sink=lambda _: None,
     )
 
@@ -138,7 +189,12 @@ def _state_behind(target: Target, context_tokens: int) -> State:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.rounds", description=__doc__)
     parser.add_argument("--model", type=Path, default=CHECKPOINT)
+    parser.add_argument("--adaptive", action="store_true", help="the chosen k beside fixed ones")
     options = parser.parse_args(arguments)
+    if options.adaptive:
+        grid = compare(options.model, ADAPTIVE_TURNS)
+        Console(highlight=False, width=100).print(grid.drawn())
+        return
     print(json.dumps(asdict(measure(options.model))))
 
 
