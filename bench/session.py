@@ -112,6 +112,7 @@ async def _warm_up(caller: Caller, plan: Plan, count_tokens: Callable[[str], int
     """Run every kind of load once, so that no kernel is compiled while a clock runs."""
     for streams in plan.streams:
         await throughput(caller, streams, answers=streams, count_tokens=count_tokens)
+    await burst_s(caller)
     await prefix_ttfts_s(caller, tokens=plan.prefix_tokens, seed=-1)
 
 
