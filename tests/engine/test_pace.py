@@ -4,7 +4,7 @@ import itertools
 import random
 
 from workers.engine.draft_length import PROBE_EVERY, PROBE_ROUNDS, TASTE_STEPS, DraftLength
-from workers.engine.prefill_pace import FIRST_CHUNK_TOKENS, PrefillPace
+from workers.engine.prefill_pace import BLOCK_TOKENS, PrefillPace
 
 
 def test_alone_a_prompt_is_read_in_the_longest_chunks() -> None:
@@ -34,15 +34,23 @@ def test_a_token_that_costs_more_the_longer_the_context_keeps_the_budget() -> No
     assert len(costs_s) < 40
 
 
-def test_an_unknown_cost_begins_with_a_small_chunk() -> None:
-    assert PrefillPace(512, 0.1).chunk_tokens(beside_others=True) == FIRST_CHUNK_TOKENS
+def test_an_unknown_cost_begins_with_one_block() -> None:
+    assert PrefillPace(512, 0.1).chunk_tokens(beside_others=True) == BLOCK_TOKENS
 
 
 def test_a_machine_too_slow_for_the_budget_still_gets_on() -> None:
     pace = PrefillPace(512, budget_s=0.1)
-    pace.observe(16, 60.0)
+    pace.observe(64, 60.0)
 
-    assert pace.chunk_tokens(beside_others=True) == 16
+    assert pace.chunk_tokens(beside_others=True) == BLOCK_TOKENS
+
+
+def test_a_short_prompt_beside_others_is_read_at_once_whatever_short_ones_cost() -> None:
+    pace = PrefillPace(512, budget_s=0.1)
+    for tokens in (3, 19, 40):
+        pace.observe(tokens, 0.036)  # the block that it is padded to
+
+    assert pace.chunk_tokens(beside_others=True) == 128
 
 
 def drive(

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 
-STEP_TOKENS = (64, 16)
-"""Chunks are whole steps: recurrent layers that scan in blocks of 64 pad up to them."""
+BLOCK_TOKENS = 64
+"""Chunks are whole blocks: recurrent layers scan in blocks, and a part of one costs all of it. The
+weights, too, are read once for 64 tokens as for 16."""
 SAMPLES = 3
 """Chunks remembered; the dearest counts, since each looks at a longer context than the last."""
 AIM = 0.75
 """Of the budget: it is a bound, and the next chunk may cost a third more than the last ones."""
-FIRST_CHUNK_TOKENS = 64
-"""Read beside others while the cost of a token is not known."""
 
 
 class PrefillPace:
@@ -25,18 +24,17 @@ class PrefillPace:
     def __init__(self, longest_tokens: int, budget_s: float) -> None:
         self._longest_tokens = longest_tokens
         self._budget_s = budget_s
-        self._token_costs_s: deque[float] = deque(maxlen=SAMPLES)
+        self._block_costs_s: deque[float] = deque(maxlen=SAMPLES)
 
     def chunk_tokens(self, *, beside_others: bool) -> int:
-        """Return how many tokens to read next, at most."""
+        """Return how many tokens to read next, at most; one block where the cost is not known."""
         if not beside_others:
             return self._longest_tokens
-        affordable = FIRST_CHUNK_TOKENS
-        if self._token_costs_s:
-            affordable = int(AIM * self._budget_s / max(self._token_costs_s))
-        step = next((step for step in STEP_TOKENS if step <= affordable), STEP_TOKENS[-1])
-        return min(max(affordable // step, 1) * step, self._longest_tokens)
+        blocks = 1
+        if self._block_costs_s:
+            blocks = max(1, int(AIM * self._budget_s / max(self._block_costs_s)))
+        return min(blocks * BLOCK_TOKENS, self._longest_tokens)
 
     def observe(self, tokens: int, duration_s: float) -> None:
         """Learn what a chunk cost."""
-        self._token_costs_s.append(duration_s / tokens)
+        self._block_costs_s.append(duration_s / -(-tokens // BLOCK_TOKENS))
