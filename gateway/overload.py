@@ -22,21 +22,19 @@ class LoopLag:
 
     def __init__(self) -> None:
         self._late_s: deque[float] = deque([0.0], maxlen=int(_REMEMBERED_S / _TICK_S))
+        self.too_late = False
+        """The loop cannot keep up: every one of the last ticks was late."""
 
     def note(self, late_s: float) -> None:
         """Enter by how much one tick came late."""
         self._late_s.append(max(0.0, late_s))
+        recent = tuple(self._late_s)[-_SUSTAINED_TICKS:]
+        self.too_late = len(recent) == _SUSTAINED_TICKS and min(recent) > _TOO_LATE_S
 
     @property
     def worst_s(self) -> float:
         """Tell the longest delay of the last ten seconds."""
         return max(self._late_s)
-
-    @property
-    def too_late(self) -> bool:
-        """Say whether the loop cannot keep up: every one of the last ticks was late."""
-        recent = tuple(self._late_s)[-_SUSTAINED_TICKS:]
-        return len(recent) == _SUSTAINED_TICKS and min(recent) > _TOO_LATE_S
 
 
 class Load:

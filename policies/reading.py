@@ -38,12 +38,13 @@ _CONTROL_FIELDS = frozenset(
 _BOOKKEEPING_FIELDS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key".split()
 )
-_ENDPOINT_FIELDS = {
-    Endpoint.CHAT: frozenset(
+_KNOWN_FIELDS = {
+    Endpoint.CHAT: (_CONTROL_FIELDS | _BOOKKEEPING_FIELDS).union(
         "messages tools tool_choice parallel_tool_calls response_format top_logprobs "
-        "chat_template_kwargs".split()
-    ).union(STRUCTURED_FIELDS),
-    Endpoint.COMPLETIONS: frozenset(("prompt", "echo")),
+        "chat_template_kwargs".split(),
+        STRUCTURED_FIELDS,
+    ),
+    Endpoint.COMPLETIONS: _CONTROL_FIELDS | _BOOKKEEPING_FIELDS | {"prompt", "echo"},
 }
 
 
@@ -53,7 +54,7 @@ def read_profile(
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
 ) -> RequestProfile:
     """Read a parsed body into its profile; raise `FieldError` naming the first wrong field."""
-    known = _CONTROL_FIELDS | _BOOKKEEPING_FIELDS | _ENDPOINT_FIELDS[endpoint]
+    known = _KNOWN_FIELDS[endpoint]
     for name in body:
         if name not in known:
             raise FieldError(name, f"Unknown field '{name}'.")
