@@ -62,9 +62,9 @@ def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, ask) -> 
                 lane.step()
             leaves.row.cancelled = True
         run(lane)
-        # What is kept goes first, and is not subtracted: the allocator hands out freed buffers that
-        # are up to two pages larger than what is asked for and counts them whole. Over the hundred
-        # arrays of these snapshots that made readings differ by 70 KB, up and down, from no leak.
+        # What is kept goes first, and is not subtracted: with it readings differed by up to 70 KB,
+        # up and down, without it by 64 bytes. Presumably it lies in freed buffers, which may be
+        # larger than what was asked for and count whole.
         for key in list(snapshots._by_key):
             snapshots._drop(key)
         assert snapshots.size_bytes == 0

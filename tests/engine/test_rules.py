@@ -148,41 +148,50 @@ def test_a_request_that_names_its_k_is_drafted_for_where_it_does_not_pay(make_la
     assert lane.counters.report().bypass_counts == {}
 
 
-def test_a_round_that_first_reads_what_plain_ones_left_teaches_nothing(make_lane, ask) -> None:
-    plan, learnt = iter([0, 0, 0, 2, 2, 0, 1]), []
+class Watched(DraftLength):
+    """Notes of which rounds it is told the cost."""
 
-    class Scripted(DraftLength):
-        def choose(self, rows: int, fewest_steps: int = 0) -> int:
-            return next(plan, 0)
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.learnt: list[int] = []
 
-        def tastes(self, rows: int, fewest_steps: int) -> bool:
-            return False
+    def observe(self, rows: int, k: int, duration_s: float) -> None:
+        self.learnt.append(k)
 
-        def observe(self, rows: int, k: int, duration_s: float) -> None:
-            learnt.append(k)
 
-    lane = make_lane()
-    lane._decoding._draft_length = Scripted(2)
+class Scripted(Watched):
+    """Chooses by a plan, then plain rounds."""
+
+    def __init__(self, *plan: int) -> None:
+        super().__init__()
+        self._plan = iter(plan)
+
+    def choose(self, rows: int, fewest_steps: int = 0) -> int:
+        return next(self._plan, 0)
+
+    def tastes(self, rows: int, fewest_steps: int) -> bool:
+        return False
+
+
+def drafted_by(policy: Watched, lane, ask) -> list[int]:
+    """Let a policy choose for one answer, and list how much each step drafted."""
+    lane._decoding._draft_length = policy
     heard = ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
     run(lane)
+    return [step.drafted for step in heard.end.steps]
 
-    assert learnt[:5] == [0, 0, 0, 2, 0]
-    assert [step.drafted for step in heard.end.steps] == [2, 2, 1]
-    assert 1 not in learnt
+
+def test_a_round_that_first_reads_what_plain_ones_left_teaches_nothing(make_lane, ask) -> None:
+    policy = Scripted(0, 0, 0, 2, 2, 0, 1)
+
+    assert drafted_by(policy, make_lane(), ask) == [2, 2, 1]
+    assert policy.learnt[:5] == [0, 0, 0, 2, 0]
+    assert 1 not in policy.learnt
 
 
 def test_the_first_rounds_of_an_answer_teach_nothing_of_costs(make_lane, ask) -> None:
-    learnt = []
+    policy = Watched()
+    whole = drafted_by(policy, make_lane(), ask).count(2)
 
-    class Watched(DraftLength):
-        def observe(self, rows: int, k: int, duration_s: float) -> None:
-            learnt.append(k)
-
-    lane = make_lane()
-    lane._decoding._draft_length = Watched(2)
-    heard = ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
-    run(lane)
-    whole = [step for step in heard.end.steps if step.drafted == 2]
-
-    assert len(whole) > TASTE_STEPS
-    assert learnt == [2] * (len(whole) - TASTE_STEPS)
+    assert whole > TASTE_STEPS
+    assert policy.learnt == [2] * (whole - TASTE_STEPS)
