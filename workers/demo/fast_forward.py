@@ -10,10 +10,12 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx import nn
 
-from workers.demo.fast_math import masked_softmax, sigmoid, silu
+from workers.demo.fast_math import gelu, masked_softmax, sigmoid, silu
 
 CHUNK: Final = 16
 """Tokens in a chunk of the delta rule; sequences must be a multiple of it."""
+QUERIES_AT_ONCE: Final = 512
+"""Scores of a long row are computed in blocks that a processor's cache can hold."""
 
 
 def gated_delta(
@@ -52,12 +54,14 @@ def gated_delta(
     writes, fading = mx.swapaxes(to_end * k, -1, -2), decay[..., -1:, :]
 
     state = mx.zeros((batch, heads, key_size, value_size))
+    reading = mx.concatenate([state_keys, state_queries], -2)
+    every = (mx.split(part, chunks) for part in (reading, fading, writes, new_values))
     outputs = []
-    for c in range(chunks):
-        read = mx.concatenate([state_keys[c], state_queries[c]], -2) @ state
-        outputs.append(own[c] + read[..., CHUNK:, :])
-        state = fading[c] * state + writes[c] @ (new_values[c] - read[..., :CHUNK, :])
-    stacked = mx.stack(outputs, 1).transpose(0, 1, 3, 2, 4)
+    for asked, fade, write, new in zip(*every, strict=True):
+        read, query = mx.split(asked[0] @ state, 2, -2)
+        outputs.append(query)
+        state = fade[0] * state + write[0] @ (new[0] - read)
+    stacked = (mx.stack(outputs) + own).transpose(1, 0, 3, 2, 4)
     return stacked.reshape(batch, length, heads, value_size)
 
 
@@ -98,14 +102,22 @@ def project(attention: Any, x: mx.array, positions: mx.array) -> Projected:
 def attend(attention: Any, projected: Projected, mask: mx.array) -> mx.array:
     """Return grouped attention; `mask` [T, keys] is 1 where a query sees a key.
 
-    q and k are RMS-normed, so the scores are bounded and need no max before the exponential.
+    q and k are RMS-normed, so what the mask hides is not far above the rest.
+    With as many keys as queries the mask is causal, and keys after a block of queries are left out.
     """
     q, k, v, gate = projected
     batch, heads, length, size = q.shape
     groups = k.shape[1]
     q = (q * attention.scale).reshape(batch, groups, heads // groups, length, size)
-    shares = masked_softmax(q @ mx.swapaxes(k, -1, -2)[:, :, None], mask)
-    out = (shares @ v[:, :, None]).reshape(batch, heads, length, size)
+    keys, values = mx.swapaxes(k, -1, -2)[:, :, None], v[:, :, None]
+    blocks = []
+    for start in range(0, length, QUERIES_AT_ONCE):
+        end = min(start + QUERIES_AT_ONCE, length)
+        seen = end if mask.shape[1] == length else mask.shape[1]
+        scores = q[..., start:end, :] @ keys[..., :seen]
+        shares = masked_softmax(scores, mask[start:end, :seen])
+        blocks.append(shares @ values[..., :seen, :])
+    out = mx.concatenate(blocks, -2).reshape(batch, heads, length, size)
     return gated_output(attention, out.transpose(0, 2, 1, 3).reshape(batch, length, -1), gate)
 
 
@@ -149,12 +161,15 @@ def vision_forward(tower: Any, patches: mx.array, grid: tuple[int, int]) -> mx.a
         half = x.shape[-1] // 2
         return x * cosine + mx.concatenate([-x[..., half:], x[..., :half]], -1) * sine
 
+    everything = mx.ones((count, count))
     for block in tower.blocks:
-        attention = block.attn
+        attention, mlp = block.attn, block.mlp
         qkv = attention.qkv(block.norm1(hidden))
         q, k, v = qkv.reshape(batch, count, 3, attention.num_heads, -1).transpose(2, 0, 3, 1, 4)
         scores = (rotate(q) * attention.scale) @ mx.swapaxes(rotate(k), -1, -2)
-        out = (mx.softmax(scores, -1) @ v).transpose(0, 2, 1, 3).reshape(batch, count, -1)
+        out = (
+            (masked_softmax(scores, everything) @ v).transpose(0, 2, 1, 3).reshape(batch, count, -1)
+        )
         hidden = hidden + attention.proj(out)
-        hidden = hidden + block.mlp(block.norm2(hidden))
+        hidden = hidden + mlp.linear_fc2(gelu(mlp.linear_fc1(block.norm2(hidden))))
     return tower.merger(hidden.reshape(batch * count, -1)).reshape(batch, count // 4, -1)

@@ -1,60 +1,83 @@
 """Exponentials for training on a CPU, where MLX computes them one number at a time.
 
-Here exp is a polynomial built from vectorised operations (relative error below 1e-5), about seven
-times as fast, and each function brings its own short backward pass.
+numpy computes sixteen at once and is five to fifteen times as fast there. Each function waits for
+its input once, on the way forward, and keeps its slope for the way back: waiting there would keep
+every gradient in memory until the end.
 """
 
 from collections.abc import Callable
 from typing import Any, Final
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
-_LOG2_E: Final = 1.4426950408889634
-_ROUND_TO_INTEGER: Final = 12582912.0
-"""1.5 * 2**23: adding and subtracting it rounds a float32 to an integer."""
-_COEFFICIENTS: Final = (0.0013333558, 0.0096181291, 0.0555041087, 0.2402265070, 0.6931471806, 1.0)
+Numbers = npt.NDArray[np.float32]
 
-
-def exp(x: mx.array) -> mx.array:
-    """Return e to the power of x, for x from -80 to 80, without a gradient of its own."""
-    scaled = mx.maximum(x, -80.0) * _LOG2_E
-    whole = (scaled + _ROUND_TO_INTEGER) - _ROUND_TO_INTEGER
-    part = scaled - whole
-    power = mx.zeros_like(part)
-    for coefficient in _COEFFICIENTS:
-        power = power * part + coefficient
-    return power * mx.view((whole.astype(mx.int32) + 127) << 23, mx.float32)
+_GELU_RATE: Final = np.float32((2 / np.pi) ** 0.5)
+_GELU_CUBE: Final = np.float32(0.044715)
+_HALF: Final = np.float32(0.5)
 
 
-def _with_gradient(
-    forward: Callable[..., mx.array], backward: Callable[..., Any]
-) -> Callable[..., mx.array]:
-    function: Any = mx.custom_function(forward)
-    function.vjp(backward)
-    typed: Callable[..., mx.array] = function
-    return typed
+def _numbers(x: mx.array) -> Numbers:
+    return np.asarray(x, np.float32)
 
 
-def _sigmoid(x: mx.array) -> mx.array:
-    return 1 / (1 + exp(-mx.minimum(x, 80.0)))
+def _pointwise(
+    value_and_slope: Callable[[Numbers], tuple[Numbers, Numbers]],
+) -> Callable[[mx.array], mx.array]:
+    """Return a function of each number by itself, whose slope is known with its value."""
+
+    def forward(x: mx.array) -> tuple[mx.array, mx.array]:
+        value, slope = value_and_slope(_numbers(x))
+        return mx.array(value), mx.array(slope)
+
+    def backward(_: mx.array, cotangents: Any, outputs: Any) -> mx.array:
+        return cotangents[0] * outputs[1]
+
+    both: Any = mx.custom_function(forward)
+    both.vjp(backward)
+
+    def function(x: mx.array) -> mx.array:
+        value: mx.array = both(x)[0]
+        return value
+
+    return function
 
 
-def _sigmoid_backward(_: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-    return cotangent * output * (1 - output)
+def _gate(x: Numbers) -> Numbers:
+    with np.errstate(over="ignore"):
+        gate = np.exp(-x)
+    gate += 1
+    return np.reciprocal(gate, out=gate)
 
 
-def _silu(x: mx.array) -> mx.array:
-    return x * _sigmoid(x)
+def _sigmoid(x: Numbers) -> tuple[Numbers, Numbers]:
+    gate = _gate(x)
+    return gate, gate * (1 - gate)
 
 
-def _silu_backward(x: mx.array, cotangent: mx.array, output: mx.array) -> mx.array:
-    gate = _sigmoid(x)
-    return cotangent * (gate + output * (1 - gate))
+def _silu(x: Numbers) -> tuple[Numbers, Numbers]:
+    gate = _gate(x)
+    value = x * gate
+    return value, gate + value * (1 - gate)
+
+
+def _gelu(x: Numbers) -> tuple[Numbers, Numbers]:
+    square = x * x
+    bend = np.tanh(_GELU_RATE * x * (1 + _GELU_CUBE * square))
+    inner = _GELU_RATE * (1 + 3 * _GELU_CUBE * square)
+    value = _HALF * x * (1 + bend)
+    return value, _HALF * (1 + bend + x * (1 - bend * bend) * inner)
 
 
 def _masked_softmax(scores: mx.array, mask: mx.array) -> mx.array:
-    powers = exp(scores) * mask
-    return powers / powers.sum(-1, keepdims=True)
+    numbers = _numbers(scores)
+    powers = numbers - numbers.max(-1, keepdims=True)
+    np.exp(powers, out=powers)
+    powers *= _numbers(mask)
+    powers /= powers.sum(-1, keepdims=True)
+    return mx.array(powers)
 
 
 def _masked_softmax_backward(
@@ -64,34 +87,44 @@ def _masked_softmax_backward(
     return flow - output * flow.sum(-1, keepdims=True), mx.zeros_like(primals[1])
 
 
-def _log_sum_exp(x: mx.array) -> mx.array:
-    top = x.max(-1, keepdims=True)
-    return top + mx.log(exp(x - top).sum(-1, keepdims=True))
-
-
-def _one_hot(x: mx.array, targets: mx.array) -> mx.array:
-    return targets[..., None] == mx.arange(x.shape[-1])
-
-
-def _cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
-    picked = mx.where(_one_hot(logits, targets), logits, 0).sum(-1)
-    return _log_sum_exp(logits)[..., 0] - picked
+def _losses_and_slopes(logits: mx.array, targets: mx.array) -> tuple[mx.array, mx.array]:
+    numbers, wanted = _numbers(logits), np.asarray(targets)[..., None]
+    top = numbers.max(-1, keepdims=True)
+    slopes = numbers - top
+    np.exp(slopes, out=slopes)
+    total = slopes.sum(-1, keepdims=True)
+    losses = np.log(total) + top - np.take_along_axis(numbers, wanted, -1)
+    slopes /= total
+    np.put_along_axis(slopes, wanted, np.take_along_axis(slopes, wanted, -1) - 1, -1)
+    return mx.array(losses[..., 0]), mx.array(slopes)
 
 
 def _cross_entropy_backward(
-    primals: tuple[mx.array, mx.array], cotangent: mx.array, _: mx.array
+    primals: tuple[mx.array, mx.array], cotangents: Any, outputs: Any
 ) -> tuple[mx.array, mx.array]:
-    logits, targets = primals
-    chances = exp(logits - _log_sum_exp(logits))
-    gradient = cotangent[..., None] * (chances - _one_hot(logits, targets))
-    return gradient, mx.zeros_like(targets)
+    return cotangents[0][..., None] * outputs[1], mx.zeros_like(primals[1])
 
 
-sigmoid = _with_gradient(_sigmoid, _sigmoid_backward)
+_softmax: Any = mx.custom_function(_masked_softmax)
+_softmax.vjp(_masked_softmax_backward)
+_entropy: Any = mx.custom_function(_losses_and_slopes)
+_entropy.vjp(_cross_entropy_backward)
+
+sigmoid = _pointwise(_sigmoid)
 """1 / (1 + exp(-x))."""
-silu = _with_gradient(_silu, _silu_backward)
+silu = _pointwise(_silu)
 """x * sigmoid(x)."""
-masked_softmax = _with_gradient(_masked_softmax, _masked_softmax_backward)
-"""(scores, mask): softmax over the last axis where `mask` is 1; scores must be bounded."""
-cross_entropy = _with_gradient(_cross_entropy, _cross_entropy_backward)
-"""(logits, targets): -log p(target) for each row of logits."""
+gelu = _pointwise(_gelu)
+"""The tanh form of GELU."""
+
+
+def masked_softmax(scores: mx.array, mask: mx.array) -> mx.array:
+    """Softmax over the last axis where `mask` is 1; nothing it hides may be far above the rest."""
+    shares: mx.array = _softmax(scores, mask)
+    return shares
+
+
+def cross_entropy(logits: mx.array, targets: mx.array) -> mx.array:
+    """-log p(target) for each row of logits."""
+    losses: mx.array = _entropy(logits, targets)[0]
+    return losses
