@@ -1,19 +1,20 @@
-"""The values that pass from step to step: inspect -> decide -> forward -> account."""
+"""The values that pass from step to step: inspect -> decide -> forward -> account.
+
+All are tuples: each is made for every request, and a frozen dataclass takes three times as long.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from policies.document import Priority
 from policies.profile import Bypass, RequestProfile
 from workers.adapters.report import LaneReport
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Inspected:
+class Inspected(NamedTuple):
     """A request that was read and found good."""
 
     asked_model: str
@@ -32,39 +33,50 @@ class Caller(NamedTuple):
     priority: Priority = Priority.DEFAULT
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaneView:
+class LaneView(NamedTuple):
     """One lane of one worker as routing sees it."""
 
-    report: LaneReport
+    name: str
     in_flight: int
     """Sent by this gateway and not yet answered; counted at dispatch, not from reports."""
-    load: float = field(init=False)
+    slots: int
+    load: float
     """Busy rows over all rows; above 1 something waits."""
+    drafts: bool
+    """It has an MTP head that is on and healthy."""
+    report: LaneReport
 
-    def __post_init__(self) -> None:
-        # Once for each change of a lane, not for each look at it.
-        object.__setattr__(self, "load", self.in_flight / max(1, self.report.slots))
+    @classmethod
+    def of(cls, report: LaneReport, in_flight: int) -> Self:
+        """Look at a lane that has so many requests now."""
+        return cls(
+            name=report.name,
+            in_flight=in_flight,
+            slots=report.slots,
+            load=in_flight / max(1, report.slots),
+            drafts=report.mtp_enabled and report.head_healthy,
+            report=report,
+        )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerView:
+class WorkerView(NamedTuple):
     """One worker that takes requests now."""
 
     worker_id: str
     models: tuple[str, ...]
     lanes: tuple[LaneView, ...]
-    load: float = field(init=False)
+    load: float
     """Busy rows over all rows of all lanes: they share one machine."""
 
-    def __post_init__(self) -> None:
-        slots = sum(lane.report.slots for lane in self.lanes)
-        busy = sum(lane.in_flight for lane in self.lanes)
-        object.__setattr__(self, "load", busy / max(1, slots))
+    @classmethod
+    def of(cls, worker_id: str, models: tuple[str, ...], lanes: tuple[LaneView, ...]) -> Self:
+        """Look at a worker of these lanes."""
+        slots = sum([lane.slots for lane in lanes])
+        busy = sum([lane.in_flight for lane in lanes])
+        return cls(worker_id, models, lanes, busy / max(1, slots))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FleetView:
+class FleetView(NamedTuple):
     """The fleet at one moment, for decisions."""
 
     workers: tuple[WorkerView, ...]
@@ -75,10 +87,10 @@ class FleetView:
     @property
     def served_models(self) -> frozenset[str]:
         """Name the models that can answer now."""
-        return frozenset(model for worker in self.workers for model in worker.models)
+        return frozenset([model for worker in self.workers for model in worker.models])
 
 
-class Candidate(NamedTuple):  # a tuple: one is made for every lane and request
+class Candidate(NamedTuple):
     """One lane that may take the request, and why it would be that one."""
 
     pool: str
@@ -90,8 +102,7 @@ class Candidate(NamedTuple):  # a tuple: one is made for every lane and request
     """Only once the request has waited for those before, as long as the route says."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
+class Decision(NamedTuple):
     """Who may take a request, best first; nobody when `candidates` is empty."""
 
     route: str
@@ -101,8 +112,7 @@ class Decision:
     """None: it never spills."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class Usage(NamedTuple):
     """Tokens of one request as its worker counted them."""
 
     prompt_tokens: int = 0
@@ -123,8 +133,7 @@ class Outcome(StrEnum):
     CLIENT_LEFT = "client_left"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class Served(NamedTuple):
     """One finished request: all that accounting may know of it."""
 
     request_id: str
@@ -137,7 +146,7 @@ class Served:
     decision: Decision | None = None
     candidate: Candidate | None = None
     attempts: int = 0
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = Usage()
     waited_s: float = 0.0
     """In the waiting line for a slot."""
     added_s: float | None = None

@@ -24,6 +24,7 @@ GatewayError                one request cannot be answered as asked
 +-- QueueTimeout            503  no slot became free in the time that a request may wait
 +-- Stopping                503  the gateway is ending
 +-- Overloaded              503  this gateway has all it can carry
++-- RecordsUnwritable       503  what an admin wants kept cannot be kept now
 +-- RequestTooLong          504  the whole request took longer than any may take
 +-- WorkerError             the worker is at fault
     +-- WorkerUnreachable   503  no connection, so nothing can have started
@@ -117,6 +118,16 @@ class Overloaded(GatewayError):
     code = "gateway_overloaded"
     message = "The gateway is overloaded; try again in a moment."
     retry_after_s = 1.0
+
+
+class RecordsUnwritable(GatewayError):
+    """What was to be kept or read cannot be."""
+
+    status = 503
+    type = "server_error"
+    code = "state_unavailable"
+    message = "The gateway's state cannot be read or written now."
+    retry_after_s = 2.0
 
 
 class RequestTooLong(GatewayError):

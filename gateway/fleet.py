@@ -53,14 +53,8 @@ class Member:
     def view(self) -> WorkerView:
         """Take a snapshot; made anew only where something changed."""
         if self._view is None:
-            self._view = WorkerView(
-                worker_id=self.report.worker_id,
-                models=self.models,
-                lanes=tuple(
-                    LaneView(report=lane, in_flight=self.occupied(lane.name))
-                    for lane in self.report.lanes
-                ),
-            )
+            lanes = [LaneView.of(lane, self.occupied(lane.name)) for lane in self.report.lanes]
+            self._view = WorkerView.of(self.report.worker_id, self.models, tuple(lanes))
         return self._view
 
     def changed(self) -> None:
@@ -195,14 +189,12 @@ class Fleet:
         """Take an immutable snapshot for decisions, leaving these workers out."""
         now_s = self._clock()
         self._expire(now_s)
-        return FleetView(
-            workers=tuple(
-                member.view()
-                for worker_id, member in self._members.items()
-                if self._open(member, now_s) and worker_id not in without
-            ),
-            known_models=self._known_models,
-        )
+        workers = [
+            member.view()
+            for worker_id, member in self._members.items()
+            if self._open(member, now_s) and worker_id not in without
+        ]
+        return FleetView(tuple(workers), self._known_models)
 
     def opens(self, member: Member) -> bool:
         """Say whether a worker gets new requests now."""

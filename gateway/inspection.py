@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from pydantic_core import from_json
@@ -31,7 +30,7 @@ def inspect(raw: bytes, endpoint: Endpoint, policy: PolicyDocument, fleet: Fleet
         raise FieldInvalid(wrong.message, param=wrong.param) from None
     asked_model = profile.model
     if model != asked_model:
-        profile = replace(profile, model=str(model))
+        profile = profile._replace(model=str(model))
     known = profile.model in fleet.known_models or profile.model in policy.models
     # An empty fleet knows no names yet, so it cannot call one unknown.
     if not known and fleet.known_models:

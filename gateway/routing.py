@@ -37,13 +37,12 @@ def decide(
         spill = bool(candidates)
         lanes = policy.pools[pool].lanes
         for _, _, _, worker_id, lane in _ranked(workers, pool, lanes, bool(verdict.bypass), rng):
-            name = lane.report.name
-            if name == MTP_LANE and not _speculates(lane):
+            if lane.name == MTP_LANE and not lane.drafts:
                 reason = bypass[0].value if bypass else BY_POLICY
-                last_resort.append(Candidate(pool, name, worker_id, reason, lane.load))
+                last_resort.append(Candidate(pool, lane.name, worker_id, reason, lane.load))
             else:
                 reason = SPILLED if spill else _reason(lane, bypass)
-                candidates.append(Candidate(pool, name, worker_id, reason, lane.load, spill))
+                candidates.append(Candidate(pool, lane.name, worker_id, reason, lane.load, spill))
     if candidates:
         last_resort = [one._replace(reason=SPILLED, spill=True) for one in last_resort]
     return Decision(
@@ -56,8 +55,8 @@ def decide(
 
 def _fleet_bypass(workers: Iterable[WorkerView]) -> tuple[Bypass, ...]:
     """Say why no worker could speculate, though the request may."""
-    lanes = [lane for worker in workers for lane in worker.lanes if lane.report.name == MTP_LANE]
-    if any(_speculates(lane) for lane in lanes):
+    lanes = [lane for worker in workers for lane in worker.lanes if lane.name == MTP_LANE]
+    if [lane for lane in lanes if lane.drafts]:
         return ()
     sick = any(not lane.report.head_healthy for lane in lanes)
     return (Bypass.HEAD_UNHEALTHY if sick else Bypass.NO_MTP_WORKER,)
@@ -76,24 +75,19 @@ def _ranked(
         for worker in workers
         for lane in worker.lanes
         # A lane named as the pool belongs to it: so it is with workers that are listed by hand.
-        if (lane.report.name in lanes or lane.report.name == pool)
+        if (lane.name in lanes or lane.name == pool)
         # Whatever a policy says, the speculative lane only takes what it can do.
-        and not (bypassed and lane.report.name == MTP_LANE)
+        and not (bypassed and lane.name == MTP_LANE)
     ]
     if len(found) > 1:
         found.sort()
     return found
 
 
-def _speculates(lane: LaneView) -> bool:
-    report = lane.report
-    return report.name == MTP_LANE and report.mtp_enabled and report.head_healthy
-
-
 def _reason(lane: LaneView, bypass: tuple[Bypass, ...]) -> str:
     if bypass:
         return bypass[0].value
-    if not _speculates(lane):
+    if lane.name != MTP_LANE:
         return BY_POLICY
     # What the lane has measured counts for the batch that this request would be part of.
     pays = lane.report.drafting_pays(lane.in_flight + 1)

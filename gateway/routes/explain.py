@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from random import Random
 from typing import Any
 
@@ -42,9 +41,10 @@ def explanation(line: Line) -> APIRouter:
 
 
 def _told(inspected: Inspected, decision: Decision) -> dict[str, Any]:
+    profile = inspected.profile
     told: dict[str, Any] = {
         "asked_model": inspected.asked_model,
-        "profile": asdict(inspected.profile),
+        "profile": profile._asdict() | {"sampling": profile.sampling._asdict()},
         "bypass": [reason.value for reason in decision.bypass],
         "route": decision.route,
         "servable": bool(decision.candidates),

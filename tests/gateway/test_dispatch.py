@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -22,7 +21,7 @@ from tests.gateway.test_fleet import Clock
 from workers.adapters.report import WorkerReport
 
 SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
-GREEDY = replace(SAMPLED, sampling=Sampling(temperature=0))
+GREEDY = SAMPLED._replace(sampling=Sampling(temperature=0))
 
 
 def policy_of(*, spill_ms: int | None = None, **queue: Any) -> PolicyDocument:
@@ -263,8 +262,8 @@ async def test_when_the_preferred_pool_is_gone_who_waits_for_it_takes_the_next()
 async def test_a_request_of_another_model_holds_nobody_up(door: Door) -> None:
     door.fleet.beat(report("second", model="other"))
     demo = await door.ask()
-    other = await door.ask(replace(SAMPLED, model="other"))
-    blocked, waiting = door.ask(), door.ask(replace(SAMPLED, model="other"))
+    other = await door.ask(SAMPLED._replace(model="other"))
+    blocked, waiting = door.ask(), door.ask(SAMPLED._replace(model="other"))
     await settled()
     door.dispatch.give_back(other, Verdict.ANSWERED)
     assert (await waiting).candidate.worker_id == "second"
@@ -275,7 +274,7 @@ async def test_a_request_of_another_model_holds_nobody_up(door: Door) -> None:
 
 async def test_nobody_there_is_said_at_once_and_so_is_everybody_busy(door: Door) -> None:
     with pytest.raises(NoWorker):
-        await door.ask(replace(SAMPLED, model="unknown"))
+        await door.ask(SAMPLED._replace(model="unknown"))
     with pytest.raises(NoWorker):
         await door.ask(tried=frozenset({"mac"}))
     door.dispatch.give_back(await door.ask(), Verdict.BUSY, 7.0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -19,18 +18,17 @@ from tests.gateway.fake_worker import lane_report
 
 POLICY = shipped_policy()
 SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
-GREEDY = replace(SAMPLED, sampling=Sampling(temperature=0))
-PICTURE = replace(GREEDY, media=(("image", 1),))
+GREEDY = SAMPLED._replace(sampling=Sampling(temperature=0))
+PICTURE = GREEDY._replace(media=(("image", 1),))
 
 
 def worker(name: str, model: str = "demo", **in_flight: int) -> WorkerView:
     """A worker of four rows a lane; `text_mtp=2` means two requests run there."""
     busy = {"text_mtp": 0, "vlm": 0, **in_flight}
     lanes = tuple(
-        LaneView(report=lane_report(lane.replace("_", "-")), in_flight=count)
-        for lane, count in busy.items()
+        LaneView.of(lane_report(lane.replace("_", "-")), count) for lane, count in busy.items()
     )
-    return WorkerView(worker_id=name, models=(model,), lanes=lanes)
+    return WorkerView.of(name, (model,), lanes)
 
 
 def fleet(*workers: WorkerView) -> FleetView:
@@ -52,16 +50,8 @@ def test_each_kind_of_request_gets_its_lane_and_its_reason() -> None:
 
 
 def test_the_least_loaded_worker_is_first_relative_to_its_slots() -> None:
-    small = WorkerView(
-        worker_id="small",
-        models=("demo",),
-        lanes=(LaneView(report=lane_report("vlm", slots=2), in_flight=1),),
-    )
-    large = WorkerView(
-        worker_id="large",
-        models=("demo",),
-        lanes=(LaneView(report=lane_report("vlm", slots=16), in_flight=4),),
-    )
+    small = WorkerView.of("small", ("demo",), (LaneView.of(lane_report("vlm", slots=2), 1),))
+    large = WorkerView.of("large", ("demo",), (LaneView.of(lane_report("vlm", slots=16), 4),))
     assert chosen(SAMPLED, small, large)[1] == "large"
 
 
@@ -97,12 +87,12 @@ def test_the_second_pool_comes_behind_all_of_the_first() -> None:
 def test_without_a_speculating_lane_the_reason_says_why(
     changes: dict[str, Any], reason: str
 ) -> None:
-    idle = LaneView(report=lane_report("text-mtp", **changes), in_flight=0)
-    sees = LaneView(report=lane_report("vlm"), in_flight=0)
-    both = WorkerView(worker_id="mac", models=("demo",), lanes=(idle, sees))
+    idle = LaneView.of(lane_report("text-mtp", **changes), 0)
+    sees = LaneView.of(lane_report("vlm"), 0)
+    both = WorkerView.of("mac", ("demo",), (idle, sees))
     assert chosen(GREEDY, both) == ("vlm", "mac", reason)
     assert chosen(SAMPLED, both) == ("vlm", "mac", "non_greedy_sampling")
-    alone = WorkerView(worker_id="mac", models=("demo",), lanes=(idle,))
+    alone = WorkerView.of("mac", ("demo",), (idle,))
     assert chosen(GREEDY, alone) == ("text-mtp", "mac", reason), "the last resort still answers"
     assert chosen(GREEDY, alone, worker("b")) == ("text-mtp", "b", "eligible")
 
@@ -112,8 +102,8 @@ def test_drafting_that_does_not_pay_for_the_batch_it_would_join_is_the_reason() 
     report = lane_report("text-mtp", draft_tokens_by_rows=(2, 1, 0, 0))
 
     def reason(in_flight: int) -> str:
-        lane = LaneView(report=report, in_flight=in_flight)
-        return chosen(GREEDY, WorkerView(worker_id="mac", models=("demo",), lanes=(lane,)))[2]
+        lane = LaneView.of(report, in_flight)
+        return chosen(GREEDY, WorkerView.of("mac", ("demo",), (lane,)))[2]
 
     assert [reason(rows) for rows in (0, 1, 2, 3, 9)] == ["eligible"] * 2 + ["mtp_not_paying"] * 3
 

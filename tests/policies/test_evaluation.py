@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from policies.profile import Bypass, Endpoint, RequestProfile, Sampling
 
 POLICY = shipped_policy()
 SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
-GREEDY = replace(SAMPLED, sampling=Sampling(temperature=0))
+GREEDY = SAMPLED._replace(sampling=Sampling(temperature=0))
 
 
 @pytest.mark.parametrize(
@@ -52,13 +51,13 @@ def test_defaults_are_the_models_own_or_openais() -> None:
     [
         (GREEDY, "greedy-text", ()),
         (SAMPLED, "everything-else", (Bypass.NON_GREEDY_SAMPLING,)),
-        (replace(GREEDY, media=(("image", 1),)), "pictures", (Bypass.MEDIA,)),
+        (GREEDY._replace(media=(("image", 1),)), "pictures", (Bypass.MEDIA,)),
         (
-            replace(SAMPLED, media=(("video", 1),)),
+            SAMPLED._replace(media=(("video", 1),)),
             "pictures",
             (Bypass.MEDIA, Bypass.NON_GREEDY_SAMPLING),
         ),
-        (replace(GREEDY, choices=2), "everything-else", (Bypass.MULTIPLE_CHOICES,)),
+        (GREEDY._replace(choices=2), "everything-else", (Bypass.MULTIPLE_CHOICES,)),
     ],
 )
 def test_the_shipped_routes(

@@ -171,7 +171,7 @@ def _one_for_each_choice(first: Generation, choices: int) -> tuple[Generation, .
             first,
             request_id=f"{first.request_id}.{index}",
             further_choice=index > 0,
-            sampling=replace(first.sampling, seed=None if seed is None else seed + index),
+            sampling=first.sampling._replace(seed=None if seed is None else seed + index),
         )
         for index in range(choices)
     )

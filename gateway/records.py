@@ -1,0 +1,179 @@
+"""What an admin makes and nobody may lose: versions of the policy, keys, what they have used.
+
+Few operations, each one a step that Redis can do by itself. In a file they go through one writer at
+a time, also over several gateways of one machine, and a file is whole before it is the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from gateway.errors import RecordsUnwritable, StartRefused
+
+Shelf = dict[str, str]
+"""Name of a record -> its JSON text, oldest first."""
+Shelves = dict[str, Shelf]
+
+_TIMEOUT_S = 5.0
+Result = TypeVar("Result")
+
+
+class Records(Protocol):
+    """Records of several kinds, each a JSON text under a name."""
+
+    async def all(self, kind: str) -> Mapping[str, str]:
+        """Read all records of a kind by name, oldest first."""
+
+    async def add(self, kind: str, name: str, text: str) -> bool:
+        """Keep a new record; say no, and change nothing, where there is one of that name."""
+
+    async def replace(self, kind: str, name: str, text: str) -> None:
+        """Keep a record in place of the one of that name, if there is one."""
+
+    async def remove(self, kind: str, name: str) -> None:
+        """Forget a record, if there is one of that name."""
+
+
+class MemoryRecords:
+    """Records of one process; they end with it."""
+
+    def __init__(self) -> None:
+        self._shelves: Shelves = {}
+
+    async def all(self, kind: str) -> Mapping[str, str]:
+        """Read all records of a kind by name, oldest first."""
+        return dict(self._shelves.get(kind, {}))
+
+    async def add(self, kind: str, name: str, text: str) -> bool:
+        """Keep a new record unless there is one of that name."""
+        return _add(self._shelves, kind, name, text)
+
+    async def replace(self, kind: str, name: str, text: str) -> None:
+        """Keep a record in place of the one of that name."""
+        self._shelves.setdefault(kind, {})[name] = text
+
+    async def remove(self, kind: str, name: str) -> None:
+        """Forget a record."""
+        self._shelves.get(kind, {}).pop(name, None)
+
+
+class FileRecords:
+    """Records in one file; raise `RecordsUnwritable` where a change cannot be kept."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def check(self) -> None:
+        """Raise `StartRefused` where the file is there and cannot be read."""
+        try:
+            _read(self._path)
+        except (OSError, ValueError):
+            raise StartRefused(
+                f"The state in {self._path} cannot be read; mend it, or move it away to begin anew."
+            ) from None
+
+    async def all(self, kind: str) -> Mapping[str, str]:
+        """Read all records of a kind by name, oldest first."""
+        shelves = await _within_time(lambda: _read(self._path))
+        return shelves.get(kind, {})
+
+    async def add(self, kind: str, name: str, text: str) -> bool:
+        """Keep a new record unless there is one of that name."""
+        return await self._change(lambda shelves: _add(shelves, kind, name, text))
+
+    async def replace(self, kind: str, name: str, text: str) -> None:
+        """Keep a record in place of the one of that name."""
+
+        def put(shelves: Shelves) -> bool:
+            shelf = shelves.setdefault(kind, {})
+            changed = shelf.get(name) != text
+            shelf[name] = text
+            return changed
+
+        await self._change(put)
+
+    async def remove(self, kind: str, name: str) -> None:
+        """Forget a record."""
+        await self._change(lambda shelves: shelves.get(kind, {}).pop(name, None) is not None)
+
+    async def _change(self, change: Callable[[Shelves], bool]) -> bool:
+        """Read, change and write in one step; say whether anything was changed."""
+
+        def run() -> bool:
+            with _only_writer(self._path):
+                shelves = _read(self._path)
+                changed = change(shelves)
+                if changed:
+                    _write(self._path, shelves)
+                return changed
+
+        return await _within_time(run)
+
+
+async def _within_time(work: Callable[[], Result]) -> Result:
+    """Do blocking work on a thread of its own; a disk that hangs makes nobody wait for ever."""
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            return await asyncio.to_thread(work)
+    except (OSError, ValueError) as error:  # a timeout is an OSError
+        raise RecordsUnwritable from error
+
+
+def _add(shelves: Shelves, kind: str, name: str, text: str) -> bool:
+    shelf = shelves.setdefault(kind, {})
+    if name in shelf:
+        return False
+    shelf[name] = text
+    return True
+
+
+def _read(path: Path) -> Shelves:
+    """Read the whole file; nothing is there before the first write. Raise `ValueError`."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    if not isinstance(told, dict) or not all(isinstance(shelf, dict) for shelf in told.values()):
+        raise ValueError("not a file of records")
+    return {
+        kind: {name: json.dumps(record) for name, record in shelf.items()}
+        for kind, shelf in told.items()
+    }
+
+
+def _write(path: Path, shelves: Shelves) -> None:
+    """Write beside, then put in place: at every moment there is a whole file."""
+    told = {
+        kind: {name: json.loads(text) for name, text in shelf.items()}
+        for kind, shelf in shelves.items()
+    }
+    draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(told, file, ensure_ascii=False, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    """Keep all others out, those of other processes too, for as long as the context lasts."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,82 @@
+"""The path that training takes computes what the library's own model computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx import nn
+from mlx_vlm import load
+
+from workers.demo import CHECKPOINT, fast_math
+from workers.demo.batches import PicturePool, patch_array
+from workers.demo.fast_forward import CHUNK, QUERIES_AT_ONCE, text_forward, vision_forward
+
+Function = Callable[[mx.array], mx.array]
+
+VISIBLE = mx.tril(mx.ones((7, 50)), 20)
+TARGETS = mx.arange(7) * 7
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    loaded, _ = load(str(CHECKPOINT))
+    loaded.set_dtype(mx.float32)
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("fast", "plain"),
+    [
+        (fast_math.sigmoid, mx.sigmoid),
+        (fast_math.silu, nn.silu),
+        (fast_math.gelu, nn.gelu_approx),
+        (
+            lambda x: fast_math.masked_softmax(x, VISIBLE),
+            lambda x: mx.softmax(mx.where(VISIBLE > 0, x, -1e9), -1),
+        ),
+        (
+            lambda x: fast_math.cross_entropy(x, TARGETS)[:, None],
+            lambda x: nn.losses.cross_entropy(x, TARGETS)[:, None],
+        ),
+    ],
+    ids=["sigmoid", "silu", "gelu", "masked softmax", "cross entropy"],
+)
+def test_a_fast_function_has_the_value_and_the_slope_of_mlx_own(
+    fast: Function, plain: Function
+) -> None:
+    x = mx.random.normal((7, 50), key=mx.random.key(1)) * 5
+    weights = mx.random.normal((7, 50), key=mx.random.key(2))
+
+    def value_and_slope(function: Function) -> tuple[mx.array, mx.array]:
+        value, slope = mx.value_and_grad(lambda x: (function(x) * weights).sum())(x)
+        return value, slope
+
+    for ours, theirs in zip(value_and_slope(fast), value_and_slope(plain), strict=True):
+        assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [4 * CHUNK, 2 * QUERIES_AT_ONCE + CHUNK])
+def test_text_of_any_length_has_the_hidden_states_of_the_library(model: Any, length: int) -> None:
+    language = model.language_model.model
+    tokens = mx.random.randint(0, 1500, (1, length), key=mx.random.key(3))
+    positions = mx.broadcast_to(mx.arange(length)[None, None], (3, 1, length))
+
+    ours = text_forward(language, language.embed_tokens(tokens), positions)
+
+    assert mx.allclose(ours, language(tokens, position_ids=positions), rtol=1e-3, atol=5e-3)
+
+
+def test_a_picture_has_the_features_of_the_library(model: Any) -> None:
+    pool = PicturePool()
+    list(pool.fill(Random(1), 4))
+    grid, drawn = pool.sample(Random(2), 2)
+    patches = patch_array(drawn)
+
+    ours = vision_forward(model.vision_tower, patches, grid)
+    theirs, _ = model.vision_tower(patches[0], mx.array([[1, *grid]]))
+
+    assert mx.allclose(ours[0], theirs, rtol=1e-3, atol=1e-3)
