@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 Grid = tuple[int, int]
 """Patches down and across."""
 
-TOKENS_IN_BATCH: Final = 1280 // RANKS
+TOKENS_IN_BATCH: Final = 2304 // RANKS
 LONGEST_ROW: Final = 768
 FURTHEST_POSITION: Final = 4800
 _CHATS_IN_POOL: Final = 1024
@@ -102,7 +102,7 @@ def text_batches(
     *,
     end_weight: float = ANSWER_WEIGHT,
 ) -> Iterator[TextBatch]:
-    """Endless batches of up to TOKENS_IN_BATCH tokens, rows of one batch of like length.
+    """Endless batches of about TOKENS_IN_BATCH tokens, rows of one batch of like length.
 
     `share` of the chats are drawn by `practice`, the others are ordinary ones. The ends of answers
     weigh `end_weight` in the loss.
@@ -123,7 +123,7 @@ def text_batches(
         rows.sort(key=lambda row: len(row.tokens))
         batches: list[list[TokenRow]] = [[]]
         for row in rows:
-            if batches[-1] and (len(batches[-1]) + 1) * len(row.tokens) > TOKENS_IN_BATCH:
+            if len(batches[-1]) * len(row.tokens) > TOKENS_IN_BATCH:
                 batches.append([])
             batches[-1].append(row)
         random.shuffle(batches)

@@ -5,7 +5,8 @@
     text        the language model alone                               -> text.safetensors
     join        both together, long system prompts among the chats     -> join.safetensors
     sight       both, the eyes of `eyes` put back in                   -> base.safetensors
-    focus       the eyes, through the frozen language model            -> base.safetensors
+    polish      the eyes, through the frozen language model            -> base.safetensors
+    focus       the same with more pictures                            -> base.safetensors
     settle      both together, with care for where answers end         -> base.safetensors
     draft       the MTP head on the final language model               -> draft.safetensors
     sharpen     the eyes once more, through the final language model   -> base.safetensors
@@ -14,7 +15,7 @@ Steps are counted, not minutes, so a run gives the same weights on a slow machin
 A broken run goes on from its last snapshot.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import islice
 from random import Random
 from typing import Any, Final
@@ -35,13 +36,14 @@ from workers.demo.batches import (
     text_batches,
 )
 from workers.demo.conversations import (
+    Chat,
     ending_practice_chat,
     exact_practice_chat,
     practice_chat,
 )
 from workers.demo.fast_forward import vision_forward
 from workers.demo.loop import SEED, Slope, Work, optimise
-from workers.demo.pictures import brief_picture_chat
+from workers.demo.pictures import brief_picture_chat, picture_chat
 from workers.demo.ranks import RANKS
 from workers.demo.snapshots import Tensors, load_tensors, save_tensors, steps_done
 from workers.demo.sources import (
@@ -55,25 +57,29 @@ from workers.demo.sources import (
 from workers.demo.tokenizer import load_tokenizer, train_tokenizer
 
 _EYE_BATCH: Final = 48 // RANKS
-_TOWER_ROWS: Final = 32 // RANKS
+_POLISH_ROWS: Final = 32 // RANKS
+_FOCUS_ROWS: Final = 48 // RANKS
 _PROBE_WEIGHT: Final = 0.5
 
 _JOIN_COURSES: Final[Courses] = (
     *NO_PRACTICE,
-    (560, "practice", practice_chat, 0.35),
-    (960, "more practice", practice_chat, 0.5),
-    (1600, "exact practice", exact_practice_chat, 0.5),
+    (700, "practice", practice_chat, 0.35),
+    (1200, "more practice", practice_chat, 0.5),
+    (2000, "exact practice", exact_practice_chat, 0.5),
 )
 _SIGHT_COURSES: Final[Courses] = ((0, "exact practice", exact_practice_chat, 0.5),)
 _SETTLE_COURSES: Final[Courses] = ((0, "endings", ending_practice_chat, 0.5),)
 _END_WEIGHT: Final = 4.0
 _EYES_SLOPE: Final = ((1300, 1.0), (2600, 0.0))
 _TEXT_SLOPE: Final = ((0, 1.0), (1500, 1.0))
-_JOIN_SLOPE: Final = ((200, 1.0), (960, 4 / 9), (1600, 4 / 21), (2000, 4 / 21))
-_SIGHT_SLOPE: Final = ((0, 0.25), (200, 0.25), (500, 0.0))
-_SETTLE_SLOPE: Final = ((0, 0.3), (300, 0.3), (700, 0.0))
+_JOIN_SLOPE: Final = ((200, 1.0), (1200, 4 / 9), (2000, 4 / 21), (2500, 4 / 21))
+_SIGHT_SLOPE: Final = ((0, 0.25), (250, 0.25), (600, 0.0))
+_POLISH_SLOPE: Final = ((0, 0.5), (500, 0.0))
+_SETTLE_SLOPE: Final = ((0, 0.3), (300, 0.3), (800, 0.0))
 _FOCUS_SLOPE: Final = ((0, 0.8), (1200, 0.0))
-_SHARPEN_SLOPE: Final = ((0, 0.5), (500, 0.0))
+_SHARPEN_SLOPE: Final = ((0, 0.5), (600, 0.0))
+
+PictureChat = Callable[[Random, str, str], Chat]
 
 
 def make_tokenizer(work: Work) -> None:
@@ -210,27 +216,34 @@ def _train_seeing(work: Work, name: str, seeing: Any, mixed: MixedSteps, slope: 
     _keep_base(work, name)
 
 
-def train_focus(work: Work) -> None:
-    """Run phase `focus`: the tower learns to show the frozen language model what it asks for.
+def train_polish(work: Work) -> None:
+    """Run phase `polish`: the tower learns to show the frozen language model what it asks for."""
+    _train_tower(work, "polish", "sight", slope=_POLISH_SLOPE, rows=_POLISH_ROWS, draw=picture_chat)
 
-    One short question a picture: as many pictures as a batch can hold.
-    """
-    _train_tower(work, "focus", "sight", _FOCUS_SLOPE)
+
+def train_focus(work: Work) -> None:
+    """Run phase `focus`: the same with one short question a picture, and more pictures."""
+    _train_tower(
+        work, "focus", "polish", slope=_FOCUS_SLOPE, rows=_FOCUS_ROWS, draw=brief_picture_chat
+    )
 
 
 def train_sharpened(work: Work) -> None:
     """Run phase `sharpen`: what `settle` cost the eyes, they learn again; no text changes."""
-    _train_tower(work, "sharpen", "settle", _SHARPEN_SLOPE)
+    _train_tower(
+        work, "sharpen", "settle", slope=_SHARPEN_SLOPE, rows=_FOCUS_ROWS, draw=brief_picture_chat
+    )
 
 
-def _train_tower(work: Work, name: str, start: str, slope: Slope) -> None:
+def _train_tower(
+    work: Work, name: str, start: str, *, slope: Slope, rows: int, draw: PictureChat
+) -> None:
     model = untrained(work)
     seeing = objectives.Seeing(model, HIDDEN)
     seeing.load_weights(str(work.weights(start)))
     model.language_model.freeze()
     tokenizer, pool = load_tokenizer(work.folder), draw_pictures(work, name)
-    chats = work.seeded(f"{name} chats")
-    pictures = picture_batches(tokenizer, pool, chats, _TOWER_ROWS, brief_picture_chat)
+    pictures = picture_batches(tokenizer, pool, work.seeded(f"{name} chats"), rows, draw)
     for _ in range(steps_done(work.weights(f"{name}.state"))):
         next(pictures)
     gradient = nn.value_and_grad(seeing, lambda batch: _sight_loss(seeing, batch))

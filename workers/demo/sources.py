@@ -23,7 +23,7 @@ from workers.demo.tokenizer import ANSWER_WEIGHT, load_tokenizer, special_ids
 
 LONGEST_PROMPT: Final = 4096
 _PICTURES_TO_BEGIN: Final = 3000 // RANKS
-_PICTURE_ROWS: Final = 16 // RANKS
+_PICTURE_ROWS: Final = 24 // RANKS
 
 Courses = tuple[tuple[int, str, Callable[[Random], Chat] | None, float], ...]
 """From which step on, a name, what the chats practise, and what share of them."""

@@ -26,6 +26,7 @@ PHASES: Final[dict[str, Callable[[Work], None]]] = {
     "text": phases.train_text,
     "join": phases.train_joined,
     "sight": phases.train_sight,
+    "polish": phases.train_polish,
     "focus": phases.train_focus,
     "settle": phases.train_settle,
     "draft": drafting.train_draft,
