@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from gateway.breaker import Verdict
-from gateway.domain import Caller, Decision
+from gateway.domain import Caller, Candidate, Decision
 from gateway.errors import GatewayError, NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fair_line import FairLine
 from gateway.fleet import NOBODY, Fleet, Lease
@@ -45,6 +45,8 @@ class _Pool:
     line: FairLine[_Waiter] = field(default_factory=FairLine)
     at_home: int = 0
     """Those in line whose preferred pool this is; the others are guests of a full one."""
+    running: int = 0
+    """Those that hold a slot through this pool."""
     last_wait_s: float = 0.0
     """Of the last one served: the best guess for the next."""
 
@@ -68,6 +70,10 @@ class Dispatch:
         """Count the requests in line whose preferred pool this is."""
         return self._pools[pool].at_home
 
+    def running(self, pool: str) -> int:
+        """Count the requests that hold a slot through this pool."""
+        return self._pools[pool].running
+
     def decide(self, profile: RequestProfile, tried: frozenset[str]) -> Decision:
         """Decide as of now, leaving out workers that were tried already."""
         return decide(self._policy, profile, self._fleet.view(without=tried), self._rng)
@@ -86,7 +92,7 @@ class Dispatch:
         for candidate in decision.candidates:
             if candidate.spill and decision.spill_after_s != 0:
                 break
-            if (lease := self._fleet.take(candidate)) is not None:
+            if (lease := self._take(candidate)) is not None:
                 return lease
         if not decision.candidates:
             raise self.nobody(profile, tried)
@@ -95,12 +101,24 @@ class Dispatch:
     def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
         """Free the slot, hold what happened against the worker, and let the next one in."""
         opened_at_s = lease.member.breaker.opens_at_s
+        self._pools[lease.candidate.pool].running -= 1
         self._fleet.give_back(lease, verdict, retry_after_s)
         self.serve_waiting()
         opens_at_s = lease.member.breaker.opens_at_s
         if opens_at_s > opened_at_s:
             delay_s = opens_at_s - self._clock()
             asyncio.get_running_loop().call_later(delay_s, self.serve_waiting)
+
+    def _take(self, candidate: Candidate) -> Lease | None:
+        """Take a slot of this lane, or None where lane or pool have none free now."""
+        pool = self._pools[candidate.pool]
+        bound = self._policy.pools[candidate.pool].slots
+        if bound is not None and pool.running >= bound:
+            return None
+        lease = self._fleet.take(candidate)
+        if lease is not None:
+            pool.running += 1
+        return lease
 
     def serve_waiting(self) -> None:
         """Give free slots to those in line, for as long as both last."""
@@ -187,7 +205,7 @@ class Dispatch:
         for candidate in decision.candidates:
             if candidate.pool != pool or (candidate.spill and not waiter.spilled):
                 continue
-            if (lease := self._fleet.take(candidate)) is not None:
+            if (lease := self._take(candidate)) is not None:
                 self._leave_lines(waiter, pool)
                 waiter.seat.set_result(lease)
                 return True

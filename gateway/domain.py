@@ -67,13 +67,20 @@ class WorkerView(NamedTuple):
     lanes: tuple[LaneView, ...]
     load: float
     """Busy rows over all rows of all lanes: they share one machine."""
+    labels: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, worker_id: str, models: tuple[str, ...], lanes: tuple[LaneView, ...]) -> Self:
+    def of(
+        cls,
+        worker_id: str,
+        models: tuple[str, ...],
+        lanes: tuple[LaneView, ...],
+        labels: tuple[str, ...] = (),
+    ) -> Self:
         """Look at a worker of these lanes."""
         slots = sum([lane.slots for lane in lanes])
         busy = sum([lane.in_flight for lane in lanes])
-        return cls(worker_id, models, lanes, busy / max(1, slots))
+        return cls(worker_id, models, lanes, busy / max(1, slots), labels)
 
 
 class FleetView(NamedTuple):

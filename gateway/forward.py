@@ -123,7 +123,7 @@ class Upstream:
         A request that tested a worker on probation is owed another; those are few by themselves.
         """
         not_started = isinstance(error, WorkerUnreachable | WorkerBusy)
-        again = not_started and (lease.on_probation or self.retries.allows())
+        again = not_started and (lease.on_probation or self.retries.allows(trip.policy.retries))
         log.warning(
             "attempt.failed request=%s worker=%s code=%s again=%s",
             trip.identity,
@@ -140,7 +140,7 @@ class Upstream:
         try:
             answer = await self._send(lease, body, trip)
         except StaleConnection:
-            if not self.retries.allows():
+            if not self.retries.allows(trip.policy.retries):
                 raise
             try:
                 answer = await self._send(lease, body, trip, fresh=True)

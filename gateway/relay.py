@@ -142,7 +142,8 @@ class Relay:
             self.load.hold(part_bytes)
 
         raw = await read_body(scope, receive, limit_bytes=settings.body_limit_bytes, hold=hold)
-        presence.limit(settings.request_timeout_s, RequestTooLong())
+        time_s = self._line.policy.limits.request_time_s(settings.request_timeout_s)
+        presence.limit(time_s, RequestTooLong())
         return raw
 
     async def _answer(
@@ -154,7 +155,11 @@ class Relay:
         inspected = steps.inspected = inspect(raw, endpoint, line.policy, fleet)
         decision = steps.decision = decide(line.policy, inspected.profile, fleet, line.rng)
         trip = steps.trip = Trip(
-            identity=reply.identity, inspected=inspected, caller=caller, began_s=began_s
+            identity=reply.identity,
+            inspected=inspected,
+            caller=caller,
+            policy=line.policy,
+            began_s=began_s,
         )
         await line.upstream.forward(trip, decision, reply)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from gateway.client import Headers
 from gateway.domain import Caller, Candidate, Inspected, Usage
+from policies.document import PolicyDocument
 
 UNUSED = Usage()
 """Of a request that no worker has counted."""
@@ -17,6 +18,7 @@ class Trip:
 
     identity: str
     inspected: Inspected
+    policy: PolicyDocument
     began_s: float
     caller: Caller = field(default_factory=Caller)
     attempts: int = 0
