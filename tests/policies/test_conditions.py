@@ -1,0 +1,308 @@
+"""Conditions of routes: each one by itself, and all of them against a naive reading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policies.asker import SOMEBODY, Asker
+from policies.document import PolicyDocument, read_policy
+from policies.evaluation import judge
+from policies.profile import Endpoint, RequestProfile, Sampling, bypass_reasons
+from policies.routes import DAYS, MEDIA_KINDS
+
+PLAIN = RequestProfile(endpoint=Endpoint.CHAT, model="demo", messages=1)
+GREEDY = PLAIN._replace(sampling=Sampling(temperature=0))
+DAY = 24 * 60
+
+
+def policy_of(*whens: dict[str, Any]) -> PolicyDocument:
+    """A policy with a route for each condition, and one that takes the rest."""
+    routes = [
+        {"name": f"route-{index}", "when": when, "to": ["vlm"]} for index, when in enumerate(whens)
+    ]
+    return read_policy(
+        {
+            "version": 1,
+            "routes": [*routes, {"name": "rest", "to": ["vlm"]}],
+            "pools": {"vlm": {"lanes": ["vlm"]}},
+        },
+        "test",
+    )
+
+
+def holds(when: dict[str, Any], profile: RequestProfile, asker: Asker = SOMEBODY) -> bool:
+    return judge(policy_of(when), profile, asker).route.name == "route-0"
+
+
+WITH_PICTURE = PLAIN._replace(media=(("image", 1),))
+WITH_BOTH = PLAIN._replace(media=(("audio", 1), ("image", 2)))
+MUCH = PLAIN._replace(text_chars=5000, max_tokens=100, messages=9)
+
+
+@pytest.mark.parametrize(
+    ("when", "taken", "left"),
+    [
+        ({"media": True}, WITH_PICTURE, PLAIN),
+        ({"media": False}, PLAIN, WITH_PICTURE),
+        ({"media": "image"}, WITH_BOTH, PLAIN),
+        ({"media": ["video", "image"]}, WITH_PICTURE, PLAIN._replace(media=(("file", 1),))),
+        ({"mtp_eligible": True}, GREEDY, PLAIN),
+        ({"mtp_eligible": False}, PLAIN, GREEDY),
+        ({"greedy": True}, GREEDY._replace(choices=2), PLAIN),
+        ({"greedy": False}, PLAIN, PLAIN._replace(sampling=Sampling(top_k=1))),
+        ({"stream": True}, PLAIN._replace(stream=True), PLAIN),
+        ({"features": {"tools": True}}, PLAIN._replace(tools=True), PLAIN),
+        ({"features": {"tools": False}}, PLAIN, PLAIN._replace(tools=True)),
+        (
+            {"features": {"structured_output": True}},
+            PLAIN._replace(structured_output=True),
+            PLAIN,
+        ),
+        ({"features": {"logprobs": True}}, PLAIN._replace(top_logprobs=0), PLAIN),
+        ({"features": {"multiple_choices": True}}, PLAIN._replace(choices=2), PLAIN),
+        (
+            {"features": {"logits_processors": True}},
+            PLAIN._replace(sampling=Sampling(presence_penalty=0.1)),
+            PLAIN,
+        ),
+        ({"features": {"thinking_budget": True}}, PLAIN._replace(thinking_budget=0), PLAIN),
+        (
+            {"features": {"tools": True, "logprobs": False}},
+            PLAIN._replace(tools=True),
+            PLAIN._replace(tools=True, top_logprobs=1),
+        ),
+        ({"prompt_chars": {"at_least": 5000}}, MUCH, MUCH._replace(text_chars=4999)),
+        ({"prompt_chars": {"at_most": 5000}}, MUCH, MUCH._replace(text_chars=5001)),
+        (
+            {"messages": {"at_least": 2, "at_most": 9}},
+            MUCH,
+            MUCH._replace(messages=10),
+        ),
+        ({"max_tokens": {"at_most": 100}}, MUCH, MUCH._replace(max_tokens=101)),
+        ({"max_tokens": {"at_most": 2**40}}, MUCH, PLAIN),
+        ({"max_tokens": {"at_least": 2**40}}, PLAIN, MUCH),
+        ({"model": "demo"}, PLAIN, PLAIN._replace(model="other")),
+        ({"model": ["a", "demo"]}, PLAIN, PLAIN._replace(model="b")),
+    ],
+)
+def test_a_condition_on_the_request(
+    when: dict[str, Any], taken: RequestProfile, left: RequestProfile
+) -> None:
+    assert holds(when, taken)
+    assert not holds(when, left)
+
+
+@pytest.mark.parametrize(
+    ("when", "taken", "left"),
+    [
+        ({"key": "night-job"}, Asker(key="night-job"), SOMEBODY),
+        ({"key": ["a", "b"]}, Asker(key="b"), Asker(key="c")),
+        ({"team": "research"}, Asker(team="research"), Asker(key="research")),
+        ({"header": {"x-tier": "gold"}}, Asker(headers={"x-tier": "gold"}), SOMEBODY),
+        (
+            {"header": {"x-tier": ["gold", "silver"], "x-app": "ci"}},
+            Asker(headers={"x-tier": "silver", "x-app": "ci"}),
+            Asker(headers={"x-tier": "gold"}),
+        ),
+        ({"header": {"x-tier": "gold"}}, Asker(headers={"x-tier": "gold"}), Asker(team="gold")),
+    ],
+)
+def test_a_condition_on_who_asks(when: dict[str, Any], taken: Asker, left: Asker) -> None:
+    assert holds(when, PLAIN, taken)
+    assert not holds(when, PLAIN, left)
+
+
+def at(day: str, hour: int, minute: int = 0) -> Asker:
+    return Asker(minute_of_week=[*DAYS].index(day) * DAY + hour * 60 + minute)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("when", "taken", "left"),
+    [
+        ({"hours": "09:00-17:00"}, at("mon", 9), at("mon", 8, 59)),
+        ({"hours": "09:00-17:00"}, at("sun", 16, 59), at("sun", 17)),
+        ({"hours": "22:00-06:00"}, at("tue", 23, 59), at("tue", 6)),
+        ({"hours": "22:00-06:00"}, at("mon", 0), at("mon", 21, 59)),
+        ({"hours": "22:00-24:00"}, at("mon", 23), at("tue", 0)),
+        ({"hours": "22:00-00:00"}, at("mon", 23), at("tue", 0)),
+        ({"days": ["sat", "sun"]}, at("sun", 23, 59), at("mon", 0)),
+        ({"days": "mon"}, at("mon", 0), at("sun", 23, 59)),
+        ({"days": "fri", "hours": "22:00-06:00"}, at("sat", 5, 59), at("fri", 5, 59)),
+        ({"days": "sun", "hours": "22:00-06:00"}, at("mon", 1), at("sun", 1)),
+        ({"days": "fri", "hours": "00:00-24:00"}, at("fri", 23, 59), at("sat", 0)),
+    ],
+)
+def test_a_condition_on_the_time(when: dict[str, Any], taken: Asker, left: Asker) -> None:
+    assert holds(when, PLAIN, taken)
+    assert not holds(when, PLAIN, left)
+
+
+@pytest.mark.parametrize(
+    ("when", "expected"),
+    [
+        ({"greedy": True, "model": "demo", "stream": False}, True),
+        ({"greedy": True, "model": "other"}, False),
+        ({"greedy": True, "team": "a"}, False),
+    ],
+)
+def test_all_conditions_of_a_route_must_hold(when: dict[str, Any], expected: bool) -> None:
+    assert holds(when, GREEDY) is expected
+
+
+def test_the_first_route_that_holds_decides() -> None:
+    policy = policy_of({"team": "a"}, {"greedy": True}, {"model": "demo"})
+    assert judge(policy, GREEDY).route.name == "route-1"
+    assert judge(policy, GREEDY, Asker(team="a")).route.name == "route-0"
+    assert judge(policy, PLAIN).route.name == "route-2"
+    assert judge(policy, PLAIN._replace(model="x")).route.name == "rest"
+
+
+def test_the_headers_that_a_policy_asks_for_are_known_once_each() -> None:
+    policy = policy_of({"header": {"x-b": "1"}}, {"header": {"x-a": "1", "x-b": "2"}})
+    assert policy.compiled.headers == ("x-a", "x-b")
+
+
+NAMES = st.sampled_from(["a", "b", "demo"])
+SOME_NAMES = NAMES | st.lists(NAMES, min_size=1, max_size=3)
+FLAGS = st.booleans()
+NUMBERS = st.integers(0, 6)
+RANGES = (
+    st.tuples(NUMBERS, NUMBERS)
+    .map(sorted)
+    .flatmap(
+        lambda ends: st.sampled_from(
+            [
+                {"at_least": ends[0]},
+                {"at_most": ends[1]},
+                {"at_least": ends[0], "at_most": ends[1]},
+            ]
+        )
+    )
+)
+CLOCKS = st.builds("{:02}:{:02}".format, st.integers(0, 23), st.sampled_from([0, 1, 59]))
+HOURS = st.tuples(CLOCKS, CLOCKS | st.just("24:00")).filter(lambda ends: ends[0] != ends[1])
+FEATURES = ["tools", "structured_output", "logprobs", "multiple_choices", "logits_processors"]
+WHENS = st.fixed_dictionaries(
+    {},
+    optional={
+        "media": FLAGS | st.lists(st.sampled_from(MEDIA_KINDS), min_size=1, max_size=2),
+        **dict.fromkeys(("mtp_eligible", "greedy", "stream"), FLAGS),
+        "features": st.dictionaries(
+            st.sampled_from([*FEATURES, "thinking_budget"]), FLAGS, min_size=1
+        ),
+        **dict.fromkeys(("prompt_chars", "max_tokens", "messages"), RANGES),
+        **dict.fromkeys(("model", "key", "team"), SOME_NAMES),
+        "header": st.dictionaries(st.sampled_from(["x-a", "x-b"]), SOME_NAMES, min_size=1),
+        "hours": HOURS.map("-".join),
+        "days": st.lists(st.sampled_from(DAYS), min_size=1, max_size=4),
+    },
+).filter(bool)
+PROFILES = st.builds(
+    RequestProfile,
+    endpoint=st.just(Endpoint.CHAT),
+    model=NAMES,
+    stream=FLAGS,
+    media=st.dictionaries(st.sampled_from(MEDIA_KINDS), st.integers(1, 2)).map(
+        lambda counts: tuple(sorted(counts.items()))
+    ),
+    sampling=st.builds(
+        Sampling,
+        temperature=st.sampled_from([0.0, 1.0]),
+        top_k=st.integers(0, 1),
+        presence_penalty=st.sampled_from([0.0, 1.0]),
+    ),
+    max_tokens=st.none() | NUMBERS,
+    choices=st.integers(1, 2),
+    top_logprobs=st.none() | st.integers(0, 1),
+    tools=FLAGS,
+    structured_output=FLAGS,
+    thinking_budget=st.none() | st.integers(0, 1),
+    messages=NUMBERS,
+    text_chars=NUMBERS,
+)
+ASKERS = st.builds(
+    Asker,
+    key=NAMES | st.just(""),
+    team=NAMES | st.just(""),
+    headers=st.dictionaries(st.sampled_from(["x-a", "x-b"]), NAMES),
+    minute_of_week=st.integers(0, 7 * DAY - 1),
+)
+
+
+@settings(max_examples=300)
+@given(st.lists(WHENS, max_size=8), PROFILES, ASKERS)
+def test_what_is_compiled_decides_as_one_reads_it(
+    whens: list[dict[str, Any]], profile: RequestProfile, asker: Asker
+) -> None:
+    reading = (f"route-{i}" for i, when in enumerate(whens) if read_naively(when, profile, asker))
+    assert judge(policy_of(*whens), profile, asker).route.name == next(reading, "rest")
+
+
+def read_naively(when: dict[str, Any], profile: RequestProfile, asker: Asker) -> bool:
+    """Read one condition after the other, as the page for admins tells them."""
+    kinds = {kind for kind, _ in profile.media}
+    media = when.get("media")
+    flags = {
+        "mtp_eligible": not bypass_reasons(profile),
+        "greedy": profile.sampling.greedy,
+        "stream": profile.stream,
+    }
+    features = {
+        "tools": profile.tools,
+        "structured_output": profile.structured_output,
+        "logprobs": profile.top_logprobs is not None,
+        "multiple_choices": profile.choices > 1,
+        "logits_processors": profile.sampling.reshapes_logits,
+        "thinking_budget": profile.thinking_budget is not None,
+    }
+    numbers = {
+        "prompt_chars": profile.text_chars,
+        "max_tokens": float("inf") if profile.max_tokens is None else profile.max_tokens,
+        "messages": profile.messages,
+    }
+    names = {"model": profile.model, "key": asker.key, "team": asker.team}
+    wanted_headers = when.get("header", {})
+    return all(
+        (
+            media is None
+            or (bool(kinds) == media if isinstance(media, bool) else kinds & {*media}),
+            all(when.get(name, value) == value for name, value in flags.items()),
+            all(features[name] == want for name, want in when.get("features", {}).items()),
+            all(
+                when.get(name, {}).get("at_least", 0)
+                <= value
+                <= when.get(name, {}).get("at_most", float("inf"))
+                for name, value in numbers.items()
+            ),
+            all(value in as_list(when.get(name, value)) for name, value in names.items()),
+            all(asker.headers.get(name) in as_list(want) for name, want in wanted_headers.items()),
+            is_open(when.get("hours", "00:00-24:00"), when.get("days", DAYS), asker.minute_of_week),
+        )
+    )
+
+
+def as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def is_open(hours: str, days: Any, minute_of_week: int) -> bool:
+    """Walk back from now to the minute at which the hours last began, and look at its day."""
+    first, end = hours.split("-")
+    open_minutes = set()
+    minute = minutes_of(first)
+    while minute % DAY != minutes_of(end) % DAY or not open_minutes:
+        open_minutes.add(minute)
+        minute += 1
+    return any(
+        ([*DAYS].index(day) * DAY + minute) % (7 * DAY) == minute_of_week
+        for day in days
+        for minute in open_minutes
+    )
+
+
+def minutes_of(clock: str) -> int:
+    return int(clock[:2]) * 60 + int(clock[3:])
