@@ -153,12 +153,12 @@ class Dispatch:
         self, case: Case, decision: Decision, caller: Caller, tried: frozenset[str]
     ) -> Lease:
         policy, profile, _ = case
+        for name in policy.pools:
+            self._pools[name]  # there before anybody moves on to it, so that it is served then
         home = decision.candidates[0].pool
         queue = policy.pools[home].queue
         if self.waiting(home) >= queue.limit:
             raise QueueFull(self.retry_after_s(home))
-        # Known from now on: `serve_waiting` must not meet a line for the first time in passing.
-        self._pools |= {name: _Pool() for name in policy.pools if name not in self._pools}
         seat: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         # The route of one policy may be another under the same name in the next.
         kind = (id(policy), profile.model, decision.route, bypass_reasons(profile), tried)

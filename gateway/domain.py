@@ -37,7 +37,7 @@ class Caller(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What one request is decided by, from its beginning to its end."""
+    """What one request is decided by to its end; a policy that comes later is for later ones."""
 
     policy: PolicyDocument
     profile: RequestProfile

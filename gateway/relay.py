@@ -42,6 +42,8 @@ _CLIENT_CLOSED = 499
 class _Steps:
     """What the steps of one request have brought so far."""
 
+    policy: PolicyDocument
+    """What was in force when the request came, and its own to its end."""
     body_bytes: int = 0
     inspected: Inspected | None = None
     decision: Decision | None = None
@@ -92,18 +94,15 @@ class Relay:
         """Answer one request, whatever comes, and account for it once."""
         self._enter()
         reply = Reply(scope)
-        steps = _Steps()
+        steps = _Steps(self._line.policy)
         began_s = self._line.clock()
-        policy = self._line.policy
         outcome, error = Outcome.COMPLETED, None
         try:
             with Presence(scope) as presence:
                 self._present.add(presence)
                 try:
                     raw = await self._body(scope, receive, steps, presence)
-                    time_s = policy.limits.request_time_s(self._line.settings.request_timeout_s)
-                    presence.limit(time_s, RequestTooLong())
-                    await self._answer(scope, raw, endpoint, policy, reply=reply, steps=steps)
+                    await self._answer(scope, raw, endpoint, reply, steps)
                 finally:
                     self._present.discard(presence)
         except ClientLeft:
@@ -127,7 +126,7 @@ class Relay:
     async def _body(
         self, scope: Scope, receive: Receive, steps: _Steps, presence: Presence
     ) -> bytes:
-        """Read the body of a request that may be taken, within the time for that."""
+        """Read the body of a request that may be taken; from here on its time is limited."""
         settings = self._line.settings
         if scope["method"] != "POST":
             raise MethodRefused("POST")
@@ -144,19 +143,20 @@ class Relay:
             steps.body_bytes += part_bytes
             self.load.hold(part_bytes)
 
-        return await read_body(scope, receive, limit_bytes=settings.body_limit_bytes, hold=hold)
+        raw = await read_body(scope, receive, limit_bytes=settings.body_limit_bytes, hold=hold)
+        time_s = steps.policy.limits.request_time_s(settings.request_timeout_s)
+        presence.limit(time_s, RequestTooLong())
+        return raw
 
     async def _answer(
         self,
         scope: Scope,
         raw: bytes,
         endpoint: Endpoint,
-        policy: PolicyDocument,
-        *,
         reply: Reply,
         steps: _Steps,
     ) -> None:
-        line = self._line
+        line, policy = self._line, steps.policy
         began_s = line.clock()
         caller = read_caller(scope, policy, keyed=self._keyed)
         asker = read_asker(scope, caller, policy.compiled.headers, line.week.minute())

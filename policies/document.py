@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from functools import cached_property
 from importlib import resources
@@ -90,7 +90,7 @@ class PolicyDocument(Part):
     media: MediaRules = MediaRules()
     """What one request may bring along beside text."""
     retries: Retries = Retries()
-    """How many requests may be on a further attempt at once."""
+    """How many of the active requests may be on a further attempt at once."""
 
     @cached_property
     def compiled(self) -> Compiled:
@@ -196,7 +196,7 @@ def _problems(invalid: ValidationError, document: dict[str, Any]) -> tuple[Probl
     return tuple(dict.fromkeys(found))
 
 
-def _field(document: Any, place: Place) -> str:
+def _field(document: Any, place: Iterable[Any]) -> str:
     """Spell a place as far as it was written, and a field that is missing there."""
     steps: list[str] = []
     at = document

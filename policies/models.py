@@ -36,4 +36,4 @@ class ModelPolicy(Part):
     aliases: Annotated[tuple[Name, ...], Field(strict=False)] = ()
     """Further names under which clients may ask for it, as gpt-4o-mini."""
     sampling: SamplingPolicy = SamplingPolicy()
-    """What stands in for a sampling field that a request leaves out."""
+    """Its own values for sampling fields that a request leaves out."""

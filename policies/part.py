@@ -44,6 +44,10 @@ Texts = Annotated[
 ]
 
 
+SAYS_SOMETHING = ConfigDict(json_schema_extra={"minProperties": 1})
+"""Of a part that means nothing when it is empty; it checks that itself."""
+
+
 class Part(BaseModel):
     """A part of the document: it refuses what it does not know, and what is left empty."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from policies.part import Label, Names, Part, listed
+from policies.part import SAYS_SOMETHING, Label, Names, Part, listed
 
 _LARGEST_WEIGHT = 1000
 
@@ -24,6 +24,8 @@ Weight = Annotated[float, Field(gt=0, le=_LARGEST_WEIGHT, allow_inf_nan=False)]
 
 class PoolWorkers(Part):
     """Which workers belong to a pool: all that is given must hold; of a list, one is enough."""
+
+    model_config = SAYS_SOMETHING
 
     labels: Labels | None = None
     """Labels of workers (`paceline worker --label`)."""

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from policies.part import Name, Names, Part, Texts, listed
+from policies.part import SAYS_SOMETHING, Name, Names, Part, Texts, listed
 
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 MediaKind = Literal["image", "video", "audio", "file"]
@@ -78,6 +78,8 @@ HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$"), AfterVa
 class Range(Part):
     """Numbers between two bounds, both included; one of them may be left out."""
 
+    model_config = SAYS_SOMETHING
+
     at_least: int | None = Field(default=None, ge=0)
     """The smallest number that is in the range."""
     at_most: int | None = Field(default=None, ge=0)
@@ -100,6 +102,8 @@ class Range(Part):
 
 class Features(Part):
     """What a request uses, or does not use, beyond plain text."""
+
+    model_config = SAYS_SOMETHING
 
     tools: bool | None = None
     """Functions that the model may call come along."""

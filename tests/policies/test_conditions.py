@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.asker import SOMEBODY, Asker
@@ -233,7 +233,6 @@ ASKERS = st.builds(
 )
 
 
-@settings(max_examples=300)
 @given(st.lists(WHENS, max_size=8), PROFILES, ASKERS)
 def test_what_is_compiled_decides_as_one_reads_it(
     whens: list[dict[str, Any]], profile: RequestProfile, asker: Asker
@@ -292,7 +291,7 @@ def as_list(value: Any) -> list[Any]:
 def is_open(hours: str, days: Any, minute_of_week: int) -> bool:
     """Walk back from now to the minute at which the hours last began, and look at its day."""
     first, end = hours.split("-")
-    open_minutes = set()
+    open_minutes: set[int] = set()
     minute = minutes_of(first)
     while minute % DAY != minutes_of(end) % DAY or not open_minutes:
         open_minutes.add(minute)
