@@ -1,13 +1,19 @@
-"""What is published beside the document: the schema for editors, and the page for admins."""
+"""What stands beside the document: its schema for editors, the page for admins, the examples."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.document import PolicyInvalid, Problem, parse_policy
 from policies.schema import schema
 
 ROOT = Path(__file__).parents[2]
@@ -56,3 +62,42 @@ def test_the_page_for_admins_tells_every_field_and_shows_every_example() -> None
     assert {name for name, _ in fields(json.loads(schema()))} - named == set()
     examples = {path.name for path in (ROOT / "policies" / "examples").glob("*.yaml")}
     assert {name for name in examples if f"../policies/examples/{name}" in page} == examples
+
+
+def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """List every place of a document, down to the last value."""
+    inside = node.items() if isinstance(node, dict) else enumerate(node)
+    for name, inner in inside:
+        yield (*at, name)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*at, name))
+
+
+EXAMPLES = [
+    yaml.safe_load(path.read_text()) for path in sorted((ROOT / "policies").rglob("*.yaml"))
+]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text("ab:-1", max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text("ab", max_size=3), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from([(n, at) for n, one in enumerate(EXAMPLES) for at in places(one)]), ANYTHING)
+def test_whatever_stands_in_a_field_it_is_taken_or_refused_with_its_line(
+    where: tuple[int, tuple[Any, ...]], value: Any
+) -> None:
+    example, (*outer, last) = where
+    document = copy.deepcopy(EXAMPLES[example])
+    place: Any = document
+    for step in outer:
+        place = place[step]
+    place[last] = value
+    problems: tuple[Problem, ...] = ()
+    try:
+        parse_policy(yaml.safe_dump(document), "mine.yaml")
+    except PolicyInvalid as invalid:
+        problems = invalid.problems
+    assert [problem for problem in problems if not (problem.sentence and problem.line)] == []
