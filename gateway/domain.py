@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
-from policies.document import Priority
+from policies.asker import SOMEBODY, Asker
+from policies.document import PolicyDocument, Priority
 from policies.profile import Bypass, RequestProfile
 from workers.adapters.report import LaneReport
 
@@ -31,6 +32,16 @@ class Caller(NamedTuple):
     client: str = "anonymous"
     """Those who share it share one place in a waiting line."""
     priority: Priority = Priority.DEFAULT
+    key: str = ""
+    team: str = ""
+
+
+class Case(NamedTuple):
+    """What one request is decided by to its end; a policy that comes later is for later ones."""
+
+    policy: PolicyDocument
+    profile: RequestProfile
+    asker: Asker = SOMEBODY
 
 
 class LaneView(NamedTuple):
@@ -67,13 +78,20 @@ class WorkerView(NamedTuple):
     lanes: tuple[LaneView, ...]
     load: float
     """Busy rows over all rows of all lanes: they share one machine."""
+    labels: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, worker_id: str, models: tuple[str, ...], lanes: tuple[LaneView, ...]) -> Self:
+    def of(
+        cls,
+        worker_id: str,
+        models: tuple[str, ...],
+        lanes: tuple[LaneView, ...],
+        labels: tuple[str, ...] = (),
+    ) -> Self:
         """Look at a worker of these lanes."""
         slots = sum([lane.slots for lane in lanes])
         busy = sum([lane.in_flight for lane in lanes])
-        return cls(worker_id, models, lanes, busy / max(1, slots))
+        return cls(worker_id, models, lanes, busy / max(1, slots), labels)
 
 
 class FleetView(NamedTuple):

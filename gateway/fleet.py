@@ -10,6 +10,7 @@ from gateway.breaker import HEALTHY, Breaker, Verdict
 from gateway.domain import Candidate, FleetView, LaneView, WorkerView
 from gateway.listed import ListedWorker
 from gateway.refusals import WorkerIdTaken
+from policies.pools import Pool
 from workers.adapters.report import LaneReport, WorkerReport
 
 BEAT_S = 2.0
@@ -54,7 +55,8 @@ class Member:
         """Take a snapshot; made anew only where something changed."""
         if self._view is None:
             lanes = [LaneView.of(lane, self.occupied(lane.name)) for lane in self.report.lanes]
-            self._view = WorkerView.of(self.report.worker_id, self.models, tuple(lanes))
+            report = self.report
+            self._view = WorkerView.of(report.worker_id, self.models, tuple(lanes), report.labels)
         return self._view
 
     def changed(self) -> None:
@@ -176,13 +178,14 @@ class Fleet:
         self._expire(self._clock())
         return tuple(self._members.values())
 
-    def lanes(self, names: tuple[str, ...]) -> tuple[tuple[Member, LaneReport], ...]:
-        """List the lanes of these names over all live workers."""
+    def lanes(self, name: str, pool: Pool) -> tuple[tuple[Member, LaneReport], ...]:
+        """List the lanes of a pool over all live workers."""
         return tuple(
             (member, lane)
             for member in self.members()
+            if pool.takes(member.report.labels, member.models)
             for lane in member.report.lanes
-            if lane.name in names
+            if lane.name == name or lane.name in pool.lanes
         )
 
     def view(self, without: frozenset[str] = NOBODY) -> FleetView:

@@ -104,14 +104,14 @@ class Upstream:
                 failure = error
             finally:
                 self._dispatch.give_back(lease, verdict, retry_after_s)
-            decision = self._dispatch.decide(trip.inspected.profile, tried)
+            decision = self._dispatch.decide(trip.case, tried)
             if not decision.candidates:
                 busy = isinstance(failure, WorkerBusy)
                 raise self._dispatch.nobody(trip.inspected.profile) if busy else failure
 
     async def _lease(self, trip: Trip, decision: Decision, tried: frozenset[str]) -> Lease:
         """Take a slot, and note where and after how long."""
-        lease = await self._dispatch.lease(trip.inspected.profile, decision, trip.caller, tried)
+        lease = await self._dispatch.lease(trip.case, decision, trip.caller, tried)
         trip.candidate = lease.candidate
         if trip.dispatched_s is None:
             trip.waited_s = lease.waited_s
@@ -123,7 +123,9 @@ class Upstream:
         A request that tested a worker on probation is owed another; those are few by themselves.
         """
         not_started = isinstance(error, WorkerUnreachable | WorkerBusy)
-        again = not_started and (lease.on_probation or self.retries.allows())
+        again = not_started and (
+            lease.on_probation or self.retries.allows(trip.case.policy.retries)
+        )
         log.warning(
             "attempt.failed request=%s worker=%s code=%s again=%s",
             trip.identity,
@@ -140,7 +142,7 @@ class Upstream:
         try:
             answer = await self._send(lease, body, trip)
         except StaleConnection:
-            if not self.retries.allows():
+            if not self.retries.allows(trip.case.policy.retries):
                 raise
             try:
                 answer = await self._send(lease, body, trip, fresh=True)

@@ -44,9 +44,10 @@ class Gauges(Collector):
         in_flight = _gauge("pool_in_flight", "Requests that hold a slot.", "pool")
         waiting = _gauge("pool_waiting", "Requests in line for a slot.", "pool")
         for name, pool in self._policy.pools.items():
-            lanes = self._fleet.lanes((name, *pool.lanes))
-            slots.add_metric([name], sum(one.slots for who, one in lanes if self._fleet.opens(who)))
-            in_flight.add_metric([name], sum(who.in_flight[one.name] for who, one in lanes))
+            lanes = self._fleet.lanes(name, pool)
+            open_slots = sum(lane.slots for member, lane in lanes if self._fleet.opens(member))
+            slots.add_metric([name], pool.bounded(open_slots))
+            in_flight.add_metric([name], self._dispatch.running(name))
             waiting.add_metric([name], self._dispatch.waiting(name))
         return slots, in_flight, waiting
 

@@ -10,6 +10,7 @@ from pydantic_core import from_json
 from gateway.domain import FleetView, Inspected
 from gateway.messages import normalise
 from gateway.refusals import BodyNotJson, FieldInvalid, ModelUnknown
+from policies.bounds import bounded
 from policies.document import PolicyDocument
 from policies.evaluation import resolve_model, sampling_defaults
 from policies.fields import FieldError
@@ -25,7 +26,7 @@ def inspect(raw: bytes, endpoint: Endpoint, policy: PolicyDocument, fleet: Fleet
     model = asked if not isinstance(asked, str) else resolve_model(policy, asked, served)
     defaults = sampling_defaults(policy, model if isinstance(model, str) else "")
     try:
-        profile = read_profile(body, endpoint, defaults)
+        profile = bounded(read_profile(body, endpoint, defaults), policy.limits, policy.media)
     except FieldError as wrong:
         raise FieldInvalid(wrong.message, param=wrong.param) from None
     asked_model = profile.model
@@ -63,6 +64,8 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, A
         "top_k": sampling.top_k,
         "min_p": sampling.min_p,
     }
+    if profile.max_tokens is not None and "max_completion_tokens" not in sent:
+        sent["max_tokens"] = profile.max_tokens
     if profile.endpoint is Endpoint.CHAT:
         sent["messages"] = normalise(body["messages"])
     if profile.stream:

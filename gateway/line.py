@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from random import Random
 
 from gateway.accounting import Accounting
+from gateway.caller import WeekClock
 from gateway.control import Control
 from gateway.dispatch import Dispatch
 from gateway.errors import StartRefused
@@ -38,6 +39,7 @@ class Line:
     probes: Probes
     clock: Callable[[], float]
     """Monotonic seconds."""
+    week: WeekClock
     rng: Random
     """Breaks ties between equal workers."""
 
@@ -51,7 +53,7 @@ def build_line(settings: Settings, rng: Random | None = None) -> Line:
     keys = read_keys(settings.workers, os.environ)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
     fleet = Fleet(clock, rng.random, listed_models)
-    dispatch = Dispatch(policy, fleet, clock, rng)
+    dispatch = Dispatch(fleet, clock, rng)
     store = MemoryStore()
     meters = Meters()
     return Line(
@@ -66,6 +68,7 @@ def build_line(settings: Settings, rng: Random | None = None) -> Line:
         control=Control(settings, fleet, store),
         probes=Probes(settings.workers, keys, fleet, dispatch, store),
         clock=clock,
+        week=WeekClock(time.time),
         rng=rng,
     )
 

@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gateway.errors import StartRefused
-from policies.document import Name, PolicyDocument
+from policies.document import PolicyDocument
+from policies.part import Label, Name
 from workers.adapters.report import LaneReport, WorkerReport
 
 _MTP_LANE = "text-mtp"
@@ -35,6 +36,8 @@ class ListedWorker(BaseModel):
     """Under the names that it knows itself."""
     pools: Annotated[tuple[Name, ...], Field(min_length=1)]
     """Pools or lanes of the policy."""
+    labels: tuple[Label, ...] = ()
+    """By which pools of the policy may choose it."""
     slots: int = Field(ge=1)
     """Requests that it may have at a time, over all its pools."""
     api_key_env: str = Field(default="", pattern=r"^[A-Za-z_]?[A-Za-z0-9_]*$")
@@ -61,6 +64,7 @@ class ListedWorker(BaseModel):
             url=self.url,
             model=self.models[0],
             context_tokens=0,
+            labels=self.labels,
             lanes=tuple(
                 LaneReport(name=pool, slots=self.slots, mtp_enabled=pool == _MTP_LANE)
                 for pool in self.pools
@@ -85,18 +89,28 @@ def read_keys(workers: Iterable[ListedWorker], environment: Mapping[str, str]) -
 
 def check_listed(workers: Iterable[ListedWorker], policy: PolicyDocument) -> None:
     """Raise `StartRefused` where the list contradicts itself or the policy."""
-    known = {*policy.pools, *(lane for pool in policy.pools.values() for lane in pool.lanes)}
     seen: set[str] = set()
     for worker in workers:
         if worker.id in seen:
             raise StartRefused(f"Two workers of the list are called '{worker.id}'.")
         seen.add(worker.id)
+        known = _open_to(worker, policy)
         for pool in worker.pools:
             if pool not in known:
                 raise StartRefused(
                     f"The worker '{worker.id}' is listed for the pool '{pool}', but the policy has "
-                    f"only: {', '.join(sorted(known))}."
+                    f"for it only: {', '.join(sorted(known)) or 'nothing'}."
                 )
+
+
+def _open_to(worker: ListedWorker, policy: PolicyDocument) -> set[str]:
+    """Name the pools that take a worker, and their lanes."""
+    return {
+        name
+        for pool_name, pool in policy.pools.items()
+        if pool.takes(worker.labels, worker.models)
+        for name in (pool_name, *pool.lanes)
+    }
 
 
 def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:

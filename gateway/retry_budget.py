@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-SHARE = 0.2
-"""Of all active requests; Envoy's retry budget."""
-AT_LEAST = 3
+from policies.bounds import Retries
 
 
 class RetryBudget:
@@ -19,9 +17,9 @@ class RetryBudget:
         self.denied = 0
         """Retries that were not made since the start."""
 
-    def allows(self) -> bool:
+    def allows(self, retries: Retries) -> bool:
         """Say whether one more request may be tried again; a refusal is counted."""
-        allowed = self.retrying < max(AT_LEAST, int(SHARE * self.active))
+        allowed = self.retrying < max(retries.at_least, int(retries.share * self.active))
         self.denied += not allowed
         return allowed
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
+from math import log1p
 from random import Random
 
 from gateway.domain import Candidate, Decision, FleetView, LaneView, WorkerView
+from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument
 from policies.evaluation import judge
+from policies.pools import Pool
 from policies.profile import Bypass, RequestProfile
 
 MTP_LANE = "text-mtp"
@@ -19,7 +22,11 @@ SPILLED = "spilled"
 
 
 def decide(
-    policy: PolicyDocument, profile: RequestProfile, fleet: FleetView, rng: Random
+    policy: PolicyDocument,
+    profile: RequestProfile,
+    fleet: FleetView,
+    rng: Random,
+    asker: Asker = SOMEBODY,
 ) -> Decision:
     """Rank the workers that may take this request: pools in the route's order, then by load.
 
@@ -27,7 +34,7 @@ def decide(
     lane that cannot speculate now comes last: it answers plainly where nobody else does. Behind
     the first pool that somebody serves all others are for spilling.
     """
-    verdict = judge(policy, profile)
+    verdict = judge(policy, profile, asker)
     route = verdict.route
     workers = [worker for worker in fleet.workers if profile.model in worker.models]
     bypass = verdict.bypass or _fleet_bypass(workers)
@@ -35,8 +42,8 @@ def decide(
     last_resort: list[Candidate] = []
     for pool in route.to:
         spill = bool(candidates)
-        lanes = policy.pools[pool].lanes
-        for _, _, _, worker_id, lane in _ranked(workers, pool, lanes, bool(verdict.bypass), rng):
+        ranked = _ranked(workers, pool, policy.pools[pool], bool(verdict.bypass), rng)
+        for _, _, _, worker_id, lane in ranked:
             if lane.name == MTP_LANE and not lane.drafts:
                 reason = bypass[0].value if bypass else BY_POLICY
                 last_resort.append(Candidate(pool, lane.name, worker_id, reason, lane.load))
@@ -53,7 +60,7 @@ def decide(
     )
 
 
-def _fleet_bypass(workers: Iterable[WorkerView]) -> tuple[Bypass, ...]:
+def _fleet_bypass(workers: Sequence[WorkerView]) -> tuple[Bypass, ...]:
     """Say why no worker could speculate, though the request may."""
     lanes = [lane for worker in workers for lane in worker.lanes if lane.name == MTP_LANE]
     if [lane for lane in lanes if lane.drafts]:
@@ -63,22 +70,30 @@ def _fleet_bypass(workers: Iterable[WorkerView]) -> tuple[Bypass, ...]:
 
 
 def _ranked(
-    workers: Iterable[WorkerView],
-    pool: str,
-    lanes: tuple[str, ...],
-    bypassed: bool,
-    rng: Random,
+    workers: Sequence[WorkerView], name: str, pool: Pool, bypassed: bool, rng: Random
 ) -> list[tuple[float, float, float, str, LaneView]]:
-    """List the lanes of a pool that may take the request, the least loaded first."""
+    """List the lanes of a pool that may take the request, the least loaded for its weight first."""
+    if pool.workers is not None:
+        workers = [one for one in workers if pool.takes(one.labels, one.models)]
+    lanes = pool.lanes
     found = [
         (lane.load, worker.load, rng.random(), worker.worker_id, lane)
         for worker in workers
         for lane in worker.lanes
         # A lane named as the pool belongs to it: so it is with workers that are listed by hand.
-        if (lane.name in lanes or lane.name == pool)
+        if (lane.name in lanes or lane.name == name)
         # Whatever a policy says, the speculative lane only takes what it can do.
         and not (bypassed and lane.name == MTP_LANE)
     ]
+    if pool.weights:
+        weights = {one.worker_id: pool.weight(one.labels) for one in workers}
+        # The last figure gives idle workers their shares too: of numbers that fall off
+        # exponentially, the least is a worker's as often as its weight says.
+        found = [
+            (load / weight, machine / weight, -log1p(-dice) / weight, worker_id, lane)
+            for load, machine, dice, worker_id, lane in found
+            for weight in (weights[worker_id],)
+        ]
     if len(found) > 1:
         found.sort()
     return found

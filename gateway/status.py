@@ -8,6 +8,7 @@ from typing import Any
 from gateway.fleet import Fleet, Member
 from gateway.store import Key, add_lanes
 from policies.document import PolicyDocument
+from policies.pools import Pool
 from workers.adapters.report import LaneReport, WorkerReport, mtp_block
 
 
@@ -17,6 +18,7 @@ def render(
     policy: PolicyDocument,
     fleet: Fleet,
     in_line: Mapping[str, int],
+    in_flight: Mapping[str, int],
     reports: tuple[WorkerReport, ...],
     guards: Mapping[str, int],
     counts: Mapping[Key, int],
@@ -37,7 +39,14 @@ def render(
         **guards,
         "latency": dict(latencies),
         "pools": {
-            name: _pool(fleet, (name, *pool.lanes), in_line[name], reports)
+            name: _pool(
+                fleet,
+                name,
+                pool,
+                _lanes_of(name, pool, reports, members),
+                in_line=in_line[name],
+                in_flight=in_flight[name],
+            )
             for name, pool in policy.pools.items()
         },
         "models": {
@@ -81,6 +90,7 @@ def _worker(
     told: dict[str, Any] = {
         "state": worker_state(fleet, member),
         "model": latest.model,
+        "labels": list(latest.labels),
         "boots": len(reports),
         "mtp": mtp_block(_lanes(reports)),
         "lanes": {lane.name: _lane(lane, member) for lane in _summed(reports)},
@@ -121,25 +131,47 @@ def _lane(lane: LaneReport, member: Member | None) -> dict[str, Any]:
 
 
 def _pool(
-    fleet: Fleet, lane_names: tuple[str, ...], in_line: int, reports: tuple[WorkerReport, ...]
+    fleet: Fleet,
+    name: str,
+    pool: Pool,
+    lanes: tuple[LaneReport, ...],
+    *,
+    in_line: int,
+    in_flight: int,
 ) -> dict[str, Any]:
     """Tell how busy a pool is now, and what its lanes did over all boots."""
-    live = fleet.lanes(lane_names)
+    live = fleet.lanes(name, pool)
     open_to_requests = [(member, lane) for member, lane in live if fleet.opens(member)]
-    lanes = tuple(lane for lane in _lanes(reports) if lane.name in lane_names)
     return {
-        "lanes": list(lane_names[1:]),
+        "lanes": list(pool.lanes),
         "workers": sorted({member.report.worker_id for member, _ in open_to_requests}),
-        "slots": sum(lane.slots for _, lane in open_to_requests),
+        "slots": pool.bounded(sum(lane.slots for _, lane in open_to_requests)),
         "running": sum(lane.running for _, lane in live),
         # In this gateway's line and, where other gateways send too, at the workers.
         "waiting": in_line + sum(lane.waiting for _, lane in live),
-        "in_flight": sum(member.in_flight[lane.name] for member, lane in live),
+        "in_flight": in_flight,
         "requests": sum(lane.requests for lane in lanes),
         "prompt_tokens": sum(lane.prompt_tokens for lane in lanes),
         "completion_tokens": sum(lane.completion_tokens for lane in lanes),
         "mtp": mtp_block(lanes),
     }
+
+
+def _lanes_of(
+    name: str,
+    pool: Pool,
+    reports: tuple[WorkerReport, ...],
+    members: Mapping[str, Member],
+) -> tuple[LaneReport, ...]:
+    """List the reports of the lanes of a pool, those of workers that are gone too."""
+    models = {worker_id: member.models for worker_id, member in members.items()}
+    return tuple(
+        lane
+        for report in reports
+        if pool.takes(report.labels, models.get(report.worker_id, (report.model,)))
+        for lane in report.lanes
+        if lane.name == name or lane.name in pool.lanes
+    )
 
 
 def _summed(reports: Iterable[WorkerReport]) -> tuple[LaneReport, ...]:

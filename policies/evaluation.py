@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from policies.document import PolicyDocument, Route, When
+from policies.asker import SOMEBODY, Asker
+from policies.compiled import Look
+from policies.document import PolicyDocument
 from policies.profile import (
     OPENAI_DEFAULTS,
     Bypass,
@@ -13,13 +15,13 @@ from policies.profile import (
     SamplingDefaults,
     bypass_reasons,
 )
+from policies.routes import Route
 
 # The one alias that follows the fleet: a client that only wants an answer may always ask for it.
 ANY_MODEL = "default"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The route that takes a request, and what keeps the request from speculation."""
 
     route: Route
@@ -30,7 +32,7 @@ def resolve_model(policy: PolicyDocument, asked: str, served: Set[str]) -> str:
     """Turn the name a client used into the name of a model; unknown names come back unchanged."""
     if asked in served or asked in policy.models:
         return asked
-    target = next((name for name, model in policy.models.items() if asked in model.aliases), asked)
+    target = policy.compiled.aliases.get(asked, asked)
     if asked == ANY_MODEL and target not in served and len(served) == 1:
         return next(iter(served))
     return target
@@ -38,24 +40,16 @@ def resolve_model(policy: PolicyDocument, asked: str, served: Set[str]) -> str:
 
 def sampling_defaults(policy: PolicyDocument, model: str) -> SamplingDefaults:
     """Say what stands in for sampling fields that a request to this model leaves out."""
-    entry = policy.models.get(model)
-    return entry.sampling.defaults if entry else OPENAI_DEFAULTS
+    return policy.compiled.sampling.get(model, OPENAI_DEFAULTS)
 
 
-def judge(policy: PolicyDocument, profile: RequestProfile) -> Verdict:
+def judge(policy: PolicyDocument, profile: RequestProfile, asker: Asker = SOMEBODY) -> Verdict:
     """Find the first route whose conditions hold; the last route always does."""
     bypass = bypass_reasons(profile)
-    for route in policy.routes[:-1]:
-        if _holds(route.when, profile, bypass):
-            return Verdict(route=route, bypass=bypass)
-    return Verdict(route=policy.routes[-1], bypass=bypass)
-
-
-def _holds(when: When, profile: RequestProfile, bypass: tuple[Bypass, ...]) -> bool:
-    return (
-        (when.media is None or when.media == (profile.media_count > 0))
-        and (when.mtp_eligible is None or when.mtp_eligible == (not bypass))
-        and (when.model is None or when.model == profile.model)
-        and (when.greedy is None or when.greedy == profile.sampling.greedy)
-        and (when.stream is None or when.stream == profile.stream)
-    )
+    look = Look(profile, asker, not bypass)
+    compiled = policy.compiled
+    taking = compiled.all_routes
+    for question in compiled.questions:
+        taking &= question(look)
+    first = (taking & -taking).bit_length() - 1
+    return Verdict(policy.routes[first], bypass)

@@ -102,6 +102,8 @@ class RequestProfile(NamedTuple):
     """The share of it that is read (`specprefill_keep_pct`), above 0, at most 1."""
     messages: int = 0
     text_chars: int = 0
+    pixels: int = 0
+    """Of all pictures together."""
 
     @property
     def media_count(self) -> int:

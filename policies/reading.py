@@ -81,6 +81,7 @@ def read_profile(
         spec_prefill_keep=_read_keep_share(fields),
         messages=content.messages,
         text_chars=content.text_chars,
+        pixels=content.pixels,
     )
 
 

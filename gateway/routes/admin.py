@@ -56,6 +56,7 @@ def workers(line: Line) -> APIRouter:
                     "worker_id": member.report.worker_id,
                     "url": member.report.url,
                     "model": member.report.model,
+                    "labels": list(member.report.labels),
                     "state": worker_state(line.fleet, member),
                     "lanes": [lane.name for lane in member.report.lanes],
                     "last_beat_s_ago": round(line.fleet.age_s(member), 3),

@@ -62,6 +62,7 @@ def status(line: Line, relay: Relay) -> APIRouter:
             policy=line.policy,
             fleet=line.fleet,
             in_line={pool: line.dispatch.waiting(pool) for pool in line.policy.pools},
+            in_flight={pool: line.dispatch.running(pool) for pool in line.policy.pools},
             reports=await line.store.reports(),
             guards={
                 "retries_denied": line.upstream.retries.denied,

@@ -11,9 +11,10 @@ import pytest
 
 from gateway.breaker import Verdict
 from gateway.dispatch import Dispatch
-from gateway.domain import Caller
+from gateway.domain import Caller, Case
 from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fleet import Fleet, Lease
+from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority, read_policy
 from policies.profile import Endpoint, RequestProfile, Sampling
 from tests.gateway.fake_worker import lane_report
@@ -60,7 +61,8 @@ class Door:
     def __init__(self, policy: PolicyDocument) -> None:
         self.clock = Clock()
         self.fleet = Fleet(self.clock, dice=lambda: 0.0)
-        self.dispatch = Dispatch(policy, self.fleet, self.clock, Random(0))
+        self.policy = policy
+        self.dispatch = Dispatch(self.fleet, self.clock, Random(0))
 
     def ask(
         self,
@@ -68,10 +70,12 @@ class Door:
         client: str = "a",
         priority: Priority = Priority.DEFAULT,
         tried: frozenset[str] = frozenset(),
+        asker: Asker = SOMEBODY,
     ) -> asyncio.Task[Lease]:
-        decision = self.dispatch.decide(profile, tried)
+        case = Case(self.policy, profile, asker)
+        decision = self.dispatch.decide(case, tried)
         caller = Caller(client, priority)
-        return asyncio.create_task(self.dispatch.lease(profile, decision, caller, tried))
+        return asyncio.create_task(self.dispatch.lease(case, decision, caller, tried))
 
     async def waiting(self, pool: str = "vlm") -> int:
         await settled()
@@ -295,9 +299,10 @@ async def test_whatever_happens_every_slot_comes_back_and_none_is_given_twice(se
     async def one() -> None:
         nonlocal most
         profile = rng.choice((SAMPLED, GREEDY))
-        decision = door.dispatch.decide(profile, frozenset())
+        case = Case(door.policy, profile)
+        decision = door.dispatch.decide(case, frozenset())
         caller = Caller(rng.choice("xyz"), rng.choice(list(Priority)))
-        lease = await door.dispatch.lease(profile, decision, caller)
+        lease = await door.dispatch.lease(case, decision, caller)
         most = max(most, door.busy())
         try:
             await asyncio.sleep(rng.choice((0, 0, 0.001)))

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 from gateway.quarantine import KEPT_S, Quarantine
 from gateway.retry_budget import RetryBudget
+from policies.bounds import Retries
 
 
 def test_a_fifth_of_the_active_requests_may_be_tried_again_and_three_always() -> None:
     budget = RetryBudget()
     for active, allowed in ((0, 3), (10, 3), (15, 3), (20, 4), (100, 20)):
         budget.active, budget.retrying = active, allowed - 1
-        assert budget.allows()
+        assert budget.allows(Retries())
         budget.retrying = allowed
-        assert not budget.allows()
+        assert not budget.allows(Retries())
     assert budget.denied == 5
+
+
+def test_a_policy_may_allow_fewer_retries_or_none() -> None:
+    budget = RetryBudget()
+    budget.active = 100
+    assert not budget.allows(Retries(share=0, at_least=0))
+    budget.retrying = 9
+    assert budget.allows(Retries(share=0.1))
+    budget.retrying = 10
+    assert not budget.allows(Retries(share=0.1))
 
 
 def test_a_further_attempt_counts_until_its_answer_begins_however_that_ends() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.domain import FleetView, LaneView, WorkerView
 from gateway.routing import decide
+from policies.asker import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
 from policies.profile import Bypass, Endpoint, RequestProfile, Sampling
 from tests.gateway.fake_worker import lane_report
@@ -137,6 +138,81 @@ def test_a_policy_that_sends_eligible_text_elsewhere_says_so() -> None:
         "test",
     )
     assert candidates(plain, GREEDY)[0].reason == "policy"
+
+
+def pools_of(pool: dict[str, Any]) -> PolicyDocument:
+    """A policy with one pool."""
+    return read_policy(
+        {"version": 1, "routes": [{"name": "all", "to": "p"}], "pools": {"p": {**VLM, **pool}}},
+        "test",
+    )
+
+
+VLM = {"lanes": "vlm"}
+
+
+def labelled(name: str, *labels: str, busy: int = 0, model: str = "demo") -> WorkerView:
+    return WorkerView.of(name, (model,), (LaneView.of(lane_report("vlm"), busy),), labels)
+
+
+@pytest.mark.parametrize(
+    ("workers", "taken"),
+    [
+        ({"labels": "big"}, "a"),
+        ({"labels": ["big", "new"]}, "ab"),
+        ({"models": "demo"}, "abc"),
+        ({"models": ["other"]}, ""),
+        ({"labels": "new", "models": ["demo", "other"]}, "b"),
+        ({"labels": "big", "models": "other"}, ""),
+    ],
+)
+def test_a_pool_takes_the_workers_that_it_names(workers: dict[str, Any], taken: str) -> None:
+    macs = fleet(labelled("a", "big"), labelled("b", "new"), labelled("c"))
+    found = decide(pools_of({"workers": workers}), SAMPLED, macs, Random(0)).candidates
+    assert sorted(one.worker_id for one in found) == [*taken]
+
+
+def test_an_idle_worker_of_weight_two_gets_twice_the_requests() -> None:
+    policy = pools_of({"weights": {"big": 2}})
+    macs = fleet(labelled("a", "big"), labelled("b"), labelled("c"))
+    firsts = Counter(
+        decide(policy, SAMPLED, macs, Random(seed)).candidates[0].worker_id for seed in range(4000)
+    )
+    assert 0.47 < firsts["a"] / 4000 < 0.53
+    assert 0.22 < firsts["b"] / 4000 < 0.28
+
+
+def test_a_busy_worker_of_weight_two_carries_twice_the_requests() -> None:
+    policy = pools_of({"weights": {"big": 2, "slow": 0.5}})
+    labels = {"a": ("big",), "b": (), "c": ("slow",), "d": ("slow", "big")}
+    busy = dict.fromkeys(labels, 0)
+    rng = Random(0)
+    for _ in range(1100):
+        macs = fleet(*(labelled(name, *labels[name], busy=busy[name]) for name in labels))
+        busy[decide(policy, SAMPLED, macs, rng).candidates[0].worker_id] += 1
+    assert busy == {"a": 400, "b": 200, "c": 100, "d": 400}, "of two weights the larger counts"
+
+
+def test_a_route_may_depend_on_who_asks_and_when() -> None:
+    policy = read_policy(
+        {
+            "version": 1,
+            "routes": [
+                {"name": "night", "when": {"team": "a", "hours": "22:00-06:00"}, "to": "slow"},
+                {"name": "rest", "to": "vlm"},
+            ],
+            "pools": {"slow": {**VLM, "workers": {"labels": "old"}}, "vlm": VLM},
+        },
+        "test",
+    )
+    macs = fleet(labelled("a", "old", busy=1), labelled("b"))
+    decisions = [
+        decide(policy, SAMPLED, macs, Random(0), asker)
+        for asker in (Asker(team="a", minute_of_week=1), Asker(team="a", minute_of_week=720))
+    ]
+    assert [(one.route, one.candidates[0].worker_id) for one in decisions] == [
+        *(("night", "a"), ("rest", "b"))
+    ]
 
 
 def candidates(policy: PolicyDocument, profile: RequestProfile) -> tuple[Any, ...]:

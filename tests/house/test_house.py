@@ -72,7 +72,7 @@ def test_locks_hold_every_dependency_of_the_project() -> None:
         assert names <= locked.keys(), kind
 
 
-def test_wheel_brings_the_shipped_policy_and_the_demo_model(tmp_path: Path) -> None:
+def test_wheel_brings_the_shipped_policies_and_the_demo_model(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
         cwd=ROOT,
@@ -83,7 +83,9 @@ def test_wheel_brings_the_shipped_policy_and_the_demo_model(tmp_path: Path) -> N
     packed = set(zipfile.ZipFile(wheel).namelist())
     checkpoint = {str(path.relative_to(ROOT)) for path in CHECKPOINT.rglob("*") if path.is_file()}
     assert any(name.endswith(".safetensors") for name in checkpoint)
-    assert {"policies/default.yaml", *checkpoint} <= packed
+    policies = {str(path.relative_to(ROOT)) for path in (ROOT / "policies").rglob("*.yaml")}
+    assert len(policies) > 5
+    assert {"policies/schema.json", *policies, *checkpoint} <= packed
     assert {name.split("/")[0] for name in packed if ".dist-info/" not in name} == {
         *("gateway", "policies", "workers")
     }

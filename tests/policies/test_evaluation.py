@@ -67,30 +67,6 @@ def test_the_shipped_routes(
     assert (verdict.route.name, verdict.bypass) == (route, bypass)
 
 
-@pytest.mark.parametrize(
-    ("when", "holds"),
-    [
-        ({"media": False}, True),
-        ({"media": True}, False),
-        ({"mtp_eligible": True}, True),
-        ({"mtp_eligible": False}, False),
-        ({"model": "demo"}, True),
-        ({"model": "other"}, False),
-        ({"greedy": True}, True),
-        ({"greedy": False}, False),
-        ({"stream": False}, True),
-        ({"stream": True}, False),
-        ({"greedy": True, "model": "demo", "stream": False}, True),
-        ({"greedy": True, "model": "other"}, False),
-    ],
-)
-def test_all_conditions_of_a_route_must_hold(when: dict[str, Any], holds: bool) -> None:
-    policy = policy_of(
-        [{"name": "first", "when": when, "to": ["vlm"]}, {"name": "rest", "to": ["vlm"]}]
-    )
-    assert judge(policy, GREEDY).route.name == ("first" if holds else "rest")
-
-
 def policy_of(routes: list[dict[str, Any]], **models: Any) -> Any:
     pools = {"vlm": {"lanes": ["vlm"]}}
     return read_policy({"version": 1, "models": models, "routes": routes, "pools": pools}, "test")

@@ -131,7 +131,8 @@ async def test_real_worker_joins_and_leaves_a_gateway() -> None:
     gateway = Gateway()
     async with listening(gateway.app()) as url:
         environment = {"PACELINE_JOIN_TOKEN": "secret"}
-        starting = running_worker("--join", url, "--id", "studio", environment=environment)
+        named = ("--id", "studio", "--label", "big")
+        starting = running_worker("--join", url, *named, environment=environment)
         worker = await asyncio.to_thread(starting.__enter__)
         await gateway.reports_reach(1)
         async with httpx.AsyncClient(base_url=worker.url) as client:
@@ -139,4 +140,5 @@ async def test_real_worker_joins_and_leaves_a_gateway() -> None:
         await asyncio.to_thread(starting.__exit__, None, None, None)
     assert worker.process.returncode == 0
     assert gateway.reports[0].url == worker.url
+    assert gateway.reports[0].labels == ("big",)
     assert gateway.left == ["studio"]

@@ -15,7 +15,7 @@ from workers.server.settings import UnusableSettings
 def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run in an empty folder, without the settings of a Paceline that its owner may run."""
     monkeypatch.chdir(tmp_path)
-    for name in ("JOIN_TOKEN", "CONFIG", "WORKER_PORT", "WORKER_LANES"):
+    for name in ("JOIN_TOKEN", "CONFIG", "WORKER_PORT", "WORKER_LANES", "WORKER_LABELS"):
         monkeypatch.delenv(f"PACELINE_{name}", raising=False)
 
 
@@ -47,6 +47,16 @@ def test_paceline_yaml_beside_is_read_and_lists_may_be_lists(tmp_path: Path) -> 
     )
 
 
+def test_labels_are_repeated_as_flags_and_listed_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "paceline.yaml").write_text("worker: {labels: [big, lab-2]}")
+    assert read_settings([]).labels == ("big", "lab-2")
+    monkeypatch.setenv("PACELINE_WORKER_LABELS", "small, new")
+    assert read_settings([]).labels == ("small", "new")
+    assert read_settings(["--label", "big", "--label", "bf16"]).labels == ("big", "bf16")
+
+
 def test_gateways_own_host_and_port_are_not_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_PORT", "8000")
     monkeypatch.setenv("PACELINE_HOST", "0.0.0.0")
@@ -58,6 +68,7 @@ def test_gateways_own_host_and_port_are_not_the_workers(monkeypatch: pytest.Monk
     [
         (["--port", "99999"], "--port"),
         (["--lanes", "fast"], "--lanes"),
+        (["--label", "a b"], "--label:"),
         (["--id", "a b"], "--id"),
         (["--draft-tokens", "9"], "--draft-tokens"),
         (["--join", "studio"], "--join"),

@@ -10,6 +10,8 @@ from collections import Counter
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 
+from policies.part import Label
+
 
 class Record(BaseModel):
     """A frozen record that refuses unknown fields."""
@@ -162,6 +164,8 @@ class WorkerReport(Record):
     url: str
     """Where the gateway reaches it, e.g. http://192.168.1.20:9200."""
     model: str
+    labels: tuple[Label, ...] = ()
+    """What its admin says of it, for pools of the policy to choose by."""
     context_tokens: NonNegativeInt
     ready: bool = True
     draining: bool = False

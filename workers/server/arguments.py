@@ -16,6 +16,8 @@ from workers.server.settings import UnusableSettings, WorkerSettings
 
 _DEFAULT_FILE = Path("paceline.yaml")
 _SECTION = "worker"
+_SPELLED = {"labels": "--label"}
+"""Flags that are not called as their settings are."""
 
 
 def read_settings(arguments: Sequence[str]) -> WorkerSettings:
@@ -59,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--join", metavar="URL", help="gateway to report to")
     add("--token", help="join token of the gateway (better: PACELINE_JOIN_TOKEN)")
     add("--id", help="name of this worker (default: machine and port)")
+    add("--label", action="append", dest="labels", help="what a policy may choose it by; repeat it")
     add("--draft-tokens", metavar="K", help="tokens drafted a step, 0 to 8 (default: 2)")
     add("--snapshot-dir", metavar="DIR", help="keep read system prompts across restarts")
     add("--snapshot-bytes", metavar="N", help="for read system prompts (default: 1 GiB)")
@@ -99,7 +102,7 @@ def _sentence(
             continue
         spelled = f"'{name}' in the section '{_SECTION}' of the configuration file"
         if name in flags:
-            spelled = f"--{name.replace('_', '-')}"
+            spelled = _SPELLED.get(name, f"--{name.replace('_', '-')}")
         elif name not in written:
             spelled = name if name.startswith("PACELINE_") else f"PACELINE_WORKER_{name.upper()}"
         problems.append(f"{spelled}: {text}")

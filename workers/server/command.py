@@ -111,6 +111,7 @@ async def _live(
             worker_id=settings.id or default_worker_id(socket.gethostname(), port),
             boot_id=secrets.token_hex(8),
             url=advertised_url(host, port, settings.join or None),
+            labels=settings.labels,
         ),
         engine=engine,
         clock=time.time,

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from policies.part import Label
 from workers.engine.requests import LaneName
 from workers.server.identity import DEFAULT_HOST, is_loopback, source_address_towards
 
@@ -40,6 +41,8 @@ class WorkerSettings(BaseSettings):
     """URL of the gateway to report to."""
     token: SecretStr | None = Field(None, validation_alias="PACELINE_JOIN_TOKEN")
     id: str = Field("", pattern=r"^([A-Za-z0-9][A-Za-z0-9._-]{0,63})?$")
+    labels: Annotated[tuple[Label, ...], NoDecode] = ()
+    """What the policy may choose it by; with commas between, in the environment."""
     draft_tokens: int = Field(2, ge=0, le=8)
     snapshot_dir: Path | None = None
     """Where what was read of system prompts outlives the process."""
@@ -58,6 +61,14 @@ class WorkerSettings(BaseSettings):
         names = value.split(",") if isinstance(value, str) else value
         if not isinstance(names, list | tuple) or not names:
             raise ValueError("name at least one lane")
+        return tuple(dict.fromkeys(str(name).strip() for name in names))
+
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _split_labels(cls, value: object) -> object:
+        names = value.split(",") if isinstance(value, str) else value
+        if not isinstance(names, list | tuple):
+            raise ValueError("must be a list of labels")
         return tuple(dict.fromkeys(str(name).strip() for name in names))
 
     @field_validator("join")

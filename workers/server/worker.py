@@ -19,6 +19,7 @@ class Identity:
     worker_id: str
     boot_id: str
     url: str
+    labels: tuple[str, ...] = ()
 
 
 class Traffic:
@@ -80,6 +81,7 @@ class Worker:
             boot_id=self.identity.boot_id,
             url=self.identity.url,
             model=card.model,
+            labels=self.identity.labels,
             context_tokens=card.context_tokens,
             ready=self.ready,
             draining=self.traffic.draining,

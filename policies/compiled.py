@@ -1,0 +1,183 @@
+"""The document in the form in which it is asked: one look for each property of a request.
+
+A route is one bit. Each question turns one property of a request into the set of routes that take
+any request with that property; the routes that take this very request are what all answers have in
+common, and the lowest bit is the first of them. So the time hardly depends on how many routes there
+are, only on how many properties they ask for.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from math import inf
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from policies.asker import Asker
+from policies.models import ModelPolicy
+from policies.profile import RequestProfile, SamplingDefaults
+from policies.routes import Range, Route, When
+
+
+class Look(NamedTuple):
+    """One request at one moment, as conditions see it."""
+
+    profile: RequestProfile
+    asker: Asker
+    mtp_eligible: bool
+
+
+Routes = int
+"""A set of routes: bit i stands for the route of index i."""
+Question = Callable[[Look], Routes]
+_Read = Callable[[Look], Any]
+
+_FLAGS: tuple[tuple[str, _Read], ...] = (
+    ("mtp_eligible", attrgetter("mtp_eligible")),
+    ("greedy", attrgetter("profile.sampling.greedy")),
+    ("stream", attrgetter("profile.stream")),
+)
+_FEATURES: tuple[tuple[str, _Read], ...] = (
+    ("tools", attrgetter("profile.tools")),
+    ("structured_output", attrgetter("profile.structured_output")),
+    ("logprobs", lambda look: look.profile.top_logprobs is not None),
+    ("multiple_choices", lambda look: look.profile.choices > 1),
+    ("logits_processors", attrgetter("profile.sampling.reshapes_logits")),
+    ("thinking_budget", lambda look: look.profile.thinking_budget is not None),
+)
+_NUMBERS: tuple[tuple[str, _Read], ...] = (
+    ("prompt_chars", attrgetter("profile.text_chars")),
+    ("max_tokens", lambda look: inf if (most := look.profile.max_tokens) is None else most),
+    ("messages", attrgetter("profile.messages")),
+)
+_NAMES: tuple[tuple[str, _Read], ...] = (
+    ("model", attrgetter("profile.model")),
+    ("key", attrgetter("asker.key")),
+    ("team", attrgetter("asker.team")),
+)
+
+
+class Compiled(NamedTuple):
+    """All that can be worked out of a document before the first request comes."""
+
+    all_routes: Routes
+    questions: tuple[Question, ...]
+    aliases: Mapping[str, str]
+    """Alias -> model."""
+    sampling: Mapping[str, SamplingDefaults]
+    headers: tuple[str, ...]
+    """Names of the request headers that some route asks for."""
+
+
+def compile_document(routes: Sequence[Route], models: Mapping[str, ModelPolicy]) -> Compiled:
+    """Work out of the parts of a document what every request needs of them."""
+    whens = [route.when for route in routes]
+    headers = sorted({name for when in whens for name in when.header or ()})
+    return Compiled(
+        all_routes=(1 << len(routes)) - 1,
+        questions=tuple(question for question in _questions(whens, headers) if question),
+        aliases={alias: name for name, model in models.items() for alias in model.aliases},
+        sampling={name: model.sampling.defaults for name, model in models.items()},
+        headers=tuple(headers),
+    )
+
+
+def _questions(whens: Sequence[When], headers: Iterable[str]) -> Iterable[Question | None]:
+    """Give a question for each property, None where no route asks for it."""
+    yield _media([when.media for when in whens])
+    for name, read in _FLAGS:
+        yield _flag([getattr(when, name) for when in whens], read)
+    for name, read in _FEATURES:
+        yield _flag([getattr(when.features, name, None) for when in whens], read)
+    for name, read in _NUMBERS:
+        yield _number([getattr(when, name) for when in whens], read)
+    for name, read in _NAMES:
+        yield _name([getattr(when, name) for when in whens], read)
+    for name in headers:
+        yield _name([(when.header or {}).get(name) for when in whens], _header(name))
+    yield _time([when.windows() for when in whens])
+
+
+def _flag(wanted: Sequence[bool | None], read: _Read) -> Question | None:
+    if not _given(wanted):
+        return None
+    when_true = _bits(want is not False for want in wanted)
+    when_false = _bits(want is not True for want in wanted)
+    return lambda look: when_true if read(look) else when_false
+
+
+def _name(wanted: Sequence[tuple[str, ...] | None], read: _Read) -> Question | None:
+    if not _given(wanted):
+        return None
+    elsewhere = _bits(names is None for names in wanted)
+    where = {
+        name: _bits(names is None or name in names for names in wanted)
+        for some in wanted
+        for name in some or ()
+    }
+    return lambda look: where.get(read(look), elsewhere)
+
+
+def _header(name: str) -> _Read:
+    return lambda look: look.asker.headers.get(name)
+
+
+def _media(wanted: Sequence[bool | tuple[str, ...] | None]) -> Question | None:
+    if not _given(wanted):
+        return None
+    without = _bits(want is None or want is False for want in wanted)
+    with_any = _bits(want is None or want is True for want in wanted)
+    kinds = {kind for want in wanted if isinstance(want, tuple) for kind in want}
+    named = {
+        kind: _bits(isinstance(want, tuple) and kind in want for want in wanted) for kind in kinds
+    }
+
+    def ask(look: Look) -> Routes:
+        media = look.profile.media
+        if not media:
+            return without
+        found = with_any
+        for kind, _ in media:
+            found |= named.get(kind, 0)
+        return found
+
+    return ask
+
+
+def _number(wanted: Sequence[Range | None], read: _Read) -> Question | None:
+    ranges = [one for one in wanted if one is not None]
+    edges = {one.at_least for one in ranges if one.at_least is not None}
+    edges |= {one.at_most + 1 for one in ranges if one.at_most is not None}
+    return _steps(
+        edges, read, lambda number: _bits(one is None or one.contains(number) for one in wanted)
+    )
+
+
+def _time(wanted: Sequence[tuple[tuple[int, int], ...] | None]) -> Question | None:
+    edges = {minute for windows in wanted for window in windows or () for minute in window}
+
+    def open_at(minute: int) -> Routes:
+        return _bits(
+            windows is None or any(first <= minute < end for first, end in windows)
+            for windows in wanted
+        )
+
+    return _steps(edges, attrgetter("asker.minute_of_week"), open_at)
+
+
+def _steps(edges: Iterable[int], read: _Read, at: Callable[[int], Routes]) -> Question | None:
+    """Ask a number: between two neighbouring edges the answer is always the same."""
+    ordered = sorted(edges)
+    if not ordered:
+        return None
+    between = [at(ordered[0] - 1), *map(at, ordered)]
+    return lambda look: between[bisect_right(ordered, read(look))]
+
+
+def _given(wanted: Iterable[object]) -> bool:
+    return any(want is not None for want in wanted)
+
+
+def _bits(holds: Iterable[bool]) -> Routes:
+    return sum(1 << index for index, one in enumerate(holds) if one)
