@@ -68,9 +68,10 @@ class Dispatch:
         """Count the requests in line whose preferred pool this is."""
         return self._pools[pool].at_home
 
-    def decide(self, profile: RequestProfile, tried: frozenset[str]) -> Decision:
+    def decide(self, profile: RequestProfile, caller: Caller, tried: frozenset[str]) -> Decision:
         """Decide as of now, leaving out workers that were tried already."""
-        return decide(self._policy, profile, self._fleet.view(without=tried), self._rng)
+        fleet = self._fleet.view(without=tried)
+        return decide(self._policy, profile, fleet, self._rng, caller.pools)
 
     async def lease(
         self,
@@ -139,7 +140,7 @@ class Dispatch:
         if self._pools[home].at_home >= queue.limit:
             raise QueueFull(self.retry_after_s(home))
         seat: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        kind = (profile.model, decision.route, bypass_reasons(profile), tried)
+        kind = (profile.model, decision.route, bypass_reasons(profile), tried, caller.pools)
         waiter = _Waiter(profile, caller, tried, self._clock(), seat, kind)
         self._pools[home].at_home += 1
         self._waiting += 1
@@ -177,13 +178,13 @@ class Dispatch:
 
     def _widen(self, waiter: _Waiter) -> None:
         """Let a request stand in the lines of all pools that may take it."""
-        for candidate in self.decide(waiter.profile, waiter.tried).candidates:
+        for candidate in self.decide(waiter.profile, waiter.caller, waiter.tried).candidates:
             if candidate.pool not in waiter.pools:
                 self._enter(waiter, candidate.pool)
 
     def _seat(self, waiter: _Waiter, pool: str) -> bool:
         """Give a slot of this pool to a request in line, if one is free that it may have."""
-        decision = self.decide(waiter.profile, waiter.tried)
+        decision = self.decide(waiter.profile, waiter.caller, waiter.tried)
         for candidate in decision.candidates:
             if candidate.pool != pool or (candidate.spill and not waiter.spilled):
                 continue

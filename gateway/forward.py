@@ -104,7 +104,7 @@ class Upstream:
                 failure = error
             finally:
                 self._dispatch.give_back(lease, verdict, retry_after_s)
-            decision = self._dispatch.decide(trip.inspected.profile, tried)
+            decision = self._dispatch.decide(trip.inspected.profile, trip.caller, tried)
             if not decision.candidates:
                 busy = isinstance(failure, WorkerBusy)
                 raise self._dispatch.nobody(trip.inspected.profile) if busy else failure

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from random import Random
 
 from gateway.domain import Candidate, Decision, FleetView, LaneView, WorkerView
@@ -19,13 +19,18 @@ SPILLED = "spilled"
 
 
 def decide(
-    policy: PolicyDocument, profile: RequestProfile, fleet: FleetView, rng: Random
+    policy: PolicyDocument,
+    profile: RequestProfile,
+    fleet: FleetView,
+    rng: Random,
+    pools: Set[str] | None = None,
 ) -> Decision:
     """Rank the workers that may take this request: pools in the route's order, then by load.
 
     Among equals the order is `rng`'s, so that one seed always gives one decision. A speculative
     lane that cannot speculate now comes last: it answers plainly where nobody else does. Behind
-    the first pool that somebody serves all others are for spilling.
+    the first pool that somebody serves all others are for spilling. `pools` are those that the key
+    may use, None for all: the others are as if the route did not name them.
     """
     verdict = judge(policy, profile)
     route = verdict.route
@@ -33,7 +38,8 @@ def decide(
     bypass = verdict.bypass or _fleet_bypass(workers)
     candidates: list[Candidate] = []
     last_resort: list[Candidate] = []
-    for pool in route.to:
+    allowed = route.to if pools is None else [pool for pool in route.to if pool in pools]
+    for pool in allowed:
         spill = bool(candidates)
         lanes = policy.pools[pool].lanes
         for _, _, _, worker_id, lane in _ranked(workers, pool, lanes, bool(verdict.bypass), rng):
@@ -50,6 +56,7 @@ def decide(
         bypass=bypass,
         candidates=(*candidates, *last_resort),
         spill_after_s=None if route.spill is None else route.spill.after_wait_ms / 1000,
+        barred=not allowed,
     )
 
 

@@ -12,7 +12,8 @@ from gateway.client import read_small_body
 from gateway.domain import Decision, Inspected
 from gateway.inspection import inspect, parse
 from gateway.line import Line
-from gateway.routes.guards import with_data_key
+from gateway.refusals import PoolsNotAllowed
+from gateway.routes.guards import holder_of, with_data_key
 from gateway.routing import decide
 from policies.profile import Endpoint
 
@@ -32,10 +33,15 @@ def explanation(line: Line) -> APIRouter:
         endpoint = Endpoint.COMPLETIONS if "prompt" in parse(raw) else Endpoint.CHAT
         fleet = line.fleet.view()
         inspected = inspect(raw, endpoint, line.policy, fleet)
+        holder = holder_of(request)
+        holder.check_model(inspected)
         # The same dice as the next request, thrown without moving them.
         rng = Random()  # noqa: S311
         rng.setstate(line.rng.getstate())
-        return _told(inspected, decide(line.policy, inspected.profile, fleet, rng))
+        decision = decide(line.policy, inspected.profile, fleet, rng, holder.caller.pools)
+        if decision.barred:
+            raise PoolsNotAllowed
+        return _told(inspected, decision)
 
     return router
 

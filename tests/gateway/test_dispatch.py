@@ -69,8 +69,8 @@ class Door:
         priority: Priority = Priority.DEFAULT,
         tried: frozenset[str] = frozenset(),
     ) -> asyncio.Task[Lease]:
-        decision = self.dispatch.decide(profile, tried)
         caller = Caller(client, priority)
+        decision = self.dispatch.decide(profile, caller, tried)
         return asyncio.create_task(self.dispatch.lease(profile, decision, caller, tried))
 
     async def waiting(self, pool: str = "vlm") -> int:
@@ -295,8 +295,8 @@ async def test_whatever_happens_every_slot_comes_back_and_none_is_given_twice(se
     async def one() -> None:
         nonlocal most
         profile = rng.choice((SAMPLED, GREEDY))
-        decision = door.dispatch.decide(profile, frozenset())
         caller = Caller(rng.choice("xyz"), rng.choice(list(Priority)))
+        decision = door.dispatch.decide(profile, caller, frozenset())
         lease = await door.dispatch.lease(profile, decision, caller)
         most = max(most, door.busy())
         try:
