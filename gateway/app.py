@@ -77,7 +77,13 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
         async with line.upstream, line.control, line.probes, line.keeping:
             yield
 
-    panel = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    panel = FastAPI(
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
+    )
     panel.include_router(state.probes(line, relay))
     panel.include_router(state.status(line, relay))
     panel.include_router(models.models(line))

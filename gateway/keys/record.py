@@ -21,7 +21,7 @@ _SHOWN_CHARS = 8
 
 # Nothing that a spreadsheet takes for a formula, or a log for the end of a line.
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}$")]
-NoLabel = Annotated[str, Field(max_length=0)]
+MaybeLabel = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63})?$")]
 _Names = Annotated[tuple[Name, ...], Field(strict=False, max_length=100)]
 
 
@@ -54,7 +54,7 @@ class KeyTerms(Limits):
 
     name: Label
     """For people; two keys may share one."""
-    team: Label | NoLabel = ""
+    team: MaybeLabel = ""
     models: _Names = ()
     """By their own names; none: all."""
     pools: _Names = ()

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -135,6 +135,16 @@ class Gateway:
 
 def chat_body(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [{"role": "user", "content": "Say a word."}], **fields}
+
+
+def bearing(key: Mapping[str, Any]) -> dict[str, str]:
+    """Show the secret of a key that was just made."""
+    return {"authorization": f"Bearer {key['secret']}"}
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    """Read status and code of an error."""
+    return answer.status_code, answer.json()["error"]["code"]
 
 
 def settings_for_tests(state_dir: Path, **changes: Any) -> Settings:
