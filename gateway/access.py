@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import itertools
 import os
 import secrets
 import socket
@@ -13,20 +14,36 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from gateway.errors import StartRefused
+from gateway.keys.keyring import bearer
 from gateway.refusals import HostRefused
 from gateway.settings import Settings
 
-_BEARER = b"bearer "
 _HOSTS_KEPT = 64
 
 
-def check_binding(settings: Settings) -> None:
-    """Refuse to listen beyond loopback without a key."""
-    if not is_loopback(settings.host) and settings.api_key is None:
+def check_binding(settings: Settings, *, keyed: bool) -> None:
+    """Refuse to listen beyond loopback unless clients need a key."""
+    if not is_loopback(settings.host) and not keyed:
         raise StartRefused(
             f"Listening on {settings.host} would let anyone on the network use the models: "
-            "set PACELINE_API_KEY first, or stay on 127.0.0.1."
+            "set PACELINE_API_KEY first, or stay on 127.0.0.1 and make keys there with "
+            "`paceline keys create`."
         )
+
+
+def check_secrets(settings: Settings) -> None:
+    """Refuse one secret for two purposes: who holds the one would hold the other."""
+    named = {
+        "PACELINE_API_KEY": settings.api_key,
+        "PACELINE_ADMIN_KEY": settings.admin_key,
+        "PACELINE_JOIN_TOKEN": settings.join_token,
+    }
+    given = {name: secret for name, secret in named.items() if secret is not None}
+    for (name, secret), (other, same) in itertools.combinations(given.items(), 2):
+        if hmac.compare_digest(
+            secret.get_secret_value().encode(), same.get_secret_value().encode()
+        ):
+            raise StartRefused(f"{name} and {other} are the same; each must be one of its own.")
 
 
 def ensure_join_token(settings: Settings) -> Settings:
@@ -115,9 +132,9 @@ class Hosts:
 
 def bears(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:
     """Say whether an `Authorization` value carries one of these secrets; unset ones never match."""
-    if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
+    offered = bearer(authorization)
+    if offered is None:
         return False
-    offered = authorization[len(_BEARER) :].strip()
     # Bytes, because compare_digest refuses non-ASCII text; all of them, so that time tells nothing.
     matches = [
         hmac.compare_digest(offered, held.get_secret_value().encode())

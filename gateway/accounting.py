@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from gateway.domain import Served
+from gateway.keys.usage import Ledger
 from gateway.metrics import Meters
 from gateway.store import Key, Store
 from policies.profile import Bypass
@@ -19,11 +20,15 @@ NOWHERE = "none"
 
 
 class Accounting:
-    """The books of one gateway."""
+    """The books of one gateway. `wall` is the time of the day."""
 
-    def __init__(self, store: Store, meters: Meters) -> None:
+    def __init__(
+        self, store: Store, meters: Meters, ledger: Ledger, wall: Callable[[], float]
+    ) -> None:
         self._store = store
         self._meters = meters
+        self._ledger = ledger
+        self._wall = wall
         self._recent: dict[tuple[str, str], deque[float]] = {}
 
     def account(self, served: Served) -> None:
@@ -31,6 +36,8 @@ class Accounting:
         self._store.count(tally(served))
         pool = served.candidate.pool if served.candidate else NOWHERE
         self._meters.request(served, pool)
+        if served.spent.requests:
+            self._ledger.enter(served.caller, served.usage, served.spent, self._wall())
         if served.outcome == "completed":
             self._keep(pool, "answer_s", served.seconds)
             if served.first_token_s is not None:
@@ -38,9 +45,10 @@ class Accounting:
         if served.added_s is not None:
             self._keep(pool, "added_s", served.added_s)
         log.info(
-            "request.done request=%s outcome=%s status=%d code=%s pool=%s worker=%s reason=%s "
-            "attempts=%d prompt_tokens=%d completion_tokens=%d seconds=%.3f",
+            "request.done request=%s key=%s outcome=%s status=%d code=%s pool=%s worker=%s "
+            "reason=%s attempts=%d prompt_tokens=%d completion_tokens=%d seconds=%.3f",
             served.request_id,
+            served.caller.key or "-",
             served.outcome,
             served.status,
             served.code or "-",

@@ -18,7 +18,7 @@ from gateway.errors import GatewayError, RequestRefused
 from gateway.line import Line, build_line
 from gateway.refusals import HostRefused, MethodRefused, PathUnknown
 from gateway.relay import ENDPOINTS, Relay
-from gateway.routes import admin, explain, models, state
+from gateway.routes import admin, explain, keys, models, state, usage
 from gateway.settings import Settings
 
 
@@ -74,15 +74,23 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with line.upstream, line.control, line.probes:
+        async with line.upstream, line.control, line.probes, line.keeping:
             yield
 
-    panel = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    panel = FastAPI(
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
+    )
     panel.include_router(state.probes(line, relay))
     panel.include_router(state.status(line, relay))
     panel.include_router(models.models(line))
     panel.include_router(explain.explanation(line))
     panel.include_router(admin.workers(line))
+    panel.include_router(keys.keys(line))
+    panel.include_router(usage.usage(line))
     panel.add_exception_handler(GatewayError, _render)
     panel.add_exception_handler(HTTPException, _render)
     panel.add_exception_handler(Exception, _render)  # which is logged all the same

@@ -7,30 +7,30 @@ from collections.abc import Callable, Iterable
 
 from gateway.client import Scope, header
 from gateway.domain import Caller
+from gateway.keys.keyring import Holder
 from gateway.refusals import FieldInvalid
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority
 
 PRIORITY_HEADER = "x-paceline-priority"
-_WITH_KEY = Caller(client="key")
-_ANONYMOUS = Caller(client="anonymous")
 # No policy can ask for a longer one, and what is known of the last requests is kept.
 _VALUE_LIMIT_BYTES = 128
 
 
-def read_caller(scope: Scope, policy: PolicyDocument, *, keyed: bool) -> Caller:
-    """Read who asks; raise `FieldInvalid` for a priority that the policy does not let them ask for.
+def read_caller(scope: Scope, policy: PolicyDocument, holder: Holder) -> Caller:
+    """Read who asks; raise `FieldInvalid` for a priority that policy or key do not let them have.
 
-    Those without a key share one place in line, so that nobody gets two by asking twice.
+    All requests of a key share one place in line, and so do all without one: nobody gets two by
+    asking twice.
     """
-    caller = _WITH_KEY if keyed else _ANONYMOUS
     asked = header(scope, PRIORITY_HEADER.encode())
     if asked is None:
-        return caller
-    for priority in policy.priorities:
+        return holder.caller
+    may_ask = [priority for priority in policy.priorities if priority in holder.priorities]
+    for priority in may_ask:
         if asked == priority.encode():
-            return caller._replace(priority=Priority(priority))
-    allowed = ", ".join(policy.priorities) or "nothing"
+            return holder.caller._replace(priority=Priority(priority))
+    allowed = ", ".join(may_ask) or "nothing"
     raise FieldInvalid(f"'{PRIORITY_HEADER}' must be one of: {allowed}.", param=PRIORITY_HEADER)
 
 

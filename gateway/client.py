@@ -148,6 +148,8 @@ class Reply:
     def __init__(self, scope: Scope) -> None:
         self._exchange = _exchange(scope)
         self._stream_headers: Headers = []
+        self.limits: Headers = []
+        """What is told of the limits of the key, whatever the answer."""
         self.identity = request_id(scope)
         self.started = False
 
@@ -190,7 +192,7 @@ class Reply:
         self._exchange.begin(self._stream_headers)
 
     def _named(self, headers: Iterable[Header]) -> Headers:
-        return [*headers, (b"x-request-id", self.identity.encode())]
+        return [*headers, *self.limits, (b"x-request-id", self.identity.encode())]
 
 
 def _exchange(scope: Scope) -> Exchange:

@@ -79,8 +79,7 @@ class Dispatch:
 
     def decide(self, case: Case, tried: frozenset[str]) -> Decision:
         """Decide as of now, leaving out workers that were tried already."""
-        policy, profile, asker = case
-        return decide(policy, profile, self._fleet.view(without=tried), self._rng, asker)
+        return decide(case, self._fleet.view(without=tried), self._rng)
 
     async def lease(
         self,
@@ -152,7 +151,7 @@ class Dispatch:
     async def _wait(
         self, case: Case, decision: Decision, caller: Caller, tried: frozenset[str]
     ) -> Lease:
-        policy, profile, _ = case
+        policy, profile, _, pools = case
         for name in policy.pools:
             self._pools[name]  # there before anybody moves on to it, so that it is served then
         home = decision.candidates[0].pool
@@ -161,7 +160,7 @@ class Dispatch:
             raise QueueFull(self.retry_after_s(home))
         seat: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         # The route of one policy may be another under the same name in the next.
-        kind = (id(policy), profile.model, decision.route, bypass_reasons(profile), tried)
+        kind = (id(policy), profile.model, decision.route, bypass_reasons(profile), tried, pools)
         waiter = _Waiter(case, caller, tried, self._clock(), seat, kind)
         self._pools[home].at_home += 1
         self._waiting += 1

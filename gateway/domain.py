@@ -34,6 +34,8 @@ class Caller(NamedTuple):
     priority: Priority = Priority.DEFAULT
     key: str = ""
     team: str = ""
+    pools: frozenset[str] | None = None
+    """Those that the key may use; None: all."""
 
 
 class Case(NamedTuple):
@@ -42,6 +44,8 @@ class Case(NamedTuple):
     policy: PolicyDocument
     profile: RequestProfile
     asker: Asker = SOMEBODY
+    pools: frozenset[str] | None = None
+    """Those that the asker may use; None: all."""
 
 
 class LaneView(NamedTuple):
@@ -128,6 +132,8 @@ class Decision(NamedTuple):
     candidates: tuple[Candidate, ...]
     spill_after_s: float | None = None
     """None: it never spills."""
+    barred: bool = False
+    """The key may use none of the route's pools."""
 
 
 class Usage(NamedTuple):
@@ -136,6 +142,15 @@ class Usage(NamedTuple):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+
+
+class Spent(NamedTuple):
+    """What one request has cost its key."""
+
+    requests: int = 0
+    tokens: int = 0
+    guessed_tokens: int = 0
+    """Of `tokens`, those that no worker has told of."""
 
 
 class Outcome(StrEnum):
@@ -171,3 +186,6 @@ class Served(NamedTuple):
     """From the whole body read to the request handed to the worker, without the waiting line."""
     first_token_s: float | None = None
     """From the whole body read to the first event with content, for streams."""
+    caller: Caller = Caller()
+    spent: Spent = Spent()
+    """Nothing without a key."""

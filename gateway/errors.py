@@ -5,19 +5,26 @@ GatewayError                one request cannot be answered as asked
 +-- RequestRefused          the request is at fault
 |   +-- NotHttp             400  the bytes are no HTTP/1.1 request
 |   +-- BodyNotJson         400  the body is no JSON object
+|   +-- TokensOverLimit     400  more tokens than the key ever has at once
 |   +-- FieldInvalid        400  one field is wrong; `param` names it
 |   +-- KeyRefused          401  no key, or not a known one
+|   |   +-- KeyEnded        401  the key was revoked, or expired, while the request ran
 |   +-- NotAllowedHere      403  this route is not open to this caller
+|   +-- PoolsNotAllowed     403  the key may use none of the pools of the route
 |   +-- PathUnknown         404  no such route
 |   +-- ModelUnknown        404  neither the policy nor the fleet knows the model
+|   +-- KeyUnknown          404  no key of that id
+|   +-- WorkerUnknown       404  no worker of that id has joined
 |   +-- MethodRefused       405  the route exists, the method does not
 |   +-- HeadTooSlow         408  the head did not arrive in time
 |   +-- BodyTooSlow         408  the body did not arrive in time
 |   +-- WorkerIdTaken       409  another live worker holds that id
+|   +-- KeyIsRevoked        409  a revoked key cannot be changed
 |   +-- BodyTooLarge        413  counted while reading
 |   +-- HostRefused         421  asked under a name that is not this gateway's
 |   +-- HeadTooLarge        431  too many header bytes, or too many headers
 |   +-- Quarantined         422  two workers were lost over this very body
+|   +-- LimitReached        429  the key has used what it may for now
 |   +-- RefusedByWorker     4xx  the worker says why, in OpenAI's shape
 +-- NoWorker                503  nobody can take it now
 +-- QueueFull               503  too many wait for the same pool already

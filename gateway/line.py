@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,14 @@ from gateway.dispatch import Dispatch
 from gateway.errors import StartRefused
 from gateway.fleet import Fleet
 from gateway.forward import Upstream
+from gateway.keys.book import KeyBook
+from gateway.keys.keeping import Keeping
+from gateway.keys.keyring import Keyring
+from gateway.keys.usage import Ledger
 from gateway.listed import check_listed, read_keys
 from gateway.metrics import Meters
 from gateway.probing import Probes
+from gateway.records import FileRecords, Records
 from gateway.settings import Settings
 from gateway.store import MemoryStore, Store
 from policies.document import PolicyDocument, PolicyInvalid, load_policy, shipped_policy
@@ -31,6 +37,10 @@ class Line:
     policy: PolicyDocument
     fleet: Fleet
     store: Store
+    records: Records
+    keyring: Keyring
+    keys: KeyBook
+    keeping: Keeping
     meters: Meters
     accounting: Accounting
     dispatch: Dispatch
@@ -40,13 +50,15 @@ class Line:
     clock: Callable[[], float]
     """Monotonic seconds."""
     week: WeekClock
+    wall: Callable[[], float]
+    """The time of the day, in seconds since the epoch."""
     rng: Random
     """Breaks ties between equal workers."""
 
 
 def build_line(settings: Settings, rng: Random | None = None) -> Line:
     """Put the parts together; opens nothing yet. Raise `StartRefused` for an unusable policy."""
-    clock = time.monotonic
+    clock, wall = time.monotonic, time.time
     rng = rng or Random()  # noqa: S311  # spreads load, guards nothing
     policy = _policy(settings)
     check_listed(settings.workers, policy)
@@ -55,22 +67,37 @@ def build_line(settings: Settings, rng: Random | None = None) -> Line:
     fleet = Fleet(clock, rng.random, listed_models)
     dispatch = Dispatch(fleet, clock, rng)
     store = MemoryStore()
+    records = _records(settings)
+    ledger = Ledger(life=secrets.token_hex(4))
+    keyring = Keyring(settings.api_key, clock, wall, ledger.used)
+    book = KeyBook(records, keyring, wall)
     meters = Meters()
     return Line(
         settings=settings,
         policy=policy,
         fleet=fleet,
         store=store,
+        records=records,
+        keyring=keyring,
+        keys=book,
+        keeping=Keeping(records, book, ledger, wall),
         meters=meters,
-        accounting=Accounting(store, meters),
+        accounting=Accounting(store, meters, ledger, wall),
         dispatch=dispatch,
         upstream=Upstream(settings, keys, dispatch, clock),
         control=Control(settings, fleet, store),
         probes=Probes(settings.workers, keys, fleet, dispatch, store),
         clock=clock,
-        week=WeekClock(time.time),
+        week=WeekClock(wall),
+        wall=wall,
         rng=rng,
     )
+
+
+def _records(settings: Settings) -> Records:
+    records = FileRecords(settings.state_dir.expanduser() / "state.json")
+    records.check()
+    return records
 
 
 def _policy(settings: Settings) -> PolicyDocument:

@@ -70,6 +70,7 @@ class FileRecords:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._seen: tuple[tuple[int, int, int], Shelves] | None = None
 
     def check(self) -> None:
         """Raise `StartRefused` where the file is there and cannot be read."""
@@ -82,8 +83,8 @@ class FileRecords:
 
     async def all(self, kind: str) -> Mapping[str, str]:
         """Read all records of a kind by name, oldest first."""
-        shelves = await _within_time(lambda: _read(self._path))
-        return shelves.get(kind, {})
+        shelves = await _within_time(self._read_if_changed)
+        return dict(shelves.get(kind, {}))
 
     async def add(self, kind: str, name: str, text: str) -> bool:
         """Keep a new record unless there is one of that name."""
@@ -103,6 +104,17 @@ class FileRecords:
     async def remove(self, kind: str, name: str) -> None:
         """Forget a record."""
         await self._change(lambda shelves: shelves.get(kind, {}).pop(name, None) is not None)
+
+    def _read_if_changed(self) -> Shelves:
+        """Read the file, unless it is the one that was read last: it is looked at each second."""
+        try:
+            found = self._path.stat()
+        except FileNotFoundError:
+            return {}
+        which = (found.st_ino, found.st_mtime_ns, found.st_size)
+        if self._seen is None or self._seen[0] != which:
+            self._seen = which, _read(self._path)
+        return self._seen[1]
 
     async def _change(self, change: Callable[[Shelves], bool]) -> bool:
         """Read, change and write in one step; say whether anything was changed."""

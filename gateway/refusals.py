@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from gateway.errors import RequestRefused
 
 
@@ -34,6 +36,22 @@ class KeyRefused(RequestRefused):
     message = "A valid key is needed: 'Authorization: Bearer KEY'."
 
 
+class KeyEnded(KeyRefused):
+    """The key was revoked, or expired, while its request ran."""
+
+    code = "key_revoked"
+    message = "The key of this request was revoked or has expired."
+
+
+class PoolsNotAllowed(RequestRefused):
+    """The key may use none of the pools that the policy has for the request."""
+
+    status = 403
+    type = "permission_error"
+    code = "pool_not_allowed"
+    message = "This key may use none of the pools that requests like this one go to."
+
+
 class NotAllowedHere(RequestRefused):
     """The route is closed to this caller."""
 
@@ -62,6 +80,24 @@ class ModelUnknown(RequestRefused):
         super().__init__(
             f"The model '{model[:100]}' does not exist. GET /v1/models lists those that do."
         )
+
+
+class KeyUnknown(RequestRefused):
+    """No key of that id was ever made."""
+
+    status = 404
+    code = "key_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"There is no key '{name[:100]}'.")
+
+
+class WorkerUnknown(RequestRefused):
+    """No worker of that id has joined."""
+
+    status = 404
+    code = "worker_not_found"
+    message = "No worker of this id has joined."
 
 
 class MethodRefused(RequestRefused):
@@ -97,6 +133,16 @@ class WorkerIdTaken(RequestRefused):
     status = 409
     code = "worker_id_taken"
     message = "Another live worker holds this id; start this one with another id."
+
+
+class KeyIsRevoked(RequestRefused):
+    """A revoked key stays as it is."""
+
+    status = 409
+    code = "key_is_revoked"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"The key '{name[:100]}' is revoked for good; make a new one.")
 
 
 class BodyTooLarge(RequestRefused):
@@ -143,6 +189,32 @@ class Quarantined(RequestRefused):
         "Two workers broke off while they had this very request, so it is not sent again for some "
         "minutes. A shorter prompt or a smaller picture may be what it takes."
     )
+
+
+class TokensOverLimit(RequestRefused):
+    """The request may take more tokens than its key ever has at once: waiting would not help."""
+
+    code = "tokens_over_limit"
+    param = "max_tokens"
+
+    def __init__(self, name: str, limit: int, tokens: int) -> None:
+        super().__init__(
+            f"This request may take {tokens} tokens, its prompt and 'max_tokens' together; the "
+            f"limit of this key is {limit} ({name})."
+        )
+
+
+class LimitReached(RequestRefused):
+    """A limit of the key is reached for now; the request has cost nothing."""
+
+    status = 429
+    type = "rate_limit_error"
+
+    def __init__(self, name: str, limit: int, wait_s: float) -> None:
+        super().__init__(f"The limit of this key is reached: {limit} {name.replace('_', ' ')}.")
+        self.code = f"{name}_exceeded"
+        # Rounded up: who comes earlier than told comes in vain.
+        self.retry_after_s = math.ceil(wait_s)
 
 
 class RefusedByWorker(RequestRefused):

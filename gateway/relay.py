@@ -6,7 +6,6 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
-from gateway.access import bears
 from gateway.caller import read_asker, read_caller
 from gateway.client import (
     ClientLeft,
@@ -20,9 +19,11 @@ from gateway.client import (
 from gateway.domain import Case, Decision, Inspected, Outcome, Served
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
 from gateway.inspection import inspect
+from gateway.keys.cost import NOTHING, Hold, spent
+from gateway.keys.keyring import ANYBODY, Holder
 from gateway.line import Line
 from gateway.overload import Load
-from gateway.refusals import BodyTooSlow, KeyRefused, MethodRefused
+from gateway.refusals import BodyTooSlow, KeyEnded, MethodRefused, PoolsNotAllowed
 from gateway.routing import decide
 from gateway.trip import UNUSED, Trip, route_headers
 from policies.document import PolicyDocument
@@ -45,6 +46,7 @@ class _Steps:
     policy: PolicyDocument
     """What was in force when the request came, and its own to its end."""
     body_bytes: int = 0
+    holder: Holder = ANYBODY
     inspected: Inspected | None = None
     decision: Decision | None = None
     trip: Trip | None = None
@@ -55,10 +57,10 @@ class Relay:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._keyed = line.settings.api_key is not None
+        line.keyring.on_end = self._end_keys
         self.load = Load(line.settings.requests_limit)
         line.meters.in_flight.set_function(lambda: self.load.requests)
-        self._present: set[Presence] = set()
+        self._present: dict[Presence, _Steps] = {}
         self._leaving = False
         self._stopping = False
         self._idle = asyncio.Event()
@@ -84,6 +86,12 @@ class Relay:
         """Wait until no request runs."""
         await self._idle.wait()
 
+    def _end_keys(self, ended: frozenset[str]) -> None:
+        """End what still runs for these keys: streams with an error event."""
+        for presence, steps in tuple(self._present.items()):
+            if steps.holder.caller.key in ended:
+                presence.end(KeyEnded())
+
     def cut(self) -> None:
         """End what still runs: whole answers with an error, streams with an error event."""
         self.stop_taking()
@@ -99,12 +107,12 @@ class Relay:
         outcome, error = Outcome.COMPLETED, None
         try:
             with Presence(scope) as presence:
-                self._present.add(presence)
+                self._present[presence] = steps
                 try:
                     raw = await self._body(scope, receive, steps, presence)
                     await self._answer(scope, raw, endpoint, reply, steps)
                 finally:
-                    self._present.discard(presence)
+                    del self._present[presence]
         except ClientLeft:
             outcome = Outcome.CLIENT_LEFT
         except asyncio.CancelledError:
@@ -112,6 +120,7 @@ class Relay:
             raise
         except GatewayError as failure:
             error, outcome = failure, _outcome(failure)
+            self._tell_limits(reply, steps)
             await reply.fail(failure, route_headers(steps.trip) if steps.trip else ())
         except Exception:
             log.exception("request.broken request=%s", reply.identity)
@@ -130,10 +139,8 @@ class Relay:
         settings = self._line.settings
         if scope["method"] != "POST":
             raise MethodRefused("POST")
-        if settings.api_key is not None and not bears(
-            header(scope, b"authorization"), settings.api_key
-        ):
-            raise KeyRefused
+        if self._line.keyring.demanding:
+            steps.holder = self._line.keyring.find(header(scope, b"authorization"))
         if self._stopping:
             raise Stopping
         self.load.admit()
@@ -158,16 +165,30 @@ class Relay:
     ) -> None:
         line, policy = self._line, steps.policy
         began_s = line.clock()
-        caller = read_caller(scope, policy, keyed=self._keyed)
+        caller = read_caller(scope, policy, steps.holder)
         asker = read_asker(scope, caller, policy.compiled.headers, line.week.minute())
         fleet = line.fleet.view()
         inspected = steps.inspected = inspect(raw, endpoint, policy, fleet)
-        case = Case(policy, inspected.profile, asker)
-        decision = steps.decision = decide(policy, inspected.profile, fleet, line.rng, asker)
+        steps.holder.check_model(inspected)
+        case = Case(policy, inspected.profile, asker, caller.pools)
+        decision = steps.decision = decide(case, fleet, line.rng)
+        if decision.barred:
+            raise PoolsNotAllowed
         trip = steps.trip = Trip(
             identity=reply.identity, inspected=inspected, case=case, caller=caller, began_s=began_s
         )
-        await line.upstream.forward(trip, decision, reply)
+        allowance = steps.holder.allowance
+        if allowance is None:
+            await line.upstream.forward(trip, decision, reply)
+            return
+        with Hold(allowance, trip, line.clock, line.wall):
+            self._tell_limits(reply, steps)
+            await line.upstream.forward(trip, decision, reply)
+
+    def _tell_limits(self, reply: Reply, steps: _Steps) -> None:
+        """Say in headers what is left of the key's limits, where it has any."""
+        if (allowance := steps.holder.allowance) is not None:
+            reply.limits = allowance.headers(self._line.clock(), self._line.wall())
 
     def _served(
         self,
@@ -193,6 +214,8 @@ class Relay:
             waited_s=trip.waited_s if trip else 0.0,
             added_s=_since(trip.began_s + trip.waited_s, trip.dispatched_s) if trip else None,
             first_token_s=_since(trip.began_s, trip.first_token_s) if trip else None,
+            caller=steps.holder.caller,
+            spent=spent(trip, error) if steps.holder.caller.key else NOTHING,
         )
 
     def _enter(self) -> None:

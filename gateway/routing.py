@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from math import log1p
 from random import Random
 
-from gateway.domain import Candidate, Decision, FleetView, LaneView, WorkerView
-from policies.asker import SOMEBODY, Asker
-from policies.document import PolicyDocument
+from gateway.domain import Candidate, Case, Decision, FleetView, LaneView, WorkerView
 from policies.evaluation import judge
 from policies.pools import Pool
-from policies.profile import Bypass, RequestProfile
+from policies.profile import Bypass
 
 MTP_LANE = "text-mtp"
 ELIGIBLE = "eligible"
@@ -21,26 +19,23 @@ BY_POLICY = "policy"
 SPILLED = "spilled"
 
 
-def decide(
-    policy: PolicyDocument,
-    profile: RequestProfile,
-    fleet: FleetView,
-    rng: Random,
-    asker: Asker = SOMEBODY,
-) -> Decision:
+def decide(case: Case, fleet: FleetView, rng: Random) -> Decision:
     """Rank the workers that may take this request: pools in the route's order, then by load.
 
     Among equals the order is `rng`'s, so that one seed always gives one decision. A speculative
     lane that cannot speculate now comes last: it answers plainly where nobody else does. Behind
-    the first pool that somebody serves all others are for spilling.
+    the first pool that somebody serves all others are for spilling. Pools that the asker may not
+    use are as if the route did not name them.
     """
+    policy, profile, asker, pools = case
     verdict = judge(policy, profile, asker)
     route = verdict.route
     workers = [worker for worker in fleet.workers if profile.model in worker.models]
     bypass = verdict.bypass or _fleet_bypass(workers)
     candidates: list[Candidate] = []
     last_resort: list[Candidate] = []
-    for pool in route.to:
+    allowed = route.to if pools is None else [pool for pool in route.to if pool in pools]
+    for pool in allowed:
         spill = bool(candidates)
         ranked = _ranked(workers, pool, policy.pools[pool], bool(verdict.bypass), rng)
         for _, _, _, worker_id, lane in ranked:
@@ -57,6 +52,7 @@ def decide(
         bypass=bypass,
         candidates=(*candidates, *last_resort),
         spill_after_s=None if route.spill is None else route.spill.after_wait_ms / 1000,
+        barred=not allowed,
     )
 
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import uvicorn
 
-from gateway.access import check_binding, ensure_join_token
+from gateway.access import check_binding, check_secrets, ensure_join_token
 from gateway.app import Front, create_app
 from gateway.client_link import ClientLink, sweep
 from gateway.errors import StartRefused
@@ -90,15 +90,22 @@ async def serve(
     *,
     ending: Ending,
     started: Callable[[str], None] | None = None,
+    unkeyed: Callable[[], None] | None = None,
 ) -> None:
     """Serve until `ending` is asked, then let running answers finish; raise `StartRefused` early.
 
     `started` is called once, with the base address (http://127.0.0.1:8000), when requests are
-    answered. The caller decides what asks for the end: `Ending.on_signals`, or its own reason.
+    answered; before that `unkeyed`, where clients need no key. The caller decides what asks for
+    the end: `Ending.on_signals`, or its own reason.
     """
-    check_binding(settings)
     settings = ensure_join_token(settings)
+    check_secrets(settings)
     app = create_app(settings)
+    await app.line.keeping.open()
+    keyed = app.line.keyring.demanding
+    check_binding(settings, keyed=keyed)
+    if unkeyed is not None and not keyed:
+        unkeyed()
     with _listener(settings.host, settings.port) as listener:
         address = _address(settings.host, listener)
         server = _Server(

@@ -39,10 +39,10 @@ class Settings(BaseSettings):
     policy: Path | None = None
     """The policy file; None takes the shipped one."""
     state_dir: Path = Path("~/.paceline")
-    """Where the join token is kept."""
+    """Where the join token and what admins make are kept."""
 
     api_key: SecretStr | None = None
-    """Demanded on the data plane once it is set; needed to listen beyond loopback."""
+    """One key of the data plane without limits, beside those that admins make."""
     admin_key: SecretStr | None = None
     """Demanded on the admin plane; without it only this machine may use that plane."""
     join_token: SecretStr | None = None

@@ -24,6 +24,8 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 # parsed, and only then believed. Possessive, so that the time is linear.
 _TELLING = re.compile(rb'"(?:finish_reason|usage|metrics|error)"\s*+:\s*+[^\sn]')
 _DONE = b"[DONE]"
+# More than any context holds.
+_TOKENS_LIMIT = 10_000_000
 
 
 @dataclass(slots=True)
@@ -140,7 +142,8 @@ class Scanner:
         if not isinstance(frame, dict):
             return self._break("an event is no JSON object")
         if frame.get("error") is not None:
-            return self._break(f"the worker sent an error: {frame['error']!r:.300}")
+            # Without its words: engines repeat in them what they were asked.
+            return self._break("the worker sent an error")
         reading = self.reading
         choices = frame.get("choices")
         for choice in choices if isinstance(choices, list) else ():
@@ -199,5 +202,7 @@ def _has_content(choice: Mapping[str, Any]) -> bool:
 
 
 def _count(value: object) -> int:
-    """Read a token count; a worker that lies does not get to make the sums go back."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
+    """Read a token count; what a worker lies makes no sum go back, and none grow beyond sense."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 0
+    return min(max(value, 0), _TOKENS_LIMIT)

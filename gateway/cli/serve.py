@@ -12,6 +12,10 @@ from gateway.server import run as run_loop
 from gateway.settings import Settings, load_settings
 
 HELP = "run the gateway alone"
+_UNKEYED = (
+    "There is no key yet: only this machine is served, and without one. "
+    "`paceline keys create NAME` makes the first."
+)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -43,4 +47,5 @@ async def _serve(settings: Settings) -> None:
             settings,
             ending=ending,
             started=lambda address: print(f"Paceline listens on {address}", flush=True),  # noqa: T201
+            unkeyed=lambda: print(_UNKEYED, flush=True),  # noqa: T201
         )

@@ -55,8 +55,10 @@ async def _run(settings: Settings, options: argparse.Namespace) -> int:
     ending = Ending()
     with ending.on_signals():
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        unkeyed = asyncio.Event()
         gateway = asyncio.create_task(
-            serve_gateway(settings, ending=ending, started=address.set_result), name="gateway"
+            serve_gateway(settings, ending=ending, started=address.set_result, unkeyed=unkeyed.set),
+            name="gateway",
         )
         first: set[asyncio.Future[Any]] = {gateway, address}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -66,7 +68,11 @@ async def _run(settings: Settings, options: argparse.Namespace) -> int:
         terminal = _Terminal()
         terminal.say(f"Gateway listens on {address.result()}.")
         own_worker = _OwnWorker(
-            settings=settings, options=options, address=address.result(), terminal=terminal
+            settings=settings,
+            options=options,
+            address=address.result(),
+            keyed=not unkeyed.is_set(),
+            terminal=terminal,
         )
         return await _beside(gateway, own_worker, ending)
 
@@ -110,6 +116,8 @@ class _OwnWorker:
     settings: Settings
     options: argparse.Namespace
     address: str
+    keyed: bool
+    """Clients need a key."""
     terminal: _Terminal
     welcomed: bool = False
 
@@ -142,7 +150,7 @@ class _OwnWorker:
 
     async def _welcome(self, gateway: httpx.AsyncClient, ready: Mapping[str, Any]) -> None:
         """Say what to do next, once the gateway knows the worker: what is pasted then works."""
-        await _wait_until_joined(gateway, ready["url"])
+        await _wait_until_joined(gateway, ready["worker_id"], ready["url"])
         if self.welcomed:
             self.terminal.say("The worker is ready again.")
             return
@@ -152,7 +160,7 @@ class _OwnWorker:
             host=self.settings.host,
             model=ready["model"],
             join_token=_revealed(self.settings.join_token),
-            keyed=self.settings.api_key is not None,
+            keyed=self.keyed,
             command=_own_command(),
         )
         self.terminal.say("\n" + welcome(line) + "\n")
@@ -163,11 +171,11 @@ class _OwnWorker:
             await gateway.delete(f"{_WORKERS_PATH}/{worker_id(socket.gethostname())}")
 
 
-async def _wait_until_joined(gateway: httpx.AsyncClient, worker_url: str) -> None:
+async def _wait_until_joined(gateway: httpx.AsyncClient, name: str, worker_url: str) -> None:
     while True:
         with contextlib.suppress(httpx.HTTPError):  # it may be ending; so are we then
-            answer = (await gateway.get(_WORKERS_PATH)).raise_for_status()
-            if worker_url in {worker["url"] for worker in answer.json()["workers"]}:
+            answer = await gateway.get(f"{_WORKERS_PATH}/{name}/joined")
+            if answer.is_success and answer.json()["url"] == worker_url:
                 return
         await asyncio.sleep(_JOIN_POLL_S)
 

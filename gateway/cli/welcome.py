@@ -27,9 +27,10 @@ Another Mac joins with
     {command} worker --join {address} --token {token} --model NAME"""
 
 _OPEN_FIRST = """\
-Only this machine reaches the gateway now. To let other Macs in, choose a key for your clients and
-start it with
-    PACELINE_API_KEY=choose-one {command} up --host 0.0.0.0"""
+Only this machine reaches the gateway now. To let other Macs in, make a key for your clients, then
+start it anew with
+    {command} keys create NAME
+    {command} up --host 0.0.0.0"""
 
 
 _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - recognised, not bound
@@ -45,7 +46,7 @@ class Line:
     model: str
     join_token: str
     keyed: bool
-    """Clients must bring PACELINE_API_KEY."""
+    """Clients must bring a key."""
     command: str
     """How this command is typed here."""
 

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway.client import read_small_body
 from gateway.fleet import BEAT_S
 from gateway.line import Line
-from gateway.refusals import FieldInvalid
+from gateway.refusals import FieldInvalid, WorkerUnknown
 from gateway.routes.guards import with_admin_key, with_join_token
 from gateway.status import worker_state
 from workers.adapters.report import WorkerReport
@@ -47,6 +47,14 @@ def workers(line: Line) -> APIRouter:
     async def leave(worker_id: str) -> Response:
         line.fleet.leave(worker_id)
         return Response(status_code=204)
+
+    @router.get("/{worker_id}/joined", dependencies=joined)
+    async def has_joined(worker_id: str) -> dict[str, str]:
+        """Let who brings a worker learn that it may be used; all else of workers is for admins."""
+        for member in line.fleet.members():
+            if member.report.worker_id == worker_id:
+                return {"worker_id": worker_id, "url": member.report.url}
+        raise WorkerUnknown
 
     @router.get("", dependencies=[Depends(with_admin_key(line))])
     async def listing() -> dict[str, Any]:

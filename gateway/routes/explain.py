@@ -10,10 +10,11 @@ from starlette.requests import Request
 
 from gateway.caller import read_asker, read_caller
 from gateway.client import read_small_body
-from gateway.domain import Decision, Inspected
+from gateway.domain import Case, Decision, Inspected
 from gateway.inspection import inspect, parse
 from gateway.line import Line
-from gateway.routes.guards import with_data_key
+from gateway.refusals import PoolsNotAllowed
+from gateway.routes.guards import holder_of, with_data_key
 from gateway.routing import decide
 from policies.asker import Asker
 from policies.profile import Endpoint
@@ -33,13 +34,18 @@ def explanation(line: Line) -> APIRouter:
         )
         endpoint = Endpoint.COMPLETIONS if "prompt" in parse(raw) else Endpoint.CHAT
         fleet, policy = line.fleet.view(), line.policy
-        caller = read_caller(request.scope, policy, keyed=line.settings.api_key is not None)
+        holder = holder_of(request)
+        caller = read_caller(request.scope, policy, holder)
         asker = read_asker(request.scope, caller, policy.compiled.headers, line.week.minute())
         inspected = inspect(raw, endpoint, policy, fleet)
+        holder.check_model(inspected)
         # The same dice as the next request, thrown without moving them.
         rng = Random()  # noqa: S311
         rng.setstate(line.rng.getstate())
-        return _told(inspected, asker, decide(policy, inspected.profile, fleet, rng, asker))
+        decision = decide(Case(policy, inspected.profile, asker, caller.pools), fleet, rng)
+        if decision.barred:
+            raise PoolsNotAllowed
+        return _told(inspected, asker, decision)
 
     return router
 

@@ -1,4 +1,8 @@
-"""Who may use a route: dependencies that raise before the route runs."""
+"""Who may use a route: dependencies that raise before the route runs.
+
+Keys of the data plane, the admin key and the join token are three kinds; none opens what is
+another's, also where nothing is demanded.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from starlette.requests import Request
 
 from gateway.access import bears, comes_from_this_machine
 from gateway.client import header
+from gateway.keys.keyring import ANYBODY, Holder
 from gateway.line import Line
 from gateway.refusals import KeyRefused, NotAllowedHere
 
@@ -15,15 +20,21 @@ Guard = Callable[[Request], None]
 
 
 def with_data_key(line: Line) -> Guard:
-    """Demand the data-plane key, or the admin key, once there is one."""
-    settings = line.settings
+    """Demand a key of the data plane, once there is one; `holder_of` tells whose it was."""
 
     def guard(request: Request) -> None:
-        offered = header(request.scope, b"authorization")
-        if settings.api_key and not bears(offered, settings.api_key, settings.admin_key):
-            raise KeyRefused
+        holder = ANYBODY
+        if line.keyring.demanding:
+            holder = line.keyring.find(header(request.scope, b"authorization"))
+        request.state.holder = holder
 
     return guard
+
+
+def holder_of(request: Request) -> Holder:
+    """Tell who asks on a route that is guarded by `with_data_key`."""
+    holder: Holder = request.state.holder
+    return holder
 
 
 def with_join_token(line: Line) -> Guard:
@@ -37,17 +48,19 @@ def with_join_token(line: Line) -> Guard:
 
 
 def with_admin_key(line: Line) -> Guard:
-    """Demand the admin key or the join token; without an admin key this machine is trusted."""
+    """Demand the admin key; without one this machine is trusted, unless it shows another kind."""
     settings = line.settings
 
     def guard(request: Request) -> None:
         offered = header(request.scope, b"authorization")
-        if bears(offered, settings.admin_key, settings.join_token):
+        if bears(offered, settings.admin_key):
             return
         if settings.admin_key is not None:
             raise KeyRefused
         peer = request.client.host if request.client else None
         if not comes_from_this_machine(peer, request.scope["headers"]):
             raise NotAllowedHere
+        if bears(offered, settings.join_token) or line.keyring.knows(offered):
+            raise KeyRefused
 
     return guard

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, Depends
+from starlette.requests import Request
 
+from gateway.keys.keyring import Holder
 from gateway.line import Line
 from gateway.refusals import ModelUnknown
-from gateway.routes.guards import with_data_key
+from gateway.routes.guards import holder_of, with_data_key
 from policies.evaluation import ANY_MODEL, resolve_model
 
 
@@ -17,13 +19,14 @@ def models(line: Line) -> APIRouter:
     router = APIRouter(prefix="/v1/models", dependencies=[Depends(with_data_key(line))])
 
     @router.get("")
-    async def listing() -> dict[str, Any]:
-        entries = [_entry(name, root) for name, root in _names(line).items()]
+    async def listing(request: Request) -> dict[str, Any]:
+        names = _names(line, holder_of(request))
+        entries = [_entry(name, root) for name, root in names.items()]
         return {"object": "list", "data": entries}
 
     @router.get("/{name:path}")
-    async def one(name: str) -> dict[str, Any]:
-        root = _names(line).get(name)
+    async def one(name: str, request: Request) -> dict[str, Any]:
+        root = _names(line, holder_of(request)).get(name)
         if root is None:
             raise ModelUnknown(name)
         return _entry(name, root)
@@ -31,13 +34,14 @@ def models(line: Line) -> APIRouter:
     return router
 
 
-def _names(line: Line) -> dict[str, str]:
+def _names(line: Line, holder: Holder) -> dict[str, str]:
     """Map every name that would be answered now to the model behind it."""
     served = line.fleet.view().served_models
     aliases = [alias for model in line.policy.models.values() for alias in model.aliases]
     asked = [*sorted(served), *aliases, ANY_MODEL]
     resolved = {name: resolve_model(line.policy, name, served) for name in asked}
-    return {name: model for name, model in resolved.items() if model in served}
+    allowed = served if holder.models is None else served & holder.models
+    return {name: model for name, model in resolved.items() if model in allowed}
 
 
 def _entry(name: str, root: str) -> dict[str, Any]:

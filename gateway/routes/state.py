@@ -6,13 +6,15 @@ from typing import Any
 
 from fastapi import APIRouter, Depends
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
 from gateway.gauges import Gauges
 from gateway.line import Line
 from gateway.metrics import exposition
+from gateway.refusals import NotAllowedHere
 from gateway.relay import Relay
-from gateway.routes.guards import with_data_key
+from gateway.routes.guards import holder_of, with_data_key
 from gateway.status import render
 
 
@@ -48,7 +50,11 @@ def status(line: Line, relay: Relay) -> APIRouter:
     began_s = line.clock()
 
     @router.get("/v1/status")
-    async def whole() -> dict[str, Any]:
+    async def whole(request: Request) -> dict[str, Any]:
+        if not holder_of(request).sees_all:
+            raise NotAllowedHere(
+                "This key is for some models or pools alone, so it may not see the whole fleet."
+            )
         await line.control.refresh()
         gateway = {
             "ready": not relay.leaving and bool(line.fleet.view().workers),

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ def serving(
 
 
 class Gateway:
-    """A gateway in a thread, as `paceline gateway` runs it, with a client that has its address."""
+    """A gateway in a thread, as `paceline gateway` runs it, with a client and an admin."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -60,10 +60,14 @@ class Gateway:
         self._thread.start()
         self.url = self._address.result(timeout=30)
         self.client = httpx.Client(base_url=self.url, timeout=30)
+        key = self._settings.admin_key
+        shown = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
+        self.admin = httpx.Client(base_url=self.url, timeout=30, headers=shown)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
+        self.admin.close()
         self.ask_to_end()
         self.ask_to_end()
         self._thread.join()
@@ -100,6 +104,17 @@ class Gateway:
         body = chat_body(stream=True, **fields)
         return self.client.stream("POST", "/v1/chat/completions", json=body)
 
+    def make_key(self, **terms: Any) -> dict[str, Any]:
+        """Make a key as an admin does; `secret` is in the answer."""
+        answer = self.admin.post("/admin/v1/keys", json={"name": "tests", **terms})
+        assert answer.status_code == 201, answer.text
+        made: dict[str, Any] = answer.json()
+        return made
+
+    def bear(self, secret: str) -> None:
+        """Send this key with every request from now on."""
+        self.client.headers["authorization"] = f"Bearer {secret}"
+
     def status(self) -> dict[str, Any]:
         answer: dict[str, Any] = self.client.get("/v1/status").json()
         return answer
@@ -120,6 +135,16 @@ class Gateway:
 
 def chat_body(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [{"role": "user", "content": "Say a word."}], **fields}
+
+
+def bearing(key: Mapping[str, Any]) -> dict[str, str]:
+    """Show the secret of a key that was just made."""
+    return {"authorization": f"Bearer {key['secret']}"}
+
+
+def error_of(answer: httpx.Response) -> tuple[int, str]:
+    """Read status and code of an error."""
+    return answer.status_code, answer.json()["error"]["code"]
 
 
 def settings_for_tests(state_dir: Path, **changes: Any) -> Settings:

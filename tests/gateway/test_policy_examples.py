@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from gateway.domain import FleetView, LaneView, WorkerView
+from gateway.domain import Case, FleetView, LaneView, WorkerView
 from gateway.routing import decide
 from policies.asker import SOMEBODY, Asker
 from policies.bounds import bounded
@@ -56,7 +56,7 @@ def test_an_example_decides_as_it_promises(
     example: str, profile: RequestProfile, asker: Asker, macs: list[str], decided: str
 ) -> None:
     policy = load_policy(EXAMPLES / f"{example}.yaml")
-    decision = decide(policy, profile, fleet(*macs), Random(0), asker)
+    decision = decide(Case(policy, profile, asker), fleet(*macs), Random(0))
     found = ", ".join(f"{one.pool} {one.worker_id}" for one in decision.candidates)
     assert f"{decision.route}: {found or 'nobody'}".startswith(decided)
 

@@ -159,7 +159,8 @@ def test_each_key_opens_its_own_plane(locked: Gateway, worker: FakeWorker) -> No
     admin = {"authorization": "bearer admin-key"}
     chat = locked.client.post("/v1/chat/completions", json=chat_body(), headers=data)
     assert chat.status_code == 200
-    assert locked.client.get("/v1/status", headers=admin).status_code == 200
+    assert locked.client.get("/v1/status", headers=data).status_code == 200
+    assert locked.client.get("/v1/status", headers=admin).status_code == 401
     assert locked.client.get("/admin/v1/workers", headers=admin).status_code == 200
     assert locked.client.get("/admin/v1/workers", headers=data).status_code == 401
     beat = locked.client.put("/admin/v1/workers/x", headers=admin, json={})

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import FleetView, LaneView, WorkerView
+from gateway.domain import Case, FleetView, LaneView, WorkerView
 from gateway.routing import decide
 from policies.asker import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
@@ -39,7 +39,7 @@ def fleet(*workers: WorkerView) -> FleetView:
 
 
 def chosen(profile: RequestProfile, *workers: WorkerView, seed: int = 0) -> tuple[str, str, str]:
-    first = decide(POLICY, profile, fleet(*workers), Random(seed)).candidates[0]
+    first = decide(Case(POLICY, profile), fleet(*workers), Random(seed)).candidates[0]
     return first.pool, first.worker_id, first.reason
 
 
@@ -69,7 +69,7 @@ def test_ties_are_broken_by_the_dice_that_are_passed_in() -> None:
 
 
 def test_the_second_pool_comes_behind_all_of_the_first() -> None:
-    decision = decide(POLICY, GREEDY, fleet(worker("a", text_mtp=9), worker("b")), Random(0))
+    decision = decide(Case(POLICY, GREEDY), fleet(worker("a", text_mtp=9), worker("b")), Random(0))
     assert [(one.pool, one.worker_id) for one in decision.candidates] == [
         ("text-mtp", "b"),
         ("text-mtp", "a"),
@@ -111,7 +111,8 @@ def test_drafting_that_does_not_pay_for_the_batch_it_would_join_is_the_reason() 
 
 def test_only_workers_of_the_model_are_asked() -> None:
     assert chosen(GREEDY, worker("a", model="other"), worker("b"))[1] == "b"
-    assert decide(POLICY, GREEDY, fleet(worker("a", model="other")), Random(0)).candidates == ()
+    nobody = decide(Case(POLICY, GREEDY), fleet(worker("a", model="other")), Random(0))
+    assert nobody.candidates == ()
 
 
 def test_whatever_the_policy_says_the_speculative_lane_only_takes_what_it_can() -> None:
@@ -168,7 +169,7 @@ def labelled(name: str, *labels: str, busy: int = 0, model: str = "demo") -> Wor
 )
 def test_a_pool_takes_the_workers_that_it_names(workers: dict[str, Any], taken: str) -> None:
     macs = fleet(labelled("a", "big"), labelled("b", "new"), labelled("c"))
-    found = decide(pools_of({"workers": workers}), SAMPLED, macs, Random(0)).candidates
+    found = decide(Case(pools_of({"workers": workers}), SAMPLED), macs, Random(0)).candidates
     assert sorted(one.worker_id for one in found) == [*taken]
 
 
@@ -176,7 +177,8 @@ def test_an_idle_worker_of_weight_two_gets_twice_the_requests() -> None:
     policy = pools_of({"weights": {"big": 2}})
     macs = fleet(labelled("a", "big"), labelled("b"), labelled("c"))
     firsts = Counter(
-        decide(policy, SAMPLED, macs, Random(seed)).candidates[0].worker_id for seed in range(4000)
+        decide(Case(policy, SAMPLED), macs, Random(seed)).candidates[0].worker_id
+        for seed in range(4000)
     )
     assert 0.47 < firsts["a"] / 4000 < 0.53
     assert 0.22 < firsts["b"] / 4000 < 0.28
@@ -189,7 +191,7 @@ def test_a_busy_worker_of_weight_two_carries_twice_the_requests() -> None:
     rng = Random(0)
     for _ in range(1100):
         macs = fleet(*(labelled(name, *labels[name], busy=busy[name]) for name in labels))
-        busy[decide(policy, SAMPLED, macs, rng).candidates[0].worker_id] += 1
+        busy[decide(Case(policy, SAMPLED), macs, rng).candidates[0].worker_id] += 1
     assert busy == {"a": 400, "b": 200, "c": 100, "d": 400}, "of two weights the larger counts"
 
 
@@ -207,7 +209,7 @@ def test_a_route_may_depend_on_who_asks_and_when() -> None:
     )
     macs = fleet(labelled("a", "old", busy=1), labelled("b"))
     decisions = [
-        decide(policy, SAMPLED, macs, Random(0), asker)
+        decide(Case(policy, SAMPLED, asker), macs, Random(0))
         for asker in (Asker(team="a", minute_of_week=1), Asker(team="a", minute_of_week=720))
     ]
     assert [(one.route, one.candidates[0].worker_id) for one in decisions] == [
@@ -216,7 +218,7 @@ def test_a_route_may_depend_on_who_asks_and_when() -> None:
 
 
 def candidates(policy: PolicyDocument, profile: RequestProfile) -> tuple[Any, ...]:
-    return decide(policy, profile, fleet(worker("mac")), Random(0)).candidates
+    return decide(Case(policy, profile), fleet(worker("mac")), Random(0)).candidates
 
 
 PROFILES = st.builds(
@@ -249,8 +251,8 @@ def test_every_decision_is_possible_ranked_and_reasoned(
     profile: RequestProfile, workers: list[WorkerView], seed: int
 ) -> None:
     view = fleet(*workers)
-    decision = decide(POLICY, profile, view, Random(seed))
-    assert decision == decide(POLICY, profile, view, Random(seed))
+    decision = decide(Case(POLICY, profile), view, Random(seed))
+    assert decision == decide(Case(POLICY, profile), view, Random(seed))
     by_id = {one.worker_id: one for one in workers}
     loads: dict[str, list[float]] = {}
     for one in decision.candidates:

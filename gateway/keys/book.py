@@ -1,0 +1,124 @@
+"""Keys as they are kept: made, changed and revoked through the records, read again each second."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+
+from gateway.errors import StartRefused
+from gateway.keys.keyring import Keyring
+from gateway.keys.record import KeyRecord, KeyTerms, new_key
+from gateway.records import Records
+from gateway.refusals import KeyIsRevoked, KeyUnknown
+
+log = logging.getLogger(__name__)
+
+_KIND = "keys"
+# A record of its own, which is only ever added: whoever changes a key at the same moment, here or
+# in another gateway, cannot put back one that was not yet revoked.
+_REVOKED = "/revoked"
+
+
+class _Revocation(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    revoked_at: AwareDatetime
+
+
+class KeyBook:
+    """All keys that were ever made; what it knows, its keyring holds."""
+
+    def __init__(self, records: Records, keyring: Keyring, wall: Callable[[], float]) -> None:
+        self._records = records
+        self._keyring = keyring
+        self._wall = wall
+        self._texts: Mapping[str, str] = {}
+        self._one_at_a_time = asyncio.Lock()
+
+    async def open(self) -> None:
+        """Read the keys; raise `StartRefused` where one cannot be understood."""
+        self._texts = await self._records.all(_KIND)
+        keys, wrong = _read(self._texts)
+        if wrong:
+            raise StartRefused(
+                f"The key {wrong[0]} in the kept state cannot be understood; mend its record."
+            )
+        self._keyring.take(keys)
+
+    async def refresh(self) -> None:
+        """Take over what others have changed; a record that cannot be understood opens nothing."""
+        texts = await self._records.all(_KIND)
+        if texts != self._texts:
+            self._take(texts)
+        self._keyring.look_at_clock()
+
+    async def create(self, terms: KeyTerms) -> tuple[KeyRecord, str]:
+        """Make a key; its secret is told here and never again."""
+        record, secret = new_key(terms, self._now())
+        await self._records.add(_KIND, record.id, record.model_dump_json())
+        await self.refresh()
+        log.info("key.created key=%s team=%s", record.id, record.team or "-")
+        return record, secret
+
+    async def change(self, name: str, terms: Callable[[KeyTerms], KeyTerms]) -> KeyRecord:
+        """Put a key under other terms; raise `KeyUnknown`, or `KeyIsRevoked`."""
+        async with self._one_at_a_time:
+            await self.refresh()
+            record = self.find(name)
+            if record.revoked_at is not None:
+                raise KeyIsRevoked(name)
+            changed = record.with_terms(terms(record.terms))
+            kept = changed.model_dump_json(exclude={"revoked_at"})
+            await self._records.replace(_KIND, name, kept)
+            await self.refresh()
+        log.info("key.changed key=%s", name)
+        return self.find(name)
+
+    async def revoke(self, name: str) -> KeyRecord:
+        """End a key for good; once is enough, and more often does no harm."""
+        await self.refresh()
+        self.find(name)
+        revoked = _Revocation(revoked_at=self._now())
+        if await self._records.add(_KIND, name + _REVOKED, revoked.model_dump_json()):
+            log.info("key.revoked key=%s", name)
+        await self.refresh()
+        return self.find(name)
+
+    def find(self, name: str) -> KeyRecord:
+        """Find a key by its id; raise `KeyUnknown`."""
+        record = self._keyring.records.get(name)
+        if record is None:
+            raise KeyUnknown(name)
+        return record
+
+    def _take(self, texts: Mapping[str, str]) -> None:
+        self._texts = texts
+        keys, wrong = _read(texts)
+        for name in wrong:
+            log.error("key.unreadable key=%s", name)
+        self._keyring.take(keys)
+
+    def _now(self) -> datetime:
+        return datetime.fromtimestamp(self._wall(), UTC)
+
+
+def _read(texts: Mapping[str, str]) -> tuple[list[KeyRecord], list[str]]:
+    """Read all keys, and name those that cannot be understood."""
+    keys, wrong = [], []
+    for name, text in texts.items():
+        if name.endswith(_REVOKED):
+            continue
+        try:
+            record = KeyRecord.model_validate_json(text)
+            if name + _REVOKED in texts:
+                revoked = _Revocation.model_validate_json(texts[name + _REVOKED])
+                record = record.model_copy(update={"revoked_at": revoked.revoked_at})
+            keys.append(record)
+        except (ValidationError, json.JSONDecodeError):
+            wrong.append(name)
+    return keys, wrong

@@ -1,0 +1,87 @@
+"""What a request costs its key: guessed before, known after, settled exactly once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from gateway.client import ClientLeft
+from gateway.domain import Spent
+from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
+from gateway.keys.limits import Allowance
+from gateway.refusals import KeyEnded
+from gateway.trip import Trip
+from policies.profile import RequestProfile
+
+ANSWER_TOKENS = 1024
+"""Reserved for an answer whose length the request does not limit."""
+# Low for prose, so that a reservation is rarely too small.
+_CHARS_A_TOKEN = 3
+# They end a request, but not because a worker failed: what it did until then is owed.
+_ENDED_FROM_OUTSIDE = (ClientLeft, KeyEnded, RequestTooLong, Stopping)
+
+
+NOTHING = Spent()
+
+
+def estimate(profile: RequestProfile) -> int:
+    """Guess the tokens of a request, rather too many than too few."""
+    prompt = -(-profile.text_chars // _CHARS_A_TOKEN)
+    answer = ANSWER_TOKENS if profile.max_tokens is None else profile.max_tokens
+    return prompt + profile.choices * answer
+
+
+def spent(trip: Trip | None, failure: BaseException | None) -> Spent:
+    """Say what a request has cost that ended so.
+
+    Nothing where no worker began; what the worker told of, where it did; and where it did not, the
+    whole estimate, because only a worker counts tokens, and it tells at the end: leaving early is
+    not for free. For an answer that a worker broke nobody pays by guess.
+    """
+    if trip is None or trip.dispatched_s is None:
+        return NOTHING
+    failed = isinstance(failure, Exception) and not isinstance(failure, _ENDED_FROM_OUTSIDE)
+    if failed and _never_began(failure):
+        return NOTHING
+    told = trip.usage.prompt_tokens + trip.usage.completion_tokens
+    if told or failed:
+        return Spent(1, told)
+    guessed = estimate(trip.inspected.profile)
+    return Spent(1, guessed, guessed)
+
+
+def _never_began(failure: BaseException | None) -> bool:
+    """Say whether it was refused, or found nobody, rather than broken."""
+    nobody = isinstance(failure, GatewayError) and failure.status == NoWorker.status
+    return nobody or isinstance(failure, RequestRefused)
+
+
+class Hold:
+    """The context of a request with a limited key: let in at its beginning, settled at its end."""
+
+    def __init__(
+        self,
+        allowance: Allowance,
+        trip: Trip,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+    ) -> None:
+        self._allowance = allowance
+        self._trip = trip
+        self._clock = clock
+        self._wall = wall
+
+    def __enter__(self) -> Self:
+        tokens = estimate(self._trip.inspected.profile)
+        self._taken = self._allowance.reserve(tokens, self._clock(), self._wall())
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        cost = spent(self._trip, error)
+        self._allowance.settle(self._taken, cost.requests, cost.tokens, self._clock(), self._wall())

@@ -1,0 +1,159 @@
+"""Who a secret belongs to: one hash and one look into a dictionary for each request."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+from pydantic import SecretStr
+
+from gateway.domain import Caller, Inspected
+from gateway.keys.limits import Allowance
+from gateway.keys.record import KeyRecord, digest_of
+from gateway.refusals import KeyRefused, ModelUnknown
+from policies.document import Priority
+
+STATIC_ID = "static"
+"""The id of PACELINE_API_KEY: a key without limits that is kept nowhere."""
+_BEARER = b"bearer "
+_HIGHEST_FIRST = tuple(Priority)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Who holds a key, as a request needs it: all that can be known before it comes."""
+
+    caller: Caller
+    digest: bytes = b""
+    models: frozenset[str] | None = None
+    """None: all."""
+    priorities: tuple[Priority, ...] = _HIGHEST_FIRST
+    """Those that a request may ask for."""
+    allowance: Allowance | None = None
+    """None: nothing is limited."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Say whether nothing of the fleet is kept from this key."""
+        return self.models is None and self.caller.pools is None
+
+    def check_model(self, inspected: Inspected) -> None:
+        """Raise `ModelUnknown` for a model that this key may not use.
+
+        The same answer as for one that does not exist: a key learns no names beyond its own.
+        """
+        if self.models is not None and inspected.profile.model not in self.models:
+            raise ModelUnknown(inspected.asked_model)
+
+
+ANYBODY = Holder(caller=Caller())
+"""Who asks where no key is needed."""
+
+
+class Keyring:
+    """The keys that open the data plane now. `clock` is monotonic, `wall` the time of the day.
+
+    `used_on_day` tells the tokens that a key has used on the day of a moment.
+
+    A secret is looked up by its digest. How long that takes may depend on the digest, and nobody
+    can make a secret whose digest comes close to another's: so time tells nothing that helps.
+    Unknown, wrong, expired and revoked ones go the same way. Nothing is kept of those that fail.
+    """
+
+    def __init__(
+        self,
+        static: SecretStr | None,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        used_on_day: Callable[[str, float], int],
+    ) -> None:
+        self._clock = clock
+        self._wall = wall
+        self._used_on_day = used_on_day
+        self._static: dict[bytes, Holder] = {}
+        if static is not None and static.get_secret_value():
+            digest = digest_of(static.get_secret_value().encode())
+            caller = Caller(client=STATIC_ID, key=STATIC_ID)
+            self._static[digest] = Holder(caller=caller, digest=digest)
+        self._by_digest = dict(self._static)
+        self._holders: dict[str, Holder] = {}
+        self.records: Mapping[str, KeyRecord] = {}
+        self.demanding = bool(self._static)
+        """Whether the data plane asks for a key. Never again no: once there was a key, a state that
+        is lost or keys that are all revoked must not open it for everybody."""
+        self.on_end: Callable[[frozenset[str]], None] = lambda _ids: None
+        """Told of keys that open nothing any more."""
+
+    def find(self, authorization: bytes | None) -> Holder:
+        """Say who bears this `Authorization`; raise `KeyRefused` for all who hold no key."""
+        secret = bearer(authorization)
+        if secret is None:
+            raise KeyRefused
+        digest = digest_of(secret)
+        holder = self._by_digest.get(digest)
+        if holder is None or not hmac.compare_digest(holder.digest, digest):
+            raise KeyRefused
+        return holder
+
+    def knows(self, authorization: bytes | None) -> bool:
+        """Say whether this is a key of the data plane."""
+        secret = bearer(authorization)
+        return secret is not None and digest_of(secret) in self._by_digest
+
+    def take(self, records: Iterable[KeyRecord]) -> None:
+        """Hold these keys, and no others, from now on."""
+        self.records = {record.id: record for record in records}
+        self.demanding = self.demanding or bool(self.records)
+        self._hold_those_that_open()
+
+    def look_at_clock(self) -> None:
+        """Let go of keys whose time is over; to be called about once a second."""
+        now_unix_s = self._wall()
+        if any(self.records[name].ended(now_unix_s) for name in self._holders):
+            self._hold_those_that_open()
+
+    def _hold_those_that_open(self) -> None:
+        now_unix_s = self._wall()
+        open_now = [one for one in self.records.values() if not one.ended(now_unix_s)]
+        held = {record.id: self._holder(record) for record in open_now}
+        gone = frozenset(self._holders.keys() - held.keys())
+        self._holders = held
+        by_digest = {holder.digest: holder for holder in held.values()}
+        self._by_digest = {**by_digest, **self._static}
+        if gone:
+            self.on_end(gone)
+
+    def _holder(self, record: KeyRecord) -> Holder:
+        before = self._holders.get(record.id)
+        return Holder(
+            caller=Caller(
+                client=record.id,
+                priority=max(record.priority, Priority.DEFAULT, key=_HIGHEST_FIRST.index),
+                key=record.id,
+                team=record.team,
+                pools=frozenset(record.pools) or None,
+            ),
+            digest=bytes.fromhex(record.digest),
+            models=frozenset(record.models) or None,
+            priorities=_HIGHEST_FIRST[_HIGHEST_FIRST.index(record.priority) :],
+            allowance=self._allowance(record, before.allowance if before else None),
+        )
+
+    def _allowance(self, record: KeyRecord, before: Allowance | None) -> Allowance | None:
+        """Go on with what was counted so far: other limits are no new budget."""
+        if record.unlimited:
+            return None
+        unix_s = self._wall()
+        limits = (record, self._clock(), unix_s, self._used_on_day(record.id, unix_s))
+        if before is None:
+            return Allowance(*limits)
+        before.change(*limits)
+        return before
+
+
+def bearer(authorization: bytes | None) -> bytes | None:
+    """Take the secret out of an `Authorization` value; None where there is none."""
+    if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
+        return None
+    return authorization[len(_BEARER) :].strip() or None

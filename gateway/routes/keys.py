@@ -1,0 +1,116 @@
+"""`/admin/v1/keys`: make keys, look at them, change their terms, revoke them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from pydantic import ValidationError
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.client import read_small_body
+from gateway.inspection import parse
+from gateway.keys.record import KeyRecord, KeyTerms
+from gateway.line import Line
+from gateway.refusals import FieldInvalid
+from gateway.routes.guards import with_admin_key
+
+_TERMS_LIMIT_BYTES = 64 * 1024
+
+
+def keys(line: Line) -> APIRouter:
+    """Hold the routes under /admin/v1/keys."""
+    router = APIRouter(prefix="/admin/v1/keys", dependencies=[Depends(with_admin_key(line))])
+
+    async def asked(request: Request) -> dict[str, Any]:
+        raw = await read_small_body(
+            request.scope,
+            request.receive,
+            limit_bytes=_TERMS_LIMIT_BYTES,
+            timeout_s=line.settings.body_timeout_s,
+        )
+        return parse(raw)
+
+    @router.post("")
+    async def create(request: Request) -> Response:
+        record, secret = await line.keys.create(_terms({}, await asked(request), line))
+        told = {**_told(record, line), "secret": secret}
+        # The only answer that ever holds a secret: nothing on its way may keep it.
+        headers = {"content-type": "application/json", "cache-control": "no-store"}
+        return Response(to_json(told), status_code=201, headers=headers)
+
+    @router.get("")
+    async def listing() -> dict[str, Any]:
+        await line.keys.refresh()
+        return {"keys": [_told(record, line) for record in line.keyring.records.values()]}
+
+    @router.get("/{name}")
+    async def one(name: str) -> dict[str, Any]:
+        await line.keys.refresh()
+        return _told(line.keys.find(name), line)
+
+    @router.patch("/{name}")
+    async def change(name: str, request: Request) -> dict[str, Any]:
+        patch = await asked(request)
+
+        def patched(terms: KeyTerms) -> KeyTerms:
+            return _terms(terms.model_dump(mode="json"), patch, line)
+
+        return _told(await line.keys.change(name, patched), line)
+
+    @router.delete("/{name}")
+    async def revoke(name: str) -> dict[str, Any]:
+        return _told(await line.keys.revoke(name), line)
+
+    return router
+
+
+def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], line: Line) -> KeyTerms:
+    """Merge as JSON Merge Patch does, null for none; raise `FieldInvalid` naming what is wrong."""
+    merged = {name: value for name, value in {**before, **patch}.items() if value is not None}
+    try:
+        terms = KeyTerms.model_validate_json(to_json(merged))
+    except ValidationError as invalid:
+        problems = [
+            (".".join(map(str, problem["loc"])), _plain(problem["type"], problem["msg"]))
+            for problem in invalid.errors(include_url=False, include_input=False)
+        ]
+    else:
+        problems = _senseless(terms, patch, line)
+        if not problems:
+            return terms
+    text = "; ".join(f"{field}: {what}" for field, what in problems)
+    raise FieldInvalid(f"{text}.", param=problems[0][0] or None)
+
+
+def _senseless(terms: KeyTerms, patch: Mapping[str, Any], line: Line) -> list[tuple[str, str]]:
+    """Find what is well written and would do nothing, or not what was meant."""
+    policy = line.policy
+    aliases = {alias: name for name, model in policy.models.items() for alias in model.aliases}
+    problems = [
+        (f"models.{index}", f"'{name}' is an alias; say '{aliases[name]}'")
+        for index, name in enumerate(terms.models)
+        if name in aliases
+    ]
+    problems += [
+        (f"pools.{index}", f"the policy has no pool '{name}'")
+        for index, name in enumerate(terms.pools)
+        if name not in policy.pools
+    ]
+    expires_at = terms.expires_at if "expires_at" in patch else None
+    if expires_at is not None and expires_at.timestamp() <= line.wall():
+        problems.append(("expires_at", "this time is over"))
+    return problems
+
+
+def _told(record: KeyRecord, line: Line) -> dict[str, Any]:
+    """Tell all of a key but what opens anything."""
+    state = record.ended(line.wall()) or "active"
+    return {**record.model_dump(mode="json", exclude={"digest"}), "state": state}
+
+
+def _plain(kind: str, message: str) -> str:
+    return "there is no such field" if kind == "extra_forbidden" else message

@@ -1,0 +1,196 @@
+"""Who may use which route: every one of them, by every kind of key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+from pydantic import SecretStr
+from starlette.routing import BaseRoute
+
+from gateway.app import create_app
+from gateway.relay import ENDPOINTS
+from tests.gateway.fake_worker import TOKEN, FakeWorker
+from tests.gateway.serving import Gateway, chat_body, settings_for_tests
+
+PUBLIC = {("GET", "/livez"), ("GET", "/readyz"), ("GET", "/metrics")}
+"""For load balancers and Prometheus; they tell no secret."""
+
+WORKER = "/admin/v1/workers/fake-a"
+DATA_PLANE = (
+    ("POST", "/v1/chat/completions", 200),
+    ("POST", "/v1/completions", 400),
+    ("POST", "/v1/route/explain", 200),
+    ("GET", "/v1/models", 200),
+    ("GET", "/v1/models/demo", 200),
+    ("GET", "/v1/status", 200),
+)
+ADMIN_PLANE = (
+    ("GET", "/admin/v1/workers", 200),
+    ("GET", "/admin/v1/keys", 200),
+    ("POST", "/admin/v1/keys", 400),
+    ("GET", "/admin/v1/keys/key-000000000000", 404),
+    ("PATCH", "/admin/v1/keys/key-000000000000", 404),
+    ("DELETE", "/admin/v1/keys/key-000000000000", 404),
+    ("GET", "/admin/v1/usage", 200),
+)
+JOINING = (
+    ("PUT", WORKER, 400),
+    ("GET", f"{WORKER}/joined", 200),
+    ("DELETE", f"{WORKER}-that-left", 204),
+)
+
+
+def routes_of(routes: list[BaseRoute]) -> Iterator[APIRoute]:
+    """List what is really there; a kind of route that is not known here is a fault."""
+    for route in routes:
+        if (router := getattr(route, "original_router", None)) is not None:
+            yield from routes_of(router.routes)
+        else:
+            assert isinstance(route, APIRoute), f"{route} serves something else"
+            yield route
+
+
+def every_route(state_dir: Path) -> set[tuple[str, str]]:
+    app = create_app(settings_for_tests(state_dir))
+    found = {
+        (method, route.path)
+        for route in routes_of(app._panel.routes)
+        for method in route.methods or ()
+    }
+    return found | {("POST", path) for path in ENDPOINTS}
+
+
+@pytest.fixture
+def locked(tmp_path: Path, worker: FakeWorker) -> Iterator[Gateway]:
+    """A gateway with every kind of key."""
+    settings = settings_for_tests(
+        tmp_path, api_key=SecretStr("static-key"), admin_key=SecretStr("admin-key")
+    )
+    with Gateway(settings) as gateway:
+        gateway.join(worker)
+        yield gateway
+
+
+def asked(gateway: Gateway, method: str, path: str, secret: str | None) -> httpx.Response:
+    headers = {"authorization": f"Bearer {secret}"} if secret else {}
+    body = chat_body() if "chat" in path or "explain" in path else {}
+    with httpx.Client(base_url=gateway.url, headers=headers, timeout=30) as client:
+        return client.request(method, path, json=body if method != "GET" else None)
+
+
+def test_every_route_is_public_by_list_or_wants_a_key(locked: Gateway, tmp_path: Path) -> None:
+    """S11, S17, S52 (CVE-2026-12795, CVE-2025-62727, vllm-mlx #68): no route was forgotten, and
+    none hands out files."""
+    routes = every_route(tmp_path)
+    assert len(routes) > 12
+    assert routes > PUBLIC
+    for method, path in routes:
+        answer = asked(locked, method, path, None)
+        if (method, path) in PUBLIC:
+            assert answer.status_code == 200, path
+        else:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (401, "invalid_api_key"), path
+            assert answer.headers["www-authenticate"] == "Bearer"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("//v1/models", "/v1/models/..%2f..%2fadmin/v1/keys", "/admin/v1/keys/", "/ADMIN/v1/keys"),
+        *("/admin/v1/keys;x", "/v1/../admin/v1/keys", "/admin/v1/keys%00", "/openapi.json"),
+        *("/v1/chat/completions/", "/docs", "/tokenize", "/invocations", "/pause"),
+    ],
+)
+def test_no_other_spelling_of_a_path_opens_anything(locked: Gateway, path: str) -> None:
+    """S01, S02, S03, S51 (CVE-2026-48710, CVE-2026-49468, CVE-2026-48746): the raw path decides,
+    and there are no side doors."""
+    url = httpx.URL(locked.url).copy_with(raw_path=path.encode())
+    for method in ("GET", "POST"):
+        assert httpx.request(method, url).status_code in {401, 404, 405}
+
+
+def test_the_lists_below_name_every_route(tmp_path: Path) -> None:
+    named = {
+        (method, path.replace("key-000000000000", "{name}"))
+        for method, path, _ in (*DATA_PLANE, *ADMIN_PLANE)
+    }
+    named |= {("GET", "/v1/models/{name:path}")} | PUBLIC
+    named |= {
+        ("PUT", "/admin/v1/workers/{worker_id}"),
+        ("DELETE", "/admin/v1/workers/{worker_id}"),
+        ("GET", "/admin/v1/workers/{worker_id}/joined"),
+    }
+    assert named - {("GET", "/v1/models/demo")} == every_route(tmp_path)
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [*DATA_PLANE, *ADMIN_PLANE, *JOINING])
+def test_each_kind_of_key_opens_its_own_routes_and_no_other(
+    locked: Gateway, method: str, path: str, status: int
+) -> None:
+    """S08, S10 (CVE-2026-42271, CVE-2026-47101): roles by routes, and denied by default."""
+    made = locked.make_key(name="made")
+    gone = locked.make_key(name="gone")
+    locked.admin.delete(f"/admin/v1/keys/{gone['id']}")
+    secrets = {
+        "static": "static-key",
+        "made": made["secret"],
+        "revoked": gone["secret"],
+        "id": made["id"],
+        "admin": "admin-key",
+        "join": TOKEN,
+    }
+    opened = {
+        kind
+        for kind, secret in secrets.items()
+        if asked(locked, method, path, secret).status_code != 401
+    }
+    right = (
+        {"static", "made"}
+        if (method, path, status) in DATA_PLANE
+        else {"admin"}
+        if (method, path, status) in ADMIN_PLANE
+        else {"join"}
+    )
+    assert opened == right
+    assert asked(locked, method, path, secrets[next(iter(right))]).status_code == status
+
+
+@pytest.mark.parametrize(("method", "path", "status"), ADMIN_PLANE)
+def test_without_an_admin_key_this_machine_needs_none_but_another_kind_opens_nothing(
+    line: Gateway, method: str, path: str, status: int
+) -> None:
+    made = line.make_key()
+    assert asked(line, method, path, None).status_code == status
+    assert asked(line, method, path, made["secret"]).status_code == 401
+    assert asked(line, method, path, TOKEN).status_code == 401
+
+
+def test_where_nobody_needs_a_key_the_planes_are_apart_all_the_same(line: Gateway) -> None:
+    assert asked(line, "GET", "/v1/models", None).status_code == 200
+    beat: dict[str, Any] = {}
+    assert line.client.put(WORKER, json=beat).status_code == 401
+    assert asked(line, "GET", f"{WORKER}/joined", None).status_code == 401
+
+
+def test_no_answer_invites_a_page_of_another_site(locked: Gateway) -> None:
+    """S22: no CORS, on the admin plane neither."""
+    headers = {
+        "origin": "https://evil.example",
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization",
+    }
+    for path in ("/v1/chat/completions", "/admin/v1/keys"):
+        answer = httpx.options(f"{locked.url}{path}", headers=headers)
+        assert not [name for name in answer.headers if name.startswith("access-control")]
+        assert answer.status_code in {401, 405}
+
+
+def test_a_worker_that_nobody_knows_has_not_joined(locked: Gateway) -> None:
+    answer = asked(locked, "GET", "/admin/v1/workers/nobody/joined", TOKEN)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "worker_not_found")
