@@ -147,17 +147,22 @@ def bears(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:
 def comes_from_this_machine(peer: str | None, headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Say whether a person on this machine sent it, not a proxy and not a page in a browser.
 
-    A page of a foreign site can reach loopback by a name that it points there (DNS rebinding), and
-    a proxy on this machine speaks for others; the headers give both away.
+    A page of a foreign site can reach loopback by a name that it points there (DNS rebinding) or
+    send a form to it blindly, and a proxy on this machine speaks for others; the headers give all
+    of them away.
     """
     if peer is None or not is_loopback(peer):
         return False
+    host, origin = b"", None
     for name, value in headers:
         if name in (b"x-forwarded-for", b"forwarded"):
             return False
-        if name == b"host" and not is_loopback(_without_port(value.decode("latin-1"))):
-            return False
-    return True
+        if name == b"host":
+            host = value
+        if name == b"origin":
+            origin = value
+    own_page = origin is None or origin.partition(b"://")[2] == host
+    return own_page and is_loopback(_without_port(host.decode("latin-1")))
 
 
 def _without_port(host: str) -> str:

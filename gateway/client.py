@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -148,7 +148,7 @@ class Reply:
     def __init__(self, scope: Scope) -> None:
         self._exchange = _exchange(scope)
         self._stream_headers: Headers = []
-        self.limits: Headers = []
+        self.limits: Sequence[Header] = ()
         """What is told of the limits of the key, whatever the answer."""
         self.identity = request_id(scope)
         self.started = False

@@ -120,7 +120,8 @@ class Relay:
             raise
         except GatewayError as failure:
             error, outcome = failure, _outcome(failure)
-            self._tell_limits(reply, steps)
+            if (allowance := steps.holder.allowance) is not None:
+                reply.limits = allowance.headers(self._line.clock(), self._line.wall())
             await reply.fail(failure, route_headers(steps.trip) if steps.trip else ())
         except Exception:
             log.exception("request.broken request=%s", reply.identity)
@@ -181,14 +182,8 @@ class Relay:
         if allowance is None:
             await line.upstream.forward(trip, decision, reply)
             return
-        with Hold(allowance, trip, line.clock, line.wall):
-            self._tell_limits(reply, steps)
+        with Hold(allowance, trip, line.clock, line.wall) as reply.limits:
             await line.upstream.forward(trip, decision, reply)
-
-    def _tell_limits(self, reply: Reply, steps: _Steps) -> None:
-        """Say in headers what is left of the key's limits, where it has any."""
-        if (allowance := steps.holder.allowance) is not None:
-            reply.limits = allowance.headers(self._line.clock(), self._line.wall())
 
     def _served(
         self,

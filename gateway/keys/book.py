@@ -38,7 +38,8 @@ class KeyBook:
         self._keyring = keyring
         self._wall = wall
         self._texts: Mapping[str, str] = {}
-        self._one_at_a_time = asyncio.Lock()
+        self._reading = asyncio.Lock()
+        self._changing = asyncio.Lock()
 
     async def open(self) -> None:
         """Read the keys; raise `StartRefused` where one cannot be understood."""
@@ -52,22 +53,25 @@ class KeyBook:
 
     async def refresh(self) -> None:
         """Take over what others have changed; a record that cannot be understood opens nothing."""
-        texts = await self._records.all(_KIND)
-        if texts != self._texts:
-            self._take(texts)
+        # One after the other: what was read first must not be taken last, and bring back a key.
+        async with self._reading:
+            texts = await self._records.all(_KIND)
+            if texts != self._texts:
+                self._take(texts)
         self._keyring.look_at_clock()
 
     async def create(self, terms: KeyTerms) -> tuple[KeyRecord, str]:
         """Make a key; its secret is told here and never again."""
         record, secret = new_key(terms, self._now())
-        await self._records.add(_KIND, record.id, record.model_dump_json())
+        while not await self._records.add(_KIND, record.id, record.model_dump_json()):
+            record, secret = new_key(terms, self._now())  # of all ids it took one that is taken
         await self.refresh()
         log.info("key.created key=%s team=%s", record.id, record.team or "-")
         return record, secret
 
     async def change(self, name: str, terms: Callable[[KeyTerms], KeyTerms]) -> KeyRecord:
         """Put a key under other terms; raise `KeyUnknown`, or `KeyIsRevoked`."""
-        async with self._one_at_a_time:
+        async with self._changing:
             await self.refresh()
             record = self.find(name)
             if record.revoked_at is not None:

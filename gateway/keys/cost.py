@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import Self
 
 from gateway.client import ClientLeft
 from gateway.domain import Spent
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
-from gateway.keys.limits import Allowance
+from gateway.keys.limits import Allowance, Headers
 from gateway.refusals import KeyEnded
 from gateway.trip import Trip
 from policies.profile import RequestProfile
@@ -72,10 +71,12 @@ class Hold:
         self._clock = clock
         self._wall = wall
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Headers:
+        """Raise at a limit; tell in headers what is left behind this request."""
+        now_s, unix_s = self._clock(), self._wall()
         tokens = estimate(self._trip.inspected.profile)
-        self._taken = self._allowance.reserve(tokens, self._clock(), self._wall())
-        return self
+        self._taken = self._allowance.reserve(tokens, now_s, unix_s)
+        return self._allowance.headers(now_s, unix_s)
 
     def __exit__(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from gateway.errors import RecordsUnwritable
+from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.keys.book import KeyBook
 from gateway.keys.limits import day_of
 from gateway.keys.usage import Ledger, UsageRow, fold, tidied
@@ -37,8 +37,11 @@ class Keeping:
 
     async def open(self) -> None:
         """Read what is kept, before the first request; raise `StartRefused`."""
-        self._ledger.remember(await self._records.all(_KIND))
-        await self._book.open()
+        try:
+            self._ledger.remember(await self._records.all(_KIND), self._wall())
+            await self._book.open()
+        except RecordsUnwritable:
+            raise StartRefused("What is kept of keys and their usage cannot be read.") from None
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._go_on(), name="keys")

@@ -24,6 +24,17 @@ DAY_S = 86_400
 _RETRY_RUNNING_S = 1.0
 
 Headers = list[tuple[bytes, bytes]]
+_Names = tuple[bytes, bytes, bytes]
+_OF_REQUESTS = (
+    b"x-ratelimit-limit-requests",
+    b"x-ratelimit-remaining-requests",
+    b"x-ratelimit-reset-requests",
+)
+_OF_TOKENS = (
+    b"x-ratelimit-limit-tokens",
+    b"x-ratelimit-remaining-tokens",
+    b"x-ratelimit-reset-tokens",
+)
 
 
 def day_of(unix_s: float) -> int:
@@ -35,117 +46,107 @@ class Bucket:
     """A budget for each minute: it refills evenly, up to one minute's worth.
 
     What may still come back of what was taken fills the bucket too: what would run over is no
-    longer given back, of the oldest first. Else requests that wait a minute and are then refused
-    would give back room that was filled again in the meantime, and double the next minute.
+    longer given back. Else requests that wait a minute and are then refused would give back room
+    that was filled again in the meantime, and double the next minute.
     """
 
-    __slots__ = ("_at_s", "_level", "_open", "_open_sum", "_tickets", "limit")
+    __slots__ = ("_at_s", "_level", "_open", "_rate", "_returnable", "_spilled", "limit")
 
     def __init__(self, limit: int, now_s: float) -> None:
-        self.limit = limit
-        self._level = float(limit)
         self._at_s = now_s
-        self._open: dict[int, float] = {}
-        """What may come back, by ticket, oldest first."""
-        self._open_sum = 0.0
-        self._tickets = 0
+        self._open = 0
+        self._returnable = 0.0
+        """What may come back, at most, of all that is open."""
+        self._spilled = 0.0
+        """What was no longer given back, ever: each that is open loses what was spilled since."""
+        self._level = float(limit)
+        self._rate = 0.0
+        self.change(limit, now_s)
 
     def change(self, limit: int, now_s: float) -> None:
         """Go on with another limit; what was used up stays used up."""
-        self._refill(now_s)
+        self.refill(now_s)
         self.limit = limit
-        self._level = min(self._level, limit)
-        self._squeeze()
+        self._rate = limit / _MINUTE_S
+        self._spill()
 
-    def wait_s(self, amount: int, now_s: float) -> float:
+    def refill(self, now_s: float) -> None:
+        """Come to this moment; everything else is as of the last one."""
+        elapsed_s = now_s - self._at_s
+        if elapsed_s > 0:
+            self._at_s = now_s
+            self._level += elapsed_s * self._rate
+            self._spill()
+
+    def _spill(self) -> None:
+        """Let go of what does not fit in."""
+        over = self._level + self._returnable - self.limit
+        if over > 0:
+            spilled = min(over, self._returnable)
+            self._returnable -= spilled
+            self._spilled += spilled
+            if self._level > self.limit:
+                self._level = float(self.limit)
+
+    def wait_s(self, amount: int) -> float:
         """Tell how long it takes until so much is there; 0 where it is."""
-        self._refill(now_s)
         lacking = amount - self._level
-        return lacking * _MINUTE_S / self.limit if lacking > 0 else 0.0
+        return lacking / self._rate if lacking > 0 else 0.0
 
-    def take(self, amount: int) -> int:
-        """Reserve what is there as of the last `wait_s`; return the ticket for `settle`."""
+    def take(self, amount: int) -> float:
+        """Reserve what is there; return the ticket for `settle`."""
         self._level -= amount
-        self._tickets += 1
-        self._open[self._tickets] = amount
-        self._open_sum += amount
-        return self._tickets
+        self._returnable += amount
+        self._open += 1
+        return self._spilled
 
-    def settle(self, ticket: int, taken: int, cost: int, now_s: float) -> None:
+    def settle(self, ticket: float, taken: int, cost: int) -> None:
         """Give back what was taken and not used; take what was used beyond it."""
-        self._refill(now_s)
-        returnable = self._open.pop(ticket, 0.0)
+        returnable = max(0.0, taken - (self._spilled - ticket))
         self._level += min(taken - cost, returnable)
-        self._open_sum = self._open_sum - returnable if self._open else 0.0
+        self._open -= 1
+        self._returnable = self._returnable - returnable if self._open else 0.0
 
-    def remaining(self, now_s: float) -> int:
-        """Tell how much is there."""
-        self._refill(now_s)
+    @property
+    def left(self) -> int:
+        """How much is there."""
         return max(0, math.floor(self._level))
 
-    def full_in_s(self) -> float:
-        """Tell when it is full, as of the last look."""
-        return (self.limit - self._level) * _MINUTE_S / self.limit
-
-    def _refill(self, now_s: float) -> None:
-        if now_s > self._at_s:
-            refilled = self._level + (now_s - self._at_s) * self.limit / _MINUTE_S
-            self._level = min(self.limit, refilled)
-            self._at_s = now_s
-            self._squeeze()
-
-    def _squeeze(self) -> None:
-        """Give up what would run over if it came back."""
-        over = self._level + self._open_sum - self.limit
-        while over > 0 and self._open:
-            ticket, returnable = next(iter(self._open.items()))
-            given_up = min(over, returnable)
-            over -= given_up
-            self._open_sum -= given_up
-            if given_up < returnable:
-                self._open[ticket] = returnable - given_up
-            else:
-                del self._open[ticket]
+    def headers(self, names: _Names) -> Headers:
+        """Tell the limit, what is left, and when it is full."""
+        return _headers(names, self.limit, self.left, (self.limit - self._level) / self._rate)
 
 
 class DayBudget:
     """A budget for each day; what runs over midnight belongs to the day in which it ends."""
 
-    __slots__ = ("_day", "_reserved", "_used", "limit")
+    __slots__ = ("_day", "limit", "reserved", "used")
 
     def __init__(self, limit: int, used: int, day: int) -> None:
-        self.limit = limit
-        self._used = used
-        self._reserved = 0
         self._day = day
+        self.limit = limit
+        self.used = used
+        self.reserved = 0
 
-    def left(self, day: int) -> int:
-        """Tell how much may still be reserved."""
-        self._turn(day)
-        return self.limit - self._used - self._reserved
+    @property
+    def left(self) -> int:
+        """How much may still be reserved."""
+        return self.limit - self.used - self.reserved
 
-    def take(self, amount: int) -> None:
-        """Reserve of what is left."""
-        self._reserved += amount
-
-    def settle(self, taken: int, cost: int, day: int) -> None:
-        """Enter what was used in place of what was reserved."""
-        self._turn(day)
-        self._reserved -= taken
-        self._used += cost
-
-    def _turn(self, day: int) -> None:
-        if day > self._day:  # a clock that is set back gives no second budget
-            self._day, self._used = day, 0
+    def turn(self, unix_s: float) -> None:
+        """Come to the day of this moment; a clock that is set back gives no second budget."""
+        if (day := day_of(unix_s)) > self._day:
+            self._day, self.used = day, 0
 
 
 class Reservation(NamedTuple):
     """What one request that was let in has taken, and where."""
 
     tokens: int
-    of_requests: tuple[Bucket, int] | None
-    """The bucket and its ticket."""
-    of_tokens: tuple[Bucket, int] | None
+    of_requests: Bucket | None
+    requests_ticket: float
+    of_tokens: Bucket | None
+    tokens_ticket: float
     of_day: DayBudget | None
 
 
@@ -161,7 +162,7 @@ class Allowance:
 
     def change(self, limits: Limits, now_s: float, unix_s: float, used_today: int) -> None:
         """Go on under other limits; `used_today` counts where there was none for a day."""
-        self._running_limit = limits.concurrent_requests
+        self._at_once = limits.concurrent_requests
         self._requests = _changed(self._requests, limits.requests_a_minute, now_s)
         self._tokens = _changed(self._tokens, limits.tokens_a_minute, now_s)
         if limits.tokens_a_day is None:
@@ -173,15 +174,34 @@ class Allowance:
 
     def reserve(self, tokens: int, now_s: float, unix_s: float) -> Reservation:
         """Let in a request of so many tokens; raise, and take nothing, at a limit."""
-        self._check(tokens, now_s, unix_s)
-        self.running += 1
         requests, minute, day = self._requests, self._tokens, self._day
+        if minute is not None:
+            minute.refill(now_s)
+            if tokens > minute.limit:
+                raise TokensOverLimit("tokens_a_minute", minute.limit, tokens)
         if day is not None:
-            day.take(tokens)
+            day.turn(unix_s)
+            if tokens > day.limit:
+                raise TokensOverLimit("tokens_a_day", day.limit, tokens)
+        if self._at_once is not None and self.running >= self._at_once:
+            raise LimitReached("concurrent_requests", self._at_once, _RETRY_RUNNING_S)
+        if requests is not None:
+            requests.refill(now_s)
+            if wait_s := requests.wait_s(1):
+                raise LimitReached("requests_a_minute", requests.limit, wait_s)
+        if minute is not None and (wait_s := minute.wait_s(tokens)):
+            raise LimitReached("tokens_a_minute", minute.limit, wait_s)
+        if day is not None and tokens > day.left:
+            raise LimitReached("tokens_a_day", day.limit, DAY_S - unix_s % DAY_S)
+        self.running += 1
+        if day is not None:
+            day.reserved += tokens
         return Reservation(
             tokens,
-            None if requests is None else (requests, requests.take(1)),
-            None if minute is None else (minute, minute.take(tokens)),
+            requests,
+            requests.take(1) if requests is not None else 0.0,
+            minute,
+            minute.take(tokens) if minute is not None else 0.0,
             day,
         )
 
@@ -189,47 +209,38 @@ class Allowance:
         self, taken: Reservation, requests: int, tokens: int, now_s: float, unix_s: float
     ) -> None:
         """Enter what a request that was let in has cost; 0 and 0 gives all of it back."""
+        reserved, of_requests, requests_ticket, of_tokens, tokens_ticket, of_day = taken
         self.running -= 1
-        if taken.of_requests is not None:
-            bucket, ticket = taken.of_requests
-            bucket.settle(ticket, 1, requests, now_s)
-        if taken.of_tokens is not None:
-            bucket, ticket = taken.of_tokens
-            bucket.settle(ticket, taken.tokens, tokens, now_s)
-        if taken.of_day is not None:
-            taken.of_day.settle(taken.tokens, tokens, day_of(unix_s))
+        if of_requests is not None:
+            of_requests.refill(now_s)
+            of_requests.settle(requests_ticket, 1, requests)
+        if of_tokens is not None:
+            of_tokens.refill(now_s)
+            of_tokens.settle(tokens_ticket, reserved, tokens)
+        if of_day is not None:
+            of_day.turn(unix_s)
+            of_day.reserved -= reserved
+            of_day.used += tokens
 
     def headers(self, now_s: float, unix_s: float) -> Headers:
         """Tell limits, what is left and when it is whole again, in OpenAI's headers.
 
         Of tokens, the limit of which the least is left.
         """
+        requests, minute, day = self._requests, self._tokens, self._day
         told: Headers = []
-        if (requests := self._requests) is not None:
-            left = requests.remaining(now_s)
-            told += _told(b"requests", requests.limit, left, requests.full_in_s())
-        tokens, day = self._tokens, self._day
-        left = tokens.remaining(now_s) if tokens is not None else 0
-        left_today = max(0, day.left(day_of(unix_s))) if day is not None else 0
-        if tokens is not None and (day is None or left <= left_today):
-            told += _told(b"tokens", tokens.limit, left, tokens.full_in_s())
+        if requests is not None:
+            requests.refill(now_s)
+            told = requests.headers(_OF_REQUESTS)
+        if minute is not None:
+            minute.refill(now_s)
+        if day is not None:
+            day.turn(unix_s)
+        if minute is not None and (day is None or minute.left <= day.left):
+            told += minute.headers(_OF_TOKENS)
         elif day is not None:
-            told += _told(b"tokens", day.limit, left_today, DAY_S - unix_s % DAY_S)
+            told += _headers(_OF_TOKENS, day.limit, max(0, day.left), DAY_S - unix_s % DAY_S)
         return told
-
-    def _check(self, tokens: int, now_s: float, unix_s: float) -> None:
-        minute, day = self._tokens, self._day
-        for name, most in (("tokens_a_minute", minute), ("tokens_a_day", day)):
-            if most is not None and tokens > most.limit:
-                raise TokensOverLimit(name, most.limit, tokens)
-        if self._running_limit is not None and self.running >= self._running_limit:
-            raise LimitReached("concurrent_requests", self._running_limit, _RETRY_RUNNING_S)
-        if self._requests is not None and (wait_s := self._requests.wait_s(1, now_s)):
-            raise LimitReached("requests_a_minute", self._requests.limit, wait_s)
-        if minute is not None and (wait_s := minute.wait_s(tokens, now_s)):
-            raise LimitReached("tokens_a_minute", minute.limit, wait_s)
-        if day is not None and tokens > day.left(day_of(unix_s)):
-            raise LimitReached("tokens_a_day", day.limit, DAY_S - unix_s % DAY_S)
 
 
 def _changed(bucket: Bucket | None, limit: int | None, now_s: float) -> Bucket | None:
@@ -241,11 +252,12 @@ def _changed(bucket: Bucket | None, limit: int | None, now_s: float) -> Bucket |
     return bucket
 
 
-def _told(what: bytes, limit: int, left: int, reset_s: float) -> Headers:
+def _headers(names: _Names, limit: int, left: int, full_in_s: float) -> Headers:
+    of_limit, of_left, of_reset = names
     return [
-        (b"x-ratelimit-limit-" + what, b"%d" % limit),
-        (b"x-ratelimit-remaining-" + what, b"%d" % left),
-        (b"x-ratelimit-reset-" + what, _duration(reset_s)),
+        (of_limit, b"%d" % limit),
+        (of_left, b"%d" % left),
+        (of_reset, _duration(full_in_s)),
     ]
 
 

@@ -59,14 +59,13 @@ class Ledger:
         self._days: dict[int, dict[tuple[str, str], list[int]]] = {}
         self._unkept: set[int] = set()
         self._before: dict[tuple[str, int], int] = {}
+        """Tokens by key and day."""
 
-    def remember(self, texts: Mapping[str, str]) -> None:
-        """Take over what was kept before this life began: a restart is no new budget."""
-        self._before = {}
-        for day, rows in fold(texts).items():
-            for row in rows:
-                place = (row.key, day)
-                self._before[place] = self._before.get(place, 0) + row.tokens
+    def remember(self, texts: Mapping[str, str], unix_s: float) -> None:
+        """Take over what was used on this day before this life began: no restart is a new one."""
+        today = day_of(unix_s)
+        rows = summed(fold(texts).get(today, ()), "key")
+        self._before = {(key, today): row.tokens for key, row in rows.items()}
 
     def used(self, key: str, unix_s: float) -> int:
         """Tell the tokens that a key has used on the day of this moment, as far as is known."""

@@ -17,6 +17,7 @@ from gateway.relay import ENDPOINTS
 from tests.gateway.fake_worker import TOKEN, FakeWorker
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests
 
+ROOT = Path(__file__).parents[2]
 PUBLIC = {("GET", "/livez"), ("GET", "/readyz"), ("GET", "/metrics")}
 """For load balancers and Prometheus; they tell no secret."""
 
@@ -189,6 +190,23 @@ def test_no_answer_invites_a_page_of_another_site(locked: Gateway) -> None:
         answer = httpx.options(f"{locked.url}{path}", headers=headers)
         assert not [name for name in answer.headers if name.startswith("access-control")]
         assert answer.status_code in {401, 405}
+
+
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1"])
+def test_a_form_on_another_page_makes_no_key(line: Gateway, origin: str) -> None:
+    """S22: a browser sends such a form from this machine, and asks nobody before."""
+    headers = {"origin": origin, "content-type": "text/plain"}
+    sent = line.admin.post("/admin/v1/keys", content=b'{"name": "drive-by"}', headers=headers)
+    assert (sent.status_code, sent.json()["error"]["code"]) == (403, "not_allowed")
+    assert line.admin.get("/admin/v1/keys").json() == {"keys": []}
+    own = line.admin.post("/admin/v1/keys", json={"name": "own"}, headers={"origin": line.url})
+    assert own.status_code == 201, "a page that the gateway itself serves"
+
+
+def test_no_decision_is_made_on_a_path_that_a_host_header_can_shift() -> None:
+    """S02 (CVE-2026-49468): such a path is never looked at."""
+    for file in (ROOT / "gateway").rglob("*.py"):
+        assert ".url.path" not in file.read_text(), file
 
 
 def test_a_worker_that_nobody_knows_has_not_joined(locked: Gateway) -> None:

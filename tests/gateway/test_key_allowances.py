@@ -61,7 +61,7 @@ def left_tokens(answer: httpx.Response) -> int:
     return int(answer.headers["x-ratelimit-remaining-tokens"])
 
 
-def test_tokens_are_reserved_before_and_settled_after_with_what_the_worker_told(
+def test_f52_tokens_are_reserved_before_and_settled_after_with_what_the_worker_told(
     line: Gateway,
 ) -> None:
     # A day, because a minute refills while the test runs.

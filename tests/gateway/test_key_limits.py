@@ -23,7 +23,7 @@ from gateway.errors import (
     WorkerUnreachable,
 )
 from gateway.keys.cost import ANSWER_TOKENS, Hold, estimate, spent
-from gateway.keys.limits import DAY_S, Allowance, Bucket, DayBudget, Reservation
+from gateway.keys.limits import DAY_S, Allowance, Bucket, Reservation
 from gateway.keys.record import Limits
 from gateway.refusals import (
     KeyEnded,
@@ -152,12 +152,13 @@ def test_in_the_end_nothing_stays_reserved(steps: list[tuple[str, float, int, in
     assert requests is not None
     assert tokens is not None
     assert of_day is not None
-    assert (requests._open, requests._open_sum) == (tokens._open, tokens._open_sum) == ({}, 0)
-    assert of_day._reserved == 0
-    assert of_day._used == used
+    assert (requests._open, requests._returnable) == (tokens._open, tokens._returnable) == (0, 0)
+    assert of_day.reserved == 0
+    assert of_day.used == used
     day.now_s += MINUTE_S * (1 + used / 600)
-    assert requests.remaining(day.now_s) == 6
-    assert tokens.remaining(day.now_s) == 600
+    requests.refill(day.now_s)
+    tokens.refill(day.now_s)
+    assert (requests.left, tokens.left) == (6, 600)
 
 
 @given(st.integers(1, 600), st.floats(0, 60))
@@ -176,12 +177,13 @@ def test_a_refund_after_a_refill_is_no_second_burst() -> None:
     """Requests that stood in line for a minute and got nobody do not double the next minute."""
     bucket, tickets = Bucket(10, 0.0), []
     for _ in range(10):
-        assert bucket.wait_s(1, 0.0) == 0
+        assert bucket.wait_s(1) == 0
         tickets.append(bucket.take(1))
+    bucket.refill(60.0)
     let_in = 0
     for ticket in tickets:
-        bucket.settle(ticket, 1, 0, 60.0)
-        while not bucket.wait_s(1, 60.0):
+        bucket.settle(ticket, 1, 0)
+        while not bucket.wait_s(1):
             bucket.take(1)
             let_in += 1
     assert let_in == 10
@@ -219,13 +221,19 @@ def test_a_request_that_no_wait_would_let_in_is_told_so() -> None:
 
 
 def test_a_day_ends_at_midnight_in_utc_and_a_clock_that_is_set_back_gives_nothing() -> None:
-    budget = DayBudget(100, used=40, day=7)
-    assert budget.left(7) == 60
-    budget.take(50)
-    assert budget.left(7) == 10
-    budget.settle(50, 30, 8)  # over midnight: it belongs to the day in which it ends
-    assert budget.left(8) == 70
-    assert budget.left(7) == 70
+    allowance = Allowance(Limits(tokens_a_day=100), 0.0, NOON, used_today=40)
+
+    def left(unix_s: float) -> bytes:
+        return dict(allowance.headers(0.0, unix_s))[b"x-ratelimit-remaining-tokens"]
+
+    assert left(NOON) == b"60"
+    taken = allowance.reserve(50, 0.0, NOON)
+    assert left(NOON) == b"10"
+    tomorrow = NOON + DAY_S
+    assert left(tomorrow) == b"50", "what is reserved belongs to the day in which it ends"
+    allowance.settle(taken, 1, 30, 0.0, tomorrow)
+    assert left(tomorrow) == b"70"
+    assert left(NOON) == b"70"
 
 
 def test_a_day_that_is_used_up_says_when_the_next_one_begins() -> None:

@@ -110,9 +110,10 @@ def test_a_record_that_cannot_be_read_counts_nothing_and_stops_nothing() -> None
 
 def test_used_today_is_of_this_life_and_of_those_before() -> None:
     ledger = Ledger("life-2")
-    ledger.remember(kept_by([("life-1", ANN, 9, 0), ("life-1", ANN, 100, 1)]))
+    kept = kept_by([("life-1", ANN, 9, 0), ("life-3", ANN, 1, 0), ("life-1", ANN, 100, 1)])
+    ledger.remember(kept, TODAY * DAY_S)
     ledger.enter(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)
-    assert ledger.used("key-a", TODAY * DAY_S) == 10 + 7
+    assert ledger.used("key-a", TODAY * DAY_S) == 10 + 2 + 7
     assert ledger.used("key-a", (TODAY + 1) * DAY_S) == 0
 
 
@@ -232,7 +233,7 @@ def test_usage_is_kept_while_it_runs_so_that_a_crash_costs_seconds(
     assert record["rows"] == [[key["id"], "", 1, 7, 3, 2, 0]]
 
 
-def test_a_disk_that_takes_nothing_stops_no_request_and_is_caught_up_with(
+def test_f54_a_disk_that_takes_nothing_stops_no_request_and_is_caught_up_with(
     line: Gateway, tmp_path: Path
 ) -> None:
     key = line.make_key()
