@@ -1,27 +1,45 @@
-"""The policy document: what may stand in it, and errors that name file and field."""
+"""The policy document: what may stand in it, and errors that name file, line and field."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import StrEnum
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from policies.profile import SamplingDefaults
+from policies.written import TextInvalid, line_of, read_yaml
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 SHIPPED = "default.yaml"
+Place = tuple[str | int, ...]
+"""Steps from the top of a document: names of fields and numbers of entries."""
+
+
+class Problem(NamedTuple):
+    """One reason why a document cannot be used."""
+
+    field: str
+    """As routes.0.when.media; empty where it is the document as a whole."""
+    sentence: str
+    line: int | None = None
+    """Where it stands, in a document that was read from text."""
+
+    def __str__(self) -> str:
+        where = (f"line {self.line}" if self.line else "", self.field)
+        return ": ".join(part for part in (*where, self.sentence) if part)
 
 
 class PolicyInvalid(ValueError):
-    """A policy cannot be used; `problems` holds one (field, sentence) pair for each reason."""
+    """A policy cannot be used; `problems` holds every reason."""
 
-    def __init__(self, source: str, problems: tuple[tuple[str, str], ...]) -> None:
-        lines = (f"{field}: {what}" if field else what for field, what in problems)
-        super().__init__(f"The policy {source} is not usable: " + "; ".join(lines))
+    def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
+        told = "; ".join(map(str, problems))
+        super().__init__(f"The policy {source} is not usable: {told}")
         self.source = source
         self.problems = problems
 
@@ -119,86 +137,89 @@ class PolicyDocument(_Part):
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Self:
-        problems = [*self._alias_problems(), *self._route_problems()]
+        problems = [
+            InitErrorDetails(
+                type=PydanticCustomError("sense", "{what}", {"what": what}), loc=place, input=None
+            )
+            for place, what in (*self._alias_problems(), *self._route_problems())
+        ]
         if problems:
-            raise ValueError("; ".join(problems))
+            raise ValidationError.from_exception_data(type(self).__name__, problems)
         return self
 
-    def _alias_problems(self) -> list[str]:
-        problems = []
+    def _alias_problems(self) -> Iterator[tuple[Place, str]]:
         owners: dict[str, str] = {}
         for model, entry in self.models.items():
-            for alias in entry.aliases:
+            for index, alias in enumerate(entry.aliases):
+                place = ("models", model, "aliases", index)
                 if alias in self.models:
-                    problems.append(f"models.{model}.aliases: '{alias}' is a model of its own")
+                    yield place, f"'{alias}' is a model of its own"
                 elif alias in owners:
-                    problems.append(
-                        f"models.{model}.aliases: '{alias}' already means '{owners[alias]}'"
-                    )
+                    yield place, f"'{alias}' already means '{owners[alias]}'"
                 owners.setdefault(alias, model)
-        return problems
 
-    def _route_problems(self) -> list[str]:
-        problems = []
+    def _route_problems(self) -> Iterator[tuple[Place, str]]:
         names = [route.name for route in self.routes]
         aliases = {alias for entry in self.models.values() for alias in entry.aliases}
         for index, route in enumerate(self.routes):
-            where = f"routes.{index}"
+            at = ("routes", index)
             if route.name in names[:index]:
-                problems.append(f"{where}.name: '{route.name}' is used twice")
-            problems += [
-                f"{where}.to: there is no pool '{pool}'"
-                for pool in route.to
-                if pool not in self.pools
-            ]
+                yield (*at, "name"), f"'{route.name}' is used twice"
+            for number, pool in enumerate(route.to):
+                if pool not in self.pools:
+                    yield (*at, "to", number), f"there is no pool '{pool}'"
             if route.spill is not None and len(route.to) == 1:
-                problems.append(f"{where}.spill: there is no second pool to spill to")
+                yield (*at, "spill"), "there is no second pool to spill to"
             if route.when.model in aliases:
-                problems.append(f"{where}.when.model: '{route.when.model}' is an alias")
+                yield (*at, "when", "model"), f"'{route.when.model}' is an alias"
             always = route.when == When()
             if always and index < len(self.routes) - 1:
-                problems.append(f"{where}: it takes every request, so no later route is reached")
+                yield at, "it takes every request, so no later route is reached"
             if not always and index == len(self.routes) - 1:
-                problems.append(f"{where}.when: the last route must take every request")
-        return problems
+                yield (*at, "when"), "the last route must take every request"
 
 
 def read_policy(document: Any, source: str) -> PolicyDocument:
     """Check a parsed document; raise `PolicyInvalid` naming every wrong field."""
     if not isinstance(document, dict):
-        raise PolicyInvalid(source, (("", "it must be a mapping"),))
+        raise PolicyInvalid(source, (Problem("", "it must be a mapping"),))
     try:
         return PolicyDocument.model_validate(document)
     except ValidationError as invalid:
         problems = tuple(
-            (".".join(str(part) for part in error["loc"]), _plain(error["type"], error["msg"]))
+            Problem(
+                ".".join(str(part) for part in error["loc"]), _plain(error["type"], error["msg"])
+            )
             for error in invalid.errors(include_url=False, include_input=False)
         )
         raise PolicyInvalid(source, problems) from None
 
 
+def parse_policy(text: str, source: str) -> PolicyDocument:
+    """Read a policy from text (YAML, so also JSON); raise `PolicyInvalid` with lines."""
+    try:
+        return read_policy(read_yaml(text), source)
+    except TextInvalid as invalid:
+        problems = [Problem("", invalid.what, invalid.line)]
+    except PolicyInvalid as invalid:
+        problems = [one._replace(line=line_of(text, one.field)) for one in invalid.problems]
+    raise PolicyInvalid(source, tuple(sorted(problems, key=lambda one: one.line or 0)))
+
+
 def load_policy(path: Path) -> PolicyDocument:
-    """Read a policy file (YAML, so also JSON); raise `PolicyInvalid`."""
+    """Read a policy file; raise `PolicyInvalid`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        raise PolicyInvalid(str(path), (("", "the file cannot be read"),)) from None
-    return _parse(text, str(path))
+        raise PolicyInvalid(str(path), (Problem("", "the file cannot be read"),)) from None
+    return parse_policy(text, str(path))
 
 
 def shipped_policy() -> PolicyDocument:
     """Read the policy that comes with Paceline."""
-    return _parse((resources.files("policies") / SHIPPED).read_text(encoding="utf-8"), SHIPPED)
-
-
-def _parse(text: str, source: str) -> PolicyDocument:
-    try:
-        document = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}" if mark else ""
-        raise PolicyInvalid(source, ((where, "it is not YAML"),)) from None
-    return read_policy(document, source)
+    return parse_policy(
+        (resources.files("policies") / SHIPPED).read_text(encoding="utf-8"), SHIPPED
+    )
 
 
 def _plain(kind: str, message: str) -> str:
