@@ -4,22 +4,26 @@ All of it runs on one event loop and without a lock: whatever may have made room
 ended, a heartbeat, a worker that comes back) calls `serve_waiting`, which gives free slots away
 there and then. So a slot is never free while a request waits that could use it, and nobody who
 just arrived is faster than those in line.
+
+Each request is decided by the policy that it began with, however long it waits. To a line a pool is
+but a name: requests of several versions of the policy may stand in it, and where the newest version
+has no such pool any more, those who stand there are served all the same.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from random import Random
 
 from gateway.breaker import Verdict
-from gateway.domain import Caller, Decision
+from gateway.domain import Caller, Case, Decision
 from gateway.errors import GatewayError, NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fair_line import FairLine
 from gateway.fleet import NOBODY, Fleet, Lease
 from gateway.routing import decide
-from policies.document import PolicyDocument
 from policies.profile import RequestProfile, bypass_reasons
 
 _RETRY_AFTER_RANGE_S = (1.0, 60.0)
@@ -29,7 +33,7 @@ _RETRY_AFTER_RANGE_S = (1.0, 60.0)
 class _Waiter:
     """One request in line; it may stand in the lines of several pools."""
 
-    profile: RequestProfile
+    case: Case
     caller: Caller
     tried: frozenset[str]
     entered_s: float
@@ -52,14 +56,12 @@ class _Pool:
 class Dispatch:
     """Slots for requests. `clock` is monotonic and in seconds."""
 
-    def __init__(
-        self, policy: PolicyDocument, fleet: Fleet, clock: Callable[[], float], rng: Random
-    ) -> None:
-        self._policy = policy
+    def __init__(self, fleet: Fleet, clock: Callable[[], float], rng: Random) -> None:
         self._fleet = fleet
         self._clock = clock
         self._rng = rng
-        self._pools = {name: _Pool() for name in policy.pools}
+        self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
+        """By name, over all versions of the policy."""
         self._waiting = 0
         self._entered = 0
         """How often somebody came to stand in a line."""
@@ -68,13 +70,14 @@ class Dispatch:
         """Count the requests in line whose preferred pool this is."""
         return self._pools[pool].at_home
 
-    def decide(self, profile: RequestProfile, tried: frozenset[str]) -> Decision:
+    def decide(self, case: Case, tried: frozenset[str]) -> Decision:
         """Decide as of now, leaving out workers that were tried already."""
-        return decide(self._policy, profile, self._fleet.view(without=tried), self._rng)
+        policy, profile, asker = case
+        return decide(policy, profile, self._fleet.view(without=tried), self._rng, asker)
 
     async def lease(
         self,
-        profile: RequestProfile,
+        case: Case,
         decision: Decision,
         caller: Caller,
         tried: frozenset[str] = NOBODY,
@@ -89,8 +92,8 @@ class Dispatch:
             if (lease := self._fleet.take(candidate)) is not None:
                 return lease
         if not decision.candidates:
-            raise self.nobody(profile, tried)
-        return await self._wait(profile, decision, caller, tried)
+            raise self.nobody(case.profile, tried)
+        return await self._wait(case, decision, caller, tried)
 
     def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
         """Free the slot, hold what happened against the worker, and let the next one in."""
@@ -128,19 +131,19 @@ class Dispatch:
         return min(max(self._pools[pool].last_wait_s, low), high)
 
     async def _wait(
-        self,
-        profile: RequestProfile,
-        decision: Decision,
-        caller: Caller,
-        tried: frozenset[str],
+        self, case: Case, decision: Decision, caller: Caller, tried: frozenset[str]
     ) -> Lease:
+        policy, profile, _ = case
+        for name in policy.pools:
+            self._pools[name]  # there before anybody moves on to it, so that it is served then
         home = decision.candidates[0].pool
-        queue = self._policy.pools[home].queue
-        if self._pools[home].at_home >= queue.limit:
+        queue = policy.pools[home].queue
+        if self.waiting(home) >= queue.limit:
             raise QueueFull(self.retry_after_s(home))
         seat: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        kind = (profile.model, decision.route, bypass_reasons(profile), tried)
-        waiter = _Waiter(profile, caller, tried, self._clock(), seat, kind)
+        # The route of one policy may be another under the same name in the next.
+        kind = (id(policy), profile.model, decision.route, bypass_reasons(profile), tried)
+        waiter = _Waiter(case, caller, tried, self._clock(), seat, kind)
         self._pools[home].at_home += 1
         self._waiting += 1
         try:
@@ -177,13 +180,13 @@ class Dispatch:
 
     def _widen(self, waiter: _Waiter) -> None:
         """Let a request stand in the lines of all pools that may take it."""
-        for candidate in self.decide(waiter.profile, waiter.tried).candidates:
+        for candidate in self.decide(waiter.case, waiter.tried).candidates:
             if candidate.pool not in waiter.pools:
                 self._enter(waiter, candidate.pool)
 
     def _seat(self, waiter: _Waiter, pool: str) -> bool:
         """Give a slot of this pool to a request in line, if one is free that it may have."""
-        decision = self.decide(waiter.profile, waiter.tried)
+        decision = self.decide(waiter.case, waiter.tried)
         for candidate in decision.candidates:
             if candidate.pool != pool or (candidate.spill and not waiter.spilled):
                 continue

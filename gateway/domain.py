@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
-from policies.document import Priority
+from policies.asker import SOMEBODY, Asker
+from policies.document import PolicyDocument, Priority
 from policies.profile import Bypass, RequestProfile
 from workers.adapters.report import LaneReport
 
@@ -31,6 +32,16 @@ class Caller(NamedTuple):
     client: str = "anonymous"
     """Those who share it share one place in a waiting line."""
     priority: Priority = Priority.DEFAULT
+    key: str = ""
+    team: str = ""
+
+
+class Case(NamedTuple):
+    """What one request is decided by to its end; a policy that comes later is for later ones."""
+
+    policy: PolicyDocument
+    profile: RequestProfile
+    asker: Asker = SOMEBODY
 
 
 class LaneView(NamedTuple):

@@ -104,14 +104,14 @@ class Upstream:
                 failure = error
             finally:
                 self._dispatch.give_back(lease, verdict, retry_after_s)
-            decision = self._dispatch.decide(trip.inspected.profile, tried)
+            decision = self._dispatch.decide(trip.case, tried)
             if not decision.candidates:
                 busy = isinstance(failure, WorkerBusy)
                 raise self._dispatch.nobody(trip.inspected.profile) if busy else failure
 
     async def _lease(self, trip: Trip, decision: Decision, tried: frozenset[str]) -> Lease:
         """Take a slot, and note where and after how long."""
-        lease = await self._dispatch.lease(trip.inspected.profile, decision, trip.caller, tried)
+        lease = await self._dispatch.lease(trip.case, decision, trip.caller, tried)
         trip.candidate = lease.candidate
         if trip.dispatched_s is None:
             trip.waited_s = lease.waited_s

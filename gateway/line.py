@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable
@@ -9,17 +10,23 @@ from dataclasses import dataclass
 from random import Random
 
 from gateway.accounting import Accounting
+from gateway.caller import WeekClock
 from gateway.control import Control
 from gateway.dispatch import Dispatch
-from gateway.errors import StartRefused
+from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.fleet import Fleet
 from gateway.forward import Upstream
 from gateway.listed import check_listed, read_keys
 from gateway.metrics import Meters
+from gateway.policy_book import PolicyBook, open_book
+from gateway.policy_file import PolicyWatch, read_source
 from gateway.probing import Probes
+from gateway.proposal import all_told
+from gateway.recent import RecentCases
+from gateway.records import FileRecords, Records
 from gateway.settings import Settings
 from gateway.store import MemoryStore, Store
-from policies.document import PolicyDocument, PolicyInvalid, load_policy, shipped_policy
+from policies.document import PolicyInvalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +34,9 @@ class Line:
     """Everything that the data plane and the admin plane share."""
 
     settings: Settings
-    policy: PolicyDocument
+    book: PolicyBook
+    watch: PolicyWatch
+    recent: RecentCases
     fleet: Fleet
     store: Store
     meters: Meters
@@ -40,23 +49,28 @@ class Line:
     """Monotonic seconds."""
     rng: Random
     """Breaks ties between equal workers."""
+    week: WeekClock
 
 
-def build_line(settings: Settings, rng: Random | None = None) -> Line:
-    """Put the parts together; opens nothing yet. Raise `StartRefused` for an unusable policy."""
+async def build_line(settings: Settings, rng: Random | None = None) -> Line:
+    """Put the parts together and read what is kept; opens no connection. Raise `StartRefused`."""
     clock = time.monotonic
     rng = rng or Random()  # noqa: S311  # spreads load, guards nothing
-    policy = _policy(settings)
-    check_listed(settings.workers, policy)
+    check_listed(settings.workers)
+    records = FileRecords(settings.state_dir.expanduser() / "state.json")
+    records.check()
+    book = await _book(settings, records)
     keys = read_keys(settings.workers, os.environ)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
     fleet = Fleet(clock, rng.random, listed_models)
-    dispatch = Dispatch(policy, fleet, clock, rng)
+    dispatch = Dispatch(fleet, clock, rng)
     store = MemoryStore()
     meters = Meters()
     return Line(
         settings=settings,
-        policy=policy,
+        book=book,
+        watch=PolicyWatch(book, settings.policy),
+        recent=RecentCases(),
         fleet=fleet,
         store=store,
         meters=meters,
@@ -67,11 +81,26 @@ def build_line(settings: Settings, rng: Random | None = None) -> Line:
         probes=Probes(settings.workers, keys, fleet, dispatch, store),
         clock=clock,
         rng=rng,
+        week=WeekClock(time.time),
     )
 
 
-def _policy(settings: Settings) -> PolicyDocument:
+async def _book(settings: Settings, records: Records) -> PolicyBook:
+    source = await asyncio.to_thread(read_source, settings.policy)
     try:
-        return load_policy(settings.policy) if settings.policy else shipped_policy()
+        return await open_book(records, settings.workers, source, time.time)
     except PolicyInvalid as invalid:
-        raise StartRefused(str(invalid)) from None
+        raise StartRefused(
+            f"The policy that would be in force is not usable: {all_told(invalid)}. Mend that, or "
+            "name another file with PACELINE_POLICY."
+        ) from None
+    except ValueError:
+        raise StartRefused(
+            f"The versions of the policy in {settings.state_dir} are damaged; mend them, or move "
+            "them away to begin anew."
+        ) from None
+    except RecordsUnwritable:
+        raise StartRefused(
+            f"The policy cannot be kept in {settings.state_dir}; make it writable, or name another "
+            "folder with PACELINE_STATE_DIR."
+        ) from None

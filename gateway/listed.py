@@ -83,20 +83,25 @@ def read_keys(workers: Iterable[ListedWorker], environment: Mapping[str, str]) -
     return keys
 
 
-def check_listed(workers: Iterable[ListedWorker], policy: PolicyDocument) -> None:
-    """Raise `StartRefused` where the list contradicts itself or the policy."""
-    known = {*policy.pools, *(lane for pool in policy.pools.values() for lane in pool.lanes)}
+def check_listed(workers: Iterable[ListedWorker]) -> None:
+    """Raise `StartRefused` where the list contradicts itself."""
     seen: set[str] = set()
     for worker in workers:
         if worker.id in seen:
             raise StartRefused(f"Two workers of the list are called '{worker.id}'.")
         seen.add(worker.id)
-        for pool in worker.pools:
-            if pool not in known:
-                raise StartRefused(
-                    f"The worker '{worker.id}' is listed for the pool '{pool}', but the policy has "
-                    f"only: {', '.join(sorted(known))}."
-                )
+
+
+def listed_problems(workers: Iterable[ListedWorker], policy: PolicyDocument) -> list[str]:
+    """Say where the list names pools that a policy does not have."""
+    known = {*policy.pools, *(lane for pool in policy.pools.values() for lane in pool.lanes)}
+    return [
+        f"the worker '{worker.id}' is listed for the pool '{pool}', but the policy has only: "
+        f"{', '.join(sorted(known))}"
+        for worker in workers
+        for pool in worker.pools
+        if pool not in known
+    ]
 
 
 def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ Shelf = dict[str, str]
 Shelves = dict[str, Shelf]
 
 _TIMEOUT_S = 5.0
+_Stamp = tuple[int, int, int]
 Result = TypeVar("Result")
 
 
@@ -70,6 +71,7 @@ class FileRecords:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._read: tuple[_Stamp | None, Shelves] = (None, {})
 
     def check(self) -> None:
         """Raise `StartRefused` where the file is there and cannot be read."""
@@ -82,8 +84,17 @@ class FileRecords:
 
     async def all(self, kind: str) -> Mapping[str, str]:
         """Read all records of a kind by name, oldest first."""
-        shelves = await _within_time(lambda: _read(self._path))
-        return shelves.get(kind, {})
+        shelves = await _within_time(self._shelves)
+        return dict(shelves.get(kind, {}))
+
+    def _shelves(self) -> Shelves:
+        """Read the file where it has changed: gateways look every second at what others did."""
+        stamp = _stamp(self._path)
+        seen, shelves = self._read
+        if stamp is None or stamp != seen:
+            shelves = _read(self._path)
+            self._read = (stamp, shelves)
+        return shelves
 
     async def add(self, kind: str, name: str, text: str) -> bool:
         """Keep a new record unless there is one of that name."""
@@ -133,6 +144,15 @@ def _add(shelves: Shelves, kind: str, name: str, text: str) -> bool:
         return False
     shelf[name] = text
     return True
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    """Tell one state of a file from another: each is written as a new file."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _read(path: Path) -> Shelves:

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 
 from gateway.access import bears
-from gateway.caller import read_caller
+from gateway.caller import read_asker, read_caller
 from gateway.client import (
     ClientLeft,
     Presence,
@@ -17,7 +17,7 @@ from gateway.client import (
     header,
     read_body,
 )
-from gateway.domain import Caller, Decision, Inspected, Outcome, Served
+from gateway.domain import Case, Decision, Inspected, Outcome, Served
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
 from gateway.inspection import inspect
 from gateway.line import Line
@@ -25,6 +25,7 @@ from gateway.overload import Load
 from gateway.refusals import BodyTooSlow, KeyRefused, MethodRefused
 from gateway.routing import decide
 from gateway.trip import UNUSED, Trip, route_headers
+from policies.document import PolicyDocument
 from policies.profile import Endpoint
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ _CLIENT_CLOSED = 499
 class _Steps:
     """What the steps of one request have brought so far."""
 
+    policy: PolicyDocument
+    """What was in force when the request came, and its own to its end."""
     body_bytes: int = 0
     inspected: Inspected | None = None
     decision: Decision | None = None
@@ -91,7 +94,7 @@ class Relay:
         """Answer one request, whatever comes, and account for it once."""
         self._enter()
         reply = Reply(scope)
-        steps = _Steps()
+        steps = _Steps(self._line.book.current)
         began_s = self._line.clock()
         outcome, error = Outcome.COMPLETED, None
         try:
@@ -99,8 +102,7 @@ class Relay:
                 self._present.add(presence)
                 try:
                     raw = await self._body(scope, receive, steps, presence)
-                    caller = read_caller(scope, self._line.policy, keyed=self._keyed)
-                    await self._answer(raw, endpoint, caller, reply, steps)
+                    await self._answer(scope, raw, endpoint, reply, steps)
                 finally:
                     self._present.discard(presence)
         except ClientLeft:
@@ -146,15 +148,25 @@ class Relay:
         return raw
 
     async def _answer(
-        self, raw: bytes, endpoint: Endpoint, caller: Caller, reply: Reply, steps: _Steps
+        self,
+        scope: Scope,
+        raw: bytes,
+        endpoint: Endpoint,
+        reply: Reply,
+        steps: _Steps,
     ) -> None:
-        line = self._line
+        line, policy = self._line, steps.policy
         began_s = line.clock()
+        caller = read_caller(scope, policy, keyed=self._keyed)
+        # No route asks for headers yet.
+        asker = read_asker(scope, caller, (), line.week.minute())
         fleet = line.fleet.view()
-        inspected = steps.inspected = inspect(raw, endpoint, line.policy, fleet)
-        decision = steps.decision = decide(line.policy, inspected.profile, fleet, line.rng)
+        inspected = steps.inspected = inspect(raw, endpoint, policy, fleet)
+        case = Case(policy, inspected.profile, asker)
+        decision = steps.decision = decide(policy, inspected.profile, fleet, line.rng, asker)
+        line.recent.remember(case)
         trip = steps.trip = Trip(
-            identity=reply.identity, inspected=inspected, caller=caller, began_s=began_s
+            identity=reply.identity, inspected=inspected, case=case, caller=caller, began_s=began_s
         )
         await line.upstream.forward(trip, decision, reply)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from random import Random
 
 from gateway.domain import Candidate, Decision, FleetView, LaneView, WorkerView
+from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument
 from policies.evaluation import judge
 from policies.profile import Bypass, RequestProfile
@@ -19,7 +20,11 @@ SPILLED = "spilled"
 
 
 def decide(
-    policy: PolicyDocument, profile: RequestProfile, fleet: FleetView, rng: Random
+    policy: PolicyDocument,
+    profile: RequestProfile,
+    fleet: FleetView,
+    rng: Random,
+    asker: Asker = SOMEBODY,
 ) -> Decision:
     """Rank the workers that may take this request: pools in the route's order, then by load.
 
@@ -27,7 +32,7 @@ def decide(
     lane that cannot speculate now comes last: it answers plainly where nobody else does. Behind
     the first pool that somebody serves all others are for spilling.
     """
-    verdict = judge(policy, profile)
+    verdict = judge(policy, profile, asker)
     route = verdict.route
     workers = [worker for worker in fleet.workers if profile.model in worker.models]
     bypass = verdict.bypass or _fleet_bypass(workers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gateway.client import Headers
-from gateway.domain import Caller, Candidate, Inspected, Usage
+from gateway.domain import Caller, Candidate, Case, Inspected, Usage
 
 UNUSED = Usage()
 """Of a request that no worker has counted."""
@@ -17,6 +17,7 @@ class Trip:
 
     identity: str
     inspected: Inspected
+    case: Case
     began_s: float
     caller: Caller = field(default_factory=Caller)
     attempts: int = 0

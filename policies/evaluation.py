@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import dataclass
 
+from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Route, When
 from policies.profile import (
     OPENAI_DEFAULTS,
@@ -42,7 +43,11 @@ def sampling_defaults(policy: PolicyDocument, model: str) -> SamplingDefaults:
     return entry.sampling.defaults if entry else OPENAI_DEFAULTS
 
 
-def judge(policy: PolicyDocument, profile: RequestProfile) -> Verdict:
+def judge(
+    policy: PolicyDocument,
+    profile: RequestProfile,
+    asker: Asker = SOMEBODY,  # no condition looks at it yet
+) -> Verdict:
     """Find the first route whose conditions hold; the last route always does."""
     bypass = bypass_reasons(profile)
     for route in policy.routes[:-1]:

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from gateway.cli import explain, serve, status, up, worker
+from gateway.cli import explain, policy, serve, status, up, worker
 from gateway.errors import StartRefused
 
 
@@ -35,7 +35,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="paceline", description="One OpenAI-compatible endpoint over all of a team's Macs."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, command in (("up", up), ("gateway", serve), ("status", status), ("explain", explain)):
+    for name, command in (
+        ("up", up),
+        ("gateway", serve),
+        ("status", status),
+        ("policy", policy),
+        ("explain", explain),
+    ):
         subparser = commands.add_parser(name, help=command.HELP, description=command.__doc__)
         command.add_options(subparser)
         subparser.set_defaults(run=command.run)

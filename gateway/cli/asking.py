@@ -1,4 +1,4 @@
-"""Ask a running gateway, for the commands that only look."""
+"""Ask a running gateway: for its state with the clients' key, for its policy with the admins'."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from typing import Any
 import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+_TIMEOUT_S = 5.0
+# What an edit would move is worked out over the last ten thousand requests.
+_ADMIN_TIMEOUT_S = 60.0
 
 
 def add_gateway_url(parser: argparse.ArgumentParser) -> None:
@@ -23,22 +26,57 @@ def ask_gateway(url: str, method: str, path: str, body: Any = None) -> Mapping[s
 
     `PACELINE_API_KEY` is sent along when the environment has one.
     """
-    key = os.environ.get("PACELINE_API_KEY")
-    headers = {"authorization": f"Bearer {key}"} if key else {}
+    answer = _ask(url, method, path, key="PACELINE_API_KEY", json=body, timeout=_TIMEOUT_S)
+    return _accepted(url, answer)
+
+
+def ask_admin(
+    url: str, method: str, path: str, *, overtaken: str = "", **request: Any
+) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+    """Ask the admin plane for JSON and its headers; end the command if it refuses.
+
+    `PACELINE_ADMIN_KEY` is sent along when the environment has one. `overtaken` is said behind the
+    gateway's own words where somebody else's edit came first.
+    """
+    answer = _ask(url, method, path, key="PACELINE_ADMIN_KEY", timeout=_ADMIN_TIMEOUT_S, **request)
+    if answer.status_code == httpx.codes.UNAUTHORIZED:
+        sys.exit("paceline: the gateway asks for the key of its admins: set PACELINE_ADMIN_KEY.")
+    if answer.status_code == httpx.codes.PRECONDITION_FAILED:
+        sys.exit(f"paceline: {_refusal(answer)} {overtaken}".rstrip())
+    return _accepted(url, answer), answer.headers
+
+
+def _ask(url: str, method: str, path: str, *, key: str, **request: Any) -> httpx.Response:
+    secret = os.environ.get(key)
+    headers = {"authorization": f"Bearer {secret}"} if secret else {}
+    headers |= request.pop("headers", {})
     try:
-        answer = httpx.request(method, url + path, json=body, headers=headers, timeout=5.0)
+        return httpx.request(method, url + path, headers=headers, **request)
     except httpx.InvalidURL:
         sys.exit(f"paceline: '{url}' is not a URL.")
     except httpx.HTTPError:
         sys.exit(f"paceline: no gateway answers at {url}; `paceline up` starts one.")
+
+
+def _accepted(url: str, answer: httpx.Response) -> Mapping[str, Any]:
+    content = _content(answer)
+    if answer.is_error and content is not None:
+        sys.exit(f"paceline: the gateway refused: {_refusal(answer)}")
+    if content is None:
+        sys.exit(f"paceline: what answers at {url} is not a Paceline gateway.")
+    return content
+
+
+def _refusal(answer: httpx.Response) -> str:
+    error = (_content(answer) or {}).get("error")
+    said = error.get("message") if isinstance(error, dict) else None
+    return said if isinstance(said, str) else f"status {answer.status_code}"
+
+
+def _content(answer: httpx.Response) -> Mapping[str, Any] | None:
+    """Read a JSON object; None where there is none."""
     try:
         content = answer.json()
     except ValueError:
-        sys.exit(f"paceline: what answers at {url} is not a Paceline gateway.")
-    if answer.is_error:
-        error = content.get("error") if isinstance(content, dict) else None
-        said = error.get("message") if isinstance(error, dict) else f"status {answer.status_code}"
-        sys.exit(f"paceline: the gateway refused: {said}")
-    if not isinstance(content, dict):
-        sys.exit(f"paceline: what answers at {url} is not a Paceline gateway.")
-    return content
+        return None
+    return content if isinstance(content, dict) else None

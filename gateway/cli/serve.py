@@ -43,4 +43,5 @@ async def _serve(settings: Settings) -> None:
             settings,
             ending=ending,
             started=lambda address: print(f"Paceline listens on {address}", flush=True),  # noqa: T201
+            admin_started=lambda address: print(f"Admins are served on {address}", flush=True),  # noqa: T201
         )

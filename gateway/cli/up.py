@@ -54,16 +54,22 @@ def run(options: argparse.Namespace) -> int:
 async def _run(settings: Settings, options: argparse.Namespace) -> int:
     ending = Ending()
     with ending.on_signals():
+        terminal = _Terminal()
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         gateway = asyncio.create_task(
-            serve_gateway(settings, ending=ending, started=address.set_result), name="gateway"
+            serve_gateway(
+                settings,
+                ending=ending,
+                started=address.set_result,
+                admin_started=lambda address: terminal.say(f"Admins are served on {address}."),
+            ),
+            name="gateway",
         )
         first: set[asyncio.Future[Any]] = {gateway, address}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not address.done():
             await gateway  # raises what kept it from starting
             return 0
-        terminal = _Terminal()
         terminal.say(f"Gateway listens on {address.result()}.")
         own_worker = _OwnWorker(
             settings=settings, options=options, address=address.result(), terminal=terminal

@@ -8,12 +8,14 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
+from gateway.caller import read_asker, read_caller
 from gateway.client import read_small_body
 from gateway.domain import Decision, Inspected
 from gateway.inspection import inspect, parse
 from gateway.line import Line
 from gateway.routes.guards import with_data_key
 from gateway.routing import decide
+from policies.asker import Asker
 from policies.profile import Endpoint
 
 
@@ -30,21 +32,24 @@ def explanation(line: Line) -> APIRouter:
             timeout_s=line.settings.body_timeout_s,
         )
         endpoint = Endpoint.COMPLETIONS if "prompt" in parse(raw) else Endpoint.CHAT
-        fleet = line.fleet.view()
-        inspected = inspect(raw, endpoint, line.policy, fleet)
+        fleet, policy = line.fleet.view(), line.book.current
+        caller = read_caller(request.scope, policy, keyed=line.settings.api_key is not None)
+        asker = read_asker(request.scope, caller, (), line.week.minute())
+        inspected = inspect(raw, endpoint, policy, fleet)
         # The same dice as the next request, thrown without moving them.
         rng = Random()  # noqa: S311
         rng.setstate(line.rng.getstate())
-        return _told(inspected, decide(line.policy, inspected.profile, fleet, rng))
+        return _told(inspected, asker, decide(policy, inspected.profile, fleet, rng, asker))
 
     return router
 
 
-def _told(inspected: Inspected, decision: Decision) -> dict[str, Any]:
+def _told(inspected: Inspected, asker: Asker, decision: Decision) -> dict[str, Any]:
     profile = inspected.profile
     told: dict[str, Any] = {
         "asked_model": inspected.asked_model,
         "profile": profile._asdict() | {"sampling": profile.sampling._asdict()},
+        "asker": asker._asdict() | {"headers": dict(asker.headers)},
         "bypass": [reason.value for reason in decision.bypass],
         "route": decision.route,
         "servable": bool(decision.candidates),

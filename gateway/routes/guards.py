@@ -38,14 +38,27 @@ def with_join_token(line: Line) -> Guard:
 
 def with_admin_key(line: Line) -> Guard:
     """Demand the admin key or the join token; without an admin key this machine is trusted."""
+    by_admins = by_admins_alone(line)
+
+    def guard(request: Request) -> None:
+        if not bears(header(request.scope, b"authorization"), line.settings.join_token):
+            by_admins(request)
+
+    return guard
+
+
+def by_admins_alone(line: Line) -> Guard:
+    """Demand the admin key and take no other; without one this machine is trusted.
+
+    The join token lies on every worker, and who has a worker is not to change where requests go.
+    """
     settings = line.settings
 
     def guard(request: Request) -> None:
-        offered = header(request.scope, b"authorization")
-        if bears(offered, settings.admin_key, settings.join_token):
-            return
         if settings.admin_key is not None:
-            raise KeyRefused
+            if not bears(header(request.scope, b"authorization"), settings.admin_key):
+                raise KeyRefused
+            return
         peer = request.client.host if request.client else None
         if not comes_from_this_machine(peer, request.scope["headers"]):
             raise NotAllowedHere

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.breaker import Verdict
 from gateway.dispatch import Dispatch
-from gateway.domain import Caller
+from gateway.domain import Caller, Case
 from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fleet import Fleet, Lease
 from policies.document import PolicyDocument, Priority, read_policy
@@ -58,9 +58,11 @@ class Door:
     """A dispatch over one fleet, and a short way to ask it."""
 
     def __init__(self, policy: PolicyDocument) -> None:
+        self.policy = policy
+        """Of those who ask from now on."""
         self.clock = Clock()
         self.fleet = Fleet(self.clock, dice=lambda: 0.0)
-        self.dispatch = Dispatch(policy, self.fleet, self.clock, Random(0))
+        self.dispatch = Dispatch(self.fleet, self.clock, Random(0))
 
     def ask(
         self,
@@ -69,9 +71,14 @@ class Door:
         priority: Priority = Priority.DEFAULT,
         tried: frozenset[str] = frozenset(),
     ) -> asyncio.Task[Lease]:
-        decision = self.dispatch.decide(profile, tried)
-        caller = Caller(client, priority)
-        return asyncio.create_task(self.dispatch.lease(profile, decision, caller, tried))
+        case = Case(self.policy, profile)
+        decision = self.dispatch.decide(case, tried)
+        caller = self.caller(client, priority)
+        return asyncio.create_task(self.dispatch.lease(case, decision, caller, tried))
+
+    @staticmethod
+    def caller(client: str, priority: Priority = Priority.DEFAULT) -> Caller:
+        return Caller(client, priority)
 
     async def waiting(self, pool: str = "vlm") -> int:
         await settled()
@@ -294,10 +301,10 @@ async def test_whatever_happens_every_slot_comes_back_and_none_is_given_twice(se
 
     async def one() -> None:
         nonlocal most
-        profile = rng.choice((SAMPLED, GREEDY))
-        decision = door.dispatch.decide(profile, frozenset())
+        case = Case(door.policy, rng.choice((SAMPLED, GREEDY)))
+        decision = door.dispatch.decide(case, frozenset())
         caller = Caller(rng.choice("xyz"), rng.choice(list(Priority)))
-        lease = await door.dispatch.lease(profile, decision, caller)
+        lease = await door.dispatch.lease(case, decision, caller)
         most = max(most, door.busy())
         try:
             await asyncio.sleep(rng.choice((0, 0, 0.001)))

@@ -101,7 +101,9 @@ async def test_a_bad_policy_stops_the_start_and_names_file_and_field(tmp_path: P
         "version: 1\nroutes: [{name: a, to: [nowhere]}]\npools: {vlm: {lanes: [vlm]}}"
     )
     settings = settings_for_tests(tmp_path, policy=policy)
-    with pytest.raises(StartRefused, match=r"mine\.yaml .*routes\.0\.to: there is no pool"):
+    with pytest.raises(
+        StartRefused, match=r"mine\.yaml .*line 2: routes\.0\.to\.0: there is no pool"
+    ):
         await serve(settings, ending=Ending())
 
 

@@ -24,6 +24,10 @@ PURE = (
     "gateway/fleet.py",
     "gateway/quarantine.py",
     "gateway/retry_budget.py",
+    "gateway/proposal.py",
+    "gateway/versions.py",
+    "policies/asker.py",
+    "policies/differences.py",
     "policies/document.py",
     "policies/evaluation.py",
     "policies/profile.py",
@@ -31,6 +35,8 @@ PURE = (
     "policies/content.py",
     "policies/pictures.py",
     "policies/reading.py",
+    "policies/merge_patch.py",
+    "policies/written.py",
 )
 IMPURE = {
     "httptools",
