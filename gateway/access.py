@@ -22,12 +22,18 @@ _HOSTS_KEPT = 64
 
 
 def check_binding(settings: Settings, *, keyed: bool) -> None:
-    """Refuse to listen beyond loopback unless clients need a key."""
+    """Refuse to listen beyond loopback unless clients need a key, and admins theirs."""
     if not is_loopback(settings.host) and not keyed:
         raise StartRefused(
             f"Listening on {settings.host} would let anyone on the network use the models: "
             "set PACELINE_API_KEY first, or stay on 127.0.0.1 and make keys there with "
             "`paceline keys create`."
+        )
+    apart = settings.admin_port is not None
+    if apart and not is_loopback(settings.admin_host) and settings.admin_key is None:
+        raise StartRefused(
+            f"Listening on {settings.admin_host} for admins would let anyone on the network be "
+            "one: set PACELINE_ADMIN_KEY first, or leave PACELINE_ADMIN_HOST at 127.0.0.1."
         )
 
 
@@ -111,7 +117,7 @@ class Hosts:
     def __init__(self, settings: Settings) -> None:
         own = socket.gethostname().lower()
         bare = own.partition(".")[0]
-        given = (settings.host, *settings.allowed_hosts)
+        given = (settings.host, settings.admin_host, *settings.allowed_hosts)
         self._names = {own, bare, f"{bare}.local", "localhost", *(name.lower() for name in given)}
         self._known: set[bytes] = set()
 

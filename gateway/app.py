@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Lifespan
 
 from gateway.access import Hosts
 from gateway.client import Receive, Reply, Scope, Send
@@ -18,7 +19,7 @@ from gateway.errors import GatewayError, RequestRefused
 from gateway.line import Line, build_line
 from gateway.refusals import HostRefused, MethodRefused, PathUnknown
 from gateway.relay import ENDPOINTS, Relay
-from gateway.routes import admin, explain, keys, models, state, usage
+from gateway.routes import admin, explain, keys, models, policy, state, usage
 from gateway.settings import Settings
 
 
@@ -30,6 +31,9 @@ class Front:
         self.relay = Relay(line)
         self._hosts = Hosts(line.settings)
         self._panel = _panel(line, self.relay)
+        apart = line.settings.admin_port is not None
+        self.admin_door = AdminDoor(line, self._hosts) if apart else None
+        """What is served on the port for admins, where they have one of their own."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand generating requests to the relay and all else to the panel."""
@@ -64,9 +68,27 @@ class Front:
         self.relay.cut()
 
 
-def create_app(settings: Settings, rng: Random | None = None) -> Front:
+class AdminDoor:
+    """The admin plane as an ASGI application of its own."""
+
+    def __init__(self, line: Line, hosts: Hosts) -> None:
+        self._hosts = hosts
+        self._panel = _bare_panel()
+        _add_admin_routes(self._panel, line)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve admins under the names that the gateway has."""
+        try:
+            self._hosts.check(scope["headers"])
+        except HostRefused as refused:
+            await Reply(scope).fail(refused)
+            return
+        await self._panel(scope, receive, send)
+
+
+async def create_app(settings: Settings, rng: Random | None = None) -> Front:
     """Build the gateway; connections are opened by the lifespan. May raise `StartRefused`."""
-    return Front(build_line(settings, rng))
+    return Front(await build_line(settings, rng))
 
 
 def _panel(line: Line, relay: Relay) -> FastAPI:
@@ -77,6 +99,27 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
         async with line.upstream, line.control, line.probes, line.keeping:
             yield
 
+    panel = _bare_panel(lifespan)
+    panel.include_router(state.probes(line, relay))
+    panel.include_router(state.status(line, relay))
+    panel.include_router(models.models(line))
+    panel.include_router(explain.explanation(line))
+    panel.include_router(admin.joining(line))
+    if line.settings.admin_port is None:
+        _add_admin_routes(panel, line)
+    return panel
+
+
+def _add_admin_routes(panel: FastAPI, line: Line) -> None:
+    """Add what only admins may do; workers join where requests come in."""
+    panel.include_router(admin.workers(line))
+    panel.include_router(policy.versions(line))
+    panel.include_router(policy.proposals(line))
+    panel.include_router(keys.keys(line))
+    panel.include_router(usage.usage(line))
+
+
+def _bare_panel(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     panel = FastAPI(
         lifespan=lifespan,
         docs_url=None,
@@ -84,13 +127,6 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
         openapi_url=None,
         redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
     )
-    panel.include_router(state.probes(line, relay))
-    panel.include_router(state.status(line, relay))
-    panel.include_router(models.models(line))
-    panel.include_router(explain.explanation(line))
-    panel.include_router(admin.workers(line))
-    panel.include_router(keys.keys(line))
-    panel.include_router(usage.usage(line))
     panel.add_exception_handler(GatewayError, _render)
     panel.add_exception_handler(HTTPException, _render)
     panel.add_exception_handler(Exception, _render)  # which is logged all the same

@@ -7,6 +7,7 @@ GatewayError                one request cannot be answered as asked
 |   +-- BodyNotJson         400  the body is no JSON object
 |   +-- TokensOverLimit     400  more tokens than the key ever has at once
 |   +-- FieldInvalid        400  one field is wrong; `param` names it
+|   +-- PolicyRefused       400  a document that cannot be the policy; every reason is named
 |   +-- KeyRefused          401  no key, or not a known one
 |   |   +-- KeyEnded        401  the key was revoked, or expired, while the request ran
 |   +-- NotAllowedHere      403  this route is not open to this caller
@@ -15,13 +16,17 @@ GatewayError                one request cannot be answered as asked
 |   +-- ModelUnknown        404  neither the policy nor the fleet knows the model
 |   +-- KeyUnknown          404  no key of that id
 |   +-- WorkerUnknown       404  no worker of that id has joined
+|   +-- VersionUnknown      404  the policy has no version of that number
 |   +-- MethodRefused       405  the route exists, the method does not
 |   +-- HeadTooSlow         408  the head did not arrive in time
 |   +-- BodyTooSlow         408  the body did not arrive in time
 |   +-- WorkerIdTaken       409  another live worker holds that id
 |   +-- KeyIsRevoked        409  a revoked key cannot be changed
+|   +-- EditOvertaken       412  another edit of the policy came first
 |   +-- BodyTooLarge        413  counted while reading
+|   +-- MediaTypeRefused    415  a body of a kind that the route does not read
 |   +-- HostRefused         421  asked under a name that is not this gateway's
+|   +-- EditUnconditional   428  an edit that does not say what it was made from
 |   +-- HeadTooLarge        431  too many header bytes, or too many headers
 |   +-- Quarantined         422  two workers were lost over this very body
 |   +-- LimitReached        429  the key has used what it may for now

@@ -7,22 +7,15 @@ from collections.abc import Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.dispatch import Dispatch
-from gateway.fleet import Fleet
-from gateway.forward import Upstream
-from policies.document import PolicyDocument
+from gateway.line import Line
 
 
 class Gauges(Collector):
     """Read anew each time they are asked for, so that no request pays for them."""
 
-    def __init__(
-        self, policy: PolicyDocument, fleet: Fleet, dispatch: Dispatch, upstream: Upstream
-    ) -> None:
-        self._policy = policy
-        self._fleet = fleet
-        self._dispatch = dispatch
-        self._upstream = upstream
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._fleet = line.fleet
 
     def collect(self) -> Iterable[Metric]:
         """Give one family for each figure."""
@@ -31,24 +24,34 @@ class Gauges(Collector):
         yield CounterMetricFamily(
             "paceline_retries_denied",
             "Further attempts not made because too many were being made.",
-            value=self._upstream.retries.denied,
+            value=self._line.upstream.retries.denied,
         )
         yield GaugeMetricFamily(
             "paceline_quarantined_bodies",
             "Request bodies not sent any more because two workers were lost over each.",
-            value=len(self._upstream.quarantine),
+            value=len(self._line.upstream.quarantine),
+        )
+        yield GaugeMetricFamily(
+            "paceline_policy_version",
+            "The version of the policy that is in force.",
+            value=self._line.book.version.number,
+        )
+        yield GaugeMetricFamily(
+            "paceline_policy_file_refused",
+            "1 while the policy file says something that cannot be in force.",
+            value=bool(self._line.watch.problem),
         )
 
     def _pools(self) -> Iterable[Metric]:
         slots = _gauge("pool_slots", "Slots of workers that take requests now.", "pool")
         in_flight = _gauge("pool_in_flight", "Requests that hold a slot.", "pool")
         waiting = _gauge("pool_waiting", "Requests in line for a slot.", "pool")
-        for name, pool in self._policy.pools.items():
+        for name, pool in self._line.book.current.pools.items():
             lanes = self._fleet.lanes(name, pool)
             open_slots = sum(lane.slots for member, lane in lanes if self._fleet.opens(member))
             slots.add_metric([name], pool.bounded(open_slots))
-            in_flight.add_metric([name], self._dispatch.running(name))
-            waiting.add_metric([name], self._dispatch.waiting(name))
+            in_flight.add_metric([name], self._line.dispatch.running(name))
+            waiting.add_metric([name], self._line.dispatch.waiting(name))
         return slots, in_flight, waiting
 
     def _workers(self) -> Iterable[Metric]:

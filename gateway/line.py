@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import secrets
 import time
@@ -13,7 +14,7 @@ from gateway.accounting import Accounting
 from gateway.caller import WeekClock
 from gateway.control import Control
 from gateway.dispatch import Dispatch
-from gateway.errors import StartRefused
+from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.fleet import Fleet
 from gateway.forward import Upstream
 from gateway.keys.book import KeyBook
@@ -22,11 +23,15 @@ from gateway.keys.keyring import Keyring
 from gateway.keys.usage import Ledger
 from gateway.listed import check_listed, read_keys
 from gateway.metrics import Meters
+from gateway.policy_book import PolicyBook, open_book
+from gateway.policy_file import PolicyWatch, read_source
 from gateway.probing import Probes
+from gateway.proposal import all_told
+from gateway.recent import RecentCases
 from gateway.records import FileRecords, Records
 from gateway.settings import Settings
 from gateway.store import MemoryStore, Store
-from policies.document import PolicyDocument, PolicyInvalid, load_policy, shipped_policy
+from policies.document import PolicyInvalid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +39,9 @@ class Line:
     """Everything that the data plane and the admin plane share."""
 
     settings: Settings
-    policy: PolicyDocument
+    book: PolicyBook
+    watch: PolicyWatch
+    recent: RecentCases
     fleet: Fleet
     store: Store
     records: Records
@@ -56,37 +63,42 @@ class Line:
     """Breaks ties between equal workers."""
 
 
-def build_line(settings: Settings, rng: Random | None = None) -> Line:
-    """Put the parts together; opens nothing yet. Raise `StartRefused` for an unusable policy."""
+async def build_line(settings: Settings, rng: Random | None = None) -> Line:
+    """Put the parts together and read what is kept; opens no connection. Raise `StartRefused`."""
     clock, wall = time.monotonic, time.time
     rng = rng or Random()  # noqa: S311  # spreads load, guards nothing
-    policy = _policy(settings)
-    check_listed(settings.workers, policy)
-    keys = read_keys(settings.workers, os.environ)
+    check_listed(settings.workers)
+    records = FileRecords(settings.state_dir.expanduser() / "state.json")
+    records.check()
+    book = await _book(settings, records, wall)
+    listed_keys = read_keys(settings.workers, os.environ)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
     fleet = Fleet(clock, rng.random, listed_models)
     dispatch = Dispatch(fleet, clock, rng)
     store = MemoryStore()
-    records = _records(settings)
     ledger = Ledger(life=secrets.token_hex(4))
     keyring = Keyring(settings.api_key, clock, wall, ledger.used)
-    book = KeyBook(records, keyring, wall)
+    keys = KeyBook(records, keyring, wall)
+    keeping = Keeping(records, keys, ledger, wall)
+    await keeping.open()
     meters = Meters()
     return Line(
         settings=settings,
-        policy=policy,
+        book=book,
+        watch=PolicyWatch(book, settings.policy),
+        recent=RecentCases(),
         fleet=fleet,
         store=store,
         records=records,
         keyring=keyring,
-        keys=book,
-        keeping=Keeping(records, book, ledger, wall),
+        keys=keys,
+        keeping=keeping,
         meters=meters,
         accounting=Accounting(store, meters, ledger, wall),
         dispatch=dispatch,
-        upstream=Upstream(settings, keys, dispatch, clock),
+        upstream=Upstream(settings, listed_keys, dispatch, clock),
         control=Control(settings, fleet, store),
-        probes=Probes(settings.workers, keys, fleet, dispatch, store),
+        probes=Probes(settings.workers, listed_keys, fleet, dispatch, store),
         clock=clock,
         week=WeekClock(wall),
         wall=wall,
@@ -94,14 +106,22 @@ def build_line(settings: Settings, rng: Random | None = None) -> Line:
     )
 
 
-def _records(settings: Settings) -> Records:
-    records = FileRecords(settings.state_dir.expanduser() / "state.json")
-    records.check()
-    return records
-
-
-def _policy(settings: Settings) -> PolicyDocument:
+async def _book(settings: Settings, records: Records, wall: Callable[[], float]) -> PolicyBook:
+    source = await asyncio.to_thread(read_source, settings.policy)
     try:
-        return load_policy(settings.policy) if settings.policy else shipped_policy()
+        return await open_book(records, settings.workers, source, wall)
     except PolicyInvalid as invalid:
-        raise StartRefused(str(invalid)) from None
+        raise StartRefused(
+            f"The policy that would be in force is not usable: {all_told(invalid)}. Mend that, or "
+            "name another file with PACELINE_POLICY."
+        ) from None
+    except ValueError:
+        raise StartRefused(
+            f"The versions of the policy in {settings.state_dir} are damaged; mend them, or move "
+            "them away to begin anew."
+        ) from None
+    except RecordsUnwritable:
+        raise StartRefused(
+            f"The policy cannot be kept in {settings.state_dir}; make it writable, or name another "
+            "folder with PACELINE_STATE_DIR."
+        ) from None

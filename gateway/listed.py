@@ -87,20 +87,27 @@ def read_keys(workers: Iterable[ListedWorker], environment: Mapping[str, str]) -
     return keys
 
 
-def check_listed(workers: Iterable[ListedWorker], policy: PolicyDocument) -> None:
-    """Raise `StartRefused` where the list contradicts itself or the policy."""
+def check_listed(workers: Iterable[ListedWorker]) -> None:
+    """Raise `StartRefused` where the list contradicts itself."""
     seen: set[str] = set()
     for worker in workers:
         if worker.id in seen:
             raise StartRefused(f"Two workers of the list are called '{worker.id}'.")
         seen.add(worker.id)
+
+
+def listed_problems(workers: Iterable[ListedWorker], policy: PolicyDocument) -> list[str]:
+    """Say where the list names pools that a policy does not have, or not for the worker."""
+    problems = []
+    for worker in workers:
         known = _open_to(worker, policy)
-        for pool in worker.pools:
-            if pool not in known:
-                raise StartRefused(
-                    f"The worker '{worker.id}' is listed for the pool '{pool}', but the policy has "
-                    f"for it only: {', '.join(sorted(known)) or 'nothing'}."
-                )
+        problems += [
+            f"the worker '{worker.id}' is listed for the pool '{pool}', but the policy has for it "
+            f"only: {', '.join(sorted(known)) or 'nothing'}"
+            for pool in worker.pools
+            if pool not in known
+        ]
+    return problems
 
 
 def _open_to(worker: ListedWorker, policy: PolicyDocument) -> set[str]:

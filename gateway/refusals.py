@@ -27,6 +27,15 @@ class FieldInvalid(RequestRefused):
     code = "invalid_value"
 
 
+class PolicyRefused(RequestRefused):
+    """What was sent cannot be the policy; every reason is named."""
+
+    code = "invalid_policy"
+
+    def __init__(self, problems: str, *, param: str | None) -> None:
+        super().__init__(f"The policy is not usable: {problems}.", param=param)
+
+
 class KeyRefused(RequestRefused):
     """No key came along, or one that is not known; the answer is the same for both."""
 
@@ -100,6 +109,17 @@ class WorkerUnknown(RequestRefused):
     message = "No worker of this id has joined."
 
 
+class VersionUnknown(RequestRefused):
+    """There is no version of the policy with that number."""
+
+    status = 404
+    code = "unknown_version"
+    param = "version"
+
+    def __init__(self, number: int | str) -> None:
+        super().__init__(f"The policy has no version '{str(number)[:100]}'.")
+
+
 class MethodRefused(RequestRefused):
     """The route exists, but not with this method."""
 
@@ -145,6 +165,19 @@ class KeyIsRevoked(RequestRefused):
         super().__init__(f"The key '{name[:100]}' is revoked for good; make a new one.")
 
 
+class EditOvertaken(RequestRefused):
+    """Another version came between the one that was edited and this edit."""
+
+    status = 412
+    code = "policy_changed"
+    param = "if-match"
+
+    def __init__(self, number: int, author: str) -> None:
+        super().__init__(
+            f"Somebody was faster: version {number} of the policy, by {author}, is in force now."
+        )
+
+
 class BodyTooLarge(RequestRefused):
     """The body is larger than this gateway reads."""
 
@@ -153,6 +186,17 @@ class BodyTooLarge(RequestRefused):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"The body is larger than {limit_bytes} bytes.")
+
+
+class MediaTypeRefused(RequestRefused):
+    """The body is of a kind that this route does not read."""
+
+    status = 415
+    code = "media_type_not_supported"
+    param = "content-type"
+
+    def __init__(self, allowed: str) -> None:
+        super().__init__(f"'Content-Type' must be one of: {allowed}.")
 
 
 class HostRefused(RequestRefused):
@@ -166,6 +210,18 @@ class HostRefused(RequestRefused):
             f"This gateway is not known as '{host[:100]}'. Ask it by address, or name it in "
             "PACELINE_ALLOWED_HOSTS."
         )
+
+
+class EditUnconditional(RequestRefused):
+    """An edit does not say which version it was made from."""
+
+    status = 428
+    code = "if_match_missing"
+    message = (
+        "An edit needs 'If-Match' with the ETag of the version that it was made from, so that it "
+        "overwrites nobody else's."
+    )
+    param = "if-match"
 
 
 class HeadTooLarge(RequestRefused):

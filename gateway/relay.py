@@ -102,7 +102,7 @@ class Relay:
         """Answer one request, whatever comes, and account for it once."""
         self._enter()
         reply = Reply(scope)
-        steps = _Steps(self._line.policy)
+        steps = _Steps(self._line.book.current)
         began_s = self._line.clock()
         outcome, error = Outcome.COMPLETED, None
         try:
@@ -173,6 +173,7 @@ class Relay:
         steps.holder.check_model(inspected)
         case = Case(policy, inspected.profile, asker, caller.pools)
         decision = steps.decision = decide(case, fleet, line.rng)
+        line.recent.remember(case)
         if decision.barred:
             raise PoolsNotAllowed
         trip = steps.trip = Trip(

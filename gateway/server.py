@@ -10,13 +10,13 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Coroutine, Iterator
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Literal, TypeVar
 
 import uvicorn
 
 from gateway.access import check_binding, check_secrets, ensure_join_token
-from gateway.app import Front, create_app
+from gateway.app import AdminDoor, Front, create_app
 from gateway.client_link import ClientLink, sweep
 from gateway.errors import StartRefused
 from gateway.overload import keep_measuring
@@ -90,51 +90,92 @@ async def serve(
     *,
     ending: Ending,
     started: Callable[[str], None] | None = None,
+    admin_started: Callable[[str], None] | None = None,
     unkeyed: Callable[[], None] | None = None,
 ) -> None:
     """Serve until `ending` is asked, then let running answers finish; raise `StartRefused` early.
 
     `started` is called once, with the base address (http://127.0.0.1:8000), when requests are
-    answered; before that `unkeyed`, where clients need no key. The caller decides what asks for
-    the end: `Ending.on_signals`, or its own reason.
+    answered; before that `admin_started`, where admins have a port of their own, and `unkeyed`,
+    where clients need no key. The caller decides what asks for the end: `Ending.on_signals`, or its
+    own reason.
     """
     settings = ensure_join_token(settings)
     check_secrets(settings)
-    app = create_app(settings)
-    await app.line.keeping.open()
+    app = await create_app(settings)
     keyed = app.line.keyring.demanding
     check_binding(settings, keyed=keyed)
     if unkeyed is not None and not keyed:
         unkeyed()
-    with _listener(settings.host, settings.port) as listener:
-        address = _address(settings.host, listener)
-        server = _Server(
-            _config(app, settings), on_started=lambda: started(address) if started else None
-        )
-        serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
-        watching = (
-            asyncio.create_task(sweep(server.server_state.connections)),
-            asyncio.create_task(
-                keep_measuring(
-                    app.relay.load.lag, app.line.meters.loop_lag.set, app.line.fleet.excuse
-                )
-            ),
-        )
-        try:
-            await _first_of(serving, ending.asked.wait())
-            app.leave()
-            if ending.lame_duck:
-                await _first_of(serving, ending.hurried.wait(), timeout_s=settings.lame_duck_s)
-            app.stop_taking()
-            await _first_of(
-                app.drained(), ending.hurried.wait(), timeout_s=settings.drain_timeout_s
+    with _listener(settings.host, settings.port, "--port or PACELINE_PORT") as listener:
+        async with _serving_admins(app, settings, admin_started):
+            address = _address(settings.host, listener)
+            server = _Server(
+                _config(app, settings, lifespan="on"),
+                on_started=lambda: started(address) if started else None,
             )
+            serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
+            with _watching(app, server):
+                await _until_the_end(app, settings, ending, server, serving)
+
+
+async def _until_the_end(
+    app: Front, settings: Settings, ending: Ending, server: _Server, serving: asyncio.Task[None]
+) -> None:
+    """Wait until the end is asked for, and come to it step by step."""
+    try:
+        await _first_of(serving, ending.asked.wait())
+        app.leave()
+        if ending.lame_duck:
+            await _first_of(serving, ending.hurried.wait(), timeout_s=settings.lame_duck_s)
+        app.stop_taking()
+        await _first_of(app.drained(), ending.hurried.wait(), timeout_s=settings.drain_timeout_s)
+    finally:
+        app.cut()
+        server.should_exit = True
+        await serving
+
+
+@contextlib.contextmanager
+def _watching(app: Front, server: _Server) -> Iterator[None]:
+    """Watch connections, the event loop and the policy for as long as the context lasts."""
+    line = app.line
+    watching = (
+        asyncio.create_task(sweep(server.server_state.connections)),
+        asyncio.create_task(
+            keep_measuring(app.relay.load.lag, line.meters.loop_lag.set, line.fleet.excuse)
+        ),
+        asyncio.create_task(line.watch.run()),
+    )
+    try:
+        yield
+    finally:
+        for watch in watching:
+            watch.cancel()
+
+
+@contextlib.asynccontextmanager
+async def _serving_admins(
+    app: Front, settings: Settings, started: Callable[[str], None] | None
+) -> AsyncIterator[None]:
+    """Serve admins on their own port, where they have one, for as long as the context lasts."""
+    if app.admin_door is None or settings.admin_port is None:
+        yield
+        return
+    opened = asyncio.Event()
+    with _listener(settings.admin_host, settings.admin_port, "PACELINE_ADMIN_PORT") as listener:
+        server = _Server(_config(app.admin_door, settings, lifespan="off"), on_started=opened.set)
+        serving = asyncio.create_task(server.serve(sockets=[listener]), name="admin")
+        sweeping = asyncio.create_task(sweep(server.server_state.connections))
+        try:
+            await _first_of(serving, opened.wait())
+            if started:
+                started(_address(settings.admin_host, listener))
+            yield
         finally:
-            app.cut()
+            sweeping.cancel()
             server.should_exit = True
             await serving
-            for watch in watching:
-                watch.cancel()
 
 
 async def _first_of(
@@ -153,7 +194,9 @@ async def _first_of(
                 wait.cancel()
 
 
-def _config(app: Front, settings: Settings) -> uvicorn.Config:
+def _config(
+    app: Front | AdminDoor, settings: Settings, *, lifespan: Literal["on", "off"]
+) -> uvicorn.Config:
     connection = functools.partial(
         ClientLink,
         head_timeout_s=settings.head_timeout_s,
@@ -162,7 +205,7 @@ def _config(app: Front, settings: Settings) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=connection,  # type: ignore[arg-type]  # whatever makes a protocol will do
-        lifespan="on",
+        lifespan=lifespan,
         ws="none",
         access_log=False,
         log_config=None,
@@ -173,7 +216,7 @@ def _config(app: Front, settings: Settings) -> uvicorn.Config:
     )
 
 
-def _listener(host: str, port: int) -> socket.socket:
+def _listener(host: str, port: int, setting: str) -> socket.socket:
     """Open the listening socket ourselves, so that a port in use is one clear sentence."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -181,7 +224,7 @@ def _listener(host: str, port: int) -> socket.socket:
     except OSError as error:
         raise StartRefused(
             f"Cannot listen on {host} port {port} ({os.strerror(error.errno or 0)}); "
-            "choose another with --port or PACELINE_PORT."
+            f"choose another with {setting}."
         ) from None
 
 

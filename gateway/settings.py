@@ -34,12 +34,15 @@ class Settings(BaseSettings):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     """0 takes any free port."""
+    admin_host: str = "127.0.0.1"
+    admin_port: int | None = Field(default=None, ge=0, le=65535)
+    """A port of its own for what only admins may do; None leaves that on `port`."""
     allowed_hosts: Annotated[tuple[str, ...], NoDecode] = ()
     """Names that clients may ask under, beside addresses and this machine's own names."""
     policy: Path | None = None
-    """The policy file; None takes the shipped one."""
+    """The policy file; None begins with the shipped one."""
     state_dir: Path = Path("~/.paceline")
-    """Where the join token and what admins make are kept."""
+    """Where the join token, the versions of the policy, keys and their usage are kept."""
 
     api_key: SecretStr | None = None
     """One key of the data plane without limits, beside those that admins make."""

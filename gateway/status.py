@@ -16,6 +16,7 @@ def render(
     *,
     gateway: Mapping[str, Any],
     policy: PolicyDocument,
+    edits: Mapping[str, Any],
     fleet: Fleet,
     in_line: Mapping[str, int],
     in_flight: Mapping[str, int],
@@ -31,6 +32,7 @@ def render(
     worker_ids = sorted({report.worker_id for report in reports})
     return {
         "gateway": dict(gateway),
+        "policy": dict(edits),
         "mtp": mtp_block(_lanes(reports)),
         "decisions": _decisions(counts),
         "outcomes": _under(counts, "outcomes"),

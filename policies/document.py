@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from functools import cached_property
 from importlib import resources
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -163,15 +162,6 @@ def parse_policy(text: str, source: str) -> PolicyDocument:
     except PolicyInvalid as invalid:
         problems = [one._replace(line=line_of(text, one.field)) for one in invalid.problems]
     raise PolicyInvalid(source, tuple(sorted(problems, key=lambda one: one.line or 0)))
-
-
-def load_policy(path: Path) -> PolicyDocument:
-    """Read a policy file; raise `PolicyInvalid`."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        raise PolicyInvalid(str(path), (Problem("", "the file cannot be read"),)) from None
-    return parse_policy(text, str(path))
 
 
 def shipped_policy() -> PolicyDocument:

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from gateway.cli import explain, keys, serve, status, up, worker
+from gateway.cli import explain, keys, policy, serve, status, up, worker
 from gateway.errors import StartRefused
 
 
@@ -39,6 +39,7 @@ def _parser() -> argparse.ArgumentParser:
         ("up", up),
         ("gateway", serve),
         ("status", status),
+        ("policy", policy),
         ("explain", explain),
         ("keys", keys),
     ):

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.asking import ADMIN_KEY, add_gateway_url, ask_for_text, ask_gateway
+from gateway.cli.asking import add_gateway_url, ask_admin, ask_admin_for_text
 from policies.document import Priority
 
 HELP = "make, list and revoke keys, and see what they have used"
@@ -114,7 +114,7 @@ def _usage(options: argparse.Namespace) -> Mapping[str, Any]:
     query = {name: day for name, day in days.items() if day is not None}
     if options.csv:
         path = f"{_USAGE_PATH}?{urlencode({**query, 'format': 'csv'})}"
-        sys.stdout.write(ask_for_text(options.url, path, key_from=ADMIN_KEY))
+        sys.stdout.write(ask_admin_for_text(options.url, path))
         return {}
     told = _ask(options, "GET", f"{_USAGE_PATH}?{urlencode(query)}")
     if not options.json:
@@ -130,7 +130,8 @@ def _usage(options: argparse.Namespace) -> Mapping[str, Any]:
 def _ask(
     options: argparse.Namespace, method: str, path: str, body: Any = None
 ) -> Mapping[str, Any]:
-    return ask_gateway(options.url, method, path, body, key_from=ADMIN_KEY)
+    told, _ = ask_admin(options.url, method, path, json=body)
+    return told
 
 
 def _table(*columns: str) -> Table:

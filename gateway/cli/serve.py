@@ -48,4 +48,5 @@ async def _serve(settings: Settings) -> None:
             ending=ending,
             started=lambda address: print(f"Paceline listens on {address}", flush=True),  # noqa: T201
             unkeyed=lambda: print(_UNKEYED, flush=True),  # noqa: T201
+            admin_started=lambda address: print(f"Admins are served on {address}", flush=True),  # noqa: T201
         )

@@ -54,10 +54,17 @@ def run(options: argparse.Namespace) -> int:
 async def _run(settings: Settings, options: argparse.Namespace) -> int:
     ending = Ending()
     with ending.on_signals():
+        terminal = _Terminal()
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         unkeyed = asyncio.Event()
         gateway = asyncio.create_task(
-            serve_gateway(settings, ending=ending, started=address.set_result, unkeyed=unkeyed.set),
+            serve_gateway(
+                settings,
+                ending=ending,
+                started=address.set_result,
+                admin_started=lambda address: terminal.say(f"Admins are served on {address}."),
+                unkeyed=unkeyed.set,
+            ),
             name="gateway",
         )
         first: set[asyncio.Future[Any]] = {gateway, address}
@@ -65,7 +72,6 @@ async def _run(settings: Settings, options: argparse.Namespace) -> int:
         if not address.done():
             await gateway  # raises what kept it from starting
             return 0
-        terminal = _Terminal()
         terminal.say(f"Gateway listens on {address.result()}.")
         own_worker = _OwnWorker(
             settings=settings,

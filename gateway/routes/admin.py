@@ -18,15 +18,15 @@ from gateway.routes.guards import with_admin_key, with_join_token
 from gateway.status import worker_state
 from workers.adapters.report import WorkerReport
 
+PREFIX = "/admin/v1/workers"
 _REPORT_LIMIT_BYTES = 256 * 1024
 
 
-def workers(line: Line) -> APIRouter:
-    """Hold the routes under /admin/v1/workers."""
-    router = APIRouter(prefix="/admin/v1/workers")
-    joined = [Depends(with_join_token(line))]
+def joining(line: Line) -> APIRouter:
+    """Hold the routes that workers use."""
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_join_token(line))])
 
-    @router.put("/{worker_id}", dependencies=joined)
+    @router.put("/{worker_id}")
     async def beat(worker_id: str, request: Request) -> dict[str, float]:
         # Read here, not by FastAPI: it would read any size, and before it asks for the token.
         raw = await read_small_body(
@@ -43,12 +43,12 @@ def workers(line: Line) -> APIRouter:
         await line.store.keep_report(report)
         return {"beat_s": BEAT_S}
 
-    @router.delete("/{worker_id}", dependencies=joined)
+    @router.delete("/{worker_id}")
     async def leave(worker_id: str) -> Response:
         line.fleet.leave(worker_id)
         return Response(status_code=204)
 
-    @router.get("/{worker_id}/joined", dependencies=joined)
+    @router.get("/{worker_id}/joined")
     async def has_joined(worker_id: str) -> dict[str, str]:
         """Let who brings a worker learn that it may be used; all else of workers is for admins."""
         for member in line.fleet.members():
@@ -56,7 +56,14 @@ def workers(line: Line) -> APIRouter:
                 return {"worker_id": worker_id, "url": member.report.url}
         raise WorkerUnknown
 
-    @router.get("", dependencies=[Depends(with_admin_key(line))])
+    return router
+
+
+def workers(line: Line) -> APIRouter:
+    """Hold the route that lists the workers."""
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
+
+    @router.get("")
     async def listing() -> dict[str, Any]:
         return {
             "workers": [

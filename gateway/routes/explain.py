@@ -33,7 +33,7 @@ def explanation(line: Line) -> APIRouter:
             timeout_s=line.settings.body_timeout_s,
         )
         endpoint = Endpoint.COMPLETIONS if "prompt" in parse(raw) else Endpoint.CHAT
-        fleet, policy = line.fleet.view(), line.policy
+        fleet, policy = line.fleet.view(), line.book.current
         holder = holder_of(request)
         caller = read_caller(request.scope, policy, holder)
         asker = read_asker(request.scope, caller, policy.compiled.headers, line.week.minute())

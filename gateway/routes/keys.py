@@ -88,7 +88,7 @@ def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], line: Line) -> K
 
 def _senseless(terms: KeyTerms, patch: Mapping[str, Any], line: Line) -> list[tuple[str, str]]:
     """Find what is well written and would do nothing, or not what was meant."""
-    policy = line.policy
+    policy = line.book.current
     aliases = {alias: name for name, model in policy.models.items() for alias in model.aliases}
     problems = [
         (f"models.{index}", f"'{name}' is an alias; say '{aliases[name]}'")

@@ -37,9 +37,10 @@ def models(line: Line) -> APIRouter:
 def _names(line: Line, holder: Holder) -> dict[str, str]:
     """Map every name that would be answered now to the model behind it."""
     served = line.fleet.view().served_models
-    aliases = [alias for model in line.policy.models.values() for alias in model.aliases]
+    policy = line.book.current
+    aliases = [alias for model in policy.models.values() for alias in model.aliases]
     asked = [*sorted(served), *aliases, ANY_MODEL]
-    resolved = {name: resolve_model(line.policy, name, served) for name in asked}
+    resolved = {name: resolve_model(policy, name, served) for name in asked}
     allowed = served if holder.models is None else served & holder.models
     return {name: model for name, model in resolved.items() if model in allowed}
 

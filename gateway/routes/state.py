@@ -16,6 +16,14 @@ from gateway.refusals import NotAllowedHere
 from gateway.relay import Relay
 from gateway.routes.guards import holder_of, with_data_key
 from gateway.status import render
+from gateway.versions import Reason
+
+_SOURCES = {
+    Reason.START: "shipped",
+    Reason.FILE: "file",
+    Reason.EDIT: "admin",
+    Reason.ROLLBACK: "admin",
+}
 
 
 def probes(line: Line, relay: Relay) -> APIRouter:
@@ -37,7 +45,7 @@ def probes(line: Line, relay: Relay) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         await line.control.refresh()
-        gauges = Gauges(line.policy, line.fleet, line.dispatch, line.upstream)
+        gauges = Gauges(line)
         text = exposition(line.meters, await line.store.reports(), gauges)
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -56,6 +64,7 @@ def status(line: Line, relay: Relay) -> APIRouter:
                 "This key is for some models or pools alone, so it may not see the whole fleet."
             )
         await line.control.refresh()
+        policy = line.book.current
         gateway = {
             "ready": not relay.leaving and bool(line.fleet.view().workers),
             "stopping": relay.leaving,
@@ -65,10 +74,11 @@ def status(line: Line, relay: Relay) -> APIRouter:
         }
         return render(
             gateway=gateway,
-            policy=line.policy,
+            policy=policy,
+            edits=_edits(line),
             fleet=line.fleet,
-            in_line={pool: line.dispatch.waiting(pool) for pool in line.policy.pools},
-            in_flight={pool: line.dispatch.running(pool) for pool in line.policy.pools},
+            in_line={pool: line.dispatch.waiting(pool) for pool in policy.pools},
+            in_flight={pool: line.dispatch.running(pool) for pool in policy.pools},
             reports=await line.store.reports(),
             guards={
                 "retries_denied": line.upstream.retries.denied,
@@ -79,3 +89,14 @@ def status(line: Line, relay: Relay) -> APIRouter:
         )
 
     return router
+
+
+def _edits(line: Line) -> dict[str, Any]:
+    """Tell which version of the policy is in force, and what keeps the file from it."""
+    version = line.book.version
+    told = {
+        "version": version.number,
+        "etag": version.etag,
+        "source": _SOURCES[version.reason],
+    }
+    return told | ({"file_problem": line.watch.problem} if line.watch.problem else {})

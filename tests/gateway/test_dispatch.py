@@ -59,9 +59,10 @@ class Door:
     """A dispatch over one fleet, and a short way to ask it."""
 
     def __init__(self, policy: PolicyDocument) -> None:
+        self.policy = policy
+        """Of those who ask from now on."""
         self.clock = Clock()
         self.fleet = Fleet(self.clock, dice=lambda: 0.0)
-        self.policy = policy
         self.dispatch = Dispatch(self.fleet, self.clock, Random(0))
 
     def ask(
@@ -74,8 +75,12 @@ class Door:
     ) -> asyncio.Task[Lease]:
         case = Case(self.policy, profile, asker)
         decision = self.dispatch.decide(case, tried)
-        caller = Caller(client, priority)
+        caller = self.caller(client, priority)
         return asyncio.create_task(self.dispatch.lease(case, decision, caller, tried))
+
+    @staticmethod
+    def caller(client: str, priority: Priority = Priority.DEFAULT) -> Caller:
+        return Caller(client, priority)
 
     async def waiting(self, pool: str = "vlm") -> int:
         await settled()
@@ -298,8 +303,7 @@ async def test_whatever_happens_every_slot_comes_back_and_none_is_given_twice(se
 
     async def one() -> None:
         nonlocal most
-        profile = rng.choice((SAMPLED, GREEDY))
-        case = Case(door.policy, profile)
+        case = Case(door.policy, rng.choice((SAMPLED, GREEDY)))
         decision = door.dispatch.decide(case, frozenset())
         caller = Caller(rng.choice("xyz"), rng.choice(list(Priority)))
         lease = await door.dispatch.lease(case, decision, caller)

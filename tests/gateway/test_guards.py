@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from fastapi.routing import APIRoute
 from pydantic import SecretStr
 from starlette.routing import BaseRoute
 
-from gateway.app import create_app
+from gateway.app import AdminDoor, Front, create_app
 from gateway.relay import ENDPOINTS
 from tests.gateway.fake_worker import TOKEN, FakeWorker
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests
@@ -38,6 +39,14 @@ ADMIN_PLANE = (
     ("PATCH", "/admin/v1/keys/key-000000000000", 404),
     ("DELETE", "/admin/v1/keys/key-000000000000", 404),
     ("GET", "/admin/v1/usage", 200),
+    ("GET", "/admin/v1/policy", 200),
+    ("PUT", "/admin/v1/policy", 428),
+    ("PATCH", "/admin/v1/policy", 428),
+    ("POST", "/admin/v1/policy/rollback", 428),
+    ("POST", "/admin/v1/policy/validate", 200),
+    ("POST", "/admin/v1/policy/diff", 400),
+    ("GET", "/admin/v1/policy/history", 200),
+    ("GET", "/admin/v1/policy/history/1", 200),
 )
 JOINING = (
     ("PUT", WORKER, 400),
@@ -56,14 +65,17 @@ def routes_of(routes: list[BaseRoute]) -> Iterator[APIRoute]:
             yield route
 
 
-def every_route(state_dir: Path) -> set[tuple[str, str]]:
-    app = create_app(settings_for_tests(state_dir))
-    found = {
+def paths_of(app: Front | AdminDoor) -> set[tuple[str, str]]:
+    return {
         (method, route.path)
         for route in routes_of(app._panel.routes)
         for method in route.methods or ()
     }
-    return found | {("POST", path) for path in ENDPOINTS}
+
+
+def every_route(state_dir: Path) -> set[tuple[str, str]]:
+    app = asyncio.run(create_app(settings_for_tests(state_dir)))
+    return paths_of(app) | {("POST", path) for path in ENDPOINTS}
 
 
 @pytest.fixture
@@ -118,7 +130,10 @@ def test_no_other_spelling_of_a_path_opens_anything(locked: Gateway, path: str) 
 
 def test_the_lists_below_name_every_route(tmp_path: Path) -> None:
     named = {
-        (method, path.replace("key-000000000000", "{name}"))
+        (
+            method,
+            path.replace("key-000000000000", "{name}").replace("history/1", "history/{number}"),
+        )
         for method, path, _ in (*DATA_PLANE, *ADMIN_PLANE)
     }
     named |= {("GET", "/v1/models/{name:path}")} | PUBLIC
@@ -128,6 +143,17 @@ def test_the_lists_below_name_every_route(tmp_path: Path) -> None:
         ("GET", "/admin/v1/workers/{worker_id}/joined"),
     }
     assert named - {("GET", "/v1/models/demo")} == every_route(tmp_path)
+
+
+def test_where_admins_have_a_port_what_only_they_may_do_is_there_and_nowhere_else(
+    tmp_path: Path,
+) -> None:
+    apart = asyncio.run(create_app(settings_for_tests(tmp_path, admin_port=0)))
+    assert apart.admin_door is not None
+    here, there = paths_of(apart), paths_of(apart.admin_door)
+    assert here.isdisjoint(there)
+    assert here | there | {("POST", path) for path in ENDPOINTS} == every_route(tmp_path)
+    assert len(there) == len(ADMIN_PLANE)
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [*DATA_PLANE, *ADMIN_PLANE, *JOINING])

@@ -15,8 +15,7 @@ import httpx
 import pytest
 import yaml
 
-from gateway.errors import StartRefused
-from gateway.listed import ListedWorker, check_listed
+from gateway.listed import ListedWorker, listed_problems
 from policies.document import read_policy
 from policies.routes import DAYS
 from tests.gateway.fake_worker import FakeWorker, Script
@@ -265,7 +264,7 @@ def test_a_listed_worker_has_the_labels_that_the_list_gives_it(
         assert answers == {"large"}
 
 
-def test_a_listed_worker_that_no_pool_takes_stops_the_start() -> None:
+def test_a_policy_does_not_fit_a_listed_worker_that_no_pool_takes() -> None:
     policy = read_policy(
         {
             "version": 1,
@@ -274,9 +273,9 @@ def test_a_listed_worker_that_no_pool_takes_stops_the_start() -> None:
         },
         "test",
     )
-    check_listed((listed(pools=["vision", "vlm"], labels=["big"]),), policy)
-    with pytest.raises(StartRefused, match="the pool 'vlm', but the policy has for it only: noth"):
-        check_listed((listed(pools=["vlm"]),), policy)
+    assert listed_problems((listed(pools=["vision", "vlm"], labels=["big"]),), policy) == []
+    (problem,) = listed_problems((listed(pools=["vlm"]),), policy)
+    assert "the pool 'vlm', but the policy has for it only: nothing" in problem
 
 
 def test_an_explanation_shows_who_the_policy_thinks_is_asking(

@@ -11,7 +11,7 @@ from gateway.domain import Case, FleetView, LaneView, WorkerView
 from gateway.routing import decide
 from policies.asker import SOMEBODY, Asker
 from policies.bounds import bounded
-from policies.document import load_policy
+from policies.document import PolicyDocument, parse_policy
 from policies.evaluation import sampling_defaults
 from policies.fields import FieldError
 from policies.profile import Endpoint, RequestProfile, Sampling
@@ -24,6 +24,10 @@ PICTURE = SAMPLED._replace(media=(("image", 1),), pixels=1_000_000)
 SATURDAY_NOON = Asker(headers={"x-batch": "yes"}, minute_of_week=(5 * 24 + 12) * 60)
 MONDAY_NOON = SATURDAY_NOON._replace(minute_of_week=12 * 60)
 MONDAY_NIGHT = SATURDAY_NOON._replace(minute_of_week=21 * 60)
+
+
+def policy_of(example: str) -> PolicyDocument:
+    return parse_policy((EXAMPLES / f"{example}.yaml").read_text(), example)
 
 
 def fleet(*labels: str) -> FleetView:
@@ -55,24 +59,24 @@ def fleet(*labels: str) -> FleetView:
 def test_an_example_decides_as_it_promises(
     example: str, profile: RequestProfile, asker: Asker, macs: list[str], decided: str
 ) -> None:
-    policy = load_policy(EXAMPLES / f"{example}.yaml")
+    policy = policy_of(example)
     decision = decide(Case(policy, profile, asker), fleet(*macs), Random(0))
     found = ", ".join(f"{one.pool} {one.worker_id}" for one in decision.candidates)
     assert f"{decision.route}: {found or 'nobody'}".startswith(decided)
 
 
 def test_the_bounds_of_the_examples_bound() -> None:
-    speed = load_policy(EXAMPLES / "speed_first.yaml")
+    speed = policy_of("speed_first")
     assert sampling_defaults(speed, "qwen3.5-4b").temperature == 0
     assert bounded(SAMPLED, speed.limits, speed.media).max_tokens == 1024
-    vision = load_policy(EXAMPLES / "vision_on_the_big_mac.yaml")
+    vision = policy_of("vision_on_the_big_mac")
     with pytest.raises(FieldError, match="'video' content is not taken here"):
         bounded(PICTURE._replace(media=(("video", 1),)), vision.limits, vision.media)
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_is_a_policy_that_editors_know_and_says_what_it_is_for(example: Path) -> None:
-    load_policy(example)
+    policy_of(example.stem)
     lines = example.read_text().splitlines()
     assert lines[0] == "# yaml-language-server: $schema=../schema.json"
     assert lines[1].startswith("# ")

@@ -28,6 +28,8 @@ PURE = (
     "gateway/fleet.py",
     "gateway/quarantine.py",
     "gateway/retry_budget.py",
+    "gateway/proposal.py",
+    "gateway/versions.py",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "policies").glob("*.py")),
 )
 IMPURE = {

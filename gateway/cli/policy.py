@@ -1,0 +1,219 @@
+"""`paceline policy`: show, check, compare, apply and take back the policy of a running gateway."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import json
+import re
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from urllib.parse import quote
+
+import yaml
+from rich.console import Console
+
+from gateway.cli import policy_view
+from gateway.cli.asking import add_gateway_url, ask_admin
+from policies.document import PolicyInvalid, Problem, parse_policy
+
+HELP = "show and change the policy of a running gateway"
+_PATH = "/admin/v1/policy"
+_JSON = {"content-type": "application/json"}
+_YAML = {"content-type": "application/yaml"}
+# The first line of what `show` prints: `apply` reads from it which version was edited.
+_MARK = re.compile(r"\A# policy version (?P<version>\d+), etag (?P<etag>[0-9a-f-]+)$", re.MULTILINE)
+
+_Act = Callable[[argparse.Namespace], int]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the commands of `policy`."""
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def command(name: str, act: _Act, says: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=says, description=says)
+        add_gateway_url(added)
+        added.set_defaults(act=act)
+        return added
+
+    def file_command(name: str, act: _Act, says: str) -> argparse.ArgumentParser:
+        added = command(name, act, says)
+        added.add_argument("file", metavar="FILE", help="YAML, or JSON as .json ('-' reads YAML)")
+        return added
+
+    show = command("show", _show, "print the policy in force, or an earlier version")
+    show.add_argument("--version", type=int, metavar="N", help="this version of it")
+    show.add_argument("--json", action="store_true", help="print JSON in place of YAML")
+    validate = file_command("validate", _validate, "say whether a policy could be in force")
+    validate.add_argument(
+        "--offline", action="store_true", help="check it here, without asking a gateway"
+    )
+    file_command("diff", _diff, "say what a policy would change, and what it would move")
+    apply = file_command("apply", _apply, "put a policy in force")
+    apply.add_argument("--note", required=True, help="what for: it is kept with the version")
+    apply.add_argument("--author", default=_author(), help="who (default: %(default)s)")
+    command("history", _history, "list the versions of the policy, the newest first")
+    rollback = command("rollback", _rollback, "put in force what an earlier version says")
+    rollback.add_argument("version", type=int, metavar="VERSION")
+    rollback.add_argument("--note", default="", help="what for: it is kept with the version")
+    rollback.add_argument("--author", default=_author(), help="who (default: %(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run one command of `policy`; 1 where the policy is not good."""
+    act: _Act = options.act
+    return act(options)
+
+
+class _Written(NamedTuple):
+    """A policy as it stands in a file."""
+
+    name: str
+    text: str
+    kind: Mapping[str, str]
+
+    @classmethod
+    def read(cls, name: str) -> Self:
+        try:
+            text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            sys.exit(f"paceline: cannot read {name}: {error}")
+        return cls(name, text, _JSON if name.endswith(".json") else _YAML)
+
+    @property
+    def mark(self) -> re.Match[str] | None:
+        return _MARK.search(self.text)
+
+    def ask(self, url: str, path: str) -> Mapping[str, Any]:
+        content = self.text.encode()
+        told, _ = ask_admin(url, "POST", _PATH + path, content=content, headers=self.kind)
+        return told
+
+    def mark_anew(self, version: Mapping[str, Any]) -> None:
+        """Note in the file that it is this version now, where it told of another."""
+        if self.mark is not None and self.name != "-":
+            line = _mark(version["number"], version["etag"])
+            Path(self.name).write_text(_MARK.sub(line, self.text, count=1), encoding="utf-8")
+
+
+def _show(options: argparse.Namespace) -> int:
+    if options.version is None:
+        document, headers = ask_admin(options.url, "GET", _PATH)
+        mark = _mark(headers["x-paceline-policy-version"], headers["etag"].strip('"'))
+    else:
+        told, _ = ask_admin(options.url, "GET", f"{_PATH}/history/{options.version}")
+        document, mark = told["document"], f"# policy version {told['number']}, as it was"
+    if options.json:
+        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+    else:
+        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)
+        sys.stdout.write(f"{mark}\n{text}")
+    return 0
+
+
+def _validate(options: argparse.Namespace) -> int:
+    written = _Written.read(options.file)
+    if options.offline:
+        problems = _problems_here(written)
+    else:
+        problems = [Problem(**one) for one in written.ask(options.url, "/validate")["problems"]]
+    for field, sentence, line in problems:
+        where = f"{written.name}:{line}" if line else written.name
+        sys.stdout.write(": ".join(part for part in (where, field, sentence) if part) + "\n")
+    if not problems:
+        sys.stdout.write(f"{written.name} is a good policy.\n")
+    return 1 if problems else 0
+
+
+def _problems_here(written: _Written) -> list[Problem]:
+    try:
+        parse_policy(written.text, written.name)
+    except PolicyInvalid as invalid:
+        return list(invalid.problems)
+    return []
+
+
+def _diff(options: argparse.Namespace) -> int:
+    _tell(policy_view.difference(_Written.read(options.file).ask(options.url, "/diff")))
+    return 0
+
+
+def _apply(options: argparse.Namespace) -> int:
+    written = _Written.read(options.file)
+    difference = written.ask(options.url, "/diff")
+    _tell(policy_view.difference(difference))
+    if not difference["changes"]:
+        return 0
+    edited = written.mark["etag"] if written.mark else difference["onto"]["etag"]
+    version, _ = ask_admin(
+        options.url,
+        "PUT",
+        _PATH,
+        content=written.text.encode(),
+        headers={**written.kind, **_signed(options), "if-match": f'"{edited}"'},
+        overtaken=_overtaken(written),
+    )
+    written.mark_anew(version)
+    return _in_force(version)
+
+
+def _history(options: argparse.Namespace) -> int:
+    told, _ = ask_admin(options.url, "GET", f"{_PATH}/history")
+    _tell(policy_view.history(told["versions"]))
+    return 0
+
+
+def _rollback(options: argparse.Namespace) -> int:
+    earlier, _ = ask_admin(options.url, "GET", f"{_PATH}/history/{options.version}")
+    difference, _ = ask_admin(options.url, "POST", f"{_PATH}/diff", json=earlier["document"])
+    _tell(policy_view.difference(difference))
+    if not difference["changes"]:
+        return 0
+    version, _ = ask_admin(
+        options.url,
+        "POST",
+        f"{_PATH}/rollback",
+        json={"version": options.version},
+        headers={**_signed(options), "if-match": f'"{difference["onto"]["etag"]}"'},
+        overtaken="Nothing was changed; look at `paceline policy history`, and try again.",
+    )
+    return _in_force(version)
+
+
+def _overtaken(written: _Written) -> str:
+    """Say what to do where somebody else's edit came first."""
+    if written.mark is None:
+        return "Nothing was changed; look at `paceline policy diff`, and try again."
+    return (
+        f"{written.name} was made from version {written.mark['version']}, and nothing was changed. "
+        "See what is in force now with `paceline policy show`, bring it into the file, and then "
+        "the first line too."
+    )
+
+
+def _in_force(version: Mapping[str, Any]) -> int:
+    sys.stdout.write(f"Version {version['number']} is in force.\n")
+    return 0
+
+
+def _tell(shown: policy_view.Shown) -> None:
+    Console(highlight=False, soft_wrap=True).print(shown)
+
+
+def _mark(number: object, etag: str) -> str:
+    return f"# policy version {number}, etag {etag}"
+
+
+def _signed(options: argparse.Namespace) -> dict[str, str]:
+    return {"x-paceline-author": quote(options.author), "x-paceline-note": quote(options.note)}
+
+
+def _author() -> str:
+    try:
+        return f"{getpass.getuser()}@{socket.gethostname()}"
+    except (OSError, KeyError):  # a user without a name, as in a container
+        return socket.gethostname()

@@ -1,0 +1,168 @@
+"""The book of the policy: all its versions, of which the newest is in force.
+
+A version is added and never changed, and it is added only where nobody else has added one of its
+number: so two admins who edit at once cannot overwrite each other, on whichever gateway, and what
+is in force is always a version that was good. Gateways that share their records share the book.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import NamedTuple
+
+from gateway.listed import ListedWorker
+from gateway.proposal import Proposal, all_told, check_fits, propose
+from gateway.records import Records
+from gateway.refusals import EditOvertaken, VersionUnknown
+from gateway.versions import Reason, Signature, Version, brings_news
+from policies.document import PolicyDocument, PolicyInvalid
+
+log = logging.getLogger(__name__)
+
+KIND = "policy"
+"""Of these records; the name of each is its number."""
+Now = Callable[[], float]
+"""Seconds since 1970: versions tell people when they were made."""
+
+
+class PolicyBook:
+    """The policy in force, and the only way to change it. `workers` are those listed by hand."""
+
+    def __init__(
+        self,
+        records: Records,
+        workers: Sequence[ListedWorker],
+        now: Now,
+        version: Version,
+        policy: PolicyDocument,
+    ) -> None:
+        self._records = records
+        self._workers = workers
+        self._now = now
+        self._unusable = 0
+        self.current = policy
+        """What is in force now. Whoever needs it twice reads it once and keeps it."""
+        self.version = version
+        """The version that `current` is."""
+
+    def check(self, proposal: Proposal) -> None:
+        """Raise `PolicyInvalid` where a policy cannot be in force at this gateway."""
+        check_fits(proposal, self._workers)
+
+    def expect(self, etag: str) -> Version:
+        """Return the version in force; raise `EditOvertaken` where another one is expected."""
+        if etag != self.version.etag:
+            raise EditOvertaken(self.version.number, self.version.author)
+        return self.version
+
+    async def apply(
+        self, proposal: Proposal, reason: Reason, signature: Signature, *, onto: Version
+    ) -> Version:
+        """Put a policy in force in place of this version; raise `EditOvertaken`."""
+        return await self._add(proposal, reason, signature, self.expect(onto.etag))
+
+    async def take(self, proposal: Proposal, reason: Reason, signature: Signature) -> None:
+        """Put in force what the policy file says, where that is news."""
+        while brings_news(versions := await self.versions(), proposal.document, reason):
+            last = max((self.version, *versions), key=lambda version: version.number)
+            try:
+                await self._add(proposal, reason, signature, last)
+            except EditOvertaken:  # another gateway, which may have read the same file
+                continue
+
+    async def versions(self) -> tuple[Version, ...]:
+        """Read all versions, oldest first."""
+        return await read_versions(self._records)
+
+    async def find(self, number: int) -> Version:
+        """Find a version by its number; raise `VersionUnknown`."""
+        for version in await self.versions():
+            if version.number == number:
+                return version
+        raise VersionUnknown(number)
+
+    async def catch_up(self) -> None:
+        """Follow the records, where another gateway has added to them."""
+        kept = await self._records.all(KIND)
+        number = max((int(name) for name in kept), default=0)
+        if number <= self.version.number or number == self._unusable:
+            return
+        version = Version.read(kept[str(number)])
+        try:
+            proposal = propose(version.document)
+            self.check(proposal)
+        except PolicyInvalid as invalid:
+            self._unusable = number
+            log.error("policy.unusable version=%d problems=%s", number, all_told(invalid))
+        else:
+            self._turn_to(version, proposal.policy)
+
+    async def _add(
+        self, proposal: Proposal, reason: Reason, signature: Signature, last: Version
+    ) -> Version:
+        """Add the version that follows another, unless somebody else has.
+
+        Where nobody hears the end of it (a disk that hangs, a caller that leaves) it is kept, and
+        `catch_up` finds it, or it never was.
+        """
+        self.check(proposal)
+        version = Version.after(last, proposal.document, reason, signature, _utc(self._now()))
+        if not await self._records.add(KIND, str(version.number), version.written()):
+            await self.catch_up()
+            raise EditOvertaken(self.version.number, self.version.author)
+        self._turn_to(version, proposal.policy)
+        return version
+
+    def _turn_to(self, version: Version, policy: PolicyDocument) -> None:
+        """Put a version in force, unless a later one is."""
+        if version.number > self.version.number:
+            self.current, self.version = policy, version
+            log.info("policy.changed version=%d reason=%s", version.number, version.reason)
+
+
+class Source(NamedTuple):
+    """What a gateway is told at its start to be its policy: by a file, or by what is shipped."""
+
+    proposal: Proposal
+    reason: Reason
+    signature: Signature
+
+
+async def open_book(
+    records: Records, workers: Sequence[ListedWorker], source: Source, now: Now
+) -> PolicyBook:
+    """Open the book at its newest version, or at what the source says where that is news.
+
+    Raise `PolicyInvalid` where neither can be in force, `ValueError` where the book is damaged.
+    """
+    versions = await read_versions(records)
+    if not versions:
+        check_fits(source.proposal, workers)
+        first = Version.after(
+            None, source.proposal.document, source.reason, source.signature, _utc(now())
+        )
+        if await records.add(KIND, str(first.number), first.written()):
+            return PolicyBook(records, workers, now, first, source.proposal.policy)
+        versions = await read_versions(records)  # another gateway begins at the same moment
+    newest = versions[-1]
+    if brings_news(versions, source.proposal.document, source.reason):
+        # What is about to be replaced need not be good: a new file is the way out of a bad one.
+        book = PolicyBook(records, workers, now, newest, source.proposal.policy)
+        await book.take(*source)
+        await book.catch_up()
+        return book
+    kept = propose(newest.document)
+    check_fits(kept, workers)
+    return PolicyBook(records, workers, now, newest, kept.policy)
+
+
+async def read_versions(records: Records) -> tuple[Version, ...]:
+    """Read all versions that are kept, oldest first; raise `ValueError` for a damaged one."""
+    kept = await records.all(KIND)
+    return tuple(sorted(map(Version.read, kept.values()), key=lambda version: version.number))
+
+
+def _utc(now_s: float) -> str:
+    return f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%dT%H:%M:%SZ}"

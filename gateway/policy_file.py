@@ -1,0 +1,109 @@
+"""The policy file: read at the start, and watched from then on for as long as the gateway runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+from gateway.errors import StartRefused
+from gateway.policy_book import PolicyBook, Source
+from gateway.proposal import Proposal, all_told, propose_yaml
+from gateway.versions import Reason, Signature
+from policies.document import PolicyInvalid, Problem, shipped_policy
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 1.0
+_LIMIT_BYTES = 1024 * 1024
+_BY_FILE = Signature("file", "the policy file says so")
+_SHIPPED = Signature("paceline", "the policy that comes with Paceline")
+
+
+def read_source(file: Path | None) -> Source:
+    """Read the policy file, or what is shipped where there is none.
+
+    Raise `StartRefused` with the file, and the line and field of all that is wrong in it.
+    """
+    if file is None:
+        return Source(Proposal.of(shipped_policy()), Reason.START, _SHIPPED)
+    try:
+        return Source(_Look.at(file).proposal(), Reason.FILE, _BY_FILE)
+    except PolicyInvalid as invalid:
+        raise StartRefused(f"The policy {file} is not usable: {all_told(invalid)}.") from None
+
+
+class _Look(NamedTuple):
+    """What was seen of a file at one moment: its text, or why there is none."""
+
+    text: str
+    problem: str = ""
+
+    @classmethod
+    def at(cls, file: Path) -> _Look:
+        try:
+            with file.open("rb") as opened:
+                raw = opened.read(_LIMIT_BYTES + 1)
+            if len(raw) > _LIMIT_BYTES:
+                return cls("", f"the file is larger than {_LIMIT_BYTES} bytes")
+            return cls(raw.decode())
+        except (OSError, UnicodeDecodeError):
+            return cls("", "the file cannot be read")
+
+    def proposal(self) -> Proposal:
+        if self.problem:
+            raise PolicyInvalid("", (Problem("", self.problem),))
+        return propose_yaml(self.text)
+
+
+class PolicyWatch:
+    """Follows the policy file, if there is one, and what other gateways add to the book."""
+
+    def __init__(self, book: PolicyBook, file: Path | None) -> None:
+        self._book = book
+        self._file = file
+        self._seen: _Look | None = None
+        self._judged: _Look | None = None
+        self.problem = ""
+        """Why what the file says now is not taken; empty where it is, or was."""
+
+    async def run(self) -> None:
+        """Look once a second, for ever."""
+        trouble = ""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            before, trouble = trouble, await self._trouble()
+            if trouble and trouble != before:
+                log.warning("policy.watch_failed why=%s", trouble)
+
+    async def _trouble(self) -> str:
+        """Look once; say what kept us from it."""
+        try:
+            await self._look()
+        except Exception as error:  # noqa: BLE001  # whatever it is, the next edit is to be seen
+            return repr(error)
+        return ""
+
+    async def _look(self) -> None:
+        await self._book.catch_up()
+        if self._file is None:
+            return
+        # No deadline: a disk that hangs holds up one thread and nobody else.
+        look = await asyncio.to_thread(_Look.at, self._file)
+        if look != self._seen:
+            self._seen = look  # perhaps half of an edit: it counts once it stays
+        elif look != self._judged:
+            await self._judge(look)
+            self._judged = look
+
+    async def _judge(self, look: _Look) -> None:
+        """Take what the file says, or say aloud why not."""
+        try:
+            proposal = await asyncio.to_thread(look.proposal)
+            await self._book.take(proposal, Reason.FILE, _BY_FILE)
+        except PolicyInvalid as invalid:
+            self.problem = all_told(invalid)
+            log.error("policy.refused file=%s problems=%s", self._file, self.problem)
+        else:
+            self.problem = ""

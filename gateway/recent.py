@@ -1,0 +1,67 @@
+"""The last requests as the policy saw them, to say of another policy what it would have moved.
+
+No text is kept: of a request only what policies decide by, and that in a bounded size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from random import Random
+
+from gateway.domain import Case, FleetView
+from gateway.routing import decide
+from policies.document import PolicyDocument
+
+CASES_KEPT = 10_000
+NOWHERE = "none"
+"""The pool of a request that nobody could take."""
+# A handful takes a millisecond or two: so long the requests of others wait at most.
+_AT_A_TIME = 25
+
+Moves = Counter[tuple[str, str]]
+"""How many requests go to which pool now, and to which they would."""
+
+
+class RecentCases:
+    """The last 10,000 requests that were decided."""
+
+    def __init__(self) -> None:
+        self._cases: deque[Case] = deque(maxlen=CASES_KEPT)
+
+    def remember(self, case: Case) -> None:
+        """Keep a case in place of the oldest one."""
+        profile = case.profile
+        if profile.stop or profile.sampling.logit_bias:
+            case = _without_lists(case)
+        self._cases.append(case)
+
+    async def moves(self, old: PolicyDocument, new: PolicyDocument, fleet: FleetView) -> Moves:
+        """Count where they would go by the one and by the other policy, with this fleet.
+
+        Not where they went: that is also the work of full lanes and of workers that are gone. Each
+        is taken as it was read when it came: under the names, defaults, limits and headers of the
+        policy that was in force then.
+        """
+        moves = Moves()
+        rng = Random(0)  # noqa: S311  # which worker of a pool is nobody's question here
+        for number, case in enumerate(tuple(self._cases)):
+            if number % _AT_A_TIME == 0:
+                await asyncio.sleep(0)
+            moves[_pool(old, case, fleet, rng), _pool(new, case, fleet, rng)] += 1
+        return moves
+
+
+def _pool(policy: PolicyDocument, case: Case, fleet: FleetView, rng: Random) -> str:
+    decision = decide(case._replace(policy=policy), fleet, rng)
+    return decision.candidates[0].pool if decision.candidates else NOWHERE
+
+
+def _without_lists(case: Case) -> Case:
+    """Let go of what is long: the words to stop at are text, and no policy looks at any of it.
+
+    One bias stands for all: with it the profile is eligible for the same.
+    """
+    sampling = case.profile.sampling
+    sampling = sampling._replace(logit_bias=sampling.logit_bias[:1])
+    return case._replace(profile=case.profile._replace(stop=(), sampling=sampling))

@@ -1,0 +1,140 @@
+"""`/admin/v1/policy`: the policy in force, its edits, its history, and what an edit would do."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Depends
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from gateway.line import Line
+from gateway.proposal import propose
+from gateway.recent import Moves
+from gateway.refusals import VersionUnknown
+from gateway.routes.guards import with_admin_key
+from gateway.routes.policy_edits import (
+    JSON,
+    MERGE_PATCH,
+    YAML,
+    read_author,
+    read_base,
+    read_note,
+    read_number,
+    read_offer,
+    read_proposal,
+    read_signature,
+    refused,
+)
+from gateway.versions import Reason, Signature
+from policies.differences import differences
+from policies.document import PolicyInvalid
+
+PREFIX = "/admin/v1/policy"
+VERSION_HEADER = "x-paceline-policy-version"
+_PROBLEMS_TOLD = 100
+_DIGITS = 9
+
+
+def versions(line: Line) -> APIRouter:
+    """Hold the routes that read and change the policy."""
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
+    book = line.book
+
+    @router.get("")
+    async def whole() -> Response:
+        version = book.version
+        headers = {"etag": f'"{version.etag}"', VERSION_HEADER: str(version.number)}
+        return Response(to_json(version.document), headers=headers, media_type=JSON)
+
+    @router.put("")
+    async def put(request: Request) -> dict[str, Any]:
+        base, signature = read_base(request, book), read_signature(request)
+        offer = await read_offer(line, request, JSON, YAML)
+        try:
+            proposal = await read_proposal(offer, patched=None)
+            return (await book.apply(proposal, Reason.EDIT, signature, onto=base)).told()
+        except PolicyInvalid as invalid:
+            raise refused(invalid) from None
+
+    @router.patch("")
+    async def patch(request: Request) -> dict[str, Any]:
+        base, signature = read_base(request, book), read_signature(request)
+        offer = await read_offer(line, request, MERGE_PATCH, JSON, YAML)
+        try:
+            proposal = await read_proposal(offer, patched=base.document)
+            return (await book.apply(proposal, Reason.EDIT, signature, onto=base)).told()
+        except PolicyInvalid as invalid:
+            raise refused(invalid) from None
+
+    @router.post("/rollback")
+    async def rollback(request: Request) -> dict[str, Any]:
+        base, author, note = read_base(request, book), read_author(request), read_note(request)
+        number = await read_number(line, request)
+        earlier = await book.find(number)
+        back = f"back to version {number}"
+        signature = Signature(author, f"{back}: {note}" if note else back)
+        try:
+            proposal = propose(earlier.document)
+            return (await book.apply(proposal, Reason.ROLLBACK, signature, onto=base)).told()
+        except PolicyInvalid as invalid:
+            raise refused(invalid) from None
+
+    @router.get("/history")
+    async def history() -> dict[str, Any]:
+        return {"versions": [version.told() for version in reversed(await book.versions())]}
+
+    @router.get("/history/{number}")
+    async def one(number: str) -> dict[str, Any]:
+        if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
+            raise VersionUnknown(number)
+        version = await book.find(int(number))
+        return version.told() | {"document": version.document}
+
+    return router
+
+
+def proposals(line: Line) -> APIRouter:
+    """Hold the routes that tell what would become of a policy, or a patch, without applying it."""
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
+    book = line.book
+    kinds = (JSON, YAML, MERGE_PATCH)
+
+    @router.post("/validate")
+    async def validate(request: Request) -> dict[str, Any]:
+        offer = await read_offer(line, request, *kinds)
+        patched = book.version.document if offer.kind == MERGE_PATCH else None
+        try:
+            book.check(await read_proposal(offer, patched=patched))
+        except PolicyInvalid as invalid:
+            told = [problem._asdict() for problem in invalid.problems[:_PROBLEMS_TOLD]]
+            return {"valid": False, "problems": told}
+        return {"valid": True, "problems": []}
+
+    @router.post("/diff")
+    async def diff(request: Request) -> dict[str, Any]:
+        base, policy = book.version, book.current
+        offer = await read_offer(line, request, *kinds)
+        patched = base.document if offer.kind == MERGE_PATCH else None
+        try:
+            proposal = await read_proposal(offer, patched=patched)
+            book.check(proposal)
+        except PolicyInvalid as invalid:
+            raise refused(invalid) from None
+        changes = await asyncio.to_thread(differences, base.document, proposal.document)
+        moves = await line.recent.moves(policy, proposal.policy, line.fleet.view())
+        return {
+            "onto": base.told(),
+            "changes": [change.told() for change in changes],
+            "decisions": moves.total(),
+            "moves": _told(moves),
+        }
+
+    return router
+
+
+def _told(moves: Moves) -> list[dict[str, Any]]:
+    """List where how many would go, those that stay too, most first."""
+    return [{"from": old, "to": new, "count": count} for (old, new), count in moves.most_common()]

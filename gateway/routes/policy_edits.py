@@ -1,0 +1,163 @@
+"""What a request about the policy says: a policy or a patch, onto which version, and by whom."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import NamedTuple
+from urllib.parse import unquote_to_bytes
+
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from gateway.client import header, read_small_body
+from gateway.line import Line
+from gateway.policy_book import PolicyBook
+from gateway.proposal import Document, Proposal, all_told, propose, propose_yaml
+from gateway.refusals import (
+    BodyNotJson,
+    EditOvertaken,
+    EditUnconditional,
+    FieldInvalid,
+    MediaTypeRefused,
+    PolicyRefused,
+)
+from gateway.versions import Signature, Version
+from policies.document import PolicyInvalid, Problem
+from policies.merge_patch import merge_patch
+from policies.written import TextInvalid, read_yaml
+
+JSON = "application/json"
+YAML = "application/yaml"
+MERGE_PATCH = "application/merge-patch+json"
+AUTHOR_HEADER = "x-paceline-author"
+NOTE_HEADER = "x-paceline-note"
+
+_LIMIT_BYTES = 256 * 1024
+_AUTHOR_CHARS = 100
+_NOTE_CHARS = 500
+_SOMEBODY = "admin"
+
+
+class Offer(NamedTuple):
+    """A body as it came: a whole policy, or a patch to one."""
+
+    kind: str
+    raw: bytes
+
+    def whole(self) -> Proposal:
+        """Read it as a whole policy; raise `PolicyInvalid`."""
+        if self.kind == YAML:
+            return propose_yaml(self._text())
+        return propose(self._value())
+
+    def onto(self, document: Document) -> Proposal:
+        """Read it as a patch to a document; raise `PolicyInvalid`."""
+        return propose(merge_patch(document, self._value()))
+
+    def _value(self) -> object:
+        try:
+            if self.kind == YAML:
+                return read_yaml(self._text())
+            return from_json(self.raw, allow_inf_nan=False)
+        except TextInvalid as invalid:
+            problem = Problem("", invalid.what, invalid.line)
+        except ValueError:
+            problem = Problem("", "it is not JSON")
+        raise PolicyInvalid("", (problem,)) from None
+
+    def _text(self) -> str:
+        try:
+            return self.raw.decode()
+        except UnicodeDecodeError:
+            raise PolicyInvalid("", (Problem("", "it is not UTF-8"),)) from None
+
+
+async def read_offer(line: Line, request: Request, *kinds: str) -> Offer:
+    """Read a body of one of these kinds; raise a `RequestRefused`."""
+    named = (header(request.scope, b"content-type") or b"").decode("latin-1")
+    kind = named.partition(";")[0].strip().lower()
+    if kind not in kinds:
+        raise MediaTypeRefused(", ".join(kinds))
+    return Offer(kind, await _body(line, request))
+
+
+async def read_proposal(offer: Offer, *, patched: Document | None) -> Proposal:
+    """Check an offer, as a patch to a document if there is one; raise `PolicyInvalid`.
+
+    On a thread: a long text takes longer than others should have to wait.
+    """
+    if patched is not None:
+        return await asyncio.to_thread(offer.onto, patched)
+    return await asyncio.to_thread(offer.whole)
+
+
+async def read_number(line: Line, request: Request) -> int:
+    """Read `{"version": 3}`; raise a `RequestRefused`."""
+    try:
+        body = from_json(await _body(line, request))
+    except ValueError:
+        raise BodyNotJson from None
+    number = body.get("version") if isinstance(body, dict) and len(body) == 1 else None
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise FieldInvalid('The body must be like {"version": 3}.', param="version")
+    return number
+
+
+def read_base(request: Request, book: PolicyBook) -> Version:
+    """Read from `If-Match` which version is edited; raise where it is not the one in force."""
+    given = header(request.scope, b"if-match")
+    if given is None:
+        raise EditUnconditional
+    base = book.version
+    tags = {tag.strip().strip('"') for tag in given.decode("latin-1").split(",")}
+    if not tags & {base.etag, "*"}:
+        raise EditOvertaken(base.number, base.author)
+    return base
+
+
+def read_signature(request: Request) -> Signature:
+    """Read who edits and what for, from headers; raise `FieldInvalid` where there is no note."""
+    note = read_note(request)
+    if not note:
+        raise FieldInvalid(f"An edit needs a note in '{NOTE_HEADER}'.", param=NOTE_HEADER)
+    return Signature(read_author(request), note)
+
+
+def read_author(request: Request) -> str:
+    """Read who edits, as they say themselves."""
+    return _said(request, AUTHOR_HEADER, _AUTHOR_CHARS) or _SOMEBODY
+
+
+def read_note(request: Request) -> str:
+    """Read what an edit is for; empty where nothing is said."""
+    return _said(request, NOTE_HEADER, _NOTE_CHARS)
+
+
+def refused(invalid: PolicyInvalid) -> PolicyRefused:
+    """Say why a policy is refused."""
+    return PolicyRefused(all_told(invalid), param=invalid.problems[0].field or None)
+
+
+def _said(request: Request, name: str, limit_chars: int) -> str:
+    """Read text that a person wrote: UTF-8, and what is not ASCII percent-encoded or not."""
+    try:
+        said = unquote_to_bytes(header(request.scope, name.encode()) or b"").decode().strip()
+    except UnicodeDecodeError:
+        said = "\0"
+    # It is shown on terminals, where other characters move the cursor.
+    if not said.isprintable() or len(said) > limit_chars:
+        raise FieldInvalid(
+            f"'{name}' must be one line of at most {limit_chars} characters in UTF-8, those that "
+            "are not ASCII percent-encoded.",
+            param=name,
+        )
+    return said
+
+
+async def _body(line: Line, request: Request) -> bytes:
+    return await read_small_body(
+        request.scope,
+        request.receive,
+        limit_bytes=_LIMIT_BYTES,
+        timeout_s=line.settings.body_timeout_s,
+    )

@@ -1,0 +1,331 @@
+"""The book of the policy: nothing bad is ever in force, and nothing that was is ever lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from gateway.errors import RecordsUnwritable
+from gateway.listed import ListedWorker
+from gateway.policy_book import KIND, PolicyBook, Source, open_book
+from gateway.proposal import Proposal, propose, propose_yaml
+from gateway.records import FileRecords, MemoryRecords
+from gateway.refusals import EditOvertaken, VersionUnknown
+from gateway.versions import Reason, Signature, Version, brings_news
+from policies.document import PolicyInvalid, read_policy, shipped_policy
+from policies.merge_patch import merge_patch
+from tests.gateway.policies import BY_ANN, BY_BOB, as_yaml, book_of, document, proposal
+
+
+def version(number: int, reason: Reason, pool: str) -> Version:
+    made = Version.after(None, document(pool), reason, BY_ANN, "2026-11-22T01:20:00Z")
+    return Version(**{**_fields(made), "number": number})
+
+
+def _fields(made: Version) -> dict[str, Any]:
+    return {**made.told(), "document": made.document}
+
+
+@pytest.mark.parametrize(
+    ("before", "reason", "pool", "news"),
+    [
+        ([], Reason.START, "a", True),
+        ([], Reason.FILE, "a", True),
+        # A file: news where it says something else than when it was last read.
+        ([(Reason.FILE, "a")], Reason.FILE, "a", False),
+        ([(Reason.FILE, "a")], Reason.FILE, "b", True),
+        ([(Reason.FILE, "a"), (Reason.EDIT, "b")], Reason.FILE, "a", False),
+        ([(Reason.FILE, "a"), (Reason.EDIT, "b")], Reason.FILE, "b", True),
+        ([(Reason.FILE, "a"), (Reason.EDIT, "b")], Reason.FILE, "c", True),
+        ([(Reason.FILE, "a"), (Reason.FILE, "b")], Reason.FILE, "a", True),
+        ([(Reason.FILE, "a"), (Reason.ROLLBACK, "a")], Reason.FILE, "a", False),
+        ([(Reason.START, "a")], Reason.FILE, "a", True),
+        # What is shipped: news while nobody has changed anything, as after an upgrade.
+        ([(Reason.START, "a")], Reason.START, "a", False),
+        ([(Reason.START, "a")], Reason.START, "b", True),
+        ([(Reason.START, "a"), (Reason.EDIT, "b")], Reason.START, "c", False),
+        ([(Reason.START, "a"), (Reason.FILE, "b")], Reason.START, "a", False),
+    ],
+)
+def test_what_is_read_at_the_start_counts_where_it_is_news(
+    before: list[tuple[Reason, str]], reason: Reason, pool: str, news: bool
+) -> None:
+    versions = [version(number, *made) for number, made in enumerate(before, start=1)]
+    assert brings_news(versions, document(pool), reason) == news
+
+
+async def test_what_was_kept_comes_back_whole(tmp_path: Path) -> None:
+    records = FileRecords(tmp_path / "state.json")
+    book = await book_of(records)
+    signature = Signature("Zoë", "50% mehr für „alle“")
+    made = await book.apply(proposal("b"), Reason.EDIT, signature, onto=book.version)
+
+    again = await book_of(FileRecords(tmp_path / "state.json"))
+    assert again.version == made == book.version
+    assert again.current == proposal("b").policy
+    assert [one.reason for one in await again.versions()] == [Reason.START, Reason.EDIT]
+
+
+async def test_every_policy_is_the_same_after_it_was_kept() -> None:
+    for policy in (shipped_policy(), proposal().policy):
+        kept = json.loads(json.dumps(Proposal.of(policy).document))
+        assert read_policy(kept, "kept") == policy
+        assert Proposal.of(read_policy(kept, "kept")).document == kept
+
+
+async def test_a_version_is_named_by_its_tag_though_two_say_the_same() -> None:
+    book = await book_of()
+    tags = {book.version.etag}
+    for _ in range(3):
+        await book.apply(proposal(), Reason.EDIT, BY_ANN, onto=book.version)
+        tags.add(book.version.etag)
+    assert len(tags) == 4
+
+
+async def test_of_two_who_edit_the_same_version_the_second_is_told() -> None:
+    book = await book_of()
+    first = book.version
+    await book.apply(proposal("b"), Reason.EDIT, BY_ANN, onto=first)
+    with pytest.raises(EditOvertaken, match="version 2 of the policy, by ann"):
+        await book.apply(proposal("c"), Reason.EDIT, BY_BOB, onto=first)
+    assert book.current == proposal("b").policy
+
+
+async def test_of_two_who_edit_at_two_gateways_the_second_is_told_and_follows() -> None:
+    records = MemoryRecords()
+    here, there = await book_of(records), await book_of(records)
+    await there.apply(proposal("b"), Reason.EDIT, BY_BOB, onto=there.version)
+    with pytest.raises(EditOvertaken, match="by bob"):
+        await here.apply(proposal("c"), Reason.EDIT, BY_ANN, onto=here.version)
+    assert here.version == there.version
+    assert here.current == proposal("b").policy
+
+
+async def test_a_policy_that_listed_workers_do_not_fit_is_never_in_force() -> None:
+    worker = ListedWorker(
+        id="studio", kind="openai", url="http://mac:1", models=("m",), pools=("a",), slots=1
+    )
+    source = Source(proposal("a"), Reason.START, BY_ANN)
+    book = await open_book(MemoryRecords(), (worker,), source, lambda: 0.0)
+    with pytest.raises(PolicyInvalid, match="'studio' is listed for the pool 'a'"):
+        await book.apply(proposal("b"), Reason.EDIT, BY_ANN, onto=book.version)
+    assert book.current == proposal("a").policy
+    assert len(await book.versions()) == 1
+    with pytest.raises(PolicyInvalid, match="'studio' is listed for the pool 'a'"):
+        await open_book(
+            MemoryRecords(),
+            (worker,),
+            Source(proposal("b"), Reason.START, BY_ANN),
+            lambda: 0.0,
+        )
+
+
+async def test_a_kept_version_that_is_no_longer_good_stops_the_start_until_a_file_replaces_it() -> (
+    None
+):
+    records = MemoryRecords()
+    bad = Version.after(None, {"version": 1, "pools": {}}, Reason.FILE, BY_ANN, "then")
+    await records.add(KIND, "1", bad.written())
+    with pytest.raises(PolicyInvalid):
+        await book_of(records)
+    book = await open_book(records, (), Source(proposal("b"), Reason.FILE, BY_ANN), lambda: 0.0)
+    assert (book.version.number, book.current) == (2, proposal("b").policy)
+
+
+async def test_a_version_of_another_gateway_that_is_not_good_here_is_not_followed() -> None:
+    records = MemoryRecords()
+    book = await book_of(records)
+    bad = Version.after(book.version, {"version": 2}, Reason.EDIT, BY_BOB, "then")
+    await records.add(KIND, str(bad.number), bad.written())
+    await book.catch_up()
+    assert book.current == proposal().policy
+    await book.take(proposal("b"), Reason.FILE, BY_ANN)
+    assert (book.version.number, book.current) == (3, proposal("b").policy)
+
+
+class _DeafRecords(MemoryRecords):
+    """Keeps what it is told, and its answer is lost."""
+
+    async def add(self, kind: str, name: str, text: str) -> bool:
+        await super().add(kind, name, text)
+        raise RecordsUnwritable
+
+
+async def test_a_version_that_was_kept_though_nobody_heard_of_it_is_followed() -> None:
+    records = MemoryRecords()
+    book = await book_of(records)
+    book._records = deaf = _DeafRecords()
+    deaf._shelves = records._shelves
+    with pytest.raises(RecordsUnwritable):
+        await book.apply(proposal("b"), Reason.EDIT, BY_ANN, onto=book.version)
+    assert book.current == proposal().policy
+    await book.catch_up()
+    assert book.current == proposal("b").policy
+
+
+async def test_what_is_in_force_survives_that_its_records_are_taken_away(tmp_path: Path) -> None:
+    records = FileRecords(tmp_path / "state.json")
+    book = await book_of(records)
+    await book.apply(proposal("b"), Reason.EDIT, BY_ANN, onto=book.version)
+    (tmp_path / "state.json").unlink()
+    await book.catch_up()
+    assert (book.version.number, book.current) == (2, proposal("b").policy)
+    await book.take(proposal("c"), Reason.FILE, BY_ANN)
+    assert (book.version.number, book.current) == (3, proposal("c").policy)
+
+
+POOLS = st.sampled_from("abcd")
+BAD = st.sampled_from(
+    [
+        None,
+        [],
+        {},
+        {"version": 2},
+        {**document("a"), "routes": [{"name": "all", "to": ["b"]}]},
+        {**document("a"), "colour": 1},
+    ]
+)
+PATCHES = st.sampled_from(
+    [
+        {},
+        {"priorities": ["bulk"]},
+        {"priorities": None},
+        {"models": {"demo": {"aliases": ["default"]}}},
+        {"models": {"demo": None}},
+        {"pools": {"a": None}},
+        {"version": 2},
+    ]
+)
+
+
+class BookMachine(RuleBasedStateMachine):
+    """Two gateways share their records, and admins do whatever they like at both."""
+
+    @initialize(pool=POOLS)
+    def open(self, pool: str) -> None:
+        self.runner = asyncio.Runner()
+        self.records = MemoryRecords()
+        self.books = [self.runner.run(book_of(self.records, pool)) for _ in range(2)]
+        self.kept = [self.text(1)]
+        self.seen = [1, 1]
+
+    def teardown(self) -> None:
+        if hasattr(self, "runner"):
+            self.runner.close()
+
+    def text(self, number: int) -> str:
+        return self.records._shelves[KIND][str(number)]
+
+    def edit(self, at: int, offered: Any, reason: Reason, onto: Version) -> None:
+        """Do what an admin asks at one gateway, and say what must have become of it."""
+        book, count = self.books[at], len(self.kept)
+        behind = book.version.number < count or onto.number < count
+        try:
+            good = propose(offered)
+            made = self.runner.run(book.apply(good, reason, BY_ANN, onto=onto))
+        except PolicyInvalid:
+            pass
+        except EditOvertaken:
+            assert behind
+        else:
+            assert not behind
+            assert (made.number, made.document) == (count + 1, good.document)
+            self.kept.append(made.written())
+
+    def base(self, at: int, age: int) -> Version:
+        number = max(1, self.books[at].version.number - age)
+        return Version.read(self.kept[number - 1])
+
+    @rule(at=st.sampled_from((0, 1)), pool=POOLS, age=st.sampled_from((0, 0, 1)))
+    def put(self, at: int, pool: str, age: int) -> None:
+        self.edit(at, document(pool), Reason.EDIT, self.base(at, age))
+
+    @rule(at=st.sampled_from((0, 1)), offered=BAD)
+    def put_a_bad_one(self, at: int, offered: Any) -> None:
+        self.edit(at, offered, Reason.EDIT, self.base(at, 0))
+
+    @rule(at=st.sampled_from((0, 1)), patch=PATCHES, age=st.sampled_from((0, 0, 1)))
+    def patch(self, at: int, patch: Any, age: int) -> None:
+        base = self.base(at, age)
+        self.edit(at, merge_patch(base.document, patch), Reason.EDIT, base)
+
+    @rule(at=st.sampled_from((0, 1)), back=st.integers(0, 5))
+    def roll_back(self, at: int, back: int) -> None:
+        book, number = self.books[at], len(self.kept) - back
+        if number < 1:
+            with pytest.raises(VersionUnknown):
+                self.runner.run(book.find(number))
+        else:
+            earlier = self.runner.run(book.find(number))
+            self.edit(at, earlier.document, Reason.ROLLBACK, self.base(at, 0))
+
+    @rule(at=st.sampled_from((0, 1)), pool=POOLS)
+    def edit_the_file(self, at: int, pool: str) -> None:
+        before = self.runner.run(self.books[at].versions())
+        news = brings_news(before, document(pool), Reason.FILE)
+        self.runner.run(self.books[at].take(proposal(pool), Reason.FILE, BY_BOB))
+        if news:
+            self.kept.append(self.text(len(self.kept) + 1))
+            assert self.books[at].current == proposal(pool).policy
+
+    @precondition(lambda self: len({book.version.number for book in self.books}) == 1)
+    @rule(at=st.sampled_from(((0, 0), (0, 1))), pools=st.tuples(POOLS, POOLS))
+    def race(self, at: tuple[int, int], pools: tuple[str, str]) -> None:
+        """Of several edits of one version at the same moment just one is applied."""
+
+        async def both() -> list[Any]:
+            return await asyncio.gather(
+                *(
+                    self.books[one].apply(
+                        proposal(pool), Reason.EDIT, BY_ANN, onto=self.books[one].version
+                    )
+                    for one, pool in zip(at, pools, strict=True)
+                ),
+                return_exceptions=True,
+            )
+
+        current = self.books[0].version.number == len(self.kept)
+        ends = self.runner.run(both())
+        won = [end for end in ends if isinstance(end, Version)]
+        assert len(won) == current
+        assert all(isinstance(end, Version | EditOvertaken) for end in ends)
+        self.kept += [one.written() for one in won]
+
+    @rule(at=st.sampled_from((0, 1)))
+    def catch_up(self, at: int) -> None:
+        self.runner.run(self.books[at].catch_up())
+        assert self.books[at].version.number == len(self.kept)
+
+    @invariant()
+    def the_book_never_loses_or_changes_a_version(self) -> None:
+        if hasattr(self, "kept"):
+            numbers = map(str, range(1, len(self.kept) + 1))
+            assert list(self.records._shelves[KIND].items()) == list(
+                zip(numbers, self.kept, strict=True)
+            )
+
+    @invariant()
+    def what_is_in_force_is_good_is_kept_and_never_goes_back(self) -> None:
+        for at, book in enumerate(getattr(self, "books", [])):
+            assert book.version == Version.read(self.kept[book.version.number - 1])
+            assert book.current == read_policy(book.version.document, "in force")
+            assert book.version.number >= self.seen[at]
+            self.seen[at] = book.version.number
+
+
+TestBook = BookMachine.TestCase
+
+
+def test_a_policy_in_yaml_says_the_same_as_in_json() -> None:
+    assert propose_yaml(as_yaml(document("a"))) == propose(document("a"))
+
+
+def test_a_book_is_changed_in_no_other_way() -> None:
+    changing = {name for name in vars(PolicyBook) if not name.startswith("_")}
+    assert changing == {"apply", "catch_up", "check", "expect", "find", "take", "versions"}

@@ -1,0 +1,127 @@
+"""A policy's text: what is taken, what is refused before it costs anything, and its lines."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from importlib import resources
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.written import DEPTH_LIMIT, TextInvalid, line_of, read_yaml
+
+TEXT = """\
+version: 1
+models:
+  Qwen/Qwen3.5-4B:
+    sampling: {temperature: 7}
+routes:
+- name: a
+  to: [vlm]
+- {name: b,
+   to: [fast]}
+"""
+
+
+def test_what_people_write_is_read_as_it_was() -> None:
+    text = (resources.files("policies") / "default.yaml").read_text()
+    assert read_yaml(text) == yaml.safe_load(text)
+    assert read_yaml('{"a": [1, 2.5, true, null, "ü"]}') == {"a": [1, 2.5, True, None, "ü"]}
+    assert read_yaml("a: &it {x: 1}\nb: *it\nc: {<<: *it, y: 2}") == {
+        "a": {"x": 1},
+        "b": {"x": 1},
+        "c": {"x": 1, "y": 2},
+    }
+    assert read_yaml("") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "line"),
+    [
+        ("a: 1\nb: c: d", "it is not YAML", 2),
+        ("a: 1\nb: !!python/object:os.system x", "it is not YAML", 2),
+        ("a: 1\n? [b]\n: 2", "it is not YAML", 2),
+        ("a: 1\nb: 2\na: 3", "'a' stands twice", 3),
+        ("a:\n  b: 1\n  'b': 2", "'b' stands twice", 3),
+        ("a: *nothing", "an alias means nothing, or holds itself", 1),
+        ("a:\n - &it [*it]", "an alias means nothing, or holds itself", 2),
+        ("a: 2001-99-99", "it holds a value that cannot be read", None),
+        ("a: " + "1" * 5000, "it holds a value that cannot be read", None),
+        ("\x00", "it is not YAML", None),
+        ("a: 1\n---\nb: 1", "it is not YAML", 2),
+    ],
+)
+def test_what_is_no_plain_yaml_is_refused_by_line(text: str, what: str, line: int | None) -> None:
+    with pytest.raises(TextInvalid) as invalid:
+        read_yaml(text)
+    assert (invalid.value.what, invalid.value.line) == (what, line)
+
+
+@pytest.mark.parametrize("opening", ["[", "{a: ", "- "])
+def test_nesting_is_bounded_however_deep_it_is(opening: str) -> None:
+    for levels in (DEPTH_LIMIT + 1, 100_000):
+        with pytest.raises(TextInvalid, match="nested more than 32 deep"):
+            read_yaml(opening * levels)
+
+
+def test_a_few_lines_that_mean_millions_are_refused() -> None:
+    letters = "abcdefghi"
+    lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
+    lines += [
+        f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]"
+        for before, name in itertools.pairwise(letters)
+    ]
+    with pytest.raises(TextInvalid, match="more than a policy can hold"):
+        read_yaml("\n".join(lines))
+    chain = ["a0: &a0 []"] + [f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 100)]
+    with pytest.raises(TextInvalid, match="more than a policy can hold"):
+        read_yaml("\n".join(chain))
+
+
+@given(st.text())
+def test_no_text_raises_anything_else(text: str) -> None:
+    with contextlib.suppress(TextInvalid):
+        read_yaml(text)
+    assert (line_of(text, "a.b") or 1) >= 1
+
+
+LINES = st.text(st.characters(codec="utf-8", exclude_categories=("Cc", "Cf", "Zl", "Zp")))
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | LINES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(LINES, inner, max_size=3),
+    max_leaves=20,
+)
+
+
+@given(PLAIN)
+def test_what_yaml_writes_is_read_again(value: Any) -> None:
+    assert read_yaml(yaml.safe_dump(value, allow_unicode=True)) == value
+
+
+@pytest.mark.parametrize(
+    ("field", "line"),
+    [
+        ("version", 1),
+        ("models.Qwen/Qwen3.5-4B.sampling.temperature", 4),
+        ("models.Qwen/Qwen3.5-4B.sampling.top_p", 4),
+        ("routes", 5),
+        ("routes.0", 6),
+        ("routes.0.to.0", 7),
+        ("routes.1.to", 9),
+        ("routes.2", 5),
+        ("routes.1.when.media.bool", 8),
+        ("pools", 1),
+        ("", 1),
+    ],
+)
+def test_a_field_is_found_by_line_or_where_it_should_be(field: str, line: int) -> None:
+    assert line_of(TEXT, field) == line
+
+
+def test_where_nothing_stands_there_is_no_line() -> None:
+    assert line_of("", "a") is None
+    assert line_of("a: [", "a") is None
