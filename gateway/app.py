@@ -118,7 +118,13 @@ def _add_admin_routes(panel: FastAPI, line: Line) -> None:
 
 
 def _bare_panel(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
-    panel = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    panel = FastAPI(
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
+    )
     panel.add_exception_handler(GatewayError, _render)
     panel.add_exception_handler(HTTPException, _render)
     panel.add_exception_handler(Exception, _render)  # which is logged all the same

@@ -57,8 +57,7 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
     clock = time.monotonic
     rng = rng or Random()  # noqa: S311  # spreads load, guards nothing
     check_listed(settings.workers)
-    records = FileRecords(settings.state_dir.expanduser() / "state.json")
-    records.check()
+    records = _records(settings)
     book = await _book(settings, records)
     keys = read_keys(settings.workers, os.environ)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
@@ -83,6 +82,12 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
         rng=rng,
         week=WeekClock(time.time),
     )
+
+
+def _records(settings: Settings) -> Records:
+    records = FileRecords(settings.state_dir.expanduser() / "state.json")
+    records.check()
+    return records
 
 
 async def _book(settings: Settings, records: Records) -> PolicyBook:

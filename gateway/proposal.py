@@ -51,6 +51,9 @@ def check_fits(proposal: Proposal, workers: Sequence[ListedWorker]) -> None:
 
 def all_told(invalid: PolicyInvalid) -> str:
     """Tell in one line all that is wrong, without where it was read from."""
-    told = [str(problem) for problem in invalid.problems[:_MOST_TOLD]]
+    told = []
+    for field, sentence, line in invalid.problems[:_MOST_TOLD]:
+        where = (f"line {line}" if line else "", field)
+        told.append(": ".join(part for part in (*where, sentence) if part))
     untold = len(invalid.problems) - len(told)
     return "; ".join([*told, *([f"and {untold} more"] if untold else [])])

@@ -29,17 +29,16 @@ class Problem(NamedTuple):
     line: int | None = None
     """Where it stands, in a document that was read from text."""
 
-    def __str__(self) -> str:
-        where = (f"line {self.line}" if self.line else "", self.field)
-        return ": ".join(part for part in (*where, self.sentence) if part)
-
 
 class PolicyInvalid(ValueError):
     """A policy cannot be used; `problems` holds every reason."""
 
     def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
-        told = "; ".join(map(str, problems))
-        super().__init__(f"The policy {source} is not usable: {told}")
+        told = []
+        for field, sentence, line in problems:
+            where = (f"line {line}" if line else "", field)
+            told.append(": ".join(part for part in (*where, sentence) if part))
+        super().__init__(f"The policy {source} is not usable: " + "; ".join(told))
         self.source = source
         self.problems = problems
 

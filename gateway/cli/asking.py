@@ -1,4 +1,4 @@
-"""Ask a running gateway: for its state with the clients' key, for its policy with the admins'."""
+"""Ask a running gateway, for the commands that are about one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NoReturn
 
 import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-_TIMEOUT_S = 5.0
-# What an edit would move is worked out over the last ten thousand requests.
-_ADMIN_TIMEOUT_S = 60.0
+API_KEY = "PACELINE_API_KEY"
+ADMIN_KEY = "PACELINE_ADMIN_KEY"
+# What an edit of the policy would move is worked out over the last ten thousand requests.
+_TIMEOUT_S = 30.0
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
 def add_gateway_url(parser: argparse.ArgumentParser) -> None:
@@ -21,62 +24,87 @@ def add_gateway_url(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", default=DEFAULT_URL, help="the gateway (default: %(default)s)")
 
 
-def ask_gateway(url: str, method: str, path: str, body: Any = None) -> Mapping[str, Any]:
+def ask_gateway(
+    url: str, method: str, path: str, body: Any = None, *, key_from: str = API_KEY
+) -> Mapping[str, Any]:
     """Ask a running gateway for JSON; end the command with one clear sentence if it refuses.
 
-    `PACELINE_API_KEY` is sent along when the environment has one.
+    The key in the environment's `key_from` is sent along when there is one.
     """
-    answer = _ask(url, method, path, key="PACELINE_API_KEY", json=body, timeout=_TIMEOUT_S)
-    return _accepted(url, answer)
+    content = _content(_answer(url, method, path, body, key_from), url)
+    if not isinstance(content, dict):
+        _not_a_gateway(url)
+    return content
 
 
-def ask_admin(
-    url: str, method: str, path: str, *, overtaken: str = "", **request: Any
+def ask_for_text(url: str, path: str, *, key_from: str) -> str:
+    """Ask a running gateway for a text that is not JSON; end the command as `ask_gateway` does."""
+    return _answer(url, "GET", path, None, key_from).text
+
+
+def ask_about_policy(
+    url: str,
+    method: str,
+    path: str,
+    body: Any = None,
+    *,
+    overtaken: str = "",
+    content: bytes | None = None,
+    headers: Mapping[str, str] = _NO_HEADERS,
 ) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    """Ask the admin plane for JSON and its headers; end the command if it refuses.
+    """Ask for JSON and its headers as an admin; end the command as `ask_gateway` does.
 
-    `PACELINE_ADMIN_KEY` is sent along when the environment has one. `overtaken` is said behind the
-    gateway's own words where somebody else's edit came first.
+    A body is sent as JSON, `content` as it is. `overtaken` is said behind the gateway's own words
+    where somebody else's edit came first.
     """
-    answer = _ask(url, method, path, key="PACELINE_ADMIN_KEY", timeout=_ADMIN_TIMEOUT_S, **request)
-    if answer.status_code == httpx.codes.UNAUTHORIZED:
-        sys.exit("paceline: the gateway asks for the key of its admins: set PACELINE_ADMIN_KEY.")
-    if answer.status_code == httpx.codes.PRECONDITION_FAILED:
-        sys.exit(f"paceline: {_refusal(answer)} {overtaken}".rstrip())
-    return _accepted(url, answer), answer.headers
+    answer = _answer(
+        url, method, path, body, ADMIN_KEY, hint=overtaken, content=content, headers=headers
+    )
+    told = _content(answer, url)
+    if not isinstance(told, dict):
+        _not_a_gateway(url)
+    return told, answer.headers
 
 
-def _ask(url: str, method: str, path: str, *, key: str, **request: Any) -> httpx.Response:
-    secret = os.environ.get(key)
-    headers = {"authorization": f"Bearer {secret}"} if secret else {}
-    headers |= request.pop("headers", {})
+def _answer(
+    url: str,
+    method: str,
+    path: str,
+    body: Any,
+    key_from: str,
+    *,
+    hint: str = "",
+    headers: Mapping[str, str] = _NO_HEADERS,
+    content: bytes | None = None,
+) -> httpx.Response:
+    key = os.environ.get(key_from)
+    sent = {**headers, **({"authorization": f"Bearer {key}"} if key else {})}
     try:
-        return httpx.request(method, url + path, headers=headers, **request)
+        answer = httpx.request(
+            method, url + path, json=body, content=content, headers=sent, timeout=_TIMEOUT_S
+        )
     except httpx.InvalidURL:
         sys.exit(f"paceline: '{url}' is not a URL.")
     except httpx.HTTPError:
         sys.exit(f"paceline: no gateway answers at {url}; `paceline up` starts one.")
+    if answer.is_error:
+        told = _content(answer, url)
+        error = told.get("error") if isinstance(told, dict) else None
+        said = error.get("message") if isinstance(error, dict) else f"status {answer.status_code}"
+        if answer.status_code == httpx.codes.PRECONDITION_FAILED:
+            said = f"{said} {hint}".rstrip()
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            said = f"{said} The command takes it from {key_from}."
+        sys.exit(f"paceline: the gateway refused: {said}")
+    return answer
 
 
-def _accepted(url: str, answer: httpx.Response) -> Mapping[str, Any]:
-    content = _content(answer)
-    if answer.is_error and content is not None:
-        sys.exit(f"paceline: the gateway refused: {_refusal(answer)}")
-    if content is None:
-        sys.exit(f"paceline: what answers at {url} is not a Paceline gateway.")
-    return content
-
-
-def _refusal(answer: httpx.Response) -> str:
-    error = (_content(answer) or {}).get("error")
-    said = error.get("message") if isinstance(error, dict) else None
-    return said if isinstance(said, str) else f"status {answer.status_code}"
-
-
-def _content(answer: httpx.Response) -> Mapping[str, Any] | None:
-    """Read a JSON object; None where there is none."""
+def _content(answer: httpx.Response, url: str) -> Any:
     try:
-        content = answer.json()
+        return answer.json()
     except ValueError:
-        return None
-    return content if isinstance(content, dict) else None
+        _not_a_gateway(url)
+
+
+def _not_a_gateway(url: str) -> NoReturn:
+    sys.exit(f"paceline: what answers at {url} is not a Paceline gateway.")

@@ -17,7 +17,7 @@ import yaml
 from rich.console import Console
 
 from gateway.cli import policy_view
-from gateway.cli.asking import add_gateway_url, ask_admin
+from gateway.cli.asking import add_gateway_url, ask_about_policy
 from policies.document import PolicyInvalid, Problem, parse_policy
 
 HELP = "show and change the policy of a running gateway"
@@ -90,7 +90,7 @@ class _Written(NamedTuple):
 
     def ask(self, url: str, path: str) -> Mapping[str, Any]:
         content = self.text.encode()
-        told, _ = ask_admin(url, "POST", _PATH + path, content=content, headers=self.kind)
+        told, _ = ask_about_policy(url, "POST", _PATH + path, content=content, headers=self.kind)
         return told
 
     def mark_anew(self, version: Mapping[str, Any]) -> None:
@@ -102,10 +102,10 @@ class _Written(NamedTuple):
 
 def _show(options: argparse.Namespace) -> int:
     if options.version is None:
-        document, headers = ask_admin(options.url, "GET", _PATH)
+        document, headers = ask_about_policy(options.url, "GET", _PATH)
         mark = _mark(headers["x-paceline-policy-version"], headers["etag"].strip('"'))
     else:
-        told, _ = ask_admin(options.url, "GET", f"{_PATH}/history/{options.version}")
+        told, _ = ask_about_policy(options.url, "GET", f"{_PATH}/history/{options.version}")
         document, mark = told["document"], f"# policy version {told['number']}, as it was"
     if options.json:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
@@ -149,7 +149,7 @@ def _apply(options: argparse.Namespace) -> int:
     if not difference["changes"]:
         return 0
     edited = written.mark["etag"] if written.mark else difference["onto"]["etag"]
-    version, _ = ask_admin(
+    version, _ = ask_about_policy(
         options.url,
         "PUT",
         _PATH,
@@ -162,22 +162,22 @@ def _apply(options: argparse.Namespace) -> int:
 
 
 def _history(options: argparse.Namespace) -> int:
-    told, _ = ask_admin(options.url, "GET", f"{_PATH}/history")
+    told, _ = ask_about_policy(options.url, "GET", f"{_PATH}/history")
     _tell(policy_view.history(told["versions"]))
     return 0
 
 
 def _rollback(options: argparse.Namespace) -> int:
-    earlier, _ = ask_admin(options.url, "GET", f"{_PATH}/history/{options.version}")
-    difference, _ = ask_admin(options.url, "POST", f"{_PATH}/diff", json=earlier["document"])
+    earlier, _ = ask_about_policy(options.url, "GET", f"{_PATH}/history/{options.version}")
+    difference, _ = ask_about_policy(options.url, "POST", f"{_PATH}/diff", earlier["document"])
     _tell(policy_view.difference(difference))
     if not difference["changes"]:
         return 0
-    version, _ = ask_admin(
+    version, _ = ask_about_policy(
         options.url,
         "POST",
         f"{_PATH}/rollback",
-        json={"version": options.version},
+        {"version": options.version},
         headers={**_signed(options), "if-match": f'"{difference["onto"]["etag"]}"'},
         overtaken="Nothing was changed; look at `paceline policy history`, and try again.",
     )

@@ -52,6 +52,8 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._address: Future[str] = Future()
+        self.admin_url = ""
+        """Where admins are served, if they have a port of their own."""
         self.loop: asyncio.AbstractEventLoop
         self._ending: Ending
         self._thread = threading.Thread(target=self._run)
@@ -108,7 +110,12 @@ class Gateway:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
             self._ending = Ending()
-            await serve(self._settings, ending=self._ending, started=self._address.set_result)
+            await serve(
+                self._settings,
+                ending=self._ending,
+                started=self._address.set_result,
+                admin_started=lambda url: setattr(self, "admin_url", url),
+            )
 
         try:
             run(main())

@@ -94,3 +94,16 @@ def test_a_damaged_file_stops_the_start_by_name(tmp_path: Path) -> None:
 
     with pytest.raises(StartRefused, match=r"state\.json"):
         FileRecords(path).check()
+
+
+async def test_what_another_process_writes_is_seen_at_the_next_look(tmp_path: Path) -> None:
+    here, there = (FileRecords(tmp_path / "state.json") for _ in range(2))
+    assert await here.all("keys") == {}
+    await there.add("keys", "a", "1")
+    assert await here.all("keys") == {"a": "1"}
+    await there.replace("keys", "a", "2")
+    assert await here.all("keys") == {"a": "2"}
+    (await here.all("keys")).clear()  # type: ignore[attr-defined]  # a copy, whatever its type
+    assert await here.all("keys") == {"a": "2"}
+    (tmp_path / "state.json").unlink()
+    assert await here.all("keys") == {}
