@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import httpx
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-_TIMEOUT_S = 10.0
-# What an edit would move is worked out over the last ten thousand requests.
-_ADMIN_TIMEOUT_S = 60.0
+# What an edit of the policy would move is worked out over the last ten thousand requests.
+_TIMEOUT_S = 30.0
 
 
 def add_gateway_url(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +26,8 @@ def ask_gateway(url: str, method: str, path: str, body: Any = None) -> Mapping[s
 
     `PACELINE_API_KEY` is sent along when the environment has one.
     """
-    answer = _ask(url, method, path, key="PACELINE_API_KEY", json=body, timeout=_TIMEOUT_S)
-    return _told(url, _accepted(url, answer))
+    answer = _ask(url, method, path, key_from="PACELINE_API_KEY", json=body)
+    return _told(url, answer)
 
 
 def ask_admin(
@@ -38,66 +38,47 @@ def ask_admin(
     `PACELINE_ADMIN_KEY` is sent along when the environment has one. `overtaken` is said behind the
     gateway's own words where somebody else's edit came first.
     """
-    answer = _ask_admin(url, method, path, **request)
-    if answer.status_code == httpx.codes.PRECONDITION_FAILED:
-        sys.exit(f"paceline: {_refusal(answer)} {overtaken}".rstrip())
-    return _told(url, _accepted(url, answer)), answer.headers
+    answer = _ask(url, method, path, key_from="PACELINE_ADMIN_KEY", overtaken=overtaken, **request)
+    return _told(url, answer), answer.headers
 
 
 def ask_admin_for_text(url: str, path: str) -> str:
     """Ask the admin plane for a text that is not JSON; end the command as `ask_admin` does."""
-    return _accepted(url, _ask_admin(url, "GET", path)).text
+    return _ask(url, "GET", path, key_from="PACELINE_ADMIN_KEY").text
 
 
-def _ask_admin(url: str, method: str, path: str, **request: Any) -> httpx.Response:
-    answer = _ask(url, method, path, key="PACELINE_ADMIN_KEY", timeout=_ADMIN_TIMEOUT_S, **request)
-    if answer.status_code == httpx.codes.UNAUTHORIZED:
-        sys.exit("paceline: the gateway asks for the key of its admins: set PACELINE_ADMIN_KEY.")
-    return answer
-
-
-def _ask(url: str, method: str, path: str, *, key: str, **request: Any) -> httpx.Response:
-    secret = os.environ.get(key)
+def _ask(
+    url: str, method: str, path: str, *, key_from: str, overtaken: str = "", **request: Any
+) -> httpx.Response:
+    secret = os.environ.get(key_from)
     headers = {"authorization": f"Bearer {secret}"} if secret else {}
     headers |= request.pop("headers", {})
     try:
-        return httpx.request(method, url + path, headers=headers, **request)
+        answer = httpx.request(method, url + path, headers=headers, timeout=_TIMEOUT_S, **request)
     except httpx.InvalidURL:
         sys.exit(f"paceline: '{url}' is not a URL.")
     except httpx.HTTPError:
         sys.exit(f"paceline: no gateway answers at {url}; `paceline up` starts one.")
-
-
-def _accepted(url: str, answer: httpx.Response) -> httpx.Response:
-    """Return an answer that is no error."""
     if answer.is_error:
-        if _content(answer) is None:
-            _not_a_gateway(url)
-        sys.exit(f"paceline: the gateway refused: {_refusal(answer)}")
+        hints: dict[int, str] = {
+            httpx.codes.PRECONDITION_FAILED: overtaken,
+            httpx.codes.UNAUTHORIZED: f"The command takes it from {key_from}.",
+        }
+        said = (_refusal(url, answer), hints.get(answer.status_code, ""))
+        sys.exit(f"paceline: the gateway refused: {' '.join(filter(None, said))}")
     return answer
 
 
-def _told(url: str, answer: httpx.Response) -> Mapping[str, Any]:
-    content = _content(answer)
-    if content is None:
-        _not_a_gateway(url)
-    return content
-
-
-def _refusal(answer: httpx.Response) -> str:
-    error = (_content(answer) or {}).get("error")
+def _refusal(url: str, answer: httpx.Response) -> str:
+    error = _told(url, answer).get("error")
     said = error.get("message") if isinstance(error, dict) else None
     return said if isinstance(said, str) else f"status {answer.status_code}"
 
 
-def _content(answer: httpx.Response) -> Mapping[str, Any] | None:
-    """Read a JSON object; None where there is none."""
-    try:
+def _told(url: str, answer: httpx.Response) -> Mapping[str, Any]:
+    """Read a JSON object; end the command where there is none."""
+    with contextlib.suppress(ValueError):
         content = answer.json()
-    except ValueError:
-        return None
-    return content if isinstance(content, dict) else None
-
-
-def _not_a_gateway(url: str) -> NoReturn:
+        if isinstance(content, dict):
+            return content
     sys.exit(f"paceline: what answers at {url} is not a Paceline gateway.")

@@ -39,7 +39,10 @@ def run(options: argparse.Namespace) -> int:
 
 def render(state: Mapping[str, Any]) -> Group:
     """Draw the pools over the workers, each with the acceptance of its drafts."""
-    return Group(_headline(state), "", _pools(state["pools"]), "", _workers(state["workers"]))
+    problem = state["policy"].get("file_problem")
+    refused = [Text(f"The policy file is refused: {problem}", style="red")] if problem else []
+    tables = ("", _pools(state["pools"]), "", _workers(state["workers"]))
+    return Group(_headline(state), *refused, *tables)
 
 
 def _headline(state: Mapping[str, Any]) -> Text:

@@ -14,7 +14,16 @@ from tests.gateway.serving import Gateway, serving, settings_for_tests
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No setting of the machine reaches a test."""
-    for name in ("API_KEY", "ADMIN_KEY", "JOIN_TOKEN", "CONFIG", "POLICY", "HOST", "PORT"):
+    for name in (
+        "API_KEY",
+        "ADMIN_KEY",
+        "JOIN_TOKEN",
+        "CONFIG",
+        "POLICY",
+        "HOST",
+        "PORT",
+        "ADMIN_PORT",
+    ):
         monkeypatch.delenv(f"PACELINE_{name}", raising=False)
     monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)

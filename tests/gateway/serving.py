@@ -52,6 +52,8 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._address: Future[str] = Future()
+        self.admin_url = ""
+        """Where admins are served, if they have a port of their own."""
         self.loop: asyncio.AbstractEventLoop
         self._ending: Ending
         self._thread = threading.Thread(target=self._run)
@@ -62,7 +64,7 @@ class Gateway:
         self.client = httpx.Client(base_url=self.url, timeout=30)
         key = self._settings.admin_key
         shown = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
-        self.admin = httpx.Client(base_url=self.url, timeout=30, headers=shown)
+        self.admin = httpx.Client(base_url=self.admin_url or self.url, timeout=30, headers=shown)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -123,7 +125,12 @@ class Gateway:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
             self._ending = Ending()
-            await serve(self._settings, ending=self._ending, started=self._address.set_result)
+            await serve(
+                self._settings,
+                ending=self._ending,
+                started=self._address.set_result,
+                admin_started=lambda url: setattr(self, "admin_url", url),
+            )
 
         try:
             run(main())

@@ -52,7 +52,7 @@ def test_the_admin_key_comes_from_the_environment(
     )
     with Gateway(settings) as gateway:
         monkeypatch.setenv("PACELINE_API_KEY", "static-key")
-        with pytest.raises(SystemExit, match="set PACELINE_ADMIN_KEY"):
+        with pytest.raises(SystemExit, match="A valid key is needed"):
             main(["keys", "list", "--url", gateway.url])
         monkeypatch.setenv("PACELINE_ADMIN_KEY", "admin-key")
         assert main(["keys", "create", "ci", "--json", "--url", gateway.url]) == 0

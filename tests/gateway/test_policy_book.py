@@ -18,9 +18,12 @@ from gateway.proposal import Proposal, propose, propose_yaml
 from gateway.records import FileRecords, MemoryRecords
 from gateway.refusals import EditOvertaken, VersionUnknown
 from gateway.versions import Reason, Signature, Version, brings_news
-from policies.document import PolicyInvalid, read_policy, shipped_policy
+from policies.document import PolicyInvalid, parse_policy, read_policy, shipped_policy
 from policies.merge_patch import merge_patch
 from tests.gateway.policies import BY_ANN, BY_BOB, as_yaml, book_of, document, proposal
+
+
+EXAMPLES = Path(__file__).parents[2] / "policies" / "examples"
 
 
 def version(number: int, reason: Reason, pool: str) -> Version:
@@ -73,7 +76,9 @@ async def test_what_was_kept_comes_back_whole(tmp_path: Path) -> None:
 
 
 async def test_every_policy_is_the_same_after_it_was_kept() -> None:
-    for policy in (shipped_policy(), proposal().policy):
+    examples = [parse_policy(file.read_text(), file.stem) for file in EXAMPLES.glob("*.yaml")]
+    assert len(examples) == 5
+    for policy in (shipped_policy(), proposal().policy, *examples):
         kept = json.loads(json.dumps(Proposal.of(policy).document))
         assert read_policy(kept, "kept") == policy
         assert Proposal.of(read_policy(kept, "kept")).document == kept

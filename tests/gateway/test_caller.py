@@ -1,0 +1,66 @@
+"""Who asks, for as far as lines and policies may know."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any
+
+import pytest
+
+from gateway.caller import WeekClock, read_asker
+from gateway.domain import Caller
+from policies.asker import SOMEBODY
+
+
+@pytest.fixture(autouse=True)
+def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
+    time.tzset()
+    yield
+    monkeypatch.undo()
+    time.tzset()
+
+
+def test_only_the_headers_that_are_named_are_kept_and_no_long_ones() -> None:
+    scope: dict[str, Any] = {
+        "headers": [
+            (b"authorization", b"Bearer canary"),
+            (b"x-app", b"b\xfccher"),
+            (b"x-app", b"second"),
+            (b"x-long", b"a" * 129),
+            (b"x-other", b"canary"),
+        ]
+    }
+    asker = read_asker(scope, Caller(key="k1", team="blue"), ("x-app", "x-long", "x-none"), 7)
+    assert asker == ("k1", "blue", {"x-app": "bücher"}, 7)
+    assert read_asker(scope, Caller(), (), 0) == SOMEBODY
+
+
+@pytest.mark.parametrize(
+    ("moment", "minute"),
+    [
+        ("2026-11-23T00:00:00+01:00", 0),
+        ("2026-11-23T00:00:59+01:00", 0),
+        ("2026-11-23T00:01:00+01:00", 1),
+        ("2026-11-22T23:59:59+01:00", 7 * 24 * 60 - 1),
+        ("2026-11-22T23:30:00+00:00", 30),  # already Monday there
+        ("2026-03-29T01:59:59+01:00", 6 * 24 * 60 + 119),
+        ("2026-03-29T03:00:00+02:00", 6 * 24 * 60 + 180),  # a second later: summer time
+    ],
+)
+def test_the_week_begins_on_monday_in_local_time(moment: str, minute: int) -> None:
+    now_s = datetime.fromisoformat(moment).timestamp()
+    assert WeekClock(lambda: now_s).minute() == minute
+
+
+def test_the_clock_of_the_week_is_right_all_through_the_day_that_winter_time_begins() -> None:
+    began = datetime.fromisoformat("2026-10-24T22:00:00+00:00")
+    turned = datetime.fromisoformat("2026-10-25T01:00:00+00:00")
+    seconds = 0
+    clock = WeekClock(lambda: began.timestamp() + seconds)
+    for seconds in range(0, 25 * 3600, 31):
+        now = began + timedelta(seconds=seconds)
+        local = now + timedelta(hours=2 if now < turned else 1)
+        assert clock.minute() == (local.weekday() * 24 + local.hour) * 60 + local.minute
