@@ -22,7 +22,6 @@ from policies.document import PolicyInvalid, parse_policy, read_policy, shipped_
 from policies.merge_patch import merge_patch
 from tests.gateway.policies import BY_ANN, BY_BOB, as_yaml, book_of, document, proposal
 
-
 EXAMPLES = Path(__file__).parents[2] / "policies" / "examples"
 
 
