@@ -7,6 +7,7 @@ is in force is always a version that was good. Gateways that share their records
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -91,7 +92,7 @@ class PolicyBook:
             return
         version = Version.read(kept[str(number)])
         try:
-            proposal = propose(version.document)
+            proposal = await asyncio.to_thread(propose, version.document)
             self.check(proposal)
         except PolicyInvalid as invalid:
             self._unusable = number

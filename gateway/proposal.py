@@ -25,7 +25,11 @@ class Proposal(NamedTuple):
 
     @classmethod
     def of(cls, policy: PolicyDocument) -> Proposal:
-        """Write a policy as it is kept."""
+        """Write a policy as it is kept, and work out here what requests need of it.
+
+        With thousands of routes that takes longer than the first request should have to wait.
+        """
+        _ = policy.compiled
         return cls(policy, policy.model_dump(mode="json", exclude_unset=True))
 
 

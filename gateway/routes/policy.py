@@ -77,7 +77,7 @@ def versions(line: Line) -> APIRouter:
         back = f"back to version {number}"
         signature = Signature(author, f"{back}: {note}" if note else back)
         try:
-            proposal = propose(earlier.document)
+            proposal = await asyncio.to_thread(propose, earlier.document)
             return (await book.apply(proposal, Reason.ROLLBACK, signature, onto=base)).told()
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
