@@ -166,7 +166,10 @@ def test_a_difference_is_short(policy: Command, admin: Admin, file: Path) -> Non
     assert admin.document() == document("a")
 
 
-def test_the_way_back_is_shown_and_taken(policy: Command, admin: Admin) -> None:
+def test_the_way_back_is_shown_and_taken(
+    policy: Command, admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     admin.put(document("a"))
     admin.put(document("b"))
     code, printed = policy("rollback", "2", "--note", "too slow")
@@ -199,7 +202,7 @@ def test_what_cannot_be_asked_is_one_sentence(
         policy("diff", str(tmp_path / "nothing.yaml"))
     for url, sentence in (
         ("http://127.0.0.1:9", "no gateway answers"),
-        ("http://[", "is not a URL"),
+        ("http://127.0.0.1:x", "is not a URL"),
     ):
         with pytest.raises(SystemExit, match=sentence):
             main(["policy", "history", "--url", url])
