@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.client import ClientLeft
-from gateway.domain import Inspected, Spent, Usage
+from gateway.domain import Case, Inspected, Spent, Usage
 from gateway.errors import (
     NoWorker,
     QueueFull,
@@ -33,6 +34,7 @@ from gateway.refusals import (
     TokensOverLimit,
 )
 from gateway.trip import UNUSED, Trip
+from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile
 
 MINUTE_S = 60.0
@@ -279,9 +281,10 @@ def test_other_limits_are_no_new_budget_and_what_runs_is_settled_where_it_was_ta
     assert allowance.running == 0
 
 
-def trip(*, dispatched: bool = True, usage: Usage = UNUSED, **fields: int) -> Trip:
+def trip(*, dispatched: bool = True, usage: Usage = UNUSED, **fields: Any) -> Trip:
     profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, **fields)
-    made = Trip(identity="r", inspected=Inspected("demo", profile, {}), began_s=0.0)
+    case = Case(shipped_policy(), profile)
+    made = Trip(identity="r", inspected=Inspected("demo", profile, {}), case=case, began_s=0.0)
     made.dispatched_s = 1.0 if dispatched else None
     made.usage = usage
     return made
