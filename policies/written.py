@@ -102,6 +102,7 @@ def _check_size(text: str) -> None:
     open_values: list[tuple[str | None, _Size]] = [(None, _Size())]
     for event in yaml.parse(text, Loader=_Loader):
         inner: _Size | None = None
+        assert event.start_mark is not None, "what is parsed from text stands somewhere"
         line = event.start_mark.line + 1
         if isinstance(event, yaml.CollectionStartEvent):
             open_values.append((event.anchor, _Size()))
@@ -114,7 +115,7 @@ def _check_size(text: str) -> None:
             if event.anchor is not None:
                 anchors[event.anchor] = inner
         elif isinstance(event, yaml.AliasEvent):
-            inner = anchors.get(event.anchor)
+            inner = anchors.get(event.anchor or "")
             if inner is None:
                 raise TextInvalid("an alias means nothing, or holds itself", line)
         if len(open_values) > DEPTH_LIMIT:

@@ -133,5 +133,5 @@ def _post(gateway: Gateway, secret: str, body: object) -> httpx.Response:
         f"{gateway.url}/v1/chat/completions",
         headers={"authorization": f"Bearer {secret}"},
         timeout=30,
-        **sent,  # type: ignore[arg-type]  # one or the other
+        **sent,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -19,7 +19,7 @@ from tests.gateway.serving import (
     settings_for_tests,
 )
 
-USED_TOKENS = USAGE["prompt_tokens"], USAGE["completion_tokens"]
+USED_TOKENS = sum(cast("int", USAGE[name]) for name in ("prompt_tokens", "completion_tokens"))
 
 
 def test_a_limit_answers_in_openais_shape_and_says_when_to_come_back(line: Gateway) -> None:
@@ -69,7 +69,7 @@ def test_f52_tokens_are_reserved_before_and_settled_after_with_what_the_worker_t
     reserved = -(-len("Say a word.") // 3) + 500
     first, second = line.chat(max_tokens=500), line.chat(max_tokens=500)
     assert left_tokens(first) == 2000 - reserved
-    assert left_tokens(second) == 2000 - sum(USED_TOKENS) - reserved
+    assert left_tokens(second) == 2000 - USED_TOKENS - reserved
 
 
 @pytest.mark.parametrize(
@@ -159,4 +159,4 @@ def test_a_budget_for_a_day_survives_a_restart(tmp_path: Path, worker: FakeWorke
     with Gateway(settings_for_tests(tmp_path)) as second:
         second.join(worker)
         second.bear(secret)
-        assert left_tokens(second.chat(max_tokens=10)) == 2000 - sum(USED_TOKENS) - 14
+        assert left_tokens(second.chat(max_tokens=10)) == 2000 - USED_TOKENS - 14

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -280,7 +281,7 @@ def test_other_limits_are_no_new_budget_and_what_runs_is_settled_where_it_was_ta
     assert allowance.running == 0
 
 
-def trip(*, dispatched: bool = True, usage: Usage = UNUSED, **fields: int) -> Trip:
+def trip(*, dispatched: bool = True, usage: Usage = UNUSED, **fields: Any) -> Trip:
     profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, **fields)
     case = Case(shipped_policy(), profile)
     made = Trip(identity="r", inspected=Inspected("demo", profile, {}), case=case, began_s=0.0)
