@@ -41,7 +41,8 @@ def in_line(gateway: Gateway) -> int:
     """Count all who wait, whatever pools there are now."""
     status = gateway.status()
     running = sum(one["in_flight"] for one in status["workers"]["fake-a"]["lanes"].values())
-    return int(status["gateway"]["requests_in_flight"]) - running
+    waiting: int = status["gateway"]["requests_in_flight"] - running
+    return waiting
 
 
 def user(text: str) -> dict[str, Any]:

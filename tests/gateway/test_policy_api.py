@@ -299,8 +299,8 @@ def test_there_is_no_way_back_to_what_never_was(gateway: Gateway, admin: Admin) 
     for number in (0, 2, 99, -1):
         answer = admin.edit("POST", {"version": number}, "/rollback")
         assert told(answer) == (404, "unknown_version")
-    for number in ("0", "2", "x", "1" * 5000, "-1", "²"):
-        assert told(admin.get(f"/history/{number}")) == (404, "unknown_version")
+    for name in ("0", "2", "x", "1" * 5000, "-1", "²"):
+        assert told(admin.get(f"/history/{name}")) == (404, "unknown_version")
     for body in ({}, {"version": "1"}, {"version": True}, {"version": 1, "x": 1}, [1]):
         answer = admin.edit("POST", body, "/rollback")
         assert told(answer) == (400, "invalid_value")

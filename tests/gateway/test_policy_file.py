@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -54,6 +55,10 @@ def says(gateway: Gateway, *expected: object) -> Callable[[], bool]:
 
 def problem(gateway: Gateway) -> str:
     return str(gateway.status()["policy"].get("file_problem", ""))
+
+
+def tells(gateway: Gateway, sentence: str) -> bool:
+    return sentence in problem(gateway)
 
 
 def test_an_edit_of_an_admin_survives_a_restart(file: Path, tmp_path: Path) -> None:
@@ -180,7 +185,7 @@ def test_f45_f46_a_bad_edit_of_the_file_is_refused_aloud_and_what_was_good_stays
         for text, sentence in bad.items():
             caplog.clear()
             file.write_text(text)
-            eventually(lambda sentence=sentence: sentence in problem(gateway))
+            eventually(functools.partial(tells, gateway, sentence))
             assert "line " in problem(gateway)
             assert str(file) not in gateway.client.get("/v1/status").text
             (refused,) = [one for one in caplog.records if "policy.refused" in one.message]
