@@ -9,9 +9,11 @@ are, only on how many properties they ask for.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from math import inf
-from operator import attrgetter
+from operator import attrgetter, xor
 from typing import Any, NamedTuple
 
 from policies.asker import Asker
@@ -111,12 +113,12 @@ def _name(wanted: Sequence[tuple[str, ...] | None], read: _Read) -> Question | N
     if not _given(wanted):
         return None
     elsewhere = _bits(names is None for names in wanted)
-    where = {
-        name: _bits(names is None or name in names for names in wanted)
-        for some in wanted
-        for name in some or ()
-    }
-    return lambda look: where.get(read(look), elsewhere)
+    where: defaultdict[str, Routes] = defaultdict(lambda: elsewhere)
+    for index, names in enumerate(wanted):
+        for name in names or ():
+            where[name] |= 1 << index
+    found = dict(where)
+    return lambda look: found.get(read(look), elsewhere)
 
 
 def _header(name: str) -> _Read:
@@ -146,33 +148,35 @@ def _media(wanted: Sequence[bool | tuple[str, ...] | None]) -> Question | None:
 
 
 def _number(wanted: Sequence[Range | None], read: _Read) -> Question | None:
-    ranges = [one for one in wanted if one is not None]
-    edges = {one.at_least for one in ranges if one.at_least is not None}
-    edges |= {one.at_most + 1 for one in ranges if one.at_most is not None}
-    return _steps(
-        edges, read, lambda number: _bits(one is None or one.contains(number) for one in wanted)
-    )
+    below = 0
+    changes: defaultdict[int, Routes] = defaultdict(int)
+    for index, one in enumerate(wanted):
+        route = 1 << index
+        if one is None or one.at_least is None:
+            below |= route
+        else:
+            changes[one.at_least] ^= route
+        if one is not None and one.at_most is not None:
+            changes[one.at_most + 1] ^= route
+    return _steps(below, changes, read)
 
 
 def _time(wanted: Sequence[tuple[tuple[int, int], ...] | None]) -> Question | None:
-    edges = {minute for windows in wanted for window in windows or () for minute in window}
-
-    def open_at(minute: int) -> Routes:
-        return _bits(
-            windows is None or any(first <= minute < end for first, end in windows)
-            for windows in wanted
-        )
-
-    return _steps(edges, attrgetter("asker.minute_of_week"), open_at)
+    always = _bits(windows is None for windows in wanted)
+    changes: defaultdict[int, Routes] = defaultdict(int)
+    for index, windows in enumerate(wanted):
+        for minute in (minute for window in windows or () for minute in window):
+            changes[minute] ^= 1 << index  # at its first minute it opens, at its end it shuts
+    return _steps(always, changes, attrgetter("asker.minute_of_week"))
 
 
-def _steps(edges: Iterable[int], read: _Read, at: Callable[[int], Routes]) -> Question | None:
-    """Ask a number: between two neighbouring edges the answer is always the same."""
-    ordered = sorted(edges)
-    if not ordered:
+def _steps(below: Routes, changes: Mapping[int, Routes], read: _Read) -> Question | None:
+    """Ask a number: the answer is `below` up to the first edge, and changes by routes at each."""
+    if not changes:
         return None
-    between = [at(ordered[0] - 1), *map(at, ordered)]
-    return lambda look: between[bisect_right(ordered, read(look))]
+    edges = sorted(changes)
+    between = [*accumulate(map(changes.__getitem__, edges), xor, initial=below)]
+    return lambda look: between[bisect_right(edges, read(look))]
 
 
 def _given(wanted: Iterable[object]) -> bool:

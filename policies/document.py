@@ -22,6 +22,7 @@ from policies.written import TextInvalid, line_of, read_yaml
 SHIPPED = "default.yaml"
 Place = tuple[str | int, ...]
 """Steps from the top of a document: names of fields and numbers of entries."""
+_PROBLEMS_TOLD = 32
 _SENTENCES = {
     "extra_forbidden": "there is no such field",
     "missing": "it is missing",
@@ -120,17 +121,20 @@ class PolicyDocument(Part):
                 owners.setdefault(alias, model)
 
     def _route_problems(self) -> Iterator[tuple[Place, str]]:
-        names = [route.name for route in self.routes]
+        names: set[str] = set()
         aliases = {alias for entry in self.models.values() for alias in entry.aliases}
         for index, route in enumerate(self.routes):
             at = ("routes", index)
-            if route.name in names[:index]:
+            if route.name in names:
                 yield (*at, "name"), f"'{route.name}' is used twice"
+            names.add(route.name)
+            pools: set[str] = set()
             for number, pool in enumerate(route.to):
                 if pool not in self.pools:
                     yield (*at, "to", number), f"there is no pool '{pool}'"
-                if pool in route.to[:number]:
+                elif pool in pools:
                     yield (*at, "to", number), f"'{pool}' stands twice"
+                pools.add(pool)
             if route.spill is not None and len(route.to) == 1:
                 yield (*at, "spill"), "there is no second pool to spill to"
             for number, model in enumerate(route.when.model or ()):
@@ -174,16 +178,21 @@ def shipped_policy() -> PolicyDocument:
 def _problems(invalid: ValidationError, document: dict[str, Any]) -> tuple[Problem, ...]:
     """Say in plain words what pydantic found."""
     errors = invalid.errors(include_url=False, include_input=False)
+    around = {error["loc"][:steps] for error in errors for steps in range(len(error["loc"]))}
     found = []
     for error in errors:
         at, kind = error["loc"], error["type"]
-        inside = any(other["loc"][: len(at)] == at for other in errors if other is not error)
-        if kind == "too_short" and inside:
+        if kind == "too_short" and at in around:
             continue  # what is wrong inside is not counted, and so there seem to be too few
         known = _SENTENCES.get(kind)
         sentence = known.format(**error.get("ctx", {})) if known else error["msg"]
         found.append(Problem(_field(document, at), sentence))
-    return tuple(dict.fromkeys(found))
+    told = tuple(dict.fromkeys(found))
+    if len(told) <= _PROBLEMS_TOLD:
+        return told
+    field, sentence, _ = told[_PROBLEMS_TOLD - 1]
+    more = len(told) - _PROBLEMS_TOLD
+    return (*told[: _PROBLEMS_TOLD - 1], Problem(field, f"{sentence}; and {more} mistakes more"))
 
 
 def _field(document: Any, place: Iterable[Any]) -> str:

@@ -164,7 +164,7 @@ class When(Part):
         first, end = map(_minute, (self.hours or "00:00-24:00").split("-"))
         length = (end - first) % _MINUTES_OF_DAY or _MINUTES_OF_DAY
         found = []
-        for day in self.days or DAYS:
+        for day in dict.fromkeys(self.days or DAYS):
             begins = DAYS.index(day) * _MINUTES_OF_DAY + first
             ends = begins + length
             found.append((begins, min(ends, MINUTES_OF_WEEK)))

@@ -217,6 +217,15 @@ def test_two_mistakes_of_sense_are_both_named() -> None:
     }
 
 
+def test_of_very_many_mistakes_the_first_are_named_and_the_others_counted() -> None:
+    with pytest.raises(PolicyInvalid) as invalid:
+        read_policy(changed("routes", to=[{"name": "?"}] * 1000), "mine.yaml")
+    problems = invalid.value.problems
+    assert len(problems) == 32
+    assert problems[-1].field == "routes.15.to"
+    assert problems[-1].sentence == "it is missing; and 1968 mistakes more"
+
+
 def test_a_wrong_route_is_not_called_a_missing_one_too() -> None:
     with pytest.raises(PolicyInvalid) as invalid:
         read_policy(changed("routes", to=[{"name": "all", "to": ["vlm"], "x": 1}]), "mine.yaml")
