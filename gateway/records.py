@@ -23,6 +23,7 @@ Shelf = dict[str, str]
 Shelves = dict[str, Shelf]
 
 _TIMEOUT_S = 5.0
+_Stamp = tuple[int, int, int]
 Result = TypeVar("Result")
 
 
@@ -70,7 +71,7 @@ class FileRecords:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: tuple[tuple[int, int, int], Shelves] | None = None
+        self._read: tuple[_Stamp | None, Shelves] = (None, {})
 
     def check(self) -> None:
         """Raise `StartRefused` where the file is there and cannot be read."""
@@ -83,8 +84,17 @@ class FileRecords:
 
     async def all(self, kind: str) -> Mapping[str, str]:
         """Read all records of a kind by name, oldest first."""
-        shelves = await _within_time(self._read_if_changed)
+        shelves = await _within_time(self._shelves)
         return dict(shelves.get(kind, {}))
+
+    def _shelves(self) -> Shelves:
+        """Read the file where it has changed: gateways look every second at what others did."""
+        stamp = _stamp(self._path)
+        seen, shelves = self._read
+        if stamp is None or stamp != seen:
+            shelves = _read(self._path)
+            self._read = (stamp, shelves)
+        return shelves
 
     async def add(self, kind: str, name: str, text: str) -> bool:
         """Keep a new record unless there is one of that name."""
@@ -104,17 +114,6 @@ class FileRecords:
     async def remove(self, kind: str, name: str) -> None:
         """Forget a record."""
         await self._change(lambda shelves: shelves.get(kind, {}).pop(name, None) is not None)
-
-    def _read_if_changed(self) -> Shelves:
-        """Read the file, unless it is the one that was read last: it is looked at each second."""
-        try:
-            found = self._path.stat()
-        except FileNotFoundError:
-            return {}
-        which = (found.st_ino, found.st_mtime_ns, found.st_size)
-        if self._seen is None or self._seen[0] != which:
-            self._seen = which, _read(self._path)
-        return self._seen[1]
 
     async def _change(self, change: Callable[[Shelves], bool]) -> bool:
         """Read, change and write in one step; say whether anything was changed."""
@@ -145,6 +144,15 @@ def _add(shelves: Shelves, kind: str, name: str, text: str) -> bool:
         return False
     shelf[name] = text
     return True
+
+
+def _stamp(path: Path) -> _Stamp | None:
+    """Tell one state of a file from another: each is written as a new file."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def _read(path: Path) -> Shelves:

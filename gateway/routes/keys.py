@@ -70,7 +70,9 @@ def keys(line: Line) -> APIRouter:
 
 def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], line: Line) -> KeyTerms:
     """Merge as JSON Merge Patch does, null for none; raise `FieldInvalid` naming what is wrong."""
-    merged = {name: value for name, value in {**before, **patch}.items() if value is not None}
+    both = {**before, **patch}
+    known = KeyTerms.model_fields
+    merged = {name: both[name] for name in both if both[name] is not None or name not in known}
     try:
         terms = KeyTerms.model_validate_json(to_json(merged))
     except ValidationError as invalid:
@@ -87,17 +89,17 @@ def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], line: Line) -> K
 
 
 def _senseless(terms: KeyTerms, patch: Mapping[str, Any], line: Line) -> list[tuple[str, str]]:
-    """Find what is well written and would do nothing, or not what was meant."""
+    """Find what is said here, well written, and would do nothing, or not what was meant."""
     policy = line.book.current
     aliases = {alias: name for name, model in policy.models.items() for alias in model.aliases}
     problems = [
         (f"models.{index}", f"'{name}' is an alias; say '{aliases[name]}'")
-        for index, name in enumerate(terms.models)
+        for index, name in enumerate(terms.models if "models" in patch else ())
         if name in aliases
     ]
     problems += [
         (f"pools.{index}", f"the policy has no pool '{name}'")
-        for index, name in enumerate(terms.pools)
+        for index, name in enumerate(terms.pools if "pools" in patch else ())
         if name not in policy.pools
     ]
     expires_at = terms.expires_at if "expires_at" in patch else None

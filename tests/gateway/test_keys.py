@@ -76,6 +76,7 @@ def test_a_lost_state_opens_nothing(line: Gateway, tmp_path: Path) -> None:
         ({"name": "=1+1"}, "name", "pattern"),
         ({"name": "a\nb"}, "name", "pattern"),
         ({}, "name", "required"),
+        ({"name": "a", "nmae": None}, "nmae", "no such field"),
         ({"name": "a", "requests_a_minute": 0}, "requests_a_minute", "greater"),
         ({"name": "a", "requests_a_minute": True}, "requests_a_minute", "integer"),
         ({"name": "a", "tokens_a_day": "9"}, "tokens_a_day", "integer"),
@@ -85,7 +86,7 @@ def test_a_lost_state_opens_nothing(line: Gateway, tmp_path: Path) -> None:
         ({"name": "a", "expires_at": "2020-01-01T00:00:00Z"}, "expires_at", "over"),
         ({"name": "a", "expires_at": "2099-01-01T00:00:00"}, "expires_at", "timezone"),
         ({"name": "a", "id": "key-000000000000"}, "id", "no such field"),
-        ({"name": "a", "revoked_at": None, "digest": "0" * 64}, "digest", "no such field"),
+        ({"name": "a", "revoked_at": None, "digest": "0" * 64}, "revoked_at", "no such field"),
     ],
 )
 def test_wrong_terms_are_named_and_make_no_key(
