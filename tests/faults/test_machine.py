@@ -21,7 +21,7 @@ from tests.gateway.test_signals import gateway_process
 GATEWAY = Path(__file__).parents[2] / "gateway"
 DATES = {
     "connections.py": "reads the date of a Retry-After",
-    "line.py": "hands it to what is a date by itself: a key's expiry, the day of its budget, the week",
+    "line.py": "for what is a date by itself: a key's expiry, the day of a budget, the week",
     "cli/keys.py": "makes an expiry of a time from now",
 }
 """Who reads the wall clock, and for what; nothing else is measured by it."""
