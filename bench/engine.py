@@ -61,10 +61,11 @@ async def measure_all(run: Run, console: Console, repetitions: int) -> None:
             if python is not None:
                 console.print(f"{repetition + 1}/{repetitions} {contender.name}")
                 await _session(run, contender, python, repetition, count_tokens)
-        console.print(f"{repetition + 1}/{repetitions} bare rounds")
-        bare = await measure_bare(run.model)
-        run.bare.rounds.extend(bare.rounds)
-        run.bare.rollbacks.extend(bare.rollbacks)
+            if contender is OURS:  # at once: they are the ceiling of what was just measured
+                console.print(f"{repetition + 1}/{repetitions} bare rounds")
+                bare = await measure_bare(run.model)
+                run.bare.rounds.extend(bare.rounds)
+                run.bare.rollbacks.extend(bare.rollbacks)
 
 
 def _interpreter(run: Run, contender: Contender, console: Console) -> Path | None:

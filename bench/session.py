@@ -27,6 +27,8 @@ from bench.servers import Server
 MEASUREMENT_TIMEOUT_S: Final = 600.0
 DRAFT_LENGTHS: Final = (0, 1, 2)
 """k that our worker is asked for by name, beside the one that it chooses itself."""
+TURNS: Final = 3
+"""Our worker's ks are compared with each other, so each is measured this often, in turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,10 +127,11 @@ async def _streams(
     *,
     ours: bool,
 ) -> None:
-    """Measure one number of streams; ours also with each k, one after the other."""
+    """Measure one number of streams; ours also with each k, in turns."""
     modes: list[tuple[str, Mapping[str, Any] | None]] = [("", None)]
     if ours:
         modes += [(f"/k{k}", {"draft_tokens": k}) for k in DRAFT_LENGTHS]
+        modes *= TURNS
     for suffix, extra in modes:
         brought = await throughput(
             caller,
