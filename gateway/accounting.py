@@ -10,6 +10,7 @@ from gateway.domain import Served
 from gateway.keys.usage import Ledger
 from gateway.metrics import Meters
 from gateway.store import Key, Store
+from gateway.trip import UNUSED
 from policies.profile import Bypass
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class Accounting:
             self._keep(pool, "added_s", served.added_s)
         log.info(
             "request.done request=%s key=%s outcome=%s status=%d code=%s pool=%s worker=%s "
-            "reason=%s attempts=%d prompt_tokens=%d completion_tokens=%d seconds=%.3f",
+            "reason=%s prefix=%s attempts=%d prompt_tokens=%d completion_tokens=%d seconds=%.3f",
             served.request_id,
             served.caller.key or "-",
             served.outcome,
@@ -55,6 +56,7 @@ class Accounting:
             pool,
             served.candidate.worker_id if served.candidate else "-",
             served.candidate.reason if served.candidate else "-",
+            served.prefix,
             served.attempts,
             served.usage.prompt_tokens,
             served.usage.completion_tokens,
@@ -87,6 +89,8 @@ def tally(served: Served) -> dict[Key, int]:
             counts["bypass", reason.value] = 1
         if chosen.reason == Bypass.MTP_NOT_PAYING:  # of that worker, not of the request
             counts["bypass", chosen.reason] = 1
+    if served.usage is not UNUSED:
+        counts["prefix", served.prefix] = 1
     if served.attempts > 1:
         counts["retries",] = served.attempts - 1
     if served.inspected is not None:

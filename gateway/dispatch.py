@@ -23,6 +23,7 @@ from gateway.domain import Caller, Candidate, Case, Decision
 from gateway.errors import GatewayError, NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fair_line import FairLine
 from gateway.fleet import NOBODY, Fleet, Lease
+from gateway.prefixes import Prefixes
 from gateway.routing import decide
 from policies.document import PolicyDocument
 from policies.profile import RequestProfile, bypass_reasons
@@ -59,8 +60,11 @@ class _Pool:
 class Dispatch:
     """Slots for requests. `clock` is monotonic and in seconds."""
 
-    def __init__(self, fleet: Fleet, clock: Callable[[], float], rng: Random) -> None:
+    def __init__(
+        self, fleet: Fleet, prefixes: Prefixes, clock: Callable[[], float], rng: Random
+    ) -> None:
         self._fleet = fleet
+        self._prefixes = prefixes
         self._clock = clock
         self._rng = rng
         self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
@@ -79,7 +83,8 @@ class Dispatch:
 
     def decide(self, case: Case, tried: frozenset[str]) -> Decision:
         """Decide as of now, leaving out workers that were tried already."""
-        return decide(case, self._fleet.view(without=tried), self._rng)
+        fleet = self._prefixes.mark(self._fleet.view(without=tried), case.prefix)
+        return decide(case, fleet, self._rng)
 
     async def lease(
         self,
@@ -151,7 +156,7 @@ class Dispatch:
     async def _wait(
         self, case: Case, decision: Decision, caller: Caller, tried: frozenset[str]
     ) -> Lease:
-        policy, profile, _, pools = case
+        policy, profile, _, pools, _ = case
         for name in policy.pools:
             self._pools[name]  # there before anybody moves on to it, so that it is served then
         home = decision.candidates[0].pool

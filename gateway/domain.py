@@ -14,6 +14,9 @@ from policies.document import PolicyDocument, Priority
 from policies.profile import Bypass, RequestProfile
 from workers.adapters.report import LaneReport
 
+Holding = tuple[str, str]
+"""A worker by id and boot: what it keeps in memory ends with its life."""
+
 
 class Inspected(NamedTuple):
     """A request that was read and found good."""
@@ -46,6 +49,8 @@ class Case(NamedTuple):
     asker: Asker = SOMEBODY
     pools: frozenset[str] | None = None
     """Those that the asker may use; None: all."""
+    prefix: str = ""
+    """The name of its system prompt; empty where there is none worth looking for."""
 
 
 class LaneView(NamedTuple):
@@ -83,6 +88,7 @@ class WorkerView(NamedTuple):
     load: float
     """Busy rows over all rows of all lanes: they share one machine."""
     labels: tuple[str, ...] = ()
+    boot_id: str = ""
 
     @classmethod
     def of(
@@ -91,11 +97,12 @@ class WorkerView(NamedTuple):
         models: tuple[str, ...],
         lanes: tuple[LaneView, ...],
         labels: tuple[str, ...] = (),
+        boot_id: str = "",
     ) -> Self:
         """Look at a worker of these lanes."""
         slots = sum([lane.slots for lane in lanes])
         busy = sum([lane.in_flight for lane in lanes])
-        return cls(worker_id, models, lanes, busy / max(1, slots), labels)
+        return cls(worker_id, models, lanes, busy / max(1, slots), labels, boot_id)
 
 
 class FleetView(NamedTuple):
@@ -105,6 +112,8 @@ class FleetView(NamedTuple):
     """Those that take requests now."""
     known_models: frozenset[str]
     """All that were ever served here: a model whose only worker restarts is not unknown."""
+    holders: frozenset[Holding] = frozenset()
+    """Those that hold the system prompt of the request that is to be decided."""
 
     @property
     def served_models(self) -> frozenset[str]:
@@ -122,6 +131,8 @@ class Candidate(NamedTuple):
     load: float
     spill: bool = False
     """Only once the request has waited for those before, as long as the route says."""
+    holder: bool = False
+    """It holds the system prompt of the request."""
 
 
 class Decision(NamedTuple):
@@ -189,3 +200,5 @@ class Served(NamedTuple):
     caller: Caller = Caller()
     spent: Spent = Spent()
     """Nothing without a key."""
+    prefix: str = "none"
+    """What became of its system prompt: hit, miss, or none to look for."""

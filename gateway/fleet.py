@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from gateway.breaker import HEALTHY, Breaker, Verdict
-from gateway.domain import Candidate, FleetView, LaneView, WorkerView
+from gateway.domain import Candidate, FleetView, Holding, LaneView, WorkerView
 from gateway.listed import ListedWorker
 from gateway.refusals import WorkerIdTaken
 from policies.pools import Pool
@@ -56,7 +56,9 @@ class Member:
         if self._view is None:
             lanes = [LaneView.of(lane, self.occupied(lane.name)) for lane in self.report.lanes]
             report = self.report
-            self._view = WorkerView.of(report.worker_id, self.models, tuple(lanes), report.labels)
+            self._view = WorkerView.of(
+                report.worker_id, self.models, tuple(lanes), report.labels, report.boot_id
+            )
         return self._view
 
     def changed(self) -> None:
@@ -81,6 +83,11 @@ class Lease:
     def worker(self) -> WorkerReport:
         """The worker whose slot it is."""
         return self.member.report
+
+    @property
+    def holding(self) -> Holding:
+        """The worker in this life of it, as one that holds system prompts."""
+        return self.worker.worker_id, self.worker.boot_id
 
 
 class Fleet:

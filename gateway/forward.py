@@ -25,11 +25,12 @@ from gateway.errors import (
 )
 from gateway.fleet import Lease
 from gateway.listed import for_openai
+from gateway.prefixes import Prefixes
 from gateway.quarantine import Quarantine
 from gateway.refusals import Quarantined, RefusedByWorker
 from gateway.retry_budget import RetryBudget
 from gateway.settings import Settings
-from gateway.trip import Trip
+from gateway.trip import UNUSED, Trip
 from gateway.worker_link import Answer
 from policies.profile import Endpoint
 
@@ -46,11 +47,13 @@ class Upstream:
         settings: Settings,
         keys: Mapping[str, str],
         dispatch: Dispatch,
+        prefixes: Prefixes,
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
         self._keys = keys
         self._dispatch = dispatch
+        self._prefixes = prefixes
         self._clock = clock
         self._connections = Connections(settings)
         self._answers = Answers(settings, clock)
@@ -104,6 +107,7 @@ class Upstream:
                 failure = error
             finally:
                 self._dispatch.give_back(lease, verdict, retry_after_s)
+                self._learn(trip, lease)
             decision = self._dispatch.decide(trip.case, tried)
             if not decision.candidates:
                 busy = isinstance(failure, WorkerBusy)
@@ -113,9 +117,18 @@ class Upstream:
         """Take a slot, and note where and after how long."""
         lease = await self._dispatch.lease(trip.case, decision, trip.caller, tried)
         trip.candidate = lease.candidate
+        if trip.case.prefix:
+            self._prefixes.sent(trip.case.prefix, lease.holding, trip.case.policy.prefix)
         if trip.dispatched_s is None:
             trip.waited_s = lease.waited_s
         return lease
+
+    def _learn(self, trip: Trip, lease: Lease) -> None:
+        """Learn from the end of an attempt whether the worker holds the system prompt."""
+        if trip.case.prefix:
+            counted = None if trip.usage is UNUSED else trip.usage
+            expected = lease.candidate.holder
+            self._prefixes.told(trip.case.prefix, lease.holding, counted, expected=expected)
 
     def _tries_again(self, error: GatewayError, lease: Lease, trip: Trip) -> bool:
         """Say whether another worker may be asked: never where this one can have started.
@@ -176,6 +189,8 @@ class Upstream:
         if lease.member.listed is None:
             headers["authorization"] = self._authorization
             headers["x-paceline-lane"] = lease.candidate.lane
+            if trip.case.prefix:
+                headers["x-paceline-prefix-key"] = trip.case.prefix
         elif key := self._keys.get(lease.worker.worker_id):
             headers["authorization"] = f"Bearer {key}"
         return headers

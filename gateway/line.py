@@ -25,6 +25,7 @@ from gateway.listed import check_listed, read_keys
 from gateway.metrics import Meters
 from gateway.policy_book import PolicyBook, open_book
 from gateway.policy_file import PolicyWatch, read_source
+from gateway.prefixes import Prefixes, PrefixNames
 from gateway.probing import Probes
 from gateway.proposal import all_told
 from gateway.recent import RecentCases
@@ -51,6 +52,8 @@ class Line:
     meters: Meters
     accounting: Accounting
     dispatch: Dispatch
+    prefix_names: PrefixNames
+    prefixes: Prefixes
     upstream: Upstream
     control: Control
     probes: Probes
@@ -74,7 +77,11 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
     listed_keys = read_keys(settings.workers, os.environ)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
     fleet = Fleet(clock, rng.random, listed_models)
-    dispatch = Dispatch(fleet, clock, rng)
+    prefixes = Prefixes(clock)
+    dispatch = Dispatch(fleet, prefixes, clock, rng)
+    # Gateways that share the token give one system prompt one name.
+    token = settings.join_token
+    secret = token.get_secret_value().encode() if token else secrets.token_bytes(32)
     store = MemoryStore()
     ledger = Ledger(life=secrets.token_hex(4))
     keyring = Keyring(settings.api_key, clock, wall, ledger.used)
@@ -96,7 +103,9 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
         meters=meters,
         accounting=Accounting(store, meters, ledger, wall),
         dispatch=dispatch,
-        upstream=Upstream(settings, listed_keys, dispatch, clock),
+        prefix_names=PrefixNames(secret),
+        prefixes=prefixes,
+        upstream=Upstream(settings, listed_keys, dispatch, prefixes, clock),
         control=Control(settings, fleet, store),
         probes=Probes(settings.workers, listed_keys, fleet, dispatch, store),
         clock=clock,

@@ -32,6 +32,12 @@ class Meters:
             "Attempts at a further worker, before the first byte.",
             registry=self.registry,
         )
+        self._prefixes = Counter(
+            "paceline_prefixes",
+            "Answered requests by what became of their system prompt: hit, miss, none.",
+            ["result"],
+            registry=self.registry,
+        )
         self.in_flight = Gauge(
             "paceline_requests_in_flight", "Requests that run now.", registry=self.registry
         )
@@ -66,6 +72,7 @@ class Meters:
         """Enter one finished request."""
         reason = served.candidate.reason if served.candidate else "none"
         self._requests.labels(pool, reason, str(served.status)).inc()
+        self._prefixes.labels(served.prefix).inc()
         if served.attempts > 1:
             self._retries.inc(served.attempts - 1)
         if served.first_token_s is not None:

@@ -25,7 +25,7 @@ from gateway.line import Line
 from gateway.overload import Load
 from gateway.refusals import BodyTooSlow, KeyEnded, MethodRefused, PoolsNotAllowed
 from gateway.routing import decide
-from gateway.trip import UNUSED, Trip, route_headers
+from gateway.trip import NO_PREFIX, UNUSED, Trip, route_headers
 from policies.document import PolicyDocument
 from policies.profile import Endpoint
 
@@ -171,8 +171,9 @@ class Relay:
         fleet = line.fleet.view()
         inspected = steps.inspected = inspect(raw, endpoint, policy, fleet)
         steps.holder.check_model(inspected)
-        case = Case(policy, inspected.profile, asker, caller.pools)
-        decision = steps.decision = decide(case, fleet, line.rng)
+        prefix = line.prefix_names.name(inspected, caller, policy.prefix)
+        case = Case(policy, inspected.profile, asker, caller.pools, prefix)
+        decision = steps.decision = decide(case, line.prefixes.mark(fleet, prefix), line.rng)
         line.recent.remember(case)
         if decision.barred:
             raise PoolsNotAllowed
@@ -212,6 +213,7 @@ class Relay:
             first_token_s=_since(trip.began_s, trip.first_token_s) if trip else None,
             caller=steps.holder.caller,
             spent=spent(trip, error) if steps.holder.caller.key else NOTHING,
+            prefix=trip.prefix if trip else NO_PREFIX,
         )
 
     def _enter(self) -> None:

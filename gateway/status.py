@@ -22,6 +22,7 @@ def render(
     in_flight: Mapping[str, int],
     reports: tuple[WorkerReport, ...],
     guards: Mapping[str, int],
+    prefixes: Mapping[str, int],
     counts: Mapping[Key, int],
     latencies: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -39,6 +40,7 @@ def render(
         "errors": _under(counts, "errors"),
         "retries": counts.get(("retries",), 0),
         **guards,
+        "prefix": {"hit": 0, "miss": 0, "none": 0, **_under(counts, "prefix"), **prefixes},
         "latency": dict(latencies),
         "pools": {
             name: _pool(

@@ -9,6 +9,7 @@ from gateway.domain import Caller, Candidate, Case, Inspected, Usage
 
 UNUSED = Usage()
 """Of a request that no worker has counted."""
+NO_PREFIX = "none"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,6 +28,18 @@ class Trip:
     first_token_s: float | None = None
     usage: Usage = UNUSED
 
+    @property
+    def prefix(self) -> str:
+        """Tell what became of its system prompt: hit, miss, or none to look for.
+
+        Until the worker has counted it is what is expected.
+        """
+        if not self.case.prefix:
+            return NO_PREFIX
+        if self.usage is not UNUSED:
+            return "hit" if self.usage.cached_tokens else "miss"
+        return "hit" if self.candidate and self.candidate.holder else "miss"
+
 
 def route_headers(trip: Trip) -> Headers:
     """Say in headers where the request went and why."""
@@ -36,6 +49,6 @@ def route_headers(trip: Trip) -> Headers:
         (b"x-paceline-pool", trip.candidate.pool.encode()),
         (b"x-paceline-worker", trip.candidate.worker_id.encode()),
         (b"x-paceline-reason", trip.candidate.reason.encode()),
-        (b"x-paceline-prefix", b"none"),
+        (b"x-paceline-prefix", trip.prefix.encode()),
         (b"x-paceline-attempts", str(trip.attempts).encode()),
     ]

@@ -16,6 +16,7 @@ from policies.compiled import Compiled, compile_document
 from policies.models import ModelPolicy
 from policies.part import Name, Part
 from policies.pools import Pool
+from policies.prefix import PrefixPolicy
 from policies.routes import Route, When
 from policies.written import TextInvalid, line_of, read_yaml
 
@@ -89,6 +90,8 @@ class PolicyDocument(Part):
     """What one request may ask for and take."""
     media: MediaRules = MediaRules()
     """What one request may bring along beside text."""
+    prefix: PrefixPolicy = PrefixPolicy()
+    """Who may share a system prompt that workers keep, and how long they are taken to hold it."""
     retries: Retries = Retries()
     """How many of the active requests may be on a further attempt at once."""
 

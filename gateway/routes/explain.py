@@ -39,10 +39,12 @@ def explanation(line: Line) -> APIRouter:
         asker = read_asker(request.scope, caller, policy.compiled.headers, line.week.minute())
         inspected = inspect(raw, endpoint, policy, fleet)
         holder.check_model(inspected)
+        prefix = line.prefix_names.name(inspected, caller, policy.prefix)
+        case = Case(policy, inspected.profile, asker, caller.pools, prefix)
         # The same dice as the next request, thrown without moving them.
         rng = Random()  # noqa: S311
         rng.setstate(line.rng.getstate())
-        decision = decide(Case(policy, inspected.profile, asker, caller.pools), fleet, rng)
+        decision = decide(case, line.prefixes.mark(fleet, prefix), rng)
         if decision.barred:
             raise PoolsNotAllowed
         return _told(inspected, asker, decision)

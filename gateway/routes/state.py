@@ -84,6 +84,7 @@ def status(line: Line, relay: Relay) -> APIRouter:
                 "retries_denied": line.upstream.retries.denied,
                 "quarantined": len(line.upstream.quarantine),
             },
+            prefixes={"known": len(line.prefixes), "untrue": line.prefixes.untrue},
             counts=await line.store.counts(),
             latencies=line.accounting.latencies(),
         )

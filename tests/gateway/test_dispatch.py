@@ -14,6 +14,7 @@ from gateway.dispatch import Dispatch
 from gateway.domain import Caller, Case
 from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fleet import Fleet, Lease
+from gateway.prefixes import Prefixes
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority, read_policy
 from policies.profile import Endpoint, RequestProfile, Sampling
@@ -63,7 +64,7 @@ class Door:
         """Of those who ask from now on."""
         self.clock = Clock()
         self.fleet = Fleet(self.clock, dice=lambda: 0.0)
-        self.dispatch = Dispatch(self.fleet, self.clock, Random(0))
+        self.dispatch = Dispatch(self.fleet, Prefixes(self.clock), self.clock, Random(0))
 
     def ask(
         self,

@@ -1,0 +1,106 @@
+"""System prompts: the name of each, and which workers hold it as far as this gateway knows.
+
+A worker that has read a system prompt keeps what it computed and answers the next request with the
+same one much sooner. Who holds what is a claim: made when a request is sent, confirmed or dropped
+by the `cached_tokens` of its answer, and gone with the worker's life.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from hashlib import blake2b
+
+from pydantic_core import to_json
+
+from gateway.domain import Caller, FleetView, Holding, Inspected, Usage
+from policies.prefix import PrefixPolicy
+
+KEYS_KEPT = 10_000
+# Reading less takes a worker hardly longer than looking for it.
+_SHORTEST_BYTES = 256
+_SYSTEM_FIELDS = ("tools", "chat_template_kwargs")
+
+
+class PrefixNames:
+    """Names system prompts by a keyed digest, so that a name says nothing of the words."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._begun = blake2b(key=blake2b(secret, person=b"paceline-prefix").digest(),
+                              digest_size=16)  # fmt: skip
+
+    def name(self, inspected: Inspected, caller: Caller, rules: PrefixPolicy) -> str:
+        """Name what a request shares with others; empty where that is too little to look for."""
+        body = inspected.body
+        messages = body.get("messages")
+        if not messages:
+            return ""
+        first = messages[0]
+        system = first.get("content") if first["role"] == "system" else None
+        shared = [body.get(field) for field in _SYSTEM_FIELDS]
+        if system is None and shared[0] is None:
+            return ""
+        scope = rules.scope(caller.key, caller.team)
+        written = to_json([scope, inspected.profile.model, *shared, system], inf_nan_mode="null")
+        if len(written) < _SHORTEST_BYTES:
+            return ""
+        digest = self._begun.copy()
+        digest.update(written)
+        return digest.hexdigest()
+
+
+class Prefixes:
+    """Who holds which system prompt. `clock` is monotonic and in seconds."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._claims: OrderedDict[str, dict[Holding, float]] = OrderedDict()
+        self.untrue = 0
+        """Claims that a worker's own count has shown to be wrong."""
+
+    def __len__(self) -> int:
+        """Count the system prompts that are known."""
+        return len(self._claims)
+
+    def mark(self, fleet: FleetView, name: str) -> FleetView:
+        """Mark in a snapshot who holds a system prompt now."""
+        claims = self._claims.get(name)
+        if not claims:
+            return fleet
+        now_s = self._clock()
+        holders = frozenset([holding for holding, until_s in claims.items() if until_s > now_s])
+        return fleet._replace(holders=holders)
+
+    def sent(self, name: str, holding: Holding, rules: PrefixPolicy) -> None:
+        """Learn that a worker is about to read it: who asks next is to find it there."""
+        if not rules.holders:
+            self._claims.pop(name, None)
+            return
+        claims = self._claims.setdefault(name, {})
+        self._claims.move_to_end(name)
+        claims.pop(holding, None)
+        claims[holding] = self._clock() + rules.ttl_s
+        while len(claims) > rules.holders:
+            del claims[next(iter(claims))]
+        if len(self._claims) > KEYS_KEPT:
+            self._claims.popitem(last=False)
+
+    def told(self, name: str, holding: Holding, usage: Usage | None, *, expected: bool) -> None:
+        """Learn from how a request ended whether the worker holds it; `usage` is its own count.
+
+        `expected` says that it was sent there for that.
+        """
+        if usage is None:
+            if not expected:  # perhaps it was never read
+                self._drop(name, holding)
+        elif expected and not usage.cached_tokens:
+            self.untrue += 1
+            self._drop(name, holding)
+
+    def _drop(self, name: str, holding: Holding) -> None:
+        claims = self._claims.get(name)
+        if claims is None:
+            return
+        claims.pop(holding, None)
+        if not claims:
+            del self._claims[name]

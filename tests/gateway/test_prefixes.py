@@ -1,0 +1,264 @@
+"""System prompts: requests follow theirs to the worker that holds it, and are not misled by it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.domain import Caller, Case, FleetView, Inspected, LaneView, Usage, WorkerView
+from gateway.prefixes import KEYS_KEPT, Prefixes, PrefixNames
+from gateway.routing import decide
+from policies.document import shipped_policy
+from policies.prefix import PrefixPolicy
+from policies.profile import Endpoint, RequestProfile
+from tests.gateway.fake_worker import USAGE, FakeWorker, Script, lane_report, whole_answer
+from tests.gateway.serving import Gateway, bearing, settings_for_tests
+
+RULES = PrefixPolicy()
+STUDIO, LAPTOP = ("studio", "1"), ("laptop", "1")
+LONG = "You are the clerk of a small harbour and answer in one sentence. " * 8
+
+
+def asked(system: str = LONG, **fields: Any) -> dict[str, Any]:
+    said = [{"role": "system", "content": system}, {"role": "user", "content": "Who are you?"}]
+    return {"messages": said, **fields}
+
+
+def counted(cached: int) -> Script:
+    """Answer that so many tokens of the prompt were not read again."""
+    details = {"prompt_tokens_details": {"cached_tokens": cached}}
+    return Script(body=json.dumps(whole_answer("Clerk.") | {"usage": USAGE | details}).encode())
+
+
+@pytest.fixture
+def pair(line: Gateway, second_worker: FakeWorker) -> Gateway:
+    """A gateway with two workers."""
+    assert line.join(second_worker).status_code == 200
+    return line
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def prefixes(clock: list[float]) -> Prefixes:
+    return Prefixes(lambda: clock[0])
+
+
+def holders(prefixes: Prefixes, name: str = "p") -> set[tuple[str, str]]:
+    return set(prefixes.mark(FleetView((), frozenset()), name).holders)
+
+
+def test_requests_follow_their_system_prompt_to_the_worker_that_holds_it(
+    pair: Gateway, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    first = {pair.chat(**asked(f"{n}. {LONG}")).headers["x-paceline-worker"] for n in range(20)}
+    assert first == {"fake-a", "fake-b"}, "those that nobody holds are spread"
+    for number in range(20):
+        at = {
+            pair.chat(**asked(f"{number}. {LONG}")).headers["x-paceline-worker"] for _ in range(3)
+        }
+        assert len(at) == 1
+    names = [{heard.headers["x-paceline-prefix-key"] for heard in one.heard}
+             for one in (worker, second_worker)]  # fmt: skip
+    assert names[0].isdisjoint(names[1])
+    assert len(names[0] | names[1]) == 20
+
+
+def test_the_header_tells_what_the_worker_has_counted(line: Gateway, worker: FakeWorker) -> None:
+    worker.script = counted(0)
+    assert line.chat(**asked()).headers["x-paceline-prefix"] == "miss"
+    worker.script = counted(90)
+    assert line.chat(**asked()).headers["x-paceline-prefix"] == "hit"
+    assert line.chat().headers["x-paceline-prefix"] == "none"
+    told = line.status()["prefix"]
+    assert told == {"hit": 1, "miss": 1, "none": 1, "known": 1, "untrue": 0}
+
+
+def test_a_stream_tells_what_is_expected(line: Gateway) -> None:
+    expected = []
+    for _ in range(2):
+        with line.stream(**asked()) as answer:
+            expected.append(answer.headers["x-paceline-prefix"])
+            answer.read()
+    assert expected == ["miss", "hit"]
+
+
+def test_a_claim_is_dropped_where_the_worker_has_counted_otherwise(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    worker.script = counted(0)
+    for _ in range(2):
+        line.chat(**asked())
+    assert (told := line.status()["prefix"])["untrue"] == 1
+    assert told["known"] == 0
+    explained = line.client.post("/v1/route/explain", json={"model": "demo", **asked()}).json()
+    assert not explained["candidates"][0]["holder"]
+
+
+def test_a_request_that_failed_leaves_no_claim(line: Gateway, worker: FakeWorker) -> None:
+    worker.script = Script(drop=True)
+    assert line.chat(**asked()).status_code >= 500
+    assert line.status()["prefix"]["known"] == 0
+
+
+def test_an_explanation_says_who_holds_it(pair: Gateway) -> None:
+    at = pair.chat(**asked()).headers["x-paceline-worker"]
+    explained = pair.client.post("/v1/route/explain", json={"model": "demo", **asked()}).json()
+    assert [one["holder"] for one in explained["candidates"]] == [True, False]
+    assert explained["candidates"][0]["worker_id"] == at
+
+
+@pytest.mark.parametrize(
+    ("isolation", "same_team", "other_team"),
+    [("key", False, False), ("team", True, False), ("none", True, True)],
+)
+def test_only_those_whom_the_policy_lets_share_have_one_name(
+    tmp_path: Path, worker: FakeWorker, isolation: str, same_team: bool, other_team: bool
+) -> None:
+    with Gateway(settings_for_tests(tmp_path)) as gateway:
+        gateway.join(worker)
+        edit = {
+            "if-match": gateway.admin.get("/admin/v1/policy").headers["etag"],
+            "content-type": "application/merge-patch+json",
+            "x-paceline-note": "test",
+        }
+        patch = json.dumps({"prefix": {"isolation": isolation}})
+        assert gateway.admin.patch("/admin/v1/policy", content=patch, headers=edit).is_success
+        for team in ("lab", "lab", "shop"):
+            key = bearing(gateway.make_key(team=team))
+            body = {"model": "demo", **asked()}
+            assert gateway.client.post("/v1/chat/completions", json=body, headers=key).is_success
+    ann, bob, eve = (heard.headers["x-paceline-prefix-key"] for heard in worker.heard)
+    assert (ann == bob, ann == eve) == (same_team, other_team)
+
+
+def test_too_little_to_look_for_has_no_name(line: Gateway, worker: FakeWorker) -> None:
+    line.chat(**asked("Be brief."))
+    assert "x-paceline-prefix-key" not in worker.heard[0].headers
+    assert line.status()["prefix"]["none"] == 1
+
+
+def inspected(**body: Any) -> Inspected:
+    profile = RequestProfile(endpoint=Endpoint.CHAT, model=body.pop("model", "demo"))
+    return Inspected("demo", profile, {**asked(), **body})
+
+
+def test_a_name_depends_on_all_that_is_shared_and_on_nothing_else() -> None:
+    names = PrefixNames(b"secret")
+    lab = Caller(key="1", team="lab")
+    name = names.name(inspected(), lab, RULES)
+    assert re.fullmatch("[0-9a-f]{32}", name)
+    said = [asked()["messages"][0], {"role": "user", "content": "Something else?"}]
+    assert names.name(inspected(messages=said, temperature=0), lab, RULES) == name
+    assert names.name(inspected(), Caller(key="2", team="lab"), RULES) == name
+    others = {
+        names.name(inspected(model="large"), lab, RULES),
+        names.name(inspected(tools=[{"type": "function"}]), lab, RULES),
+        names.name(inspected(chat_template_kwargs={"enable_thinking": False}), lab, RULES),
+        names.name(inspected(**asked(LONG + "!")), lab, RULES),
+        names.name(inspected(), Caller(key="1", team="shop"), RULES),
+        names.name(inspected(), Caller(key="1"), RULES),
+        PrefixNames(b"other").name(inspected(), lab, RULES),
+    }
+    assert len(others - {name}) == 7
+
+
+def test_one_whose_key_has_no_team_shares_with_nobody_else() -> None:
+    assert RULES.scope("1", "") != RULES.scope("2", "")
+    assert RULES.scope("team:lab", "") != RULES.scope("1", "lab")
+    assert RULES.scope("", "") == ""
+
+
+def test_a_claim_ends_with_its_time(prefixes: Prefixes, clock: list[float]) -> None:
+    prefixes.sent("p", STUDIO, RULES)
+    clock[0] = RULES.ttl_s - 1
+    assert holders(prefixes) == {STUDIO}
+    clock[0] = RULES.ttl_s
+    assert holders(prefixes) == set()
+
+
+def test_the_last_that_had_it_are_remembered(prefixes: Prefixes) -> None:
+    two = PrefixPolicy(holders=2)
+    for holding in (STUDIO, LAPTOP, STUDIO, ("mini", "1")):
+        prefixes.sent("p", holding, two)
+    assert holders(prefixes) == {STUDIO, ("mini", "1")}
+    prefixes.sent("p", STUDIO, PrefixPolicy(holders=0))
+    assert holders(prefixes) == set()
+
+
+def test_a_flood_of_system_prompts_pushes_out_the_oldest(prefixes: Prefixes) -> None:
+    for number in range(KEYS_KEPT + 5):
+        prefixes.sent(str(number), STUDIO, RULES)
+    assert len(prefixes) == KEYS_KEPT
+    assert holders(prefixes, "4") == set()
+    assert holders(prefixes, "5") == {STUDIO}
+
+
+def test_what_a_worker_counted_confirms_or_drops_its_claim(prefixes: Prefixes) -> None:
+    prefixes.sent("p", STUDIO, RULES)
+    prefixes.told("p", STUDIO, Usage(100, 5, 0), expected=False)
+    assert holders(prefixes) == {STUDIO}, "it has read it now"
+    prefixes.told("p", STUDIO, Usage(100, 5, 90), expected=True)
+    prefixes.told("p", STUDIO, None, expected=True)
+    assert holders(prefixes) == {STUDIO}, "what failed later says nothing of it"
+    prefixes.told("p", STUDIO, Usage(100, 5, 0), expected=True)
+    assert holders(prefixes) == set()
+    assert prefixes.untrue == 1
+
+
+def worker_of(holding: tuple[str, str], in_flight: int = 0) -> WorkerView:
+    lane = LaneView.of(lane_report("vlm"), in_flight)
+    return WorkerView.of(holding[0], ("demo",), (lane,), boot_id=holding[1])
+
+
+def first_of(*workers: WorkerView, seed: int = 0) -> str:
+    fleet = FleetView(workers, frozenset(("demo",)), frozenset((STUDIO,)))
+    return decide(CASE, fleet, Random(seed)).candidates[0].worker_id
+
+
+CASE = Case(shipped_policy(), RequestProfile(endpoint=Endpoint.CHAT, model="demo"))
+
+
+def test_a_holder_is_first_until_it_is_half_a_lane_busier() -> None:
+    """Of four rows: at two it is still asked, at three the other one reads the prompt too."""
+    found = [first_of(worker_of(STUDIO, busy), worker_of(LAPTOP)) for busy in range(5)]
+    assert found == ["studio"] * 3 + ["laptop"] * 2
+
+
+def test_a_full_holder_is_not_waited_for() -> None:
+    assert first_of(worker_of(STUDIO, 4), worker_of(LAPTOP, 3)) == "laptop"
+
+
+def test_what_a_worker_held_ends_with_its_life() -> None:
+    restarted = worker_of(("studio", "2"))
+    firsts = {first_of(restarted, worker_of(LAPTOP), seed=seed) for seed in range(50)}
+    assert firsts == {"studio", "laptop"}
+
+
+@given(
+    busy=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    held=st.sets(st.integers(0, 5)),
+    seed=st.integers(0, 99),
+)
+def test_holders_change_the_order_and_never_who_may_answer(
+    busy: list[int], held: set[int], seed: int
+) -> None:
+    workers = tuple(worker_of((f"mac-{n}", "1"), count) for n, count in enumerate(busy))
+    plain = FleetView(workers, frozenset(("demo",)))
+    marked = plain._replace(holders=frozenset((f"mac-{n}", "1") for n in held))
+    without, found = (decide(CASE, fleet, Random(seed)).candidates for fleet in (plain, marked))
+    assert {one.worker_id for one in without} == {one.worker_id for one in found}
+    assert {one.worker_id for one in found if one.holder} <= {f"mac-{n}" for n in held}
+    least = min(one.load for one in found)
+    assert found[0].load <= least + 0.5
+    assert not found[0].holder or found[0].load < 1 or found[0].load == least
