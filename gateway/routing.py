@@ -123,7 +123,8 @@ def _holders(workers: Sequence[WorkerView], fleet: FleetView) -> Set[str]:
 def _holders_first(ranked: list[_Ranked], holders: Set[str]) -> list[_Ranked]:
     """Put those first who hold the system prompt, where that costs no wait."""
     bound = ranked[0][0] + _HOLDERS_LEAD
-    first, others = [], []
+    first: list[_Ranked] = []
+    others: list[_Ranked] = []
     for one in ranked:
         load, _, _, worker_id, lane = one
         ahead = worker_id in holders and lane.in_flight < lane.slots and load <= bound

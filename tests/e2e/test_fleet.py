@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.e2e.asking import LONG_TEXT, text_body
+from tests.e2e.asking import LONG_TEXT, TEXT, text_body
 from tests.e2e.line_process import LISTENS, running_gateway
 from tests.worker_process import RunningWorker, until_ready, worker_process
 from workers.demo import CHECKPOINT
@@ -152,3 +152,29 @@ async def test_killed_worker_breaks_its_own_streams_only(tmp_path: Path) -> None
                 answer = await client.post("/v1/chat/completions", json=body)
                 assert answer.status_code == 200
                 assert answer.headers["x-paceline-worker"] == "b"
+
+
+def test_requests_follow_their_system_prompt_and_do_not_read_it_again(fleet: Fleet) -> None:
+    """On the workers' own count: both lanes of the one that has read it find it there."""
+    with httpx.Client(base_url=fleet.url, timeout=60) as client:
+        for number in range(4):
+            system = f"You are clerk number {number} of a small harbour. " + 12 * (
+                "Ships come in with the tide and go out with the wind. "
+            )
+            asked = [{"role": "system", "content": system}, {"role": "user", "content": TEXT}]
+            answers = [
+                client.post(
+                    "/v1/chat/completions",
+                    json={"model": fleet.model, "messages": asked, "temperature": warmth},
+                ).raise_for_status()
+                for warmth in (0, 0, 1)
+            ]
+            told = [answer.headers["x-paceline-prefix"] for answer in answers]
+            cached = [
+                answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                for answer in answers
+            ]
+            assert len({answer.headers["x-paceline-worker"] for answer in answers}) == 1
+            assert told == ["miss", "hit", "hit"]
+            assert cached[0] == 0
+            assert cached[1] == cached[2] > 100
