@@ -15,8 +15,8 @@ MTP_LANE = "text-mtp"
 ELIGIBLE = "eligible"
 # A worker that holds the system prompt is asked first while it has a free slot and is at most so
 # much busier (1 is a full lane) than the least busy: behind others the head start would be lost,
-# and a prompt that all share would pile up on one machine.
-_HOLDERS_LEAD = 0.5
+# and a prompt that all share would pile up on one machine. `bench.fleet_sim` says how much is good.
+_HOLDERS_LEAD = 0.625
 _NOBODY: frozenset[str] = frozenset()
 # The request may speculate and somebody could do it, but the policy sends it elsewhere.
 BY_POLICY = "policy"

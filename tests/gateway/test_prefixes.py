@@ -229,7 +229,7 @@ def first_of(*workers: WorkerView, seed: int = 0) -> str:
 CASE = Case(shipped_policy(), RequestProfile(endpoint=Endpoint.CHAT, model="demo"))
 
 
-def test_a_holder_is_first_until_it_is_half_a_lane_busier() -> None:
+def test_a_holder_is_first_until_it_is_much_busier() -> None:
     """Of four rows: at two it is still asked, at three the other one reads the prompt too."""
     found = [first_of(worker_of(STUDIO, busy), worker_of(LAPTOP)) for busy in range(5)]
     assert found == ["studio"] * 3 + ["laptop"] * 2
@@ -260,5 +260,5 @@ def test_holders_change_the_order_and_never_who_may_answer(
     assert {one.worker_id for one in without} == {one.worker_id for one in found}
     assert {one.worker_id for one in found if one.holder} <= {f"mac-{n}" for n in held}
     least = min(one.load for one in found)
-    assert found[0].load <= least + 0.5
+    assert found[0].load <= least + 0.625
     assert not found[0].holder or found[0].load < 1 or found[0].load == least
