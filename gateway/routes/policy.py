@@ -34,7 +34,6 @@ from policies.document import PolicyInvalid
 
 PREFIX = "/admin/v1/policy"
 VERSION_HEADER = "x-paceline-policy-version"
-_PROBLEMS_TOLD = 100
 _DIGITS = 9
 
 
@@ -109,7 +108,7 @@ def proposals(line: Line) -> APIRouter:
         try:
             book.check(await read_proposal(offer, patched=patched))
         except PolicyInvalid as invalid:
-            told = [problem._asdict() for problem in invalid.problems[:_PROBLEMS_TOLD]]
+            told = [problem._asdict() for problem in invalid.problems]
             return {"valid": False, "problems": told}
         return {"valid": True, "problems": []}
 
