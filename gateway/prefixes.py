@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from hashlib import blake2b
+from typing import NamedTuple
 
 from pydantic_core import to_json
 
@@ -17,6 +18,7 @@ from gateway.domain import Caller, FleetView, Holding, Inspected, Usage
 from policies.prefix import PrefixPolicy
 
 KEYS_KEPT = 10_000
+NEWS_KEPT = 2_000
 # Reading less takes a worker hardly longer than looking for it.
 _SHORTEST_BYTES = 256
 _SYSTEM_FIELDS = ("tools", "chat_template_kwargs")
@@ -49,12 +51,23 @@ class PrefixNames:
         return digest.hexdigest()
 
 
+class Claim(NamedTuple):
+    """What gateways tell each other: who holds a system prompt for how long; 0 is not at all."""
+
+    name: str
+    worker_id: str
+    boot_id: str
+    for_s: float
+
+
 class Prefixes:
     """Who holds which system prompt. `clock` is monotonic and in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._claims: OrderedDict[str, dict[Holding, float]] = OrderedDict()
+        """Until when, the last one used at the end."""
+        self._news: dict[tuple[str, str, str], Claim] = {}
         self.untrue = 0
         """Claims that a worker's own count has shown to be wrong."""
 
@@ -76,14 +89,11 @@ class Prefixes:
         if not rules.holders:
             self._claims.pop(name, None)
             return
-        claims = self._claims.setdefault(name, {})
-        self._claims.move_to_end(name)
-        claims.pop(holding, None)
-        claims[holding] = self._clock() + rules.ttl_s
+        self._keep(name, holding, rules.ttl_s)
+        claims = self._claims[name]
         while len(claims) > rules.holders:
             del claims[next(iter(claims))]
-        if len(self._claims) > KEYS_KEPT:
-            self._claims.popitem(last=False)
+        self._tell(Claim(name, *holding, rules.ttl_s))
 
     def told(self, name: str, holding: Holding, usage: Usage | None, *, expected: bool) -> None:
         """Learn from how a request ended whether the worker holds it; `usage` is its own count.
@@ -91,11 +101,41 @@ class Prefixes:
         `expected` says that it was sent there for that.
         """
         if usage is None:
-            if not expected:  # perhaps it was never read
-                self._drop(name, holding)
-        elif expected and not usage.cached_tokens:
-            self.untrue += 1
+            untrue = not expected  # perhaps it was never read
+        else:
+            untrue = expected and not usage.cached_tokens
+            self.untrue += untrue
+        if untrue:
             self._drop(name, holding)
+            self._tell(Claim(name, *holding, 0.0))
+
+    def take_news(self) -> tuple[Claim, ...]:
+        """Give what other gateways should hear, each claim once, as it is now."""
+        news, self._news = tuple(self._news.values()), {}
+        return news
+
+    def hear(self, claim: Claim, age_s: float) -> None:
+        """Take in what another gateway claimed so long ago."""
+        holding = (claim.worker_id, claim.boot_id)
+        if claim.for_s > age_s:
+            self._keep(claim.name, holding, claim.for_s - age_s)
+        elif not claim.for_s:
+            self._drop(claim.name, holding)
+
+    def _tell(self, claim: Claim) -> None:
+        about = claim[:3]
+        self._news.pop(about, None)
+        self._news[about] = claim
+        if len(self._news) > NEWS_KEPT:  # nobody hears them just now
+            del self._news[next(iter(self._news))]
+
+    def _keep(self, name: str, holding: Holding, for_s: float) -> None:
+        claims = self._claims.setdefault(name, {})
+        self._claims.move_to_end(name)
+        claims.pop(holding, None)
+        claims[holding] = self._clock() + for_s
+        if len(self._claims) > KEYS_KEPT:
+            self._claims.popitem(last=False)
 
     def _drop(self, name: str, holding: Holding) -> None:
         claims = self._claims.get(name)
