@@ -69,6 +69,16 @@ async def test_a_key_that_counts_no_more_leads_back_to_the_door(
 
 
 @IN_THE_BROWSER
+async def test_where_this_machine_alone_is_trusted_others_are_told_so(
+    line: Gateway, watched: Watched
+) -> None:
+    await watched.context.set_extra_http_headers({"x-forwarded-for": "192.168.1.7"})
+    await watched.visit(line.url)
+    refusal = watched.page.locator("#sign-in-refusal")
+    await expect(refusal).to_contain_text("answers only on the gateway's own machine")
+
+
+@IN_THE_BROWSER
 async def test_no_section_is_wider_than_a_phone(
     line: Gateway, browser: Browser, watched: Watched
 ) -> None:

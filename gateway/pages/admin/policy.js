@@ -20,8 +20,8 @@ let looking;
 export const policy = {
   async enter() {
     byId("apply-author").value = author();
+    looking = setInterval(() => document.hidden || look().catch(untold), LOOK_MS);
     await quietly(async () => (base ? await look() : adopt(await readPolicy())));
-    looking = setInterval(() => document.hidden || quietly(look), LOOK_MS);
   },
   leave() {
     clearInterval(looking);
@@ -171,6 +171,11 @@ async function keepMine(theirs) {
     make("p", {}, `Version ${theirs.number} is in the editor. Your own text is kept in this tab.`),
     make("div", { class: "row" }, button("Bring my text back", bring, { class: "primary" }), button("Forget it", done)),
   );
+}
+
+// What goes wrong unasked is told in passing.
+function untold(refused) {
+  if (refused.status !== 401) notice(refused.message);
 }
 
 async function quietly(work) {

@@ -12,8 +12,8 @@ const draining = new Set();
 
 export const workers = {
   async enter() {
-    await refresh();
     looking = setInterval(() => document.hidden || refresh(), LOOK_MS);
+    await refresh();
   },
   leave() {
     clearInterval(looking);
