@@ -19,7 +19,7 @@ from gateway.errors import GatewayError, RequestRefused
 from gateway.line import Line, build_line
 from gateway.refusals import HostRefused, MethodRefused, PathUnknown
 from gateway.relay import ENDPOINTS, Relay
-from gateway.routes import admin, explain, keys, models, policy, state, usage
+from gateway.routes import admin, explain, keys, models, page, policy, state, usage
 from gateway.settings import Settings
 
 
@@ -112,6 +112,7 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
 
 def _add_admin_routes(panel: FastAPI, line: Line) -> None:
     """Add what only admins may do; workers join where requests come in."""
+    panel.include_router(page.page())
     panel.include_router(admin.workers(line))
     panel.include_router(policy.versions(line))
     panel.include_router(policy.proposals(line))

@@ -35,12 +35,14 @@ class Member:
     in_flight: Counter[str] = field(default_factory=Counter)
     on_probation: int = 0
     """Requests sent since its last ejection that it has not yet answered."""
+    cordoned: bool = False
+    """An admin keeps new requests from it."""
     _view: WorkerView | None = None
 
     @property
     def willing(self) -> bool:
-        """Say whether it takes new requests as far as it says itself."""
-        return self.report.ready and not self.report.draining
+        """Say whether it takes new requests as far as it says itself, and admins do."""
+        return self.report.ready and not self.report.draining and not self.cordoned
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -106,6 +108,7 @@ class Fleet:
         self._dice = dice
         self._members: dict[str, Member] = {}
         self._known_models = known_models
+        self._cordoned = NOBODY
         self._deaf_until_s = float("-inf")
         self._listened_at_s: float | None = None
 
@@ -120,7 +123,8 @@ class Fleet:
         elif member is None or member.report.url == report.url or not _live(member, now_s):
             # A new boot starts with no requests and with a clean record; what runs on the old one
             # still counts on the old entry.
-            self._members[report.worker_id] = Member(report, now_s, listed)
+            cordoned = report.worker_id in self._cordoned
+            self._members[report.worker_id] = Member(report, now_s, listed, cordoned=cordoned)
         else:
             raise WorkerIdTaken
         self._known_models |= {*self._members[report.worker_id].models}
@@ -142,6 +146,12 @@ class Fleet:
             self._deaf_until_s = self._listened_at_s + _DEAF_S
             for member in self._members.values():
                 member.beaten_at_s += deaf_s
+
+    def cordon(self, worker_ids: frozenset[str]) -> None:
+        """Send nothing new to these workers, also in later boots, and to all others again."""
+        self._cordoned = worker_ids
+        for worker_id, member in self._members.items():
+            member.cordoned = worker_id in worker_ids
 
     def leave(self, worker_id: str) -> None:
         """Forget a worker that said goodbye."""
@@ -246,7 +256,7 @@ class Fleet:
 
     def _has_room(self, member: Member, lane: str, now_s: float) -> bool:
         slots = next((one.slots for one in member.report.lanes if one.name == lane), None)
-        if slots is None or member.occupied(lane) >= max(1, slots):
+        if slots is None or member.cordoned or member.occupied(lane) >= max(1, slots):
             return False
         breaker = member.breaker
         if breaker is HEALTHY:

@@ -13,6 +13,7 @@ from random import Random
 from gateway.accounting import Accounting
 from gateway.caller import WeekClock
 from gateway.control import Control
+from gateway.cordons import Cordons
 from gateway.dispatch import Dispatch
 from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.fleet import Fleet
@@ -44,6 +45,7 @@ class Line:
     watch: PolicyWatch
     recent: RecentCases
     fleet: Fleet
+    cordons: Cordons
     store: Store
     records: Records
     keyring: Keyring
@@ -86,7 +88,8 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
     ledger = Ledger(life=secrets.token_hex(4))
     keyring = Keyring(settings.api_key, clock, wall, ledger.used)
     keys = KeyBook(records, keyring, wall)
-    keeping = Keeping(records, keys, ledger, wall)
+    cordons = Cordons(records, fleet, dispatch, wall)
+    keeping = Keeping(records, keys, cordons, ledger, wall)
     await keeping.open()
     meters = Meters()
     return Line(
@@ -95,6 +98,7 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
         watch=PolicyWatch(book, settings.policy),
         recent=RecentCases(),
         fleet=fleet,
+        cordons=cordons,
         store=store,
         records=records,
         keyring=keyring,

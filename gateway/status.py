@@ -76,15 +76,15 @@ def worker_state(fleet: Fleet, member: Member | None) -> str:
     """Name the state of a worker in one word."""
     if member is None:
         return "gone"
-    if member.report.draining:
-        return "draining"
-    if not member.report.ready:
-        return "starting"
-    if fleet.ejected_for_s(member):
-        return "ejected"
-    if fleet.busy_for_s(member):
-        return "busy"
-    return "ready" if member.breaker.at_a_time is None else "probation"
+    found = (
+        ("draining", member.report.draining),
+        ("starting", not member.report.ready),
+        ("cordoned", member.cordoned),
+        ("ejected", fleet.ejected_for_s(member) > 0),
+        ("busy", fleet.busy_for_s(member) > 0),
+        ("probation", member.breaker.at_a_time is not None),
+    )
+    return next((state for state, holds in found if holds), "ready")
 
 
 def _worker(

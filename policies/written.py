@@ -15,6 +15,7 @@ DEPTH_LIMIT = 32
 VALUES_LIMIT = 20_000
 # Written in C where PyYAML was built so: ten times as fast.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class TextInvalid(ValueError):
@@ -47,6 +48,19 @@ def read_yaml(text: str) -> Any:
             raise
         # A date that does not exist, a number of ten thousand digits.
         raise TextInvalid("it holds a value that cannot be read") from None
+
+
+def write_yaml(document: Any) -> str:
+    """Write plain values as YAML that `read_yaml` reads the same; what holds no more is one line."""
+    text: str = yaml.dump(
+        document,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=100,
+        default_flow_style=None,
+    )
+    return text
 
 
 def line_of(text: str, field: str) -> int | None:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import quote
 
-import yaml
 from rich.console import Console
 
 from gateway.cli import policy_view
 from gateway.cli.asking import add_gateway_url, ask_admin
 from policies.document import PolicyInvalid, Problem, parse_policy
+from policies.written import write_yaml
 
 HELP = "show and change the policy of a running gateway"
 _PATH = "/admin/v1/policy"
@@ -110,8 +110,7 @@ def _show(options: argparse.Namespace) -> int:
     if options.json:
         sys.stdout.write(json.dumps(document, indent=2) + "\n")
     else:
-        text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)
-        sys.stdout.write(f"{mark}\n{text}")
+        sys.stdout.write(f"{mark}\n{write_yaml(document)}")
     return 0
 
 

@@ -17,7 +17,7 @@ from gateway.cli.asking import add_gateway_url, ask_gateway
 
 HELP = "show lanes, workers and what speculation brings"
 _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
-    ("starting", "draining", "busy", "probation"), "yellow"
+    ("starting", "draining", "cordoned", "busy", "probation"), "yellow"
 )
 
 

@@ -1,4 +1,4 @@
-"""What happens beside requests: keys are read again, and what was used is kept."""
+"""What happens beside requests: keys and cordons are read again, and what was used is kept."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Self
 
+from gateway.cordons import Cordons
 from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.keys.book import KeyBook
 from gateway.keys.limits import day_of
@@ -26,10 +27,16 @@ class Keeping:
     """The context in which keys stay fresh and usage is kept; a crash loses some seconds of it."""
 
     def __init__(
-        self, records: Records, book: KeyBook, ledger: Ledger, wall: Callable[[], float]
+        self,
+        records: Records,
+        book: KeyBook,
+        cordons: Cordons,
+        ledger: Ledger,
+        wall: Callable[[], float],
     ) -> None:
         self._records = records
         self._book = book
+        self._cordons = cordons
         self._ledger = ledger
         self._wall = wall
         self._tidied_on = -1
@@ -40,6 +47,7 @@ class Keeping:
         try:
             self._ledger.remember(await self._records.all(_KIND), self._wall())
             await self._book.open()
+            await self._cordons.open()
         except RecordsUnwritable:
             raise StartRefused("What is kept of keys and their usage cannot be read.") from None
 
@@ -68,6 +76,7 @@ class Keeping:
             await asyncio.sleep(_LOOK_S)
             looks += 1
             await self._safely(self._book.refresh)
+            await self._safely(self._cordons.refresh)
             if looks % _LOOKS_A_FLUSH == 0:
                 await self._safely(self._flush)
 

@@ -1,4 +1,4 @@
-"""The admin plane's view of workers: they join by heartbeat, and leave by saying so."""
+"""`/admin/v1/workers`: workers join by heartbeat and leave by saying so; admins cordon them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.client import read_small_body
-from gateway.fleet import BEAT_S
+from gateway.fleet import BEAT_S, Member
 from gateway.line import Line
 from gateway.refusals import FieldInvalid, WorkerUnknown
 from gateway.routes.guards import with_admin_key, with_join_token
@@ -20,6 +20,7 @@ from workers.adapters.report import WorkerReport
 
 PREFIX = "/admin/v1/workers"
 _REPORT_LIMIT_BYTES = 256 * 1024
+_LONGEST_DRAIN_S = 600
 
 
 def joining(line: Line) -> APIRouter:
@@ -60,27 +61,74 @@ def joining(line: Line) -> APIRouter:
 
 
 def workers(line: Line) -> APIRouter:
-    """Hold the route that lists the workers."""
+    """Hold the routes in which admins look at workers, and keep new requests from them."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
 
     @router.get("")
     async def listing() -> dict[str, Any]:
-        return {
-            "workers": [
-                {
-                    "worker_id": member.report.worker_id,
-                    "url": member.report.url,
-                    "model": member.report.model,
-                    "labels": list(member.report.labels),
-                    "state": worker_state(line.fleet, member),
-                    "lanes": [lane.name for lane in member.report.lanes],
-                    "last_beat_s_ago": round(line.fleet.age_s(member), 3),
-                }
-                for member in line.fleet.members()
-            ]
-        }
+        members = {member.report.worker_id: member for member in line.fleet.members()}
+        names = [*members, *(name for name in line.cordons.by_worker if name not in members)]
+        return {"workers": [_told(line, name, members.get(name)) for name in names]}
+
+    @router.put("/{worker_id}/cordon")
+    async def cordon(worker_id: str) -> dict[str, Any]:
+        await line.cordons.add(worker_id)
+        return _one(line, worker_id)
+
+    @router.delete("/{worker_id}/cordon")
+    async def uncordon(worker_id: str) -> Response:
+        await line.cordons.lift(worker_id)
+        return Response(status_code=204)
+
+    @router.post("/{worker_id}/drain")
+    async def drain(worker_id: str, request: Request) -> dict[str, Any]:
+        in_flight = await line.cordons.drain(worker_id, _drain_timeout_s(request))
+        return {"drained": not in_flight, **_one(line, worker_id)}
 
     return router
+
+
+def _one(line: Line, worker_id: str) -> dict[str, Any]:
+    members = (member for member in line.fleet.members() if member.report.worker_id == worker_id)
+    return _told(line, worker_id, next(members, None))
+
+
+def _told(line: Line, worker_id: str, member: Member | None) -> dict[str, Any]:
+    """Tell how a worker is; where it is gone there is only that it is cordoned."""
+    told: dict[str, Any] = {
+        "worker_id": worker_id,
+        "state": worker_state(line.fleet, member),
+        "in_flight": line.fleet.requests_of(worker_id),
+        "lanes": [],
+    }
+    if member is not None:
+        told |= {
+            "url": member.report.url,
+            "model": member.report.model,
+            "labels": list(member.report.labels),
+            "lanes": [
+                {
+                    "name": lane.name,
+                    "slots": lane.slots,
+                    "running": lane.running,
+                    "waiting": lane.waiting,
+                    "in_flight": member.in_flight[lane.name],
+                }
+                for lane in member.report.lanes
+            ],
+            "last_beat_s_ago": round(line.fleet.age_s(member), 3),
+        }
+    cordon = line.cordons.by_worker.get(worker_id)
+    return told | ({"cordoned_since": cordon.since.isoformat()} if cordon else {})
+
+
+def _drain_timeout_s(request: Request) -> float:
+    text = request.query_params.get("timeout_s", "30")
+    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= _LONGEST_DRAIN_S):
+        raise FieldInvalid(
+            f"'timeout_s' must be whole seconds, at most {_LONGEST_DRAIN_S}.", param="timeout_s"
+        )
+    return float(text)
 
 
 def _read_report(raw: bytes) -> WorkerReport:

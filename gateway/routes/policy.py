@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Depends
 from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from gateway.line import Line
 from gateway.proposal import propose
@@ -28,9 +29,10 @@ from gateway.routes.policy_edits import (
     read_signature,
     refused,
 )
-from gateway.versions import Reason, Signature
+from gateway.versions import Reason, Signature, Version
 from policies.differences import differences
 from policies.document import PolicyInvalid
+from policies.written import write_yaml
 
 PREFIX = "/admin/v1/policy"
 VERSION_HEADER = "x-paceline-policy-version"
@@ -43,9 +45,11 @@ def versions(line: Line) -> APIRouter:
     book = line.book
 
     @router.get("")
-    async def whole() -> Response:
+    async def whole(request: Request) -> Response:
         version = book.version
         headers = {"etag": f'"{version.etag}"', VERSION_HEADER: str(version.number)}
+        if _wants_yaml(request):
+            return await _as_yaml(version, headers)
         return Response(to_json(version.document), headers=headers, media_type=JSON)
 
     @router.put("")
@@ -86,11 +90,13 @@ def versions(line: Line) -> APIRouter:
         return {"versions": [version.told() for version in reversed(await book.versions())]}
 
     @router.get("/history/{number}")
-    async def one(number: str) -> dict[str, Any]:
+    async def one(number: str, request: Request) -> Response:
         if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
             raise VersionUnknown(number)
         version = await book.find(int(number))
-        return version.told() | {"document": version.document}
+        if _wants_yaml(request):
+            return await _as_yaml(version, {VERSION_HEADER: number})
+        return JSONResponse(version.told() | {"document": version.document})
 
     return router
 
@@ -132,6 +138,16 @@ def proposals(line: Line) -> APIRouter:
         }
 
     return router
+
+
+def _wants_yaml(request: Request) -> bool:
+    return YAML in request.headers.get("accept", "")
+
+
+async def _as_yaml(version: Version, headers: Mapping[str, str]) -> Response:
+    """Give the document as people write it; comments are not kept, so there are none."""
+    text = await asyncio.to_thread(write_yaml, version.document)
+    return Response(text, headers=headers, media_type=YAML)
 
 
 def _told(moves: Moves) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ def test_keys_are_made_on_their_port_and_open_the_other(apart: Gateway) -> None:
     assert told(apart.client.get("/v1/models")) == (401, "invalid_api_key")
     apart.bear(made["secret"])
     assert apart.chat().status_code == 200
-    for path in ("/admin/v1/usage", "/admin/v1/workers"):
+    for path in ("/admin/v1/usage", "/admin/v1/workers", "/admin", "/admin/page/main.js"):
         assert told(apart.client.get(path)) == (404, "unknown_path")
         assert apart.admin.get(path).status_code == 200
 

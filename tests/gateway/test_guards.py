@@ -19,8 +19,15 @@ from tests.gateway.fake_worker import TOKEN, FakeWorker
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests
 
 ROOT = Path(__file__).parents[2]
-PUBLIC = {("GET", "/livez"), ("GET", "/readyz"), ("GET", "/metrics")}
+PROBES = {("GET", "/livez"), ("GET", "/readyz"), ("GET", "/metrics")}
 """For load balancers and Prometheus; they tell no secret."""
+PAGE = {("GET", "/admin")} | {
+    ("GET", f"/admin/page/{file.name}")
+    for file in (ROOT / "gateway" / "pages" / "admin").iterdir()
+    if file.name != "index.html"
+}
+"""The page for admins; it tells nothing until an admin key is typed into it."""
+PUBLIC = PROBES | PAGE
 
 WORKER = "/admin/v1/workers/fake-a"
 DATA_PLANE = (
@@ -33,6 +40,9 @@ DATA_PLANE = (
 )
 ADMIN_PLANE = (
     ("GET", "/admin/v1/workers", 200),
+    ("PUT", f"{WORKER}/cordon", 200),
+    ("DELETE", f"{WORKER}/cordon", 204),
+    ("POST", f"{WORKER}/drain", 200),
     ("GET", "/admin/v1/keys", 200),
     ("POST", "/admin/v1/keys", 400),
     ("GET", "/admin/v1/keys/key-000000000000", 404),
@@ -130,7 +140,7 @@ def test_no_other_spelling_of_a_path_opens_anything(locked: Gateway, path: str) 
 
 def test_the_lists_below_name_every_route(tmp_path: Path) -> None:
     named = {
-        (method, path.replace("key-000000000000", "{name}"))
+        (method, path.replace("key-000000000000", "{name}").replace("fake-a", "{worker_id}"))
         for method, path, _ in (*DATA_PLANE, *ADMIN_PLANE)
     }
     named -= {("GET", "/v1/models/demo"), ("GET", "/admin/v1/policy/history/1")}
@@ -152,7 +162,7 @@ def test_where_admins_have_a_port_what_only_they_may_do_is_there_and_nowhere_els
     here, there = paths_of(apart), paths_of(apart.admin_door)
     assert here.isdisjoint(there)
     assert here | there | {("POST", path) for path in ENDPOINTS} == every_route(tmp_path)
-    assert len(there) == len(ADMIN_PLANE)
+    assert len(there) == len(ADMIN_PLANE) + len(PAGE)
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [*DATA_PLANE, *ADMIN_PLANE, *JOINING])

@@ -13,6 +13,7 @@ import pytest
 from pydantic import SecretStr
 
 from policies.document import shipped_policy
+from policies.written import read_yaml
 from tests.gateway.fake_worker import TOKEN, FakeWorker
 from tests.gateway.policies import Admin, as_yaml, document
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests
@@ -75,6 +76,17 @@ def test_yaml_is_taken_as_json_is(gateway: Gateway, admin: Admin) -> None:
     kinds = ("application/yaml; charset=utf-8", "Application/YAML")
     for number, kind in enumerate(kinds, start=3):
         assert admin.put(written, content_type=kind).json()["number"] == number
+
+
+def test_who_wants_yaml_gets_what_people_write(gateway: Gateway, admin: Admin) -> None:
+    admin.put(document("slow"))
+    for path in ("", "/history/2"):
+        answer = admin.get(path, headers={"accept": "application/yaml"})
+        assert answer.headers["content-type"].startswith("application/yaml")
+        assert answer.headers["x-paceline-policy-version"] == "2"
+        assert "  slow:\n    lanes: [vlm]" in answer.text
+        assert read_yaml(answer.text) == document("slow")
+    assert admin.get(headers={"accept": "application/yaml"}).headers["etag"] == admin.etag()
 
 
 @pytest.mark.parametrize("kind", ["application/merge-patch+json", "application/json"])

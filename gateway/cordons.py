@@ -1,0 +1,101 @@
+"""Cordons: the workers that admins send nothing new, kept until they are lifted.
+
+They outlive the worker and this gateway, since what they are for is most often a worker that is
+stopped, changed and started again. Gateways that share their records share the cordons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
+
+from gateway.dispatch import Dispatch
+from gateway.errors import StartRefused
+from gateway.fleet import Fleet
+from gateway.records import Records
+from gateway.refusals import WorkerUnknown
+
+log = logging.getLogger(__name__)
+
+_KIND = "cordons"
+_LOOK_S = 0.1
+
+
+class Cordon(BaseModel):
+    """One worker that gets no new requests."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    since: AwareDatetime
+
+
+class Cordons:
+    """All cordons; `wall` gives seconds since 1970."""
+
+    def __init__(
+        self, records: Records, fleet: Fleet, dispatch: Dispatch, wall: Callable[[], float]
+    ) -> None:
+        self._records = records
+        self._fleet = fleet
+        self._dispatch = dispatch
+        self._wall = wall
+        self._reading = asyncio.Lock()
+        self.by_worker: Mapping[str, Cordon] = {}
+
+    async def open(self) -> None:
+        """Read what is kept; raise `StartRefused` where it cannot be understood."""
+        try:
+            await self.refresh()
+        except ValidationError:
+            raise StartRefused(
+                "The kept state names cordons that cannot be understood; mend their records."
+            ) from None
+
+    async def refresh(self) -> None:
+        """Take over what others have changed."""
+        # One after the other: what was read first must not be taken last.
+        async with self._reading:
+            kept = await self._records.all(_KIND)
+            cordons = {name: Cordon.model_validate_json(text) for name, text in kept.items()}
+            if cordons != self.by_worker:
+                self.by_worker = cordons
+                self._fleet.cordon(frozenset(cordons))
+                self._dispatch.serve_waiting()
+
+    async def add(self, worker_id: str) -> None:
+        """Send a worker nothing new; what runs there goes on. Raise `WorkerUnknown`."""
+        if worker_id not in self._known():
+            raise WorkerUnknown
+        cordon = Cordon(since=datetime.fromtimestamp(int(self._wall()), UTC))
+        if await self._records.add(_KIND, worker_id, cordon.model_dump_json()):
+            log.info("worker.cordoned worker=%s", worker_id)
+        await self.refresh()
+
+    async def lift(self, worker_id: str) -> None:
+        """Let a worker have requests again; raise `WorkerUnknown`."""
+        if worker_id not in self._known():
+            raise WorkerUnknown
+        if worker_id in self.by_worker:
+            await self._records.remove(_KIND, worker_id)
+            log.info("worker.uncordoned worker=%s", worker_id)
+        await self.refresh()
+
+    async def drain(self, worker_id: str, timeout_s: float) -> int:
+        """Cordon a worker and wait until it has no request of this gateway; tell how many it has.
+
+        Raise `WorkerUnknown`. A cordon that is lifted meanwhile ends the wait.
+        """
+        await self.add(worker_id)
+        waits = int(timeout_s / _LOOK_S)
+        while waits > 0 and worker_id in self.by_worker and self._fleet.requests_of(worker_id):
+            waits -= 1
+            await asyncio.sleep(_LOOK_S)
+        return self._fleet.requests_of(worker_id)
+
+    def _known(self) -> set[str]:
+        """Name the workers that can be spoken of: those that are here, or were when cordoned."""
+        return {member.report.worker_id for member in self._fleet.members()} | {*self.by_worker}

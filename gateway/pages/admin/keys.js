@@ -1,0 +1,158 @@
+// The keys: made and shown once, changed, revoked; and what was used with them.
+
+import { ask, askJson } from "./api.js";
+import { confirmFirst, openDialog } from "./dialogs.js";
+import { ago, amount, bar, button, byId, make, notice, pill } from "./elements.js";
+import { LIMITS, keyForm } from "./key_form.js";
+
+const TONES = { active: "ok", expired: "warn", revoked: "" };
+const TOTALS = ["prompt_tokens", "completion_tokens", "guessed_tokens"];
+
+export const keys = {
+  async enter() {
+    await refresh();
+  },
+  leave() {},
+};
+
+async function refresh() {
+  try {
+    const [{ keys: all }, used] = await Promise.all([askJson("GET", "/keys"), askJson("GET", "/usage")]);
+    // Those that open something stand first, then the newest.
+    const rank = (key) => (key.state === "active" ? 0 : 1);
+    all.sort((one, other) => rank(one) - rank(other) || other.created_at.localeCompare(one.created_at));
+    showKeys(all);
+    showUsage(used, new Map(all.map((key) => [key.id, key.name])));
+  } catch (refused) {
+    if (refused.status !== 401) byId("keys").replaceChildren(make("p", { class: "refusal", role: "alert" }, refused.message));
+  }
+}
+
+function showKeys(all) {
+  if (!all.length) {
+    const text = "There is no key yet: nobody needs one, and only this machine is served. With the first key everybody needs one.";
+    byId("keys").replaceChildren(make("p", { class: "empty" }, text));
+    return;
+  }
+  const head = ["Name", "Key", "May use", "Limits", "State", ""].map((name) => make("th", { scope: "col" }, name));
+  byId("keys").replaceChildren(
+    make("table", { class: "cards" }, make("thead", {}, make("tr", {}, head)), make("tbody", {}, all.map(row))),
+  );
+}
+
+function row(key) {
+  const limits = LIMITS.filter(({ name }) => key[name] !== null).map(({ name, short }) => `${amount(key[name])} ${short}`);
+  const reach = [...key.models, ...key.pools.map((pool) => `pool ${pool}`)];
+  const actions = [
+    button("Edit", () => edit(key), { "aria-label": `Edit the key ${key.name}` }),
+    button("Revoke", () => revoke(key), { class: "danger-text", "aria-label": `Revoke the key ${key.name}` }),
+  ];
+  return make(
+    "tr",
+    { class: key.state === "active" ? "" : "ended" },
+    cell("Name", make("strong", {}, key.name), key.team && make("span", { class: "muted" }, ` ${key.team}`)),
+    cell("Key", make("code", {}, `${key.prefix}…`), make("span", { class: "muted small block" }, key.id)),
+    cell("May use", reach.length ? reach.join(", ") : make("span", { class: "muted" }, "everything")),
+    cell("Limits", limits.length ? limits.map((text) => make("span", { class: "block" }, text)) : make("span", { class: "muted" }, "none")),
+    cell("State", pill(key.state, TONES[key.state]), make("span", { class: "muted small block" }, stateTime(key))),
+    make("td", { class: "row" }, key.state === "revoked" ? "" : actions),
+  );
+}
+
+function cell(name, ...content) {
+  return make("td", { "data-name": name }, make("div", {}, content));
+}
+
+function stateTime({ revoked_at, expires_at, created_at }) {
+  if (revoked_at) return [ago(revoked_at)];
+  if (expires_at) return `until ${new Date(expires_at).toLocaleDateString()}`;
+  return ["made ", ago(created_at)];
+}
+
+function create() {
+  keyForm("New key", "Make the key", null, async (terms) => {
+    const made = await askJson("POST", "/keys", terms);
+    await refresh();
+    showSecret(made);
+  });
+}
+
+function edit(key) {
+  keyForm(`Edit ${key.name}`, "Save", key, async (terms) => {
+    await askJson("PATCH", `/keys/${key.id}`, terms);
+    await refresh();
+    notice(`The new terms of ${key.name} hold from the next request on.`);
+  });
+}
+
+function revoke(key) {
+  const text = `${key.name} opens nothing any more, and answers that run with it end. This cannot be taken back.`;
+  confirmFirst(`Revoke ${key.name}?`, text, "Revoke the key", async () => {
+    await askJson("DELETE", `/keys/${key.id}`);
+    await refresh();
+    notice(`${key.name} is revoked.`);
+  });
+}
+
+function showSecret({ name, secret }) {
+  const shown = make("input", { class: "secret", readonly: true, value: secret, "aria-label": "The key", onfocus: () => shown.select() });
+  const copy = button(
+    "Copy",
+    async () => {
+      shown.select();
+      try {
+        await navigator.clipboard.writeText(secret);
+      } catch {
+        document.execCommand("copy"); // without HTTPS browsers have no clipboard
+      }
+      copy.textContent = "Copied";
+    },
+    { class: "primary" },
+  );
+  const text = "It is shown now and never again: only a digest of it is kept.";
+  openDialog(`The key of ${name}`, [make("p", {}, text), make("div", { class: "row secret-row" }, shown, copy)], []);
+  copy.focus();
+}
+
+function showUsage({ from, to, keys: byKey, teams }, names) {
+  byId("usage-days").textContent = `${from} to ${to}`;
+  const used = Object.entries(byKey);
+  byId("usage-csv").hidden = !used.length;
+  if (!used.length) {
+    byId("usage").replaceChildren(make("p", { class: "empty" }, "Nothing was used in these days."));
+    return;
+  }
+  const named = Object.entries(teams).filter(([team]) => team);
+  byId("usage").replaceChildren(
+    usageTable("Key", used, (id) => names.get(id) ?? id),
+    named.length ? usageTable("Team", named, (team) => team) : "",
+  );
+}
+
+function usageTable(kind, entries, nameOf) {
+  const tokens = (counts) => TOTALS.reduce((sum, name) => sum + counts[name], 0);
+  const sorted = entries.sort(([, one], [, other]) => tokens(other) - tokens(one));
+  const most = tokens(sorted[0][1]);
+  const head = [kind, "Requests", "Tokens"].map((name) => make("th", { scope: "col" }, name));
+  const rows = sorted.map(([id, counts]) =>
+    make(
+      "tr",
+      {},
+      make("td", {}, nameOf(id)),
+      make("td", { class: "number" }, amount(counts.requests)),
+      make("td", { class: "bars" }, bar(tokens(counts), most, "calm"), amount(tokens(counts))),
+    ),
+  );
+  return make("table", { class: "moves" }, make("thead", {}, make("tr", {}, head)), make("tbody", {}, rows));
+}
+
+byId("new-key").addEventListener("click", create);
+byId("usage-csv").addEventListener("click", async () => {
+  try {
+    const file = URL.createObjectURL(await (await ask("GET", "/usage?format=csv")).blob());
+    make("a", { href: file, download: "paceline-usage.csv" }).click();
+    URL.revokeObjectURL(file);
+  } catch (refused) {
+    notice(refused.message);
+  }
+});

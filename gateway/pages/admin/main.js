@@ -1,0 +1,75 @@
+// The page: which section is shown, and the way in and out.
+
+import { ask, forgetKey, hasKey, keepKey, onSignedOut } from "./api.js";
+import { byId } from "./elements.js";
+import { keys } from "./keys.js";
+import { policy } from "./policy.js";
+import { workers } from "./workers.js";
+
+const SECTIONS = { policy, keys, workers };
+let shown = null;
+
+function wanted() {
+  const name = location.hash.slice(1);
+  return name in SECTIONS ? name : (shown ?? "policy");
+}
+
+function show(name) {
+  for (const section of ["sign-in", ...Object.keys(SECTIONS)]) {
+    byId(`view-${section}`).hidden = section !== name;
+  }
+  const inside = name !== "sign-in";
+  byId("sections").hidden = !inside;
+  byId("sign-out").hidden = !inside || !hasKey();
+  for (const link of byId("sections").children) {
+    if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+}
+
+async function go() {
+  const name = wanted();
+  if (name === shown) return;
+  if (shown) SECTIONS[shown].leave();
+  shown = name;
+  show(name);
+  document.title = `${name[0].toUpperCase()}${name.slice(1)} · Paceline admin`;
+  await SECTIONS[name].enter();
+}
+
+function askForKey(refused) {
+  if (shown) SECTIONS[shown].leave();
+  shown = null;
+  forgetKey();
+  show("sign-in");
+  byId("sign-in-refusal").textContent = refused
+    ? "This is not the admin key of this gateway. It is the value of PACELINE_ADMIN_KEY where the gateway runs."
+    : "";
+  byId("admin-key").value = "";
+  byId("admin-key").focus();
+}
+
+async function enter() {
+  try {
+    await ask("GET", "/policy");
+  } catch (refusal) {
+    if (refusal.status === 401) return;
+    show("sign-in");
+    byId("sign-in-refusal").textContent = refusal.message;
+    return;
+  }
+  await go();
+}
+
+onSignedOut(askForKey);
+window.addEventListener("hashchange", () => shown && go());
+byId("sign-out").addEventListener("click", () => askForKey(false));
+byId("sign-in-form").addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const key = byId("admin-key").value.trim();
+  // What no header can carry is no key.
+  if (!/^[\x21-\x7e]+$/.test(key)) return askForKey(true);
+  keepKey(key);
+  await enter();
+});
+await enter();

@@ -1,0 +1,31 @@
+"""Workers that stay: a browser on a slow machine takes longer than a worker may be silent."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.serving import Gateway
+
+_BEAT_S = 1.0
+
+
+@contextlib.contextmanager
+def beating(gateway: Gateway, worker: FakeWorker) -> Iterator[None]:
+    """Let a worker join, and beat for as long as the context lasts."""
+    assert gateway.join(worker).status_code == 200
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(_BEAT_S):
+            gateway.join(worker)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,67 @@
+"""A tab of the browser that notes what a page must not do."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.async_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Dialog,
+    Locator,
+    Page,
+    Request,
+)
+
+# The browser notes each refusal of the gateway; those are told on the page, and tested there.
+_REFUSED = "Failed to load resource: the server responded with a status of "
+
+
+class Watched:
+    """One tab: where it asks, what it complains of, and short words for what a person does."""
+
+    def __init__(self, context: BrowserContext, page: Page) -> None:
+        self.context = context
+        self.page = page
+        self.faults: list[str] = []
+        self.asked: list[str] = []
+        """Every address that the page asked for."""
+        self._origin = ""
+        page.on("request", self._hear)
+        page.on("console", self._read)
+        page.on("pageerror", lambda error: self.faults.append(str(error)))
+        page.on("dialog", self._leave)
+
+    @classmethod
+    async def opened(cls, browser: Browser, **context: Any) -> Watched:
+        made = await browser.new_context(viewport={"width": 1280, "height": 800}, **context)
+        made.set_default_timeout(20_000)
+        return cls(made, await made.new_page())
+
+    async def visit(self, url: str, section: str = "") -> None:
+        """Open the page for admins of a gateway."""
+        parts = urlsplit(url)
+        self._origin = f"{parts.scheme}://{parts.netloc}"
+        await self.page.goto(f"{url}/admin{section}")
+
+    async def write(self, text: str) -> None:
+        """Replace the policy in the editor."""
+        await self.page.get_by_label("Document").fill(text)
+
+    def button(self, name: str) -> Locator:
+        return self.page.get_by_role("button", name=name, exact=True)
+
+    def _hear(self, request: Request) -> None:
+        self.asked.append(request.url)
+        if not request.url.startswith((self._origin + "/", "blob:", "data:")):
+            self.faults.append(f"left its origin: {request.url}")
+
+    def _read(self, message: ConsoleMessage) -> None:
+        if message.type in {"error", "warning"} and not message.text.startswith(_REFUSED):
+            self.faults.append(message.text)
+
+    @staticmethod
+    async def _leave(dialog: Dialog) -> None:
+        await dialog.accept()
