@@ -14,7 +14,6 @@ from policies.document import PolicyDocument, PolicyInvalid, Problem, parse_poli
 Document = dict[str, Any]
 """A policy as JSON holds it: what its writer said, and no default that they left out."""
 _SOURCE = "proposed"
-_MOST_TOLD = 50
 
 
 class Proposal(NamedTuple):
@@ -55,6 +54,4 @@ def check_fits(proposal: Proposal, workers: Sequence[ListedWorker]) -> None:
 
 def all_told(invalid: PolicyInvalid) -> str:
     """Tell in one line all that is wrong, without where it was read from."""
-    told = [str(problem) for problem in invalid.problems[:_MOST_TOLD]]
-    untold = len(invalid.problems) - len(told)
-    return "; ".join([*told, *([f"and {untold} more"] if untold else [])])
+    return "; ".join(map(str, invalid.problems))

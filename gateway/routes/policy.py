@@ -34,7 +34,6 @@ from policies.document import PolicyInvalid
 
 PREFIX = "/admin/v1/policy"
 VERSION_HEADER = "x-paceline-policy-version"
-_PROBLEMS_TOLD = 100
 _DIGITS = 9
 
 
@@ -49,29 +48,27 @@ def versions(line: Line) -> APIRouter:
         headers = {"etag": f'"{version.etag}"', VERSION_HEADER: str(version.number)}
         return Response(to_json(version.document), headers=headers, media_type=JSON)
 
-    @router.put("")
-    async def put(request: Request) -> dict[str, Any]:
-        base, signature = read_base(request, book), read_signature(request)
-        offer = await read_offer(line, request, JSON, YAML)
+    async def edit(request: Request, *kinds: str, patches: bool) -> dict[str, Any]:
+        base, signature = await read_base(request, book), read_signature(request)
+        offer = await read_offer(line, request, *kinds)
         try:
-            proposal = await read_proposal(offer, patched=None)
+            proposal = await read_proposal(offer, patched=base.document if patches else None)
             return (await book.apply(proposal, Reason.EDIT, signature, onto=base)).told()
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
+
+    @router.put("")
+    async def put(request: Request) -> dict[str, Any]:
+        return await edit(request, JSON, YAML, patches=False)
 
     @router.patch("")
     async def patch(request: Request) -> dict[str, Any]:
-        base, signature = read_base(request, book), read_signature(request)
-        offer = await read_offer(line, request, MERGE_PATCH, JSON, YAML)
-        try:
-            proposal = await read_proposal(offer, patched=base.document)
-            return (await book.apply(proposal, Reason.EDIT, signature, onto=base)).told()
-        except PolicyInvalid as invalid:
-            raise refused(invalid) from None
+        return await edit(request, MERGE_PATCH, JSON, YAML, patches=True)
 
     @router.post("/rollback")
     async def rollback(request: Request) -> dict[str, Any]:
-        base, author, note = read_base(request, book), read_author(request), read_note(request)
+        base = await read_base(request, book)
+        author, note = read_author(request), read_note(request)
         number = await read_number(line, request)
         earlier = await book.find(number)
         back = f"back to version {number}"
@@ -109,7 +106,7 @@ def proposals(line: Line) -> APIRouter:
         try:
             book.check(await read_proposal(offer, patched=patched))
         except PolicyInvalid as invalid:
-            told = [problem._asdict() for problem in invalid.problems[:_PROBLEMS_TOLD]]
+            told = [problem._asdict() for problem in invalid.problems]
             return {"valid": False, "problems": told}
         return {"valid": True, "problems": []}
 
