@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 import uvicorn
 
-from gateway.access import check_binding, check_secrets, ensure_join_token
+from gateway.access import base_url, check_binding, check_secrets, ensure_join_token
 from gateway.app import AdminDoor, Front, create_app
 from gateway.client_link import ClientLink, sweep
 from gateway.errors import StartRefused
@@ -229,8 +229,7 @@ def _listener(host: str, port: int, setting: str) -> socket.socket:
 
 
 def _address(host: str, listener: socket.socket) -> str:
-    port = listener.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return base_url(host, listener.getsockname()[1])
 
 
 class _Server(uvicorn.Server):

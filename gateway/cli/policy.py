@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     def command(name: str, act: _Act, says: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=says, description=says)
-        add_gateway_url(added)
+        add_gateway_url(added, admin=True)
         added.set_defaults(act=act)
         return added
 
