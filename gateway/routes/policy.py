@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -10,8 +11,9 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.keys.stranded import stranded_keys
 from gateway.line import Line
-from gateway.proposal import propose
+from gateway.proposal import Proposal, propose
 from gateway.recent import Moves
 from gateway.refusals import VersionUnknown
 from gateway.routes.guards import with_admin_key
@@ -40,7 +42,7 @@ _DIGITS = 9
 def versions(line: Line) -> APIRouter:
     """Hold the routes that read and change the policy."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
-    book = line.book
+    book, warnings = line.book, _warnings(line)
 
     @router.get("")
     async def whole() -> Response:
@@ -53,9 +55,10 @@ def versions(line: Line) -> APIRouter:
         offer = await read_offer(line, request, *kinds)
         try:
             proposal = await read_proposal(offer, patched=base.document if patches else None)
-            return (await book.apply(proposal, Reason.EDIT, signature, onto=base)).told()
+            version = await book.apply(proposal, Reason.EDIT, signature, onto=base)
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
+        return version.told() | {"warnings": warnings(proposal)}
 
     @router.put("")
     async def put(request: Request) -> dict[str, Any]:
@@ -75,9 +78,10 @@ def versions(line: Line) -> APIRouter:
         signature = Signature(author, f"{back}: {note}" if note else back)
         try:
             proposal = await asyncio.to_thread(propose, earlier.document)
-            return (await book.apply(proposal, Reason.ROLLBACK, signature, onto=base)).told()
+            version = await book.apply(proposal, Reason.ROLLBACK, signature, onto=base)
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
+        return version.told() | {"warnings": warnings(proposal)}
 
     @router.get("/history")
     async def history() -> dict[str, Any]:
@@ -96,7 +100,7 @@ def versions(line: Line) -> APIRouter:
 def proposals(line: Line) -> APIRouter:
     """Hold the routes that tell what would become of a policy, or a patch, without applying it."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
-    book = line.book
+    book, warnings = line.book, _warnings(line)
     kinds = (JSON, YAML, MERGE_PATCH)
 
     @router.post("/validate")
@@ -104,11 +108,12 @@ def proposals(line: Line) -> APIRouter:
         offer = await read_offer(line, request, *kinds)
         patched = book.version.document if offer.kind == MERGE_PATCH else None
         try:
-            book.check(await read_proposal(offer, patched=patched))
+            proposal = await read_proposal(offer, patched=patched)
+            book.check(proposal)
         except PolicyInvalid as invalid:
             told = [problem._asdict() for problem in invalid.problems]
-            return {"valid": False, "problems": told}
-        return {"valid": True, "problems": []}
+            return {"valid": False, "problems": told, "warnings": []}
+        return {"valid": True, "problems": [], "warnings": warnings(proposal)}
 
     @router.post("/diff")
     async def diff(request: Request) -> dict[str, Any]:
@@ -127,9 +132,21 @@ def proposals(line: Line) -> APIRouter:
             "changes": [change.told() for change in changes],
             "decisions": moves.total(),
             "moves": _told(moves),
+            "warnings": warnings(proposal),
         }
 
     return router
+
+
+def _warnings(line: Line) -> Callable[[Proposal], list[dict[str, Any]]]:
+    """Tell what a good policy would do that is perhaps not meant."""
+
+    def warnings(proposal: Proposal) -> list[dict[str, Any]]:
+        records = line.keyring.records.values()
+        found = stranded_keys(records, proposal.policy, line.wall())
+        return [warning._asdict() for warning in found]
+
+    return warnings
 
 
 def _told(moves: Moves) -> list[dict[str, Any]]:

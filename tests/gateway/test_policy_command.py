@@ -214,7 +214,8 @@ def moved(*moves: tuple[str, str, int]) -> dict[str, Any]:
     onto = {"number": 7, "author": "ann", "note": "[red]x"}
     change = {"field": "routes.all.to", "old": ["x" * 100], "new": 1}
     total = sum(count for _, _, count in moves)
-    return {"onto": onto, "changes": [change], "decisions": total, "moves": listed}
+    told = {"onto": onto, "changes": [change], "decisions": total, "moves": listed}
+    return {**told, "warnings": []}
 
 
 def drawn(told: dict[str, Any], *, colours: bool) -> str:
