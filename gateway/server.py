@@ -213,6 +213,7 @@ def _config(
         ws="none",
         access_log=False,
         log_config=None,
+        log_level="warning",  # below, it writes down whole paths and queries
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
