@@ -87,6 +87,11 @@ def _kept_token(folder: Path) -> str:
     return token
 
 
+def base_url(host: str, port: int) -> str:
+    """Spell where something is served, as http://127.0.0.1:8000."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
 def is_address(host: str) -> bool:
     """Say whether this is an IP address, not a name."""
     try:

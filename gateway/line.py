@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from gateway.access import check_binding
 from gateway.accounting import Accounting
 from gateway.caller import WeekClock
 from gateway.control import Control
@@ -75,7 +76,6 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
     check_listed(settings.workers)
     records = FileRecords(settings.state_dir.expanduser() / "state.json")
     records.check()
-    book = await _book(settings, records, wall)
     listed_keys = read_keys(settings.workers, os.environ)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
     fleet = Fleet(clock, rng.random, listed_models)
@@ -91,6 +91,9 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
     cordons = Cordons(records, fleet, dispatch, wall)
     keeping = Keeping(records, keys, cordons, ledger, wall)
     await keeping.open()
+    check_binding(settings, keyed=keyring.demanding)
+    # Last of all that may refuse the start: it writes the first version.
+    book = await _book(settings, records, wall)
     meters = Meters()
     return Line(
         settings=settings,

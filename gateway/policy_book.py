@@ -8,11 +8,13 @@ is in force is always a version that was good. Gateways that share their records
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from gateway.errors import RecordsUnwritable
 from gateway.listed import ListedWorker
 from gateway.proposal import Proposal, all_told, check_fits, propose
 from gateway.records import Records
@@ -52,17 +54,21 @@ class PolicyBook:
         """Raise `PolicyInvalid` where a policy cannot be in force at this gateway."""
         check_fits(proposal, self._workers)
 
-    def expect(self, etag: str) -> Version:
-        """Return the version in force; raise `EditOvertaken` where another one is expected."""
-        if etag != self.version.etag:
-            raise EditOvertaken(self.version.number, self.version.author)
+    async def expect(self, etags: Collection[str]) -> Version:
+        """Return the version in force; raise `EditOvertaken` where it has none of these tags."""
+        if self.version.etag not in etags:
+            await self.catch_up()  # who edits may have asked another gateway, which was ahead
+        if self.version.etag not in etags:
+            raise self._overtaken()
         return self.version
 
     async def apply(
         self, proposal: Proposal, reason: Reason, signature: Signature, *, onto: Version
     ) -> Version:
         """Put a policy in force in place of this version; raise `EditOvertaken`."""
-        return await self._add(proposal, reason, signature, self.expect(onto.etag))
+        if onto.etag != self.version.etag:
+            raise self._overtaken()
+        return await self._add(proposal, reason, signature, onto)
 
     async def take(self, proposal: Proposal, reason: Reason, signature: Signature) -> None:
         """Put in force what the policy file says, where that is news."""
@@ -75,7 +81,8 @@ class PolicyBook:
 
     async def versions(self) -> tuple[Version, ...]:
         """Read all versions, oldest first."""
-        return await read_versions(self._records)
+        with _legible():
+            return await read_versions(self._records)
 
     async def find(self, number: int) -> Version:
         """Find a version by its number; raise `VersionUnknown`."""
@@ -87,10 +94,11 @@ class PolicyBook:
     async def catch_up(self) -> None:
         """Follow the records, where another gateway has added to them."""
         kept = await self._records.all(KIND)
-        number = max((int(name) for name in kept), default=0)
-        if number <= self.version.number or number == self._unusable:
-            return
-        version = Version.read(kept[str(number)])
+        with _legible():
+            number = max((int(name) for name in kept), default=0)
+            if number <= self.version.number or number == self._unusable:
+                return
+            version = Version.read(kept[str(number)])
         try:
             proposal = await asyncio.to_thread(propose, version.document)
             self.check(proposal)
@@ -112,9 +120,12 @@ class PolicyBook:
         version = Version.after(last, proposal.document, reason, signature, _utc(self._now()))
         if not await self._records.add(KIND, str(version.number), version.written()):
             await self.catch_up()
-            raise EditOvertaken(self.version.number, self.version.author)
+            raise self._overtaken()
         self._turn_to(version, proposal.policy)
         return version
+
+    def _overtaken(self) -> EditOvertaken:
+        return EditOvertaken(self.version.number, self.version.author)
 
     def _turn_to(self, version: Version, policy: PolicyDocument) -> None:
         """Put a version in force, unless a later one is."""
@@ -162,7 +173,19 @@ async def open_book(
 async def read_versions(records: Records) -> tuple[Version, ...]:
     """Read all versions that are kept, oldest first; raise `ValueError` for a damaged one."""
     kept = await records.all(KIND)
-    return tuple(sorted(map(Version.read, kept.values()), key=lambda version: version.number))
+    versions = [Version.read(text) for text in kept.values()]
+    if [str(version.number) for version in versions] != list(kept):
+        raise ValueError("a version under another's number")
+    return tuple(sorted(versions, key=lambda version: version.number))
+
+
+@contextlib.contextmanager
+def _legible() -> Iterator[None]:
+    """Say of records that cannot be understood what is said of those that cannot be read."""
+    try:
+        yield
+    except (KeyError, ValueError) as damaged:
+        raise RecordsUnwritable from damaged
 
 
 def _utc(now_s: float) -> str:

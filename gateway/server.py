@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 import uvicorn
 
-from gateway.access import check_binding, check_secrets, ensure_join_token
+from gateway.access import base_url, check_secrets, ensure_join_token
 from gateway.app import AdminDoor, Front, create_app
 from gateway.client_link import ClientLink, sweep
 from gateway.errors import StartRefused
@@ -102,13 +102,15 @@ async def serve(
     """
     settings = ensure_join_token(settings)
     check_secrets(settings)
-    app = await create_app(settings)
-    keyed = app.line.keyring.demanding
-    check_binding(settings, keyed=keyed)
-    if unkeyed is not None and not keyed:
-        unkeyed()
-    with _listener(settings.host, settings.port, "--port or PACELINE_PORT") as listener:
-        async with _serving_admins(app, settings, admin_started):
+    # First, because the rest may put another policy in force for gateways that share the state.
+    with (
+        _listener(settings.host, settings.port, "--port or PACELINE_PORT") as listener,
+        _admin_listener(settings) as admin_listener,
+    ):
+        app = await create_app(settings)
+        if unkeyed is not None and not app.line.keyring.demanding:
+            unkeyed()
+        async with _serving_admins(app, settings, admin_listener, admin_started):
             address = _address(settings.host, listener)
             server = _Server(
                 _config(app, settings, lifespan="on"),
@@ -156,26 +158,28 @@ def _watching(app: Front, server: _Server) -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def _serving_admins(
-    app: Front, settings: Settings, started: Callable[[str], None] | None
+    app: Front,
+    settings: Settings,
+    listener: socket.socket | None,
+    started: Callable[[str], None] | None,
 ) -> AsyncIterator[None]:
     """Serve admins on their own port, where they have one, for as long as the context lasts."""
-    if app.admin_door is None or settings.admin_port is None:
+    if app.admin_door is None or listener is None:
         yield
         return
     opened = asyncio.Event()
-    with _listener(settings.admin_host, settings.admin_port, "PACELINE_ADMIN_PORT") as listener:
-        server = _Server(_config(app.admin_door, settings, lifespan="off"), on_started=opened.set)
-        serving = asyncio.create_task(server.serve(sockets=[listener]), name="admin")
-        sweeping = asyncio.create_task(sweep(server.server_state.connections))
-        try:
-            await _first_of(serving, opened.wait())
-            if started:
-                started(_address(settings.admin_host, listener))
-            yield
-        finally:
-            sweeping.cancel()
-            server.should_exit = True
-            await serving
+    server = _Server(_config(app.admin_door, settings, lifespan="off"), on_started=opened.set)
+    serving = asyncio.create_task(server.serve(sockets=[listener]), name="admin")
+    sweeping = asyncio.create_task(sweep(server.server_state.connections))
+    try:
+        await _first_of(serving, opened.wait())
+        if started:
+            started(_address(settings.admin_host, listener))
+        yield
+    finally:
+        sweeping.cancel()
+        server.should_exit = True
+        await serving
 
 
 async def _first_of(
@@ -209,6 +213,7 @@ def _config(
         ws="none",
         access_log=False,
         log_config=None,
+        log_level="warning",  # below, it writes down whole paths and queries
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=_KEEP_ALIVE_S,
@@ -228,9 +233,16 @@ def _listener(host: str, port: int, setting: str) -> socket.socket:
         ) from None
 
 
+def _admin_listener(
+    settings: Settings,
+) -> contextlib.AbstractContextManager[socket.socket | None]:
+    if settings.admin_port is None:
+        return contextlib.nullcontext()
+    return _listener(settings.admin_host, settings.admin_port, "PACELINE_ADMIN_PORT")
+
+
 def _address(host: str, listener: socket.socket) -> str:
-    port = listener.getsockname()[1]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return base_url(host, listener.getsockname()[1])
 
 
 class _Server(uvicorn.Server):

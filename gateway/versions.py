@@ -86,9 +86,10 @@ class Version:
 
     def told(self) -> dict[str, Any]:
         """Tell of it as JSON, without what it says."""
-        return {name: value for name, value in asdict(self).items() if name != "document"}
+        return {name: getattr(self, name) for name in _TOLD}
 
 
+_TOLD = ("number", "etag", "author", "time", "note", "reason")
 _VERSION = TypeAdapter(Version)
 
 

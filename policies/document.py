@@ -36,6 +36,14 @@ _SENTENCES = {
     "float_type": "it must be a number",
     "string_type": "it must be text",
     "string_pattern_mismatch": "it must match {pattern}",
+    "string_too_short": "it needs at least {min_length} characters",
+    "string_too_long": "it may have at most {max_length} characters",
+    "greater_than": "it must be more than {gt}",
+    "greater_than_equal": "it must be at least {ge}",
+    "less_than_equal": "it must be at most {le}",
+    "finite_number": "it must be a finite number",
+    "literal_error": "it must be {expected}",
+    "enum": "it must be {expected}",
 }
 
 

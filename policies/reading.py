@@ -57,7 +57,7 @@ def read_profile(
     known = _KNOWN_FIELDS[endpoint]
     for name in body:
         if name not in known:
-            raise FieldError(name, f"Unknown field '{name}'.")
+            raise FieldError(name, f"Unknown field '{name[:100]}'.")
     fields = Fields(body)
     content = read_content(body, endpoint)
     _check_template_kwargs(body)

@@ -16,12 +16,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments[:1] == ["worker"]:
         worker.become_worker(arguments[1:])
-    options = _parser().parse_args(arguments)
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
-    run: Callable[[argparse.Namespace], int] = options.run
     try:
+        options = _parser().parse_args(arguments)
+        run: Callable[[argparse.Namespace], int] = options.run
         return run(options)
     except StartRefused as refused:
         sys.stderr.write(f"paceline: {refused}\n")

@@ -11,14 +11,25 @@ from typing import Any
 
 import httpx
 
-DEFAULT_URL = "http://127.0.0.1:8000"
+from gateway.access import base_url
+from gateway.cli.welcome import on_this_machine
+from gateway.settings import load_settings
+
 # What an edit of the policy would move is worked out over the last ten thousand requests.
 _TIMEOUT_S = 30.0
 
 
-def add_gateway_url(parser: argparse.ArgumentParser) -> None:
-    """Add the option that says which gateway to ask."""
-    parser.add_argument("--url", default=DEFAULT_URL, help="the gateway (default: %(default)s)")
+def add_gateway_url(parser: argparse.ArgumentParser, *, admin: bool = False) -> None:
+    """Add the option that says which gateway to ask; without it, where one with these settings is.
+
+    `admin`: what is asked is served where only admins are, if they have a port of their own.
+    """
+    parser.add_argument(
+        "--url",
+        type=lambda url: url or _own_address(admin=admin),  # settings are read only where needed
+        default="",
+        help="the gateway (default: where the settings put it, else http://127.0.0.1:8000)",
+    )
 
 
 def ask_gateway(url: str, method: str, path: str, body: Any = None) -> Mapping[str, Any]:
@@ -45,6 +56,17 @@ def ask_admin(
 def ask_admin_for_text(url: str, path: str) -> str:
     """Ask the admin plane for a text that is not JSON; end the command as `ask_admin` does."""
     return _ask(url, "GET", path, key_from="PACELINE_ADMIN_KEY").text
+
+
+def _own_address(*, admin: bool) -> str:
+    """Tell where a gateway is that is started here with the same settings."""
+    settings = load_settings()
+    host, port = settings.host, settings.port
+    if admin and settings.admin_port is not None:
+        host, port = settings.admin_host, settings.admin_port
+    if not port:
+        sys.exit("paceline: the settings let the gateway take any free port; say where with --url.")
+    return on_this_machine(base_url(host, port))
 
 
 def _ask(

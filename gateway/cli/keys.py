@@ -57,7 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     usage.add_argument("--to", dest="last", metavar="DAY", help="like 2026-11-30 (default: today)")
     usage.set_defaults(act=_usage)
     for command in (create, listing, revoke, usage):
-        add_gateway_url(command)
+        add_gateway_url(command, admin=True)
         forms = command.add_mutually_exclusive_group()
         forms.add_argument("--json", action="store_true", help="print the gateway's own answer")
         if command is usage:

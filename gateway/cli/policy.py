@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
     def command(name: str, act: _Act, says: str) -> argparse.ArgumentParser:
         added = commands.add_parser(name, help=says, description=says)
-        add_gateway_url(added)
+        add_gateway_url(added, admin=True)
         added.set_defaults(act=act)
         return added
 
@@ -117,12 +117,16 @@ def _show(options: argparse.Namespace) -> int:
 def _validate(options: argparse.Namespace) -> int:
     written = _Written.read(options.file)
     if options.offline:
-        problems = _problems_here(written)
+        problems, warnings = _problems_here(written), []
     else:
-        problems = [Problem(**one) for one in written.ask(options.url, "/validate")["problems"]]
+        told = written.ask(options.url, "/validate")
+        problems = [Problem(**one) for one in told["problems"]]
+        warnings = [f"warning: {one['sentence']}" for one in told["warnings"]]
     for field, sentence, line in problems:
         where = f"{written.name}:{line}" if line else written.name
         sys.stdout.write(": ".join(part for part in (where, field, sentence) if part) + "\n")
+    for warning in warnings:
+        sys.stdout.write(f"{written.name}: {warning}\n")
     if not problems:
         sys.stdout.write(f"{written.name} is a good policy.\n")
     return 1 if problems else 0

@@ -20,7 +20,8 @@ def difference(told: Mapping[str, Any]) -> Group:
     against = f"Against version {onto['number']}, by {onto['author']}: {onto['note']}"
     changes = [_change(change) for change in told["changes"]] or [Text("Nothing would change.")]
     moves = _moves(told["decisions"], told["moves"]) if told["changes"] else []
-    return Group(Text(against, style="dim"), *changes, *moves)
+    warnings = [Text(f"! {warning['sentence']}", style="yellow") for warning in told["warnings"]]
+    return Group(Text(against, style="dim"), *changes, *moves, *warnings)
 
 
 def history(versions: Iterable[Mapping[str, Any]]) -> Table:

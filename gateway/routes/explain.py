@@ -56,7 +56,9 @@ def _told(inspected: Inspected, asker: Asker, decision: Decision) -> dict[str, A
     profile = inspected.profile
     told: dict[str, Any] = {
         "asked_model": inspected.asked_model,
-        "profile": profile._asdict() | {"sampling": profile.sampling._asdict()},
+        # How many words to stop at, not which: they are the user's.
+        "profile": profile._asdict()
+        | {"sampling": profile.sampling._asdict(), "stop": len(profile.stop)},
         "asker": asker._asdict() | {"headers": dict(asker.headers)},
         "bypass": [reason.value for reason in decision.bypass],
         "route": decision.route,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -11,8 +11,9 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.keys.stranded import stranded_keys
 from gateway.line import Line
-from gateway.proposal import propose
+from gateway.proposal import Proposal, propose
 from gateway.recent import Moves
 from gateway.refusals import VersionUnknown
 from gateway.routes.guards import with_admin_key
@@ -42,7 +43,7 @@ _DIGITS = 9
 def versions(line: Line) -> APIRouter:
     """Hold the routes that read and change the policy."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
-    book = line.book
+    book, warnings = line.book, _warnings(line)
 
     @router.get("")
     async def whole(request: Request) -> Response:
@@ -52,38 +53,38 @@ def versions(line: Line) -> APIRouter:
             return await _as_yaml(version, headers)
         return Response(to_json(version.document), headers=headers, media_type=JSON)
 
-    @router.put("")
-    async def put(request: Request) -> dict[str, Any]:
-        base, signature = read_base(request, book), read_signature(request)
-        offer = await read_offer(line, request, JSON, YAML)
+    async def edit(request: Request, *kinds: str, patches: bool) -> dict[str, Any]:
+        base, signature = await read_base(request, book), read_signature(request)
+        offer = await read_offer(line, request, *kinds)
         try:
-            proposal = await read_proposal(offer, patched=None)
-            return (await book.apply(proposal, Reason.EDIT, signature, onto=base)).told()
+            proposal = await read_proposal(offer, patched=base.document if patches else None)
+            version = await book.apply(proposal, Reason.EDIT, signature, onto=base)
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
+        return version.told() | {"warnings": warnings(proposal)}
+
+    @router.put("")
+    async def put(request: Request) -> dict[str, Any]:
+        return await edit(request, JSON, YAML, patches=False)
 
     @router.patch("")
     async def patch(request: Request) -> dict[str, Any]:
-        base, signature = read_base(request, book), read_signature(request)
-        offer = await read_offer(line, request, MERGE_PATCH, JSON, YAML)
-        try:
-            proposal = await read_proposal(offer, patched=base.document)
-            return (await book.apply(proposal, Reason.EDIT, signature, onto=base)).told()
-        except PolicyInvalid as invalid:
-            raise refused(invalid) from None
+        return await edit(request, MERGE_PATCH, JSON, YAML, patches=True)
 
     @router.post("/rollback")
     async def rollback(request: Request) -> dict[str, Any]:
-        base, author, note = read_base(request, book), read_author(request), read_note(request)
+        base = await read_base(request, book)
+        author, note = read_author(request), read_note(request)
         number = await read_number(line, request)
         earlier = await book.find(number)
         back = f"back to version {number}"
         signature = Signature(author, f"{back}: {note}" if note else back)
         try:
             proposal = await asyncio.to_thread(propose, earlier.document)
-            return (await book.apply(proposal, Reason.ROLLBACK, signature, onto=base)).told()
+            version = await book.apply(proposal, Reason.ROLLBACK, signature, onto=base)
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
+        return version.told() | {"warnings": warnings(proposal)}
 
     @router.get("/history")
     async def history() -> dict[str, Any]:
@@ -104,7 +105,7 @@ def versions(line: Line) -> APIRouter:
 def proposals(line: Line) -> APIRouter:
     """Hold the routes that tell what would become of a policy, or a patch, without applying it."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
-    book = line.book
+    book, warnings = line.book, _warnings(line)
     kinds = (JSON, YAML, MERGE_PATCH)
 
     @router.post("/validate")
@@ -112,11 +113,12 @@ def proposals(line: Line) -> APIRouter:
         offer = await read_offer(line, request, *kinds)
         patched = book.version.document if offer.kind == MERGE_PATCH else None
         try:
-            book.check(await read_proposal(offer, patched=patched))
+            proposal = await read_proposal(offer, patched=patched)
+            book.check(proposal)
         except PolicyInvalid as invalid:
             told = [problem._asdict() for problem in invalid.problems]
-            return {"valid": False, "problems": told}
-        return {"valid": True, "problems": []}
+            return {"valid": False, "problems": told, "warnings": []}
+        return {"valid": True, "problems": [], "warnings": warnings(proposal)}
 
     @router.post("/diff")
     async def diff(request: Request) -> dict[str, Any]:
@@ -135,6 +137,7 @@ def proposals(line: Line) -> APIRouter:
             "changes": [change.told() for change in changes],
             "decisions": moves.total(),
             "moves": _told(moves),
+            "warnings": warnings(proposal),
         }
 
     return router
@@ -148,6 +151,17 @@ async def _as_yaml(version: Version, headers: Mapping[str, str]) -> Response:
     """Give the document as people write it; comments are not kept, so there are none."""
     text = await asyncio.to_thread(write_yaml, version.document)
     return Response(text, headers=headers, media_type=YAML)
+
+
+def _warnings(line: Line) -> Callable[[Proposal], list[dict[str, Any]]]:
+    """Tell what a good policy would do that is perhaps not meant."""
+
+    def warnings(proposal: Proposal) -> list[dict[str, Any]]:
+        records = line.keyring.records.values()
+        found = stranded_keys(records, proposal.policy, line.wall())
+        return [warning._asdict() for warning in found]
+
+    return warnings
 
 
 def _told(moves: Moves) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from gateway.policy_book import PolicyBook
 from gateway.proposal import Document, Proposal, all_told, propose, propose_yaml
 from gateway.refusals import (
     BodyNotJson,
-    EditOvertaken,
     EditUnconditional,
     FieldInvalid,
     MediaTypeRefused,
@@ -103,16 +102,13 @@ async def read_number(line: Line, request: Request) -> int:
     return number
 
 
-def read_base(request: Request, book: PolicyBook) -> Version:
+async def read_base(request: Request, book: PolicyBook) -> Version:
     """Read from `If-Match` which version is edited; raise where it is not the one in force."""
     given = header(request.scope, b"if-match")
     if given is None:
         raise EditUnconditional
-    base = book.version
     tags = {tag.strip().strip('"') for tag in given.decode("latin-1").split(",")}
-    if not tags & {base.etag, "*"}:
-        raise EditOvertaken(base.number, base.author)
-    return base
+    return book.version if "*" in tags else await book.expect(tags)
 
 
 def read_signature(request: Request) -> Signature:

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from gateway.cli import main
 from gateway.errors import StartRefused
 from gateway.server import Ending, serve
 from tests.gateway.fake_worker import FakeWorker
@@ -68,6 +69,27 @@ def test_a_head_without_an_end_is_refused_there_too(apart: Gateway) -> None:
         connection.settimeout(10)
         connection.sendall(b"GET /admin/v1/policy HTTP/1.1\r\nx: " + b"a" * 70_000)
         assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
+
+
+def test_commands_find_the_gateway_by_its_own_settings(
+    apart: Gateway,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PACELINE_PORT", str(httpx.URL(apart.url).port))
+    monkeypatch.setenv("PACELINE_HOST", "0.0.0.0")
+    Path("paceline.yaml").write_text(f"admin_port: {httpx.URL(apart.admin_url).port}\n")
+    for command in ("policy show", "policy history", "keys list", "status --json"):
+        assert main(command.split()) == 0, command
+    assert '"workers"' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no such route"):
+        main(["policy", "show", "--url", apart.url])
+    monkeypatch.setenv("PACELINE_ADMIN_PORT", "0")
+    with pytest.raises(SystemExit, match="say where with --url"):
+        main(["keys", "list"])
+    monkeypatch.setenv("PACELINE_ADMIN_PORT", "many")
+    assert main(["keys", "list"]) == 2
+    assert "PACELINE_ADMIN_PORT" in capsys.readouterr().err
 
 
 async def test_admins_beyond_this_machine_need_their_key(tmp_path: Path) -> None:

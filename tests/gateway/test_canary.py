@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,9 +37,12 @@ class Heard(logging.Handler):
         self.texts += told
 
 
-@pytest.fixture
-def heard() -> Iterator[Heard]:
+@contextlib.contextmanager
+def hearing() -> Iterator[Heard]:
+    """Hear all that is logged meanwhile, except by the clients in the thread of the test."""
     handler, root = Heard(), logging.getLogger()
+    own = threading.get_ident()
+    handler.addFilter(lambda record: record.thread != own)
     before = root.level
     root.addHandler(handler)
     root.setLevel(logging.NOTSET)
@@ -46,6 +51,12 @@ def heard() -> Iterator[Heard]:
     finally:
         root.removeHandler(handler)
         root.setLevel(before)
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    with hearing() as handler:
+        yield handler
 
 
 SCRIPTS = (

@@ -15,10 +15,12 @@ from starlette.routing import BaseRoute
 
 from gateway.app import AdminDoor, Front, create_app
 from gateway.relay import ENDPOINTS
+from gateway.settings import Settings
 from tests.gateway.fake_worker import TOKEN, FakeWorker
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests
 
 ROOT = Path(__file__).parents[2]
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 PROBES = {("GET", "/livez"), ("GET", "/readyz"), ("GET", "/metrics")}
 """For load balancers and Prometheus; they tell no secret."""
 PAGE = {("GET", "/admin")} | {
@@ -91,12 +93,14 @@ def every_route(state_dir: Path) -> set[tuple[str, str]]:
 @pytest.fixture
 def locked(tmp_path: Path, worker: FakeWorker) -> Iterator[Gateway]:
     """A gateway with every kind of key."""
-    settings = settings_for_tests(
-        tmp_path, api_key=SecretStr("static-key"), admin_key=SecretStr("admin-key")
-    )
-    with Gateway(settings) as gateway:
+    with Gateway(settings_with_keys(tmp_path)) as gateway:
         gateway.join(worker)
         yield gateway
+
+
+def settings_with_keys(state_dir: Path, **changes: Any) -> Settings:
+    keys = {"api_key": SecretStr("static-key"), "admin_key": SecretStr("admin-key")}
+    return settings_for_tests(state_dir, **keys, **changes)
 
 
 def asked(gateway: Gateway, method: str, path: str, secret: str | None) -> httpx.Response:
@@ -106,20 +110,40 @@ def asked(gateway: Gateway, method: str, path: str, secret: str | None) -> httpx
         return client.request(method, path, json=body if method != "GET" else None)
 
 
-def test_every_route_is_public_by_list_or_wants_a_key(locked: Gateway, tmp_path: Path) -> None:
-    """S11, S17, S52 (CVE-2026-12795, CVE-2025-62727, vllm-mlx #68): no route was forgotten, and
-    none hands out files."""
-    routes = every_route(tmp_path)
-    assert len(routes) > 12
-    assert routes > PUBLIC
-    for method, path in routes:
-        answer = asked(locked, method, path, None)
-        if (method, path) in PUBLIC:
-            assert answer.status_code == 200, path
-        else:
-            error = answer.json()["error"]
-            assert (answer.status_code, error["code"]) == (401, "invalid_api_key"), path
-            assert answer.headers["www-authenticate"] == "Bearer"
+@pytest.mark.parametrize("admin_port", [None, 0], ids=["one port", "a port for admins"])
+def test_every_route_is_public_by_list_or_wants_a_key(
+    tmp_path: Path, worker: FakeWorker, admin_port: int | None
+) -> None:
+    """S11, S17, S52 (CVE-2026-12795, CVE-2025-62727, vllm-mlx #68): no route was forgotten, with
+    whatever method and on whichever port, and none hands out files."""
+    settings = settings_with_keys(tmp_path, admin_port=admin_port)
+    app = asyncio.run(create_app(settings))
+    every = every_route(tmp_path)
+    assert len(every) > 12
+    assert every > PUBLIC
+    with Gateway(settings) as gateway:
+        gateway.join(worker)
+        doors = {gateway.url: paths_of(app) | {("POST", path) for path in ENDPOINTS}}
+        if app.admin_door is not None:
+            doors[gateway.admin_url] = paths_of(app.admin_door)
+        assert set().union(*doors.values()) == every
+        for url, here in doors.items():
+            with httpx.Client(base_url=url, timeout=30) as client:
+                for path in {path for _, path in every}:
+                    found = {method: client.request(method, path) for method in METHODS}
+                    for method, answer in found.items():
+                        asked_for = f"{method} {path}: {answer.text}"
+                        assert answer.status_code == expected(method, path, here), asked_for
+                        if answer.status_code == 401:
+                            assert answer.json()["error"]["code"] == "invalid_api_key"
+                            assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def expected(method: str, path: str, here: set[tuple[str, str]]) -> int:
+    """Tell what must come where nobody shows a key."""
+    if (method, path) in here:
+        return 200 if (method, path) in PUBLIC else 401
+    return 405 if path in {path for _, path in here} else 404
 
 
 @pytest.mark.parametrize(

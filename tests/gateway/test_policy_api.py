@@ -50,6 +50,7 @@ def test_an_edit_is_in_force_for_the_next_request(line: Gateway, admin: Admin) -
         "time": "",
         "note": "a test",
         "reason": "edit",
+        "warnings": [],
     }
     made = datetime.fromisoformat(version["time"])
     assert abs((datetime.now(UTC) - made).total_seconds()) < 60
@@ -239,13 +240,18 @@ def test_a_policy_is_bounded(gateway: Gateway, admin: Admin) -> None:
 
 
 def test_a_policy_is_checked_without_being_applied(gateway: Gateway, admin: Admin) -> None:
-    assert admin.ask("/validate", document("a")) == {"valid": True, "problems": []}
+    assert admin.ask("/validate", document("a")) == {
+        "valid": True,
+        "problems": [],
+        "warnings": [],
+    }
     patch = {"routes": [{"name": "all", "to": ["vlm"]}]}
     assert admin.ask("/validate", patch, "application/merge-patch+json")["valid"]
     written = "version: 1\nroutes:\n- name: all\n  to: [b]\ncolour: red\npools: {a: {lanes: [x]}}\n"
     assert admin.ask("/validate", written, "application/yaml") == {
         "valid": False,
         "problems": [{"field": "colour", "sentence": "there is no such field", "line": 5}],
+        "warnings": [],
     }
     written = written.replace("colour: red\n", "")
     assert admin.ask("/validate", written, "application/yaml")["problems"] == [
@@ -254,6 +260,7 @@ def test_a_policy_is_checked_without_being_applied(gateway: Gateway, admin: Admi
     assert admin.ask("/validate", "{") == {
         "valid": False,
         "problems": [{"field": "", "sentence": "it is not JSON", "line": None}],
+        "warnings": [],
     }
     assert len(admin.get("/history").json()["versions"]) == 1
 

@@ -111,6 +111,18 @@ async def test_of_two_who_edit_at_two_gateways_the_second_is_told_and_follows() 
     assert here.current == proposal("b").policy
 
 
+async def test_an_edit_of_what_another_gateway_has_already_is_no_lost_race() -> None:
+    records = MemoryRecords()
+    here, there = await book_of(records), await book_of(records)
+    ahead = await there.apply(proposal("b"), Reason.EDIT, BY_BOB, onto=there.version)
+    assert await here.expect({ahead.etag}) == ahead
+    await here.apply(proposal("c"), Reason.EDIT, BY_ANN, onto=ahead)
+    with pytest.raises(EditOvertaken):
+        await there.apply(proposal("d"), Reason.EDIT, BY_BOB, onto=await there.expect({ahead.etag}))
+    with pytest.raises(EditOvertaken):
+        await there.expect({ahead.etag, "another"})
+
+
 async def test_a_policy_that_listed_workers_do_not_fit_is_never_in_force() -> None:
     worker = ListedWorker(
         id="studio", kind="openai", url="http://mac:1", models=("m",), pools=("a",), slots=1
@@ -182,6 +194,22 @@ async def test_what_is_in_force_survives_that_its_records_are_taken_away(tmp_pat
     assert (book.version.number, book.current) == (2, proposal("b").policy)
     await book.take(proposal("c"), Reason.FILE, BY_ANN)
     assert (book.version.number, book.current) == (3, proposal("c").policy)
+
+
+@pytest.mark.parametrize("damage", ["{}", '{"number": 2}', "[]"])
+async def test_a_damaged_book_is_said_to_be_so_and_what_is_in_force_stays(damage: str) -> None:
+    records = MemoryRecords()
+    book = await book_of(records)
+    await records.add(KIND, "7", damage)
+    with pytest.raises(RecordsUnwritable):
+        await book.versions()
+    with pytest.raises(RecordsUnwritable):
+        await book.take(proposal("b"), Reason.FILE, BY_ANN)
+    with pytest.raises(RecordsUnwritable):
+        await book.expect({"an etag of another gateway"})
+    assert book.current == proposal().policy
+    with pytest.raises(ValueError, match="version"):
+        await book_of(records)
 
 
 POOLS = st.sampled_from("abcd")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,29 @@ def test_f45_a_bad_file_stops_the_start_with_file_line_and_field(
     file.write_text(text)
     with pytest.raises(StartRefused, match=rf"policy\.yaml is not usable: .*{sentence}"):
         start(settings_for_tests(tmp_path, policy=file))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"host": "0.0.0.0"},
+        {"host": "0.0.0.0", "admin_port": 0},
+        {"admin_host": "0.0.0.0", "admin_port": 0},
+        {"port": None},
+        {"admin_port": None},
+    ],
+    ids=str,
+)
+def test_a_start_that_is_refused_changes_no_policy(
+    file: Path, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = settings_for_tests(tmp_path, policy=file)
+        changes = {name: port if value is None else value for name, value in wrong.items()}
+        with pytest.raises(StartRefused, match=r"set PACELINE_|Cannot listen on"):
+            start(settings.model_copy(update=changes))
+    assert not (tmp_path / "state.json").exists()
 
 
 def test_a_file_that_is_missing_or_no_text_or_huge_stops_the_start(

@@ -96,7 +96,7 @@ def test_every_line_of_the_shipped_policy_is_explained() -> None:
         (
             changed("routes", 0, "when", to={"max_tokens": {"at_least": -1}}),
             "routes.0.when.max_tokens.at_least",
-            "greater than or equal to 0",
+            "it must be at least 0",
         ),
         (changed("routes", 0, "when", to={"model": []}), "routes.0.when.model", "at least 1"),
         (changed("routes", 0, "when", to={"team": 7}), "routes.0.when.team", "a list"),

@@ -3,12 +3,13 @@
 import { amount, bar, make, several } from "./elements.js";
 
 // Show the answer of the diff route.
-export function difference({ changes, decisions, moves }) {
+export function difference({ changes, decisions, moves, warnings }) {
   if (!changes.length) return [make("p", { class: "muted" }, "It says the same as the version in force.")];
   return [
     make("ul", { class: "changes" }, changes.map(change)),
     make("h3", {}, "What would move"),
     ...moved(decisions, moves),
+    ...warnings.map(({ sentence }) => make("p", { class: "warning" }, `Note: ${sentence}.`)),
   ];
 }
 
