@@ -72,11 +72,9 @@ class Stack:
         return httpx.get(f"{self.url(name)}/readyz").status_code == 200
 
     def _environment(self, service: dict[str, Any]) -> dict[str, str]:
-        volumes = dict(
-            reversed(volume.split(":")) for volume in service.get("volumes", ())
-        )  # where it is put -> its name
+        volumes = {volume.split(":")[1] for volume in service.get("volumes", ())}
         return {
-            name: str(self.folder / volumes[value]) if value in volumes else self._addressed(value)
+            name: f"{self.folder}{value}" if value in volumes else self._addressed(value)
             for name, value in service["environment"].items()
         }
 
