@@ -19,8 +19,7 @@ COPY gateway /src/gateway
 COPY policies /src/policies
 COPY workers /src/workers
 RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel /src \
-    && pip install --no-deps /wheel/*.whl \
-    && python -m compileall -q /opt/paceline/lib
+    && pip install --no-deps /wheel/*.whl
 
 FROM base AS built-worker
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -28,8 +27,7 @@ COPY locks/worker.txt /src/locks/
 RUN python -m venv /opt/paceline \
     && pip install --require-hashes --requirement /src/locks/worker.txt
 COPY --from=built-gateway /wheel /wheel
-RUN pip install --no-deps /wheel/*.whl \
-    && python -m compileall -q /opt/paceline/lib
+RUN pip install --no-deps /wheel/*.whl
 
 FROM base AS worker
 # MLX compiles its CPU kernels with the one, and multiplies many times faster with the other.
