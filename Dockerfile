@@ -1,0 +1,56 @@
+# Two images: `gateway`, without MLX, and `worker`, with it (on the CPU: a container sees no Metal).
+# What they hold comes from the locks, by hash; what builds it stays behind in the first stages.
+
+FROM python:3.13.5-slim-bookworm AS base
+ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PATH=/opt/paceline/bin:$PATH
+# A new volume takes over the owner of the folder that it is put on.
+RUN groupadd --system --gid 10001 paceline \
+    && useradd --system --uid 10001 --gid paceline --no-create-home --home-dir /tmp paceline \
+    && install --directory --owner=paceline --group=paceline --mode=0700 /state
+WORKDIR /tmp
+
+FROM base AS built-gateway
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY locks/gateway.txt /src/locks/
+RUN python -m venv /opt/paceline \
+    && pip install --require-hashes --requirement /src/locks/gateway.txt
+COPY pyproject.toml README.md LICENSE /src/
+COPY gateway /src/gateway
+COPY policies /src/policies
+COPY workers /src/workers
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel /src \
+    && pip install --no-deps /wheel/*.whl
+
+FROM base AS built-worker
+ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+COPY locks/worker.txt /src/locks/
+RUN python -m venv /opt/paceline \
+    && pip install --require-hashes --requirement /src/locks/worker.txt
+COPY --from=built-gateway /wheel /wheel
+RUN pip install --no-deps /wheel/*.whl
+
+FROM base AS worker
+# MLX compiles its CPU kernels with the one, and multiplies many times faster with the other.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ libopenblas0-pthread \
+    && rm -rf /var/lib/apt/lists/*
+COPY --from=built-worker /opt/paceline /opt/paceline
+COPY scripts/with-blas /usr/local/bin/
+USER paceline
+EXPOSE 9200
+HEALTHCHECK --interval=10s --timeout=5s --start-period=180s --retries=3 \
+    CMD ["python", "-c", "import urllib.request as ask; ask.urlopen('http://127.0.0.1:9200/livez', timeout=4)"]
+# Every start is in exec form: signals reach Paceline, and SIGTERM lets running answers finish.
+ENTRYPOINT ["with-blas"]
+CMD ["paceline", "worker", "--host", "0.0.0.0", "--port", "9200"]
+
+# The last stage is what `docker build .` makes.
+FROM base AS gateway
+COPY --from=built-gateway /opt/paceline /opt/paceline
+USER paceline
+EXPOSE 8000
+VOLUME /state
+ENV PACELINE_STATE_DIR=/state
+HEALTHCHECK --interval=5s --timeout=5s --start-period=30s --retries=3 \
+    CMD ["python", "-c", "import urllib.request as ask; ask.urlopen('http://127.0.0.1:8000/livez', timeout=4)"]
+CMD ["paceline", "gateway", "--host", "0.0.0.0", "--port", "8000"]
