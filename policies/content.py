@@ -42,8 +42,8 @@ def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
     found = Content()
     if endpoint is Endpoint.COMPLETIONS:
         prompt = body.get("prompt")
-        if not isinstance(prompt, str):
-            raise FieldError("prompt", "'prompt' must be one string.")
+        if not isinstance(prompt, str) or not prompt:  # an engine may break on no token at all
+            raise FieldError("prompt", "'prompt' must be one non-empty string.")
         found.messages, found.text_chars = 1, len(prompt)
         return found
     messages = body.get("messages")

@@ -39,7 +39,7 @@ class Heard(logging.Handler):
 
 @contextlib.contextmanager
 def hearing() -> Iterator[Heard]:
-    """Hear all that is logged meanwhile, except by the clients in the thread of the test."""
+    """Hear all that is logged meanwhile, but by the thread of a test: it has its own clients."""
     handler, root = Heard(), logging.getLogger()
     own = threading.get_ident()
     handler.addFilter(lambda record: record.thread != own)
