@@ -30,7 +30,13 @@ from gateway.probing import Probes
 from gateway.proposal import all_told
 from gateway.recent import RecentCases
 from gateway.records import FileRecords, Records
+from gateway.redis_boots import RedisBoots
+from gateway.redis_limits import RedisLimits
+from gateway.redis_link import RedisLink
+from gateway.redis_records import RedisRecords
+from gateway.redis_store import RedisStore
 from gateway.settings import Settings
+from gateway.sharing import Neighbours, Shared, Sharing
 from gateway.store import MemoryStore, Store
 from policies.document import PolicyInvalid
 
@@ -56,6 +62,9 @@ class Line:
     prefixes: Prefixes
     upstream: Upstream
     control: Control
+    sharing: Sharing
+    redis: RedisLink | None
+    """The one connection to Redis, where there is one."""
     probes: Probes
     clock: Callable[[], float]
     """Monotonic seconds."""
@@ -67,12 +76,20 @@ class Line:
 
 
 async def build_line(settings: Settings, rng: Random | None = None) -> Line:
-    """Put the parts together and read what is kept; opens no connection. Raise `StartRefused`."""
-    clock, wall = time.monotonic, time.time
-    rng = rng or Random()  # noqa: S311  # spreads load, guards nothing
+    """Put the parts together and read what is kept. Raise `StartRefused`."""
     check_listed(settings.workers)
-    records = FileRecords(settings.state_dir.expanduser() / "state.json")
-    records.check()
+    link = None if settings.redis_url is None else RedisLink(settings.redis_url.get_secret_value())
+    try:
+        return await _build(settings, rng or Random(), link)  # noqa: S311  # spreads load alone
+    except BaseException:
+        if link is not None:
+            await link.close()
+        raise
+
+
+async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Line:
+    clock, wall = time.monotonic, time.time
+    records = _records(settings, link)
     book = await _book(settings, records, wall)
     listed_keys = read_keys(settings.workers, os.environ)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
@@ -82,10 +99,13 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
     # Gateways that share the token give one system prompt one name.
     token = settings.join_token
     secret = token.get_secret_value().encode() if token else secrets.token_bytes(32)
-    store = MemoryStore()
     ledger = Ledger(life=secrets.token_hex(4))
     keyring = Keyring(settings.api_key, clock, wall, ledger.used)
     keys = KeyBook(records, keyring, wall)
+    shared = None if link is None else _shared(link, keyring, clock)
+    store: Store = MemoryStore() if shared is None else shared.store
+    control = Control(settings, fleet, store)
+    neighbours = shared and Neighbours(shared.boots, fleet, dispatch, control, clock)
     keeping = Keeping(records, keys, ledger, wall)
     await keeping.open()
     meters = Meters()
@@ -106,13 +126,30 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
         prefix_names=PrefixNames(secret),
         prefixes=prefixes,
         upstream=Upstream(settings, listed_keys, dispatch, prefixes, clock),
-        control=Control(settings, fleet, store),
+        control=control,
+        redis=link,
+        sharing=Sharing(shared, neighbours, book, keys),
         probes=Probes(settings.workers, listed_keys, fleet, dispatch, store),
         clock=clock,
         week=WeekClock(wall),
         wall=wall,
         rng=rng,
     )
+
+
+def _records(settings: Settings, link: RedisLink | None) -> Records:
+    folder = settings.state_dir.expanduser()
+    if link is not None:
+        return RedisRecords(link, folder)
+    records = FileRecords(folder / "state.json")
+    records.check()
+    return records
+
+
+def _shared(link: RedisLink, keyring: Keyring, clock: Callable[[], float]) -> Shared:
+    boots = RedisBoots(link)
+    limits = RedisLimits(link, keyring.allowances, clock)
+    return Shared(link, RedisStore(link, boots), boots, limits)
 
 
 async def _book(settings: Settings, records: Records, wall: Callable[[], float]) -> PolicyBook:
