@@ -18,9 +18,9 @@ from workers.adapters.report import WorkerReport
 _BOOTS = "paceline:{fleet}:boots"
 _TOLD = "paceline:{fleet}:told"
 # A boot is [progress, when it was first heard of, when it beat last, its report]; 0 for one that
-# said goodbye. Two names that are no boot's mark this hash: when it began, so that a new one is told
-# from the old one, and how often boots were folded. Who reads asks for what was told since its last turn, and a little before; for
-# everything where a boot was folded away.
+# said goodbye. Two fields are no boots and mark the hash: when it began, so that a new one is not
+# taken for the old one, and how often boots were folded. Who reads asks for what was told since its
+# last turn, and a little before; for everything where the mark is another.
 _EXCHANGE = """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
@@ -43,7 +43,8 @@ for i = 3, #ARGV, 4 do
 end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - 3600000)
 redis.call('HSETNX', KEYS[1], 'began', string.format('%.0f', now))
-local mark = redis.call('HGET', KEYS[1], 'began') .. ' ' .. (redis.call('HGET', KEYS[1], 'folds') or '0')
+local folds = redis.call('HGET', KEYS[1], 'folds') or '0'
+local mark = redis.call('HGET', KEYS[1], 'began') .. ' ' .. folds
 if ARGV[1] == '' or ARGV[2] ~= mark then
   return {now, mark, 1, redis.call('HGETALL', KEYS[1])}
 end

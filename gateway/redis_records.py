@@ -131,14 +131,14 @@ class RedisRecords:
     async def _look(self, kind: str) -> None:
         """Read what has changed, and put back what Redis has lost."""
         part, known = f"records of {kind}", self._known.get(kind, _Known({}))
-        turn, told = await self._link.ask(part, lambda: self._news(kind, known.turn))
         connections = self._link.connections
+        turn, told = await self._link.ask(part, lambda: self._news(kind, known.turn))
         if told is None:
             self._known[kind] = known._replace(connections=connections, fresh=True)
             return
         # Nobody removes what others may need: what is gone behind a new connection was lost.
         lost: dict[str, _Record] = {}
-        if connections != known.connections or _number(turn) < _number(known.turn):
+        if self._link.connections != known.connections or _number(turn) < _number(known.turn):
             lost = {name: one for name, one in known.records.items() if name not in told}
         # It is known from here on, also where it cannot be put back.
         self._known[kind] = _Known({**lost, **told}, "", known.connections, fresh=True)

@@ -103,7 +103,7 @@ class RedisStore:
         if folded is not None:
             self._begin_anew(folded)
             return
-        if not known or self._connections != connections:
+        if not known or self._connections != self._link.connections:
             await self._return({n: one for n, one in self._others.items() if n not in told})
             told = {**self._others, **told}
             self._connections = connections
