@@ -152,11 +152,8 @@ class Fleet:
 
     def vouch(self, report: WorkerReport) -> None:
         """Take the answer of a worker that beats elsewhere for a heartbeat."""
-        member = self._members.get(report.worker_id)
-        if member is not None and member.report.boot_id == report.boot_id:
-            member.report = report
-            member.beaten_at_s = member.asked_at_s = self._clock()
-            member.changed()
+        if self.hear(report, 0.0):
+            self._members[report.worker_id].asked_at_s = self._clock()
 
     def refresh(self, report: WorkerReport) -> None:
         """Take in what a worker said when it was asked; that is no heartbeat."""

@@ -14,7 +14,7 @@ import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from gateway.errors import RecordsUnwritable, StartRefused
 
@@ -30,8 +30,9 @@ Result = TypeVar("Result")
 class Records(Protocol):
     """Records of several kinds, each a JSON text under a name."""
 
-    remote: ClassVar[bool]
-    """Whether they are on another machine, which may be away for a while."""
+    @property
+    def remote(self) -> bool:
+        """Say whether they are on another machine, which may be away for a while."""
 
     def fresh(self, kind: str) -> bool:
         """Say whether `all` tells what is kept; not what is remembered from an earlier life."""

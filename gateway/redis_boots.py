@@ -17,8 +17,7 @@ from workers.adapters.report import WorkerReport
 
 _BOOTS = "paceline:{fleet}:boots"
 _TOLD = "paceline:{fleet}:told"
-# A boot is [progress, when it was first heard of, when it beat last, its report]; 0 for one that
-# said goodbye. Two fields are no boots and mark the hash: when it began, so that a new one is not
+# A boot is [progress, when it was first heard of, when it beat last, its report]. Two fields are no boots and mark the hash: when it began, so that a new one is not
 # taken for the old one, and how often boots were folded. Who reads asks for what was told since its
 # last turn, and a little before; for everything where the mark is another.
 _EXCHANGE = """
@@ -34,7 +33,7 @@ for i = 3, #ARGV, 4 do
   end
   if report ~= '' then
     local at = tonumber(beat or '0')
-    if age >= 0 then at = math.max(at, now - age) elseif age == -2 then at = 0 end
+    if age >= 0 then at = math.max(at, now - age) elseif age == -2 then at = 1 end
     began = began or string.format('%.0f', now)
     local told = string.format('[%s,%s,%.0f,', progress, began, at) .. report .. ']'
     redis.call('HSET', KEYS[1], name, told)
@@ -69,6 +68,7 @@ return 1
 """
 _NO_BEAT_MS = -1
 _GOODBYE_MS = -2
+_LEFT_AT_MS = 1
 
 
 class Boot(NamedTuple):
@@ -77,7 +77,7 @@ class Boot(NamedTuple):
     written: str
     began_ms: int
     beat_ms: int
-    """0: it said goodbye, or never beat at a gateway."""
+    """0: never at a gateway, because it is listed; 1: it said goodbye."""
     report: WorkerReport
 
 
@@ -148,9 +148,12 @@ class RedisBoots:
             self._boots |= heard
         await self._fold_one()
         return tuple(
-            Heard(boot.report, (now_ms - boot.beat_ms) / 1000 if boot.beat_ms else None)
-            for name, boot in heard.items()
-            if not boot.report.boot_id.startswith(EARLIER_BOOTS)
+            Heard(
+                boot.report,
+                None if boot.beat_ms == _LEFT_AT_MS else (now_ms - boot.beat_ms) / 1000,
+            )
+            for boot in heard.values()
+            if boot.beat_ms
         )
 
     async def _ask(self, arguments: Sequence[str | int]) -> tuple[int, str, bool, dict[str, Boot]]:
@@ -159,12 +162,8 @@ class RedisBoots:
         now_ms, mark, whole, flat = await self._exchange([_BOOTS, _TOLD], question)
         pairs = zip(flat[::2], flat[1::2], strict=True)
         read = {name: _read(written) for name, written in pairs if "/" in name}
-        return (
-            now_ms,
-            mark,
-            bool(whole),
-            {name: boot for name, boot in read.items() if boot is not None},
-        )
+        boots = {name: boot for name, boot in read.items() if boot is not None}
+        return now_ms, mark, bool(whole), boots
 
     async def _return(self, lost: Mapping[str, Boot]) -> None:
         """Put back what Redis has lost; it is read again with the next turn."""

@@ -102,7 +102,8 @@ class RedisLimits:
             running = reserved = 0
             day = allowance.used().day
             for life, keys in lives.items():
-                now = keys.get(name, _UNUSED)
+                if (now := keys.get(name)) is None:
+                    continue
                 # What was used before this life began is in its budgets already.
                 before = self._seen.get(life, {}).get(name, _UNUSED if self._begun else now)
                 same_day = before.day == now.day
@@ -110,7 +111,7 @@ class RedisLimits:
                     now.requests - before.requests if minute else 0,
                     now.tokens - before.tokens if minute else 0,
                     now.day,
-                    now.day_tokens - (before.day_tokens if same_day else 0),
+                    max(0, now.day_tokens - (before.day_tokens if same_day else 0)),
                     now_s,
                 )
                 if life in alive:
