@@ -17,9 +17,10 @@ from workers.adapters.report import WorkerReport
 
 _BOOTS = "paceline:{fleet}:boots"
 _TOLD = "paceline:{fleet}:told"
-# A boot is [progress, when it was first heard of, when it beat last, its report]. Two fields are no boots and mark the hash: when it began, so that a new one is not
-# taken for the old one, and how often boots were folded. Who reads asks for what was told since its
-# last turn, and a little before; for everything where the mark is another.
+# A boot is [progress, when it was first heard of, when it beat last, its report]. Two fields are no
+# boots and mark the hash: when it began, so that a new one is not taken for the old one, and how
+# often boots were folded. Who reads asks for what was told since its last turn, and a little
+# before; for everything where the mark is another.
 _EXCHANGE = """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
