@@ -63,6 +63,11 @@ class Front:
         """Wait until no generating request runs."""
         await self.relay.drained()
 
+    async def aclose(self) -> None:
+        """Give back what was opened before the first request."""
+        if self.line.redis is not None:
+            await self.line.redis.close()
+
     def cut(self) -> None:
         """End what still runs: streams with an error event."""
         self.relay.cut()
@@ -96,7 +101,7 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with line.upstream, line.control, line.probes, line.keeping:
+        async with line.upstream, line.control, line.probes, line.sharing, line.keeping:
             yield
 
     panel = _bare_panel(lifespan)

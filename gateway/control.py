@@ -60,6 +60,15 @@ class Control:
                 self._fleet.refresh(report)
                 await self._store.keep_report(report)
 
+    async def knock(self, worker: WorkerReport) -> bool:
+        """Ask one worker whether it is there; its answer counts as a heartbeat."""
+        report = await self._ask(worker)
+        if report is None:
+            return False
+        self._fleet.vouch(report)
+        await self._store.keep_report(report)
+        return True
+
     async def _ask(self, worker: WorkerReport) -> WorkerReport | None:
         try:
             async with asyncio.timeout(REFRESH_TIMEOUT_S):

@@ -37,6 +37,10 @@ class Member:
     """Requests sent since its last ejection that it has not yet answered."""
     cordoned: bool = False
     """An admin keeps new requests from it."""
+    asked_at_s: float = float("-inf")
+    """When it was heard here last, not through another gateway."""
+    joined_here: bool = True
+    """It beats at this gateway, as far as is known."""
     _view: WorkerView | None = None
 
     @property
@@ -119,6 +123,7 @@ class Fleet:
         if member is not None and member.report.boot_id == report.boot_id:
             member.report = report
             member.beaten_at_s = now_s
+            member.joined_here = True
             member.changed()
         elif member is None or member.report.url == report.url or not _live(member, now_s):
             # A new boot starts with no requests and with a clean record; what runs on the old one
@@ -127,7 +132,35 @@ class Fleet:
             self._members[report.worker_id] = Member(report, now_s, listed, cordoned=cordoned)
         else:
             raise WorkerIdTaken
+        member = self._members[report.worker_id]
+        member.asked_at_s = now_s
+        self._known_models |= {*member.models}
+
+    def hear(self, report: WorkerReport, age_s: float) -> bool:
+        """Take in a heartbeat that another gateway got so long ago; say whether it is news."""
+        now_s = self._clock()
+        beaten_at_s = now_s - age_s
+        member = self._members.get(report.worker_id)
+        if age_s > SILENT_AFTER_S or (member is not None and beaten_at_s <= member.beaten_at_s):
+            return False
+        if member is None or (member.listed is None and member.report.boot_id != report.boot_id):
+            if member is not None and member.report.url != report.url and _live(member, now_s):
+                return False  # two workers of one id: who was first here stays
+            cordoned = report.worker_id in self._cordoned
+            self._members[report.worker_id] = Member(
+                report, beaten_at_s, cordoned=cordoned, joined_here=False
+            )
+        elif member.listed is None:
+            member.report = report
+            member.beaten_at_s = beaten_at_s
+            member.changed()
         self._known_models |= {*self._members[report.worker_id].models}
+        return True
+
+    def vouch(self, report: WorkerReport) -> None:
+        """Take the answer of a worker that beats elsewhere for a heartbeat."""
+        if self.hear(report, 0.0):
+            self._members[report.worker_id].asked_at_s = self._clock()
 
     def refresh(self, report: WorkerReport) -> None:
         """Take in what a worker said when it was asked; that is no heartbeat."""

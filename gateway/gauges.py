@@ -42,6 +42,12 @@ class Gauges(Collector):
             value=bool(self._line.watch.problem),
         )
 
+        yield GaugeMetricFamily(
+            "paceline_store_degraded",
+            "1 while something cannot be shared with other gateways over Redis.",
+            value=bool(self._line.sharing.why_degraded),
+        )
+
     def _pools(self) -> Iterable[Metric]:
         slots = _gauge("pool_slots", "Slots of workers that take requests now.", "pool")
         in_flight = _gauge("pool_in_flight", "Requests that hold a slot.", "pool")

@@ -32,7 +32,14 @@ from gateway.probing import Probes
 from gateway.proposal import all_told
 from gateway.recent import RecentCases
 from gateway.records import FileRecords, Records
+from gateway.redis_boots import RedisBoots
+from gateway.redis_limits import RedisLimits
+from gateway.redis_link import RedisLink
+from gateway.redis_prefixes import RedisPrefixes
+from gateway.redis_records import RedisRecords
+from gateway.redis_store import RedisStore
 from gateway.settings import Settings
+from gateway.sharing import Neighbours, Shared, Sharing
 from gateway.store import MemoryStore, Store
 from policies.document import PolicyInvalid
 
@@ -59,6 +66,9 @@ class Line:
     prefixes: Prefixes
     upstream: Upstream
     control: Control
+    sharing: Sharing
+    redis: RedisLink | None
+    """The one connection to Redis, where there is one."""
     probes: Probes
     clock: Callable[[], float]
     """Monotonic seconds."""
@@ -70,12 +80,20 @@ class Line:
 
 
 async def build_line(settings: Settings, rng: Random | None = None) -> Line:
-    """Put the parts together and read what is kept; opens no connection. Raise `StartRefused`."""
-    clock, wall = time.monotonic, time.time
-    rng = rng or Random()  # noqa: S311  # spreads load, guards nothing
+    """Put the parts together and read what is kept. Raise `StartRefused`."""
     check_listed(settings.workers)
-    records = FileRecords(settings.state_dir.expanduser() / "state.json")
-    records.check()
+    link = None if settings.redis_url is None else RedisLink(settings.redis_url.get_secret_value())
+    try:
+        return await _build(settings, rng or Random(), link)  # noqa: S311  # spreads load alone
+    except BaseException:
+        if link is not None:
+            await link.close()
+        raise
+
+
+async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Line:
+    clock, wall = time.monotonic, time.time
+    records = _records(settings, link)
     listed_keys = read_keys(settings.workers, os.environ)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
     fleet = Fleet(clock, rng.random, listed_models)
@@ -84,10 +102,13 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
     # Gateways that share the token give one system prompt one name.
     token = settings.join_token
     secret = token.get_secret_value().encode() if token else secrets.token_bytes(32)
-    store = MemoryStore()
     ledger = Ledger(life=secrets.token_hex(4))
     keyring = Keyring(settings.api_key, clock, wall, ledger.used)
     keys = KeyBook(records, keyring, wall)
+    shared = None if link is None else _shared(link, keyring, prefixes, clock)
+    store: Store = MemoryStore() if shared is None else shared.store
+    control = Control(settings, fleet, store)
+    neighbours = shared and Neighbours(shared.boots, fleet, dispatch, control, clock)
     cordons = Cordons(records, fleet, dispatch, wall)
     keeping = Keeping(records, keys, cordons, ledger, wall)
     await keeping.open()
@@ -113,13 +134,32 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
         prefix_names=PrefixNames(secret),
         prefixes=prefixes,
         upstream=Upstream(settings, listed_keys, dispatch, prefixes, clock),
-        control=Control(settings, fleet, store),
+        control=control,
+        redis=link,
+        sharing=Sharing(shared, neighbours, book, keys),
         probes=Probes(settings.workers, listed_keys, fleet, dispatch, store),
         clock=clock,
         week=WeekClock(wall),
         wall=wall,
         rng=rng,
     )
+
+
+def _records(settings: Settings, link: RedisLink | None) -> Records:
+    folder = settings.state_dir.expanduser()
+    if link is not None:
+        return RedisRecords(link, folder)
+    records = FileRecords(folder / "state.json")
+    records.check()
+    return records
+
+
+def _shared(
+    link: RedisLink, keyring: Keyring, prefixes: Prefixes, clock: Callable[[], float]
+) -> Shared:
+    boots = RedisBoots(link)
+    limits = RedisLimits(link, keyring.allowances, clock)
+    return Shared(link, RedisStore(link, boots), boots, limits, RedisPrefixes(link, prefixes))
 
 
 async def _book(settings: Settings, records: Records, wall: Callable[[], float]) -> PolicyBook:

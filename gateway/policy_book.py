@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -94,6 +95,9 @@ class PolicyBook:
     async def catch_up(self) -> None:
         """Follow the records, where another gateway has added to them."""
         kept = await self._records.all(KIND)
+        if not kept and self._records.fresh(KIND):
+            await self._begin()
+            return
         with _legible():
             number = max((int(name) for name in kept), default=0)
             if number <= self.version.number or number == self._unusable:
@@ -107,6 +111,15 @@ class PolicyBook:
             log.error("policy.unusable version=%d problems=%s", number, all_told(invalid))
         else:
             self._turn_to(version, proposal.policy)
+
+    async def _begin(self) -> None:
+        """Add what is in force as the first version: at the start it could not be kept."""
+        begun, signature = self.version, Signature(self.version.author, self.version.note)
+        first = Version.after(None, begun.document, begun.reason, signature, begun.time)
+        if begun.number < first.number and await self._records.add(
+            KIND, str(first.number), first.written()
+        ):
+            self._turn_to(first, self.current)
 
     async def _add(
         self, proposal: Proposal, reason: Reason, signature: Signature, last: Version
@@ -155,16 +168,30 @@ async def open_book(
         first = Version.after(
             None, source.proposal.document, source.reason, source.signature, _utc(now())
         )
-        if await records.add(KIND, str(first.number), first.written()):
+        try:
+            added = await records.add(KIND, str(first.number), first.written())
+        except RecordsUnwritable:
+            if not records.remote:
+                raise
+            # In force until the records can be asked, and then the first version if there is none.
+            first = replace(first, number=0, etag=f"0-{first.etag}")
+            added = True
+        if added:
             return PolicyBook(records, workers, now, first, source.proposal.policy)
         versions = await read_versions(records)  # another gateway begins at the same moment
     newest = versions[-1]
     if brings_news(versions, source.proposal.document, source.reason):
         # What is about to be replaced need not be good: a new file is the way out of a bad one.
         book = PolicyBook(records, workers, now, newest, source.proposal.policy)
-        await book.take(*source)
-        await book.catch_up()
-        return book
+        try:
+            await book.take(*source)
+            await book.catch_up()
+            return book
+        except RecordsUnwritable:
+            if not records.remote:
+                raise
+            if source.reason is Reason.FILE:
+                return book  # in force; the watch takes it as soon as it can be kept
     kept = propose(newest.document)
     check_fits(kept, workers)
     return PolicyBook(records, workers, now, newest, kept.policy)

@@ -30,6 +30,13 @@ Result = TypeVar("Result")
 class Records(Protocol):
     """Records of several kinds, each a JSON text under a name."""
 
+    @property
+    def remote(self) -> bool:
+        """Say whether they are on another machine, which may be away for a while."""
+
+    def fresh(self, kind: str) -> bool:
+        """Say whether `all` tells what is kept; not what is remembered from an earlier life."""
+
     async def all(self, kind: str) -> Mapping[str, str]:
         """Read all records of a kind by name, oldest first."""
 
@@ -46,8 +53,14 @@ class Records(Protocol):
 class MemoryRecords:
     """Records of one process; they end with it."""
 
+    remote = False
+
     def __init__(self) -> None:
         self._shelves: Shelves = {}
+
+    def fresh(self, _kind: str) -> bool:
+        """Say that it is what is kept."""
+        return True
 
     async def all(self, kind: str) -> Mapping[str, str]:
         """Read all records of a kind by name, oldest first."""
@@ -69,14 +82,20 @@ class MemoryRecords:
 class FileRecords:
     """Records in one file; raise `RecordsUnwritable` where a change cannot be kept."""
 
+    remote = False
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read: tuple[_Stamp | None, Shelves] = (None, {})
 
+    def fresh(self, _kind: str) -> bool:
+        """Say that it is what is kept."""
+        return True
+
     def check(self) -> None:
         """Raise `StartRefused` where the file is there and cannot be read."""
         try:
-            _read(self._path)
+            read_shelves(self._path)
         except (OSError, ValueError):
             raise StartRefused(
                 f"The state in {self._path} cannot be read; mend it, or move it away to begin anew."
@@ -92,7 +111,7 @@ class FileRecords:
         stamp = _stamp(self._path)
         seen, shelves = self._read
         if stamp is None or stamp != seen:
-            shelves = _read(self._path)
+            shelves = read_shelves(self._path)
             self._read = (stamp, shelves)
         return shelves
 
@@ -119,11 +138,11 @@ class FileRecords:
         """Read, change and write in one step; say whether anything was changed."""
 
         def run() -> bool:
-            with _only_writer(self._path):
-                shelves = _read(self._path)
+            with only_writer(self._path):
+                shelves = read_shelves(self._path)
                 changed = change(shelves)
                 if changed:
-                    _write(self._path, shelves)
+                    write_shelves(self._path, shelves)
                 return changed
 
         return await _within_time(run)
@@ -155,7 +174,7 @@ def _stamp(path: Path) -> _Stamp | None:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def _read(path: Path) -> Shelves:
+def read_shelves(path: Path) -> Shelves:
     """Read the whole file; nothing is there before the first write. Raise `ValueError`."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
@@ -169,7 +188,7 @@ def _read(path: Path) -> Shelves:
     }
 
 
-def _write(path: Path, shelves: Shelves) -> None:
+def write_shelves(path: Path, shelves: Shelves) -> None:
     """Write beside, then put in place: at every moment there is a whole file."""
     told = {
         kind: {name: json.loads(text) for name, text in shelf.items()}
@@ -188,7 +207,7 @@ def _write(path: Path, shelves: Shelves) -> None:
 
 
 @contextlib.contextmanager
-def _only_writer(path: Path) -> Iterator[None]:
+def only_writer(path: Path) -> Iterator[None]:
     """Keep all others out, those of other processes too, for as long as the context lasts."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 import uvicorn
 
-from gateway.access import base_url, check_secrets, ensure_join_token
+from gateway.access import base_url, check_secrets, ensure_join_token, is_loopback
 from gateway.app import AdminDoor, Front, create_app
 from gateway.client_link import ClientLink, sweep
 from gateway.errors import StartRefused
@@ -107,18 +107,20 @@ async def serve(
         _listener(settings.host, settings.port, "--port or PACELINE_PORT") as listener,
         _admin_listener(settings) as admin_listener,
     ):
-        app = await create_app(settings)
-        if unkeyed is not None and not app.line.keyring.demanding:
-            unkeyed()
-        async with _serving_admins(app, settings, admin_listener, admin_started):
-            address = _address(settings.host, listener)
-            server = _Server(
-                _config(app, settings, lifespan="on"),
-                on_started=lambda: started(address) if started else None,
-            )
-            serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
-            with _watching(app, server):
-                await _until_the_end(app, settings, ending, server, serving)
+        async with contextlib.aclosing(await create_app(settings)) as app:
+            if not is_loopback(settings.host):
+                app.line.keyring.always_demand()
+            if unkeyed is not None and not app.line.keyring.demanding:
+                unkeyed()
+            async with _serving_admins(app, settings, admin_listener, admin_started):
+                address = _address(settings.host, listener)
+                server = _Server(
+                    _config(app, settings, lifespan="on"),
+                    on_started=lambda: started(address) if started else None,
+                )
+                serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
+                with _watching(app, server):
+                    await _until_the_end(app, settings, ending, server, serving)
 
 
 async def _until_the_end(

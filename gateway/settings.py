@@ -51,6 +51,10 @@ class Settings(BaseSettings):
     join_token: SecretStr | None = None
     """Shared with the workers; made and kept in `state_dir` when it is not set."""
 
+    redis_url: SecretStr | None = None
+    """Where several gateways share keys, policy, workers, limits and counts; None shares nothing.
+    It may hold a password."""
+
     workers: Annotated[tuple[ListedWorker, ...], NoDecode] = ()
     """OpenAI-compatible servers that are listed by hand."""
 

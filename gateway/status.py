@@ -15,6 +15,7 @@ from workers.adapters.report import LaneReport, WorkerReport, mtp_block
 def render(
     *,
     gateway: Mapping[str, Any],
+    store: Mapping[str, Any],
     policy: PolicyDocument,
     edits: Mapping[str, Any],
     fleet: Fleet,
@@ -33,6 +34,7 @@ def render(
     worker_ids = sorted({report.worker_id for report in reports})
     return {
         "gateway": dict(gateway),
+        "store": dict(store),
         "policy": dict(edits),
         "mtp": mtp_block(_lanes(reports)),
         "decisions": _decisions(counts),

@@ -15,7 +15,7 @@ from workers.adapters.report import LaneReport, WorkerReport
 Key = tuple[str, ...]
 """The name of a count, from general to special: ("decisions", "vlm", "pictures", "media")."""
 
-_BOOTS_KEPT = 16
+BOOTS_KEPT = 16
 EARLIER_BOOTS = "earlier"
 
 
@@ -56,9 +56,9 @@ class MemoryStore:
         boots = self._boots.setdefault(report.worker_id, {})
         kept = boots.get(report.boot_id)
         # A heartbeat and an answer to a question may overtake each other.
-        if kept is None or _progress(report) >= _progress(kept):
+        if kept is None or progress(report) >= progress(kept):
             boots[report.boot_id] = report
-        if len(boots) > _BOOTS_KEPT:
+        if len(boots) > BOOTS_KEPT:
             _fold_oldest(boots)
 
     async def reports(self) -> tuple[WorkerReport, ...]:
@@ -66,7 +66,7 @@ class MemoryStore:
         return tuple(report for boots in self._boots.values() for report in boots.values())
 
 
-def _progress(report: WorkerReport) -> int:
+def progress(report: WorkerReport) -> int:
     """Order two reports of one boot: every part of this sum only grows."""
     return sum(
         lane.requests + lane.completion_tokens + lane.speculation.drafted for lane in report.lanes
@@ -78,13 +78,18 @@ def _fold_oldest(boots: dict[str, WorkerReport]) -> None:
     oldest = next(boot for boot in boots if not boot.startswith(EARLIER_BOOTS))
     report = boots.pop(oldest)
     name = f"{EARLIER_BOOTS}:{report.model}"
-    earlier = boots.pop(name, None)
-    lanes = report.lanes if earlier is None else _added(earlier.lanes, report.lanes)
+    summed = folded(boots.pop(name, None), report, name)
     # Put first, so that the order stays the order of boots.
     rest = dict(boots)
     boots.clear()
-    boots[name] = report.model_copy(update={"boot_id": name, "lanes": lanes, "ready": False})
+    boots[name] = summed
     boots.update(rest)
+
+
+def folded(earlier: WorkerReport | None, report: WorkerReport, name: str) -> WorkerReport:
+    """Add a boot to the sum of earlier ones, which goes by this name."""
+    lanes = report.lanes if earlier is None else _added(earlier.lanes, report.lanes)
+    return report.model_copy(update={"boot_id": name, "lanes": lanes, "ready": False})
 
 
 def _added(some: tuple[LaneReport, ...], others: tuple[LaneReport, ...]) -> tuple[LaneReport, ...]:

@@ -38,6 +38,8 @@ class KeyBook:
         self._keyring = keyring
         self._wall = wall
         self._texts: Mapping[str, str] = {}
+        self._sure = False
+        """The records have been read in this life, not only remembered."""
         self._reading = asyncio.Lock()
         self._changing = asyncio.Lock()
 
@@ -50,13 +52,19 @@ class KeyBook:
                 f"The key {wrong[0]} in the kept state cannot be understood; mend its record."
             )
         self._keyring.take(keys)
+        self._sure = self._records.fresh(_KIND)
+        if not self._sure:
+            # Keys that nobody can read now may have been made or revoked since.
+            self._keyring.shut()
 
     async def refresh(self) -> None:
         """Take over what others have changed; a record that cannot be understood opens nothing."""
         # One after the other: what was read first must not be taken last, and bring back a key.
         async with self._reading:
             texts = await self._records.all(_KIND)
-            if texts != self._texts:
+            fresh = self._records.fresh(_KIND)
+            if texts != self._texts or fresh != self._sure:
+                self._sure = fresh
                 self._take(texts)
         self._keyring.look_at_clock()
 
@@ -106,6 +114,8 @@ class KeyBook:
         for name in wrong:
             log.error("key.unreadable key=%s", name)
         self._keyring.take(keys)
+        if not self._sure:
+            self._keyring.shut()
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._wall(), UTC)

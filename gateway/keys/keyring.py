@@ -79,9 +79,11 @@ class Keyring:
         self._by_digest = dict(self._static)
         self._holders: dict[str, Holder] = {}
         self.records: Mapping[str, KeyRecord] = {}
-        self.demanding = bool(self._static)
+        self._keyed = bool(self._static)
+        self.demanding = self._keyed
         """Whether the data plane asks for a key. Never again no: once there was a key, a state that
-        is lost or keys that are all revoked must not open it for everybody."""
+        is lost or keys that are all revoked must not open it for everybody. Before it is known
+        whether there are keys, yes."""
         self.on_end: Callable[[frozenset[str]], None] = lambda _ids: None
         """Told of keys that open nothing any more."""
 
@@ -104,8 +106,22 @@ class Keyring:
     def take(self, records: Iterable[KeyRecord]) -> None:
         """Hold these keys, and no others, from now on."""
         self.records = {record.id: record for record in records}
-        self.demanding = self.demanding or bool(self.records)
+        self._keyed = self._keyed or bool(self.records)
+        self.demanding = self._keyed
         self._hold_those_that_open()
+
+    def shut(self) -> None:
+        """Demand a key until `take` is told again which there are."""
+        self.demanding = True
+
+    def always_demand(self) -> None:
+        """Demand a key from now on, also where there is none."""
+        self._keyed = self.demanding = True
+
+    def allowances(self) -> list[tuple[str, Allowance]]:
+        """List the limits of the keys that open something now, by the key's id."""
+        holders = self._holders.items()
+        return [(name, one.allowance) for name, one in holders if one.allowance is not None]
 
     def look_at_clock(self) -> None:
         """Let go of keys whose time is over; to be called about once a second."""

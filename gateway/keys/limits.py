@@ -88,9 +88,14 @@ class Bucket:
             if self._level > self.limit:
                 self._level = float(self.limit)
 
+    def charge(self, amount: int) -> None:
+        """Take what was used elsewhere; less than nothing was given back there."""
+        self._level -= amount
+        self._spill()
+
     def wait_s(self, amount: int) -> float:
-        """Tell how long it takes until so much is there; 0 where it is."""
-        lacking = amount - self._level
+        """Tell how long it takes until so much is there, or all there can be; 0 where it is."""
+        lacking = min(amount, self.limit) - self._level
         return lacking / self._rate if lacking > 0 else 0.0
 
     def take(self, amount: int) -> float:
@@ -120,23 +125,48 @@ class Bucket:
 class DayBudget:
     """A budget for each day; what runs over midnight belongs to the day in which it ends."""
 
-    __slots__ = ("_day", "limit", "reserved", "used")
+    __slots__ = ("_day", "_gateways", "_share", "elsewhere", "limit", "mine", "reserved", "used")
 
     def __init__(self, limit: int, used: int, day: int) -> None:
         self._day = day
         self.limit = limit
         self.used = used
+        self.mine = 0
+        """Of what is used, what was used at this gateway in this life."""
         self.reserved = 0
+        self.elsewhere = 0
+        """Reserved at other gateways."""
+        self._share: int | None = None
+        """All that may be used while nobody knows what is used elsewhere."""
+        self._gateways = 1
+
+    @property
+    def day(self) -> int:
+        """The number of the day that is counted."""
+        return self._day
 
     @property
     def left(self) -> int:
         """How much may still be reserved."""
-        return self.limit - self.used - self.reserved
+        taken = self.used + self.reserved
+        left = self.limit - taken - self.elsewhere
+        return left if self._share is None else min(left, self._share - taken)
+
+    def share(self, gateways: int) -> None:
+        """Divide what is left between gateways that cannot hear of each other; 1: they can."""
+        if gateways == 1:
+            self._share = None
+        elif self._share is None:
+            self._gateways = gateways
+            self._share = self.used + self.reserved + max(0, self.left) // gateways
+            self.elsewhere = 0
 
     def turn(self, unix_s: float) -> None:
         """Come to the day of this moment; a clock that is set back gives no second budget."""
         if (day := day_of(unix_s)) > self._day:
-            self._day, self.used = day, 0
+            self._day, self.used, self.mine = day, 0, 0
+            if self._share is not None:
+                self._share = self.reserved + self.limit // self._gateways
 
 
 class Reservation(NamedTuple):
@@ -150,11 +180,31 @@ class Reservation(NamedTuple):
     of_day: DayBudget | None
 
 
+class Used(NamedTuple):
+    """What one gateway has let in for a key in this life, as others hear of it."""
+
+    requests: int
+    tokens: int
+    day: int
+    day_tokens: int
+    """Used on that day."""
+    reserved: int
+    """Of that day's budget, for requests that run."""
+    running: int
+
+
 class Allowance:
     """All limits of one key. Whoever reserves settles, exactly once and however it ends."""
 
     def __init__(self, limits: Limits, now_s: float, unix_s: float, used_today: int = 0) -> None:
         self.running = 0
+        self._elsewhere = 0
+        """Requests that run at other gateways."""
+        self._gateways = 1
+        """Those between which the limits are divided."""
+        self._let_in = 0
+        self._taken = 0
+        """Tokens; both less what was given back."""
         self._requests: Bucket | None = None
         self._tokens: Bucket | None = None
         self._day: DayBudget | None = None
@@ -162,28 +212,72 @@ class Allowance:
 
     def change(self, limits: Limits, now_s: float, unix_s: float, used_today: int) -> None:
         """Go on under other limits; `used_today` counts where there was none for a day."""
-        self._at_once = limits.concurrent_requests
-        self._requests = _changed(self._requests, limits.requests_a_minute, now_s)
-        self._tokens = _changed(self._tokens, limits.tokens_a_minute, now_s)
+        self._limits = limits
+        self._divide(now_s)
         if limits.tokens_a_day is None:
             self._day = None
         elif self._day is None:
             self._day = DayBudget(limits.tokens_a_day, used_today, day_of(unix_s))
+            self._day.share(self._gateways)
         else:
             self._day.limit = limits.tokens_a_day
+
+    def share(self, gateways: int, now_s: float) -> None:
+        """Divide all limits between so many gateways, for as long as they hear nothing of others.
+
+        1: they hear of each other, and each one subtracts what the others use.
+        """
+        if gateways == self._gateways:
+            return
+        self._gateways = gateways
+        self._divide(now_s)
+        if self._day is not None:
+            self._day.share(gateways)
+        if gateways > 1:
+            self._elsewhere = 0
+
+    def _divide(self, now_s: float) -> None:
+        limits, gateways = self._limits, self._gateways
+        self._at_once = _part(limits.concurrent_requests, gateways)
+        self._requests = _changed(self._requests, _part(limits.requests_a_minute, gateways), now_s)
+        self._tokens = _changed(self._tokens, _part(limits.tokens_a_minute, gateways), now_s)
+
+    def used(self) -> Used:
+        """Tell others what this gateway has let in."""
+        day = self._day
+        counted = (0, 0, 0) if day is None else (day.day, day.mine, day.reserved)
+        return Used(self._let_in, self._taken, *counted, self.running)
+
+    def charge(self, requests: int, tokens: int, day: int, day_tokens: int, now_s: float) -> None:
+        """Take what other gateways have let in since the last time, of the day on that day."""
+        if self._requests is not None:
+            self._requests.refill(now_s)
+            self._requests.charge(requests)
+        if self._tokens is not None:
+            self._tokens.refill(now_s)
+            self._tokens.charge(tokens)
+        if self._day is not None and day == self._day.day:
+            self._day.used += day_tokens
+
+    def hold_elsewhere(self, running: int, reserved: int) -> None:
+        """Hear what runs at other gateways now, and what is reserved there of the day's budget."""
+        self._elsewhere = running
+        if self._day is not None:
+            self._day.elsewhere = reserved
 
     def reserve(self, tokens: int, now_s: float, unix_s: float) -> Reservation:
         """Let in a request of so many tokens; raise, and take nothing, at a limit."""
         requests, minute, day = self._requests, self._tokens, self._day
         if minute is not None:
             minute.refill(now_s)
-            if tokens > minute.limit:
-                raise TokensOverLimit("tokens_a_minute", minute.limit, tokens)
+            whole = self._limits.tokens_a_minute or minute.limit
+            if tokens > whole:
+                raise TokensOverLimit("tokens_a_minute", whole, tokens)
         if day is not None:
             day.turn(unix_s)
             if tokens > day.limit:
                 raise TokensOverLimit("tokens_a_day", day.limit, tokens)
-        if self._at_once is not None and self.running >= self._at_once:
+        if self._at_once is not None and self.running + self._elsewhere >= self._at_once:
             raise LimitReached("concurrent_requests", self._at_once, _RETRY_RUNNING_S)
         if requests is not None:
             requests.refill(now_s)
@@ -194,6 +288,8 @@ class Allowance:
         if day is not None and tokens > day.left:
             raise LimitReached("tokens_a_day", day.limit, DAY_S - unix_s % DAY_S)
         self.running += 1
+        self._let_in += 1
+        self._taken += tokens
         if day is not None:
             day.reserved += tokens
         return Reservation(
@@ -211,6 +307,8 @@ class Allowance:
         """Enter what a request that was let in has cost; 0 and 0 gives all of it back."""
         reserved, of_requests, requests_ticket, of_tokens, tokens_ticket, of_day = taken
         self.running -= 1
+        self._let_in += requests - 1
+        self._taken += tokens - reserved
         if of_requests is not None:
             of_requests.refill(now_s)
             of_requests.settle(requests_ticket, 1, requests)
@@ -221,6 +319,7 @@ class Allowance:
             of_day.turn(unix_s)
             of_day.reserved -= reserved
             of_day.used += tokens
+            of_day.mine += tokens
 
     def headers(self, now_s: float, unix_s: float) -> Headers:
         """Tell limits, what is left and when it is whole again, in OpenAI's headers.
@@ -241,6 +340,11 @@ class Allowance:
         elif day is not None:
             told += _headers(_OF_TOKENS, day.limit, max(0, day.left), DAY_S - unix_s % DAY_S)
         return told
+
+
+def _part(limit: int | None, gateways: int) -> int | None:
+    """Divide a limit; everybody may have one at least."""
+    return None if limit is None else max(1, limit // gateways)
 
 
 def _changed(bucket: Bucket | None, limit: int | None, now_s: float) -> Bucket | None:

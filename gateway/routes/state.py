@@ -40,7 +40,8 @@ def probes(line: Line, relay: Relay) -> APIRouter:
             return PlainTextResponse("stopping\n", status_code=503)
         if not line.fleet.view().workers:
             return PlainTextResponse("no worker\n", status_code=503)
-        return PlainTextResponse("ready\n")
+        why = line.sharing.why_degraded
+        return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
 
     @router.get("/metrics")
     async def metrics() -> Response:
@@ -74,6 +75,7 @@ def status(line: Line, relay: Relay) -> APIRouter:
         }
         return render(
             gateway=gateway,
+            store=line.sharing.told(),
             policy=policy,
             edits=_edits(line),
             fleet=line.fleet,

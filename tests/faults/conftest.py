@@ -10,16 +10,28 @@ import pytest
 
 from tests.faults.proxy import FaultProxy, proxying
 from tests.gateway.conftest import (
+    any_redis,
     clean_environment,
     gateway,
     line,
+    own_redis,
+    redis,
     second_worker,
     worker,
 )
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.serving import Gateway, settings_for_tests
 
-__all__ = ["clean_environment", "gateway", "line", "second_worker", "worker"]
+__all__ = [
+    "any_redis",
+    "clean_environment",
+    "gateway",
+    "line",
+    "own_redis",
+    "redis",
+    "second_worker",
+    "worker",
+]
 
 Hasty = Callable[..., Gateway]
 

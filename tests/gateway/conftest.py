@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.redis_server import RedisServer
 from tests.gateway.serving import Gateway, serving, settings_for_tests
 
 
@@ -23,10 +24,36 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "HOST",
         "PORT",
         "ADMIN_PORT",
+        "REDIS_URL",
     ):
         monkeypatch.delenv(f"PACELINE_{name}", raising=False)
     monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(scope="session")
+def any_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """A redis-server for the whole session; tests take `redis`, which is empty."""
+    server = RedisServer(tmp_path_factory.mktemp("redis"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def redis(any_redis: RedisServer) -> RedisServer:
+    """An empty Redis that nobody breaks."""
+    any_redis.client.flushall()
+    return any_redis
+
+
+@pytest.fixture
+def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
+    """A Redis that the test may break."""
+    server = RedisServer(tmp_path)
+    server.start()
+    yield server
+    server.kill()
 
 
 @pytest.fixture

@@ -7,17 +7,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.records import FileRecords, MemoryRecords, Records
+from gateway.redis_link import RedisLink
+from gateway.redis_records import RedisRecords
 
 
-@pytest.fixture(params=["memory", "file"])
-def records(request: pytest.FixtureRequest, tmp_path: Path) -> Records:
-    return MemoryRecords() if request.param == "memory" else FileRecords(tmp_path / "state.json")
+@pytest.fixture(params=["memory", "file", "redis"])
+async def records(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Records]:
+    if request.param == "memory":
+        yield MemoryRecords()
+    elif request.param == "file":
+        yield FileRecords(tmp_path / "state.json")
+    else:
+        link = RedisLink(request.getfixturevalue("redis").url)
+        yield RedisRecords(link, tmp_path)
+        await link.close()
 
 
 async def test_records_come_back_by_kind_in_the_order_they_were_added(records: Records) -> None:

@@ -1,0 +1,164 @@
+"""The one connection to Redis: whoever shares something over it asks here.
+
+No request waits for Redis. What is shared is read from a copy in memory, and the tasks that keep
+the copies ask here, each question with its deadline. Whether that goes well is known by the part
+that asks, so that a Redis that is full is not taken for a whole one because it can still be read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from redis.asyncio import Redis
+from redis.asyncio.connection import AbstractConnection, ConnectionPool
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    RedisError,
+    ResponseError,
+)
+from redis.exceptions import ConnectionError as RedisUnreachable
+from redis.exceptions import TimeoutError as RedisTimeout
+from redis.maint_notifications import MaintNotificationsConfig
+
+from gateway.errors import RecordsUnwritable, StartRefused
+
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 1.0
+"""Of one question. Only an admin's edit, which is one, ever waits so long, and that but once."""
+_CONNECTIONS = 16
+_UNREACHABLE = (RedisUnreachable, RedisTimeout, OSError)
+Answer = TypeVar("Answer")
+
+
+class RedisLink:
+    """The client of one Redis, and how it is with it. Opens nothing before the first question."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            pool: ConnectionPool[Any] = ConnectionPool.from_url(
+                url,
+                decode_responses=True,
+                socket_timeout=DEADLINE_S,
+                socket_connect_timeout=DEADLINE_S,
+                # Whoever asks asks again with its next turn; a retry here would only be late.
+                retry=Retry(NoBackoff(), 0),
+                max_connections=_CONNECTIONS,
+                redis_connect_func=self._greet,
+                maint_notifications_config=MaintNotificationsConfig(enabled=False),
+            )
+        except (ValueError, TypeError):
+            raise StartRefused(
+                "PACELINE_REDIS_URL must be like redis://127.0.0.1:6379/0."
+            ) from None
+        self.redis: Redis = Redis(connection_pool=pool)
+        self.connections = 0
+        """How many were made so far. Behind a new one may be another Redis, or one that has lost
+        what it held."""
+        given = pool.connection_kwargs
+        place = [str(given.get(name, "")) for name in ("host", "port", "path", "db")]
+        self.digest = hashlib.sha256("|".join(place).encode()).hexdigest()[:12]
+        """Names the place of this Redis, without any secret."""
+        self._troubles: dict[str, str] = {}
+        self._away = False
+
+    @property
+    def why(self) -> str:
+        """Say in one sentence what is wrong; empty where nothing is."""
+        return next(iter(self._troubles.values()), "")
+
+    @property
+    def degraded(self) -> bool:
+        """Say whether some part could not be shared when it was last tried."""
+        return bool(self._troubles)
+
+    def script(self, lua: str) -> AsyncScript:
+        """Prepare a script; Redis is told of it where it does not know it (any more)."""
+        return self.redis.register_script(lua)  # type: ignore[return-value]
+
+    async def ask(self, part: str, question: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Ask on behalf of a part; raise `RecordsUnwritable` where no good answer comes in time.
+
+        A question reads its answer too, and raises `ValueError` for one that makes no sense.
+        """
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                answer = await question()
+        except (RedisError, OSError, ValueError) as error:
+            self._away = isinstance(error, _UNREACHABLE)
+            self._note(part, _sentence(error))
+            raise RecordsUnwritable from None
+        self._away = False
+        self._note(part, "")
+        return answer
+
+    async def edit(self, question: Callable[[], Awaitable[Answer]]) -> Answer:
+        """Ask while an admin waits: not at all where Redis did not answer the last question."""
+        if self._away:
+            raise RecordsUnwritable
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                return await question()
+        except (RedisError, OSError, ValueError) as error:
+            log.warning("redis.edit_failed why=%s", _sentence(error))
+            raise RecordsUnwritable from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.redis.aclose()
+        await self.redis.connection_pool.disconnect()
+
+    async def _greet(self, connection: AbstractConnection) -> None:
+        try:
+            await connection.on_connect()
+        except BaseException:
+            # Half greeted, the next one to use it would read the answers to us.
+            await connection.disconnect(nowait=True)
+            raise
+        self.connections += 1
+
+    def _note(self, part: str, why: str) -> None:
+        """Log a change, not every question."""
+        before = self._troubles.pop(part, "")
+        if why:
+            self._troubles[part] = why
+        if why and not before:
+            log.warning("redis.degraded part=%s why=%s", part, why)
+        elif before and not why:
+            log.info("redis.healed part=%s", part)
+
+
+# The first that fits; of Redis' own words none: they may hold names and addresses.
+_SENTENCES: tuple[tuple[type[Exception], str], ...] = (
+    (AuthenticationError, "Redis does not accept the user or password."),
+    (AuthorizationError, "Redis does not accept the user or password."),
+    (NoPermissionError, "Redis does not accept the user or password."),
+    (BusyLoadingError, "Redis is still reading its data."),
+    (OutOfMemoryError, "Redis is full."),
+    (ReadOnlyError, "Redis is read-only."),
+    (RedisTimeout, "Redis does not answer in time."),
+    (TimeoutError, "Redis does not answer in time."),
+    (RedisUnreachable, "Redis cannot be reached."),
+    (OSError, "Redis cannot be reached."),
+    (ValueError, "A key of Paceline holds in Redis what Paceline did not write."),
+)
+
+
+def _sentence(error: Exception) -> str:
+    """Say in one sentence what is wrong."""
+    if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
+        return "A key of Paceline holds something else in Redis."
+    fitting = (sentence for kind, sentence in _SENTENCES if isinstance(error, kind))
+    return next(fitting, "Redis refuses a command.")

@@ -1,0 +1,65 @@
+"""A real redis-server on a free port, which tests stop, freeze, fill and start again."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from redis import Redis
+from redis.exceptions import RedisError
+
+
+class RedisServer:
+    """One redis-server that keeps nothing on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port: int = free.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.client = Redis(port=self.port, decode_responses=True)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, empty, and wait until it answers."""
+        program = shutil.which("redis-server")
+        assert program, "the tests need redis-server: scripts/setup dev installs it"
+        options = ["--port", str(self.port), "--save", "", "--appendonly", "no", "--bind"]
+        self._process = subprocess.Popen(
+            [program, *options, "127.0.0.1"], cwd=self._folder, stdout=subprocess.DEVNULL
+        )
+        until_s = time.monotonic() + 30
+        while True:
+            try:
+                self.client.ping()
+                return
+            except RedisError:
+                assert time.monotonic() < until_s, "redis-server does not start"
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        """End it as a crash does; all that it held is lost."""
+        self.client.close()
+        if self._process is not None:
+            self._process.send_signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def freeze(self) -> None:
+        """Let it hold its connections and say nothing."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let it go on."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def configure(self, name: str, value: str) -> None:
+        """Change a setting while it runs."""
+        self.client.config_set(name, value)

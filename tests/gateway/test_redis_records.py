@@ -1,0 +1,150 @@
+"""Records that gateways share over Redis: followed, never lost, and known while it is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+
+from gateway.errors import RecordsUnwritable
+from gateway.redis_link import RedisLink
+from gateway.redis_records import RedisRecords
+from tests.gateway.redis_server import RedisServer
+
+Opens = Callable[[RedisServer], tuple[RedisRecords, RedisLink]]
+
+
+@pytest.fixture
+async def opens(tmp_path: Path) -> AsyncIterator[Opens]:
+    """Open the records as one gateway does; all share a state folder."""
+    async with AsyncExitStack() as stack:
+
+        def one(server: RedisServer) -> tuple[RedisRecords, RedisLink]:
+            link = RedisLink(server.url)
+            stack.push_async_callback(link.close)
+            return RedisRecords(link, tmp_path), link
+
+        yield one
+
+
+async def test_what_another_gateway_changes_is_seen_at_the_next_look(
+    redis: RedisServer, opens: Opens
+) -> None:
+    (here, _), (there, _) = opens(redis), opens(redis)
+    assert await here.all("keys") == {}
+    await there.add("keys", "a", '{"n":1}')
+    await there.add("keys", "b", '{"n":2}')
+    assert await here.all("keys") == {"a": '{"n":1}', "b": '{"n":2}'}
+    await there.replace("keys", "a", '{"n":3}')
+    await there.remove("keys", "b")
+    assert await here.all("keys") == {"a": '{"n":3}'}
+
+
+async def test_of_many_that_add_one_name_one_wins(redis: RedisServer, opens: Opens) -> None:
+    gateways = [opens(redis)[0] for _ in range(4)]
+    added = await asyncio.gather(
+        *(gateways[i % 4].add("policy", "7", f'{{"by":{i}}}') for i in range(12))
+    )
+    assert sum(added) == 1
+
+
+async def test_a_redis_that_lost_everything_gets_it_back_and_nobody_forgets_meanwhile(
+    own_redis: RedisServer, opens: Opens
+) -> None:
+    records, link = opens(own_redis)
+    await records.add("keys", "a", '{"n":1}')
+    await records.add("keys", "a/revoked", '{"at":2}')
+    kept = await records.all("keys")
+
+    own_redis.kill()
+    assert await records.all("keys") == kept
+    assert link.degraded
+    assert link.why == "Redis cannot be reached."
+    own_redis.start()
+    assert await records.all("keys") == kept
+
+    assert not link.degraded
+    assert await opens(own_redis)[0].all("keys") == kept
+
+
+async def test_a_start_without_redis_knows_what_the_copy_tells_and_that_it_is_old(
+    own_redis: RedisServer, opens: Opens
+) -> None:
+    records, _ = opens(own_redis)
+    await records.add("keys", "b", "1")
+    await records.add("keys", "a", "2")
+    kept = await records.all("keys")
+    assert records._copying is not None
+    await records._copying
+    own_redis.kill()
+
+    later, link = opens(own_redis)
+    assert list(await later.all("keys")) == list(kept) == ["b", "a"]
+    assert not later.fresh("keys")
+    with pytest.raises(RecordsUnwritable):
+        await later.add("keys", "c", "3")
+
+    own_redis.start()
+    assert await later.all("keys") == kept
+    assert later.fresh("keys")
+    assert await later.add("keys", "c", "3")
+    assert not link.degraded
+
+
+async def test_an_older_state_of_redis_does_not_bring_back_a_revoked_key(
+    own_redis: RedisServer, opens: Opens
+) -> None:
+    records, _ = opens(own_redis)
+    await records.add("keys", "a", "1")
+    before = own_redis.client.dump("paceline:{keys}:records")
+    await records.add("keys", "a/revoked", "2")
+    assert set(await records.all("keys")) == {"a", "a/revoked"}
+    own_redis.client.restore("paceline:{keys}:records", 0, before, replace=True)
+
+    assert set(await records.all("keys")) == {"a", "a/revoked"}
+    assert set(await opens(own_redis)[0].all("keys")) == {"a", "a/revoked"}
+
+
+@pytest.mark.parametrize("value", ["not one of ours", "[7,half", "[]"])
+async def test_a_value_that_nobody_wrote_means_nothing_and_breaks_nothing(
+    redis: RedisServer, opens: Opens, value: str
+) -> None:
+    records, link = opens(redis)
+    await records.add("keys", "a", "1")
+    redis.client.hset("paceline:{keys}:records", "odd", value)
+    told = await records.all("keys")
+    assert told["a"] == "1"
+    assert told["odd"].startswith('"')
+    assert not link.degraded
+
+
+async def test_a_key_of_another_type_is_a_failure_and_no_empty_answer(
+    redis: RedisServer, opens: Opens
+) -> None:
+    records, link = opens(redis)
+    await records.add("keys", "a", "1")
+    await records.all("keys")
+    redis.client.set("paceline:{keys}:records", "a string")
+
+    assert await records.all("keys") == {"a": "1"}
+    assert link.why == "A key of Paceline holds something else in Redis."
+    redis.client.delete("paceline:{keys}:records")
+    assert await records.all("keys") == {"a": "1"}
+    assert not link.degraded
+    assert redis.client.hexists("paceline:{keys}:records", "a")
+
+
+async def test_a_full_redis_refuses_an_edit_and_is_still_read(
+    own_redis: RedisServer, opens: Opens
+) -> None:
+    records, _ = opens(own_redis)
+    await records.add("keys", "a", "1")
+    own_redis.configure("maxmemory", "1")
+    with pytest.raises(RecordsUnwritable):
+        await records.add("keys", "b", "2")
+    assert await records.all("keys") == {"a": "1"}
+    own_redis.configure("maxmemory", "0")
+    assert await records.add("keys", "b", "2")
