@@ -59,22 +59,22 @@ class RedisPrefixes:
         self._connections = self._link.connections
         for at, by, claim in entries:
             self._last = at
-            if by != self._life:
+            if claim is not None and by != self._life:
                 self._prefixes.hear(claim, max(0.0, (now_ms - int(at.split("-")[0])) / 1000))
 
     async def _ask(
         self, last: str, news: Sequence[str]
-    ) -> tuple[int, list[tuple[str, str, Claim]]]:
+    ) -> tuple[int, list[tuple[str, str, Claim | None]]]:
         arguments = [last, self._life, _KEPT, *news]
         now_ms, entries = await self._exchange([_NEWS], arguments)
         return now_ms, [_read(at, fields) for at, fields in entries]
 
 
-def _read(at: str, fields: Sequence[str]) -> tuple[str, str, Claim]:
-    """Read one entry; raise `ValueError` where Paceline did not write it."""
+def _read(at: str, fields: Sequence[str]) -> tuple[str, str, Claim | None]:
+    """Read one entry; no claim where another version of Paceline wrote it, or nobody knows who."""
     told = dict(zip(fields[::2], fields[1::2], strict=True))
     try:
         name, worker_id, boot_id, for_s = json.loads(told["claim"])
         return at, told["by"], Claim(str(name), str(worker_id), str(boot_id), float(for_s))
-    except (KeyError, TypeError) as error:
-        raise ValueError("not a claim") from error
+    except (KeyError, TypeError, ValueError):
+        return at, "", None

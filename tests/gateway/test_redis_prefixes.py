@@ -111,14 +111,16 @@ async def test_what_could_not_be_told_is_told_once_redis_is_back(own_redis: Redi
         await each.link.close()
 
 
-async def test_a_key_that_paceline_did_not_write_is_named_and_harms_nothing(
+async def test_an_entry_that_nobody_understands_stops_none_of_the_others(
     redis: RedisServer, pair: tuple[Neighbour, Neighbour]
 ) -> None:
-    one, _ = pair
+    one, other = pair
     redis.client.xadd("paceline:{prefixes}:news", {"by": "x", "claim": "[1]"})
-    with pytest.raises(RecordsUnwritable):
-        await one.turn()
-    assert "what Paceline did not write" in one.link.why
+    redis.client.xadd("paceline:{prefixes}:news", {"words": "none"})
+    one.prefixes.sent("p", STUDIO, RULES)
+    await one.turn()
+    await other.turn()
+    assert other.holders() == {STUDIO}
 
 
 def test_news_that_nobody_hears_are_bounded() -> None:
