@@ -1,4 +1,4 @@
-"""Claims to system prompts over Redis: what one gateway learns, the others know half a second on."""
+"""Claims to system prompts over Redis: what one gateway learns the others know soon after."""
 
 from __future__ import annotations
 
