@@ -72,7 +72,8 @@ class RedisLink:
         self.digest = hashlib.sha256("|".join(place).encode()).hexdigest()[:12]
         """Names the place of this Redis, without any secret."""
         self._troubles: dict[str, str] = {}
-        self._away = False
+        self.away = False
+        """It did not answer the last question at all. The turns of sharing go on asking."""
 
     @property
     def why(self) -> str:
@@ -97,16 +98,16 @@ class RedisLink:
             async with asyncio.timeout(DEADLINE_S):
                 answer = await question()
         except (RedisError, OSError, ValueError) as error:
-            self._away = isinstance(error, _UNREACHABLE)
+            self.away = isinstance(error, _UNREACHABLE)
             self._note(part, _sentence(error))
             raise RecordsUnwritable from None
-        self._away = False
+        self.away = False
         self._note(part, "")
         return answer
 
     async def edit(self, question: Callable[[], Awaitable[Answer]]) -> Answer:
         """Ask while an admin waits: not at all where Redis did not answer the last question."""
-        if self._away:
+        if self.away:
             raise RecordsUnwritable
         try:
             async with asyncio.timeout(DEADLINE_S):

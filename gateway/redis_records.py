@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -100,7 +101,7 @@ class RedisRecords:
         )
         self._copy = folder / f"shared-{link.digest}.json"
         self._known = {kind: _Known(_numbered(one)) for kind, one in _from(self._copy).items()}
-        self._looking = asyncio.Lock()
+        self._looking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._copying: asyncio.Task[None] | None = None
         self._copy_is_old = False
 
@@ -111,9 +112,10 @@ class RedisRecords:
     async def all(self, kind: str) -> Mapping[str, str]:
         """Read all records of a kind by name, oldest first, or what was last known of them."""
         # One after the other: what was read first must not be taken last.
-        async with self._looking:
-            with contextlib.suppress(RecordsUnwritable):  # the link tells
-                await self._look(kind)
+        async with self._looking[kind]:
+            if not self._link.away:  # an admin may be waiting
+                with contextlib.suppress(RecordsUnwritable):  # the link tells
+                    await self._look(kind)
         return self._texts(kind)
 
     async def add(self, kind: str, name: str, text: str) -> bool:
@@ -145,7 +147,10 @@ class RedisRecords:
         if lost:
             await self._link.ask(part, lambda: self._return(kind, lost))
             log.warning("redis.put_back kind=%s records=%d", kind, len(lost))
-        self._known[kind] = _Known({**lost, **told}, turn, connections, fresh=True)
+        records = {**lost, **told}
+        self._known[kind] = _Known(records, turn, connections, fresh=True)
+        if records == known.records:
+            return
         self._copy_is_old = True
         if self._copying is None or self._copying.done():
             # Beside: a disk that hangs must not keep a revoked key open.

@@ -30,6 +30,11 @@ async def opens(tmp_path: Path) -> AsyncIterator[Opens]:
         yield one
 
 
+async def answers(link: RedisLink) -> None:
+    """Ask as the turns of sharing do."""
+    await link.ask("turns", link.script("return 1"))
+
+
 async def test_what_another_gateway_changes_is_seen_at_the_next_look(
     redis: RedisServer, opens: Opens
 ) -> None:
@@ -64,6 +69,7 @@ async def test_a_redis_that_lost_everything_gets_it_back_and_nobody_forgets_mean
     assert link.degraded
     assert link.why == "Redis cannot be reached."
     own_redis.start()
+    await answers(link)
     assert await records.all("keys") == kept
 
     assert not link.degraded
@@ -88,6 +94,7 @@ async def test_a_start_without_redis_knows_what_the_copy_tells_and_that_it_is_ol
         await later.add("keys", "c", "3")
 
     own_redis.start()
+    await answers(link)
     assert await later.all("keys") == kept
     assert later.fresh("keys")
     assert await later.add("keys", "c", "3")
