@@ -65,7 +65,7 @@ class RedisPrefixes:
     async def _ask(
         self, last: str, news: Sequence[str]
     ) -> tuple[int, list[tuple[str, str, Claim | None]]]:
-        arguments = [last, self._life, _KEPT, *news]
+        arguments: list[str | int] = [last, self._life, _KEPT, *news]
         now_ms, entries = await self._exchange([_NEWS], arguments)
         return now_ms, [_read(at, fields) for at, fields in entries]
 
