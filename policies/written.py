@@ -51,7 +51,7 @@ def read_yaml(text: str) -> Any:
 
 
 def write_yaml(document: Any) -> str:
-    """Write plain values as YAML that `read_yaml` reads the same; what holds no more is one line."""
+    """Write plain values as YAML that `read_yaml` reads the same, the innermost in one line."""
     text: str = yaml.dump(
         document,
         Dumper=_Dumper,
