@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -74,24 +75,17 @@ def test_where_all_are_cordoned_nobody_is_asked(line: Gateway, worker: FakeWorke
 def test_who_waits_in_line_is_served_once_the_cordon_is_lifted(
     line: Gateway, worker: FakeWorker
 ) -> None:
-    """With every slot taken a request stands in line; the cordon does not send it away."""
-    worker.script = Script(hang_after=1)
-    answers: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: answers.append(line.chat(temperature=1).status_code))
-        for _ in range(5)
-    ]
-    for thread in threads:
-        thread.start()
-    eventually(lambda: line.status()["pools"]["vlm"]["waiting"] == 1)
-    cordon(line)
-    worker.go_on.set()
-    eventually(lambda: len(answers) == 4)
-    assert len(worker.heard) == 4
-    uncordon(line)
-    for thread in threads:
-        thread.join(timeout=30)
-    assert answers == [200] * 5
+    """With every slot taken the fifth request stands in line; a cordon does not send it away."""
+    worker.script = Script(hang=True)
+    with ThreadPoolExecutor(5) as aside:
+        asked = [aside.submit(line.chat) for _ in range(5)]
+        eventually(lambda: line.status()["pools"]["vlm"]["waiting"] == 1)
+        cordon(line)
+        worker.go_on.set()
+        eventually(lambda: sum(answer.done() for answer in asked) == 4)
+        assert len(worker.heard) == 4
+        uncordon(line)
+        assert [answer.result().status_code for answer in asked] == [200] * 5
 
 
 def test_a_cordon_outlives_the_worker_and_the_gateway(tmp_path: Path, worker: FakeWorker) -> None:
@@ -147,7 +141,8 @@ def test_a_cordon_that_is_lifted_ends_the_wait_for_the_drain(
 ) -> None:
     worker.script = Script(hang_after=1)
     with line.stream() as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()
+        next(lines)
         answers: list[dict[str, Any]] = []
         thread = threading.Thread(
             target=lambda: answers.append(
@@ -161,6 +156,7 @@ def test_a_cordon_that_is_lifted_ends_the_wait_for_the_drain(
         thread.join(timeout=30)
         assert not answers[0]["drained"]
         worker.go_on.set()
+        assert "data: [DONE]" in list(lines)
 
 
 @pytest.mark.parametrize(
