@@ -98,14 +98,19 @@ class RedisLimits:
 
     def _take(self, lives: Mapping[str, _Life], alive: frozenset[str], *, minute: bool) -> None:
         now_s = self._clock()
+        for life in lives:
+            self._seen[life] = self._seen.pop(life, {})  # last of those that were heard of
+            if not self._begun:
+                # What was used before this life began is in its budgets already.
+                self._seen[life].update(lives[life])
         for name, allowance in self._allowances():
             running = reserved = 0
             day = allowance.used().day
             for life, keys in lives.items():
                 if (now := keys.get(name)) is None:
                     continue
-                # What was used before this life began is in its budgets already.
-                before = self._seen.get(life, {}).get(name, _UNUSED if self._begun else now)
+                before = self._seen[life].get(name, _UNUSED)
+                self._seen[life][name] = now
                 same_day = before.day == now.day
                 allowance.charge(
                     now.requests - before.requests if minute else 0,
@@ -118,10 +123,6 @@ class RedisLimits:
                     running += now.running
                     reserved += now.reserved if now.day == day else 0
             allowance.hold_elsewhere(running, reserved)
-        for life, keys in lives.items():
-            known = self._seen.pop(life, {})
-            known.update(keys)
-            self._seen[life] = known
         while len(self._seen) > _LIVES_KEPT:
             del self._seen[next(iter(self._seen))]
 
