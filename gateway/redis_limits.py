@@ -86,7 +86,7 @@ class RedisLimits:
         await self._link.ask("limits", lambda: self._leave([_USED, _SEEN], [self._life]))
 
     async def _ask(self, told: str) -> tuple[frozenset[str], dict[str, _Life]]:
-        arguments = [self._life, told, _ALIVE_MS, _KEPT_MS]
+        arguments: list[str | int] = [self._life, told, _ALIVE_MS, _KEPT_MS]
         alive, flat = await self._exchange([_USED, _SEEN], arguments)
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return frozenset(alive), {life: _read(text) for life, text in pairs if life != self._life}

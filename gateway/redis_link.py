@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
@@ -48,7 +48,7 @@ class RedisLink:
 
     def __init__(self, url: str) -> None:
         try:
-            pool: ConnectionPool[Any] = ConnectionPool.from_url(
+            pool: ConnectionPool = ConnectionPool.from_url(
                 url,
                 decode_responses=True,
                 socket_timeout=DEADLINE_S,
@@ -87,7 +87,7 @@ class RedisLink:
 
     def script(self, lua: str) -> AsyncScript:
         """Prepare a script; Redis is told of it where it does not know it (any more)."""
-        return self.redis.register_script(lua)  # type: ignore[return-value]
+        return self.redis.register_script(lua)
 
     async def ask(self, part: str, question: Callable[[], Awaitable[Answer]]) -> Answer:
         """Ask on behalf of a part; raise `RecordsUnwritable` where no good answer comes in time.

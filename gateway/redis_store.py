@@ -147,7 +147,7 @@ class RedisStore:
         earlier = self._others.get(_EARLIER, _Life("", 0, {}))
         summed = f"[0,{_written(Counter(earlier.totals) + Counter(life.totals))}]"
         keys = [_COUNTS, _folded(name)]
-        steps = [name, life.written, earlier.written, summed, _FOLDED_KEPT_S]
+        steps: list[str | int] = [name, life.written, earlier.written, summed, _FOLDED_KEPT_S]
         if await self._link.ask("counts", lambda: self._fold(keys, steps)):
             del self._others[name]
             self._others[_EARLIER] = _read(summed)

@@ -107,6 +107,7 @@ async def test_an_older_state_of_redis_does_not_bring_back_a_revoked_key(
     records, _ = opens(own_redis)
     await records.add("keys", "a", "1")
     before = own_redis.client.dump("paceline:{keys}:records")
+    assert before is not None
     await records.add("keys", "a/revoked", "2")
     assert set(await records.all("keys")) == {"a", "a/revoked"}
     own_redis.client.restore("paceline:{keys}:records", 0, before, replace=True)

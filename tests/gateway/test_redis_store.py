@@ -98,7 +98,7 @@ async def test_a_life_that_ended_long_ago_is_folded_and_counts_once(
     for _ in range(4):
         assert await first.counts() == {DONE: 5}
         assert await second.counts() == {DONE: 5}
-    assert set(redis.client.hkeys(COUNTS)) == {"earlier", first.store._life, second.store._life}  # type: ignore[arg-type]
+    assert set(redis.client.hkeys(COUNTS)) == {"earlier", first.store._life, second.store._life}
 
 
 async def test_a_life_that_was_folded_while_it_was_cut_off_goes_on_and_counts_once(

@@ -134,7 +134,7 @@ def test_the_policy_of_one_is_the_policy_of_all(makes: Makes) -> None:
 
     def followed() -> bool:
         told = second.admin.get("/admin/v1/policy")
-        return told.headers["etag"].strip('"') == changed.json()["etag"]
+        return bool(told.headers["etag"].strip('"') == changed.json()["etag"])
 
     eventually(followed, within_s=2)
 
@@ -150,7 +150,7 @@ def test_a_limit_is_one_over_all_gateways(makes: Makes, worker: FakeWorker) -> N
 
     def told() -> bool:
         left = second.client.post("/v1/chat/completions", json={}).headers
-        return left.get("x-ratelimit-remaining-requests") == "2"
+        return dict(left).get("x-ratelimit-remaining-requests") == "2"
 
     eventually(told)
     answers = [second.chat() for _ in range(4)]
@@ -169,7 +169,7 @@ def test_a_daily_budget_is_one_over_all_gateways(makes: Makes, worker: FakeWorke
 
     def told() -> bool:
         left = second.client.post("/v1/chat/completions", json={}).headers
-        return left.get("x-ratelimit-remaining-tokens") == "20"
+        return dict(left).get("x-ratelimit-remaining-tokens") == "20"
 
     eventually(told)
     assert second.chat(max_tokens=5).status_code == 200
