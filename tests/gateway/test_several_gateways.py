@@ -150,7 +150,7 @@ def test_a_limit_is_one_over_all_gateways(makes: Makes, worker: FakeWorker) -> N
 
     def told() -> bool:
         left = second.client.post("/v1/chat/completions", json={}).headers
-        return bool(left.get("x-ratelimit-remaining-requests") == "2")
+        return dict(left).get("x-ratelimit-remaining-requests") == "2"
 
     eventually(told)
     answers = [second.chat() for _ in range(4)]
@@ -169,7 +169,7 @@ def test_a_daily_budget_is_one_over_all_gateways(makes: Makes, worker: FakeWorke
 
     def told() -> bool:
         left = second.client.post("/v1/chat/completions", json={}).headers
-        return bool(left.get("x-ratelimit-remaining-tokens") == "20")
+        return dict(left).get("x-ratelimit-remaining-tokens") == "20"
 
     eventually(told)
     assert second.chat(max_tokens=5).status_code == 200
@@ -227,8 +227,8 @@ def test_gateways_that_are_killed_under_load_lose_and_double_nothing_that_was_to
         eventually(lambda: told(at_first) == told(at_second) == sure)
 
         with ThreadPoolExecutor(1) as beside:
-            answers = beside.submit(asked, at_first, 200)
-            eventually(lambda: told(at_first) > sure + 20)
+            answers = beside.submit(asked, at_first, 3000)
+            eventually(lambda: told(at_second) > sure)
             first.process.kill()
             first.wait_for_end()
             answered = answers.result()
