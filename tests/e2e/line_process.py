@@ -97,13 +97,13 @@ def paceline(
         cwd=folder,
         env={**clean_environment(folder), **environment},
     )
-    try:
-        with process:
+    with process:
+        try:
             yield process
             process.send_signal(signal.SIGINT)  # SIGTERM would serve on for a while
             process.wait(PATIENCE_S)
-    finally:
-        process.kill()
+        finally:
+            process.kill()  # before the wait for its end, which may follow a failed test
 
 
 @contextlib.contextmanager
