@@ -41,7 +41,6 @@ class Gauges(Collector):
             "1 while the policy file says something that cannot be in force.",
             value=bool(self._line.watch.problem),
         )
-
         yield GaugeMetricFamily(
             "paceline_store_degraded",
             "1 while something cannot be shared with other gateways over Redis.",

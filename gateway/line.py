@@ -25,6 +25,7 @@ from gateway.keys.keyring import Keyring
 from gateway.keys.usage import Ledger
 from gateway.listed import check_listed, read_keys
 from gateway.metrics import Meters
+from gateway.neighbours import Neighbours
 from gateway.policy_book import PolicyBook, open_book
 from gateway.policy_file import PolicyWatch, read_source
 from gateway.prefixes import Prefixes, PrefixNames
@@ -39,7 +40,7 @@ from gateway.redis_prefixes import RedisPrefixes
 from gateway.redis_records import RedisRecords
 from gateway.redis_store import RedisStore
 from gateway.settings import Settings
-from gateway.sharing import Neighbours, Shared, Sharing
+from gateway.sharing import Shared, Sharing
 from gateway.store import MemoryStore, Store
 from policies.document import PolicyInvalid
 

@@ -8,7 +8,8 @@ from types import TracebackType
 from gateway.client import ClientLeft
 from gateway.domain import Spent
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
-from gateway.keys.limits import Allowance, Headers
+from gateway.keys.limit_headers import Headers
+from gateway.keys.limits import Allowance
 from gateway.refusals import KeyEnded
 from gateway.trip import Trip
 from policies.profile import RequestProfile

@@ -11,7 +11,7 @@ from typing import Self
 from gateway.cordons import Cordons
 from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.keys.book import KeyBook
-from gateway.keys.limits import day_of
+from gateway.keys.budgets import day_of
 from gateway.keys.usage import Ledger, UsageRow, fold, tidied
 from gateway.records import Records
 

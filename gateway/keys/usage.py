@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gateway.domain import Caller, Spent, Usage
-from gateway.keys.limits import DAY_S, day_of
+from gateway.keys.budgets import DAY_S, day_of
 
 KEPT_DAYS = 93
 _FOLDED = "folded"

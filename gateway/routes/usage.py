@@ -12,7 +12,7 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.keys.limits import day_of
+from gateway.keys.budgets import day_of
 from gateway.keys.usage import UsageRow, date_of, summed
 from gateway.line import Line
 from gateway.refusals import FieldInvalid

@@ -23,8 +23,9 @@ from gateway.errors import (
     WorkerLost,
     WorkerUnreachable,
 )
+from gateway.keys.budgets import DAY_S, Bucket
 from gateway.keys.cost import ANSWER_TOKENS, Hold, estimate, spent
-from gateway.keys.limits import DAY_S, Allowance, Bucket, Reservation
+from gateway.keys.limits import Allowance, Reservation
 from gateway.keys.record import Limits
 from gateway.refusals import (
     KeyEnded,

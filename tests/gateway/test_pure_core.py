@@ -14,6 +14,8 @@ PURE = (
     "gateway/errors.py",
     "gateway/refusals.py",
     "gateway/keys/keyring.py",
+    "gateway/keys/budgets.py",
+    "gateway/keys/limit_headers.py",
     "gateway/keys/limits.py",
     "gateway/keys/record.py",
     "gateway/keys/usage.py",
