@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -87,11 +88,23 @@ async def test_its_own_news_come_back_to_nobody(pair: tuple[Neighbour, Neighbour
     one.prefixes.sent("p", STUDIO, RULES)
     await one.turn()
     one.prefixes.told("p", STUDIO, None, expected=False)
-    await one.turn()
+    turning = asyncio.create_task(one.turn())
+    await asyncio.sleep(0)  # the news are on their way
     one.prefixes.sent("p", STUDIO, RULES)
+    await turning
+    assert one.holders() == {STUDIO}, "what came back is older than what it knows"
+
+
+async def test_a_claim_that_waited_in_redis_has_grown_older_there(
+    pair: tuple[Neighbour, Neighbour],
+) -> None:
+    one, late = pair
+    one.prefixes.sent("p", STUDIO, PrefixPolicy(ttl_s=0.1))
+    one.prefixes.sent("q", STUDIO, RULES)
     await one.turn()
-    await one.turn()
-    assert one.holders() == {STUDIO}
+    await asyncio.sleep(0.2)
+    await late.turn()
+    assert (late.holders("p"), late.holders("q")) == (set(), {STUDIO})
 
 
 async def test_what_could_not_be_told_is_told_once_redis_is_back(own_redis: RedisServer) -> None:
