@@ -100,6 +100,7 @@ def test_counts_and_reports_are_sums_over_gateways_and_their_lives(
     first.wait_for_end()
     third = makes()
     eventually(lambda: completed(third) == 3)
+    eventually(lambda: third.client.get("/readyz").status_code == 200)
     assert third.chat(model="no such").status_code == 404
     eventually(lambda: second.status()["errors"] == {"model_not_found": 1})
 
