@@ -39,7 +39,9 @@ log = logging.getLogger(__name__)
 DEADLINE_S = 1.0
 """Of one question. Only an admin's edit, which is one, ever waits so long, and that but once."""
 _CONNECTIONS = 16
-_UNREACHABLE = (RedisUnreachable, RedisTimeout, OSError)
+# The last is what uvloop says of a connection that was closed under a question.
+_UNREACHABLE = (RedisUnreachable, RedisTimeout, OSError, RuntimeError)
+_FAILURES = (RedisError, ValueError, *_UNREACHABLE)
 Answer = TypeVar("Answer")
 
 
@@ -51,7 +53,9 @@ class RedisLink:
             pool: ConnectionPool = ConnectionPool.from_url(
                 url,
                 decode_responses=True,
-                socket_timeout=DEADLINE_S,
+                # With one, every question is sent under `asyncio.wait_for`, which before Python
+                # 3.12 may swallow that its task is cancelled. `ask` and `edit` have the deadline.
+                socket_timeout=None,
                 socket_connect_timeout=DEADLINE_S,
                 # Whoever asks asks again with its next turn; a retry here would only be late.
                 retry=Retry(NoBackoff(), 0),
@@ -97,7 +101,7 @@ class RedisLink:
         try:
             async with asyncio.timeout(DEADLINE_S):
                 answer = await question()
-        except (RedisError, OSError, ValueError) as error:
+        except _FAILURES as error:
             self.away = isinstance(error, _UNREACHABLE)
             self._note(part, _sentence(error))
             raise RecordsUnwritable from None
@@ -112,7 +116,7 @@ class RedisLink:
         try:
             async with asyncio.timeout(DEADLINE_S):
                 return await question()
-        except (RedisError, OSError, ValueError) as error:
+        except _FAILURES as error:
             log.warning("redis.edit_failed why=%s", _sentence(error))
             raise RecordsUnwritable from None
 
@@ -153,6 +157,7 @@ _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
     (TimeoutError, "Redis does not answer in time."),
     (RedisUnreachable, "Redis cannot be reached."),
     (OSError, "Redis cannot be reached."),
+    (RuntimeError, "Redis cannot be reached."),
     (ValueError, "A key of Paceline holds in Redis what Paceline did not write."),
 )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.serving import Gateway, serving, settings_for_tests
@@ -61,6 +63,13 @@ def worker() -> Iterator[FakeWorker]:
     fake = FakeWorker()
     with serving(fake, sockets=[fake.socket]):
         yield fake
+
+
+@pytest.fixture
+def joins(worker: FakeWorker) -> Iterator[Callable[[Gateway], None]]:
+    """Let the worker join a gateway and beat there until the test ends."""
+    with contextlib.ExitStack() as beats:
+        yield lambda gateway: beats.enter_context(beating(gateway, worker))
 
 
 @pytest.fixture

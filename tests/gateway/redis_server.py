@@ -21,7 +21,7 @@ class RedisServer:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port: int = free.getsockname()[1]
         self.url = f"redis://127.0.0.1:{self.port}/0"
-        self.client = Redis(port=self.port, decode_responses=True)
+        self.client = Redis(port=self.port, decode_responses=True, socket_timeout=10)
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import socket
 import threading
 import time
@@ -36,14 +37,24 @@ def serving(
             started.set_result((asyncio.get_running_loop(), ending))
             await ending.wait()
 
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread = threading.Thread(target=asyncio.run, args=(main(),), daemon=True)
     thread.start()
     loop, ending = started.result(timeout=30)
     try:
         yield
     finally:
         loop.call_soon_threadsafe(ending.set)
-        thread.join()
+        _await_end(thread, loop)
+
+
+def _await_end(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> None:
+    """Wait until a thread has ended; say what still runs in it where it does not."""
+    thread.join(timeout=30)
+    if thread.is_alive():
+        stacks = io.StringIO()
+        for task in asyncio.all_tasks(loop):
+            task.print_stack(file=stacks)
+        raise AssertionError(f"it does not come to its end:\n{stacks.getvalue()}")
 
 
 class Gateway:
@@ -56,7 +67,7 @@ class Gateway:
         """Where admins are served, if they have a port of their own."""
         self.loop: asyncio.AbstractEventLoop
         self._ending: Ending
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Gateway:
         self._thread.start()
@@ -72,7 +83,7 @@ class Gateway:
         self.admin.close()
         self.ask_to_end()
         self.ask_to_end()
-        self._thread.join()
+        self.wait_for_end()
 
     def ask_to_end(self) -> None:
         """Ask for the end as a signal does: once for after the answers, twice for now."""
@@ -80,8 +91,7 @@ class Gateway:
             self.loop.call_soon_threadsafe(self._ending.ask)
 
     def wait_for_end(self) -> None:
-        self._thread.join(timeout=30)
-        assert not self._thread.is_alive()
+        _await_end(self._thread, self.loop)
 
     def join(self, worker: FakeWorker, **changes: Any) -> httpx.Response:
         """Send the heartbeat of a worker."""

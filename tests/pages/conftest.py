@@ -10,6 +10,7 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, async_playwright, expect
 
+from tests.gateway.beating import beating
 from tests.gateway.conftest import (  # noqa: F401
     clean_environment,
     gateway,
@@ -18,7 +19,6 @@ from tests.gateway.conftest import (  # noqa: F401
 )
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.serving import Gateway
-from tests.pages.beating import beating
 from tests.pages.watched import Watched
 
 # A machine that does other things beside the tests is slow, not wrong.

@@ -9,9 +9,9 @@ import pytest
 from playwright.async_api import Browser, expect
 from pydantic import SecretStr
 
+from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.serving import Gateway, settings_for_tests
-from tests.pages.beating import beating
 from tests.pages.watched import Watched
 
 IN_THE_BROWSER = pytest.mark.asyncio(loop_scope="session")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from playwright.async_api import expect
 
+from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker, Script
 from tests.gateway.serving import Gateway, eventually
-from tests.pages.beating import beating
 from tests.pages.watched import Watched
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
