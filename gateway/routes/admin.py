@@ -13,7 +13,8 @@ from starlette.responses import Response
 from gateway.client import read_small_body
 from gateway.fleet import BEAT_S
 from gateway.line import Line
-from gateway.refusals import FieldInvalid, WorkerUnknown
+from gateway.refusals import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
+from gateway.routes.documented import FOR_ADMINS, WITH_BODY, failures, ref, takes
 from gateway.routes.guards import with_admin_key, with_join_token
 from gateway.status import worker_state
 from workers.adapters.report import WorkerReport
@@ -26,7 +27,11 @@ def joining(line: Line) -> APIRouter:
     """Hold the routes that workers use."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_join_token(line))])
 
-    @router.put("/{worker_id}")
+    @router.put(
+        "/{worker_id}",
+        responses=failures(KeyRefused, *WITH_BODY, WorkerIdTaken),
+        openapi_extra=takes(ref("WorkerReport")),
+    )
     async def beat(worker_id: str, request: Request) -> dict[str, float]:
         # Read here, not by FastAPI: it would read any size, and before it asks for the token.
         raw = await read_small_body(
@@ -43,12 +48,12 @@ def joining(line: Line) -> APIRouter:
         await line.store.keep_report(report)
         return {"beat_s": BEAT_S}
 
-    @router.delete("/{worker_id}")
+    @router.delete("/{worker_id}", status_code=204, responses=failures(KeyRefused))
     async def leave(worker_id: str) -> Response:
         line.fleet.leave(worker_id)
         return Response(status_code=204)
 
-    @router.get("/{worker_id}/joined")
+    @router.get("/{worker_id}/joined", responses=failures(KeyRefused, WorkerUnknown))
     async def has_joined(worker_id: str) -> dict[str, str]:
         """Let who brings a worker learn that it may be used; all else of workers is for admins."""
         for member in line.fleet.members():
@@ -63,7 +68,7 @@ def workers(line: Line) -> APIRouter:
     """Hold the route that lists the workers."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
 
-    @router.get("")
+    @router.get("", responses=failures(*FOR_ADMINS))
     async def listing() -> dict[str, Any]:
         return {
             "workers": [
