@@ -7,7 +7,10 @@ another's, also where nothing is demanded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
+from fastapi import Security
+from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
 from gateway.access import bears, comes_from_this_machine
@@ -16,13 +19,24 @@ from gateway.keys.keyring import ANYBODY, Holder
 from gateway.line import Line
 from gateway.refusals import KeyRefused, NotAllowedHere
 
-Guard = Callable[[Request], None]
+Guard = Callable[..., None]
+
+
+def _named(name: str, meaning: str) -> HTTPBearer:
+    return HTTPBearer(scheme_name=name, description=meaning, auto_error=False)
+
+
+# Only for the published OpenAPI: a guard judges the header itself.
+DATA_KEY = "dataKey"
+_DataKey = Annotated[object, Security(_named(DATA_KEY, "A key of the data plane."))]
+_AdminKey = Annotated[object, Security(_named("adminKey", "`PACELINE_ADMIN_KEY`."))]
+_JoinToken = Annotated[object, Security(_named("joinToken", "What workers join with."))]
 
 
 def with_data_key(line: Line) -> Guard:
     """Demand a key of the data plane, once there is one; `holder_of` tells whose it was."""
 
-    def guard(request: Request) -> None:
+    def guard(request: Request, _told: _DataKey) -> None:
         holder = ANYBODY
         if line.keyring.demanding:
             holder = line.keyring.find(header(request.scope, b"authorization"))
@@ -40,7 +54,7 @@ def holder_of(request: Request) -> Holder:
 def with_join_token(line: Line) -> Guard:
     """Demand the secret that workers share with this gateway; without one nobody joins."""
 
-    def guard(request: Request) -> None:
+    def guard(request: Request, _told: _JoinToken) -> None:
         if not bears(header(request.scope, b"authorization"), line.settings.join_token):
             raise KeyRefused
 
@@ -51,7 +65,7 @@ def with_admin_key(line: Line) -> Guard:
     """Demand the admin key; without one this machine is trusted, unless it shows another kind."""
     settings = line.settings
 
-    def guard(request: Request) -> None:
+    def guard(request: Request, _told: _AdminKey) -> None:
         offered = header(request.scope, b"authorization")
         if bears(offered, settings.admin_key):
             return

@@ -15,11 +15,23 @@ from gateway.keys.stranded import stranded_keys
 from gateway.line import Line
 from gateway.proposal import Proposal, propose
 from gateway.recent import Moves
-from gateway.refusals import VersionUnknown
+from gateway.refusals import (
+    BodyTooLarge,
+    BodyTooSlow,
+    EditOvertaken,
+    EditUnconditional,
+    MediaTypeRefused,
+    PolicyRefused,
+    VersionUnknown,
+)
+from gateway.routes.documented import FOR_ADMINS, KEPT, WITH_BODY, failures, ref, success, takes
 from gateway.routes.guards import with_admin_key
 from gateway.routes.policy_edits import (
+    EDIT_HEADERS,
     JSON,
     MERGE_PATCH,
+    ROLLBACK_HEADERS,
+    WITH_POLICY,
     YAML,
     read_author,
     read_base,
@@ -38,6 +50,12 @@ from policies.written import write_yaml
 PREFIX = "/admin/v1/policy"
 VERSION_HEADER = "x-paceline-policy-version"
 _DIGITS = 9
+_ROLLBACK = {
+    "type": "object",
+    "required": ["version"],
+    "properties": {"version": {"type": "integer"}},
+    "additionalProperties": False,
+}
 
 
 def versions(line: Line) -> APIRouter:
@@ -45,7 +63,11 @@ def versions(line: Line) -> APIRouter:
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
     book, warnings = line.book, _warnings(line)
 
-    @router.get("")
+    version_told = {"type": "object", "required": ["number", "etag", "author", "note", "warnings"]}
+    refusals = (*FOR_ADMINS, *KEPT, *WITH_POLICY)
+    edited = failures(*refusals, EditOvertaken, EditUnconditional) | success(version_told)
+
+    @router.get("", responses=failures(*FOR_ADMINS) | success(ref("PolicyDocument"), YAML))
     async def whole(request: Request) -> Response:
         version = book.version
         headers = {"etag": f'"{version.etag}"', VERSION_HEADER: str(version.number)}
@@ -63,15 +85,31 @@ def versions(line: Line) -> APIRouter:
             raise refused(invalid) from None
         return version.told() | {"warnings": warnings(proposal)}
 
-    @router.put("")
+    @router.put(
+        "",
+        responses=edited,
+        openapi_extra=takes(ref("PolicyDocument"), JSON, YAML, headers=EDIT_HEADERS),
+    )
     async def put(request: Request) -> dict[str, Any]:
         return await edit(request, JSON, YAML, patches=False)
 
-    @router.patch("")
+    @router.patch(
+        "",
+        responses=edited,
+        openapi_extra=takes({"type": "object"}, MERGE_PATCH, JSON, YAML, headers=EDIT_HEADERS),
+    )
     async def patch(request: Request) -> dict[str, Any]:
         return await edit(request, MERGE_PATCH, JSON, YAML, patches=True)
 
-    @router.post("/rollback")
+    @router.post(
+        "/rollback",
+        responses=failures(
+            *(*FOR_ADMINS, *KEPT, *WITH_BODY, PolicyRefused),
+            *(VersionUnknown, EditOvertaken, EditUnconditional),
+        )
+        | success(version_told),
+        openapi_extra=takes(_ROLLBACK, headers=ROLLBACK_HEADERS),
+    )
     async def rollback(request: Request) -> dict[str, Any]:
         base = await read_base(request, book)
         author, note = read_author(request), read_note(request)
@@ -86,11 +124,14 @@ def versions(line: Line) -> APIRouter:
             raise refused(invalid) from None
         return version.told() | {"warnings": warnings(proposal)}
 
-    @router.get("/history")
+    @router.get("/history", responses=failures(*FOR_ADMINS, *KEPT))
     async def history() -> dict[str, Any]:
         return {"versions": [version.told() for version in reversed(await book.versions())]}
 
-    @router.get("/history/{number}")
+    @router.get(
+        "/history/{number}",
+        responses=failures(*FOR_ADMINS, *KEPT, VersionUnknown) | success({"type": "object"}, YAML),
+    )
     async def one(number: str, request: Request) -> Response:
         if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
             raise VersionUnknown(number)
@@ -108,7 +149,9 @@ def proposals(line: Line) -> APIRouter:
     book, warnings = line.book, _warnings(line)
     kinds = (JSON, YAML, MERGE_PATCH)
 
-    @router.post("/validate")
+    told = failures(*FOR_ADMINS, BodyTooSlow, BodyTooLarge, MediaTypeRefused)
+
+    @router.post("/validate", responses=told, openapi_extra=takes({}, *kinds))
     async def validate(request: Request) -> dict[str, Any]:
         offer = await read_offer(line, request, *kinds)
         patched = book.version.document if offer.kind == MERGE_PATCH else None
@@ -120,7 +163,9 @@ def proposals(line: Line) -> APIRouter:
             return {"valid": False, "problems": told, "warnings": []}
         return {"valid": True, "problems": [], "warnings": warnings(proposal)}
 
-    @router.post("/diff")
+    refusals = failures(*FOR_ADMINS, *WITH_POLICY)
+
+    @router.post("/diff", responses=refusals, openapi_extra=takes({}, *kinds))
     async def diff(request: Request) -> dict[str, Any]:
         base, policy = book.version, book.current
         offer = await read_offer(line, request, *kinds)

@@ -15,11 +15,14 @@ from gateway.policy_book import PolicyBook
 from gateway.proposal import Document, Proposal, all_told, propose, propose_yaml
 from gateway.refusals import (
     BodyNotJson,
+    BodyTooLarge,
+    BodyTooSlow,
     EditUnconditional,
     FieldInvalid,
     MediaTypeRefused,
     PolicyRefused,
 )
+from gateway.routes.documented import parameter
 from gateway.versions import Signature, Version
 from policies.document import PolicyInvalid, Problem
 from policies.merge_patch import merge_patch
@@ -30,6 +33,16 @@ YAML = "application/yaml"
 MERGE_PATCH = "application/merge-patch+json"
 AUTHOR_HEADER = "x-paceline-author"
 NOTE_HEADER = "x-paceline-note"
+
+_IF_MATCH = parameter("if-match", "header", "The ETag that was edited, or *.", required=True)
+_AUTHOR = parameter(AUTHOR_HEADER, "header", "Who edits; percent-encoded.")
+ROLLBACK_HEADERS = (_IF_MATCH, _AUTHOR, parameter(NOTE_HEADER, "header", "What for."))
+EDIT_HEADERS = (
+    *(_IF_MATCH, _AUTHOR),
+    parameter(NOTE_HEADER, "header", "What for; percent-encoded.", required=True),
+)
+WITH_POLICY = (PolicyRefused, FieldInvalid, BodyTooSlow, BodyTooLarge, MediaTypeRefused)
+"""What comes where a policy is read."""
 
 _LIMIT_BYTES = 256 * 1024
 _AUTHOR_CHARS = 100
