@@ -17,6 +17,7 @@ from gateway.refusals import (
     KeyRefused,
     NotAllowedHere,
     NotHttp,
+    PageRefused,
 )
 
 JSON = "application/json"
@@ -47,6 +48,7 @@ ERROR_SCHEMA = {
 EVERYWHERE: tuple[Error, ...] = (NotHttp, HeadTooSlow, HostRefused, HeadTooLarge, GatewayError)
 """What comes before a route is found, or where one fails."""
 WITH_BODY: tuple[Error, ...] = (BodyNotJson, FieldInvalid, BodyTooSlow, BodyTooLarge)
+FOR_CLIENTS: tuple[Error, ...] = (KeyRefused, PageRefused)
 FOR_ADMINS: tuple[Error, ...] = (KeyRefused, NotAllowedHere)
 KEPT: tuple[Error, ...] = (RecordsUnwritable,)
 

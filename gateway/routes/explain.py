@@ -13,8 +13,8 @@ from gateway.client import read_small_body
 from gateway.domain import Case, Decision, Inspected
 from gateway.inspection import inspect, parse
 from gateway.line import Line
-from gateway.refusals import KeyRefused, ModelUnknown, PoolsNotAllowed
-from gateway.routes.documented import WITH_BODY, failures, ref, takes
+from gateway.refusals import ModelUnknown, PoolsNotAllowed
+from gateway.routes.documented import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.routes.guards import holder_of, with_data_key
 from gateway.routing import decide
 from policies.asker import Asker
@@ -25,7 +25,7 @@ def explanation(line: Line) -> APIRouter:
     """Hold the route of the explanation."""
     router = APIRouter(dependencies=[Depends(with_data_key(line))])
 
-    refusals = failures(KeyRefused, *WITH_BODY, ModelUnknown, PoolsNotAllowed)
+    refusals = failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, PoolsNotAllowed)
     bodies = {"anyOf": [ref(endpoint) for endpoint in Endpoint]}
 
     @router.post("/v1/route/explain", responses=refusals, openapi_extra=takes(bodies))

@@ -13,11 +13,11 @@ from fastapi import Security
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
-from gateway.access import bears, comes_from_this_machine
+from gateway.access import bears, comes_from_foreign_page, comes_from_this_machine
 from gateway.client import header
 from gateway.keys.keyring import ANYBODY, Holder
 from gateway.line import Line
-from gateway.refusals import KeyRefused, NotAllowedHere
+from gateway.refusals import KeyRefused, NotAllowedHere, PageRefused
 
 Guard = Callable[..., None]
 
@@ -34,12 +34,17 @@ _JoinToken = Annotated[object, Security(_named("joinToken", "What workers join w
 
 
 def with_data_key(line: Line) -> Guard:
-    """Demand a key of the data plane, once there is one; `holder_of` tells whose it was."""
+    """Demand a key of the data plane, once there is one; `holder_of` tells whose it was.
+
+    Until then nothing is taken from a page of another site.
+    """
 
     def guard(request: Request, _told: _DataKey) -> None:
         holder = ANYBODY
         if line.keyring.demanding:
             holder = line.keyring.find(header(request.scope, b"authorization"))
+        elif comes_from_foreign_page(request.scope["headers"]):
+            raise PageRefused
         request.state.holder = holder
 
     return guard
@@ -68,6 +73,7 @@ def with_admin_key(line: Line) -> Guard:
     def guard(request: Request, _told: _AdminKey) -> None:
         offered = header(request.scope, b"authorization")
         if bears(offered, settings.admin_key):
+            request.state.way_in = "admin"
             return
         if settings.admin_key is not None:
             raise KeyRefused
@@ -76,5 +82,12 @@ def with_admin_key(line: Line) -> Guard:
             raise NotAllowedHere
         if bears(offered, settings.join_token) or line.keyring.knows(offered):
             raise KeyRefused
+        request.state.way_in = "loopback"
 
     return guard
+
+
+def way_in(request: Request) -> str:
+    """Tell how an admin came in: with the `admin` key, or without one from here, by `loopback`."""
+    told: str = request.state.way_in
+    return told

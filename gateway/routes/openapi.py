@@ -16,7 +16,6 @@ from gateway.caller import PRIORITY_HEADER
 from gateway.keys.record import KeyRecord, KeyTerms
 from gateway.refusals import (
     KeyEnded,
-    KeyRefused,
     LimitReached,
     ModelUnknown,
     PoolsNotAllowed,
@@ -26,6 +25,7 @@ from gateway.refusals import (
 from gateway.relay import ENDPOINTS
 from gateway.routes.documented import (
     ERROR_SCHEMA,
+    FOR_CLIENTS,
     JSON,
     WITH_BODY,
     failures,
@@ -45,7 +45,7 @@ PATH = "/openapi.json"
 _REF = "#/components/schemas/{model}"
 _NO_LONGER = "HTTPValidationError"
 _RELAYED = (
-    *(KeyRefused, KeyEnded, PoolsNotAllowed, ModelUnknown, *WITH_BODY, TokensOverLimit),
+    *(*FOR_CLIENTS, KeyEnded, PoolsNotAllowed, ModelUnknown, *WITH_BODY, TokensOverLimit),
     *(Quarantined, LimitReached, errors.NoWorker, errors.QueueFull, errors.QueueTimeout),
     *(errors.Stopping, errors.Overloaded, errors.RequestTooLong, errors.WorkerUnreachable),
     *(errors.WorkerBusy, errors.WorkerLost, errors.WorkerFailed, errors.WorkerSilent),

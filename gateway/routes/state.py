@@ -12,9 +12,9 @@ from starlette.responses import PlainTextResponse, Response
 from gateway.gauges import Gauges
 from gateway.line import Line
 from gateway.metrics import exposition
-from gateway.refusals import KeyRefused, NotAllowedHere
+from gateway.refusals import NotAllowedHere
 from gateway.relay import Relay
-from gateway.routes.documented import failures
+from gateway.routes.documented import FOR_CLIENTS, failures
 from gateway.routes.guards import holder_of, with_data_key
 from gateway.status import render
 from gateway.versions import Reason
@@ -61,7 +61,7 @@ def status(line: Line, relay: Relay) -> APIRouter:
     router = APIRouter(dependencies=[Depends(with_data_key(line))])
     began_s = line.clock()
 
-    @router.get("/v1/status", responses=failures(KeyRefused, NotAllowedHere))
+    @router.get("/v1/status", responses=failures(*FOR_CLIENTS, NotAllowedHere))
     async def whole(request: Request) -> dict[str, Any]:
         if not holder_of(request).sees_all:
             raise NotAllowedHere(
