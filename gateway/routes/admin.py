@@ -24,6 +24,7 @@ from gateway.routes.documented import (
     takes,
 )
 from gateway.routes.guards import with_admin_key, with_join_token
+from gateway.routes.said import AUTHOR, read_author
 from gateway.status import worker_state
 from workers.adapters.report import WorkerReport
 
@@ -77,7 +78,8 @@ def workers(line: Line) -> APIRouter:
     """Hold the routes in which admins look at workers, and keep new requests from them."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
 
-    told = failures(*FOR_ADMINS, *KEPT, WorkerUnknown)
+    told = failures(*FOR_ADMINS, *KEPT, WorkerUnknown, FieldInvalid)
+    signed = {"parameters": [AUTHOR]}
     waiting = parameter("timeout_s", "query", "How long to wait at most.", pattern=r"^\d{1,3}$")
 
     @router.get("", responses=failures(*FOR_ADMINS))
@@ -86,23 +88,24 @@ def workers(line: Line) -> APIRouter:
         names = [*members, *(name for name in line.cordons.by_worker if name not in members)]
         return {"workers": [_told(line, name, members.get(name)) for name in names]}
 
-    @router.put("/{worker_id}/cordon", responses=told)
-    async def cordon(worker_id: str) -> dict[str, Any]:
-        await line.cordons.add(worker_id)
+    @router.put("/{worker_id}/cordon", responses=told, openapi_extra=signed)
+    async def cordon(worker_id: str, request: Request) -> dict[str, Any]:
+        await line.cordons.add(worker_id, read_author(request))
         return _one(line, worker_id)
 
-    @router.delete("/{worker_id}/cordon", status_code=204, responses=told)
-    async def uncordon(worker_id: str) -> Response:
-        await line.cordons.lift(worker_id)
+    @router.delete("/{worker_id}/cordon", status_code=204, responses=told, openapi_extra=signed)
+    async def uncordon(worker_id: str, request: Request) -> Response:
+        await line.cordons.lift(worker_id, read_author(request))
         return Response(status_code=204)
 
     @router.post(
         "/{worker_id}/drain",
-        responses=failures(*FOR_ADMINS, *KEPT, WorkerUnknown, FieldInvalid),
-        openapi_extra={"parameters": [waiting]},
+        responses=told,
+        openapi_extra={"parameters": [AUTHOR, waiting]},
     )
     async def drain(worker_id: str, request: Request) -> dict[str, Any]:
-        in_flight = await line.cordons.drain(worker_id, _drain_timeout_s(request))
+        timeout_s = _drain_timeout_s(request)
+        in_flight = await line.cordons.drain(worker_id, read_author(request), timeout_s)
         return {"drained": not in_flight, **_one(line, worker_id)}
 
     return router
@@ -139,7 +142,9 @@ def _told(line: Line, worker_id: str, member: Member | None) -> dict[str, Any]:
             "last_beat_s_ago": round(line.fleet.age_s(member), 3),
         }
     cordon = line.cordons.by_worker.get(worker_id)
-    return told | ({"cordoned_since": cordon.since.isoformat()} if cordon else {})
+    if cordon is not None:
+        told |= {"cordoned_since": cordon.since.isoformat(), "cordoned_by": cordon.author}
+    return told
 
 
 def _drain_timeout_s(request: Request) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -11,8 +11,8 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.keys.stranded import stranded_keys
 from gateway.line import Line
+from gateway.policy_book import PolicyBook
 from gateway.proposal import Proposal, propose
 from gateway.recent import Moves
 from gateway.refusals import (
@@ -33,15 +33,14 @@ from gateway.routes.policy_edits import (
     ROLLBACK_HEADERS,
     WITH_POLICY,
     YAML,
-    read_author,
     read_base,
-    read_note,
     read_number,
     read_offer,
     read_proposal,
     read_signature,
     refused,
 )
+from gateway.routes.said import read_author, read_note
 from gateway.versions import Reason, Signature, Version
 from policies.differences import differences
 from policies.document import PolicyInvalid
@@ -61,7 +60,7 @@ _ROLLBACK = {
 def versions(line: Line) -> APIRouter:
     """Hold the routes that read and change the policy."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
-    book, warnings = line.book, _warnings(line)
+    book = line.book
 
     version_told = {"type": "object", "required": ["number", "etag", "author", "note", "warnings"]}
     refusals = (*FOR_ADMINS, *KEPT, *WITH_POLICY)
@@ -83,7 +82,7 @@ def versions(line: Line) -> APIRouter:
             version = await book.apply(proposal, Reason.EDIT, signature, onto=base)
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
-        return version.told() | {"warnings": warnings(proposal)}
+        return version.told() | {"warnings": _warnings(book, proposal)}
 
     @router.put(
         "",
@@ -122,7 +121,7 @@ def versions(line: Line) -> APIRouter:
             version = await book.apply(proposal, Reason.ROLLBACK, signature, onto=base)
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
-        return version.told() | {"warnings": warnings(proposal)}
+        return version.told() | {"warnings": _warnings(book, proposal)}
 
     @router.get("/history", responses=failures(*FOR_ADMINS, *KEPT))
     async def history() -> dict[str, Any]:
@@ -146,7 +145,7 @@ def versions(line: Line) -> APIRouter:
 def proposals(line: Line) -> APIRouter:
     """Hold the routes that tell what would become of a policy, or a patch, without applying it."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
-    book, warnings = line.book, _warnings(line)
+    book = line.book
     kinds = (JSON, YAML, MERGE_PATCH)
 
     told = failures(*FOR_ADMINS, BodyTooSlow, BodyTooLarge, MediaTypeRefused)
@@ -161,7 +160,7 @@ def proposals(line: Line) -> APIRouter:
         except PolicyInvalid as invalid:
             told = [problem._asdict() for problem in invalid.problems]
             return {"valid": False, "problems": told, "warnings": []}
-        return {"valid": True, "problems": [], "warnings": warnings(proposal)}
+        return {"valid": True, "problems": [], "warnings": _warnings(book, proposal)}
 
     refusals = failures(*FOR_ADMINS, *WITH_POLICY)
 
@@ -182,7 +181,7 @@ def proposals(line: Line) -> APIRouter:
             "changes": [change.told() for change in changes],
             "decisions": moves.total(),
             "moves": _told(moves),
-            "warnings": warnings(proposal),
+            "warnings": _warnings(book, proposal),
         }
 
     return router
@@ -198,15 +197,8 @@ async def _as_yaml(version: Version, headers: Mapping[str, str]) -> Response:
     return Response(text, headers=headers, media_type=YAML)
 
 
-def _warnings(line: Line) -> Callable[[Proposal], list[dict[str, Any]]]:
-    """Tell what a good policy would do that is perhaps not meant."""
-
-    def warnings(proposal: Proposal) -> list[dict[str, Any]]:
-        records = line.keyring.records.values()
-        found = stranded_keys(records, proposal.policy, line.wall())
-        return [warning._asdict() for warning in found]
-
-    return warnings
+def _warnings(book: PolicyBook, proposal: Proposal) -> list[dict[str, Any]]:
+    return [warning._asdict() for warning in book.warnings(proposal.policy)]
 
 
 def _told(moves: Moves) -> list[dict[str, Any]]:
