@@ -75,7 +75,8 @@ def test_each_port_publishes_what_it_serves(keyed: Gateway, tmp_path: Path) -> N
     assert app.admin_door is not None
     (_, data), (_, admin) = documents(keyed)
     relayed = {("POST", path) for path in ENDPOINTS}
-    assert named(data) == {(m, p.replace(":path", "")) for m, p in paths_of(app)} | relayed
+    here = {(method, path.replace(":path", "")) for method, path in paths_of(app)} | relayed
+    assert named(data) == here - PAGE
     assert named(admin) == paths_of(app.admin_door) - PAGE, "a page is for people"
     for document in (data, admin):
         for method, path, operation in operations(document):
@@ -151,6 +152,8 @@ def test_whatever_is_sent_the_answer_is_one_that_is_published(
         told = operation.definition.raw
         if mode is GenerationMode.NEGATIVE and told.keys().isdisjoint(CAN_BE_WRONG):
             continue
+        if told["responses"].get("200", {}).get("content", {}).keys() == {"text/event-stream"}:
+            continue  # it has no end to wait for
         keyed.join(worker)  # a worker that is silent for seconds is out
         prove(operation, mode)
 
