@@ -8,7 +8,7 @@ import itertools
 import os
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -19,6 +19,8 @@ from gateway.refusals import HostRefused
 from gateway.settings import Settings
 
 _HOSTS_KEPT = 64
+_TOLD_BY_BROWSERS = frozenset((b"origin", b"sec-fetch-site", b"sec-fetch-mode"))
+_OTHER_SITES = frozenset((b"cross-site", b"same-site"))
 
 
 def check_binding(settings: Settings, *, keyed: bool) -> None:
@@ -155,25 +157,36 @@ def bears(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:
     return any(matches)
 
 
-def comes_from_this_machine(peer: str | None, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+def comes_from_this_machine(peer: str | None, headers: Sequence[tuple[bytes, bytes]]) -> bool:
     """Say whether a person on this machine sent it, not a proxy and not a page in a browser.
 
-    A page of a foreign site can reach loopback by a name that it points there (DNS rebinding) or
-    send a form to it blindly, and a proxy on this machine speaks for others; the headers give all
-    of them away.
+    A page of a foreign site can reach loopback by a name that it points there (DNS rebinding), and
+    a proxy on this machine speaks for others; the headers give both away.
     """
-    if peer is None or not is_loopback(peer):
+    if peer is None or not is_loopback(peer) or comes_from_foreign_page(headers):
         return False
-    host, origin = b"", None
-    for name, value in headers:
-        if name in (b"x-forwarded-for", b"forwarded"):
-            return False
-        if name == b"host":
-            host = value
-        if name == b"origin":
-            origin = value
-    own_page = origin is None or origin.partition(b"://")[2] == host
-    return own_page and is_loopback(_without_port(host.decode("latin-1")))
+    if any(name in (b"x-forwarded-for", b"forwarded") for name, _ in headers):
+        return False
+    return is_loopback(_without_port(_host(headers).decode("latin-1")))
+
+
+def comes_from_foreign_page(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    """Say whether a page of another site made its reader's browser send this.
+
+    The page never sees the answer, but a form of it, or what looks like one, is sent without asking
+    anybody first. A link that a reader follows is neither: it only looks.
+    """
+    told = {name: value for name, value in headers if name in _TOLD_BY_BROWSERS}
+    if not told:
+        return False
+    if b"origin" in told:
+        return told[b"origin"].partition(b"://")[2] != _host(headers)
+    followed = told.get(b"sec-fetch-mode") == b"navigate"
+    return told.get(b"sec-fetch-site") in _OTHER_SITES and not followed
+
+
+def _host(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    return next((value for name, value in headers if name == b"host"), b"")
 
 
 def _without_port(host: str) -> str:

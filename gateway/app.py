@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
+from importlib.metadata import version
 from random import Random
 
 from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.types import Lifespan
 
 from gateway.access import Hosts
@@ -19,7 +22,7 @@ from gateway.errors import GatewayError, RequestRefused
 from gateway.line import Line, build_line
 from gateway.refusals import HostRefused, MethodRefused, PathUnknown
 from gateway.relay import ENDPOINTS, Relay
-from gateway.routes import admin, explain, keys, models, page, policy, state, usage
+from gateway.routes import admin, explain, keys, models, openapi, page, policy, state, usage
 from gateway.settings import Settings
 
 
@@ -80,6 +83,7 @@ class AdminDoor:
         self._hosts = hosts
         self._panel = _bare_panel()
         _add_admin_routes(self._panel, line)
+        self._panel.include_router(openapi.published(self._panel, relayed=False))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve admins under the names that the gateway has."""
@@ -112,6 +116,7 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
     panel.include_router(admin.joining(line))
     if line.settings.admin_port is None:
         _add_admin_routes(panel, line)
+    panel.include_router(openapi.published(panel, relayed=True))
     return panel
 
 
@@ -128,9 +133,11 @@ def _add_admin_routes(panel: FastAPI, line: Line) -> None:
 def _bare_panel(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     panel = FastAPI(
         lifespan=lifespan,
+        title="Paceline",
+        version=version("paceline"),
         docs_url=None,
         redoc_url=None,
-        openapi_url=None,
+        openapi_url=None,  # ours covers what goes past FastAPI too
         redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
     )
     panel.add_exception_handler(GatewayError, _render)
@@ -139,23 +146,35 @@ def _bare_panel(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
     return panel
 
 
-async def _render(_request: Request, error: Exception) -> Response:
+async def _render(request: Request, error: Exception) -> Response:
     """Render whatever a route raised in OpenAI's shape."""
-    shaped = _shaped(error)
+    shaped = _shaped(request, error)
     response = Response(to_body(shaped), status_code=shaped.status)
     response.raw_headers.extend(to_headers(shaped))
     return response
 
 
-def _shaped(error: Exception) -> GatewayError:
+def _shaped(request: Request, error: Exception) -> GatewayError:
     match error:
         case GatewayError():
             return error
         case HTTPException(status_code=404):
             return PathUnknown()
         case HTTPException(status_code=405):
-            return MethodRefused((error.headers or {}).get("Allow", "another method"))
+            methods = _methods(request.app.routes, request.scope["path"])
+            return MethodRefused(", ".join(sorted(methods)))
         case HTTPException():
             return RequestRefused("The request cannot be understood.")
         case _:
             return GatewayError()
+
+
+def _methods(routes: Iterable[BaseRoute], path: str) -> set[str]:
+    """Find all methods of a path; the framework tells those of the first route that has it."""
+    found: set[str] = set()
+    for route in routes:
+        if (router := getattr(route, "original_router", None)) is not None:
+            found |= _methods(router.routes, path)
+        elif isinstance(route, APIRoute) and route.path_regex.match(path):
+            found |= route.methods or set()
+    return found

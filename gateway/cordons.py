@@ -31,6 +31,8 @@ class Cordon(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     since: AwareDatetime
+    author: str = "unknown"
+    """Who it is by, as they said; cordons of before this was asked have none."""
 
 
 class Cordons:
@@ -66,30 +68,30 @@ class Cordons:
                 self._fleet.cordon(frozenset(cordons))
                 self._dispatch.serve_waiting()
 
-    async def add(self, worker_id: str) -> None:
+    async def add(self, worker_id: str, author: str) -> None:
         """Send a worker nothing new; what runs there goes on. Raise `WorkerUnknown`."""
         if worker_id not in self._known():
             raise WorkerUnknown
-        cordon = Cordon(since=datetime.fromtimestamp(int(self._wall()), UTC))
+        cordon = Cordon(since=datetime.fromtimestamp(int(self._wall()), UTC), author=author)
         if await self._records.add(_KIND, worker_id, cordon.model_dump_json()):
-            log.info("worker.cordoned worker=%s", worker_id)
+            log.info("worker.cordoned worker=%s by=%r", worker_id, author)
         await self.refresh()
 
-    async def lift(self, worker_id: str) -> None:
+    async def lift(self, worker_id: str, author: str) -> None:
         """Let a worker have requests again; raise `WorkerUnknown`."""
         if worker_id not in self._known():
             raise WorkerUnknown
         if worker_id in self.by_worker:
             await self._records.remove(_KIND, worker_id)
-            log.info("worker.uncordoned worker=%s", worker_id)
+            log.info("worker.uncordoned worker=%s by=%r", worker_id, author)
         await self.refresh()
 
-    async def drain(self, worker_id: str, timeout_s: float) -> int:
+    async def drain(self, worker_id: str, author: str, timeout_s: float) -> int:
         """Cordon a worker and wait until it has no request of this gateway; tell how many it has.
 
         Raise `WorkerUnknown`. A cordon that is lifted meanwhile ends the wait.
         """
-        await self.add(worker_id)
+        await self.add(worker_id, author)
         waits = int(timeout_s / _LOOK_S)
         while waits > 0 and worker_id in self.by_worker and self._fleet.requests_of(worker_id):
             waits -= 1

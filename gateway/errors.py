@@ -11,6 +11,7 @@ GatewayError                one request cannot be answered as asked
 |   +-- KeyRefused          401  no key, or not a known one
 |   |   +-- KeyEnded        401  the key was revoked, or expired, while the request ran
 |   +-- NotAllowedHere      403  this route is not open to this caller
+|   |   +-- PageRefused     403  a page of another site, and no key is asked for
 |   +-- PoolsNotAllowed     403  the key may use none of the pools of the route
 |   +-- PathUnknown         404  no such route
 |   +-- ModelUnknown        404  neither the policy nor the fleet knows the model

@@ -20,8 +20,9 @@ from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.fleet import Fleet
 from gateway.forward import Upstream
 from gateway.keys.book import KeyBook
-from gateway.keys.keeping import Keeping
+from gateway.keys.keeping import Keeping, open_kept
 from gateway.keys.keyring import Keyring
+from gateway.keys.stranded import stranded_keys
 from gateway.keys.usage import Ledger
 from gateway.listed import check_listed, read_keys
 from gateway.metrics import Meters
@@ -42,7 +43,7 @@ from gateway.redis_store import RedisStore
 from gateway.settings import Settings
 from gateway.sharing import Shared, Sharing
 from gateway.store import MemoryStore, Store
-from policies.document import PolicyInvalid
+from policies.document import PolicyDocument, PolicyInvalid, Problem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,11 +112,10 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
     control = Control(settings, fleet, store)
     neighbours = shared and Neighbours(shared.boots, fleet, dispatch, control, clock)
     cordons = Cordons(records, fleet, dispatch, wall)
-    keeping = Keeping(records, keys, cordons, ledger, wall)
-    await keeping.open()
+    await open_kept(records, ledger, keys, cordons, wall)
     check_binding(settings, keyed=keyring.demanding)
     # Last of all that may refuse the start: it writes the first version.
-    book = await _book(settings, records, wall)
+    book = await _book(settings, records, keyring, wall)
     meters = Meters()
     return Line(
         settings=settings,
@@ -128,7 +128,7 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
         records=records,
         keyring=keyring,
         keys=keys,
-        keeping=keeping,
+        keeping=Keeping(records, ledger, wall, (keys.refresh, cordons.refresh, book.catch_up)),
         meters=meters,
         accounting=Accounting(store, meters, ledger, wall),
         dispatch=dispatch,
@@ -137,7 +137,7 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
         upstream=Upstream(settings, listed_keys, dispatch, prefixes, clock),
         control=control,
         redis=link,
-        sharing=Sharing(shared, neighbours, book, keys),
+        sharing=Sharing(shared, neighbours),
         probes=Probes(settings.workers, listed_keys, fleet, dispatch, store),
         clock=clock,
         week=WeekClock(wall),
@@ -163,10 +163,15 @@ def _shared(
     return Shared(link, RedisStore(link, boots), boots, limits, RedisPrefixes(link, prefixes))
 
 
-async def _book(settings: Settings, records: Records, wall: Callable[[], float]) -> PolicyBook:
+async def _book(
+    settings: Settings, records: Records, keyring: Keyring, wall: Callable[[], float]
+) -> PolicyBook:
+    def warnings(policy: PolicyDocument) -> list[Problem]:
+        return stranded_keys(keyring.records.values(), policy, wall())
+
     source = await asyncio.to_thread(read_source, settings.policy)
     try:
-        return await open_book(records, settings.workers, source, wall)
+        return await open_book(records, settings.workers, source, wall, warnings)
     except PolicyInvalid as invalid:
         raise StartRefused(
             f"The policy that would be in force is not usable: {all_told(invalid)}. Mend that, or "

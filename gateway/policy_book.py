@@ -21,7 +21,7 @@ from gateway.proposal import Proposal, all_told, check_fits, propose
 from gateway.records import Records
 from gateway.refusals import EditOvertaken, VersionUnknown
 from gateway.versions import Reason, Signature, Version, brings_news
-from policies.document import PolicyDocument, PolicyInvalid
+from policies.document import PolicyDocument, PolicyInvalid, Problem
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +29,13 @@ KIND = "policy"
 """Of these records; the name of each is its number."""
 Now = Callable[[], float]
 """Seconds since 1970: versions tell people when they were made."""
+Warnings = Callable[[PolicyDocument], Sequence[Problem]]
+"""Tell what a good policy would do that is perhaps not meant."""
+
+
+def no_warnings(_policy: PolicyDocument) -> Sequence[Problem]:
+    """Find nothing."""
+    return ()
 
 
 class PolicyBook:
@@ -41,11 +48,14 @@ class PolicyBook:
         now: Now,
         version: Version,
         policy: PolicyDocument,
+        *,
+        warnings: Warnings,
     ) -> None:
         self._records = records
         self._workers = workers
         self._now = now
         self._unusable = 0
+        self.warnings = warnings
         self.current = policy
         """What is in force now. Whoever needs it twice reads it once and keeps it."""
         self.version = version
@@ -145,6 +155,8 @@ class PolicyBook:
         if version.number > self.version.number:
             self.current, self.version = policy, version
             log.info("policy.changed version=%d reason=%s", version.number, version.reason)
+            for warning in self.warnings(policy):
+                log.warning("policy.warning version=%d what=%s", version.number, warning.sentence)
 
 
 class Source(NamedTuple):
@@ -156,7 +168,11 @@ class Source(NamedTuple):
 
 
 async def open_book(
-    records: Records, workers: Sequence[ListedWorker], source: Source, now: Now
+    records: Records,
+    workers: Sequence[ListedWorker],
+    source: Source,
+    now: Now,
+    warnings: Warnings = no_warnings,
 ) -> PolicyBook:
     """Open the book at its newest version, or at what the source says where that is news.
 
@@ -177,12 +193,14 @@ async def open_book(
             first = replace(first, number=0, etag=f"0-{first.etag}")
             added = True
         if added:
-            return PolicyBook(records, workers, now, first, source.proposal.policy)
+            return PolicyBook(
+                records, workers, now, first, source.proposal.policy, warnings=warnings
+            )
         versions = await read_versions(records)  # another gateway begins at the same moment
     newest = versions[-1]
     if brings_news(versions, source.proposal.document, source.reason):
         # What is about to be replaced need not be good: a new file is the way out of a bad one.
-        book = PolicyBook(records, workers, now, newest, source.proposal.policy)
+        book = PolicyBook(records, workers, now, newest, source.proposal.policy, warnings=warnings)
         try:
             await book.take(*source)
             await book.catch_up()
@@ -194,7 +212,7 @@ async def open_book(
                 return book  # in force; the watch takes it as soon as it can be kept
     kept = propose(newest.document)
     check_fits(kept, workers)
-    return PolicyBook(records, workers, now, newest, kept.policy)
+    return PolicyBook(records, workers, now, newest, kept.policy, warnings=warnings)
 
 
 async def read_versions(records: Records) -> tuple[Version, ...]:

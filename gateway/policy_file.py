@@ -58,7 +58,7 @@ class _Look(NamedTuple):
 
 
 class PolicyWatch:
-    """Follows the policy file, if there is one, and what other gateways add to the book."""
+    """Follows the policy file, if there is one."""
 
     def __init__(self, book: PolicyBook, file: Path | None) -> None:
         self._book = book
@@ -86,7 +86,6 @@ class PolicyWatch:
         return ""
 
     async def _look(self) -> None:
-        await self._book.catch_up()
         if self._file is None:
             return
         # No deadline: a disk that hangs holds up one thread and nobody else.

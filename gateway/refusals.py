@@ -70,6 +70,15 @@ class NotAllowedHere(RequestRefused):
     message = "Without PACELINE_ADMIN_KEY this route answers only on the gateway's own machine."
 
 
+class PageRefused(NotAllowedHere):
+    """A web page of another site asks a gateway that wants no key."""
+
+    message = (
+        "This gateway asks for no key, so it takes nothing from web pages of other sites. Make a "
+        "key with `paceline keys create` and send that."
+    )
+
+
 class PathUnknown(RequestRefused):
     """There is no such route."""
 

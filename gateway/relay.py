@@ -6,6 +6,7 @@ import asyncio
 import logging
 from dataclasses import dataclass
 
+from gateway.access import comes_from_foreign_page
 from gateway.caller import read_asker, read_caller
 from gateway.client import (
     ClientLeft,
@@ -23,7 +24,13 @@ from gateway.keys.cost import NOTHING, Hold, spent
 from gateway.keys.keyring import ANYBODY, Holder
 from gateway.line import Line
 from gateway.overload import Load
-from gateway.refusals import BodyTooSlow, KeyEnded, MethodRefused, PoolsNotAllowed
+from gateway.refusals import (
+    BodyTooSlow,
+    KeyEnded,
+    MethodRefused,
+    PageRefused,
+    PoolsNotAllowed,
+)
 from gateway.routing import decide
 from gateway.trip import NO_PREFIX, UNUSED, Trip, route_headers
 from policies.document import PolicyDocument
@@ -142,6 +149,8 @@ class Relay:
             raise MethodRefused("POST")
         if self._line.keyring.demanding:
             steps.holder = self._line.keyring.find(header(scope, b"authorization"))
+        elif comes_from_foreign_page(scope["headers"]):
+            raise PageRefused
         if self._stopping:
             raise Stopping
         self.load.admit()

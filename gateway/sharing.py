@@ -6,23 +6,17 @@ stays as it was last known, and is tried again with the next turn.
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from gateway.errors import RecordsUnwritable
-from gateway.keys.book import KeyBook
 from gateway.neighbours import Neighbours
-from gateway.policy_book import PolicyBook
 from gateway.redis_boots import RedisBoots
 from gateway.redis_limits import RedisLimits
 from gateway.redis_link import RedisLink
 from gateway.redis_prefixes import RedisPrefixes
 from gateway.redis_store import RedisStore
-
-log = logging.getLogger(__name__)
+from gateway.turns import Turns, Work
 
 TURN_S = 0.5
 
@@ -40,26 +34,19 @@ class Shared(NamedTuple):
 class Sharing:
     """The context in which a gateway shares; without Redis it does nothing."""
 
-    def __init__(
-        self,
-        shared: Shared | None,
-        neighbours: Neighbours | None,
-        book: PolicyBook,
-        keys: KeyBook,
-    ) -> None:
+    def __init__(self, shared: Shared | None, neighbours: Neighbours | None) -> None:
         self._shared = shared
-        self._turns: tuple[Callable[[], Awaitable[None]], ...] = ()
+        works: tuple[Work, ...] = ()
         if shared is not None and neighbours is not None:
-            self._turns = (
+            works = (
                 shared.store.exchange,
                 shared.limits.exchange,
                 shared.prefixes.exchange,
                 neighbours.exchange,
                 neighbours.ask_silent,
-                book.catch_up,
-                keys.refresh,
             )
-        self._broken: set[str] = set()
+        # That records are unwritable the link tells, and how it is with Redis stands in the state.
+        self._turns = Turns([(work, TURN_S) for work in works], untold=(RecordsUnwritable,))
 
     def told(self) -> dict[str, Any]:
         """Tell, for `/v1/status`, where state is kept and how it is with that."""
@@ -75,10 +62,7 @@ class Sharing:
         return "" if self._shared is None else self._shared.link.why
 
     async def __aenter__(self) -> Self:
-        self._tasks = [
-            asyncio.create_task(self._go_on(turn), name=f"sharing {turn.__qualname__}")
-            for turn in self._turns
-        ]
+        await self._turns.__aenter__()
         return self
 
     async def __aexit__(
@@ -87,27 +71,7 @@ class Sharing:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._turns.__aexit__(kind, error, trace)
         if self._shared is not None:
-            await self._safely(self._shared.store.exchange)
-            await self._safely(self._shared.limits.leave)
-
-    async def _go_on(self, turn: Callable[[], Awaitable[None]]) -> None:
-        """Take turns, for ever; each part by itself, so that a slow one holds up no other."""
-        while True:
-            await asyncio.sleep(TURN_S)
-            await self._safely(turn)
-
-    async def _safely(self, turn: Callable[[], Awaitable[None]]) -> None:
-        name = turn.__qualname__
-        try:
-            await turn()
-            self._broken.discard(name)
-        except RecordsUnwritable:
-            pass  # the link tells, and how it is with Redis stands in the state
-        except Exception:
-            if name not in self._broken:
-                log.exception("sharing.broken part=%s", name)
-            self._broken.add(name)
+            await self._turns.take(self._shared.store.exchange)
+            await self._turns.take(self._shared.limits.leave)

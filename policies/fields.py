@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# What the engines' 32-bit counters hold; a bound on fields that have none of their own.
-_LARGEST = 2**31 - 1
-
 
 class FieldError(ValueError):
     """A field of the body is missing, of the wrong type, out of bounds or not supported."""
@@ -20,6 +17,9 @@ class FieldError(ValueError):
 
 class Fields:
     """Typed access to the fields of a body; an explicit null counts as absent."""
+
+    LARGEST = 2**31 - 1
+    """What the engines' 32-bit counters hold; a bound on fields that have none of their own."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
@@ -45,7 +45,7 @@ class Fields:
         return value
 
     def integer(
-        self, name: str, default: int | None, *, low: int, high: int = _LARGEST
+        self, name: str, default: int | None, *, low: int, high: int = LARGEST
     ) -> int | None:
         """Return an integer within bounds, or the default."""
         value = self._body.get(name)
@@ -54,7 +54,7 @@ class Fields:
         if not isinstance(value, int) or isinstance(value, bool):
             raise FieldError(name, f"'{name}' must be an integer.")
         if not low <= value <= high:
-            bounds = f"at least {low}" if high == _LARGEST else f"between {low} and {high}"
+            bounds = f"at least {low}" if high == self.LARGEST else f"between {low} and {high}"
             raise FieldError(name, f"'{name}' must be {bounds}.")
         return value
 

@@ -38,7 +38,7 @@ _CONTROL_FIELDS = frozenset(
 _BOOKKEEPING_FIELDS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key".split()
 )
-_KNOWN_FIELDS = {
+KNOWN_FIELDS = {
     Endpoint.CHAT: (_CONTROL_FIELDS | _BOOKKEEPING_FIELDS).union(
         "messages tools tool_choice parallel_tool_calls response_format top_logprobs "
         "chat_template_kwargs".split(),
@@ -52,13 +52,17 @@ def read_profile(
     body: Mapping[str, Any],
     endpoint: Endpoint,
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    access: type[Fields] = Fields,
 ) -> RequestProfile:
-    """Read a parsed body into its profile; raise `FieldError` naming the first wrong field."""
-    known = _KNOWN_FIELDS[endpoint]
+    """Read a parsed body into its profile; raise `FieldError` naming the first wrong field.
+
+    `access` reads the plain ones; another one learns which there are, as `request_schema` does.
+    """
+    known = KNOWN_FIELDS[endpoint]
     for name in body:
         if name not in known:
             raise FieldError(name, f"Unknown field '{name[:100]}'.")
-    fields = Fields(body)
+    fields = access(body)
     content = read_content(body, endpoint)
     _check_template_kwargs(body)
     stream = fields.flag("stream")

@@ -19,9 +19,14 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 def schema() -> str:
     """Write the schema as it is published."""
-    made = PolicyDocument.model_json_schema(schema_generator=_Schema)
+    made = policy_schema("#/$defs/{model}")
     titled = {"$schema": _DIALECT, **made, "title": "Paceline policy"}
     return json.dumps(titled, indent=2) + "\n"
+
+
+def policy_schema(ref_template: str) -> dict[str, Any]:
+    """Make the schema, its parts named as the page that it stands on names them."""
+    return PolicyDocument.model_json_schema(schema_generator=_Schema, ref_template=ref_template)
 
 
 class _Schema(GenerateJsonSchema):

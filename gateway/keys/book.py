@@ -1,4 +1,4 @@
-"""Keys as they are kept: made, changed and revoked through the records, read again each second."""
+"""Keys as they are kept: made, changed and revoked through the records, read again and again."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""What happens beside requests: keys and cordons are read again, and what was used is kept."""
+"""What happens beside requests: what others changed is read again, and what was used is kept."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -14,45 +12,47 @@ from gateway.keys.book import KeyBook
 from gateway.keys.budgets import day_of
 from gateway.keys.usage import Ledger, UsageRow, fold, tidied
 from gateway.records import Records
-
-log = logging.getLogger(__name__)
+from gateway.turns import Turns, Work
 
 _KIND = "usage"
 # A key that another gateway revoked must stop within two seconds.
-_LOOK_S = 1.0
-_LOOKS_A_FLUSH = 5
+_LOOK_S = 0.5
+_FLUSH_S = 5.0
+
+
+async def open_kept(
+    records: Records, ledger: Ledger, keys: KeyBook, cordons: Cordons, wall: Callable[[], float]
+) -> None:
+    """Read what is kept, before the first request; raise `StartRefused`."""
+    try:
+        ledger.remember(await records.all(_KIND), wall())
+        await keys.open()
+        await cordons.open()
+    except RecordsUnwritable:
+        raise StartRefused("What is kept of keys and their usage cannot be read.") from None
 
 
 class Keeping:
-    """The context in which keys stay fresh and usage is kept; a crash loses some seconds of it."""
+    """The context in which records stay fresh and usage is kept; a crash loses some seconds of it.
+
+    `looks` follow what other gateways change, whatever they share it by.
+    """
 
     def __init__(
         self,
         records: Records,
-        book: KeyBook,
-        cordons: Cordons,
         ledger: Ledger,
         wall: Callable[[], float],
+        looks: Sequence[Work],
     ) -> None:
         self._records = records
-        self._book = book
-        self._cordons = cordons
         self._ledger = ledger
         self._wall = wall
         self._tidied_on = -1
-        self._troubled = False
-
-    async def open(self) -> None:
-        """Read what is kept, before the first request; raise `StartRefused`."""
-        try:
-            self._ledger.remember(await self._records.all(_KIND), self._wall())
-            await self._book.open()
-            await self._cordons.open()
-        except RecordsUnwritable:
-            raise StartRefused("What is kept of keys and their usage cannot be read.") from None
+        self._turns = Turns([*((look, _LOOK_S) for look in looks), (self._flush, _FLUSH_S)])
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._go_on(), name="keys")
+        await self._turns.__aenter__()
         return self
 
     async def __aexit__(
@@ -61,24 +61,13 @@ class Keeping:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._task.cancel()
-        await asyncio.wait((self._task,))
-        await self._safely(self._flush)
+        await self._turns.__aexit__(kind, error, trace)
+        await self._turns.take(self._flush)
 
     async def usage(self) -> Mapping[int, tuple[UsageRow, ...]]:
         """Tell what all keys have used, by day, up to this moment."""
         kept = await self._records.all(_KIND)
         return fold({**kept, **self._ledger.records()})
-
-    async def _go_on(self) -> None:
-        looks = 0
-        while True:
-            await asyncio.sleep(_LOOK_S)
-            looks += 1
-            await self._safely(self._book.refresh)
-            await self._safely(self._cordons.refresh)
-            if looks % _LOOKS_A_FLUSH == 0:
-                await self._safely(self._flush)
 
     async def _flush(self) -> None:
         """Keep what was used since the last time."""
@@ -102,15 +91,3 @@ class Keeping:
             await self._records.replace(_KIND, name, text)
         for name in over:
             await self._records.remove(_KIND, name)
-
-    async def _safely(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Do this; what goes wrong is told once and tried again with the next turn."""
-        try:
-            await work()
-            self._troubled = False
-        except RecordsUnwritable:
-            if not self._troubled:
-                log.warning("records.unwritable keys and usage are kept in memory alone")
-            self._troubled = True
-        except Exception:
-            log.exception("keys.broken")

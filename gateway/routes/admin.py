@@ -13,8 +13,18 @@ from starlette.responses import Response
 from gateway.client import read_small_body
 from gateway.fleet import BEAT_S, Member
 from gateway.line import Line
-from gateway.refusals import FieldInvalid, WorkerUnknown
+from gateway.refusals import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
+from gateway.routes.documented import (
+    FOR_ADMINS,
+    KEPT,
+    WITH_BODY,
+    failures,
+    parameter,
+    ref,
+    takes,
+)
 from gateway.routes.guards import with_admin_key, with_join_token
+from gateway.routes.said import AUTHOR, read_author
 from gateway.status import worker_state
 from workers.adapters.report import WorkerReport
 
@@ -27,7 +37,11 @@ def joining(line: Line) -> APIRouter:
     """Hold the routes that workers use."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_join_token(line))])
 
-    @router.put("/{worker_id}")
+    @router.put(
+        "/{worker_id}",
+        responses=failures(KeyRefused, *WITH_BODY, WorkerIdTaken),
+        openapi_extra=takes(ref("WorkerReport")),
+    )
     async def beat(worker_id: str, request: Request) -> dict[str, float]:
         # Read here, not by FastAPI: it would read any size, and before it asks for the token.
         raw = await read_small_body(
@@ -44,12 +58,12 @@ def joining(line: Line) -> APIRouter:
         await line.store.keep_report(report)
         return {"beat_s": BEAT_S}
 
-    @router.delete("/{worker_id}")
+    @router.delete("/{worker_id}", status_code=204, responses=failures(KeyRefused))
     async def leave(worker_id: str) -> Response:
         line.fleet.leave(worker_id)
         return Response(status_code=204)
 
-    @router.get("/{worker_id}/joined")
+    @router.get("/{worker_id}/joined", responses=failures(KeyRefused, WorkerUnknown))
     async def has_joined(worker_id: str) -> dict[str, str]:
         """Let who brings a worker learn that it may be used; all else of workers is for admins."""
         for member in line.fleet.members():
@@ -64,25 +78,34 @@ def workers(line: Line) -> APIRouter:
     """Hold the routes in which admins look at workers, and keep new requests from them."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
 
-    @router.get("")
+    told = failures(*FOR_ADMINS, *KEPT, WorkerUnknown, FieldInvalid)
+    signed = {"parameters": [AUTHOR]}
+    waiting = parameter("timeout_s", "query", "How long to wait at most.", pattern=r"^\d{1,3}$")
+
+    @router.get("", responses=failures(*FOR_ADMINS))
     async def listing() -> dict[str, Any]:
         members = {member.report.worker_id: member for member in line.fleet.members()}
         names = [*members, *(name for name in line.cordons.by_worker if name not in members)]
         return {"workers": [_told(line, name, members.get(name)) for name in names]}
 
-    @router.put("/{worker_id}/cordon")
-    async def cordon(worker_id: str) -> dict[str, Any]:
-        await line.cordons.add(worker_id)
+    @router.put("/{worker_id}/cordon", responses=told, openapi_extra=signed)
+    async def cordon(worker_id: str, request: Request) -> dict[str, Any]:
+        await line.cordons.add(worker_id, read_author(request))
         return _one(line, worker_id)
 
-    @router.delete("/{worker_id}/cordon")
-    async def uncordon(worker_id: str) -> Response:
-        await line.cordons.lift(worker_id)
+    @router.delete("/{worker_id}/cordon", status_code=204, responses=told, openapi_extra=signed)
+    async def uncordon(worker_id: str, request: Request) -> Response:
+        await line.cordons.lift(worker_id, read_author(request))
         return Response(status_code=204)
 
-    @router.post("/{worker_id}/drain")
+    @router.post(
+        "/{worker_id}/drain",
+        responses=told,
+        openapi_extra={"parameters": [AUTHOR, waiting]},
+    )
     async def drain(worker_id: str, request: Request) -> dict[str, Any]:
-        in_flight = await line.cordons.drain(worker_id, _drain_timeout_s(request))
+        timeout_s = _drain_timeout_s(request)
+        in_flight = await line.cordons.drain(worker_id, read_author(request), timeout_s)
         return {"drained": not in_flight, **_one(line, worker_id)}
 
     return router
@@ -119,7 +142,9 @@ def _told(line: Line, worker_id: str, member: Member | None) -> dict[str, Any]:
             "last_beat_s_ago": round(line.fleet.age_s(member), 3),
         }
     cordon = line.cordons.by_worker.get(worker_id)
-    return told | ({"cordoned_since": cordon.since.isoformat()} if cordon else {})
+    if cordon is not None:
+        told |= {"cordoned_since": cordon.since.isoformat(), "cordoned_by": cordon.author}
+    return told
 
 
 def _drain_timeout_s(request: Request) -> float:

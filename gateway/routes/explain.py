@@ -13,7 +13,8 @@ from gateway.client import read_small_body
 from gateway.domain import Case, Decision, Inspected
 from gateway.inspection import inspect, parse
 from gateway.line import Line
-from gateway.refusals import PoolsNotAllowed
+from gateway.refusals import ModelUnknown, PoolsNotAllowed
+from gateway.routes.documented import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.routes.guards import holder_of, with_data_key
 from gateway.routing import decide
 from policies.asker import Asker
@@ -24,7 +25,10 @@ def explanation(line: Line) -> APIRouter:
     """Hold the route of the explanation."""
     router = APIRouter(dependencies=[Depends(with_data_key(line))])
 
-    @router.post("/v1/route/explain")
+    refusals = failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, PoolsNotAllowed)
+    bodies = {"anyOf": [ref(endpoint) for endpoint in Endpoint]}
+
+    @router.post("/v1/route/explain", responses=refusals, openapi_extra=takes(bodies))
     async def explain(request: Request) -> dict[str, Any]:
         raw = await read_small_body(
             request.scope,

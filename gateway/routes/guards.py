@@ -7,25 +7,44 @@ another's, also where nothing is demanded.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Annotated
 
+from fastapi import Security
+from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
-from gateway.access import bears, comes_from_this_machine
+from gateway.access import bears, comes_from_foreign_page, comes_from_this_machine
 from gateway.client import header
 from gateway.keys.keyring import ANYBODY, Holder
 from gateway.line import Line
-from gateway.refusals import KeyRefused, NotAllowedHere
+from gateway.refusals import KeyRefused, NotAllowedHere, PageRefused
 
-Guard = Callable[[Request], None]
+Guard = Callable[..., None]
+
+
+def _named(name: str, meaning: str) -> HTTPBearer:
+    return HTTPBearer(scheme_name=name, description=meaning, auto_error=False)
+
+
+# Only for the published OpenAPI: a guard judges the header itself.
+DATA_KEY = "dataKey"
+_DataKey = Annotated[object, Security(_named(DATA_KEY, "A key of the data plane."))]
+_AdminKey = Annotated[object, Security(_named("adminKey", "`PACELINE_ADMIN_KEY`."))]
+_JoinToken = Annotated[object, Security(_named("joinToken", "What workers join with."))]
 
 
 def with_data_key(line: Line) -> Guard:
-    """Demand a key of the data plane, once there is one; `holder_of` tells whose it was."""
+    """Demand a key of the data plane, once there is one; `holder_of` tells whose it was.
 
-    def guard(request: Request) -> None:
+    Until then nothing is taken from a page of another site.
+    """
+
+    def guard(request: Request, _told: _DataKey = None) -> None:
         holder = ANYBODY
         if line.keyring.demanding:
             holder = line.keyring.find(header(request.scope, b"authorization"))
+        elif comes_from_foreign_page(request.scope["headers"]):
+            raise PageRefused
         request.state.holder = holder
 
     return guard
@@ -40,7 +59,7 @@ def holder_of(request: Request) -> Holder:
 def with_join_token(line: Line) -> Guard:
     """Demand the secret that workers share with this gateway; without one nobody joins."""
 
-    def guard(request: Request) -> None:
+    def guard(request: Request, _told: _JoinToken = None) -> None:
         if not bears(header(request.scope, b"authorization"), line.settings.join_token):
             raise KeyRefused
 
@@ -51,9 +70,10 @@ def with_admin_key(line: Line) -> Guard:
     """Demand the admin key; without one this machine is trusted, unless it shows another kind."""
     settings = line.settings
 
-    def guard(request: Request) -> None:
+    def guard(request: Request, _told: _AdminKey = None) -> None:
         offered = header(request.scope, b"authorization")
         if bears(offered, settings.admin_key):
+            request.state.way_in = "admin"
             return
         if settings.admin_key is not None:
             raise KeyRefused
@@ -62,5 +82,12 @@ def with_admin_key(line: Line) -> Guard:
             raise NotAllowedHere
         if bears(offered, settings.join_token) or line.keyring.knows(offered):
             raise KeyRefused
+        request.state.way_in = "loopback"
 
     return guard
+
+
+def way_in(request: Request) -> str:
+    """Tell how an admin came in: with the `admin` key, or without one from here, by `loopback`."""
+    told: str = request.state.way_in
+    return told

@@ -15,7 +15,16 @@ from gateway.client import read_small_body
 from gateway.inspection import parse
 from gateway.keys.record import KeyRecord, KeyTerms
 from gateway.line import Line
-from gateway.refusals import FieldInvalid
+from gateway.refusals import FieldInvalid, KeyIsRevoked, KeyUnknown
+from gateway.routes.documented import (
+    FOR_ADMINS,
+    KEPT,
+    WITH_BODY,
+    failures,
+    ref,
+    success,
+    takes,
+)
 from gateway.routes.guards import with_admin_key
 
 _TERMS_LIMIT_BYTES = 64 * 1024
@@ -34,7 +43,17 @@ def keys(line: Line) -> APIRouter:
         )
         return parse(raw)
 
-    @router.post("")
+    told = failures(*FOR_ADMINS, *KEPT)
+    one_told = failures(*FOR_ADMINS, *KEPT, KeyUnknown)
+    terms = takes(ref("KeyTerms"))
+    patch = takes({"type": "object", "description": "Fields to change; null for none."})
+
+    @router.post(
+        "",
+        status_code=201,
+        responses=failures(*FOR_ADMINS, *KEPT, *WITH_BODY) | success(ref("KeyMade"), status=201),
+        openapi_extra=terms,
+    )
     async def create(request: Request) -> Response:
         record, secret = await line.keys.create(_terms({}, await asked(request), line))
         told = {**_told(record, line), "secret": secret}
@@ -42,17 +61,22 @@ def keys(line: Line) -> APIRouter:
         headers = {"content-type": "application/json", "cache-control": "no-store"}
         return Response(to_json(told), status_code=201, headers=headers)
 
-    @router.get("")
+    @router.get("", responses=told)
     async def listing() -> dict[str, Any]:
         await line.keys.refresh()
         return {"keys": [_told(record, line) for record in line.keyring.records.values()]}
 
-    @router.get("/{name}")
+    @router.get("/{name}", responses=one_told | success(ref("Key")))
     async def one(name: str) -> dict[str, Any]:
         await line.keys.refresh()
         return _told(line.keys.find(name), line)
 
-    @router.patch("/{name}")
+    @router.patch(
+        "/{name}",
+        responses=failures(*FOR_ADMINS, *KEPT, *WITH_BODY, KeyUnknown, KeyIsRevoked)
+        | success(ref("Key")),
+        openapi_extra=patch,
+    )
     async def change(name: str, request: Request) -> dict[str, Any]:
         patch = await asked(request)
 
@@ -61,7 +85,7 @@ def keys(line: Line) -> APIRouter:
 
         return _told(await line.keys.change(name, patched), line)
 
-    @router.delete("/{name}")
+    @router.delete("/{name}", responses=one_told | success(ref("Key")))
     async def revoke(name: str) -> dict[str, Any]:
         return _told(await line.keys.revoke(name), line)
 

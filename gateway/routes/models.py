@@ -10,6 +10,7 @@ from starlette.requests import Request
 from gateway.keys.keyring import Holder
 from gateway.line import Line
 from gateway.refusals import ModelUnknown
+from gateway.routes.documented import FOR_CLIENTS, failures
 from gateway.routes.guards import holder_of, with_data_key
 from policies.evaluation import ANY_MODEL, resolve_model
 
@@ -18,13 +19,13 @@ def models(line: Line) -> APIRouter:
     """Hold the routes under /v1/models."""
     router = APIRouter(prefix="/v1/models", dependencies=[Depends(with_data_key(line))])
 
-    @router.get("")
+    @router.get("", responses=failures(*FOR_CLIENTS))
     async def listing(request: Request) -> dict[str, Any]:
         names = _names(line, holder_of(request))
         entries = [_entry(name, root) for name, root in names.items()]
         return {"object": "list", "data": entries}
 
-    @router.get("/{name:path}")
+    @router.get("/{name:path}", responses=failures(*FOR_CLIENTS, ModelUnknown))
     async def one(name: str, request: Request) -> dict[str, Any]:
         root = _names(line, holder_of(request)).get(name)
         if root is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -11,25 +11,36 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.keys.stranded import stranded_keys
 from gateway.line import Line
+from gateway.policy_book import PolicyBook
 from gateway.proposal import Proposal, propose
 from gateway.recent import Moves
-from gateway.refusals import VersionUnknown
+from gateway.refusals import (
+    BodyTooLarge,
+    BodyTooSlow,
+    EditOvertaken,
+    EditUnconditional,
+    MediaTypeRefused,
+    PolicyRefused,
+    VersionUnknown,
+)
+from gateway.routes.documented import FOR_ADMINS, KEPT, WITH_BODY, failures, ref, success, takes
 from gateway.routes.guards import with_admin_key
 from gateway.routes.policy_edits import (
+    EDIT_HEADERS,
     JSON,
     MERGE_PATCH,
+    ROLLBACK_HEADERS,
+    WITH_POLICY,
     YAML,
-    read_author,
     read_base,
-    read_note,
     read_number,
     read_offer,
     read_proposal,
     read_signature,
     refused,
 )
+from gateway.routes.said import read_author, read_note
 from gateway.versions import Reason, Signature, Version
 from policies.differences import differences
 from policies.document import PolicyInvalid
@@ -38,14 +49,24 @@ from policies.written import write_yaml
 PREFIX = "/admin/v1/policy"
 VERSION_HEADER = "x-paceline-policy-version"
 _DIGITS = 9
+_ROLLBACK = {
+    "type": "object",
+    "required": ["version"],
+    "properties": {"version": {"type": "integer"}},
+    "additionalProperties": False,
+}
 
 
 def versions(line: Line) -> APIRouter:
     """Hold the routes that read and change the policy."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
-    book, warnings = line.book, _warnings(line)
+    book = line.book
 
-    @router.get("")
+    version_told = {"type": "object", "required": ["number", "etag", "author", "note", "warnings"]}
+    refusals = (*FOR_ADMINS, *KEPT, *WITH_POLICY)
+    edited = failures(*refusals, EditOvertaken, EditUnconditional) | success(version_told)
+
+    @router.get("", responses=failures(*FOR_ADMINS) | success(ref("PolicyDocument"), YAML))
     async def whole(request: Request) -> Response:
         version = book.version
         headers = {"etag": f'"{version.etag}"', VERSION_HEADER: str(version.number)}
@@ -61,17 +82,33 @@ def versions(line: Line) -> APIRouter:
             version = await book.apply(proposal, Reason.EDIT, signature, onto=base)
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
-        return version.told() | {"warnings": warnings(proposal)}
+        return version.told() | {"warnings": _warnings(book, proposal)}
 
-    @router.put("")
+    @router.put(
+        "",
+        responses=edited,
+        openapi_extra=takes(ref("PolicyDocument"), JSON, YAML, headers=EDIT_HEADERS),
+    )
     async def put(request: Request) -> dict[str, Any]:
         return await edit(request, JSON, YAML, patches=False)
 
-    @router.patch("")
+    @router.patch(
+        "",
+        responses=edited,
+        openapi_extra=takes({"type": "object"}, MERGE_PATCH, JSON, YAML, headers=EDIT_HEADERS),
+    )
     async def patch(request: Request) -> dict[str, Any]:
         return await edit(request, MERGE_PATCH, JSON, YAML, patches=True)
 
-    @router.post("/rollback")
+    @router.post(
+        "/rollback",
+        responses=failures(
+            *(*FOR_ADMINS, *KEPT, *WITH_BODY, PolicyRefused),
+            *(VersionUnknown, EditOvertaken, EditUnconditional),
+        )
+        | success(version_told),
+        openapi_extra=takes(_ROLLBACK, headers=ROLLBACK_HEADERS),
+    )
     async def rollback(request: Request) -> dict[str, Any]:
         base = await read_base(request, book)
         author, note = read_author(request), read_note(request)
@@ -84,13 +121,16 @@ def versions(line: Line) -> APIRouter:
             version = await book.apply(proposal, Reason.ROLLBACK, signature, onto=base)
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
-        return version.told() | {"warnings": warnings(proposal)}
+        return version.told() | {"warnings": _warnings(book, proposal)}
 
-    @router.get("/history")
+    @router.get("/history", responses=failures(*FOR_ADMINS, *KEPT))
     async def history() -> dict[str, Any]:
         return {"versions": [version.told() for version in reversed(await book.versions())]}
 
-    @router.get("/history/{number}")
+    @router.get(
+        "/history/{number}",
+        responses=failures(*FOR_ADMINS, *KEPT, VersionUnknown) | success({"type": "object"}, YAML),
+    )
     async def one(number: str, request: Request) -> Response:
         if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
             raise VersionUnknown(number)
@@ -105,10 +145,12 @@ def versions(line: Line) -> APIRouter:
 def proposals(line: Line) -> APIRouter:
     """Hold the routes that tell what would become of a policy, or a patch, without applying it."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
-    book, warnings = line.book, _warnings(line)
+    book = line.book
     kinds = (JSON, YAML, MERGE_PATCH)
 
-    @router.post("/validate")
+    told = failures(*FOR_ADMINS, BodyTooSlow, BodyTooLarge, MediaTypeRefused)
+
+    @router.post("/validate", responses=told, openapi_extra=takes({}, *kinds))
     async def validate(request: Request) -> dict[str, Any]:
         offer = await read_offer(line, request, *kinds)
         patched = book.version.document if offer.kind == MERGE_PATCH else None
@@ -118,9 +160,11 @@ def proposals(line: Line) -> APIRouter:
         except PolicyInvalid as invalid:
             told = [problem._asdict() for problem in invalid.problems]
             return {"valid": False, "problems": told, "warnings": []}
-        return {"valid": True, "problems": [], "warnings": warnings(proposal)}
+        return {"valid": True, "problems": [], "warnings": _warnings(book, proposal)}
 
-    @router.post("/diff")
+    refusals = failures(*FOR_ADMINS, *WITH_POLICY)
+
+    @router.post("/diff", responses=refusals, openapi_extra=takes({}, *kinds))
     async def diff(request: Request) -> dict[str, Any]:
         base, policy = book.version, book.current
         offer = await read_offer(line, request, *kinds)
@@ -137,7 +181,7 @@ def proposals(line: Line) -> APIRouter:
             "changes": [change.told() for change in changes],
             "decisions": moves.total(),
             "moves": _told(moves),
-            "warnings": warnings(proposal),
+            "warnings": _warnings(book, proposal),
         }
 
     return router
@@ -153,15 +197,8 @@ async def _as_yaml(version: Version, headers: Mapping[str, str]) -> Response:
     return Response(text, headers=headers, media_type=YAML)
 
 
-def _warnings(line: Line) -> Callable[[Proposal], list[dict[str, Any]]]:
-    """Tell what a good policy would do that is perhaps not meant."""
-
-    def warnings(proposal: Proposal) -> list[dict[str, Any]]:
-        records = line.keyring.records.values()
-        found = stranded_keys(records, proposal.policy, line.wall())
-        return [warning._asdict() for warning in found]
-
-    return warnings
+def _warnings(book: PolicyBook, proposal: Proposal) -> list[dict[str, Any]]:
+    return [warning._asdict() for warning in book.warnings(proposal.policy)]
 
 
 def _told(moves: Moves) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from typing import NamedTuple
-from urllib.parse import unquote_to_bytes
 
 from pydantic_core import from_json
 from starlette.requests import Request
@@ -15,11 +14,15 @@ from gateway.policy_book import PolicyBook
 from gateway.proposal import Document, Proposal, all_told, propose, propose_yaml
 from gateway.refusals import (
     BodyNotJson,
+    BodyTooLarge,
+    BodyTooSlow,
     EditUnconditional,
     FieldInvalid,
     MediaTypeRefused,
     PolicyRefused,
 )
+from gateway.routes.documented import parameter
+from gateway.routes.said import AUTHOR, NOTE_HEADER, read_author, read_note
 from gateway.versions import Signature, Version
 from policies.document import PolicyInvalid, Problem
 from policies.merge_patch import merge_patch
@@ -28,13 +31,17 @@ from policies.written import TextInvalid, read_yaml
 JSON = "application/json"
 YAML = "application/yaml"
 MERGE_PATCH = "application/merge-patch+json"
-AUTHOR_HEADER = "x-paceline-author"
-NOTE_HEADER = "x-paceline-note"
+
+_IF_MATCH = parameter("if-match", "header", "The ETag that was edited, or *.", required=True)
+ROLLBACK_HEADERS = (_IF_MATCH, AUTHOR, parameter(NOTE_HEADER, "header", "What for."))
+EDIT_HEADERS = (
+    *(_IF_MATCH, AUTHOR),
+    parameter(NOTE_HEADER, "header", "What for; percent-encoded.", required=True),
+)
+WITH_POLICY = (PolicyRefused, FieldInvalid, BodyTooSlow, BodyTooLarge, MediaTypeRefused)
+"""What comes where a policy is read."""
 
 _LIMIT_BYTES = 256 * 1024
-_AUTHOR_CHARS = 100
-_NOTE_CHARS = 500
-_SOMEBODY = "admin"
 
 
 class Offer(NamedTuple):
@@ -119,35 +126,9 @@ def read_signature(request: Request) -> Signature:
     return Signature(read_author(request), note)
 
 
-def read_author(request: Request) -> str:
-    """Read who edits, as they say themselves."""
-    return _said(request, AUTHOR_HEADER, _AUTHOR_CHARS) or _SOMEBODY
-
-
-def read_note(request: Request) -> str:
-    """Read what an edit is for; empty where nothing is said."""
-    return _said(request, NOTE_HEADER, _NOTE_CHARS)
-
-
 def refused(invalid: PolicyInvalid) -> PolicyRefused:
     """Say why a policy is refused."""
     return PolicyRefused(all_told(invalid), param=invalid.problems[0].field or None)
-
-
-def _said(request: Request, name: str, limit_chars: int) -> str:
-    """Read text that a person wrote: UTF-8, and what is not ASCII percent-encoded or not."""
-    try:
-        said = unquote_to_bytes(header(request.scope, name.encode()) or b"").decode().strip()
-    except UnicodeDecodeError:
-        said = "\0"
-    # It is shown on terminals, where other characters move the cursor.
-    if not said.isprintable() or len(said) > limit_chars:
-        raise FieldInvalid(
-            f"'{name}' must be one line of at most {limit_chars} characters in UTF-8, those that "
-            "are not ASCII percent-encoded.",
-            param=name,
-        )
-    return said
 
 
 async def _body(line: Line, request: Request) -> bytes:

@@ -14,6 +14,7 @@ from gateway.line import Line
 from gateway.metrics import exposition
 from gateway.refusals import NotAllowedHere
 from gateway.relay import Relay
+from gateway.routes.documented import FOR_CLIENTS, failures
 from gateway.routes.guards import holder_of, with_data_key
 from gateway.status import render
 from gateway.versions import Reason
@@ -30,11 +31,13 @@ def probes(line: Line, relay: Relay) -> APIRouter:
     """Hold what load balancers and Prometheus ask: they have no key, and it tells no secret."""
     router = APIRouter()
 
-    @router.get("/livez")
+    @router.get("/livez", response_class=PlainTextResponse, responses=failures())
     async def livez() -> PlainTextResponse:
         return PlainTextResponse("alive\n")
 
-    @router.get("/readyz")
+    not_ready = {503: {"description": "No worker, or stopping.", "content": {"text/plain": {}}}}
+
+    @router.get("/readyz", response_class=PlainTextResponse, responses={**failures(), **not_ready})
     async def readyz() -> PlainTextResponse:
         if relay.leaving:
             return PlainTextResponse("stopping\n", status_code=503)
@@ -43,7 +46,7 @@ def probes(line: Line, relay: Relay) -> APIRouter:
         why = line.sharing.why_degraded
         return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=PlainTextResponse, responses=failures())
     async def metrics() -> Response:
         await line.control.refresh()
         gauges = Gauges(line)
@@ -58,7 +61,7 @@ def status(line: Line, relay: Relay) -> APIRouter:
     router = APIRouter(dependencies=[Depends(with_data_key(line))])
     began_s = line.clock()
 
-    @router.get("/v1/status")
+    @router.get("/v1/status", responses=failures(*FOR_CLIENTS, NotAllowedHere))
     async def whole(request: Request) -> dict[str, Any]:
         if not holder_of(request).sees_all:
             raise NotAllowedHere(

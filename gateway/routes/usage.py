@@ -16,6 +16,7 @@ from gateway.keys.budgets import day_of
 from gateway.keys.usage import UsageRow, date_of, summed
 from gateway.line import Line
 from gateway.refusals import FieldInvalid
+from gateway.routes.documented import FOR_ADMINS, KEPT, failures, parameter, success
 from gateway.routes.guards import with_admin_key
 
 _SHOWN_DAYS = 31
@@ -26,7 +27,18 @@ def usage(line: Line) -> APIRouter:
     """Hold the route of the usage."""
     router = APIRouter(dependencies=[Depends(with_admin_key(line))])
 
-    @router.get("/admin/v1/usage")
+    asked = [
+        parameter("from", "query", "The first day, in UTC.", format="date"),
+        parameter("to", "query", "The last day.", format="date"),
+        parameter("format", "query", "What comes; else by `Accept`.", enum=["json", "csv"]),
+    ]
+    told = failures(*FOR_ADMINS, FieldInvalid, *KEPT)
+
+    @router.get(
+        "/admin/v1/usage",
+        responses=told | success({"type": "object"}, "text/csv"),
+        openapi_extra={"parameters": asked},
+    )
     async def whole(request: Request) -> Response:
         as_csv = _wants_csv(request)
         today = day_of(line.wall())

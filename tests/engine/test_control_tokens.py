@@ -23,6 +23,8 @@ def control_tokens(prompts: PromptRenderer, text: str, *pictures: Picture) -> li
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
 def test_no_message_writes_a_control_token(prompts: PromptRenderer, role: str) -> None:
+    """S40 (CVE-2026-44222): nor the mark of a picture that is not there."""
+
     def rendered(content: Any) -> str:
         return prompts.chat([{"role": role, "content": content}, {"role": "user", "content": "?"}])
 

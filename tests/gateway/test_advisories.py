@@ -1,11 +1,14 @@
 """Advisories about gateways and engines like these, each a test that carries its number.
 
-Those about keys, routes and secrets are in test_guards.py, test_key_reach.py, test_key_endings.py
-and test_canary.py; here are those about what a request may say.
+Those about keys, routes and secrets are in test_guards.py, test_foreign_pages.py,
+test_key_reach.py, test_key_endings.py and test_canary.py, those about what comes along with a
+request in test_hostile_input.py, S40 and S50 where control tokens and system prompts are; here are
+those about what a request may say.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 import socket
 import subprocess
@@ -202,36 +205,31 @@ def test_s18_a_body_whose_end_is_in_doubt_hides_no_second_request(
     assert not worker.heard
 
 
+REMOTE = (
+    *("http://127.0.0.1:{port}/", "http://localhost.:{port}/", "http://[::1]:{port}/"),
+    *("http://2130706433:{port}/", "http://0x7f000001:{port}/", "http://[::ffff:7f00:1]:{port}/"),
+    *("http://169.254.169.254/latest", "http://100.64.0.1/", "http://[64:ff9b::7f00:1]/"),
+    *("http://good.example\\@127.0.0.1:{port}/", "https://good.example@127.0.0.1:{port}/"),
+    *("https://good.example.evil.example/", "//127.0.0.1:{port}/", "ftp://127.0.0.1:{port}/"),
+    *("/etc/passwd", "file:///etc/passwd", "../x.png", "~/.ssh/id_rsa", "\\\\host\\share\\x.png"),
+    "DATA:",
+)
+NO_PICTURES = ("data:text/html;base64,PGI+", "data:video/jpeg;base64,AA==,AA==", "data:,x")
+PICTURES = ("image_url", "input_image", "image")
+
+
 @pytest.mark.parametrize(
-    "source",
+    ("kind", "source"),
     [
-        *("http://127.0.0.1:{port}/", "http://localhost.:{port}/", "http://[::1]:{port}/"),
-        *(
-            "http://2130706433:{port}/",
-            "http://0x7f000001:{port}/",
-            "http://[::ffff:7f00:1]:{port}/",
-        ),
-        *("http://169.254.169.254/latest", "http://100.64.0.1/", "http://[64:ff9b::7f00:1]/"),
-        *("http://good.example\\@127.0.0.1:{port}/", "https://good.example@127.0.0.1:{port}/"),
-        *("https://good.example.evil.example/", "//127.0.0.1:{port}/", "ftp://127.0.0.1:{port}/"),
-        *(
-            "/etc/passwd",
-            "file:///etc/passwd",
-            "../x.png",
-            "~/.ssh/id_rsa",
-            "\\\\host\\share\\x.png",
-        ),
-        *("data:text/html;base64,PGI+", "data:video/jpeg;base64,AA==,AA==", "data:,x", "DATA:"),
+        *itertools.product((*PICTURES, "video_url", "audio_url"), REMOTE),
+        *itertools.product(PICTURES, NO_PICTURES),
     ],
 )
-@pytest.mark.parametrize("kind", ["image_url", "input_image", "image", "video_url", "audio_url"])
 def test_s30_s31_s33_s34_nothing_is_fetched_for_a_client(
     line: Gateway, worker: FakeWorker, trap: Trap, kind: str, source: str
 ) -> None:
     """GHSA-3f6c-7fw2-ppm4, CVE-2026-24779, vllm-mlx #320, CVE-2025-3777."""
     url = source.format(port=trap.port)
-    if kind in {"video_url", "audio_url"} and url.startswith("data:"):
-        pytest.skip("what a worker makes of it is its own matter: nothing is fetched")
     for told in (url, {"url": url}):
         content = [{"type": "text", "text": "x"}, {"type": kind, kind: told}]
         answer = line.chat(messages=[{"role": "user", "content": content}])

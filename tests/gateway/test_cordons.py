@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
+from pydantic import SecretStr
 
 from gateway.errors import StartRefused
 from gateway.server import Ending, serve
@@ -51,6 +54,43 @@ def test_a_cordoned_worker_gets_no_request_until_that_is_lifted(
     assert uncordon(line).status_code == 204
     assert "cordoned_since" not in workers(line)["fake-a"]
     eventually(lambda: heard(line, worker, second_worker)[0] > 0)
+
+
+def test_a_cordon_tells_since_when_and_by_whom(tmp_path: Path, worker: FakeWorker) -> None:
+    settings = settings_for_tests(tmp_path)
+    keyed = settings.model_copy(update={"admin_key": SecretStr("admin-key")})
+    said = {"x-paceline-author": quote("Jörg")}
+    with Gateway(settings) as gateway:
+        gateway.join(worker)
+        cordon(gateway)
+        assert workers(gateway)["fake-a"]["cordoned_by"] == "loopback"
+        gateway.admin.put(f"{PATH}/fake-a/cordon", headers=said)
+        assert workers(gateway)["fake-a"]["cordoned_by"] == "loopback", "the first one counts"
+        uncordon(gateway)
+        gateway.admin.post(f"{PATH}/fake-a/drain", headers=said)
+        assert workers(gateway)["fake-a"]["cordoned_by"] == "Jörg"
+    with Gateway(keyed) as gateway:
+        gateway.join(worker)
+        kept = workers(gateway)["fake-a"]
+        assert kept["cordoned_by"] == "Jörg"
+        assert datetime.fromisoformat(kept["cordoned_since"]).utcoffset() == timedelta(0)
+        uncordon(gateway)
+        assert "cordoned_by" not in workers(gateway)["fake-a"]
+        cordon(gateway)
+        assert workers(gateway)["fake-a"]["cordoned_by"] == "admin"
+        forged = gateway.admin.put(f"{PATH}/fake-a/cordon", headers={"x-paceline-author": "a%0Ab"})
+        assert error_of(forged) == (400, "invalid_value")
+
+
+def test_a_cordon_of_before_anybody_was_asked_who_they_are_still_holds(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    kept = '{"cordons": {"fake-a": {"since": "2026-11-01T08:00:00Z"}}}'
+    (tmp_path / "state.json").write_text(kept)
+    with Gateway(settings_for_tests(tmp_path)) as gateway:
+        gateway.join(worker)
+        assert workers(gateway)["fake-a"]["cordoned_by"] == "unknown"
+        assert workers(gateway)["fake-a"]["state"] == "cordoned"
 
 
 def test_a_stream_that_runs_on_a_cordoned_worker_comes_to_its_end(

@@ -125,6 +125,7 @@ def test_an_explanation_says_who_holds_it(pair: Gateway) -> None:
 def test_only_those_whom_the_policy_lets_share_have_one_name(
     tmp_path: Path, worker: FakeWorker, isolation: str, same_team: bool, other_team: bool
 ) -> None:
+    """S50 (CVE-2025-46570): whoever may not share cannot learn by its time that somebody asked."""
     with Gateway(settings_for_tests(tmp_path)) as gateway:
         gateway.join(worker)
         edit = {
@@ -154,6 +155,8 @@ def inspected(**body: Any) -> Inspected:
 
 
 def test_a_name_depends_on_all_that_is_shared_and_on_nothing_else() -> None:
+    """S50 (CVE-2025-25183, CVE-2025-46722): it is keyed, so nobody outside can make one, and of
+    whole texts, so two of them never meet."""
     names = PrefixNames(b"secret")
     lab = Caller(key="1", team="lab")
     name = names.name(inspected(), lab, RULES)

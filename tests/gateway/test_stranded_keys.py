@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from gateway.cli import main
 from tests.gateway.policies import Admin, as_yaml, document
-from tests.gateway.serving import Gateway
+from tests.gateway.serving import Gateway, eventually, settings_for_tests
 
 
 @pytest.fixture
@@ -41,6 +42,38 @@ def test_a_policy_that_lacks_the_pools_of_a_key_is_applied_with_a_warning(
     assert (applied.status_code, sentences(applied.json())) == (200, told)
     back = admin.edit("POST", {"version": 1}, "/rollback")
     assert (back.status_code, sentences(back.json())) == (200, [])
+
+
+@pytest.mark.parametrize("way", ["an admin", "the file", "the file at a start"])
+def test_whoever_changes_the_policy_is_warned_aloud_of_keys_that_it_strands(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+) -> None:
+    monkeypatch.setattr("gateway.policy_file.LOOK_S", 0.05)
+    file = tmp_path / "policy.yaml"
+    file.write_text(as_yaml(document("a")))
+    settings = settings_for_tests(tmp_path, policy=file)
+
+    def warned() -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+    with Gateway(settings) as gateway, Admin(gateway.url) as admin:
+        gateway.make_key(name="Ann", pools=["a"])
+        assert not warned()
+        if way == "an admin":
+            admin.put(document("b"))
+        elif way == "the file":
+            file.write_text(as_yaml(document("b")))
+            eventually(lambda: bool(warned()))
+    if way == "the file at a start":
+        file.write_text(as_yaml(document("b")))
+        with Gateway(settings):
+            pass
+    (warning,) = warned()
+    assert warning.startswith("policy.warning version=2 what=the key key-")
+    assert "(Ann) names 'a', which is not there" in warning
 
 
 def test_a_pool_gets_another_name_and_its_keys_follow(line: Gateway, admin: Admin) -> None:

@@ -15,6 +15,7 @@ from workers.demo import CHECKPOINT
 
 ROOT = Path(__file__).parents[2]
 LOCKS = sorted(ROOT.glob("locks/*.txt"))
+SETUP = (ROOT / "scripts/setup").read_text()
 
 
 def pins(lock: Path) -> dict[str, set[str]]:
@@ -46,6 +47,8 @@ def test_lock_names_no_host(lock: Path) -> None:
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
 def test_every_pin_of_a_lock_has_a_hash(lock: Path) -> None:
+    """S19 (GHSA-5mg7-485q-xm76): another file under a version that was good is not installed."""
+    assert '--require-hashes --requirement "locks/$lock.txt"' in SETUP
     for requirement in lock.read_text().replace("\\\n", "").splitlines():
         assert "--hash=sha256:" in requirement, requirement
 

@@ -32,7 +32,7 @@ async def test_a_cordoned_worker_gets_nothing_until_that_is_lifted(
         await expect(page.locator("#fleet-line")).to_contain_text("2 of 2 workers ready")
         await watched.button("Cordon fake-a").click()
         await expect(card).to_contain_text("cordoned")
-        await expect(card).to_contain_text("Nothing runs there: it can be stopped.")
+        await expect(card).to_contain_text("by loopback. Nothing runs there: it can be stopped.")
         assert heard(line, worker, second_worker) == [0, 6]
         await watched.button("Uncordon fake-a").click()
         await expect(card).to_contain_text("ready")

@@ -111,3 +111,18 @@ async def test_real_model_answers_about_a_picture_in_the_vlm_lane(worker: Runnin
         after = (await client.get("/v1/status")).json()["lanes"]["vlm"]
     assert answer["usage"]["prompt_tokens"] > without["usage"]["prompt_tokens"]
     assert after["requests"] == before["requests"] + 1
+
+
+@pytest.mark.parametrize(("width_px", "height_px"), [(1, 1), (2, 2), (1, 1500), (1500, 1)])
+async def test_s37_the_smallest_and_narrowest_pictures_break_no_engine(
+    worker: RunningWorker, width_px: int, height_px: int
+) -> None:
+    """CVE-2026-22773: they are answered, or refused by name, and the next one is served."""
+    thin = question(encoded(Image.new("RGB", (width_px, height_px))))
+    body = {"model": worker.model, "temperature": 0, "max_tokens": 2}
+    async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
+        answer = await client.post("/v1/chat/completions", json={**body, "messages": thin})
+        assert answer.status_code in {200, 400}, answer.text
+        plain = [{"role": "user", "content": "What is it?"}]
+        after = await client.post("/v1/chat/completions", json={**body, "messages": plain})
+    assert after.status_code == 200

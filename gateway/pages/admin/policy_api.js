@@ -52,8 +52,8 @@ export function keepAuthor(name) {
 }
 
 // Headers hold ASCII, people do not.
+export const signature = () => (author() ? { "x-paceline-author": encodeURIComponent(author()) } : {});
+
 function signed(note) {
-  const said = { "x-paceline-note": encodeURIComponent(note.trim()) };
-  if (author()) said["x-paceline-author"] = encodeURIComponent(author());
-  return said;
+  return { "x-paceline-note": encodeURIComponent(note.trim()), ...signature() };
 }

@@ -2,6 +2,7 @@
 
 import { ask, askJson } from "./api.js";
 import { ago, bar, button, byId, make, notice, pill, several } from "./elements.js";
+import { signature } from "./policy_api.js";
 
 const LOOK_MS = 2000;
 const DRAIN_S = 20;
@@ -72,11 +73,11 @@ function lane({ name, slots, running, waiting, in_flight }) {
   );
 }
 
-function cordonLine({ in_flight, cordoned_since }) {
+function cordonLine({ in_flight, cordoned_since, cordoned_by }) {
   const rest = in_flight
     ? `${several(in_flight, "answer")} still ${in_flight === 1 ? "runs" : "run"}.`
     : "Nothing runs there: it can be stopped.";
-  return make("p", { class: "cordon-line" }, "Gets no new requests since ", ago(cordoned_since), `. ${rest}`);
+  return make("p", { class: "cordon-line" }, "Gets no new requests since ", ago(cordoned_since), `, by ${cordoned_by}. ${rest}`);
 }
 
 function actions({ worker_id: id, cordoned_since, in_flight }) {
@@ -94,12 +95,12 @@ function actions({ worker_id: id, cordoned_since, in_flight }) {
 }
 
 async function cordon(id) {
-  await askJson("PUT", path(id, "cordon"));
+  await ask("PUT", path(id, "cordon"), { headers: signature() });
   notice(`${id} gets no new requests.`);
 }
 
 async function uncordon(id) {
-  await ask("DELETE", path(id, "cordon"));
+  await ask("DELETE", path(id, "cordon"), { headers: signature() });
   notice(`${id} gets requests again.`);
 }
 
@@ -109,7 +110,7 @@ async function drain(id) {
   try {
     let told;
     do {
-      told = await askJson("POST", path(id, `drain?timeout_s=${DRAIN_S}`));
+      told = await (await ask("POST", path(id, `drain?timeout_s=${DRAIN_S}`), { headers: signature() })).json();
     } while (!told.drained && told.cordoned_since);
     if (told.cordoned_since) notice(`${id} is empty: it can be stopped.`);
   } finally {
