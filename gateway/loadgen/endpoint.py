@@ -127,13 +127,20 @@ async def opened(target: Target, *, like: str = "") -> AsyncIterator[Endpoint]:
 
 async def _model(client: httpx.AsyncClient, target: Target, like: str) -> str:
     """Return the model that was named, else one like the other's, else the first that is listed."""
+    if target.model:
+        return target.model
     try:
         answer = await client.get("/v1/models", timeout=_CONNECT_TIMEOUT_S)
-        listed = [str(entry["id"]) for entry in answer.json()["data"]]
+        told = answer.json()
+    except httpx.UnsupportedProtocol:
+        raise CannotMeasure(f"'{target.url}' is not a URL.") from None
     except httpx.HTTPError:
-        raise CannotMeasure(f"Nothing answers at {target.base_url}.") from None
-    except (ValueError, KeyError, TypeError):
-        listed = []
-    if target.model or listed:
-        return target.model or (like if like in listed else listed[0])
-    raise CannotMeasure(f"{target.base_url} lists no model; name one with --model.")
+        raise CannotMeasure(f"nothing answers at {target.base_url}.") from None
+    except ValueError:
+        told = None
+    match told:
+        case {"data": [{"id": str(first)}, *_] as listed}:
+            return like if any(entry.get("id") == like for entry in listed) else first
+        case {"error": {"message": str(why)}}:
+            raise CannotMeasure(f"{target.base_url} does not list its models: {why}")
+    raise CannotMeasure(f"{target.base_url} lists no model; --model names one.")
