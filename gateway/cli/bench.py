@@ -30,6 +30,7 @@ from gateway.server import run as run_on_loop
 
 HELP = "measure any OpenAI endpoint: first token, speed, what speculation brings"
 _BUSY_SHARE = 0.8
+_PIPED_WIDTH = 120
 
 
 @dataclass
@@ -83,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure, print and write; 0 if requests were answered, 1 if none was, 130 if interrupted."""
     found = _Found()
     interrupted = False
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     try:
         with _progress() as telling:
             run_on_loop(_measure(options, found, telling, console))

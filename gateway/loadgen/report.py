@@ -74,8 +74,8 @@ def sweep(measurements: Sequence[Measurement]) -> Table:
     table = _table(
         *(("",) if several else ()),
         "Load",
-        *("Requests/s", "Tokens/s", "TTFT p50", "p99", "TPOT p50", "p99", "ITL p50", "p99"),
-        *("Accepted", "Per step", "By position"),
+        *("Req/s", "Tok/s", "TTFT\np50", "\np99", "TPOT\np50", "\np99", "ITL\np50", "\np99"),
+        *("Accepted", "Per\nstep", "By\nposition"),
         text=2 if several else 1,
     )
     groups: dict[tuple[Any, str], list[Measurement]] = {}
@@ -116,9 +116,9 @@ def comparison(ratios: Sequence[Ratio]) -> Table:
 
 def _table(*columns: str, text: int) -> Table:
     """Begin a table whose first `text` columns hold words, the others numbers."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), caption_justify="left")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), caption_justify="left")
     for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place < text else "right", no_wrap=True)
+        table.add_column(column, justify="left" if place < text else "right", overflow="fold")
     return table
 
 
