@@ -43,6 +43,9 @@ def probes(line: Line, relay: Relay) -> APIRouter:
         why = line.sharing.why_degraded
         return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
 
+    # Where vLLM and SGLang tell the same: load generators ask there before they begin.
+    router.add_api_route("/health", readyz)
+
     @router.get("/metrics")
     async def metrics() -> Response:
         await line.control.refresh()
