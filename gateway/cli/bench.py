@@ -37,8 +37,28 @@ _PIPED_WIDTH = 120
 class _Found:
     """What was measured until now; it is told also where the rest is cut short."""
 
-    endpoints: list[dict[str, str]] = field(default_factory=list)
+    endpoints: list[dict[str, Any]] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
+
+    def names(self) -> list[str]:
+        """Name each endpoint, by what it alone is asked too."""
+        bodies = [endpoint["body"] for endpoint in self.endpoints]
+        shared = [
+            item for item in bodies[0].items() if all(item in body.items() for body in bodies)
+        ]
+        return [
+            " ".join(
+                (
+                    f"{endpoint['model']} on {endpoint['url']}",
+                    *(
+                        f"{name}={value}"
+                        for name, value in body.items()
+                        if (name, value) not in shared
+                    ),
+                )
+            )
+            for endpoint, body in zip(self.endpoints, bodies, strict=True)
+        ]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -122,12 +142,15 @@ async def _measure(
             like = endpoints[0].model if endpoints else ""
             endpoint = await stack.enter_async_context(opened(target, like=like))
             await endpoint.try_out(plan.prompts[0])
-            found.endpoints.append({"url": endpoint.url, "model": endpoint.model})
+            found.endpoints.append(
+                {"url": endpoint.url, "model": endpoint.model, "body": dict(target.fields)}
+            )
             endpoints.append(endpoint)
         async for measured in measure_all(endpoints, plan, telling):
             found.measurements.append(measured)
             if len(endpoints) > 1:
-                console.print(f"{measured.endpoint}{measured.repetition}: {endpoint.url}")
+                name = found.names()["AB".index(measured.endpoint)]
+                console.print(f"{measured.endpoint}{measured.repetition}: {name}")
             console.print(report.block(measured))
             _warn(measured)
 
@@ -180,15 +203,12 @@ def _tell(options: argparse.Namespace, found: _Found, console: Console) -> None:
             "measured": datetime.now(UTC).isoformat(timespec="seconds"),
             "endpoints": found.endpoints,
             "seed": options.seed,
-            "max_tokens": options.max_tokens,
-            "temperature": options.temperature,
             "runs": [measured.as_json() for measured in measurements],
             "ratios": [ratio.as_json() for ratio in ratios],
         }
         _write(options.json, json.dumps(record, indent=2) + "\n")
     if options.plot:
-        names = [f"{endpoint['model']} on {endpoint['url']}" for endpoint in found.endpoints]
-        _write(options.plot, svg(measurements, endpoints=names))
+        _write(options.plot, svg(measurements, endpoints=found.names()))
 
 
 def _write(file: Path, text: str) -> None:

@@ -72,6 +72,13 @@ def read_answer(heard: Heard) -> Answer:
     """Read the events of a stream; whatever is not whole says so in `problem`."""
     if heard.status != 200:
         return _failed(heard, heard.problem or _refusal(heard))
+    try:
+        return _read(heard)
+    except (AttributeError, TypeError):  # a list where an object belongs, and the like
+        return _failed(heard, "an event is not in OpenAI's shape")
+
+
+def _read(heard: Heard) -> Answer:
     pieces: list[float] = []
     usage: Mapping[str, Any] = {}
     drafts = None
@@ -88,14 +95,14 @@ def read_answer(heard: Heard) -> Answer:
         drafts = Drafts.of_answer(frame) or drafts
     if heard.problem or not finished:
         return _failed(heard, heard.problem or "ended without a finish reason")
-    told = usage.get("completion_tokens")
+    asked, told = (usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
     return Answer(
         due_s=heard.due_s,
         ended_s=heard.ended_s,
         pieces_s=tuple(pieces),
-        input_tokens=usage.get("prompt_tokens") or 0,
-        output_tokens=len(pieces) if told is None else told,
-        counted=told is not None,
+        input_tokens=asked if isinstance(asked, int) else 0,
+        output_tokens=told if isinstance(told, int) else len(pieces),
+        counted=isinstance(told, int),
         drafts=drafts,
     )
 

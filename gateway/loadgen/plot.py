@@ -169,7 +169,9 @@ def _height(value: float, most: float) -> float:
 
 def _ticks(most: float) -> list[float]:
     """Return four to six round numbers from 0 to just above the highest value."""
-    rough = max(most, 1e-9) / 4
+    if not most:
+        return [0, 1]
+    rough = most / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= rough)
-    return [step * place for place in range(math.ceil(most / step) + 1)] if most else [0, step]
+    return [step * place for place in range(math.ceil(most / step) + 1)]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -10,7 +14,9 @@ import pytest
 
 from gateway.cli import main
 from tests.gateway.fake_worker import DONE, USAGE, FakeWorker, Script, chunk, event
-from tests.gateway.serving import Gateway
+from tests.gateway.serving import Gateway, eventually
+
+ROOT = Path(__file__).parents[2]
 
 STEPS = {
     "num_spec_tokens": 2,
@@ -71,7 +77,8 @@ def test_figures_are_printed_written_and_drawn(
 
     told = json.loads(record.read_text())
     first, second = told["runs"]
-    assert told["endpoints"] == [{"url": drafting.url, "model": "demo"}]
+    body = {"max_tokens": 256, "temperature": 0.0}
+    assert told["endpoints"] == [{"url": drafting.url, "model": "demo", "body": body}]
     assert (first["max_concurrency"], second["max_concurrency"]) == (1, 3)
     assert second["max_concurrent_requests"] <= 3
     assert first["total_input_tokens"] == 5 * USAGE["prompt_tokens"]
@@ -98,7 +105,9 @@ def test_two_endpoints_are_measured_in_turn_with_the_same_prompts(
     assert [run["endpoint"] for run in told["runs"]] == ["A", "B", "A", "B"]
     by_name = {ratio["figure"]: ratio for ratio in told["ratios"]}
     assert by_name["spec_decode_acceptance_rate"]["ratio"] == 1.0
-    assert "A / B" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    for shown in ("A / B", f"A1: demo on {drafting.url} max_tokens=256", "max_tokens=7"):
+        assert shown in printed
 
 
 def test_requests_that_fail_are_counted_and_named(
@@ -111,6 +120,34 @@ def test_requests_that_fail_are_counted_and_named(
     said = capsys.readouterr()
     assert ["Failed", "requests:", "1"] in [line.split() for line in said.out.splitlines()]
     assert "paceline: failed: broke off:" in said.err
+
+
+def test_an_interrupted_sweep_tells_what_it_has_measured(
+    line: Gateway, worker: FakeWorker, tmp_path: Path
+) -> None:
+    first_try_warm_up_and_level = 1 + 1 + 2
+    worker.script = Script(
+        turns=(*[DRAFTED] * first_try_warm_up_and_level, *[Script(hang=True)] * 100)
+    )
+    record = tmp_path / "run.json"
+    command = ("bench", "--url", line.url, "--concurrency", "1,2", "--requests", "2")
+    with subprocess.Popen(
+        [sys.executable, "-m", "gateway", *command, "--json", str(record)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as process:
+        try:
+            enough = first_try_warm_up_and_level + 1
+            eventually(lambda: len(worker.heard) >= enough, within_s=60)
+            process.send_signal(signal.SIGINT)
+            printed, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert (process.returncode, said) == (130, "")
+    assert printed.count("Serving Benchmark Result") == 1
+    assert [run["max_concurrency"] for run in json.loads(record.read_text())["runs"]] == [1]
 
 
 def test_without_any_draft_there_is_no_speculative_block(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -72,6 +73,15 @@ def test_thoughts_and_tool_calls_are_output_too() -> None:
 def test_without_usage_pieces_are_counted_and_it_says_so() -> None:
     answer = read_answer(heard(piece(content="a"), piece("stop", content="b")))
     assert (answer.output_tokens, answer.counted) == (2, False)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [{"choices": [None]}, {"choices": 3}, {"choices": [{"delta": "x"}]}, {"usage": [1]}],
+)
+def test_a_stream_of_another_shape_is_a_problem_and_no_exception(frame: dict[str, Any]) -> None:
+    answer = read_answer(heard(event(**frame), *WHOLE[1:4]))
+    assert answer.problem == "an event is not in OpenAI's shape"
 
 
 def test_what_is_no_whole_answer_says_why() -> None:

@@ -70,6 +70,16 @@ def test_medians_are_taken_place_by_place() -> None:
     assert found["spec_decode_per_position_acceptance_rates"] == [1.0, 0.5]
 
 
+def test_a_sweep_in_which_nothing_was_accepted_or_answered_can_be_drawn() -> None:
+    failed = Answer(due_s=0, ended_s=1, problem="503: nobody is there")
+    nothing = Answer(due_s=0, ended_s=1, drafts=Drafts(steps=1, drafted=2, per_position=(0, 0)))
+    for answer in (failed, nothing):
+        found = Measurement(
+            endpoint="A", level=ONE, repetition=1, figures=figures([answer]), problems=()
+        )
+        ET.fromstring(svg([found], endpoints=["m on here"]))
+
+
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4), st.booleans())
 def test_any_sweep_can_be_drawn(times_s: list[float], drafts: bool) -> None:
     sweep = [
