@@ -13,6 +13,8 @@ import httpx
 from gateway.loadgen.drafts import Drafts
 
 _TIME_LIMIT_S: Final = 300.0
+_ALONE: Final = {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+"""Nothing is told to or fetched from anywhere else."""
 QUESTION: Final = "Count from 1 to 20."
 
 
@@ -40,7 +42,7 @@ class Place:
                 text=True,
                 timeout=_TIME_LIMIT_S,
                 cwd=self.folder,
-                env={**os.environ, "HOME": str(self.folder), "COLUMNS": "200", **environment},
+                env={**os.environ, **_ALONE, "HOME": str(self.folder), **environment},
                 check=False,
             )
         except subprocess.TimeoutExpired:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+from typing import Any
 
 from openai import OpenAI
 
 
 def main(url: str, model: str, question: str) -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="none")
-    messages = [{"role": "user", "content": question}]
-    create = client.chat.completions.create
-    answer = create(model=model, temperature=0, messages=messages)  # type: ignore[call-overload]
-    stream = create(  # type: ignore[call-overload]
-        model=model,
-        temperature=0,
-        messages=messages,
-        stream=True,
-        stream_options={"include_usage": True},
-    )
+    create: Any = client.chat.completions.create
+    asked = {
+        "model": model,
+        "temperature": 0,
+        "messages": [{"role": "user", "content": question}],
+    }
+    answer = create(**asked)
+    stream = create(**asked, stream=True, stream_options={"include_usage": True})
     text, metrics = "", None
     for chunk in stream:
         text += "".join(choice.delta.content or "" for choice in chunk.choices)
