@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from gateway.cli import explain, keys, policy, serve, status, up, worker
+from gateway.cli import bench, explain, keys, policy, serve, status, up, worker
 from gateway.errors import StartRefused
 
 
@@ -42,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
         ("policy", policy),
         ("explain", explain),
         ("keys", keys),
+        ("bench", bench),
     ):
         subparser = commands.add_parser(name, help=command.HELP, description=command.__doc__)
         command.add_options(subparser)

@@ -6,7 +6,7 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import httpx
@@ -17,6 +17,10 @@ from gateway.settings import load_settings
 
 # What an edit of the policy would move is worked out over the last ten thousand requests.
 _TIMEOUT_S = 30.0
+
+
+class NoAnswer(Exception):
+    """A gateway did not answer as asked; the message is one sentence for a terminal."""
 
 
 def add_gateway_url(parser: argparse.ArgumentParser, *, admin: bool = False) -> None:
@@ -37,8 +41,13 @@ def ask_gateway(url: str, method: str, path: str, body: Any = None) -> Mapping[s
 
     `PACELINE_API_KEY` is sent along when the environment has one.
     """
-    answer = _ask(url, method, path, key_from="PACELINE_API_KEY", json=body)
-    return _told(url, answer)
+    with _or_end():
+        return read_gateway(url, method, path, json=body)
+
+
+def read_gateway(url: str, method: str, path: str, **request: Any) -> Mapping[str, Any]:
+    """Ask a running gateway for JSON as `ask_gateway` does; raise `NoAnswer` if it refuses."""
+    return _told(url, _ask(url, method, path, key_from="PACELINE_API_KEY", **request))
 
 
 def ask_admin(
@@ -49,13 +58,25 @@ def ask_admin(
     `PACELINE_ADMIN_KEY` is sent along when the environment has one. `overtaken` is said behind the
     gateway's own words where somebody else's edit came first.
     """
-    answer = _ask(url, method, path, key_from="PACELINE_ADMIN_KEY", overtaken=overtaken, **request)
-    return _told(url, answer), answer.headers
+    asked: dict[str, Any] = {"key_from": "PACELINE_ADMIN_KEY", "overtaken": overtaken}
+    with _or_end():
+        answer = _ask(url, method, path, **asked, **request)
+        return _told(url, answer), answer.headers
 
 
 def ask_admin_for_text(url: str, path: str) -> str:
     """Ask the admin plane for a text that is not JSON; end the command as `ask_admin` does."""
-    return _ask(url, "GET", path, key_from="PACELINE_ADMIN_KEY").text
+    with _or_end():
+        return _ask(url, "GET", path, key_from="PACELINE_ADMIN_KEY").text
+
+
+@contextlib.contextmanager
+def _or_end() -> Iterator[None]:
+    """End the command with what went wrong."""
+    try:
+        yield
+    except NoAnswer as reason:
+        sys.exit(f"paceline: {reason}")
 
 
 def _own_address(*, admin: bool) -> str:
@@ -75,19 +96,20 @@ def _ask(
     secret = os.environ.get(key_from)
     headers = {"authorization": f"Bearer {secret}"} if secret else {}
     headers |= request.pop("headers", {})
+    asked = {"timeout": _TIMEOUT_S} | request
     try:
-        answer = httpx.request(method, url + path, headers=headers, timeout=_TIMEOUT_S, **request)
-    except httpx.InvalidURL:
+        answer = httpx.request(method, url + path, headers=headers, **asked)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol):
         sys.exit(f"paceline: '{url}' is not a URL.")
     except httpx.HTTPError:
-        sys.exit(f"paceline: no gateway answers at {url}; `paceline up` starts one.")
+        raise NoAnswer(f"no gateway answers at {url}; `paceline up` starts one.") from None
     if answer.is_error:
         hints: dict[int, str] = {
             httpx.codes.PRECONDITION_FAILED: overtaken,
             httpx.codes.UNAUTHORIZED: f"The command takes it from {key_from}.",
         }
         said = (_refusal(url, answer), hints.get(answer.status_code, ""))
-        sys.exit(f"paceline: the gateway refused: {' '.join(filter(None, said))}")
+        raise NoAnswer(f"the gateway refused: {' '.join(filter(None, said))}")
     return answer
 
 
@@ -98,9 +120,9 @@ def _refusal(url: str, answer: httpx.Response) -> str:
 
 
 def _told(url: str, answer: httpx.Response) -> Mapping[str, Any]:
-    """Read a JSON object; end the command where there is none."""
+    """Read a JSON object; raise `NoAnswer` where there is none."""
     with contextlib.suppress(ValueError):
         content = answer.json()
         if isinstance(content, dict):
             return content
-    sys.exit(f"paceline: what answers at {url} is not a Paceline gateway.")
+    raise NoAnswer(f"what answers at {url} is not a Paceline gateway.")

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.cli.asking import add_gateway_url, ask_gateway
+from gateway.cli.watching import watch
 
 HELP = "show lanes, workers and what speculation brings"
 _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
@@ -25,10 +26,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `status`."""
     add_gateway_url(parser)
     parser.add_argument("--json", action="store_true", help="print /v1/status as it is")
+    parser.add_argument(
+        "--watch",
+        type=_seconds,
+        nargs="?",
+        const=2.0,
+        metavar="SECONDS",
+        help="look again and again, until Ctrl-C (every 2 s); to a pipe, print each time",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the state of the line; 0 if it takes requests, 1 if it does not."""
+    if options.watch:
+        return watch(options.url, options.watch, draw=None if options.json else render)
     state = ask_gateway(options.url, "GET", "/v1/status")
     if options.json:
         sys.stdout.write(json.dumps(state, indent=2) + "\n")
@@ -42,7 +53,7 @@ def render(state: Mapping[str, Any]) -> Group:
     problem = state["policy"].get("file_problem")
     refused = [Text(f"The policy file is refused: {problem}", style="red")] if problem else []
     tables = ("", _pools(state["pools"]), "", _workers(state["workers"]))
-    return Group(_headline(state), *refused, *tables)
+    return Group(_headline(state), *_drafted(state["mtp"]), *refused, *tables)
 
 
 def _headline(state: Mapping[str, Any]) -> Text:
@@ -55,6 +66,19 @@ def _headline(state: Mapping[str, Any]) -> Text:
         f" for {gateway['uptime_s']:.0f} s, {gateway['requests_in_flight']} in flight, "
         f"{state['decisions']['total']} routed; kept out of the speculative lane: {bypassed}",
     )
+
+
+def _drafted(mtp: Mapping[str, Any]) -> list[Text]:
+    """Say what drafts brought over the whole fleet, where there were any."""
+    if not (mtp["enabled"] and mtp["attempted"]):
+        return []
+    positions = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance_rate_per_position"])
+    return [
+        Text(
+            f"{mtp['acceptance_rate']:.1%} of drafts accepted (by position: {positions}), "
+            f"{mtp['mean_acceptance_length']:.2f} tokens a step"
+        )
+    ]
 
 
 def _pools(pools: Mapping[str, Any]) -> Table:
@@ -97,3 +121,13 @@ def _figures(lane: Mapping[str, Any]) -> tuple[str, ...]:
         f"{mtp['acceptance_rate']:.1%}" if drafted else "-",
         f"{mtp['mean_acceptance_length']:.2f}" if drafted else "-",
     )
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0.1 <= seconds <= 3600:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a time between 0.1 and 3600 seconds")
+    return seconds

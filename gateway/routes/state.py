@@ -37,6 +37,8 @@ def probes(line: Line, relay: Relay) -> APIRouter:
 
     not_ready = {503: {"description": "No worker, or stopping.", "content": {"text/plain": {}}}}
 
+    # "/health" is where vLLM and SGLang tell the same: load generators ask there first.
+    @router.get("/health", response_class=PlainTextResponse, responses={**failures(), **not_ready})
     @router.get("/readyz", response_class=PlainTextResponse, responses={**failures(), **not_ready})
     async def readyz() -> PlainTextResponse:
         if relay.leaving:

@@ -225,5 +225,7 @@ def test_metrics_speak_vllms_names_one_line_a_worker_and_model(
 def test_probes_tell_alive_from_ready(gateway: Gateway, worker: FakeWorker) -> None:
     assert gateway.client.get("/livez").status_code == 200
     assert gateway.client.get("/readyz").status_code == 503
+    assert gateway.client.get("/health").status_code == 503
     gateway.join(worker)
     assert gateway.client.get("/readyz").status_code == 200
+    assert gateway.client.get("/health").status_code == 200, "where tools made for vLLM ask"

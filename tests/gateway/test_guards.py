@@ -21,7 +21,7 @@ from tests.gateway.serving import Gateway, chat_body, settings_for_tests
 
 ROOT = Path(__file__).parents[2]
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
-PROBES = {("GET", "/livez"), ("GET", "/readyz"), ("GET", "/metrics")}
+PROBES = {("GET", path) for path in ("/livez", "/readyz", "/health", "/metrics")}
 """For load balancers and Prometheus; they tell no secret."""
 PUBLISHED = ("GET", "/openapi.json")
 """For who writes a client; each port tells of itself."""

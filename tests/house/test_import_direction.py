@@ -42,6 +42,16 @@ def test_package_imports_only_what_it_may(package: str) -> None:
     assert wrong == []
 
 
+def test_the_load_generator_knows_nothing_of_the_gateway_that_it_measures() -> None:
+    assert [
+        f"{path.name} imports {name}"
+        for path in sorted((ROOT / "gateway" / "loadgen").glob("*.py"))
+        for name in imports(path)
+        if name.startswith(("gateway", "policies", "workers"))
+        and not name.startswith("gateway.loadgen")
+    ] == []
+
+
 def test_gateway_loads_on_a_host_without_mlx() -> None:
     program = """
 import sys

@@ -1,0 +1,63 @@
+"""Where a client works: a running line, a folder of its own, and the line's own counts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import httpx
+
+from gateway.loadgen.drafts import Drafts
+
+_TIME_LIMIT_S: Final = 300.0
+_ALONE: Final = {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
+"""Nothing is told to or fetched from anywhere else."""
+QUESTION: Final = "Count from 1 to 20."
+
+
+class ClientFailed(Exception):
+    """A client did not do what it is for; the message says how."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """All that a client is given."""
+
+    url: str
+    model: str
+    checkpoint: Path
+    """The model's folder, for clients that want its tokenizer."""
+    folder: Path
+
+    def run(self, *command: str | Path, stdin: str = "", **environment: str) -> str:
+        """Run a command here and return what it printed; raise `ClientFailed` if it fails."""
+        try:
+            done = subprocess.run(
+                [str(word) for word in command],
+                input=stdin,
+                capture_output=True,
+                text=True,
+                timeout=_TIME_LIMIT_S,
+                cwd=self.folder,
+                env={**os.environ, **_ALONE, "HOME": str(self.folder), **environment},
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise ClientFailed(f"was not done after {_TIME_LIMIT_S:.0f} s") from None
+        except OSError as error:
+            raise ClientFailed(f"does not start: {error.strerror}") from None
+        if done.returncode:
+            lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
+            raise ClientFailed(f"ended with {done.returncode}: {' / '.join(lines[-3:])[:300]}")
+        return done.stdout
+
+    def metrics(self) -> str:
+        """Return the line's own /metrics."""
+        return httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
+
+    def drafts(self) -> Drafts:
+        """Return what the line itself has counted of drafts."""
+        return Drafts.of_exposition(self.metrics()) or Drafts()

@@ -1,0 +1,108 @@
+"""What speculation brought: from the answers themselves, or from a server's counters."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+_PREFIX: Final = "vllm:spec_decode_num_"
+_DRAFTS, _DRAFTED, _ACCEPTED, _PER_POSITION = (
+    f"{_PREFIX}{name}_total"
+    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """Sums over steps; a step is one verify of one request's draft."""
+
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    """Without the token that every step brings anyway."""
+    per_position: tuple[int, ...] = ()
+    """For each draft position, the steps that accepted it."""
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Return the share of drafted tokens that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Return the tokens that a step brought, the certain one included."""
+        return 1 + (self.accepted / self.steps if self.steps else 0.0)
+
+    @property
+    def rate_per_position(self) -> tuple[float, ...]:
+        """Return, for each draft position, the share of steps that accepted it."""
+        return tuple(count / self.steps if self.steps else 0.0 for count in self.per_position)
+
+    def __add__(self, other: Drafts) -> Drafts:
+        """Add two sums; what one of them never drafted counts as nothing."""
+        return self._joined(other, 1)
+
+    def since(self, before: Drafts) -> Drafts:
+        """Return what came in between two looks at the same counters."""
+        return self._joined(before, -1)
+
+    def _joined(self, other: Drafts, sign: int) -> Drafts:
+        positions = itertools.zip_longest(self.per_position, other.per_position, fillvalue=0)
+        return Drafts(
+            steps=self.steps + sign * other.steps,
+            drafted=self.drafted + sign * other.drafted,
+            accepted=self.accepted + sign * other.accepted,
+            per_position=tuple(mine + sign * theirs for mine, theirs in positions),
+        )
+
+    @classmethod
+    def of_answer(cls, frame: Mapping[str, Any]) -> Self | None:
+        """Read the counts of one request as vLLM writes them; None where there are none."""
+        match frame.get("metrics"):
+            case {
+                "speculative_decoding": {
+                    "num_spec_steps": int(steps),
+                    "num_draft_tokens": int(drafted),
+                    "num_accepted_draft_tokens": int(accepted),
+                    "acceptance_histogram": [*histogram],
+                }
+            } if all(isinstance(count, int) for count in histogram):
+                return cls(
+                    steps=steps,
+                    drafted=drafted,
+                    accepted=accepted,
+                    per_position=tuple(
+                        sum(histogram[place:]) for place in range(1, len(histogram))
+                    ),
+                )
+        return None
+
+    @classmethod
+    def of_exposition(cls, text: str) -> Self | None:
+        """Sum vLLM's four counters over all lines of a `/metrics`; None where they are missing."""
+        sums: dict[str, int] = {}
+        positions: dict[int, int] = {}
+        try:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    if sample.name == _PER_POSITION:
+                        place = int(sample.labels["position"])
+                        positions[place] = positions.get(place, 0) + int(sample.value)
+                    elif sample.name.startswith(_PREFIX):
+                        sums[sample.name] = sums.get(sample.name, 0) + int(sample.value)
+        except (ValueError, KeyError):
+            return None
+        if not {_DRAFTS, _DRAFTED, _ACCEPTED} <= sums.keys():
+            return None
+        return cls(
+            steps=sums[_DRAFTS],
+            drafted=sums[_DRAFTED],
+            accepted=sums[_ACCEPTED],
+            per_position=tuple(
+                positions.get(place, 0) for place in range(max(positions, default=-1) + 1)
+            ),
+        )

@@ -1,0 +1,146 @@
+"""One OpenAI endpoint, asked over connections of its own; what comes is kept, and read later."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import httpx
+
+from gateway.loadgen.answers import Answer, Heard, read_answer
+from gateway.loadgen.drafts import Drafts
+from gateway.loadgen.errors import CannotMeasure
+from gateway.loadgen.prompts import Prompt
+
+_CONNECT_TIMEOUT_S: Final = 10.0
+_PAUSE_TIMEOUT_S: Final = 600.0
+"""No answer, and no piece of one, is waited for longer: a long prompt may take minutes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Which endpoint is asked, and how."""
+
+    url: str
+    """With or without the trailing /v1."""
+    model: str = ""
+    """Empty: one that the endpoint lists."""
+    api_key: str = ""
+    fields: Mapping[str, Any]
+    """What stands in each request beside its messages."""
+
+    @property
+    def base_url(self) -> str:
+        """Return where its API begins, without /v1."""
+        return self.url.rstrip("/").removesuffix("/v1")
+
+
+class Endpoint:
+    """An endpoint that listed its models."""
+
+    def __init__(self, client: httpx.AsyncClient, target: Target, model: str) -> None:
+        self.url = target.base_url
+        self.model = model
+        self._client = client
+        self._fields = dict(target.fields)
+
+    async def ask(self, prompt: Prompt, *, due_s: float | None = None) -> Heard:
+        """Ask for a stream and keep all that comes, with its moments; never raise for what fails.
+
+        `due_s` (`time.perf_counter`) is when the request was to be sent; None means now.
+        """
+        body = self._body(prompt)
+        began_s = time.perf_counter() if due_s is None else due_s
+        arrivals: list[tuple[float, bytes]] = []
+        status, problem = 0, ""
+        try:
+            request = self._client.stream("POST", "/v1/chat/completions", content=body)
+            async with request as response:
+                status = response.status_code
+                arrivals = [(time.perf_counter(), part) async for part in response.aiter_raw()]
+        except httpx.TimeoutException:
+            problem = "nothing came in time"
+        except httpx.HTTPError as error:
+            problem = f"the connection failed: {error or type(error).__name__}"
+        return Heard(
+            due_s=began_s,
+            ended_s=time.perf_counter(),
+            status=status,
+            arrivals=tuple(arrivals),
+            problem=problem,
+        )
+
+    async def try_out(self, prompt: Prompt) -> Answer:
+        """Ask once, so that a wrong key or model is told of before anything is measured."""
+        answer = read_answer(await self.ask(prompt))
+        if answer.problem:
+            raise CannotMeasure(f"{self.url} does not answer as asked: {answer.problem}")
+        return answer
+
+    async def counters(self) -> Drafts | None:
+        """Read the server's own counters of drafts, if it has vLLM's."""
+        with contextlib.suppress(httpx.HTTPError):
+            answer = await self._client.get("/metrics", timeout=_CONNECT_TIMEOUT_S)
+            if answer.is_success:
+                return Drafts.of_exposition(answer.text)
+        return None
+
+    def _body(self, prompt: Prompt) -> bytes:
+        fields: dict[str, Any] = {
+            "model": self.model,
+            "messages": prompt.messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self._fields,
+        }
+        if prompt.max_tokens is not None:
+            fields["max_tokens"] = prompt.max_tokens
+        return json.dumps(fields).encode()
+
+
+@contextlib.asynccontextmanager
+async def opened(target: Target, *, like: str = "") -> AsyncIterator[Endpoint]:
+    """Reach an endpoint and learn which model to ask for; raise `CannotMeasure` if it cannot be.
+
+    `like` is the model of another endpoint, preferred where none is named.
+    """
+    headers = {
+        "content-type": "application/json",
+        "accept-encoding": "identity",  # a compressed event would arrive late
+        **({"authorization": f"Bearer {target.api_key}"} if target.api_key else {}),
+    }
+    timeout = httpx.Timeout(_PAUSE_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S, pool=None)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    try:
+        client = httpx.AsyncClient(
+            base_url=target.base_url, headers=headers, timeout=timeout, limits=limits
+        )
+    except httpx.InvalidURL:
+        raise CannotMeasure(f"'{target.url}' is not a URL.") from None
+    async with client:
+        yield Endpoint(client, target, await _model(client, target, like))
+
+
+async def _model(client: httpx.AsyncClient, target: Target, like: str) -> str:
+    """Return the model that was named, else one like the other's, else the first that is listed."""
+    if target.model:
+        return target.model
+    try:
+        answer = await client.get("/v1/models", timeout=_CONNECT_TIMEOUT_S)
+        told = answer.json()
+    except httpx.UnsupportedProtocol:
+        raise CannotMeasure(f"'{target.url}' is not a URL.") from None
+    except httpx.HTTPError:
+        raise CannotMeasure(f"nothing answers at {target.base_url}.") from None
+    except ValueError:
+        told = None
+    match told:
+        case {"data": [{"id": str(first)}, *_] as listed}:
+            return like if any(entry.get("id") == like for entry in listed) else first
+        case {"error": {"message": str(why)}}:
+            raise CannotMeasure(f"{target.base_url} does not list its models: {why}")
+    raise CannotMeasure(f"{target.base_url} lists no model; --model names one.")

@@ -1,0 +1,112 @@
+"""One measurement after another: a level of load, on one endpoint or on two in turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from gateway.loadgen.answers import read_answer
+from gateway.loadgen.endpoint import Endpoint
+from gateway.loadgen.figures import Figures, figures
+from gateway.loadgen.load import Level, OnEnd, send_all
+from gateway.loadgen.prompts import Prompt, drawn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is measured."""
+
+    levels: tuple[Level, ...]
+    prompts: tuple[Prompt, ...]
+    requests: int | None
+    """At each level; None: enough for each level."""
+    repetitions: int
+    seed: int
+
+    def requests_at(self, level: Level) -> int:
+        """Return how many requests a measurement takes: four rounds, and never under sixteen."""
+        return self.requests or max(16, 4 * (level.concurrency or 0))
+
+    def random(self, level: Level, turn: int) -> Random:
+        """Return the chance of one turn at one level: the same for whoever is measured in it."""
+        return Random(f"{self.seed}/{level.name}/{turn}")  # noqa: S311 - to be drawn again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measurement:
+    """What was found at one level on one endpoint, once."""
+
+    endpoint: str
+    """`A`, or `B` where two are compared."""
+    level: Level
+    repetition: int
+    figures: Figures
+    problems: tuple[str, ...]
+    """Why requests failed, each reason once."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Render for the record."""
+        load = {"max_concurrency": self.level.concurrency, "request_rate": self.level.rate}
+        return {
+            "endpoint": self.endpoint,
+            "repetition": self.repetition,
+            **{name: value for name, value in load.items() if value is not None},
+            **self.figures.as_json(),
+            "problems": list(self.problems),
+        }
+
+
+Telling = Callable[[str, int], OnEnd]
+"""Told of what is measured now and of how many requests; it gives what hears each end."""
+
+
+async def measure_all(
+    endpoints: Sequence[Endpoint], plan: Plan, telling: Telling
+) -> AsyncIterator[Measurement]:
+    """Measure each level on all endpoints in turn, again and again, with the same prompts.
+
+    Turns (A B A B) let a machine that grows warm or busy slow both alike. Each level is warmed up
+    on each endpoint by one round that does not count.
+    """
+    for level in plan.levels:
+        for endpoint in endpoints:
+            random = plan.random(level, 0)
+            prompts = drawn(plan.prompts, level.concurrency or 1, random)
+            on_end = telling(f"warming up, {level.name}", len(prompts))
+            await send_all(endpoint, prompts, level, random=random, on_end=on_end)
+        for repetition in range(1, plan.repetitions + 1):
+            for name, endpoint in zip("AB", endpoints, strict=False):
+                turn = f"{name}{repetition}, " if len(endpoints) > 1 else ""
+                on_end = telling(f"{turn}{level.name}", plan.requests_at(level))
+                # Prompts of their own for each turn, else a cache of whole prompts would answer.
+                random = plan.random(level, repetition)
+                prompts = drawn(plan.prompts, plan.requests_at(level), random)
+                found, problems = await _measure(endpoint, prompts, level, random, on_end)
+                yield Measurement(
+                    endpoint=name,
+                    level=level,
+                    repetition=repetition,
+                    figures=found,
+                    problems=problems,
+                )
+
+
+async def _measure(
+    endpoint: Endpoint, prompts: Sequence[Prompt], level: Level, random: Random, on_end: OnEnd
+) -> tuple[Figures, tuple[str, ...]]:
+    before = await endpoint.counters()
+    began_s, computed_s = time.perf_counter(), time.process_time()
+    heard = await send_all(endpoint, prompts, level, random=random, on_end=on_end)
+    computed_s, took_s = time.process_time() - computed_s, time.perf_counter() - began_s
+    after = await endpoint.counters()
+    # Read only now: what reads while others stream would move the very moments that it reads.
+    answers = [read_answer(each) for each in heard]
+    found = figures(
+        answers,
+        counters=after.since(before) if before is not None and after is not None else None,
+        client_busy=computed_s / took_s,
+    )
+    return found, tuple(dict.fromkeys(answer.problem for answer in answers if answer.problem))

@@ -1,0 +1,99 @@
+"""What is read from the bytes of a stream, and at which moments."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.loadgen.answers import Heard, read_answer
+from gateway.loadgen.drafts import Drafts
+
+
+def event(**frame: Any) -> bytes:
+    return b"data: " + json.dumps(frame).encode() + b"\n\n"
+
+
+def piece(finish_reason: str | None = None, **delta: Any) -> bytes:
+    return event(choices=[{"index": 0, "delta": delta, "finish_reason": finish_reason}])
+
+
+USAGE = event(
+    choices=[],
+    usage={"prompt_tokens": 5, "completion_tokens": 4},
+    metrics={
+        "speculative_decoding": {
+            "num_spec_steps": 2,
+            "num_draft_tokens": 4,
+            "num_accepted_draft_tokens": 3,
+            "acceptance_histogram": [0, 1, 1],
+        }
+    },
+)
+DONE = b"data: [DONE]\n\n"
+WHOLE = (piece(role="assistant"), piece(content="a"), piece(content="b"), piece("stop"), USAGE)
+
+
+def heard(*parts: bytes, status: int = 200, problem: str = "") -> Heard:
+    """The first part at second 1, the next at second 2 ..."""
+    arrivals = tuple(enumerate(parts, start=1))
+    return Heard(due_s=0.5, ended_s=99, status=status, arrivals=arrivals, problem=problem)
+
+
+def test_a_stream_tells_its_moments_tokens_and_drafts() -> None:
+    answer = read_answer(heard(*WHOLE, DONE))
+    assert answer.problem == ""
+    assert answer.pieces_s == (2, 3), "a piece without text is none"
+    assert (answer.ttft_s, answer.tpot_s, answer.gaps_s) == (1.5, 1 / 3, (1,))
+    assert (answer.input_tokens, answer.output_tokens, answer.counted) == (5, 4, True)
+    assert answer.drafts == Drafts(steps=2, drafted=4, accepted=3, per_position=(2, 1))
+
+
+@given(st.data())
+def test_an_event_arrives_with_its_last_byte_however_it_is_cut(data: st.DataObject) -> None:
+    stream = b"".join((*WHOLE, DONE))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=30)))
+    parts = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    ends = [len(b"".join(WHOLE[: number + 1])) for number in (1, 2)]
+    # An event is whole with the first of the two line feeds behind it.
+    moments = tuple(1 + sum(cut < end - 1 for cut in cuts) for end in ends)
+    answer = read_answer(heard(*parts))
+    assert (answer.problem, answer.pieces_s, answer.output_tokens) == ("", moments, 4)
+
+
+def test_thoughts_and_tool_calls_are_output_too() -> None:
+    thought = piece(reasoning_content="hm")
+    call = piece(tool_calls=[{"index": 0, "function": {"name": "f"}}])
+    assert read_answer(heard(thought, call, piece("tool_calls"))).pieces_s == (1, 2)
+
+
+def test_without_usage_pieces_are_counted_and_it_says_so() -> None:
+    answer = read_answer(heard(piece(content="a"), piece("stop", content="b")))
+    assert (answer.output_tokens, answer.counted) == (2, False)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [{"choices": [None]}, {"choices": 3}, {"choices": [{"delta": "x"}]}, {"usage": [1]}],
+)
+def test_a_stream_of_another_shape_is_a_problem_and_no_exception(frame: dict[str, Any]) -> None:
+    answer = read_answer(heard(event(**frame), *WHOLE[1:4]))
+    assert answer.problem == "an event is not in OpenAI's shape"
+
+
+def test_what_is_no_whole_answer_says_why() -> None:
+    refusal = json.dumps({"error": {"message": "No such model."}}).encode()
+    broken = event(error={"message": "The worker was lost."})
+    for expected, told in (
+        ("404: No such model.", heard(refusal, status=404)),
+        ("502: without a reason", heard(b"<html>", status=502)),
+        ("broke off: The worker was lost.", heard(*WHOLE[:2], broken)),
+        ("ended without a finish reason", heard(*WHOLE[:3])),
+        ("nothing came in time", heard(status=0, problem="nothing came in time")),
+        ("the connection failed", heard(*WHOLE, problem="the connection failed")),
+    ):
+        answer = read_answer(told)
+        assert (answer.problem, answer.ttft_s) == (expected, None)

@@ -1,0 +1,114 @@
+"""Figures of known answers, to the digit."""
+
+from __future__ import annotations
+
+from statistics import quantiles
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.loadgen.answers import Answer
+from gateway.loadgen.drafts import Drafts
+from gateway.loadgen.figures import figures, peak, percentile, spread
+
+FIRST = Answer(
+    due_s=10.0,
+    ended_s=12.0,
+    pieces_s=(10.5, 11.0, 11.75),
+    input_tokens=7,
+    output_tokens=6,
+    drafts=Drafts(steps=2, drafted=4, accepted=3, per_position=(2, 1)),
+)
+SECOND = Answer(
+    due_s=11.0,
+    ended_s=14.0,
+    pieces_s=(12.0, 13.0),
+    input_tokens=3,
+    output_tokens=2,
+    drafts=Drafts(steps=1, drafted=2, accepted=0, per_position=(0, 0)),
+)
+FAILED = Answer(due_s=11.5, ended_s=14.5, problem="503: nobody is there")
+
+
+def test_known_answers_give_known_figures() -> None:
+    told = figures([FIRST, SECOND]).as_json()
+    assert {name: round(value, 6) for name, value in told.items() if type(value) is float} == {
+        "duration": 4.0,
+        "request_throughput": 0.5,
+        "output_throughput": 2.0,
+        "total_token_throughput": 4.5,
+        "client_busy": 0.0,
+        "mean_ttft_ms": 750.0,
+        "median_ttft_ms": 750.0,
+        "std_ttft_ms": 250.0,
+        "p90_ttft_ms": 950.0,
+        "p99_ttft_ms": 995.0,
+        "mean_tpot_ms": 625.0,
+        "median_tpot_ms": 625.0,
+        "std_tpot_ms": 375.0,
+        "p90_tpot_ms": 925.0,
+        "p99_tpot_ms": 992.5,
+        "mean_itl_ms": 750.0,
+        "median_itl_ms": 750.0,
+        "std_itl_ms": 204.124145,
+        "p90_itl_ms": 950.0,
+        "p99_itl_ms": 995.0,
+        "mean_e2el_ms": 2500.0,
+        "median_e2el_ms": 2500.0,
+        "std_e2el_ms": 500.0,
+        "p90_e2el_ms": 2900.0,
+        "p99_e2el_ms": 2990.0,
+        "spec_decode_acceptance_rate": 50.0,
+        "spec_decode_acceptance_length": 2.0,
+    }
+    assert told["spec_decode_per_position_acceptance_rates"] == [2 / 3, 1 / 3]
+    assert (told["spec_decode_num_drafts"], told["spec_decode_accepted_tokens"]) == (3, 3)
+    assert (told["total_input_tokens"], told["total_output_tokens"]) == (10, 8)
+    assert told["max_concurrent_requests"] == 2
+
+
+def test_a_failed_request_is_counted_and_timed_nowhere() -> None:
+    found = figures([FIRST, FAILED])
+    assert (found.completed, found.failed, found.output_tokens) == (1, 1, 6)
+    assert found.ttft == spread([0.5])
+    assert found.duration_s == 4.5, "the line was busy with it all the same"
+
+
+def test_nothing_that_could_not_be_timed_is_told() -> None:
+    told = figures([FAILED]).as_json()
+    assert told["completed"] == 0
+    assert not [name for name in told if "ttft" in name or "spec_decode" in name]
+
+
+def test_one_token_has_no_time_per_further_token() -> None:
+    only = Answer(due_s=0, ended_s=2, pieces_s=(1.0,), output_tokens=1)
+    assert figures([only]).tpot is None
+    assert figures([only]).ttft == spread([1.0])
+
+
+def test_what_answers_tell_of_drafts_comes_before_the_counters_of_the_server() -> None:
+    others_too = Drafts(steps=100, drafted=200, accepted=200, per_position=(100, 100))
+    assert figures([FIRST], counters=others_too).drafts == FIRST.drafts
+    silent = Answer(due_s=0, ended_s=1, pieces_s=(0.5,), output_tokens=2)
+    found = figures([silent], counters=others_too)
+    assert (found.drafts, found.drafts_of) == (others_too, "server")
+    assert figures([silent], counters=Drafts()).drafts is None, "it never drafted"
+
+
+def test_an_end_makes_room_for_the_begin_of_the_same_moment() -> None:
+    turns = [Answer(due_s=begin, ended_s=begin + 1) for begin in (0, 1, 2)]
+    assert peak(turns) == 1
+    assert peak([*turns, Answer(due_s=0.5, ended_s=1.5)]) == 2
+
+
+@pytest.mark.parametrize(("share", "expected"), [(0.5, 2.5), (0.9, 3.7), (0.99, 3.97), (1.0, 4.0)])
+def test_percentiles_are_numpys(share: float, expected: float) -> None:
+    assert percentile([1.0, 2.0, 3.0, 4.0], share) == pytest.approx(expected)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=2).map(sorted))
+def test_percentiles_are_those_of_the_standard_library(values: list[float]) -> None:
+    cuts = quantiles(values, n=100, method="inclusive")
+    for place in (50, 90, 99):
+        assert percentile(values, place / 100) == pytest.approx(cuts[place - 1])

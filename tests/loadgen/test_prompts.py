@@ -1,0 +1,65 @@
+"""What is asked: drawn fairly and again, read strictly."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from gateway.loadgen.errors import CannotMeasure
+from gateway.loadgen.prompts import Prompt, built_in, drawn, read_prompts
+
+
+def test_the_same_seed_draws_the_same_prompts_and_another_draws_others() -> None:
+    prompts = built_in()
+    assert drawn(prompts, 50, Random(7)) == drawn(prompts, 50, Random(7))
+    assert drawn(prompts, 50, Random(7)) != drawn(prompts, 50, Random(8))
+
+
+def test_no_prompt_is_drawn_again_before_all_others() -> None:
+    prompts = [Prompt(({"role": "user", "content": str(number)},)) for number in range(10)]
+    counts = Counter(
+        prompt.messages[0]["content"] for prompt in drawn(prompts, 35, Random(1))
+    ).values()
+    assert sorted(counts) == [3] * 5 + [4] * 5
+
+
+def test_lines_are_prompts_or_conversations(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(
+        '{"prompt": "Hi", "max_tokens": 5}\n\n{"messages": [{"role": "user", "content": "Ho"}]}\n'
+    )
+    assert read_prompts(file) == (
+        Prompt(({"role": "user", "content": "Hi"},), 5),
+        Prompt(({"role": "user", "content": "Ho"},)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("Hi", "not a JSON object"),
+        ('["Hi"]', "not a JSON object"),
+        ("{}", "must hold a 'prompt'"),
+        ('{"prompt": "Hi", "messages": [{}]}', "must hold a 'prompt'"),
+        ('{"messages": []}', "must hold a 'prompt'"),
+        ('{"messages": ["Hi"]}', "must hold a 'prompt'"),
+        ('{"prompt": "Hi", "max_tokens": 0}', "'max_tokens' must be a whole number"),
+        ('{"prompt": "Hi", "max_tokens": true}', "'max_tokens' must be a whole number"),
+        ('{"prompt": "Hi", "temperature": 1}', "nothing is known of 'temperature'"),
+    ],
+)
+def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, sentence: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "Hi"}}\n{line}\n')
+    with pytest.raises(CannotMeasure, match=f"{file}:2: {sentence}"):
+        read_prompts(file)
+
+
+def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n")
+    with pytest.raises(CannotMeasure, match="holds no prompt"):
+        read_prompts(file)
