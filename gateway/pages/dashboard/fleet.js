@@ -1,0 +1,48 @@
+// The workers: state, memory, and how full their batches are.
+
+import { bar, make, pill, several } from "./elements.js";
+import { place } from "./numbers.js";
+
+const TONES = { ready: "ok", gone: "bad", ejected: "bad" };
+
+export function workers({ workers: all }) {
+  const names = Object.keys(all);
+  if (!names.length) return make("p", { class: "card empty" }, "No worker has joined.");
+  return names.map((name) => card(name, all[name]));
+}
+
+function card(name, worker) {
+  const of = (path, kind) => place(`workers/${name}/${path}`, kind);
+  const { state, model, labels, last_beat_s_ago: beat, memory_bytes: memory, snapshot_bytes: kept } = worker;
+  const gone = state === "gone";
+  const seen = gone ? [] : [beat < 2 ? "seen now" : `seen ${Math.round(beat)} s ago`];
+  return make(
+    "article",
+    { class: "card worker", "aria-label": name },
+    make("div", { class: "card-head" }, make("h3", { class: "title" }, name), pill(state, TONES[state] ?? "warn")),
+    make("p", { class: "muted small" }, [model, ...labels, ...seen].join(" · ")),
+    worker.ejected.why && make("p", { class: "said bad" }, `Left alone for ${Math.round(worker.ejected.for_s)} s: ${worker.ejected.why}.`),
+    !gone && Object.entries(worker.lanes).map(([lane, told]) => batch(of, lane, told)),
+    make(
+      "dl",
+      { class: "of-worker" },
+      !gone && memory > 0 && entry("Memory", of("memory_bytes", "size"), kept > 0 && [" with ", of("snapshot_bytes", "size"), " of kept prompts"]),
+      worker.mtp.enabled && entry("Accepted", of("mtp/acceptance_rate", "percent"), [", ", of("mtp/mean_acceptance_length", "ratio"), " tokens a step"]),
+      entry("Saved", of("saved/decode_s", "duration"), [" by MTP, ", of("saved/prompt_s", "duration"), " by kept prompts"]),
+    ),
+  );
+}
+
+function batch(of, name, { running, slots, waiting, head_healthy: healthy }) {
+  const said = [of(`lanes/${name}/running`, "count"), " of ", of(`lanes/${name}/slots`, "count"), waiting ? `, ${several(waiting, "request")} waiting` : ""];
+  return make(
+    "div",
+    { class: "batch" },
+    make("span", { class: "batch-name" }, name),
+    make("span", { class: "number" }, said),
+    bar(running, Math.max(1, slots), running >= slots ? "full" : ""),
+    !healthy && make("p", { class: "said warn" }, "Its MTP head failed its test: it serves plainly."),
+  );
+}
+
+const entry = (name, ...said) => [make("dt", {}, name), make("dd", {}, said)];
