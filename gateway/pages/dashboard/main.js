@@ -16,6 +16,8 @@ import { showTracks } from "./tracks.js";
 // What is written anew with each state, by the element that holds it.
 const PARTS = { positions, reasons, speeds, workers, gateway: gatewayFacts };
 const AGAIN_MS = [500, 1000, 2000, 5000];
+// A stream that lasted so long was a good one.
+const LASTED_MS = 3000;
 
 const asker = new Asker("/v1", "paceline-key");
 const past = new Past();
@@ -38,16 +40,27 @@ async function enter() {
   leaving?.abort();
   const { signal } = (leaving = new AbortController());
   for (let tries = 0; !signal.aborted; tries += 1) {
+    const began = Date.now();
     try {
-      await follow(asker, (state) => ((tries = 0), draw(state)), signal);
+      await follow(asker, (state) => draw(state, signal), signal);
     } catch (refusal) {
       if (signal.aborted) return;
       if (refusal.status === 401) return;
       if (refusal.status === 403) return askForKey(refusal.message);
     }
     if (signal.aborted) return;
+    if (Date.now() - began > LASTED_MS) tries = 0;
     say("Not connected", "bad");
     await new Promise((done) => setTimeout(done, AGAIN_MS[Math.min(tries, AGAIN_MS.length - 1)]));
+  }
+}
+
+// The longest window that there is, once: so that nobody begins with an empty page.
+async function lookBack({ window: { longest_s: longest } }, signal) {
+  try {
+    past.take(await (await asker.ask("GET", `/status?window=${Math.floor(longest)}s`, { signal })).json());
+  } catch {
+    // The curves then begin with the shorter window of each event.
   }
 }
 
@@ -62,10 +75,11 @@ function askForKey(why) {
   byId("key").focus();
 }
 
-function draw(state) {
+function draw(state, signal) {
   if (byId("view-line").hidden) {
     show("line");
     charts ??= makeCharts();
+    lookBack(state, signal);
   }
   say(state.gateway.stopping ? "Stopping" : "Live", state.gateway.stopping ? "warn" : "ok");
   past.take(state);
