@@ -1,7 +1,7 @@
 // The workers: state, memory, and how full their batches are.
 
 import { bar, make, pill, several } from "./elements.js";
-import { place } from "./numbers.js";
+import { busyIn, place } from "./numbers.js";
 
 const TONES = { ready: "ok", gone: "bad", ejected: "bad" };
 
@@ -33,14 +33,16 @@ function card(name, worker) {
   );
 }
 
-function batch(of, name, { running, slots, waiting, head_healthy: healthy }) {
-  const said = [of(`lanes/${name}/running`, "count"), " of ", of(`lanes/${name}/slots`, "count"), waiting ? `, ${several(waiting, "request")} waiting` : ""];
+function batch(of, name, lane) {
+  const { slots, waiting, head_healthy: healthy } = lane;
+  const busy = lane[busyIn(lane)];
+  const said = [of(`lanes/${name}/${busyIn(lane)}`, "count"), " of ", of(`lanes/${name}/slots`, "count"), waiting ? `, ${several(waiting, "request")} waiting` : ""];
   return make(
     "div",
     { class: "batch" },
     make("span", { class: "batch-name" }, name),
     make("span", { class: "number" }, said),
-    bar(running, Math.max(1, slots), running >= slots ? "full" : ""),
+    bar(busy, Math.max(1, slots), busy >= slots ? "full" : ""),
     !healthy && make("p", { class: "said warn" }, "Its MTP head failed its test: it serves plainly."),
   );
 }

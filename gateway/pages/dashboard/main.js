@@ -6,7 +6,7 @@ import { byId, make, several } from "./elements.js";
 import { follow } from "./events.js";
 import { workers } from "./fleet.js";
 import { gatewayFacts } from "./gateway.js";
-import { as, fill, place, renew, write } from "./numbers.js";
+import { as, busyIn, fill, place, renew, write } from "./numbers.js";
 import { Past } from "./past.js";
 import { positions } from "./positions.js";
 import { reasons } from "./reasons.js";
@@ -47,6 +47,7 @@ async function enter() {
       if (signal.aborted) return;
       if (refusal.status === 401) return;
       if (refusal.status === 403) return askForKey(refusal.message);
+      byId("fleet-line").textContent = refusal.message;
     }
     if (signal.aborted) return;
     if (Date.now() - began > LASTED_MS) tries = 0;
@@ -94,7 +95,7 @@ function drawFacts(state) {
   const { mtp, saved, prefix, pools, recent, window: { covered_s: covered } } = state;
   const ready = Object.values(state.workers).filter((worker) => worker.state === "ready").length;
   const there = Object.values(state.workers).filter((worker) => worker.state !== "gone").length;
-  const running = Object.values(pools).reduce((sum, pool) => sum + pool.in_flight, 0);
+  const running = Object.values(pools).reduce((sum, pool) => sum + pool[busyIn(pool)], 0);
   const waiting = Object.values(pools).reduce((sum, pool) => sum + pool.waiting, 0);
   byId("fleet-line").textContent = there ? `${ready} of ${several(there, "worker")} ready` : "no worker";
   document.title = `${running} running · Paceline`;

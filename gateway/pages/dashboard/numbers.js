@@ -42,6 +42,9 @@ export const as = {
 
 export const at = (state, path) => path.split("/").reduce((part, name) => part?.[name], state);
 
+// Which count says how many run: the workers know of other gateways, this one of workers that tell nothing.
+export const busyIn = ({ running, in_flight: sent }) => (running > sent ? "running" : "in_flight");
+
 // A place for one number: <span data-of="mtp/accepted" data-as="count">.
 export function place(path, kind) {
   const span = document.createElement("span");

@@ -1,7 +1,7 @@
 // Lanes as tracks: one for each pool, a mark for each request that runs, rings for those that wait.
 
 import { make, several } from "./elements.js";
-import { place } from "./numbers.js";
+import { busyIn, place } from "./numbers.js";
 
 const MARKS_SHOWN = 48;
 const RINGS_SHOWN = 6;
@@ -41,8 +41,9 @@ class Track {
     this.line = make("div", { class: "waiting" });
     this.strip = make("div", { class: "strip" });
     const of = (path, kind) => place(`pools/${name}/${path}`, kind);
-    const busy = of("in_flight", "count");
-    busy.classList.add("busy");
+    this.name = name;
+    this.busy = of("in_flight", "count");
+    this.busy.classList.add("busy");
     this.waiting = make("span", { class: "waiting-line" }, of("waiting", "count"), " waiting");
     this.writes = make("span", {}, of("recent/request_tokens_per_s/p50", "rate"), " tokens/s each");
     this.element = make(
@@ -53,14 +54,16 @@ class Track {
       make(
         "div",
         { class: "track-load" },
-        make("p", { class: "load" }, busy, make("span", { class: "of" }, " of ", of("slots", "count"))),
+        make("p", { class: "load" }, this.busy, make("span", { class: "of" }, " of ", of("slots", "count"))),
         make("p", { class: "muted small" }, this.waiting, this.writes),
       ),
     );
   }
 
   show(pool, fastest) {
-    const { in_flight: busy, running, slots, waiting, mtp, recent } = pool;
+    const { slots, waiting, mtp, recent } = pool;
+    const busy = pool[busyIn(pool)];
+    this.busy.dataset.of = `pools/${this.name}/${busyIn(pool)}`;
     const rows = Math.max(1, Math.min(ROWS, slots));
     this.element.classList.toggle("drafts", mtp.enabled);
     this.element.classList.toggle("closed", slots === 0);
@@ -70,7 +73,7 @@ class Track {
     this.writes.hidden = recent.request_tokens_per_s.count === 0 || waiting > 0;
     this.strip.style.setProperty("--rows", rows);
     this.wait(waiting);
-    this.ride(Math.min(MARKS_SHOWN, Math.max(busy, running)), rows, lap(speed(pool), fastest));
+    this.ride(Math.min(MARKS_SHOWN, busy), rows, lap(speed(pool), fastest));
   }
 
   wait(count) {
