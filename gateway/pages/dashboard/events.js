@@ -8,7 +8,7 @@ export async function follow(asker, show, signal) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch(lost);
     if (done) return;
     const events = (pending + value).split("\n\n");
     pending = events.pop();
@@ -19,6 +19,11 @@ export async function follow(asker, show, signal) {
       show(told);
     }
   }
+}
+
+function lost(failure) {
+  if (failure.name === "AbortError") throw failure;
+  throw new Refusal(0, "lost", "The connection to the gateway broke.");
 }
 
 function refused(asker, { code, message }) {
