@@ -7,7 +7,9 @@ const SHORTEST_S = 120;
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+const MINUTES = [60, 120, 300, 600, 1800];
 const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
+const oClock = (time) => clock.format(1000 * time);
 
 // One chart in `box`. Each curve: what it is called, which colour of the page, whether it is filled.
 export class Chart {
@@ -84,7 +86,7 @@ function options({ curves, say, top, height }, width) {
     cursor: { show: false },
     scales: { x: { time: true, auto: false }, y: { auto: false, range: (_plot, min, max) => [min ?? 0, max ?? top ?? 1] } },
     axes: [
-      { ...axis, grid: { show: false }, space: 70, size: 28, incrs: [60, 120, 300, 600, 1800], values: (_plot, times) => times.map((time) => clock.format(1000 * time)) },
+      { ...axis, grid: { show: false }, space: 70, size: 28, incrs: MINUTES, values: (_plot, times) => times.map(oClock) },
       { ...axis, space: 38, size: 58, values: (_plot, values) => values.map(say) },
     ],
     series: [

@@ -9,7 +9,8 @@ export function showFacts(state) {
   figure("accepted", mtp.drafts > 0, [place("mtp/mean_acceptance_length", "ratio"), " tokens a step"], () =>
     mtp.enabled ? "Nothing drafted yet" : "No lane drafts",
   );
-  figure("saved-prompts", saved.prompt_tokens > 0, [place("saved/prompt_tokens", "count"), " prompt tokens not read again"], () =>
+  const notRead = [place("saved/prompt_tokens", "count"), " prompt tokens not read again"];
+  figure("saved-prompts", saved.prompt_tokens > 0, notRead, () =>
     prefix.miss ? "No prompt came twice yet" : "No long system prompt yet",
   );
   byId("saved-mtp").classList.toggle("lost", saved.decode_s < 0);
@@ -47,8 +48,9 @@ function showFleet({ workers }) {
   const ready = states.filter((state) => state === "ready").length;
   byId("fleet-line").textContent = there ? `${ready} of ${several(there, "worker")} ready` : "no worker";
   byId("trouble").hidden = there > 0;
+  const how = make("code", {}, "paceline worker");
   byId("trouble").replaceChildren(
-    make("span", {}, "No worker has joined, so no request can be answered. Start one with ", make("code", {}, "paceline worker"), "."),
+    make("span", {}, "No worker has joined, so no request can be answered. Start one with ", how, "."),
   );
 }
 

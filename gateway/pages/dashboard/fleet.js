@@ -13,7 +13,7 @@ export function workers({ workers: all }) {
 
 function card(name, worker) {
   const of = (path, kind) => place(`workers/${name}/${path}`, kind);
-  const { state, model, labels, last_beat_s_ago: beat, memory_bytes: memory, snapshot_bytes: kept } = worker;
+  const { state, model, labels, last_beat_s_ago: beat } = worker;
   const gone = state === "gone";
   const seen = gone ? [] : [beat < 2 ? "seen now" : `seen ${Math.round(beat)} s ago`];
   return make(
@@ -21,22 +21,30 @@ function card(name, worker) {
     { class: "card worker", "aria-label": name },
     make("div", { class: "card-head" }, make("h3", { class: "title" }, name), pill(state, TONES[state] ?? "warn")),
     make("p", { class: "muted small" }, [model, ...labels, ...seen].join(" · ")),
-    worker.ejected.why && make("p", { class: "said bad" }, `Left alone for ${Math.round(worker.ejected.for_s)} s: ${worker.ejected.why}.`),
+    worker.ejected.why && ejection(worker.ejected),
     !gone && Object.entries(worker.lanes).map(([lane, told]) => batch(of, lane, told)),
-    make(
-      "dl",
-      { class: "of-worker" },
-      !gone && memory > 0 && entry("Memory", of("memory_bytes", "size"), kept > 0 && [" with ", of("snapshot_bytes", "size"), " of kept prompts"]),
-      worker.mtp.enabled && entry("Accepted", of("mtp/acceptance_rate", "percent"), [", ", of("mtp/mean_acceptance_length", "ratio"), " tokens a step"]),
-      entry("Saved", of("saved/decode_s", "duration"), [" by MTP, ", of("saved/prompt_s", "duration"), " by kept prompts"]),
-    ),
+    make("dl", { class: "of-worker" }, !gone && memory(of, worker), worker.mtp.enabled && accepted(of), saved(of)),
   );
 }
+
+const ejection = ({ for_s: left, why }) => make("p", { class: "said bad" }, `Left alone for ${Math.round(left)} s: ${why}.`);
+
+function memory(of, { memory_bytes: held, snapshot_bytes: kept }) {
+  if (!held) return null;
+  return entry("Memory", of("memory_bytes", "size"), kept > 0 && [" with ", of("snapshot_bytes", "size"), " of kept prompts"]);
+}
+
+const accepted = (of) =>
+  entry("Accepted", of("mtp/acceptance_rate", "percent"), [", ", of("mtp/mean_acceptance_length", "ratio"), " tokens a step"]);
+
+const saved = (of) =>
+  entry("Saved", of("saved/decode_s", "duration"), [" by MTP, ", of("saved/prompt_s", "duration"), " by kept prompts"]);
 
 function batch(of, name, lane) {
   const { slots, waiting, head_healthy: healthy } = lane;
   const busy = lane[busyIn(lane)];
-  const said = [of(`lanes/${name}/${busyIn(lane)}`, "count"), " of ", of(`lanes/${name}/slots`, "count"), waiting ? `, ${several(waiting, "request")} waiting` : ""];
+  const taken = [of(`lanes/${name}/${busyIn(lane)}`, "count"), " of ", of(`lanes/${name}/slots`, "count")];
+  const said = [taken, waiting > 0 && `, ${several(waiting, "request")} waiting`];
   return make(
     "div",
     { class: "batch" },

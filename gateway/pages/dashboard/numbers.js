@@ -2,7 +2,8 @@
 
 const GROUPS = "en-US";
 
-const fixed = (value, digits) => value.toLocaleString(GROUPS, { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const fixed = (value, digits) =>
+  value.toLocaleString(GROUPS, { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
 // Three digits that count: 4.21, 42.1, 421.
 const rounded = (value) => fixed(value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0);

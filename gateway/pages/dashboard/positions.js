@@ -13,9 +13,11 @@ export function positions({ mtp, decisions }) {
   }
   return [
     make("div", { class: "positions" }, shares.map(position)),
-    make("p", { class: "muted small" }, place("mtp/accepted", "count"), " of ", place("mtp/attempted", "count"), " drafted tokens were accepted."),
+    make("p", { class: "muted small" }, counts(), " drafted tokens were accepted."),
   ];
 }
+
+const counts = () => [place("mtp/accepted", "count"), " of ", place("mtp/attempted", "count")];
 
 function position(share, index) {
   return make(

@@ -17,15 +17,19 @@ export function speeds({ pools }) {
   return make(
     "table",
     {},
-    make("thead", {}, make("tr", {}, make("th", {}, "half, and 19 of 20, within"), busy.map((name) => make("th", { class: "number", scope: "col" }, name)))),
+    make("thead", {}, make("tr", {}, make("th", {}, "half, and 19 of 20, within"), busy.map(head))),
     make(
       "tbody",
       {},
       ROWS.map(([said, field, kind]) => row(said, busy.map((name) => cell(pools[name], name, field, kind)))),
-      row("Requests", busy.map((name) => make("td", { class: "number" }, place(`pools/${name}/recent/requests`, "count")))),
+      row("Requests", busy.map(requests)),
     ),
   );
 }
+
+const head = (name) => make("th", { class: "number", scope: "col" }, name);
+
+const requests = (name) => make("td", { class: "number" }, place(`pools/${name}/recent/requests`, "count"));
 
 function cell({ recent }, name, field, kind) {
   if (!recent[field].count) return make("td", { class: "number muted" }, "–");
