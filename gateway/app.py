@@ -19,6 +19,7 @@ from gateway.access import Hosts
 from gateway.client import Receive, Reply, Scope, Send
 from gateway.error_answers import to_body, to_headers
 from gateway.errors import GatewayError, RequestRefused
+from gateway.feed import Feed, Take
 from gateway.line import Line, build_line
 from gateway.refusals import HostRefused, MethodRefused, PathUnknown
 from gateway.relay import ENDPOINTS, Relay
@@ -33,7 +34,9 @@ class Front:
         self.line = line
         self.relay = Relay(line)
         self._hosts = Hosts(line.settings)
-        self._panel = _panel(line, self.relay)
+        take = state.snapshots(line, self.relay)
+        self._feed = Feed(take)
+        self._panel = _panel(line, self.relay, take, self._feed)
         apart = line.settings.admin_port is not None
         self.admin_door = AdminDoor(line, self._hosts) if apart else None
         """What is served on the port for admins, where they have one of their own."""
@@ -74,6 +77,7 @@ class Front:
     def cut(self) -> None:
         """End what still runs: streams with an error event."""
         self.relay.cut()
+        self._feed.end()
 
 
 class AdminDoor:
@@ -100,7 +104,7 @@ async def create_app(settings: Settings, rng: Random | None = None) -> Front:
     return Front(await build_line(settings, rng))
 
 
-def _panel(line: Line, relay: Relay) -> FastAPI:
+def _panel(line: Line, relay: Relay, take: Take, feed: Feed) -> FastAPI:
     """Build what FastAPI holds; its lifespan holds the connections of the whole gateway."""
 
     @contextlib.asynccontextmanager
@@ -110,7 +114,8 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
 
     panel = _bare_panel(lifespan)
     panel.include_router(state.probes(line, relay))
-    panel.include_router(state.status(line, relay))
+    panel.include_router(state.status(line, take, feed))
+    panel.include_router(page.dashboard())
     panel.include_router(models.models(line))
     panel.include_router(explain.explanation(line))
     panel.include_router(admin.joining(line))
@@ -122,7 +127,7 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
 
 def _add_admin_routes(panel: FastAPI, line: Line) -> None:
     """Add what only admins may do; workers join where requests come in."""
-    panel.include_router(page.page())
+    panel.include_router(page.admin_page())
     panel.include_router(admin.workers(line))
     panel.include_router(policy.versions(line))
     panel.include_router(policy.proposals(line))

@@ -37,6 +37,7 @@ GatewayError                one request cannot be answered as asked
 +-- QueueTimeout            503  no slot became free in the time that a request may wait
 +-- Stopping                503  the gateway is ending
 +-- Overloaded              503  this gateway has all it can carry
++-- TooManyViewers          503  as many watch the state as may
 +-- RecordsUnwritable       503  what an admin wants kept cannot be kept now
 +-- RequestTooLong          504  the whole request took longer than any may take
 +-- WorkerError             the worker is at fault
@@ -131,6 +132,16 @@ class Overloaded(GatewayError):
     code = "gateway_overloaded"
     message = "The gateway is overloaded; try again in a moment."
     retry_after_s = 1.0
+
+
+class TooManyViewers(GatewayError):
+    """As many watch the events of the state as may at a time."""
+
+    status = 503
+    type = "overloaded_error"
+    code = "too_many_viewers"
+    message = "Too many watch the state of this gateway already; GET /v1/status still answers."
+    retry_after_s = 10.0
 
 
 class RecordsUnwritable(GatewayError):

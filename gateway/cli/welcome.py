@@ -62,9 +62,11 @@ def welcome(line: Line) -> str:
         model=line.model,
         question=_QUESTION,
     )
+    shown = from_here if alone else from_elsewhere
     return "\n\n".join(
         (
-            f"Paceline is ready on {from_here if alone else from_elsewhere} (model {line.model}).",
+            f"Paceline is ready on {shown} (model {line.model}).\n"
+            f"See what it does on {shown}/dashboard.",
             ("import os\n" if line.keyed else "") + snippet,
             *((_OPEN_FIRST.format(command=line.command),) if alone else ()),
             _JOIN.format(command=line.command, address=from_elsewhere, token=line.join_token),

@@ -1,7 +1,7 @@
-"""`/admin`: the page for admins.
+"""`/admin` and `/dashboard`: the pages of the gateway.
 
-It is open to all, since it holds no secret: what it shows it asks for with the key that is typed
-into it. Each file has a route of its own, so that no path that somebody sends leads to a file.
+They are open to all, since they hold no secret: what they show they ask for with the key that is
+typed into them. Each file has a route of its own, so that no path that somebody sends leads to one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-_FOLDER = Path(__file__).parents[1] / "pages" / "admin"
+_PAGES = Path(__file__).parents[1] / "pages"
 _KINDS = {
+    "": "text/plain; charset=utf-8",  # a licence
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -46,11 +47,22 @@ _HEADERS = {
 }
 
 
-def page() -> APIRouter:
-    """Hold a route for each file of the page, read once."""
+def admin_page() -> APIRouter:
+    """Hold the page for admins."""
+    return _page("/admin", "admin")
+
+
+def dashboard() -> APIRouter:
+    """Hold the page for those who want to see what the fleet does."""
+    return _page("/dashboard", "dashboard", "vendor/uplot")
+
+
+def _page(at: str, *folders: str) -> APIRouter:
+    """Hold a route for each file of a page, read once; what pages share lies beside each."""
     router = APIRouter()
-    for file in sorted(_FOLDER.iterdir()):
-        path = "/admin" if file.name == "index.html" else f"/admin/page/{file.name}"
+    files = [file for folder in ("shared", *folders) for file in (_PAGES / folder).iterdir()]
+    for file in sorted(files):
+        path = at if file.name == "index.html" else f"{at}/page/{file.name}"
         serve = _serving(file.read_bytes(), _KINDS[file.suffix])
         router.add_api_route(path, serve, methods=["GET"], include_in_schema=False)
     return router

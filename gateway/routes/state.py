@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -9,6 +10,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from gateway.client import Receive, Scope, Send
+from gateway.errors import Stopping, TooManyViewers
+from gateway.feed import Feed, Take
 from gateway.gauges import Gauges
 from gateway.line import Line
 from gateway.metrics import exposition
@@ -58,17 +62,26 @@ def probes(line: Line, relay: Relay) -> APIRouter:
     return router
 
 
-def status(line: Line, relay: Relay) -> APIRouter:
-    """Hold the route of the whole state."""
-    router = APIRouter(dependencies=[Depends(with_data_key(line))])
+class Watching(Response):
+    """The state, again and again, for as long as this viewer may and wants to see it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, feed: Feed, allowed: Callable[[], None]) -> None:
+        super().__init__()
+        self._feed = feed
+        self._allowed = allowed
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write straight to the connection, as answers of the data plane do."""
+        await self._feed.show(scope, self._allowed)
+
+
+def snapshots(line: Line, relay: Relay) -> Take:
+    """Return what takes one snapshot of the whole state."""
     began_s = line.clock()
 
-    @router.get("/v1/status", responses=failures(*FOR_CLIENTS, NotAllowedHere))
-    async def whole(request: Request) -> dict[str, Any]:
-        if not holder_of(request).sees_all:
-            raise NotAllowedHere(
-                "This key is for some models or pools alone, so it may not see the whole fleet."
-            )
+    async def take() -> dict[str, Any]:
         await line.control.refresh()
         policy = line.book.current
         gateway = {
@@ -95,6 +108,38 @@ def status(line: Line, relay: Relay) -> APIRouter:
             counts=await line.store.counts(),
             latencies=line.accounting.latencies(),
         )
+
+    return take
+
+
+def status(line: Line, take: Take, feed: Feed) -> APIRouter:
+    """Hold the whole state, once and as a stream of events."""
+    guard = with_data_key(line)
+
+    def sees_all(request: Request) -> None:
+        if not holder_of(request).sees_all:
+            raise NotAllowedHere(
+                "This key is for some models or pools alone, so it may not see the whole fleet."
+            )
+
+    def still_may(request: Request) -> None:
+        guard(request)
+        sees_all(request)
+
+    router = APIRouter(dependencies=[Depends(guard), Depends(sees_all)])
+    refused = (*FOR_CLIENTS, NotAllowedHere)
+
+    @router.get("/v1/status", responses=failures(*refused))
+    async def whole() -> dict[str, Any]:
+        return await take()
+
+    @router.get(
+        "/v1/status/events",
+        response_class=Watching,
+        responses=failures(*refused, Stopping, TooManyViewers),
+    )
+    async def events(request: Request) -> Response:
+        return Watching(feed, lambda: still_may(request))
 
     return router
 

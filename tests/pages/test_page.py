@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +16,12 @@ from tests.gateway.serving import Gateway, settings_for_tests
 from tests.pages.watched import Watched
 
 IN_THE_BROWSER = pytest.mark.asyncio(loop_scope="session")
-FILES = Path(__file__).parents[2] / "gateway" / "pages" / "admin"
+PAGES = Path(__file__).parents[2] / "gateway" / "pages"
+FOLDERS = {"admin": ("admin", "shared"), "dashboard": ("dashboard", "shared", "vendor/uplot")}
+
+
+def files_of(page: str) -> list[Path]:
+    return [file for folder in FOLDERS[page] for file in (PAGES / folder).iterdir()]
 
 
 @pytest.fixture
@@ -135,9 +141,10 @@ async def test_what_others_wrote_is_text_and_never_part_of_the_page(
     assert "owned" not in await watched.page.title()
 
 
-def test_every_file_of_the_page_comes_with_the_rules_that_bind_it(line: Gateway) -> None:
-    paths = ["/admin", *(f"/admin/page/{file.name}" for file in FILES.iterdir())]
-    paths.remove("/admin/page/index.html")
+@pytest.mark.parametrize("page", FOLDERS)
+def test_every_file_of_a_page_comes_with_the_rules_that_bind_it(line: Gateway, page: str) -> None:
+    paths = [f"/{page}", *(f"/{page}/page/{file.name}" for file in files_of(page))]
+    paths.remove(f"/{page}/page/index.html")
     assert len(paths) > 5
     for path in paths:
         answer = line.client.get(path)
@@ -153,12 +160,16 @@ def test_every_file_of_the_page_comes_with_the_rules_that_bind_it(line: Gateway)
         assert (kept.status_code, kept.content) == (304, b"")
 
 
-def test_the_page_names_no_other_place_and_holds_nothing_inline() -> None:
-    for file in FILES.iterdir():
+def test_pages_name_no_other_place_and_hold_nothing_inline() -> None:
+    for file in files_of("admin") + files_of("dashboard"):
+        if file.parent.name == "uplot":
+            continue  # as its makers wrote it; what it does is seen in the browser
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "://" not in text, file
         assert "innerHTML" not in text, file
         if file.suffix == ".html":
             assert "style=" not in text
             assert "<style" not in text
-            assert text.count("<script") == text.count('<script type="module" src=')
+            assert text.count("<script") == len(
+                re.findall(r'<script (type="module" )?src="/', text)
+            )

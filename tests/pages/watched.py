@@ -42,9 +42,16 @@ class Watched:
 
     async def visit(self, url: str, section: str = "") -> None:
         """Open the page for admins of a gateway."""
+        await self._go(url, f"/admin{section}")
+
+    async def look(self, url: str) -> None:
+        """Open the page that shows what a gateway does."""
+        await self._go(url, "/dashboard")
+
+    async def _go(self, url: str, path: str) -> None:
         parts = urlsplit(url)
         self._origin = f"{parts.scheme}://{parts.netloc}"
-        await self.page.goto(f"{url}/admin{section}")
+        await self.page.goto(url + path)
 
     async def write(self, text: str) -> None:
         """Replace the policy in the editor."""

@@ -1,6 +1,7 @@
 // The page: which section is shown, and the way in and out.
 
-import { ask, forgetKey, hasKey, keepKey, onSignedOut } from "./api.js";
+import { admin, ask } from "./api.js";
+import { canBeKey } from "./asking.js";
 import { byId } from "./elements.js";
 import { keys } from "./keys.js";
 import { policy } from "./policy.js";
@@ -20,7 +21,7 @@ function show(name) {
   }
   const inside = name !== "sign-in";
   byId("sections").hidden = !inside;
-  byId("sign-out").hidden = !inside || !hasKey();
+  byId("sign-out").hidden = !inside || !admin.hasKey;
   for (const link of byId("sections").children) {
     if (link.hash === `#${name}`) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
@@ -40,7 +41,7 @@ async function go() {
 function askForKey(refused) {
   if (shown) SECTIONS[shown].leave();
   shown = null;
-  forgetKey();
+  admin.forgetKey();
   show("sign-in");
   byId("sign-in-refusal").textContent = refused
     ? "This is not the admin key of this gateway. It is the value of PACELINE_ADMIN_KEY where the gateway runs."
@@ -61,15 +62,14 @@ async function enter() {
   await go();
 }
 
-onSignedOut(askForKey);
+admin.onSignedOut = askForKey;
 window.addEventListener("hashchange", () => shown && go());
 byId("sign-out").addEventListener("click", () => askForKey(false));
 byId("sign-in-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   const key = byId("admin-key").value.trim();
-  // What no header can carry is no key.
-  if (!/^[\x21-\x7e]+$/.test(key)) return askForKey(true);
-  keepKey(key);
+  if (!canBeKey(key)) return askForKey(true);
+  admin.keepKey(key);
   await enter();
 });
 await enter();

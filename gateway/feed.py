@@ -1,0 +1,94 @@
+"""The state of the line as a stream of events: taken once a second for all who watch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from pydantic_core import to_json
+
+from gateway.client import ClientLeft, Presence, Reply, Scope
+from gateway.errors import GatewayError, Stopping, TooManyViewers
+
+VIEWERS_LIMIT = 64
+_PERIOD_S = 1.0
+_TIMERS_EARLY_S = 0.005  # by more than this no timer comes before its time
+_HEADERS = (
+    (b"content-type", b"text/event-stream"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+)
+_END = b"event: end\ndata: {}\n\n"
+
+Take = Callable[[], Awaitable[dict[str, Any]]]
+"""Takes one snapshot."""
+
+
+class Feed:
+    """Snapshots for viewers; `take` makes one, and is asked only while somebody watches."""
+
+    def __init__(self, take: Take) -> None:
+        self._take = take
+        self._taking = asyncio.Lock()
+        self._taken: tuple[int, bytes] = (-1, b"")
+        self._ending = asyncio.Event()
+        self.viewers = 0
+
+    def end(self) -> None:
+        """End every stream, each with an event that says so, and begin no further one."""
+        self._ending.set()
+
+    async def show(self, scope: Scope, allowed: Callable[[], None]) -> None:
+        """Write to one viewer until it leaves, `allowed` raises, or all ends."""
+        if self._ending.is_set():
+            raise Stopping
+        if self.viewers >= VIEWERS_LIMIT:
+            raise TooManyViewers
+        reply = Reply(scope)
+        self.viewers += 1
+        try:
+            with Presence(scope):
+                await self._stream(reply, allowed)
+        except ClientLeft:
+            pass
+        except GatewayError as refused:
+            await reply.fail(refused)
+        finally:
+            self.viewers -= 1
+
+    async def _stream(self, reply: Reply, allowed: Callable[[], None]) -> None:
+        behind = False
+
+        def press(pressed: bool) -> None:
+            nonlocal behind
+            behind = pressed
+
+        await reply.open(_HEADERS, press)
+        while not self._ending.is_set():
+            allowed()  # a key that was revoked meanwhile sees no more
+            event = await self._event()
+            if not behind:  # who reads slowly misses snapshots, and makes nothing pile up
+                reply.part(event)
+            await self._next_second()
+        reply.end(_END)
+
+    async def _event(self) -> bytes:
+        """Give the event of this second; the first who asks makes it for all."""
+        async with self._taking:
+            second = int(_now_s() / _PERIOD_S)
+            if self._taken[0] != second:
+                self._taken = (second, b"data: %b\n\n" % to_json(await self._take()))
+            return self._taken[1]
+
+    async def _next_second(self) -> None:
+        """Wait for the next second, or for the end."""
+        left_s = _PERIOD_S - _now_s() % _PERIOD_S + _TIMERS_EARLY_S
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(left_s):  # `wait_for` may swallow that the viewer leaves
+                await self._ending.wait()
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,45 @@
+// Which curves there are, and what each takes from the past.
+
+import { Chart } from "./charts.js";
+import { byId } from "./elements.js";
+import { as } from "./numbers.js";
+
+const NOTHING = "Nothing to show yet: the curve begins with the first request.";
+const ONE = [{ tone: "accent", filled: true }];
+const TWO = [
+  { name: "half within", tone: "accent" },
+  { name: "19 of 20 within", tone: "second" },
+];
+
+const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
+
+// Make all of them; each is a function that draws what the past says up to a state.
+export function makeCurves() {
+  return [
+    curve("acceptance", { curves: ONE, say: as.percent, top: 1, height: 215 }, accepted),
+    curve("tokens", { curves: ONE, say: as.rate }, tokens),
+    curve("first-token", { curves: TWO, say: briefly }, half("first_token_s"), most("first_token_s")),
+    curve("answer", { curves: TWO, say: briefly }, half("answer_s"), most("answer_s")),
+    (past, { unix_s: now }) => {
+      byId("span").textContent = `of the fleet, since ${clock.format(1000 * (past.points[0]?.end_s ?? now))}`;
+    },
+  ];
+}
+
+function curve(name, settings, ...readings) {
+  const chart = new Chart(byId(`chart-${name}`), { nothing: NOTHING, ...settings });
+  return (past, { unix_s: now }) => chart.show(past.columns(...readings), now);
+}
+
+const accepted = (point) => (point.attempted ? point.acceptance_rate : null);
+const half = (field) => (point) => (point[field].count ? point[field].p50 : null);
+const most = (field) => (point) => (point[field].count ? point[field].p95 : null);
+
+// Nothing is a number too, once there was something.
+const tokens = (point, _index, all) => (all.some(({ requests }) => requests) ? point.tokens_per_s : null);
+
+// A duration at an axis: 250 ms, 1.5 s.
+function briefly(seconds) {
+  if (seconds === 0) return "0";
+  return seconds < 1 ? `${Number((1000 * seconds).toPrecision(3))} ms` : `${Number(seconds.toPrecision(3))} s`;
+}

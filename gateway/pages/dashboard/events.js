@@ -1,0 +1,33 @@
+// Following the state: one event a second, read from a stream that may carry a key.
+
+import { Refusal } from "./asking.js";
+
+// Give each state to `show` until the stream ends; throw a Refusal where the gateway sends one.
+export async function follow(asker, show, signal) {
+  const answer = await asker.ask("GET", "/status/events", { signal });
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let pending = "";
+  for (;;) {
+    const { done, value } = await reader.read().catch(lost);
+    if (done) return;
+    const events = (pending + value).split("\n\n");
+    pending = events.pop();
+    for (const event of events) {
+      if (event.startsWith("event: end")) return;
+      const told = JSON.parse(event.slice("data: ".length));
+      if (told.error) throw refused(asker, told.error);
+      show(told);
+    }
+  }
+}
+
+function lost(failure) {
+  if (failure.name === "AbortError") throw failure;
+  throw new Refusal(0, "lost", "The connection to the gateway broke.");
+}
+
+function refused(asker, { code, message }) {
+  if (code !== "invalid_api_key") return new Refusal(503, code, message);
+  asker.onSignedOut(asker.hasKey);
+  return new Refusal(401, code, message);
+}

@@ -1,0 +1,58 @@
+// The workers: state, memory, and how full their batches are.
+
+import { bar, make, pill, several } from "./elements.js";
+import { busyIn, place } from "./numbers.js";
+
+const TONES = { ready: "ok", gone: "bad", ejected: "bad" };
+
+export function workers({ workers: all }) {
+  const names = Object.keys(all);
+  if (!names.length) return make("p", { class: "card empty" }, "No worker has joined.");
+  return names.map((name) => card(name, all[name]));
+}
+
+function card(name, worker) {
+  const of = (path, kind) => place(`workers/${name}/${path}`, kind);
+  const { state, model, labels, last_beat_s_ago: beat } = worker;
+  const gone = state === "gone";
+  const seen = gone ? [] : [beat < 2 ? "seen now" : `seen ${Math.round(beat)} s ago`];
+  return make(
+    "article",
+    { class: "card worker", "aria-label": name },
+    make("div", { class: "card-head" }, make("h3", { class: "title" }, name), pill(state, TONES[state] ?? "warn")),
+    make("p", { class: "muted small" }, [model, ...labels, ...seen].join(" · ")),
+    worker.ejected.why && ejection(worker.ejected),
+    !gone && Object.entries(worker.lanes).map(([lane, told]) => batch(of, lane, told)),
+    make("dl", { class: "of-worker" }, !gone && memory(of, worker), worker.mtp.enabled && accepted(of), saved(of)),
+  );
+}
+
+const ejection = ({ for_s: left, why }) => make("p", { class: "said bad" }, `Left alone for ${Math.round(left)} s: ${why}.`);
+
+function memory(of, { memory_bytes: held, snapshot_bytes: kept }) {
+  if (!held) return null;
+  return entry("Memory", of("memory_bytes", "size"), kept > 0 && [" with ", of("snapshot_bytes", "size"), " of kept prompts"]);
+}
+
+const accepted = (of) =>
+  entry("Accepted", of("mtp/acceptance_rate", "percent"), [", ", of("mtp/mean_acceptance_length", "ratio"), " tokens a step"]);
+
+const saved = (of) =>
+  entry("Saved", of("saved/decode_s", "duration"), [" by MTP, ", of("saved/prompt_s", "duration"), " by kept prompts"]);
+
+function batch(of, name, lane) {
+  const { slots, waiting, head_healthy: healthy } = lane;
+  const busy = lane[busyIn(lane)];
+  const taken = [of(`lanes/${name}/${busyIn(lane)}`, "count"), " of ", of(`lanes/${name}/slots`, "count")];
+  const said = [taken, waiting > 0 && `, ${several(waiting, "request")} waiting`];
+  return make(
+    "div",
+    { class: "batch" },
+    make("span", { class: "batch-name" }, name),
+    make("span", { class: "number" }, said),
+    bar(busy, Math.max(1, slots), busy >= slots ? "full" : ""),
+    !healthy && make("p", { class: "said warn" }, "Its MTP head failed its test: it serves plainly."),
+  );
+}
+
+const entry = (name, ...said) => [make("dt", {}, name), make("dd", {}, said)];

@@ -1,0 +1,88 @@
+// Numbers as people read them, each bound to the place of the state that it comes from.
+
+const GROUPS = "en-US";
+
+const fixed = (value, digits) =>
+  value.toLocaleString(GROUPS, { minimumFractionDigits: digits, maximumFractionDigits: digits });
+
+// Three digits that count: 4.21, 42.1, 421.
+const rounded = (value) => fixed(value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0);
+
+function percent(share) {
+  const points = 100 * share;
+  if (share > 0 && share < 1 && (points < 0.05 || points > 99.95)) return points < 1 ? "< 0.1%" : "> 99.9%";
+  return `${fixed(points, points > 0 && (points < 9.95 || (points > 99.5 && points < 100)) ? 1 : 0)}%`;
+}
+
+function duration(seconds) {
+  if (seconds < 0) return `−${duration(-seconds)}`;
+  if (seconds < 0.00005) return "0 s";
+  if (seconds < 0.9995) return `${rounded(1000 * seconds)} ms`;
+  if (seconds < 99.95) return `${rounded(seconds)} s`;
+  const minutes = Math.round(seconds / 60);
+  if (seconds < 600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
+  if (minutes < 60) return `${minutes} min`;
+  if (minutes < 48 * 60) return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  return `${Math.floor(minutes / 1440)} d ${Math.floor((minutes % 1440) / 60)} h`;
+}
+
+function size(bytes) {
+  const [unit, by] = bytes < 999.5e6 ? ["MB", 1e6] : ["GB", 1e9];
+  return `${rounded(bytes / by)} ${unit}`;
+}
+
+export const as = {
+  count: (value) => value.toLocaleString(GROUPS),
+  rate: (value) => (value < 99.95 ? fixed(value, value > 0 && value < 9.95 ? 1 : 0) : fixed(value, 0)),
+  ratio: (value) => fixed(value, 2),
+  percent,
+  duration,
+  size,
+  text: (value) => String(value),
+};
+
+export const at = (state, path) => path.split("/").reduce((part, name) => part?.[name], state);
+
+// Which count says how many run: the workers know of other gateways, this one of workers that tell nothing.
+export const busyIn = ({ running, in_flight: sent }) => (running > sent ? "running" : "in_flight");
+
+// A place for one number: <span data-of="mtp/accepted" data-as="count">.
+export function place(path, kind) {
+  const span = document.createElement("span");
+  span.dataset.of = path;
+  span.dataset.as = kind;
+  return span;
+}
+
+// Write into each place below `root` what the state says there.
+export function fill(root, state) {
+  for (const element of root.querySelectorAll("[data-of]")) {
+    const value = at(state, element.dataset.of);
+    element.dataset.value = value === undefined ? "" : JSON.stringify(value);
+    write(element, value === undefined ? "–" : as[element.dataset.as](value));
+  }
+}
+
+// Put these parts into `root` unless that is what stands there: who selects text keeps it.
+export function renew(root, state, parts) {
+  const next = root.cloneNode(false);
+  next.append(...[parts].flat());
+  fill(next, state);
+  if (!root.isEqualNode(next)) root.replaceChildren(...next.childNodes);
+}
+
+// A figure's numbers stand out of their units: "12 min 40 s" has two of each.
+export function write(element, text) {
+  if (element.textContent === text) return;
+  if (!element.classList.contains("figure")) {
+    element.textContent = text;
+    return;
+  }
+  const parts = text.match(/[\d.,–−]+|[^\d.,–−]+/g).map((word) => {
+    const part = document.createElement("span");
+    part.className = /[\d–]/.test(word) ? "digits" : "unit";
+    part.textContent = word;
+    return part;
+  });
+  element.replaceChildren(...parts);
+}

@@ -1,0 +1,129 @@
+// Lanes as tracks: one for each pool, a mark for each request that runs, rings for those that wait.
+
+import { make, several } from "./elements.js";
+import { busyIn, place } from "./numbers.js";
+
+const MARKS_SHOWN = 48;
+const RINGS_SHOWN = 6;
+const ROWS = 4;
+const FASTEST_LAP_MS = 4000;
+const SLOWEST_LAP_MS = 16000;
+// Parts of a lap, as far from each other as they can be, however many there are.
+const GOLDEN = 0.618034;
+
+const still = matchMedia("(prefers-reduced-motion: reduce)");
+const tracks = new Map();
+
+export function showTracks(root, { pools }) {
+  const names = Object.keys(pools);
+  const fastest = Math.max(...Object.values(pools).map(speed));
+  for (const name of tracks.keys()) {
+    if (!(name in pools)) {
+      tracks.get(name).element.remove();
+      tracks.delete(name);
+    }
+  }
+  for (const name of names) {
+    if (!tracks.has(name)) tracks.set(name, new Track(name));
+    const track = tracks.get(name);
+    if (track.element.parentElement !== root) root.append(track.element);
+    track.show(pools[name], fastest);
+  }
+}
+
+const speed = ({ recent }) => recent.request_tokens_per_s.p50;
+
+class Track {
+  constructor(name) {
+    this.marks = [];
+    this.made = 0;
+    this.kind = make("p", { class: "muted small" });
+    this.line = make("div", { class: "waiting" });
+    this.strip = make("div", { class: "strip" });
+    const of = (path, kind) => place(`pools/${name}/${path}`, kind);
+    this.name = name;
+    this.busy = of("in_flight", "count");
+    this.busy.classList.add("busy");
+    this.waiting = make("span", { class: "waiting-line" }, of("waiting", "count"), " waiting");
+    this.writes = make("span", {}, of("recent/request_tokens_per_s/p50", "rate"), " tokens/s each");
+    this.element = make(
+      "article",
+      { class: "track", "aria-label": name },
+      make("div", { class: "track-name" }, make("h3", {}, name), this.kind),
+      make("div", { class: "road", "aria-hidden": "true" }, this.line, this.strip),
+      make(
+        "div",
+        { class: "track-load" },
+        make("p", { class: "load" }, this.busy, make("span", { class: "of" }, " of ", of("slots", "count"))),
+        make("p", { class: "muted small" }, this.waiting, this.writes),
+      ),
+    );
+  }
+
+  show(pool, fastest) {
+    const { slots, waiting, mtp, recent } = pool;
+    const busy = pool[busyIn(pool)];
+    this.busy.dataset.of = `pools/${this.name}/${busyIn(pool)}`;
+    const rows = Math.max(1, Math.min(ROWS, slots));
+    this.element.classList.toggle("drafts", mtp.enabled);
+    this.element.classList.toggle("closed", slots === 0);
+    this.element.classList.toggle("full", slots > 0 && busy >= slots);
+    this.kind.textContent = kindOf(pool);
+    this.waiting.hidden = waiting === 0;
+    this.writes.hidden = recent.request_tokens_per_s.count === 0 || waiting > 0;
+    this.strip.style.setProperty("--rows", rows);
+    this.wait(waiting);
+    this.ride(Math.min(MARKS_SHOWN, busy), rows, lap(speed(pool), fastest));
+  }
+
+  wait(count) {
+    const shown = Math.min(count, RINGS_SHOWN);
+    const rest = count - shown;
+    if (this.line.dataset.count === String(count)) return;
+    this.line.dataset.count = count;
+    this.line.replaceChildren(...Array.from({ length: shown }, () => make("i")), rest ? make("b", {}, `+${rest}`) : "");
+  }
+
+  ride(count, rows, lapMs) {
+    while (this.marks.length > count) this.leave(this.marks.shift());
+    while (this.marks.length < count) this.marks.push(this.join(rows));
+    for (const { element, going, row } of this.marks) {
+      element.style.setProperty("--row", row % rows);
+      going?.updatePlaybackRate(FASTEST_LAP_MS / lapMs);
+    }
+  }
+
+  join(rows) {
+    const number = this.made++;
+    const element = make("span", { class: "ride" }, make("i", { class: "mark" }));
+    const begun = (number * GOLDEN) % 1;
+    this.strip.append(element);
+    element.animate([{ opacity: 0 }, { opacity: 1 }], 300);
+    const row = Math.floor(begun * 7 + number) % rows;
+    if (still.matches) {
+      element.style.transform = `translateX(${90 * begun}%)`;
+      return { element, row };
+    }
+    const across = [{ transform: "translateX(0)" }, { transform: "translateX(100%)" }];
+    const going = element.animate(across, { duration: FASTEST_LAP_MS, iterations: Infinity });
+    going.currentTime = begun * FASTEST_LAP_MS;
+    return { element, going, row };
+  }
+
+  leave({ element }) {
+    element.animate([{ opacity: 1 }, { opacity: 0 }], { duration: 300, fill: "forwards" }).onfinish = () => element.remove();
+  }
+}
+
+// The fastest lane takes the shortest lap, the others as much longer as they are slower.
+function lap(tokensPerS, fastest) {
+  if (!tokensPerS || !fastest) return (FASTEST_LAP_MS + SLOWEST_LAP_MS) / 2;
+  return Math.min(SLOWEST_LAP_MS, (FASTEST_LAP_MS * fastest) / tokensPerS);
+}
+
+function kindOf({ slots, mtp }) {
+  if (slots === 0) return "no worker takes requests";
+  if (!mtp.enabled) return "one token a step";
+  const ahead = mtp.effective_draft_tokens;
+  return ahead ? `drafts ${several(ahead, "token")} ahead` : "drafting does not pay just now";
+}
