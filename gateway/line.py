@@ -109,8 +109,10 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
     shared = None if link is None else _shared(link, keyring, prefixes, clock)
     store: Store = MemoryStore() if shared is None else shared.store
     control = Control(settings, fleet, store)
-    neighbours = shared and Neighbours(shared.boots, fleet, dispatch, control, clock)
-    cordons = Cordons(records, fleet, dispatch, wall)
+    neighbours = shared and Neighbours(
+        shared.boots, fleet, dispatch, control, prefixes, clock=clock
+    )
+    cordons = Cordons(records, fleet, dispatch, control, wall)
     keeping = Keeping(records, keys, cordons, ledger, wall)
     await keeping.open()
     check_binding(settings, keyed=keyring.demanding)

@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.client import read_small_body
-from gateway.fleet import BEAT_S, Member
+from gateway.fleet import BEAT_S
 from gateway.line import Line
+from gateway.member import Member
 from gateway.refusals import FieldInvalid, WorkerUnknown
 from gateway.routes.guards import with_admin_key, with_join_token
 from gateway.status import worker_state
@@ -40,6 +41,7 @@ def joining(line: Line) -> APIRouter:
         if report.worker_id != worker_id:
             raise FieldInvalid("The report is of another worker than the path.", param="worker_id")
         line.fleet.beat(report)
+        line.prefixes.announced(report)
         line.dispatch.serve_waiting()
         await line.store.keep_report(report)
         return {"beat_s": BEAT_S}
@@ -82,8 +84,8 @@ def workers(line: Line) -> APIRouter:
 
     @router.post("/{worker_id}/drain")
     async def drain(worker_id: str, request: Request) -> dict[str, Any]:
-        in_flight = await line.cordons.drain(worker_id, _drain_timeout_s(request))
-        return {"drained": not in_flight, **_one(line, worker_id)}
+        drained = await line.cordons.drain(worker_id, _drain_timeout_s(request))
+        return {"drained": drained, **_one(line, worker_id)}
 
     return router
 
