@@ -10,14 +10,20 @@ from random import Random
 from typing import Protocol
 
 from bench.fleet_world import Ask, Mac
-from gateway.domain import Case, FleetView, Holding, LaneView, Usage, WorkerView
+from gateway.breaker import Verdict
+from gateway.domain import Case, Usage
+from gateway.fleet import BEAT_S, Fleet
+from gateway.member import Lease
 from gateway.prefixes import Prefixes
 from gateway.routing import decide
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile
-from workers.adapters.report import LaneReport
+from workers.adapters.report import LaneReport, WorkerReport
 
 _MODEL = "demo"
+_CHARS_A_TOKEN = 4
+_TOLD_EVERY_S = 0.5
+"""How often gateways tell each other."""
 
 
 class Rule(Protocol):
@@ -133,58 +139,109 @@ class Oracle(_Deaf):
             row.ask.prefix == ask.prefix for row in (*mac.reading, *mac.waiting)
         )
         own = ask.own_tokens + (0 if known else ask.prefix_tokens)
-        ahead = sum(row.read_left for row in mac.reading)
+        ahead = mac.unread_tokens
         wait_s = 0.0
         if mac.in_flight >= mac.kind.slots:
             left = sorted(row.write_left for row in mac.writing) or [100.0]
             nth = min(len(mac.waiting), len(left) - 1)
             wait_s = left[nth] * mac.kind.step_s * 2
-            ahead += sum(row.ask.own_tokens for row in mac.waiting)
         return wait_s + mac.read_time_s(ahead + own)
 
 
 class Ours:
-    """The gateway's own `decide` and `Prefixes`; what is not free waits in the gateway."""
+    """The gateway's own `decide`, `Fleet` and `Prefixes`; what is not free waits in the gateway.
+
+    Of Macs it knows what it sent and got back, and what their heartbeats tell. Several gateways
+    take turns with the traffic and hear of each other's claims and heartbeats half a second later.
+    """
 
     name = "paceline"
 
-    def __init__(self, rng: Random) -> None:
+    def __init__(self, gateways: int, rng: Random) -> None:
         self._now_s = 0.0
-        self._prefixes = Prefixes(lambda: self._now_s)
         self._rng = rng
         self._policy = shipped_policy()
-        self._profile = RequestProfile(endpoint=Endpoint.CHAT, model=_MODEL)
-        self._expected: dict[int, bool] = {}
+        self._fleets = [Fleet(lambda: self._now_s, rng.random) for _ in range(gateways)]
+        self._prefixes = [Prefixes(lambda: self._now_s) for _ in range(gateways)]
+        self._leases: dict[int, Lease] = {}
+        self._beats_s: dict[tuple[str, int], float] = {}
+        """When each boot of a Mac beat last."""
+        self._exchanged_s = 0.0
 
     def choose(self, ask: Ask, macs: Sequence[Mac], now_s: float) -> int | None:
         self._now_s = now_s
-        fleet = FleetView(tuple(map(_seen, macs)), frozenset((_MODEL,)))
-        case = Case(self._policy, self._profile, prefix=str(ask.prefix))
-        decision = decide(case, self._prefixes.mark(fleet, case.prefix), self._rng)
-        for one in decision.candidates:
-            at = int(one.worker_id)
-            if macs[at].in_flight < macs[at].kind.slots:
-                self._expected[ask.number] = one.holder
-                return at
+        self._hear(macs)
+        fleet = self._fleets[ask.number % len(self._fleets)]
+        prefixes = self._prefixes[ask.number % len(self._fleets)]
+        profile = _profile(ask)
+        case = Case(self._policy, profile, prefix=str(ask.prefix))
+        for briefly in (True, False):
+            view = prefixes.mark(fleet.view(), case.prefix)
+            decision = decide(case, view, self._rng, briefly=briefly)
+            for one in decision.candidates:
+                if (lease := fleet.take(one)) is not None:
+                    self._leases[ask.number] = lease
+                    return int(one.worker_id)
+            if decision.whole:
+                break
         return None
 
     def sent(self, ask: Ask, mac: Mac, now_s: float) -> None:
         self._now_s = now_s
-        self._prefixes.sent(str(ask.prefix), _holding(mac), self._policy.prefix)
+        holding = self._leases[ask.number].holding
+        prefixes = self._prefixes[ask.number % len(self._fleets)]
+        prefixes.sent(str(ask.prefix), holding, self._policy.prefix)
 
     def answered(self, ask: Ask, mac: Mac, cached_tokens: int | None) -> None:
-        usage = None if cached_tokens is None else Usage(1, 1, cached_tokens)
-        expected = self._expected.pop(ask.number)
-        self._prefixes.told(str(ask.prefix), _holding(mac), usage, expected=expected)
+        self._now_s = max(self._now_s, mac.now_s)
+        lease = self._leases.pop(ask.number)
+        fleet = self._fleets[ask.number % len(self._fleets)]
+        prefixes = self._prefixes[ask.number % len(self._fleets)]
+        lost = cached_tokens is None
+        fleet.give_back(lease, Verdict.FAILED if lost else Verdict.ANSWERED)
+        usage = None if lost else Usage(1, 1, cached_tokens or 0)
+        expected = lease.candidate.holder
+        prefixes.told(str(ask.prefix), lease.holding, usage, expected=expected)
+
+    def _hear(self, macs: Sequence[Mac]) -> None:
+        """Take in the heartbeats that are due, and what other gateways tell."""
+        for mac in macs:
+            boot = mac.name, mac.boot
+            if self._beats_s.get(boot, -BEAT_S) + BEAT_S <= self._now_s:
+                self._beats_s[boot] = self._now_s
+                first, *others = self._fleets
+                first.beat(_report(mac))
+                for fleet in others:
+                    fleet.hear(_report(mac), _TOLD_EVERY_S)
+        if self._exchanged_s + _TOLD_EVERY_S <= self._now_s:
+            self._exchanged_s = self._now_s
+            news = [prefixes.take_news() for prefixes in self._prefixes]
+            for by, claims in enumerate(news):
+                for at, prefixes in enumerate(self._prefixes):
+                    for claim in claims if at != by else ():
+                        prefixes.hear(claim, _TOLD_EVERY_S)
 
 
-def _seen(mac: Mac) -> WorkerView:
-    lane = LaneView.of(LaneReport(name="vlm", slots=mac.kind.slots), mac.in_flight)
-    return WorkerView.of(mac.name, (_MODEL,), (lane,), boot_id=str(mac.boot))
+def _profile(ask: Ask) -> RequestProfile:
+    chars = _CHARS_A_TOKEN * (ask.prefix_tokens + ask.own_tokens)
+    return RequestProfile(endpoint=Endpoint.CHAT, model=_MODEL, text_chars=chars)
 
 
-def _holding(mac: Mac) -> Holding:
-    return mac.name, str(mac.boot)
+def _report(mac: Mac) -> WorkerReport:
+    """Tell what a worker tells of itself."""
+    lane = LaneReport(
+        name="vlm",
+        running=len(mac.reading) + len(mac.writing),
+        waiting=len(mac.waiting),
+        slots=mac.kind.slots,
+        unread_tokens=round(mac.unread_tokens),
+        read_tokens_s=mac.kind.read_per_s,
+        write_tokens_s=mac.write_per_s,
+    )
+    return WorkerReport(
+        worker_id=mac.name, boot_id=str(mac.boot), url=f"http://{mac.name}", model=_MODEL,
+        context_tokens=8192, lanes=(lane,),
+    )  # fmt: skip
 
 
 def _hashed(text: str) -> int:

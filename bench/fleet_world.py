@@ -14,6 +14,7 @@ from random import Random
 from typing import Final, NamedTuple
 
 NEVER: Final = float("inf")
+LONGEST_ANSWER_TOKENS: Final = 600
 _BATCH_COST: Final = 0.12
 """What a further row adds to a step: decoding waits for memory more than it computes."""
 _DONE: Final = 1e-6
@@ -37,6 +38,15 @@ class Kind(NamedTuple):
     read_per_s: float = 1200.0
     step_s: float = 0.02
     kept_tokens: int = 60_000
+
+    @property
+    def longest_answer_s(self) -> float:
+        """Tell how long the longest answer takes beside a full batch.
+
+        One that has so many requests at a moment cannot have fewer before some of them have ended,
+        whatever it is sent.
+        """
+        return LONGEST_ANSWER_TOKENS * self.step_s * (1 + _BATCH_COST * (self.slots - 1))
 
 
 @dataclass(slots=True, eq=False)
@@ -117,6 +127,25 @@ class Mac:
         """Tell how long reading so many tokens takes beside what is written now."""
         return tokens / (self.kind.read_per_s * (0.5 if self.writing else 1.0))
 
+    @property
+    def unread_tokens(self) -> float:
+        """Count what is to be read of all prompts that it has, as far as it can know."""
+        tokens, known = 0.0, set(self.kept)
+        for at, row in enumerate((*self.reading, *self.waiting)):
+            if at == 0 and self.reading:
+                tokens += row.read_left
+            else:
+                tokens += row.ask.own_tokens
+                tokens += 0 if row.ask.prefix in known else row.ask.prefix_tokens
+            known.add(row.ask.prefix)
+        return tokens
+
+    @property
+    def write_per_s(self) -> float:
+        """Tell how many tokens a second each answer gets while nothing is read."""
+        rows = max(1, len(self.writing))
+        return 1 / (self.kind.step_s * (1 + _BATCH_COST * (rows - 1)))
+
     def _rates(self) -> tuple[float, float]:
         share = 0.5 if self.reading and self.writing else 1.0
         rows = len(self.writing)
@@ -172,7 +201,7 @@ class Scenario(NamedTuple):
     restarts: tuple[tuple[float, int], ...] = ()
     """At which share of the traffic which Mac starts anew."""
     sights: int = 1
-    """Gateways that do not know of each other's requests."""
+    """Gateways that take turns with it, each with its own knowledge."""
 
 
 def traffic(scenario: Scenario, requests: int, rng: Random) -> Iterator[Ask]:
@@ -185,5 +214,5 @@ def traffic(scenario: Scenario, requests: int, rng: Random) -> Iterator[Ask]:
         # Every other minute is four times as busy as the ones between.
         swing = (1.6 if int(now_s / 30) % 2 else 0.4) if scenario.bursts else 1.0
         now_s += rng.expovariate(rate * swing)
-        answer = min(600, max(5, int(rng.lognormvariate(4.3, 0.8))))
+        answer = min(LONGEST_ANSWER_TOKENS, max(5, int(rng.lognormvariate(4.3, 0.8))))
         yield Ask(number, now_s, prompt, lengths[prompt], rng.randint(20, 200), answer)

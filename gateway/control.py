@@ -60,6 +60,12 @@ class Control:
                 self._fleet.refresh(report)
                 await self._store.keep_report(report)
 
+    async def knock_at(self, worker_id: str) -> None:
+        """Ask one worker how it is, by its name; nobody asks those that are listed by hand."""
+        for member in self._fleet.members():
+            if member.report.worker_id == worker_id and member.listed is None:
+                await self.knock(member.report)
+
     async def knock(self, worker: WorkerReport) -> bool:
         """Ask one worker whether it is there; its answer counts as a heartbeat."""
         report = await self._ask(worker)

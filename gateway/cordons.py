@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
+from gateway.control import Control
 from gateway.dispatch import Dispatch
 from gateway.errors import StartRefused
 from gateway.fleet import Fleet
@@ -23,6 +24,8 @@ log = logging.getLogger(__name__)
 
 _KIND = "cordons"
 _LOOK_S = 0.1
+# Gateways that share a Redis look at its cordons once a second.
+_SPREAD_S = 1.2
 
 
 class Cordon(BaseModel):
@@ -39,11 +42,17 @@ class Cordons:
     """All cordons; `wall` gives seconds since 1970."""
 
     def __init__(
-        self, records: Records, fleet: Fleet, dispatch: Dispatch, wall: Callable[[], float]
+        self,
+        records: Records,
+        fleet: Fleet,
+        dispatch: Dispatch,
+        control: Control,
+        wall: Callable[[], float],
     ) -> None:
         self._records = records
         self._fleet = fleet
         self._dispatch = dispatch
+        self._control = control
         self._wall = wall
         self._reading = asyncio.Lock()
         self.by_worker: Mapping[str, Cordon] = {}
@@ -78,7 +87,8 @@ class Cordons:
         await self.refresh()
 
     async def lift(self, worker_id: str, author: str) -> None:
-        """Let a worker have requests again; raise `WorkerUnknown`."""
+        """Let a worker have requests again, whoever cordoned it; raise `WorkerUnknown`."""
+        await self.refresh()  # at another gateway, perhaps just now
         if worker_id not in self._known():
             raise WorkerUnknown
         if worker_id in self.by_worker:
@@ -86,17 +96,25 @@ class Cordons:
             log.info("worker.uncordoned worker=%s by=%r", worker_id, author)
         await self.refresh()
 
-    async def drain(self, worker_id: str, author: str, timeout_s: float) -> int:
-        """Cordon a worker and wait until it has no request of this gateway; tell how many it has.
+    async def drain(self, worker_id: str, author: str, timeout_s: float) -> bool:
+        """Cordon a worker and wait until it has no request; say whether that was seen.
 
-        Raise `WorkerUnknown`. A cordon that is lifted meanwhile ends the wait.
+        Raise `WorkerUnknown`. A cordon that is lifted meanwhile, at whichever gateway, ends the
+        wait. What other gateways have there is asked of the worker, once all know of the cordon.
         """
         await self.add(worker_id, author)
-        waits = int(timeout_s / _LOOK_S)
-        while waits > 0 and worker_id in self.by_worker and self._fleet.requests_of(worker_id):
-            waits -= 1
+        shared = self._records.remote
+        first_look = int(_SPREAD_S / _LOOK_S) if shared else 0
+        for look in range(int(timeout_s / _LOOK_S) + 1):
+            if worker_id not in self.by_worker:
+                break
+            if look >= first_look and not self._fleet.requests_of(worker_id):
+                if shared:
+                    await self._control.knock_at(worker_id)
+                if not self._fleet.running_on(worker_id):
+                    return True
             await asyncio.sleep(_LOOK_S)
-        return self._fleet.requests_of(worker_id)
+        return False
 
     def _known(self) -> set[str]:
         """Name the workers that can be spoken of: those that are here, or were when cordoned."""

@@ -22,7 +22,8 @@ from gateway.breaker import Verdict
 from gateway.domain import Caller, Candidate, Case, Decision
 from gateway.errors import GatewayError, NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fair_line import FairLine
-from gateway.fleet import NOBODY, Fleet, Lease
+from gateway.fleet import NOBODY, Fleet
+from gateway.member import Lease
 from gateway.prefixes import Prefixes
 from gateway.routing import decide
 from policies.document import PolicyDocument
@@ -97,14 +98,24 @@ class Dispatch:
 
         Whoever takes it must `give_back`, in the same function and however it ends.
         """
+        lease = self._first_free(case, decision)
+        if lease is None and not decision.whole:
+            decision = self.decide(case, tried)
+            lease = self._first_free(case, decision)
+        if lease is not None:
+            return lease
+        if not decision.candidates:
+            raise self.nobody(case.profile, tried)
+        return await self._wait(case, decision, caller, tried)
+
+    def _first_free(self, case: Case, decision: Decision) -> Lease | None:
+        """Take a slot of the first that has one, of those that need not be waited for."""
         for candidate in decision.candidates:
             if candidate.spill and decision.spill_after_s != 0:
                 break
             if (lease := self._take(candidate, case.policy)) is not None:
                 return lease
-        if not decision.candidates:
-            raise self.nobody(case.profile, tried)
-        return await self._wait(case, decision, caller, tried)
+        return None
 
     def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
         """Free the slot, hold what happened against the worker, and let the next one in."""

@@ -5,10 +5,11 @@ All are tuples: each is made for every request, and a frozen dataclass takes thr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
+from gateway.weighing import FULL, UNMEASURED, Pace, strain_s
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority
 from policies.profile import Bypass, RequestProfile
@@ -64,19 +65,46 @@ class LaneView(NamedTuple):
     """Busy rows over all rows; above 1 something waits."""
     drafts: bool
     """It has an MTP head that is on and healthy."""
+    pays: bool
+    """Drafting is worth it in the batch that one more request would be part of."""
+    rows: int
+    """Busy ones, those of other gateways too."""
     report: LaneReport
 
     @classmethod
-    def of(cls, report: LaneReport, in_flight: int) -> Self:
-        """Look at a lane that has so many requests now."""
+    def of(cls, report: LaneReport, in_flight: int, of_others: int = 0) -> Self:
+        """Look at a lane that has so many requests now, beside those of other gateways."""
+        rows = in_flight + of_others
         return cls(
-            name=report.name,
-            in_flight=in_flight,
-            slots=report.slots,
-            load=in_flight / max(1, report.slots),
-            drafts=report.mtp_enabled and report.head_healthy,
-            report=report,
+            report.name,
+            in_flight,
+            report.slots,
+            rows / max(1, report.slots),
+            report.mtp_enabled and report.head_healthy,
+            report.drafting_pays(rows + 1),
+            rows,
+            report,
         )
+
+
+class Seat(NamedTuple):
+    """One lane of one worker, with what decisions ask of the worker."""
+
+    worker_id: str
+    boot_id: str
+    labels: tuple[str, ...]
+    models: tuple[str, ...]
+    heard_s: float
+    """When it answered last."""
+    lane: LaneView
+
+
+Row = tuple[float, float, float, str, Seat]
+"""What a decision looks at of all lanes there are, and therefore a plain tuple: what one more
+request costs there beside its own reading, until when the worker reads what it has, how long it
+reads a token (all in seconds), the worker, and the seat."""
+Rows = Mapping[tuple[str, str], tuple[Row, ...]]
+"""By model and lane."""
 
 
 class WorkerView(NamedTuple):
@@ -85,8 +113,8 @@ class WorkerView(NamedTuple):
     worker_id: str
     models: tuple[str, ...]
     lanes: tuple[LaneView, ...]
-    load: float
-    """Busy rows over all rows of all lanes: they share one machine."""
+    rows: tuple[Row, ...]
+    """One for each lane."""
     labels: tuple[str, ...] = ()
     boot_id: str = ""
 
@@ -98,27 +126,68 @@ class WorkerView(NamedTuple):
         lanes: tuple[LaneView, ...],
         labels: tuple[str, ...] = (),
         boot_id: str = "",
+        *,
+        pace: Pace = UNMEASURED,
+        reads_until_s: float = 0.0,
+        heard_s: float = 0.0,
     ) -> Self:
-        """Look at a worker of these lanes."""
-        slots = sum([lane.slots for lane in lanes])
-        busy = sum([lane.in_flight for lane in lanes])
-        return cls(worker_id, models, lanes, busy / max(1, slots), labels, boot_id)
+        """Look at a worker of these lanes: they share one machine."""
+        busy = 0
+        for lane in lanes:
+            busy += lane.rows
+        rows = [
+            (
+                strain_s(
+                    pace,
+                    lane.report,
+                    lane.rows if lane.in_flight < lane.slots else lane.rows * FULL,
+                    busy - lane.rows,
+                    pays=lane.pays,
+                ),
+                reads_until_s,
+                pace.read_s,
+                worker_id,
+                Seat(worker_id, boot_id, labels, models, heard_s, lane),
+            )
+            for lane in lanes
+        ]
+        return cls(worker_id, models, lanes, tuple(rows), labels, boot_id)
 
 
 class FleetView(NamedTuple):
-    """The fleet at one moment, for decisions."""
+    """The fleet at one moment, for decisions. Make it with `of`."""
 
     workers: tuple[WorkerView, ...]
     """Those that take requests now."""
     known_models: frozenset[str]
     """All that were ever served here: a model whose only worker restarts is not unknown."""
+    rows: Rows
+    now_s: float = 0.0
+    """The moment, on the clock by which workers read and are heard."""
     holders: frozenset[Holding] = frozenset()
     """Those that hold the system prompt of the request that is to be decided."""
+    shared_tokens: int = 0
+    """What they need not read of it; 0 where no worker has counted it yet."""
+
+    @classmethod
+    def of(cls, workers: tuple[WorkerView, ...], known_models: frozenset[str]) -> Self:
+        """Look at these workers."""
+        return cls(workers, known_models, rows_of(workers))
 
     @property
     def served_models(self) -> frozenset[str]:
         """Name the models that can answer now."""
-        return frozenset([model for worker in self.workers for model in worker.models])
+        return frozenset([model for model, _ in self.rows])
+
+
+def rows_of(workers: Iterable[WorkerView]) -> Rows:
+    """Sort the lanes of workers by what they are asked for."""
+    rows: dict[tuple[str, str], list[Row]] = {}
+    for worker in workers:
+        for model in worker.models:
+            for row in worker.rows:
+                rows.setdefault((model, row[4].lane.name), []).append(row)
+    return {asked: tuple(found) for asked, found in rows.items()}
 
 
 class Candidate(NamedTuple):
@@ -133,6 +202,12 @@ class Candidate(NamedTuple):
     """Only once the request has waited for those before, as long as the route says."""
     holder: bool = False
     """It holds the system prompt of the request."""
+    score_s: float = 0.0
+    """What the request would cost there, in seconds: the least comes first."""
+    read_s: float = 0.0
+    """Of these, the reading of what the worker does not hold."""
+    explored: bool = False
+    """First because nobody has heard of it for a while, not because it costs least."""
 
 
 class Decision(NamedTuple):
@@ -145,6 +220,8 @@ class Decision(NamedTuple):
     """None: it never spills."""
     barred: bool = False
     """The key may use none of the route's pools."""
+    whole: bool = True
+    """All are named who may take it; otherwise the best few."""
 
 
 class Usage(NamedTuple):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
-from gateway.breaker import HEALTHY, Breaker, Verdict
-from gateway.domain import Candidate, FleetView, Holding, LaneView, WorkerView
+from gateway.breaker import HEALTHY, Verdict
+from gateway.domain import Candidate, FleetView, rows_of
 from gateway.listed import ListedWorker
+from gateway.member import Lease, Member
 from gateway.refusals import WorkerIdTaken
+from gateway.sight import LONG_AGO_S, Sight
 from policies.pools import Pool
 from workers.adapters.report import LaneReport, WorkerReport
 
@@ -21,79 +21,6 @@ NOBODY: frozenset[str] = frozenset()
 # This gateway did not listen for so long: what seems to have failed then proves nothing.
 _DEAF_S = 1.0
 _UNHEARD = frozenset((Verdict.SILENT, Verdict.UNREACHABLE))
-
-
-@dataclass(slots=True, eq=False)
-class Member:
-    """One boot of one worker; only `Fleet` changes it."""
-
-    report: WorkerReport
-    beaten_at_s: float
-    listed: ListedWorker | None = None
-    """Set for a worker that is listed by hand; its slots are shared by all its lanes."""
-    breaker: Breaker = HEALTHY
-    in_flight: Counter[str] = field(default_factory=Counter)
-    on_probation: int = 0
-    """Requests sent since its last ejection that it has not yet answered."""
-    cordoned: bool = False
-    """An admin keeps new requests from it."""
-    asked_at_s: float = float("-inf")
-    """When it was heard here last, not through another gateway."""
-    joined_here: bool = True
-    """It beats at this gateway, as far as is known."""
-    _view: WorkerView | None = None
-
-    @property
-    def willing(self) -> bool:
-        """Say whether it takes new requests as far as it says itself, and admins do."""
-        return self.report.ready and not self.report.draining and not self.cordoned
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """Name the models that it serves."""
-        return self.listed.models if self.listed else (self.report.model,)
-
-    def occupied(self, lane: str) -> int:
-        """Count the requests that this gateway has sent to a lane and not yet got back."""
-        return self.in_flight[lane] if self.listed is None else self.in_flight.total()
-
-    def view(self) -> WorkerView:
-        """Take a snapshot; made anew only where something changed."""
-        if self._view is None:
-            lanes = [LaneView.of(lane, self.occupied(lane.name)) for lane in self.report.lanes]
-            report = self.report
-            self._view = WorkerView.of(
-                report.worker_id, self.models, tuple(lanes), report.labels, report.boot_id
-            )
-        return self._view
-
-    def changed(self) -> None:
-        """Forget the snapshot."""
-        self._view = None
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """One slot of one lane, held by one request from the decision to the last byte."""
-
-    candidate: Candidate
-    member: Member
-    ejected_at_s: float
-    """Of the worker's last ejection before this request was sent."""
-    on_probation: bool
-    """The request is the test of a worker that comes back."""
-    waited_s: float = 0.0
-    """How long the request stood in line for it."""
-
-    @property
-    def worker(self) -> WorkerReport:
-        """The worker whose slot it is."""
-        return self.member.report
-
-    @property
-    def holding(self) -> Holding:
-        """The worker in this life of it, as one that holds system prompts."""
-        return self.worker.worker_id, self.worker.boot_id
 
 
 class Fleet:
@@ -115,21 +42,29 @@ class Fleet:
         self._cordoned = NOBODY
         self._deaf_until_s = float("-inf")
         self._listened_at_s: float | None = None
+        self._sight = Sight()
+        self._changed: set[Member] = set()
+        """Since the last look."""
 
     def beat(self, report: WorkerReport, listed: ListedWorker | None = None) -> None:
         """Take in a heartbeat; raise `WorkerIdTaken` when another live worker holds the id."""
         now_s = self._clock()
         member = self._members.get(report.worker_id)
         if member is not None and member.report.boot_id == report.boot_id:
-            member.report = report
+            before = member.report
+            member.learn(report, now_s)
             member.beaten_at_s = now_s
             member.joined_here = True
-            member.changed()
+            if _alike(before, report):
+                self._changed.add(member)
+            else:
+                self._sight.until_s = LONG_AGO_S
         elif member is None or member.report.url == report.url or not _live(member, now_s):
             # A new boot starts with no requests and with a clean record; what runs on the old one
             # still counts on the old entry.
             cordoned = report.worker_id in self._cordoned
             self._members[report.worker_id] = Member(report, now_s, listed, cordoned=cordoned)
+            self._sight.until_s = LONG_AGO_S
         else:
             raise WorkerIdTaken
         member = self._members[report.worker_id]
@@ -151,9 +86,9 @@ class Fleet:
                 report, beaten_at_s, cordoned=cordoned, joined_here=False
             )
         elif member.listed is None:
-            member.report = report
+            member.learn(report, now_s)
             member.beaten_at_s = beaten_at_s
-            member.changed()
+        self._sight.until_s = LONG_AGO_S
         self._known_models |= {*self._members[report.worker_id].models}
         return True
 
@@ -166,8 +101,8 @@ class Fleet:
         """Take in what a worker said when it was asked; that is no heartbeat."""
         member = self._members.get(report.worker_id)
         if member is not None and member.report.boot_id == report.boot_id:
-            member.report = report
-            member.changed()
+            member.learn(report, self._clock())
+            self._sight.until_s = LONG_AGO_S
 
     def excuse(self, deaf_s: float) -> None:
         """Take off everybody's silence the time in which this gateway itself did not listen.
@@ -179,16 +114,19 @@ class Fleet:
             self._deaf_until_s = self._listened_at_s + _DEAF_S
             for member in self._members.values():
                 member.beaten_at_s += deaf_s
+            self._sight.until_s = LONG_AGO_S
 
     def cordon(self, worker_ids: frozenset[str]) -> None:
         """Send nothing new to these workers, also in later boots, and to all others again."""
         self._cordoned = worker_ids
         for worker_id, member in self._members.items():
             member.cordoned = worker_id in worker_ids
+        self._sight.until_s = LONG_AGO_S
 
     def leave(self, worker_id: str) -> None:
         """Forget a worker that said goodbye."""
         self._members.pop(worker_id, None)
+        self._sight.until_s = LONG_AGO_S
 
     def take(self, candidate: Candidate) -> Lease | None:
         """Take a slot of this lane, or None where none is free now."""
@@ -196,10 +134,16 @@ class Fleet:
         member = self._members.get(candidate.worker_id)
         if member is None or not self._has_room(member, candidate.lane, now_s):
             return None
-        member.in_flight[candidate.lane] += 1
+        lane = candidate.lane
+        in_flight = member.in_flight[lane] = member.in_flight[lane] + 1
+        if in_flight > member.most_in_flight.get(lane, 0):
+            member.most_in_flight[lane] = in_flight
+        member.reading_s += candidate.read_s
+        member.reads_until_s = max(member.reads_until_s, now_s) + candidate.read_s
         on_probation = member.breaker.at_a_time is not None
         member.on_probation += on_probation
-        member.changed()
+        member.changed(lane)
+        self._changed.add(member)
         return Lease(candidate, member, member.breaker.ejected_at_s, on_probation)
 
     def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
@@ -207,7 +151,12 @@ class Fleet:
         now_s = self._clock()
         member, before = lease.member, lease.member.breaker
         member.in_flight[lease.candidate.lane] -= 1
-        member.changed()
+        member.reading_s -= lease.candidate.read_s
+        member.reads_until_s = min(member.reads_until_s, now_s + member.reading_s)
+        if verdict is Verdict.ANSWERED:
+            member.heard_s = now_s
+        member.changed(lease.candidate.lane)
+        self._changed.add(member)
         if lease.ejected_at_s != before.ejected_at_s:
             return  # it was sent before the last ejection, and that has been judged
         if before.at_a_time is not None:
@@ -222,6 +171,8 @@ class Fleet:
             member.breaker = before.failed(now_s, verdict, last=last, dice=self._dice())
         if member.breaker.ejected_at_s != before.ejected_at_s:
             member.on_probation = 0
+        if member.breaker is not before:
+            self._sight.until_s = LONG_AGO_S
 
     def members(self) -> tuple[Member, ...]:
         """List the live workers, also those that take nothing now."""
@@ -240,14 +191,36 @@ class Fleet:
 
     def view(self, without: frozenset[str] = NOBODY) -> FleetView:
         """Take an immutable snapshot for decisions, leaving these workers out."""
-        now_s = self._clock()
+        now_s, sight = self._clock(), self._sight
+        if now_s >= sight.until_s:
+            self._look(now_s)
+        elif self._changed:
+            members = self._members
+            sight.renew([
+                member.view()
+                for member in self._changed
+                if members.get(member.report.worker_id) is member
+            ])  # fmt: skip
+            self._changed.clear()
+        workers, rows = sight.workers, sight.rows
+        if without:
+            workers = tuple([one for one in workers if one.worker_id not in without])
+            rows = rows_of(workers)
+        return FleetView(workers, self._known_models, rows, now_s)
+
+    def _look(self, now_s: float) -> None:
+        """Look at everybody anew, and find out how long that is good for."""
         self._expire(now_s)
-        workers = [
-            member.view()
-            for worker_id, member in self._members.items()
-            if self._open(member, now_s) and worker_id not in without
-        ]
-        return FleetView(tuple(workers), self._known_models)
+        members = self._members.values()
+        # What time alone changes: whoever is silent for too long is out, and who was left alone
+        # for a while is not any more.
+        ends_s = [member.beaten_at_s + SILENT_AFTER_S for member in members]
+        opens_s = [at_s for member in members if (at_s := member.breaker.opens_at_s) > now_s]
+        self._sight = Sight(
+            [member.view() for member in members if self._open(member, now_s)],
+            until_s=min((*ends_s, *opens_s), default=LONG_AGO_S),
+        )
+        self._changed.clear()
 
     def opens(self, member: Member) -> bool:
         """Say whether a worker gets new requests now."""
@@ -267,6 +240,11 @@ class Fleet:
         """Count the requests that a worker has now."""
         member = self._members.get(worker_id)
         return 0 if member is None else member.in_flight.total()
+
+    def running_on(self, worker_id: str) -> int:
+        """Count those of other gateways too, as of the worker's last report."""
+        member = self._members.get(worker_id)
+        return 0 if member is None else member.in_flight.total() + sum(member.of_others.values())
 
     def age_s(self, member: Member) -> float:
         """Tell how long ago a worker beat last."""
@@ -324,3 +302,11 @@ class Fleet:
 
 def _live(member: Member, now_s: float) -> bool:
     return now_s - member.beaten_at_s <= SILENT_AFTER_S
+
+
+def _alike(one: WorkerReport, other: WorkerReport) -> bool:
+    """Say whether a worker takes the same requests by both reports."""
+    return (
+        (one.ready, one.draining, one.model, one.labels)
+        == (other.ready, other.draining, other.model, other.labels)
+    ) and [lane.name for lane in one.lanes] == [lane.name for lane in other.lanes]

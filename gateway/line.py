@@ -110,8 +110,10 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
     shared = None if link is None else _shared(link, keyring, prefixes, clock)
     store: Store = MemoryStore() if shared is None else shared.store
     control = Control(settings, fleet, store)
-    neighbours = shared and Neighbours(shared.boots, fleet, dispatch, control, clock)
-    cordons = Cordons(records, fleet, dispatch, wall)
+    neighbours = shared and Neighbours(
+        shared.boots, fleet, dispatch, control, prefixes, clock=clock
+    )
+    cordons = Cordons(records, fleet, dispatch, control, wall)
     await open_kept(records, ledger, keys, cordons, wall)
     check_binding(settings, keyed=keyring.demanding)
     # Last of all that may refuse the start: it writes the first version.

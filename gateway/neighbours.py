@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from gateway.control import Control
 from gateway.dispatch import Dispatch
-from gateway.fleet import SILENT_AFTER_S, Fleet, Member
+from gateway.fleet import SILENT_AFTER_S, Fleet
+from gateway.member import Member
+from gateway.prefixes import Prefixes
 from gateway.redis_boots import RedisBoots
 from workers.adapters.report import WorkerReport
 
@@ -24,12 +26,15 @@ class Neighbours:
         fleet: Fleet,
         dispatch: Dispatch,
         control: Control,
+        prefixes: Prefixes,
+        *,
         clock: Callable[[], float],
     ) -> None:
         self._boots = boots
         self._fleet = fleet
         self._dispatch = dispatch
         self._control = control
+        self._prefixes = prefixes
         self._clock = clock
         self._told: dict[str, tuple[WorkerReport, float]] = {}
         """Workers heard here, and when they were heard last, as Redis knows."""
@@ -56,7 +61,8 @@ class Neighbours:
         self._told = here
         for report, age_s in heard:
             if age_s is not None:
-                self._fleet.hear(report, age_s)
+                if self._fleet.hear(report, age_s):
+                    self._prefixes.announced(report)
             elif self._is_member(report):
                 self._fleet.leave(report.worker_id)
         self._dispatch.serve_waiting()

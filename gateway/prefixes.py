@@ -2,7 +2,7 @@
 
 A worker that has read a system prompt keeps what it computed and answers the next request with the
 same one much sooner. Who holds what is a claim: made when a request is sent, confirmed or dropped
-by the `cached_tokens` of its answer, and gone with the worker's life.
+by the `cached_tokens` of its answer and by the worker's reports, and gone with its life.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ from pydantic_core import to_json
 
 from gateway.domain import Caller, FleetView, Holding, Inspected, Usage
 from policies.prefix import PrefixPolicy
+from workers.adapters.report import WorkerReport
 
 KEYS_KEPT = 10_000
 NEWS_KEPT = 2_000
 # Reading less takes a worker hardly longer than looking for it.
 _SHORTEST_BYTES = 256
+_BOOTS_KEPT = 256
+_NOTHING: frozenset[str] = frozenset()
 _SYSTEM_FIELDS = ("tools", "chat_template_kwargs")
 
 
@@ -67,6 +70,12 @@ class Prefixes:
         self._clock = clock
         self._claims: OrderedDict[str, dict[Holding, float]] = OrderedDict()
         """Until when, the last one used at the end."""
+        self._tokens: dict[str, int] = {}
+        """What a worker that holds one need not read, as far as one has counted it here."""
+        self._rules = PrefixPolicy()
+        """Those of the last request."""
+        self._announced: OrderedDict[Holding, frozenset[str]] = OrderedDict()
+        """What workers told that they hold, by their last reports."""
         self._news: dict[tuple[str, str, str], Claim] = {}
         self.untrue = 0
         """Claims that a worker's own count has shown to be wrong."""
@@ -82,12 +91,15 @@ class Prefixes:
             return fleet
         now_s = self._clock()
         holders = frozenset([holding for holding, until_s in claims.items() if until_s > now_s])
-        return fleet._replace(holders=holders)
+        workers, known_models, rows, at_s, _, _ = fleet
+        return FleetView(workers, known_models, rows, at_s, holders, self._tokens.get(name, 0))
 
     def sent(self, name: str, holding: Holding, rules: PrefixPolicy) -> None:
         """Learn that a worker is about to read it: who asks next is to find it there."""
+        self._rules = rules
         if not rules.holders:
             self._claims.pop(name, None)
+            self._tokens.pop(name, None)
             return
         self._keep(name, holding, rules.ttl_s)
         claims = self._claims[name]
@@ -105,9 +117,30 @@ class Prefixes:
         else:
             untrue = expected and not usage.cached_tokens
             self.untrue += untrue
+            if usage.cached_tokens and name in self._claims:
+                self._tokens[name] = usage.cached_tokens
         if untrue:
             self._drop(name, holding)
             self._tell(Claim(name, *holding, 0.0))
+
+    def announced(self, report: WorkerReport) -> None:
+        """Learn from a worker's report what it has stored and evicted since the one before.
+
+        All gateways hear the report, so none needs to tell.
+        """
+        holding = (report.worker_id, report.boot_id)
+        before, now = self._announced.get(holding, _NOTHING), frozenset(report.prefixes)
+        if now == before or not self._rules.holders:
+            return
+        for name in now - before:
+            self._keep(name, holding, self._rules.ttl_s)
+        if report.prefixes_held == len(now):
+            for name in before - now:
+                self._drop(name, holding)
+        self._announced[holding] = now
+        self._announced.move_to_end(holding)
+        if len(self._announced) > _BOOTS_KEPT:
+            self._announced.popitem(last=False)
 
     def take_news(self) -> tuple[Claim, ...]:
         """Give what other gateways should hear, each claim once, as it is now."""
@@ -135,7 +168,7 @@ class Prefixes:
         claims.pop(holding, None)
         claims[holding] = self._clock() + for_s
         if len(self._claims) > KEYS_KEPT:
-            self._claims.popitem(last=False)
+            self._tokens.pop(self._claims.popitem(last=False)[0], None)
 
     def _drop(self, name: str, holding: Holding) -> None:
         claims = self._claims.get(name)
@@ -144,3 +177,4 @@ class Prefixes:
         claims.pop(holding, None)
         if not claims:
             del self._claims[name]
+            self._tokens.pop(name, None)

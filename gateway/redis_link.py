@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
@@ -37,8 +37,12 @@ from gateway.errors import RecordsUnwritable, StartRefused
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 1.0
-"""Of one question. Only an admin's edit, which is one, ever waits so long, and that but once."""
+"""Of one question, which no request waits for."""
+WAIT_S = 0.05
+"""So long a request waits, and only one that reads or changes what admins make."""
 _CONNECTIONS = 16
+# Of the event loop, in which an answer that has come is read.
+_TURNS = 4
 # The last is what uvloop says of a connection that was closed under a question.
 _UNREACHABLE = (RedisUnreachable, RedisTimeout, OSError, RuntimeError)
 _FAILURES = (RedisError, ValueError, *_UNREACHABLE)
@@ -76,6 +80,7 @@ class RedisLink:
         self.digest = hashlib.sha256("|".join(place).encode()).hexdigest()[:12]
         """Names the place of this Redis, without any secret."""
         self._troubles: dict[str, str] = {}
+        self._late: set[asyncio.Task[Any]] = set()
         self.away = False
         """It did not answer the last question at all. The turns of sharing go on asking."""
 
@@ -110,15 +115,44 @@ class RedisLink:
         return answer
 
     async def edit(self, question: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Ask while an admin waits: not at all where Redis did not answer the last question."""
+        """Ask while an admin waits: not at all where Redis did not answer the last question.
+
+        What is not answered in that time may be kept all the same.
+        """
         if self.away:
             raise RecordsUnwritable
+        asking = asyncio.create_task(self._in_time(question), name="edit of records")
+        if not await self.waited(asking):
+            log.warning("redis.edit_late")
+            raise RecordsUnwritable
         try:
-            async with asyncio.timeout(DEADLINE_S):
-                return await question()
+            return asking.result()
         except _FAILURES as error:
             log.warning("redis.edit_failed why=%s", _sentence(error))
             raise RecordsUnwritable from None
+
+    async def waited(self, asking: asyncio.Task[Any]) -> bool:
+        """Wait as long as a request may; say whether that was long enough.
+
+        Where it was not the question goes on beside, and nobody waits again before Redis answers.
+        """
+        try:
+            await asyncio.wait((asking,), timeout=WAIT_S)
+            for _ in range(_TURNS):
+                if asking.done():
+                    return True
+                # Perhaps the answer lies there, and it was this process that did not get on.
+                await asyncio.sleep(0)
+            self.away = True
+            return False
+        finally:
+            if not asking.done():
+                self._late.add(asking)
+                asking.add_done_callback(self._let_go)
+
+    async def _in_time(self, question: Callable[[], Awaitable[Answer]]) -> Answer:
+        async with asyncio.timeout(DEADLINE_S):
+            return await question()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -133,6 +167,12 @@ class RedisLink:
             await connection.disconnect(nowait=True)
             raise
         self.connections += 1
+
+    def _let_go(self, asking: asyncio.Task[Any]) -> None:
+        """Take note of how a question ended that nobody waits for any more."""
+        self._late.discard(asking)
+        if not asking.cancelled() and (error := asking.exception()) is not None:
+            log.warning("redis.late_failed why=%s", _sentence(error))
 
     def _note(self, part: str, why: str) -> None:
         """Log a change, not every question."""
@@ -162,7 +202,7 @@ _SENTENCES: tuple[tuple[type[Exception], str], ...] = (
 )
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: BaseException) -> str:
     """Say in one sentence what is wrong."""
     if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
         return "A key of Paceline holds something else in Redis."

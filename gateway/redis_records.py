@@ -111,12 +111,19 @@ class RedisRecords:
 
     async def all(self, kind: str) -> Mapping[str, str]:
         """Read all records of a kind by name, oldest first, or what was last known of them."""
-        # One after the other: what was read first must not be taken last.
-        async with self._looking[kind]:
-            if not self._link.away:  # an admin may be waiting
-                with contextlib.suppress(RecordsUnwritable):  # the link tells
-                    await self._look(kind)
+        if not self._link.away:
+            look = asyncio.create_task(self._look_in_turn(kind), name=f"look at {kind}")
+            if self.fresh(kind):
+                await self._link.waited(look)  # an admin may be waiting
+            else:
+                await look  # nobody is served yet by what was never read
         return self._texts(kind)
+
+    async def _look_in_turn(self, kind: str) -> None:
+        """Look, one after the other: what was read first must not be taken last."""
+        async with self._looking[kind]:
+            with contextlib.suppress(RecordsUnwritable):  # the link tells
+                await self._look(kind)
 
     async def add(self, kind: str, name: str, text: str) -> bool:
         """Keep a new record unless there is one of that name."""

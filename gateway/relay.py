@@ -182,7 +182,9 @@ class Relay:
         steps.holder.check_model(inspected)
         prefix = line.prefix_names.name(inspected, caller, policy.prefix)
         case = Case(policy, inspected.profile, asker, caller.pools, prefix)
-        decision = steps.decision = decide(case, line.prefixes.mark(fleet, prefix), line.rng)
+        decision = steps.decision = decide(
+            case, line.prefixes.mark(fleet, prefix), line.rng, briefly=True
+        )
         line.recent.remember(case)
         if decision.barred:
             raise PoolsNotAllowed

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gateway.fleet import Fleet, Member
+from gateway.fleet import Fleet
+from gateway.member import Member
 from gateway.store import Key, add_lanes
 from policies.document import PolicyDocument
 from policies.pools import Pool

@@ -89,7 +89,9 @@ def _fold_oldest(boots: dict[str, WorkerReport]) -> None:
 def folded(earlier: WorkerReport | None, report: WorkerReport, name: str) -> WorkerReport:
     """Add a boot to the sum of earlier ones, which goes by this name."""
     lanes = report.lanes if earlier is None else _added(earlier.lanes, report.lanes)
-    return report.model_copy(update={"boot_id": name, "lanes": lanes, "ready": False})
+    return report.model_copy(
+        update={"boot_id": name, "lanes": lanes, "ready": False, "prefixes": ()}
+    )
 
 
 def _added(some: tuple[LaneReport, ...], others: tuple[LaneReport, ...]) -> tuple[LaneReport, ...]:

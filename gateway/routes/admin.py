@@ -11,8 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.client import read_small_body
-from gateway.fleet import BEAT_S, Member
+from gateway.fleet import BEAT_S
 from gateway.line import Line
+from gateway.member import Member
 from gateway.refusals import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
 from gateway.routes.documented import (
     FOR_ADMINS,
@@ -54,6 +55,7 @@ def joining(line: Line) -> APIRouter:
         if report.worker_id != worker_id:
             raise FieldInvalid("The report is of another worker than the path.", param="worker_id")
         line.fleet.beat(report)
+        line.prefixes.announced(report)
         line.dispatch.serve_waiting()
         await line.store.keep_report(report)
         return {"beat_s": BEAT_S}
@@ -105,8 +107,8 @@ def workers(line: Line) -> APIRouter:
     )
     async def drain(worker_id: str, request: Request) -> dict[str, Any]:
         timeout_s = _drain_timeout_s(request)
-        in_flight = await line.cordons.drain(worker_id, read_author(request), timeout_s)
-        return {"drained": not in_flight, **_one(line, worker_id)}
+        drained = await line.cordons.drain(worker_id, read_author(request), timeout_s)
+        return {"drained": drained, **_one(line, worker_id)}
 
     return router
 

@@ -10,13 +10,14 @@ from starlette.requests import Request
 
 from gateway.caller import read_asker, read_caller
 from gateway.client import read_small_body
-from gateway.domain import Case, Decision, Inspected
+from gateway.domain import Candidate, Case, Decision, FleetView, Inspected
 from gateway.inspection import inspect, parse
 from gateway.line import Line
 from gateway.refusals import ModelUnknown, PoolsNotAllowed
 from gateway.routes.documented import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.routes.guards import holder_of, with_data_key
 from gateway.routing import decide
+from gateway.status import worker_state
 from policies.asker import Asker
 from policies.profile import Endpoint
 
@@ -51,9 +52,25 @@ def explanation(line: Line) -> APIRouter:
         decision = decide(case, line.prefixes.mark(fleet, prefix), rng)
         if decision.barred:
             raise PoolsNotAllowed
-        return _told(inspected, asker, decision)
+        return _told(inspected, asker, decision) | {"left_out": _left_out(line, fleet)}
 
     return router
+
+
+def _left_out(line: Line, fleet: FleetView) -> dict[str, str]:
+    """Say of the workers that take no request now why."""
+    taking = {worker.worker_id for worker in fleet.workers}
+    return {
+        member.report.worker_id: worker_state(line.fleet, member)
+        for member in line.fleet.members()
+        if member.report.worker_id not in taking
+    }
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    """Tell of one lane; of its score no more digits than mean anything."""
+    rounded = {name: round(getattr(candidate, name), 4) for name in ("score_s", "read_s")}
+    return candidate._asdict() | rounded
 
 
 def _told(inspected: Inspected, asker: Asker, decision: Decision) -> dict[str, Any]:
@@ -67,7 +84,7 @@ def _told(inspected: Inspected, asker: Asker, decision: Decision) -> dict[str, A
         "bypass": [reason.value for reason in decision.bypass],
         "route": decision.route,
         "servable": bool(decision.candidates),
-        "candidates": [candidate._asdict() for candidate in decision.candidates],
+        "candidates": [_candidate(one) for one in decision.candidates],
     }
     if decision.spill_after_s is not None:
         told["spill_after_s"] = decision.spill_after_s

@@ -226,3 +226,23 @@ def test_checkpoints_with_other_weights_have_other_fingerprints(tmp_path) -> Non
     weights.write_bytes(data)
 
     assert fingerprint(CHECKPOINT) == before != fingerprint(tmp_path / "other")
+
+
+def test_a_lane_tells_its_speed_and_what_it_has_still_to_read(make_lane, ask, snapshots) -> None:
+    """What is known of a prompt that waits need not be read."""
+    lane = make_lane(snapshots=snapshots)
+    first = ask(lane, "Hello", system=SYSTEM)
+    waiting = lane.counters.report()
+    assert (waiting.read_tokens_s, waiting.write_tokens_s) == (0, 0)
+    assert waiting.unread_tokens == len(first.row.prompt.tokens)
+    run(lane)
+    idle = lane.counters.report()
+    assert idle.unread_tokens == 0
+    assert min(idle.read_tokens_s, idle.write_tokens_s) > 0
+
+    again = ask(lane, "Who are you?", system=SYSTEM)
+    prefix = again.row.prompt.prefix
+    assert prefix is not None
+    assert snapshots.keys == (prefix.key,)
+    unread = len(again.row.prompt.tokens) - prefix.tokens
+    assert lane.counters.report().unread_tokens == unread

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from pydantic import SecretStr
 
-from tests.gateway.fake_worker import FAULT_PATH, FakeWorker
+from tests.gateway.fake_worker import FAULT_PATH, TOKEN, USAGE, FakeWorker, lane_report
 from tests.gateway.serving import Gateway, serving
+from workers.adapters.report import WorkerReport
+from workers.join import Membership, keep_joined
 
 _ROOT = Path(__file__).parents[2]
 
@@ -47,11 +52,32 @@ class WorkerProcess:
         self._process.wait()
 
 
+class CountingWorker(FakeWorker):
+    """A fake worker that reports what it has answered in this life of it."""
+
+    def report(self, **changes: Any) -> WorkerReport:
+        answers = sum(heard.generated for heard in self.heard)
+        lane = lane_report(
+            "vlm",
+            slots=64,
+            running=self.answering,
+            requests=answers,
+            prompt_tokens=answers * USAGE["prompt_tokens"],
+            completion_tokens=answers * USAGE["completion_tokens"],
+        )
+        return super().report(lanes=[lane.model_dump()], **changes)
+
+
 @contextmanager
-def worker_process(worker_id: str = "killable") -> Iterator[WorkerProcess]:
-    """Run a fake worker until the context ends, or the test kills it."""
+def worker_process(
+    worker_id: str = "killable", joins: str = "", port: int = 0
+) -> Iterator[WorkerProcess]:
+    """Run a fake worker until the context ends, or the test kills it.
+
+    With `joins`, the URL of a gateway, it beats there as a real one does.
+    """
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.faults.worker_process"],
+        [sys.executable, "-m", "tests.faults.worker_process", worker_id, joins, str(port)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -67,11 +93,34 @@ def worker_process(worker_id: str = "killable") -> Iterator[WorkerProcess]:
 
 def main() -> None:
     """Serve until standard input closes, or the process is killed."""
+    worker_id, gateway_url, port = sys.argv[1:]
     worker = FakeWorker()
+    if gateway_url:
+        worker = CountingWorker(worker_id, boot_id=secrets.token_hex(4), port=int(port))
     with serving(worker, sockets=[worker.socket]):
         sys.stdout.write(worker.url + "\n")
         sys.stdout.flush()
+        if gateway_url:
+            asyncio.run(_beat(worker, gateway_url))
         sys.stdin.read()
+
+
+async def _beat(worker: FakeWorker, gateway_url: str) -> None:
+    """Beat as real workers do, until standard input closes."""
+    beats = asyncio.create_task(
+        keep_joined(
+            Membership(
+                gateway_url=gateway_url,
+                token=SecretStr(TOKEN),
+                worker_id=worker.worker_id,
+                report=worker.report,
+                changed=asyncio.Event(),
+            )
+        )
+    )
+    await asyncio.to_thread(sys.stdin.read)
+    beats.cancel()
+    await asyncio.wait((beats,))
 
 
 if __name__ == "__main__":

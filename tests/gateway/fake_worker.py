@@ -19,7 +19,7 @@ TOKEN = "join-token-of-the-tests"
 FAULT_PATH = "/_fault"
 """POST a script here; no script stands in its way."""
 
-USAGE = {
+USAGE: dict[str, Any] = {
     "prompt_tokens": 7,
     "completion_tokens": 3,
     "total_tokens": 10,
@@ -92,9 +92,11 @@ class FakeWorker:
     go_on: threading.Event = field(default_factory=threading.Event)
     reported: WorkerReport | None = None
     """Given out by /v1/status; None answers with `report()`."""
+    port: int = 0
+    """0 takes any free one."""
 
     def __post_init__(self) -> None:
-        self.socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.socket = socket.create_server(("127.0.0.1", self.port), backlog=1024)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
         self._turn = itertools.count()
 

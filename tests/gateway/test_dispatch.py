@@ -13,7 +13,8 @@ from gateway.breaker import Verdict
 from gateway.dispatch import Dispatch
 from gateway.domain import Caller, Case
 from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
-from gateway.fleet import Fleet, Lease
+from gateway.fleet import Fleet
+from gateway.member import Lease
 from gateway.prefixes import Prefixes
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority, read_policy

@@ -103,6 +103,7 @@ def test_the_dashboard_and_the_alerts_show_all_that_operators_ask_for() -> None:
         *("paceline_queue_wait_seconds_bucket", "paceline_time_to_first_token_seconds_bucket"),
         *("paceline_added_latency_seconds_bucket", "paceline_prefixes_total"),
         *("paceline_worker_ejections", "paceline_retries_denied_total"),
+        "paceline_store_degraded",
     ):
         assert needed in asked
 

@@ -34,7 +34,7 @@ def fleet(*labels: str) -> FleetView:
     """A Mac for each label, called by it, with both lanes."""
     lanes = tuple(LaneView.of(lane_report(name), 0) for name in ("text-mtp", "vlm"))
     workers = tuple(WorkerView.of(label, ("m",), lanes, (label,)) for label in labels)
-    return FleetView(workers, frozenset({"m"}))
+    return FleetView.of(workers, frozenset({"m"}))
 
 
 @pytest.mark.parametrize(

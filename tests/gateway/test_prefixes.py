@@ -20,6 +20,7 @@ from policies.prefix import PrefixPolicy
 from policies.profile import Endpoint, RequestProfile
 from tests.gateway.fake_worker import USAGE, FakeWorker, Script, lane_report, whole_answer
 from tests.gateway.serving import Gateway, bearing, settings_for_tests
+from workers.adapters.report import WorkerReport
 
 RULES = PrefixPolicy()
 STUDIO, LAPTOP = ("studio", "1"), ("laptop", "1")
@@ -55,7 +56,7 @@ def prefixes(clock: list[float]) -> Prefixes:
 
 
 def holders(prefixes: Prefixes, name: str = "p") -> set[tuple[str, str]]:
-    return set(prefixes.mark(FleetView((), frozenset()), name).holders)
+    return set(prefixes.mark(FleetView.of((), frozenset()), name).holders)
 
 
 def test_requests_follow_their_system_prompt_to_the_worker_that_holds_it(
@@ -116,6 +117,18 @@ def test_an_explanation_says_who_holds_it(pair: Gateway) -> None:
     explained = pair.client.post("/v1/route/explain", json={"model": "demo", **asked()}).json()
     assert [one["holder"] for one in explained["candidates"]] == [True, False]
     assert explained["candidates"][0]["worker_id"] == at
+
+
+def test_an_explanation_tells_every_score_and_why_others_take_nothing(pair: Gateway) -> None:
+    body = {"model": "demo", **asked()}
+    told = pair.client.post("/v1/route/explain", json=body).json()
+    assert {one["worker_id"] for one in told["candidates"]} == {"fake-a", "fake-b"}
+    assert all(one["score_s"] >= one["read_s"] > 0 for one in told["candidates"])
+    assert told["left_out"] == {}
+    assert pair.admin.put("/admin/v1/workers/fake-b/cordon").is_success
+    told = pair.client.post("/v1/route/explain", json=body).json()
+    assert [one["worker_id"] for one in told["candidates"]] == ["fake-a"]
+    assert told["left_out"] == {"fake-b": "cordoned"}
 
 
 @pytest.mark.parametrize(
@@ -219,13 +232,56 @@ def test_what_a_worker_counted_confirms_or_drops_its_claim(prefixes: Prefixes) -
     assert prefixes.untrue == 1
 
 
+def announced(fake: FakeWorker, *names: str, held: int | None = None) -> WorkerReport:
+    return fake.report(prefixes=names, prefixes_held=len(names) if held is None else held)
+
+
+def test_what_a_worker_stored_and_evicted_is_learnt_from_its_reports(prefixes: Prefixes) -> None:
+    fake = FakeWorker(worker_id="studio", boot_id="1")
+    fake.socket.close()
+    prefixes.announced(announced(fake, "p", "q"))
+    assert holders(prefixes) == holders(prefixes, "q") == {STUDIO}
+    prefixes.sent("p", LAPTOP, RULES)
+    prefixes.announced(announced(fake, "q"))
+    assert holders(prefixes) == {LAPTOP}, "evicted there, and nowhere else"
+    # One that is only not among those that are told is not evicted.
+    prefixes.announced(announced(fake, "r", held=3))
+    assert holders(prefixes, "q") == holders(prefixes, "r") == {STUDIO}
+
+
+def test_what_is_being_read_is_not_forgotten_for_a_report_that_has_it_not_yet(
+    prefixes: Prefixes,
+) -> None:
+    fake = FakeWorker(worker_id="studio", boot_id="1")
+    fake.socket.close()
+    prefixes.announced(announced(fake, "q"))
+    prefixes.sent("p", STUDIO, RULES)
+    prefixes.announced(announced(fake, "q"))
+    assert holders(prefixes) == {STUDIO}
+
+
+def test_a_gateway_that_starts_learns_from_heartbeats_who_holds_what(
+    gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    gateway.join(worker)
+    gateway.join(second_worker)
+    gateway.chat(**asked())
+    name = (worker.heard or second_worker.heard)[0].headers["x-paceline-prefix-key"]
+    other = second_worker if worker.heard else worker
+    gateway.leave(worker if worker.heard else second_worker)
+    gateway.join(worker if worker.heard else second_worker, boot_id="boot-2")
+    gateway.join(other, prefixes=[name], prefixes_held=1)
+    answer = gateway.chat(**asked())
+    assert answer.headers["x-paceline-worker"] == other.worker_id
+
+
 def worker_of(holding: tuple[str, str], in_flight: int = 0) -> WorkerView:
     lane = LaneView.of(lane_report("vlm"), in_flight)
     return WorkerView.of(holding[0], ("demo",), (lane,), boot_id=holding[1])
 
 
 def first_of(*workers: WorkerView, seed: int = 0) -> str:
-    fleet = FleetView(workers, frozenset(("demo",)), frozenset((STUDIO,)))
+    fleet = FleetView.of(workers, frozenset(("demo",)), frozenset((STUDIO,)))
     return decide(CASE, fleet, Random(seed)).candidates[0].worker_id
 
 
@@ -257,7 +313,7 @@ def test_holders_change_the_order_and_never_who_may_answer(
     busy: list[int], held: set[int], seed: int
 ) -> None:
     workers = tuple(worker_of((f"mac-{n}", "1"), count) for n, count in enumerate(busy))
-    plain = FleetView(workers, frozenset(("demo",)))
+    plain = FleetView.of(workers, frozenset(("demo",)))
     marked = plain._replace(holders=frozenset((f"mac-{n}", "1") for n in held))
     without, found = (decide(CASE, fleet, Random(seed)).candidates for fleet in (plain, marked))
     assert {one.worker_id for one in without} == {one.worker_id for one in found}

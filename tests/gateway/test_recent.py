@@ -14,7 +14,7 @@ from tests.gateway.test_routing import fleet, worker
 OLD = shipped_policy()
 NEW = read_policy(document("all", lanes=("text-mtp", "vlm")), "test")
 FLEET = fleet(worker("a"))
-NOBODY = FleetView((), frozenset())
+NOBODY = FleetView.of((), frozenset())
 
 
 async def test_the_last_ten_thousand_are_replayed() -> None:

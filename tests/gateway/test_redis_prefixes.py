@@ -32,7 +32,7 @@ class Neighbour:
         await self._shared.exchange()
 
     def holders(self, name: str = "p") -> set[tuple[str, str]]:
-        return set(self.prefixes.mark(FleetView((), frozenset()), name).holders)
+        return set(self.prefixes.mark(FleetView.of((), frozenset()), name).holders)
 
 
 @pytest.fixture

@@ -156,3 +156,24 @@ async def test_a_full_redis_refuses_an_edit_and_is_still_read(
     assert await records.all("keys") == {"a": "1"}
     own_redis.configure("maxmemory", "0")
     assert await records.add("keys", "b", "2")
+
+
+async def test_nobody_waits_for_an_edit_that_redis_is_slow_to_answer_and_it_may_be_kept(
+    own_redis: RedisServer, opens: Opens
+) -> None:
+    records, link = opens(own_redis)
+    await records.add("keys", "a", "1")
+    assert await records.all("keys") == {"a": "1"}
+    own_redis.freeze()
+    with pytest.raises(RecordsUnwritable):
+        await records.add("keys", "b", "2")
+    assert link.away
+    with pytest.raises(RecordsUnwritable):
+        await records.remove("keys", "a")  # of which Redis never hears
+    assert await records.all("keys") == {"a": "1"}
+
+    own_redis.thaw()
+    await answers(link)
+    async with asyncio.timeout(10):
+        while await records.all("keys") != {"a": "1", "b": "2"}:
+            await asyncio.sleep(0.05)

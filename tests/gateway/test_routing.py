@@ -33,9 +33,7 @@ def worker(name: str, model: str = "demo", **in_flight: int) -> WorkerView:
 
 
 def fleet(*workers: WorkerView) -> FleetView:
-    return FleetView(
-        workers=workers, known_models=frozenset(model for one in workers for model in one.models)
-    )
+    return FleetView.of(workers, frozenset(model for one in workers for model in one.models))
 
 
 def chosen(profile: RequestProfile, *workers: WorkerView, seed: int = 0) -> tuple[str, str, str]:
@@ -254,15 +252,20 @@ def test_every_decision_is_possible_ranked_and_reasoned(
     decision = decide(Case(POLICY, profile), view, Random(seed))
     assert decision == decide(Case(POLICY, profile), view, Random(seed))
     by_id = {one.worker_id: one for one in workers}
-    loads: dict[str, list[float]] = {}
+    scores_s: dict[str, list[float]] = {}
     for one in decision.candidates:
         assert profile.model in by_id[one.worker_id].models
-        loads.setdefault(one.pool, []).append(one.load)
+        scores_s.setdefault(one.pool, []).append(one.score_s)
         if one.lane == "text-mtp":
             assert one.reason == "eligible"
             assert decision.bypass == ()
         else:
             assert one.reason in [*Bypass, "policy", "spilled"]
         assert one.spill == (one.reason == "spilled") == (one.pool != decision.candidates[0].pool)
-    for ranked in loads.values():
+    for ranked in scores_s.values():
         assert ranked == sorted(ranked)
+    brief = decide(Case(POLICY, profile), view, Random(seed), briefly=True)
+    assert (brief.route, brief.bypass, brief.barred) == (*decision[:2], decision.barred)
+    assert [one[:3] for one in brief.candidates[:1]] == [one[:3] for one in decision.candidates[:1]]
+    left_out = {one[:3] for one in decision.candidates} - {one[:3] for one in brief.candidates}
+    assert not left_out or not brief.whole

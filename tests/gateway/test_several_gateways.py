@@ -14,7 +14,7 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from tests.gateway.fake_worker import DONE, FakeWorker, Script
+from tests.gateway.fake_worker import DONE, FakeWorker, Script, lane_report
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.serving import (
     Gateway,
@@ -193,6 +193,72 @@ def test_requests_at_once_are_counted_over_all_gateways(makes: Makes, worker: Fa
         worker.go_on.set()
         assert b"".join(pieces).endswith(DONE)
     eventually(lambda: second.chat().status_code == 200)
+
+
+CORDON = "/admin/v1/workers/fake-a/cordon"
+DRAIN = "/admin/v1/workers/fake-a/drain"
+
+
+def state_of(gateway: Gateway, worker_id: str = "fake-a") -> str:
+    listed = gateway.admin.get("/admin/v1/workers").json()["workers"]
+    states: dict[str, str] = {one["worker_id"]: one["state"] for one in listed}
+    return states[worker_id]
+
+
+def test_of_two_gateways_the_last_word_on_a_cordon_counts_at_both(
+    makes: Makes, worker: FakeWorker
+) -> None:
+    first, second = makes(), makes()
+    first.join(worker)
+    eventually(lambda: second.client.get("/readyz").is_success)
+    assert first.admin.put(CORDON).is_success
+    # The other one lifts it at once, before a look of its own has told it of the cordon.
+    assert second.admin.delete(CORDON).status_code == 204
+    eventually(lambda: state_of(first) == state_of(second) == "ready")
+    assert second.admin.put(CORDON).is_success
+    assert first.admin.put(CORDON).is_success, "cordoned twice is cordoned once"
+    assert first.admin.delete(CORDON).status_code == 204
+    eventually(lambda: state_of(first) == state_of(second) == "ready")
+    assert first.chat().status_code == second.chat().status_code == 200
+
+
+def test_a_worker_is_drained_once_it_has_nothing_of_any_gateway(
+    makes: Makes, worker: FakeWorker
+) -> None:
+    first, second = makes(), makes()
+    first.join(worker)
+    eventually(lambda: second.client.get("/readyz").is_success)
+    worker.script = Script(hang_after=1)
+    busy = [lane_report("vlm", running=1).model_dump()]
+    with first.stream() as answer, ThreadPoolExecutor(1) as aside:
+        pieces = answer.iter_raw()
+        next(pieces)
+        worker.reported = worker.report(lanes=busy)
+        soon = second.admin.post(DRAIN, params={"timeout_s": "2"}).json()
+        assert (soon["drained"], soon["in_flight"]) == (False, 0), "another one's stream runs there"
+        drained = aside.submit(second.admin.post, DRAIN)
+        worker.go_on.set()
+        assert b"".join(pieces).endswith(DONE)
+        worker.reported = None
+        assert drained.result().json()["drained"]
+
+
+def test_a_drain_ends_where_the_cordon_is_lifted_at_another_gateway(
+    makes: Makes, worker: FakeWorker
+) -> None:
+    first, second = makes(), makes()
+    first.join(worker)
+    eventually(lambda: second.client.get("/readyz").is_success)
+    worker.script = Script(hang_after=1)
+    with first.stream() as answer, ThreadPoolExecutor(1) as aside:
+        pieces = answer.iter_raw()
+        next(pieces)
+        drained = aside.submit(first.admin.post, DRAIN, params={"timeout_s": "600"})
+        eventually(lambda: state_of(second) == "cordoned")
+        assert second.admin.delete(CORDON).status_code == 204
+        assert not drained.result().json()["drained"]
+        worker.go_on.set()
+        assert b"".join(pieces).endswith(DONE)
 
 
 def test_gateways_that_are_killed_under_load_lose_and_double_nothing_that_was_told(

@@ -102,8 +102,14 @@ class ScriptedEngine:
     def memory_bytes(self) -> int:
         return 0
 
+    def memory_limit_bytes(self) -> int:
+        return 0
+
     def snapshot_bytes(self) -> int:
         return 0
+
+    def prefixes(self) -> tuple[str, ...]:
+        return ()
 
     def stop(self) -> None:
         self.alive = False

@@ -60,6 +60,8 @@ async def test_status_names_lanes_memory_and_a_report_that_others_can_read(
     # One copy of the weights for both lanes: two would not fit into this.
     assert status["memory"]["weights_bytes"] < status["memory"]["bytes"]
     assert status["ready"] is True
+    assert 0 < report.memory_bytes < report.memory_limit_bytes
+    assert report.prefixes_held >= len(report.prefixes)
 
 
 async def test_metrics_carry_vllms_counters_once_and_agree_with_status(

@@ -7,10 +7,15 @@ worker and only grow; whoever adds workers up adds the last report of every boot
 from __future__ import annotations
 
 from collections import Counter
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
 
 from policies.part import Label
+
+PREFIXES_TOLD = 64
+"""Of the system prompts that a worker holds, so many stand in its report."""
+PrefixName = Annotated[str, Field(max_length=128)]
 
 
 class Record(BaseModel):
@@ -132,6 +137,12 @@ class LaneReport(Record):
     waiting: NonNegativeInt = 0
     slots: NonNegativeInt = 1
     """Rows that may run side by side."""
+    unread_tokens: NonNegativeInt = 0
+    """Prompt tokens of those that wait or are being read, which are still to be read."""
+    read_tokens_s: NonNegativeFloat = 0.0
+    """Prompt tokens that it reads in a second, as measured lately; 0 while that is not known."""
+    write_tokens_s: NonNegativeFloat = 0.0
+    """Tokens that one answer gets in a second, as measured lately; 0 while that is not known."""
     mtp_enabled: bool = False
     requested_draft_tokens: NonNegativeInt = 0
     effective_draft_tokens: NonNegativeInt = 0
@@ -170,8 +181,14 @@ class WorkerReport(Record):
     ready: bool = True
     draining: bool = False
     memory_bytes: NonNegativeInt = 0
+    memory_limit_bytes: NonNegativeInt = 0
+    """What it may use at most; 0 where that is not known."""
     snapshot_bytes: NonNegativeInt = 0
-    """Of these, what is kept of system prompts."""
+    """Of these in use, what is kept of system prompts."""
+    prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=PREFIXES_TOLD)
+    """The system prompts that it holds by the names that it was given, the last one used first."""
+    prefixes_held: NonNegativeInt = 0
+    """How many it holds; what is not among `prefixes` is evicted only where these are all."""
     lanes: tuple[LaneReport, ...]
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from policies.profile import Bypass
 from workers.adapters.report import LaneReport, PrefixCounts, SpecPrefillCounts, Speculation
+from workers.engine.pace import Pace
 from workers.engine.requests import LaneName
 from workers.engine.rows import Row
 
@@ -32,6 +33,8 @@ class LaneCounters:
         self._completion_tokens = 0
         self._running = 0
         self._waiting = 0
+        self._unread_tokens = 0
+        self._reading, self._writing = Pace(), Pace()
 
     def admit(self, row: Row) -> None:
         """Count why a newly admitted request will not speculate; reasons may overlap."""
@@ -76,11 +79,22 @@ class LaneCounters:
                 self._requests += 1
                 self._prompt_tokens += usage.prompt_tokens
 
-    def occupy(self, *, running: int, waiting: int) -> None:
-        """Note how many requests hold a row and how many wait for one."""
+    def occupy(self, *, running: int, waiting: int, unread_tokens: int) -> None:
+        """Note how many requests hold a row, how many wait for one, and what is to be read."""
         with self._lock:
             self._running = running
             self._waiting = waiting
+            self._unread_tokens = unread_tokens
+
+    def read(self, tokens: int, duration_s: float) -> None:
+        """Note how long a piece of a prompt took."""
+        with self._lock:
+            self._reading.observe(tokens, duration_s)
+
+    def write(self, tokens_a_row: float, duration_s: float) -> None:
+        """Note how long a round took, and what it brought each of its rows."""
+        with self._lock:
+            self._writing.observe(tokens_a_row, duration_s)
 
     def draft(self, settled: Sequence[int]) -> None:
         """Note how many tokens it pays to draft for 1, 2, 3 ... rows."""
@@ -96,6 +110,9 @@ class LaneCounters:
                 running=self._running,
                 waiting=self._waiting,
                 slots=self._slots,
+                unread_tokens=self._unread_tokens,
+                read_tokens_s=self._reading.tokens_s,
+                write_tokens_s=self._writing.tokens_s,
                 mtp_enabled=self._requested_draft_tokens > 0,
                 head_healthy=self.head_healthy,
                 requested_draft_tokens=self._requested_draft_tokens,

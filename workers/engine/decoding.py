@@ -163,6 +163,8 @@ class Decoding:
             except Exception as error:  # noqa: BLE001  # one bad answer must not end the others
                 failed.append(row)
                 raised = error
+        written = sum(map(len, result.tokens)) / len(rows)
+        self._counters.write(written, self._clock() - begun_s)
         if head:
             self._head.worked()
             if k == self._draft_length.settled(len(rows)) == 0:

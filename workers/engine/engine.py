@@ -78,9 +78,17 @@ class Engine:
         """Return the bytes that MLX holds: weights, caches, activations."""
         return int(mx.get_active_memory())
 
+    def memory_limit_bytes(self) -> int:
+        """Return the bytes that it may hold at most."""
+        return self._memory.limit_bytes
+
     def snapshot_bytes(self) -> int:
         """Return the bytes of them that are kept of system prompts."""
         return self._snapshots.size_bytes
+
+    def prefixes(self) -> tuple[str, ...]:
+        """Name the system prompts that are kept, the last one used first."""
+        return self._snapshots.keys
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; generations still running end in `EngineStopped`."""

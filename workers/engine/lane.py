@@ -207,7 +207,9 @@ class Lane:
             self._sparse_reading.score(prefill, chunk_tokens, self.counters)
             return
         read_chunk(prefill, self._target, chunk_tokens)
-        self._pace.observe(prefill.done - before, self._clock() - begun_s)
+        duration_s = self._clock() - begun_s
+        self._pace.observe(prefill.done - before, duration_s)
+        self.counters.read(prefill.done - before, duration_s)
         if prefill.head_error is not None:
             self._head.failed(prefill.head_error)
             self._head.give_up(row)
@@ -243,5 +245,18 @@ class Lane:
         prove_alive(self._target)
 
     def _note_occupancy(self) -> None:
-        running = self.live + (self._prefill is not None)
-        self.counters.occupy(running=running, waiting=len(self._waiting))
+        prefill = self._prefill
+        unread = sum(map(self._unread_tokens, self._waiting)) if self._waiting else 0
+        if prefill is not None:
+            unread += len(prefill.reads) - prefill.done
+        self.counters.occupy(
+            running=self.live + (prefill is not None),
+            waiting=len(self._waiting),
+            unread_tokens=unread,
+        )
+
+    def _unread_tokens(self, row: Row) -> int:
+        """Count what is to be read of a prompt that waits, as far as can be told before."""
+        prefix = row.prompt.prefix
+        known = prefix.tokens if prefix and prefix.key in self._snapshots else 0
+        return len(row.prompt.tokens) - known

@@ -29,6 +29,8 @@ class MemoryEstimate:
     row_bytes: int
     """Whatever the length: recurrent states."""
     room_bytes: int
+    limit_bytes: int = 0
+    """What the process may use in all."""
 
     def fits(self, contexts: Iterable[int]) -> bool:
         """Say whether rows of these lengths can live side by side, each with room to go on."""
@@ -59,11 +61,13 @@ def measure_memory(target: Target, head: MtpHead | None) -> MemoryEstimate:
             token_bytes += attention_bytes
     if head is not None:
         token_bytes += attention_bytes * len(head.new_caches())
-    free_bytes = _limit_bytes() - mx.get_active_memory()
+    limit_bytes = _limit_bytes()
+    free_bytes = limit_bytes - mx.get_active_memory()
     return MemoryEstimate(
         token_bytes=token_bytes,
         row_bytes=row_bytes,
         room_bytes=int(_SHARE_FOR_CACHES * max(free_bytes, 0)),
+        limit_bytes=limit_bytes,
     )
 
 

@@ -72,6 +72,15 @@ class Snapshots:
         self._size_bytes = 0
         self.counts = SnapshotCounts()
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Name those in memory, the last one used first; safe from any thread."""
+        return tuple(self._by_key)[::-1]
+
+    def __contains__(self, key: str) -> bool:
+        """Say whether there is one of this key in memory."""
+        return key in self._by_key
+
     def read_ahead(self, key: str) -> HostSnapshot | None:
         """Read from disk what memory does not hold; safe from any thread, blocks."""
         if self._files is None or key in self._by_key:

@@ -61,8 +61,14 @@ class ServingEngine(Protocol):
     def memory_bytes(self) -> int:
         """Memory in use by MLX."""
 
+    def memory_limit_bytes(self) -> int:
+        """Memory that it may use at most; 0 where that is not known."""
+
     def snapshot_bytes(self) -> int:
         """Memory of it that holds system prompts."""
+
+    def prefixes(self) -> tuple[str, ...]:
+        """Name the system prompts that are kept, the last one used first."""
 
     def stop(self) -> None:
         """End the engine thread; what still runs is refused."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from workers.adapters.report import WorkerReport
+from workers.adapters.report import PREFIXES_TOLD, WorkerReport
 from workers.server.errors import WorkerDraining
 from workers.server.ports import ServingEngine
 
@@ -76,6 +76,7 @@ class Worker:
     def report(self) -> WorkerReport:
         """Read one consistent snapshot of everything others may know."""
         card = self.engine.card
+        prefixes = self.engine.prefixes()
         return WorkerReport(
             worker_id=self.identity.worker_id,
             boot_id=self.identity.boot_id,
@@ -86,6 +87,9 @@ class Worker:
             ready=self.ready,
             draining=self.traffic.draining,
             memory_bytes=self.engine.memory_bytes(),
+            memory_limit_bytes=self.engine.memory_limit_bytes(),
             snapshot_bytes=self.engine.snapshot_bytes(),
+            prefixes=prefixes[:PREFIXES_TOLD],
+            prefixes_held=len(prefixes),
             lanes=self.engine.lane_reports(),
         )

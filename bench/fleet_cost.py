@@ -1,0 +1,149 @@
+"""What a decision costs, by how many workers there are: `python -m bench.fleet_cost`.
+
+Timed is all that a request pays for where it goes: the look at the fleet, who holds its system
+prompt, the decision, its slot taken and given back. Each decision follows on a change of the fleet,
+as it does under load. CPU time of this process, the quietest of several runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from statistics import median
+from typing import Final, NamedTuple
+
+from rich.console import Console
+
+from bench.tables import Grid
+from gateway.breaker import Verdict
+from gateway.domain import Case
+from gateway.fleet import Fleet
+from gateway.prefixes import KEYS_KEPT, Prefixes
+from gateway.routing import decide
+from policies.document import shipped_policy
+from policies.profile import Endpoint, RequestProfile, Sampling
+from workers.adapters.report import LaneReport, WorkerReport
+
+RESULTS: Final = Path(__file__).parent / "results" / "fleet_cost.md"
+_ABOUT: Final = """\
+# What a decision costs
+
+`python -m bench.fleet_cost`: the look at the fleet, who holds the system prompt, and the decision;
+then the same after a change of the fleet, with a slot taken and given back, as under load. CPU time
+of one process, the quietest run and the middle one.
+"""
+PROMISED_US: Final = 60.0
+_WORKERS: Final = (1, 2, 4, 8, 16, 64)
+_DECISIONS: Final = 400
+_RUNS: Final = 25
+_MODEL: Final = "demo"
+_SAMPLED: Final = RequestProfile(endpoint=Endpoint.CHAT, model=_MODEL, text_chars=8000)
+_KINDS: Final = (
+    ("sampled", _SAMPLED),
+    ("greedy", _SAMPLED._replace(sampling=Sampling(temperature=0))),
+)
+
+
+class Cost(NamedTuple):
+    """CPU microseconds of one request: of the decision, and of all around its slot."""
+
+    decision_us: float
+    median_us: float
+    whole_us: float
+
+
+def _fleet(workers: int) -> Fleet:
+    """Make a fleet whose workers have measured their speeds and are busy to some degree."""
+    rng = Random(1)
+    fleet = Fleet(time.monotonic, rng.random)
+    for number in range(workers):
+        lanes = [
+            LaneReport(name=name, slots=8, mtp_enabled=name == "text-mtp",
+                       draft_tokens_by_rows=(2, 2, 1, 1, 0, 0, 0, 0),
+                       read_tokens_s=rng.uniform(500, 3000), write_tokens_s=rng.uniform(20, 80),
+                       unread_tokens=rng.randrange(3000), running=rng.randrange(4))
+            for name in ("text-mtp", "vlm")
+        ]  # fmt: skip
+        fleet.beat(
+            WorkerReport(
+                worker_id=f"mac-{number}",
+                boot_id="1",
+                url=f"http://mac-{number}:9200",
+                model=_MODEL,
+                context_tokens=8192,
+                lanes=tuple(lanes),
+            )
+        )
+    return fleet
+
+
+def measure(workers: int, profile: RequestProfile) -> Cost:
+    """Time decisions over a fleet, each with a system prompt that three workers hold."""
+    fleet, rng, policy = _fleet(workers), Random(2), shipped_policy()
+    prefixes = Prefixes(time.monotonic)
+    for number in range(KEYS_KEPT):
+        for copy in range(min(3, workers)):
+            holding = f"mac-{(number + copy) % workers}", "1"
+            prefixes.sent(str(number), holding, policy.prefix)
+    cases = [Case(policy, profile, prefix=str(rng.randrange(KEYS_KEPT))) for _ in range(_DECISIONS)]
+    views = [prefixes.mark(fleet.view(), case.prefix) for case in cases]
+
+    def look() -> None:
+        for case in cases:
+            prefixes.mark(fleet.view(), case.prefix)
+
+    def choose() -> None:
+        for case, view in zip(cases, views, strict=True):
+            decide(case, view, rng, briefly=True)
+
+    def all_of_it() -> None:
+        for case in cases:
+            view = prefixes.mark(fleet.view(), case.prefix)
+            for candidate in decide(case, view, rng, briefly=True).candidates:
+                if (lease := fleet.take(candidate)) is not None:
+                    fleet.give_back(lease, Verdict.ANSWERED)
+                    break
+
+    looks, choices, wholes = _timed(look), _timed(choose), _timed(all_of_it)
+    return Cost(min(looks) + min(choices), median(looks) + median(choices), min(wholes))
+
+
+def _timed(work: Callable[[], None]) -> list[float]:
+    """Return the microseconds of each decision, of every run."""
+    runs_us = []
+    for _ in range(_RUNS):
+        begun_s = time.process_time()
+        work()
+        runs_us.append((time.process_time() - begun_s) / _DECISIONS * 1e6)
+    return runs_us
+
+
+def main() -> None:
+    rows, reached_us = [], 0.0
+    for workers in _WORKERS:
+        for kind, profile in _KINDS:
+            cost = measure(workers, profile)
+            rows.append((f"{workers}, {kind}", *(f"{figure:.1f}" for figure in cost)))
+            if workers == _WORKERS[-1]:
+                reached_us = max(reached_us, cost.decision_us)
+    grid = Grid(
+        title=f"CPU microseconds of a decision, {KEYS_KEPT:,} system prompts known",
+        columns=(
+            "workers, request",
+            "decision, least",
+            "... median",
+            "with slot and change, least",
+        ),
+        rows=tuple(rows),
+    )
+    met = "met" if reached_us <= PROMISED_US else "NOT met"
+    promise = f"Promised: at most {PROMISED_US:.0f} us with {_WORKERS[-1]} workers; {met}."
+    Console(highlight=False, width=100).print(grid.drawn())
+    print(promise)
+    RESULTS.write_text(f"{_ABOUT}\n{grid.markdown()}\n{promise}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""One worker in the live table, and the slot of it that a request holds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from gateway.breaker import HEALTHY, Breaker
+from gateway.domain import Candidate, Holding, LaneView, WorkerView
+from gateway.listed import ListedWorker
+from gateway.weighing import Pace, pace
+from workers.adapters.report import WorkerReport
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One boot of one worker; only `Fleet` changes it."""
+
+    report: WorkerReport
+    beaten_at_s: float
+    listed: ListedWorker | None = None
+    """Set for a worker that is listed by hand; its slots are shared by all its lanes."""
+    breaker: Breaker = HEALTHY
+    in_flight: Counter[str] = field(default_factory=Counter)
+    on_probation: int = 0
+    """Requests sent since its last ejection that it has not yet answered."""
+    cordoned: bool = False
+    """An admin keeps new requests from it."""
+    asked_at_s: float = float("-inf")
+    """When it was heard here last, not through another gateway."""
+    joined_here: bool = True
+    """It beats at this gateway, as far as is known."""
+    most_in_flight: dict[str, int] = field(default_factory=dict)
+    """By lane, since its last report: how many of its rows may have been this gateway's."""
+    of_others: dict[str, int] = field(default_factory=dict)
+    """By lane, as of its last report: the rows of other gateways."""
+    reads_until_s: float = 0.0
+    """When it will have read the prompts that it has, as far as can be told."""
+    reading_s: float = 0.0
+    """How long it reads, in all, what this gateway has sent and got no answer to yet."""
+    heard_s: float = 0.0
+    """When it last answered a request of this gateway, or joined."""
+    pace: Pace = field(init=False)
+    """How fast it is, by its last report."""
+    _lanes: dict[str, LaneView] = field(default_factory=dict)
+    _view: WorkerView | None = None
+
+    def __post_init__(self) -> None:
+        self.heard_s = self.reads_until_s = self.beaten_at_s
+        self.learn(self.report, self.beaten_at_s)
+
+    def learn(self, report: WorkerReport, now_s: float) -> None:
+        """Take over what a report says, and work out once what each decision asks of it."""
+        self.report = report
+        self.pace = pace(report)
+        self.changed()
+        if self.listed is not None:
+            return  # it says nothing of itself
+        unread_tokens = 0
+        for lane in report.lanes:
+            unread_tokens += lane.unread_tokens
+            in_flight = self.in_flight[lane.name]
+            # A report is older than what was sent and answered since: only what cannot have been
+            # this gateway's at any time since the one before is others'.
+            mine = max(in_flight, self.most_in_flight.get(lane.name, 0))
+            self.of_others[lane.name] = max(0, lane.running + lane.waiting - mine)
+            self.most_in_flight[lane.name] = in_flight
+        self.reads_until_s = now_s + unread_tokens * self.pace.read_s
+
+    @property
+    def willing(self) -> bool:
+        """Say whether it takes new requests as far as it says itself, and admins do."""
+        return self.report.ready and not self.report.draining and not self.cordoned
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Name the models that it serves."""
+        return self.listed.models if self.listed else (self.report.model,)
+
+    def occupied(self, lane: str) -> int:
+        """Count the requests that this gateway has sent to a lane and not yet got back."""
+        return self.in_flight[lane] if self.listed is None else self.in_flight.total()
+
+    def view(self) -> WorkerView:
+        """Take a snapshot; made anew only where something changed."""
+        if self._view is None:
+            report, lanes = self.report, self._lanes
+            for lane in report.lanes:
+                name = lane.name
+                if name not in lanes:
+                    of_others = self.of_others.get(name, 0)
+                    lanes[name] = LaneView.of(lane, self.occupied(name), of_others)
+            self._view = WorkerView.of(
+                report.worker_id,
+                self.models,
+                tuple([lanes[lane.name] for lane in report.lanes]),
+                report.labels,
+                report.boot_id,
+                pace=self.pace,
+                reads_until_s=self.reads_until_s,
+                heard_s=self.heard_s,
+            )
+        return self._view
+
+    def changed(self, lane: str = "") -> None:
+        """Forget the snapshot of a lane, or of all: those of listed workers share their slots."""
+        self._view = None
+        if lane and self.listed is None:
+            self._lanes.pop(lane, None)
+        else:
+            self._lanes.clear()
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """One slot of one lane, held by one request from the decision to the last byte."""
+
+    candidate: Candidate
+    member: Member
+    ejected_at_s: float
+    """Of the worker's last ejection before this request was sent."""
+    on_probation: bool
+    """The request is the test of a worker that comes back."""
+    waited_s: float = 0.0
+    """How long the request stood in line for it."""
+
+    @property
+    def worker(self) -> WorkerReport:
+        """The worker whose slot it is."""
+        return self.member.report
+
+    @property
+    def holding(self) -> Holding:
+        """The worker in this life of it, as one that holds system prompts."""
+        return self.worker.worker_id, self.worker.boot_id
