@@ -18,7 +18,7 @@ from gateway.line import Line
 from gateway.metrics import exposition
 from gateway.refusals import NotAllowedHere
 from gateway.relay import Relay
-from gateway.routes.documented import FOR_CLIENTS, failures
+from gateway.routes.documented import FOR_CLIENTS, Responses, failures
 from gateway.routes.guards import holder_of, with_data_key
 from gateway.status import render
 from gateway.versions import Reason
@@ -39,11 +39,13 @@ def probes(line: Line, relay: Relay) -> APIRouter:
     async def livez() -> PlainTextResponse:
         return PlainTextResponse("alive\n")
 
-    not_ready = {503: {"description": "No worker, or stopping.", "content": {"text/plain": {}}}}
+    not_ready: Responses = {
+        503: {"description": "No worker, or stopping.", "content": {"text/plain": {}}}
+    }
 
     # "/health" is where vLLM and SGLang tell the same: load generators ask there first.
-    @router.get("/health", response_class=PlainTextResponse, responses={**failures(), **not_ready})
-    @router.get("/readyz", response_class=PlainTextResponse, responses={**failures(), **not_ready})
+    @router.get("/health", response_class=PlainTextResponse, responses=failures() | not_ready)
+    @router.get("/readyz", response_class=PlainTextResponse, responses=failures() | not_ready)
     async def readyz() -> PlainTextResponse:
         if relay.leaving:
             return PlainTextResponse("stopping\n", status_code=503)
