@@ -101,12 +101,20 @@ def _panel(line: Line, relay: Relay) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with line.upstream, line.control, line.probes, line.sharing, line.keeping:
+        async with (
+            line.access_log,
+            line.traces or contextlib.nullcontext(),
+            line.upstream,
+            line.control,
+            line.probes,
+            line.sharing,
+            line.keeping,
+        ):
             yield
 
     panel = _bare_panel(lifespan)
     panel.include_router(state.probes(line, relay))
-    panel.include_router(state.status(line, relay))
+    panel.include_router(state.status(line, state.snapshots(line, relay)))
     panel.include_router(models.models(line))
     panel.include_router(explain.explanation(line))
     panel.include_router(admin.joining(line))

@@ -23,7 +23,7 @@ WorkerState = Literal[
 class Told(BaseModel):
     """A frozen part of the status that has these fields and no others."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class Percentiles(Told):
@@ -67,7 +67,7 @@ class MtpOn(Told):
     """Requests that were not drafted for, by reason, as the workers counted them."""
 
 
-Mtp = Annotated[MtpOff | MtpOn, Field(discriminator="enabled")]
+Mtp = MtpOff | MtpOn
 
 
 class LanePrefix(Told):
