@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import httpx
 from rich.console import Console
@@ -144,7 +144,8 @@ def _ask(client: httpx.Client, messages: Sequence[Mapping[str, object]]) -> Aske
         "model": "default", "messages": list(messages), "max_tokens": _ANSWER_TOKENS,
         "temperature": 0, "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    first_s, usage = 0.0, {}
+    first_s = 0.0
+    usage: dict[str, Any] = {}
     sent_s = time.perf_counter()
     with client.stream("POST", "/v1/chat/completions", json=body) as answer:
         answer.raise_for_status()

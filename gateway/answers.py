@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
 from gateway.client import Reply
 from gateway.errors import GatewayError, WorkerFailed, WorkerLost, WorkerSilent, WorkerStalled
 from gateway.settings import Settings
 from gateway.splice import Splice
-from gateway.sse import read_usage
+from gateway.sse import Scanner, read_drafts, read_usage
 from gateway.trip import Trip, route_headers
 from gateway.worker_link import Answer, LinkLost, LinkSilent
 
@@ -48,12 +48,23 @@ class Answers:
             log.warning("answer.broken request=%s", trip.identity)
             raise WorkerFailed
         trip.usage = read_usage(content) or trip.usage
+        trip.drafts = read_drafts(content)
+        if "metrics" in content and not _tells_metrics(trip, usage=True):
+            del content["metrics"]
+            body = to_json(content)
         await reply.whole(200, [(b"content-type", b"application/json"), *route_headers(trip)], body)
 
     async def stream(self, answer: Answer, reply: Reply, trip: Trip) -> None:
         """Relay events as they come; raise a `WorkerError` unless the last one was the last."""
         idle_timeout_s = self._settings.idle_timeout_s
-        splice = Splice(answer, reply, trip, idle_timeout_s=idle_timeout_s, clock=self._clock)
+        profile = trip.inspected.profile
+        scanner = Scanner(
+            hide_usage=not profile.include_usage,
+            hide_metrics=not _tells_metrics(trip, usage=profile.include_usage),
+        )
+        splice = Splice(
+            answer, reply, trip, scanner, idle_timeout_s=idle_timeout_s, clock=self._clock
+        )
         reading = splice.reading
         last = b""
         lost: GatewayError = WorkerLost()
@@ -66,6 +77,7 @@ class Answers:
             log.warning("stream.cut request=%s error=%r", trip.identity, error)
         finally:
             trip.usage = reading.usage or trip.usage
+            trip.drafts = reading.drafts
         if reading.complete:
             reply.end(last)
             return
@@ -75,3 +87,8 @@ class Answers:
             log.warning("stream.broken request=%s why=%s", trip.identity, reading.broken)
             raise WorkerFailed
         raise lost
+
+
+def _tells_metrics(trip: Trip, *, usage: bool) -> bool:
+    """Say whether an answer may tell what drafting did for it."""
+    return trip.case.policy.metrics.tells(asked=trip.inspected.profile.metrics, usage=usage)

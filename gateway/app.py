@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Iterable
 from importlib.metadata import version
 from random import Random
@@ -19,8 +20,9 @@ from gateway.access import Hosts
 from gateway.client import Receive, Reply, Scope, Send
 from gateway.error_answers import to_body, to_headers
 from gateway.errors import GatewayError, RequestRefused
-from gateway.feed import Feed, Take
+from gateway.feed import Feed
 from gateway.line import Line, build_line
+from gateway.recently import DEFAULT_WINDOW, window_s
 from gateway.refusals import HostRefused, MethodRefused, PathUnknown
 from gateway.relay import ENDPOINTS, Relay
 from gateway.routes import admin, explain, keys, models, openapi, page, policy, state, usage
@@ -35,7 +37,7 @@ class Front:
         self.relay = Relay(line)
         self._hosts = Hosts(line.settings)
         take = state.snapshots(line, self.relay)
-        self._feed = Feed(take)
+        self._feed = Feed(functools.partial(take, window_s(DEFAULT_WINDOW)))
         self._panel = _panel(line, self.relay, take, self._feed)
         apart = line.settings.admin_port is not None
         self.admin_door = AdminDoor(line, self._hosts) if apart else None
@@ -104,12 +106,20 @@ async def create_app(settings: Settings, rng: Random | None = None) -> Front:
     return Front(await build_line(settings, rng))
 
 
-def _panel(line: Line, relay: Relay, take: Take, feed: Feed) -> FastAPI:
+def _panel(line: Line, relay: Relay, take: state.Take, feed: Feed) -> FastAPI:
     """Build what FastAPI holds; its lifespan holds the connections of the whole gateway."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with line.upstream, line.control, line.probes, line.sharing, line.keeping:
+        async with (
+            line.access_log,
+            line.traces or contextlib.nullcontext(),
+            line.upstream,
+            line.control,
+            line.probes,
+            line.sharing,
+            line.keeping,
+        ):
             yield
 
     panel = _bare_panel(lifespan)

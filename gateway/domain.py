@@ -232,6 +232,16 @@ class Usage(NamedTuple):
     cached_tokens: int = 0
 
 
+class Drafts(NamedTuple):
+    """What drafting did for one request."""
+
+    steps: int
+    drafted: int
+    accepted: int
+    histogram: tuple[int, ...]
+    """Steps by how many draft tokens they accepted: none, one, two ..."""
+
+
 class Spent(NamedTuple):
     """What one request has cost its key."""
 
@@ -262,7 +272,7 @@ class Served(NamedTuple):
     status: int
     seconds: float
     code: str = ""
-    """The error's code, empty when there was none."""
+    """What the error counts as, empty when there was none."""
     inspected: Inspected | None = None
     decision: Decision | None = None
     candidate: Candidate | None = None
@@ -274,6 +284,10 @@ class Served(NamedTuple):
     """From the whole body read to the request handed to the worker, without the waiting line."""
     first_token_s: float | None = None
     """From the whole body read to the first event with content, for streams."""
+    token_s: float | None = None
+    """For each token after the first one, for streams that came to their end."""
+    drafts: Drafts | None = None
+    """As the worker counted them; None where it told of none."""
     caller: Caller = Caller()
     spent: Spent = Spent()
     """Nothing without a key."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
-from typing import Any
 
-from pydantic_core import to_json
+from pydantic import BaseModel
 
 from gateway.client import ClientLeft, Presence, Reply, Scope
 from gateway.errors import GatewayError, Stopping, TooManyViewers
@@ -22,14 +21,11 @@ _HEADERS = (
 )
 _END = b"event: end\ndata: {}\n\n"
 
-Take = Callable[[], Awaitable[dict[str, Any]]]
-"""Takes one snapshot."""
-
 
 class Feed:
     """Snapshots for viewers; `take` makes one, and is asked only while somebody watches."""
 
-    def __init__(self, take: Take) -> None:
+    def __init__(self, take: Callable[[], Awaitable[BaseModel]]) -> None:
         self._take = take
         self._taking = asyncio.Lock()
         self._taken: tuple[int, bytes] = (-1, b"")
@@ -79,7 +75,8 @@ class Feed:
         async with self._taking:
             second = int(_now_s() / _PERIOD_S)
             if self._taken[0] != second:
-                self._taken = (second, b"data: %b\n\n" % to_json(await self._take()))
+                told = (await self._take()).model_dump_json()
+                self._taken = (second, f"data: {told}\n\n".encode())
             return self._taken[1]
 
     async def _next_second(self) -> None:

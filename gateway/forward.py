@@ -193,6 +193,8 @@ class Upstream:
                 headers["x-paceline-prefix-key"] = trip.case.prefix
         elif key := self._keys.get(lease.worker.worker_id):
             headers["authorization"] = f"Bearer {key}"
+        if trip.trace is not None:
+            headers |= trip.trace.attempt(trip.inspected.profile, lease.candidate)
         return headers
 
 

@@ -8,17 +8,27 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.line import Line
+from gateway.overload import Load
 
 
 class Gauges(Collector):
     """Read anew each time they are asked for, so that no request pays for them."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Line, load: Load) -> None:
         self._line = line
+        self._load = load
         self._fleet = line.fleet
 
     def collect(self) -> Iterable[Metric]:
         """Give one family for each figure."""
+        yield GaugeMetricFamily(
+            "paceline_requests_in_flight", "Requests that run now.", value=self._load.requests
+        )
+        yield GaugeMetricFamily(
+            "paceline_event_loop_lag_seconds",
+            "The longest delay of the event loop in the last ten seconds.",
+            value=self._load.lag.worst_s,
+        )
         yield from self._pools()
         yield from self._workers()
         yield CounterMetricFamily(

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING
 
 from gateway.access import check_binding
+from gateway.access_log import AccessLog
 from gateway.accounting import Accounting
 from gateway.caller import WeekClock
 from gateway.control import Control
@@ -25,7 +29,6 @@ from gateway.keys.keyring import Keyring
 from gateway.keys.stranded import stranded_keys
 from gateway.keys.usage import Ledger
 from gateway.listed import check_listed, read_keys
-from gateway.metrics import Meters
 from gateway.neighbours import Neighbours
 from gateway.policy_book import PolicyBook, open_book
 from gateway.policy_file import PolicyWatch, read_source
@@ -43,7 +46,11 @@ from gateway.redis_store import RedisStore
 from gateway.settings import Settings
 from gateway.sharing import Shared, Sharing
 from gateway.store import MemoryStore, Store
+from gateway.windows import Windows
 from policies.document import PolicyDocument, PolicyInvalid, Problem
+
+if TYPE_CHECKING:
+    from gateway.tracing import Traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +68,12 @@ class Line:
     keyring: Keyring
     keys: KeyBook
     keeping: Keeping
-    meters: Meters
+    access_log: AbstractAsyncContextManager[object]
+    """What is written of each request, where it is."""
+    traces: Traces | None
+    """Where spans go, where they are asked for."""
     accounting: Accounting
+    windows: Windows
     dispatch: Dispatch
     prefix_names: PrefixNames
     prefixes: Prefixes
@@ -118,7 +129,8 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
     check_binding(settings, keyed=keyring.demanding)
     # Last of all that may refuse the start: it writes the first version.
     book = await _book(settings, records, keyring, wall)
-    meters = Meters()
+    access_log = AccessLog(settings.access_log) if settings.access_log else None
+    accounting = Accounting(store, ledger, access_log, wall)
     return Line(
         settings=settings,
         book=book,
@@ -131,8 +143,10 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
         keyring=keyring,
         keys=keys,
         keeping=Keeping(records, ledger, wall, (keys.refresh, cordons.refresh, book.catch_up)),
-        meters=meters,
-        accounting=Accounting(store, meters, ledger, wall),
+        access_log=access_log or contextlib.nullcontext(),
+        traces=_traces(settings),
+        accounting=accounting,
+        windows=Windows(accounting.figures, clock),
         dispatch=dispatch,
         prefix_names=PrefixNames(secret),
         prefixes=prefixes,
@@ -155,6 +169,19 @@ def _records(settings: Settings, link: RedisLink | None) -> Records:
     records = FileRecords(folder / "state.json")
     records.check()
     return records
+
+
+def _traces(settings: Settings) -> Traces | None:
+    """Load what sends spans, for those who ask for them alone."""
+    if settings.traces == "off":
+        return None
+    try:
+        from gateway.tracing import Traces  # noqa: PLC0415  # an extra
+    except ImportError:
+        raise StartRefused(
+            "PACELINE_TRACES needs what is not installed; `pip install 'paceline[otel]'` brings it."
+        ) from None
+    return Traces()
 
 
 def _shared(

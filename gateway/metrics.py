@@ -1,127 +1,153 @@
-"""`/metrics`: the gateway's own figures, and vLLM's names over the workers' reports."""
+"""`/metrics`: what this gateway has counted in its life, written out when somebody asks.
+
+Requests add to plain sums (`accounting.py`); labels are only put to them here, so that no request
+pays for a scrape.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.domain import Served
-from workers.adapters.report import Speculation, WorkerReport
+from gateway.accounting import Accounting
+from gateway.buckets import BOUNDS_S, Buckets, cumulative
+from gateway.figures import Sums
+from gateway.store import Key
 
-# From what a relay adds at its best (a tenth of a millisecond) to what must alarm.
-_ADDED_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
-_FIRST_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+# Each is one of the bounds that are counted by.
+_SHOWN_S = tuple(bound for bound in BOUNDS_S if f"{bound:e}"[:3] in ("1.0", "2.5", "5.0"))
+_MICROSECONDS_UP = tuple(bound for bound in _SHOWN_S if bound <= 1)
+_MILLISECONDS_UP = tuple(bound for bound in _SHOWN_S if bound >= 0.001)
+_TOKEN_S = tuple(bound for bound in _SHOWN_S if 0.0001 <= bound <= 10)
 
 
-class Meters:
-    """The gateway's own metrics in a registry of their own."""
+class GatewayFigures(Collector):
+    """The figures of one gateway. Labels are names of pools, reasons, codes and models alone."""
 
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self._requests = Counter(
-            "paceline_requests",
-            "Finished requests.",
-            ["pool", "reason", "status"],
-            registry=self.registry,
+    def __init__(self, accounting: Accounting) -> None:
+        self._accounting = accounting
+
+    def collect(self) -> Iterator[Metric]:
+        """Give one family for each figure."""
+        totals = self._accounting.totals()
+        yield _counter(
+            totals,
+            "requests",
+            "Finished requests, by the pool and the reason that they went there for.",
+            *("pool", "reason", "status"),
         )
-        self._retries = Counter(
+        yield _counter(
+            totals,
+            "bypass",
+            "Reasons that kept requests from being drafted for.",
+            "reason",
+            name="bypasses",
+        )
+        yield _counter(
+            totals, "errors", "Requests that ended in an error, by its code, limits too.", "code"
+        )
+        yield _counter(
+            totals,
+            "prefix",
+            "Answered requests by what became of their system prompt: hit, miss, none.",
+            "result",
+            name="prefixes",
+        )
+        yield _counter(
+            totals,
+            "tokens",
+            "Tokens of answered requests; cached ones are some of the prompt's.",
+            *("model_name", "kind"),
+        )
+        yield CounterMetricFamily(
             "paceline_retries",
             "Attempts at a further worker, before the first byte.",
-            registry=self.registry,
+            value=totals.get(("retries",), 0),
         )
-        self._prefixes = Counter(
-            "paceline_prefixes",
-            "Answered requests by what became of their system prompt: hit, miss, none.",
-            ["result"],
-            registry=self.registry,
-        )
-        self.in_flight = Gauge(
-            "paceline_requests_in_flight", "Requests that run now.", registry=self.registry
-        )
-        self.loop_lag = Gauge(
-            "paceline_event_loop_lag_seconds",
-            "The longest delay of the event loop in the last ten seconds.",
-            registry=self.registry,
-        )
-        self._first_token = Histogram(
-            "paceline_time_to_first_token_seconds",
-            "From the whole body read to the first content of a stream.",
-            ["pool"],
-            buckets=_FIRST_TOKEN_BUCKETS_S,
-            registry=self.registry,
-        )
-        self._added = Histogram(
-            "paceline_added_latency_seconds",
-            "From the whole body read to the request handed to a worker.",
-            buckets=_ADDED_BUCKETS_S,
-            registry=self.registry,
+        by_pool = self._by_pool()
+        for name, text, bounds_s, take in (
+            (
+                "time_to_first_token",
+                "From the whole body read to the first content of a stream.",
+                _MILLISECONDS_UP,
+                attrgetter("first_token_s"),
+            ),
+            (
+                "time_per_output_token",
+                "For each token of a stream after the first one.",
+                _TOKEN_S,
+                attrgetter("token_s"),
+            ),
+            (
+                "queue_wait",
+                "In line for a slot, of requests that had to wait and got one.",
+                _MILLISECONDS_UP,
+                attrgetter("wait_s"),
+            ),
+            (
+                "request_duration",
+                "From the first byte of a request to the last of its answer, where it is whole.",
+                _MILLISECONDS_UP,
+                attrgetter("answer_s"),
+            ),
+        ):
+            yield _histogram(name, text, bounds_s, by_pool, take)
+        everywhere: dict[tuple[str, ...], list[Sums]] = {
+            (): [sums for all_sums in by_pool.values() for sums in all_sums]
+        }
+        yield _histogram(
+            "added_latency",
+            "From the whole body read to the request handed to a worker, less the wait for a slot.",
+            _MICROSECONDS_UP,
+            everywhere,
+            attrgetter("added_s"),
         )
 
-        self._queue_wait = Histogram(
-            "paceline_queue_wait_seconds",
-            "In line for a slot, of requests that had to wait and got one.",
-            ["pool"],
-            buckets=_FIRST_TOKEN_BUCKETS_S,
-            registry=self.registry,
-        )
-
-    def request(self, served: Served, pool: str) -> None:
-        """Enter one finished request."""
-        reason = served.candidate.reason if served.candidate else "none"
-        self._requests.labels(pool, reason, str(served.status)).inc()
-        self._prefixes.labels(served.prefix).inc()
-        if served.attempts > 1:
-            self._retries.inc(served.attempts - 1)
-        if served.first_token_s is not None:
-            self._first_token.labels(pool).observe(served.first_token_s)
-        if served.added_s is not None:
-            self._added.observe(served.added_s)
-        if served.waited_s:
-            self._queue_wait.labels(pool).observe(served.waited_s)
+    def _by_pool(self) -> dict[tuple[str, ...], list[Sums]]:
+        by_pool: dict[tuple[str, ...], list[Sums]] = {}
+        for place, sums in self._accounting.places().items():
+            by_pool.setdefault((place.pool,), []).append(sums)
+        return by_pool
 
 
-def exposition(meters: Meters, reports: Iterable[WorkerReport], gauges: Collector) -> bytes:
+def exposition(*collectors: Collector) -> bytes:
     """Render all metrics in Prometheus' text format."""
-    fleet = CollectorRegistry()
-    fleet.register(_FleetSpeculation(reports))
-    fleet.register(gauges)
-    return generate_latest(meters.registry) + generate_latest(fleet)
+    registry = CollectorRegistry(auto_describe=False)
+    for collector in collectors:
+        registry.register(collector)
+    return generate_latest(registry)
 
 
-class _FleetSpeculation(Collector):
-    """vLLM's four counters: a line for each worker and model, none for all: readers sum lines."""
+def _counter(
+    totals: Mapping[Key, int], family: str, text: str, *labels: str, name: str = ""
+) -> CounterMetricFamily:
+    metric = CounterMetricFamily(f"paceline_{name or family}", text, labels=labels)
+    for key, count in sorted(totals.items()):
+        if key[0] == family:
+            metric.add_metric(key[1:], count)
+    return metric
 
-    def __init__(self, reports: Iterable[WorkerReport]) -> None:
-        self._totals: dict[tuple[str, str], Speculation] = {}
-        for report in reports:
-            key = (report.model, report.worker_id)
-            for lane in report.lanes:
-                if lane.mtp_enabled:
-                    self._totals[key] = self._totals.get(key, Speculation()) + lane.speculation
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        labels = ["model_name", "worker"]
-        drafts = CounterMetricFamily(
-            "vllm:spec_decode_num_drafts", "Verifies of drafts.", labels=labels
-        )
-        drafted = CounterMetricFamily(
-            "vllm:spec_decode_num_draft_tokens", "Tokens drafted.", labels=labels
-        )
-        accepted = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", labels=labels
-        )
-        by_position = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by position in the draft.",
-            labels=[*labels, "position"],
-        )
-        for key, total in sorted(self._totals.items()):
-            drafts.add_metric(key, total.steps)
-            drafted.add_metric(key, total.drafted)
-            accepted.add_metric(key, total.accepted)
-            for position, count in enumerate(total.accepted_per_position):
-                by_position.add_metric([*key, str(position)], count)
-        yield from (drafts, drafted, accepted, by_position)
+def _histogram(
+    name: str,
+    text: str,
+    bounds_s: tuple[float, ...],
+    groups: Mapping[tuple[str, ...], Iterable[Sums]],
+    take: Callable[[Sums], Buckets],
+) -> HistogramMetricFamily:
+    labels = ["pool"] if () not in groups else []
+    metric = HistogramMetricFamily(f"paceline_{name}_seconds", text, labels=labels)
+    for group, all_sums in sorted(groups.items()):
+        counts: Counter[int] = Counter()
+        spreads = [take(sums) for sums in all_sums]
+        for spread in spreads:
+            counts.update(dict(enumerate(spread.counts)))
+        ordered = [counts[index] for index in range(len(BOUNDS_S) + 1)]
+        sum_s = sum(spread.sum_s for spread in spreads)
+        metric.add_metric(group, cumulative(ordered, bounds_s), sum_value=sum_s)
+    return metric

@@ -62,13 +62,10 @@ class Load:
         self._body_bytes -= body_bytes
 
 
-async def keep_measuring(
-    lag: LoopLag, show: Callable[[float], None], excuse: Callable[[float], None]
-) -> None:
+async def keep_measuring(lag: LoopLag, excuse: Callable[[float], None]) -> None:
     """Measure the event loop that runs this, for ever.
 
-    `show` gets the worst of late. `excuse` gets each delay: what others seem to have missed in that
-    time, this gateway missed.
+    `excuse` gets each delay: what others seem to have missed in that time, this gateway missed.
     """
     loop = asyncio.get_running_loop()
     excuse(0.0)
@@ -78,4 +75,3 @@ async def keep_measuring(
         late_s = loop.time() - due_s
         excuse(late_s)
         lag.note(late_s)
-        show(lag.worst_s)

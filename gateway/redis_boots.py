@@ -6,7 +6,7 @@ so that no two machines need the same time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -17,10 +17,12 @@ from workers.adapters.report import WorkerReport
 
 _BOOTS = "paceline:{fleet}:boots"
 _TOLD = "paceline:{fleet}:told"
+_FOLDED = "paceline:{fleet}:folded"
 # A boot is [progress, when it was first heard of, when it beat last, its report]. Two fields are no
 # boots and mark the hash: when it began, so that a new one is not taken for the old one, and how
 # often boots were folded. Who reads asks for what was told since its last turn, and a little
-# before; for everything where the mark is another.
+# before; for everything where the mark is another. Boots that were folded are known for a day: a
+# report of one that comes late counts nothing again.
 _EXCHANGE = """
 local t = redis.call('TIME')
 local now = t[1] * 1000 + math.floor(t[2] / 1000)
@@ -32,7 +34,7 @@ for i = 3, #ARGV, 4 do
   if last and (report == '' or tonumber(before) > tonumber(progress)) then
     progress, report = before, last
   end
-  if report ~= '' then
+  if report ~= '' and not redis.call('ZSCORE', KEYS[3], name) then
     local at = tonumber(beat or '0')
     if age >= 0 then at = math.max(at, now - age) elseif age == -2 then at = 1 end
     began = began or string.format('%.0f', now)
@@ -42,6 +44,7 @@ for i = 3, #ARGV, 4 do
   end
 end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - 3600000)
+redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now - 86400000)
 redis.call('HSETNX', KEYS[1], 'began', string.format('%.0f', now))
 local folds = redis.call('HGET', KEYS[1], 'folds') or '0'
 local mark = redis.call('HGET', KEYS[1], 'began') .. ' ' .. folds
@@ -61,6 +64,7 @@ if (redis.call('HGET', KEYS[1], ARGV[3]) or '') ~= ARGV[4] then return 0 end
 redis.call('HDEL', KEYS[1], ARGV[1])
 redis.call('HSET', KEYS[1], ARGV[3], ARGV[5])
 redis.call('HINCRBY', KEYS[1], 'folds', 1)
+redis.call('ZADD', KEYS[2], redis.call('TIME')[1] * 1000, ARGV[1])
 return 1
 """
 _PUT_BACK = """
@@ -70,6 +74,7 @@ return 1
 _NO_BEAT_MS = -1
 _GOODBYE_MS = -2
 _LEFT_AT_MS = 1
+_FOLDED_KNOWN = 4096
 
 
 class Boot(NamedTuple):
@@ -101,13 +106,17 @@ class RedisBoots:
         self._boots: dict[str, Boot] = {}
         self._mine: dict[str, WorkerReport] = {}
         """Reports that this gateway got and Redis may not have yet."""
+        self._folded: dict[str, None] = {}
+        """Boots that are known to be in the sum of earlier ones, the last few thousand."""
         self._read_ms = ""
         self._mark = ""
         """When the hash began, and how many boots were folded away in it."""
         self._connections = -1
 
     def keep(self, report: WorkerReport) -> None:
-        """Keep a report unless a later one of that boot is already kept."""
+        """Keep a report unless a later one of that boot is already kept, or it was folded."""
+        if _name(report) in self._folded:
+            return
         kept = self._mine.get(_name(report))
         if kept is None or progress(report) >= progress(kept):
             self._mine[_name(report)] = report
@@ -143,7 +152,9 @@ class RedisBoots:
         if whole:
             lost = {name: one for name, one in self._boots.items() if name not in heard}
             self._boots, self._connections = heard, connections
-            if lost and not _only_folded(before, mark):
+            if _only_folded(before, mark):
+                self._forget(lost)
+            elif lost:
                 await self._return(lost)
         else:
             self._boots |= heard
@@ -160,11 +171,17 @@ class RedisBoots:
     async def _ask(self, arguments: Sequence[str | int]) -> tuple[int, str, bool, dict[str, Boot]]:
         anew = self._connections != self._link.connections
         question = ["" if anew else self._read_ms, self._mark, *arguments]
-        now_ms, mark, whole, flat = await self._exchange([_BOOTS, _TOLD], question)
+        now_ms, mark, whole, flat = await self._exchange([_BOOTS, _TOLD, _FOLDED], question)
         pairs = zip(flat[::2], flat[1::2], strict=True)
         read = {name: _read(written) for name, written in pairs if "/" in name}
         boots = {name: boot for name, boot in read.items() if boot is not None}
         return now_ms, mark, bool(whole), boots
+
+    def _forget(self, folded: Iterable[str]) -> None:
+        """Count nothing more of boots that were folded."""
+        self._folded |= dict.fromkeys(folded)
+        for name in tuple(self._folded)[:-_FOLDED_KNOWN]:
+            del self._folded[name]
 
     async def _return(self, lost: Mapping[str, Boot]) -> None:
         """Put back what Redis has lost; it is read again with the next turn."""
@@ -189,7 +206,7 @@ class RedisBoots:
         summed = folded(earlier.report if earlier else None, oldest.report, boot_id)
         text = f"[{progress(summed)},0,0,{summed.model_dump_json()}]"
         steps = [crowded[0][0], oldest.written, sum_name, earlier.written if earlier else "", text]
-        await self._link.ask("workers", lambda: self._fold([_BOOTS], steps))
+        await self._link.ask("workers", lambda: self._fold([_BOOTS, _FOLDED], steps))
 
 
 def _only_folded(before: str, mark: str) -> bool:

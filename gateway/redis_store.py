@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import secrets
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gateway.redis_boots import RedisBoots
 from gateway.redis_link import RedisLink
-from gateway.store import Key
+from gateway.store import Key, nothing_owed
 from workers.adapters.report import WorkerReport
 
 _COUNTS = "paceline:{counts}:lives"
@@ -70,6 +70,7 @@ class RedisStore:
         self._exchange, self._fold, self._put_back = (
             link.script(lua) for lua in (_EXCHANGE, _FOLD, _PUT_BACK)
         )
+        self.owing: Callable[[], None] = nothing_owed
         self._life = secrets.token_hex(8)
         self._mine: Counter[Key] = Counter()
         self._others: dict[str, _Life] = {}
@@ -82,6 +83,7 @@ class RedisStore:
 
     async def counts(self) -> Mapping[Key, int]:
         """Read all counts: this gateway's as of now, the others' as of the last exchange."""
+        self.owing()
         counts = Counter(self._mine)
         for life in self._others.values():
             counts.update(life.totals)
@@ -97,6 +99,7 @@ class RedisStore:
 
     async def exchange(self) -> None:
         """Write what this life has counted, and read what others have."""
+        self.owing()
         life, text = self._life, _written(self._mine)
         connections = self._link.connections
         now_ms, folded, known, told = await self._link.ask("counts", lambda: self._ask(life, text))

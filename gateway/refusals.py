@@ -289,3 +289,8 @@ class RefusedByWorker(RequestRefused):
         super().__init__(message, param=param)
         self.status = status
         self.code = code or self.code
+
+    @property
+    def counted_as(self) -> str:
+        """Name it as ours: a worker may call its refusals whatever it likes."""
+        return "refused_by_worker"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from gateway.access import comes_from_foreign_page
 from gateway.caller import read_asker, read_caller
@@ -36,6 +37,9 @@ from gateway.trip import NO_PREFIX, UNUSED, Trip, route_headers
 from policies.document import PolicyDocument
 from policies.profile import Endpoint
 
+if TYPE_CHECKING:
+    from gateway.tracing import Trace
+
 log = logging.getLogger(__name__)
 
 ENDPOINTS = {
@@ -57,6 +61,7 @@ class _Steps:
     inspected: Inspected | None = None
     decision: Decision | None = None
     trip: Trip | None = None
+    trace: Trace | None = None
 
 
 class Relay:
@@ -66,7 +71,6 @@ class Relay:
         self._line = line
         line.keyring.on_end = self._end_keys
         self.load = Load(line.settings.requests_limit)
-        line.meters.in_flight.set_function(lambda: self.load.requests)
         self._present: dict[Presence, _Steps] = {}
         self._leaving = False
         self._stopping = False
@@ -111,6 +115,8 @@ class Relay:
         reply = Reply(scope)
         steps = _Steps(self._line.book.current)
         began_s = self._line.clock()
+        if self._line.traces is not None:
+            steps.trace = self._line.traces.begin(scope)
         outcome, error = Outcome.COMPLETED, None
         try:
             with Presence(scope) as presence:
@@ -136,9 +142,10 @@ class Relay:
             await reply.fail(error)
         finally:
             self._exit(steps)
-            self._line.accounting.account(
-                self._served(reply.identity, outcome, error, steps, began_s)
-            )
+            served = self._served(reply.identity, outcome, error, steps, began_s)
+            self._line.accounting.account(served)
+            if steps.trace is not None:
+                steps.trace.end(served)
 
     async def _body(
         self, scope: Scope, receive: Receive, steps: _Steps, presence: Presence
@@ -189,7 +196,12 @@ class Relay:
         if decision.barred:
             raise PoolsNotAllowed
         trip = steps.trip = Trip(
-            identity=reply.identity, inspected=inspected, case=case, caller=caller, began_s=began_s
+            identity=reply.identity,
+            inspected=inspected,
+            case=case,
+            caller=caller,
+            began_s=began_s,
+            trace=steps.trace,
         )
         allowance = steps.holder.allowance
         if allowance is None:
@@ -208,12 +220,13 @@ class Relay:
     ) -> Served:
         status = _CLIENT_CLOSED if outcome is Outcome.CLIENT_LEFT else 200
         trip = steps.trip
+        now_s = self._line.clock()
         return Served(
             request_id=identity,
             outcome=outcome,
             status=error.status if error else status,
-            code=error.code if error else "",
-            seconds=self._line.clock() - began_s,
+            code=error.counted_as if error else "",
+            seconds=now_s - began_s,
             inspected=steps.inspected,
             decision=steps.decision,
             candidate=trip.candidate if trip else None,
@@ -222,6 +235,8 @@ class Relay:
             waited_s=trip.waited_s if trip else 0.0,
             added_s=_since(trip.began_s + trip.waited_s, trip.dispatched_s) if trip else None,
             first_token_s=_since(trip.began_s, trip.first_token_s) if trip else None,
+            token_s=_token_s(trip, now_s) if trip and outcome is Outcome.COMPLETED else None,
+            drafts=trip.drafts if trip else None,
             caller=steps.holder.caller,
             spent=spent(trip, error) if steps.holder.caller.key else NOTHING,
             prefix=trip.prefix if trip else NO_PREFIX,
@@ -243,6 +258,14 @@ def _outcome(error: GatewayError) -> Outcome:
         return Outcome.REFUSED
     nobody = error.status == NoWorker.status
     return Outcome.UNSERVED if nobody else Outcome.FAILED
+
+
+def _token_s(trip: Trip, ended_s: float) -> float | None:
+    """Tell how long each token after the first one took; None where there is nothing to tell by."""
+    further = trip.usage.completion_tokens - 1
+    if trip.first_token_s is None or further < 1:
+        return None
+    return (ended_s - trip.first_token_s) / further
 
 
 def _since(began_s: float, later_s: float | None) -> float | None:

@@ -146,9 +146,8 @@ def _watching(app: Front, server: _Server) -> Iterator[None]:
     line = app.line
     watching = (
         asyncio.create_task(sweep(server.server_state.connections)),
-        asyncio.create_task(
-            keep_measuring(app.relay.load.lag, line.meters.loop_lag.set, line.fleet.excuse)
-        ),
+        asyncio.create_task(keep_measuring(app.relay.load.lag, line.fleet.excuse)),
+        asyncio.create_task(line.windows.run()),
         asyncio.create_task(line.watch.run()),
     )
     try:

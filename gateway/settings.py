@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import Field, SecretStr, ValidationError, field_validator
@@ -54,6 +54,13 @@ class Settings(BaseSettings):
     redis_url: SecretStr | None = None
     """Where several gateways share keys, policy, workers, limits and counts; None shares nothing.
     It may hold a password."""
+
+    traces: Literal["off", "otlp"] = "off"
+    """Whether spans are sent to the OpenTelemetry collector that `OTEL_EXPORTER_OTLP_ENDPOINT`
+    names; needs the extra `otel`."""
+    access_log: str = ""
+    """Where a line of JSON is written for each request: a file, `-` for standard output, or
+    nowhere."""
 
     workers: Annotated[tuple[ListedWorker, ...], NoDecode] = ()
     """OpenAI-compatible servers that are listed by hand."""

@@ -51,10 +51,12 @@ class Sharing:
     def told(self) -> dict[str, Any]:
         """Tell, for `/v1/status`, where state is kept and how it is with that."""
         if self._shared is None:
-            return {"kind": "memory", "state": "ok"}
+            return {"kind": "memory", "state": "ok", "why": "", "gateways": 1}
         link = self._shared.link
-        told = {"kind": "redis", "gateways": self._shared.limits.gateways}
-        return told | ({"state": "degraded", "why": link.why} if link.degraded else {"state": "ok"})
+        state = "degraded" if link.degraded else "ok"
+        why = link.why if link.degraded else ""
+        gateways = self._shared.limits.gateways
+        return {"kind": "redis", "state": state, "why": why, "gateways": gateways}
 
     @property
     def why_degraded(self) -> str:

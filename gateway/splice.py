@@ -21,6 +21,7 @@ class Splice:
         answer: Answer,
         reply: Reply,
         trip: Trip,
+        scanner: Scanner,
         *,
         idle_timeout_s: float,
         clock: Callable[[], float],
@@ -31,8 +32,8 @@ class Splice:
         self._idle_timeout_s = idle_timeout_s
         self._clock = clock
         self._begun = False
-        self._scanner = Scanner(hide_usage=not trip.inspected.profile.include_usage)
-        self.reading = self._scanner.reading
+        self._scanner = scanner
+        self.reading = scanner.reading
 
     async def run(self, headers: Headers) -> bytes:
         """Pass events on up to the end, or to the first that must not be passed on.

@@ -1,19 +1,20 @@
 """Read a worker's event stream while it passes: bytes in, the same bytes out, facts on the side.
 
-The scanner never re-encodes. It cuts the stream into events, lets uninteresting ones pass unread,
-and parses only those that may carry a finish reason, usage, metrics or an error.
+The scanner cuts the stream into events, lets uninteresting ones pass unread, and parses only those
+that may carry a finish reason, usage, metrics or an error. It re-encodes none but the one that it
+takes the metrics from, where they are not to be told.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
-from gateway.domain import Usage
+from gateway.domain import Drafts, Usage
 
 EVENT_LIMIT_BYTES = 1024 * 1024
 
@@ -26,6 +27,8 @@ _TELLING = re.compile(rb'"(?:finish_reason|usage|metrics|error)"\s*+:\s*+[^\sn]'
 _DONE = b"[DONE]"
 # More than any context holds.
 _TOKENS_LIMIT = 10_000_000
+# More than anybody drafts at once.
+_DRAFT_LIMIT = 65
 
 
 @dataclass(slots=True)
@@ -38,7 +41,7 @@ class Reading:
     done: bool = False
     """`[DONE]` was given: with a finish reason, the only proof of a complete answer."""
     content_seen: bool = False
-    metrics: Mapping[str, Any] = field(default_factory=dict)
+    drafts: Drafts | None = None
     broken: str = ""
     """Why nothing more may be passed on; for the log, not for the client."""
 
@@ -51,9 +54,12 @@ class Reading:
 class Scanner:
     """Incremental and bounded; however the bytes are split, output and reading are the same."""
 
-    def __init__(self, *, hide_usage: bool, limit_bytes: int = EVENT_LIMIT_BYTES) -> None:
+    def __init__(
+        self, *, hide_usage: bool, hide_metrics: bool, limit_bytes: int = EVENT_LIMIT_BYTES
+    ) -> None:
         self.reading = Reading()
         self._hide_usage = hide_usage
+        self._hide_metrics = hide_metrics
         self._limit_bytes = limit_bytes
         self._pending = b""
         self._searched = 0  # bytes of `_pending` in which no event can end
@@ -130,11 +136,11 @@ class Scanner:
                 passed += event
             else:
                 self._break("[DONE] came without a finish reason")
-        elif self._learn(text):
-            passed += event
+        else:
+            passed += self._learn(event, text)
 
-    def _learn(self, text: bytes) -> bool:
-        """Learn from one frame; say whether it is passed on."""
+    def _learn(self, event: bytes, text: bytes) -> bytes:
+        """Learn from one event with a frame; return what of it is passed on."""
         try:
             frame = from_json(text)
         except ValueError:
@@ -150,17 +156,23 @@ class Scanner:
             if isinstance(choice, dict):
                 reading.finished |= choice.get("finish_reason") is not None
                 reading.content_seen |= _has_content(choice)
-        if isinstance(metrics := frame.get("metrics"), dict):
-            reading.metrics = metrics
+        if (drafts := read_drafts(frame)) is not None:
+            reading.drafts = drafts
+        tells_metrics = frame.get("metrics") is not None
         if (usage := read_usage(frame)) is not None:
             reading.usage = usage
             # Only the trailing chunk carries nothing else; it is there because we asked for it.
-            return bool(choices) or not self._hide_usage
-        return True
+            asked_for = not self._hide_usage or (tells_metrics and not self._hide_metrics)
+            if not (choices or asked_for):
+                return b""
+        if tells_metrics and self._hide_metrics:
+            del frame["metrics"]
+            return b"data: " + to_json(frame) + b"\n\n"
+        return event
 
-    def _break(self, why: str) -> bool:
+    def _break(self, why: str) -> bytes:
         self.reading.broken = self.reading.broken or why
-        return False
+        return b""
 
 
 def _event_end(data: bytes, search_from: int) -> int:
@@ -186,6 +198,24 @@ def read_usage(answer: Mapping[str, Any]) -> Usage | None:
         completion_tokens=_count(usage.get("completion_tokens")),
         cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else 0,
     )
+
+
+def read_drafts(answer: Mapping[str, Any]) -> Drafts | None:
+    """Read vLLM's per-request draft counts; None where there are none that make sense."""
+    metrics = answer.get("metrics")
+    told = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+    if not isinstance(told, dict):
+        return None
+    steps, drafted, accepted = (
+        _count(told.get("num_spec_steps")),
+        _count(told.get("num_draft_tokens")),
+        _count(told.get("num_accepted_draft_tokens")),
+    )
+    histogram = told.get("acceptance_histogram")
+    by_accepted = histogram[:_DRAFT_LIMIT] if isinstance(histogram, list) else ()
+    if accepted > drafted:
+        return None
+    return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)))
 
 
 def _data_of(event: bytes) -> bytes:

@@ -2,84 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
+from gateway import status_model as told
 from gateway.fleet import Fleet
 from gateway.member import Member
+from gateway.recently import Recently
 from gateway.store import Key, add_lanes
 from policies.document import PolicyDocument
 from policies.pools import Pool
-from workers.adapters.report import LaneReport, WorkerReport, mtp_block
+from workers.adapters.report import LaneReport, PrefixCounts, SavedTime, WorkerReport, mtp_block
+
+
+class Around(NamedTuple):
+    """What is told of the gateway itself and of what it stands on."""
+
+    unix_s: float
+    gateway: told.Gateway
+    store: told.Store
+    policy: told.Policy
+    retries_denied: int
+    quarantined: int
+    prefixes_known: int
+    prefixes_untrue: int
 
 
 def render(
     *,
-    gateway: Mapping[str, Any],
-    store: Mapping[str, Any],
+    around: Around,
     policy: PolicyDocument,
-    edits: Mapping[str, Any],
     fleet: Fleet,
-    in_line: Mapping[str, int],
-    in_flight: Mapping[str, int],
+    in_line: Callable[[str], int],
+    in_flight: Callable[[str], int],
     reports: tuple[WorkerReport, ...],
-    guards: Mapping[str, int],
-    prefixes: Mapping[str, int],
     counts: Mapping[Key, int],
-    latencies: Mapping[str, Any],
-) -> dict[str, Any]:
-    """Put the state of the whole line into one JSON object."""
+    recently: Recently,
+) -> told.Status:
+    """Put the state of the whole line into one record; all of it is read in one go."""
     members = {member.report.worker_id: member for member in fleet.members()}
     served = {model for member in members.values() for model in member.models}
     models = sorted({report.model for report in reports} | served)
-    worker_ids = sorted({report.worker_id for report in reports})
-    return {
-        "gateway": dict(gateway),
-        "store": dict(store),
-        "policy": dict(edits),
-        "mtp": mtp_block(_lanes(reports)),
-        "decisions": _decisions(counts),
-        "outcomes": _under(counts, "outcomes"),
-        "errors": _under(counts, "errors"),
-        "retries": counts.get(("retries",), 0),
-        **guards,
-        "prefix": {"hit": 0, "miss": 0, "none": 0, **_under(counts, "prefix"), **prefixes},
-        "latency": dict(latencies),
-        "pools": {
+    lanes = _lanes(reports)
+    mtp = mtp_of(lanes)
+    return told.Status(
+        unix_s=around.unix_s,
+        window=recently.window,
+        gateway=around.gateway,
+        store=around.store,
+        policy=around.policy,
+        mtp=mtp,
+        saved=_saved(lanes),
+        recent=recently.of_all(mtp),
+        history=recently.history(),
+        decisions=_decisions(counts),
+        outcomes=_under(counts, "outcomes"),
+        errors=_under(counts, "errors"),
+        retries=counts.get(("retries",), 0),
+        retries_denied=around.retries_denied,
+        quarantined=around.quarantined,
+        prefix=told.FleetPrefix(
+            hit=counts.get(("prefix", "hit"), 0),
+            miss=counts.get(("prefix", "miss"), 0),
+            none=counts.get(("prefix", "none"), 0),
+            known=around.prefixes_known,
+            untrue=around.prefixes_untrue,
+        ),
+        pools={
             name: _pool(
                 fleet,
                 name,
                 pool,
                 _lanes_of(name, pool, reports, members),
-                in_line=in_line[name],
-                in_flight=in_flight[name],
+                decisions=_decisions_of(counts, name),
+                in_line=in_line(name),
+                in_flight=in_flight(name),
+                recently=recently,
             )
             for name, pool in policy.pools.items()
         },
-        "models": {
-            model: {
-                "mtp": mtp_block(_lanes(r for r in reports if r.model == model)),
-                "tokens": _tokens(counts, model),
-                "workers": sorted(
-                    m.report.worker_id for m in members.values() if model in m.models
-                ),
-            }
+        models={
+            model: _model(
+                model,
+                _lanes(report for report in reports if report.model == model),
+                members.values(),
+                counts,
+                recently,
+            )
             for model in models
         },
-        "workers": {
+        workers={
             name: _worker(
-                fleet, members.get(name), tuple(r for r in reports if r.worker_id == name)
+                fleet,
+                members.get(name),
+                tuple(report for report in reports if report.worker_id == name),
+                recently,
             )
-            for name in worker_ids
+            for name in sorted({report.worker_id for report in reports})
         },
-    }
+    )
 
 
-def worker_state(fleet: Fleet, member: Member | None) -> str:
+def worker_state(fleet: Fleet, member: Member | None) -> told.WorkerState:
     """Name the state of a worker in one word."""
     if member is None:
         return "gone"
-    found = (
+    found: tuple[tuple[told.WorkerState, bool], ...] = (
         ("draining", member.report.draining),
         ("starting", not member.report.ready),
         ("cordoned", member.cordoned),
@@ -91,50 +119,58 @@ def worker_state(fleet: Fleet, member: Member | None) -> str:
 
 
 def _worker(
-    fleet: Fleet, member: Member | None, reports: tuple[WorkerReport, ...]
-) -> dict[str, Any]:
+    fleet: Fleet, member: Member | None, reports: tuple[WorkerReport, ...], recently: Recently
+) -> told.Worker:
     latest = member.report if member else reports[-1]
-    told: dict[str, Any] = {
-        "state": worker_state(fleet, member),
-        "model": latest.model,
-        "labels": list(latest.labels),
-        "boots": len(reports),
-        "mtp": mtp_block(_lanes(reports)),
-        "lanes": {lane.name: _lane(lane, member) for lane in _summed(reports)},
-    }
-    if member is not None:
-        told |= {
-            "boot_id": latest.boot_id,
-            "context_tokens": latest.context_tokens,
-            "memory_bytes": latest.memory_bytes,
-            "snapshot_bytes": latest.snapshot_bytes,
-            "last_beat_s_ago": round(fleet.age_s(member), 3),
-        }
-        if for_s := fleet.ejected_for_s(member):
-            breaker = member.breaker
-            told["ejected"] = {
-                "for_s": round(for_s, 3),
-                "why": breaker.why,
-                "times": breaker.ejections,
-            }
-        if for_s := fleet.busy_for_s(member):
-            told["busy_for_s"] = round(for_s, 3)
-    return told
+    worker_id = latest.worker_id
+    lanes = _lanes(reports)
+    mtp = mtp_of(lanes)
+    return told.Worker(
+        state=worker_state(fleet, member),
+        model=latest.model,
+        labels=latest.labels,
+        boots=len(reports),
+        boot_id=latest.boot_id if member else "",
+        context_tokens=latest.context_tokens,
+        memory_bytes=latest.memory_bytes if member else 0,
+        snapshot_bytes=latest.snapshot_bytes if member else 0,
+        last_beat_s_ago=round(max(0.0, fleet.age_s(member)), 3) if member else 0.0,
+        ejected=_ejection(fleet, member),
+        busy_for_s=round(fleet.busy_for_s(member), 3) if member else 0.0,
+        lanes={lane.name: _lane(lane, member, worker_id, recently) for lane in _summed(reports)},
+        saved=_saved(lanes),
+        mtp=mtp,
+        recent=recently.of(lambda place: place.worker_id == worker_id, mtp),
+    )
 
 
-def _lane(lane: LaneReport, member: Member | None) -> dict[str, Any]:
+def _ejection(fleet: Fleet, member: Member | None) -> told.Ejection:
+    for_s = fleet.ejected_for_s(member) if member else 0.0
+    if member is None or not for_s:
+        return told.Ejection(for_s=0.0, why="", times=0)
+    breaker = member.breaker
+    return told.Ejection(for_s=round(for_s, 3), why=breaker.why, times=breaker.ejections)
+
+
+def _lane(lane: LaneReport, member: Member | None, worker_id: str, recently: Recently) -> told.Lane:
     """Tell how busy a lane is now, and what it did over all boots."""
-    return {
-        "slots": lane.slots if member else 0,
-        "running": lane.running if member else 0,
-        "waiting": lane.waiting if member else 0,
-        "in_flight": member.in_flight[lane.name] if member else 0,
-        "requests": lane.requests,
-        "prompt_tokens": lane.prompt_tokens,
-        "completion_tokens": lane.completion_tokens,
-        "prefix": lane.prefix.model_dump(),
-        "mtp": mtp_block((lane,)),
-    }
+    mtp = mtp_of((lane,))
+    return told.Lane(
+        slots=lane.slots if member else 0,
+        running=lane.running if member else 0,
+        waiting=lane.waiting if member else 0,
+        in_flight=member.in_flight[lane.name] if member else 0,
+        requests=lane.requests,
+        prompt_tokens=lane.prompt_tokens,
+        completion_tokens=lane.completion_tokens,
+        head_healthy=lane.head_healthy,
+        prefix=_prefix((lane,)),
+        saved=_saved((lane,)),
+        mtp=mtp,
+        recent=recently.of(
+            lambda place: place.worker_id == worker_id and place.lane == lane.name, mtp
+        ),
+    )
 
 
 def _pool(
@@ -143,25 +179,78 @@ def _pool(
     pool: Pool,
     lanes: tuple[LaneReport, ...],
     *,
+    decisions: dict[str, int],
     in_line: int,
     in_flight: int,
-) -> dict[str, Any]:
+    recently: Recently,
+) -> told.Pool:
     """Tell how busy a pool is now, and what its lanes did over all boots."""
     live = fleet.lanes(name, pool)
     open_to_requests = [(member, lane) for member, lane in live if fleet.opens(member)]
-    return {
-        "lanes": list(pool.lanes),
-        "workers": sorted({member.report.worker_id for member, _ in open_to_requests}),
-        "slots": pool.bounded(sum(lane.slots for _, lane in open_to_requests)),
-        "running": sum(lane.running for _, lane in live),
+    mtp = mtp_of(lanes)
+    return told.Pool(
+        lanes=pool.lanes,
+        workers=tuple(sorted({member.report.worker_id for member, _ in open_to_requests})),
+        slots=pool.bounded(sum(lane.slots for _, lane in open_to_requests)),
+        running=sum(lane.running for _, lane in live),
         # In this gateway's line and, where other gateways send too, at the workers.
-        "waiting": in_line + sum(lane.waiting for _, lane in live),
-        "in_flight": in_flight,
-        "requests": sum(lane.requests for lane in lanes),
-        "prompt_tokens": sum(lane.prompt_tokens for lane in lanes),
-        "completion_tokens": sum(lane.completion_tokens for lane in lanes),
-        "mtp": mtp_block(lanes),
-    }
+        waiting=in_line + sum(lane.waiting for _, lane in live),
+        in_flight=in_flight,
+        requests=sum(lane.requests for lane in lanes),
+        prompt_tokens=sum(lane.prompt_tokens for lane in lanes),
+        completion_tokens=sum(lane.completion_tokens for lane in lanes),
+        decisions=decisions,
+        prefix=_prefix(lanes),
+        saved=_saved(lanes),
+        mtp=mtp,
+        recent=recently.of(lambda place: place.pool == name, mtp),
+    )
+
+
+def _model(
+    model: str,
+    lanes: tuple[LaneReport, ...],
+    members: Iterable[Member],
+    counts: Mapping[Key, int],
+    recently: Recently,
+) -> told.Model:
+    mtp = mtp_of(lanes)
+    return told.Model(
+        workers=tuple(sorted(one.report.worker_id for one in members if model in one.models)),
+        tokens=told.Tokens(
+            prompt=counts.get(("tokens", model, "prompt"), 0),
+            completion=counts.get(("tokens", model, "completion"), 0),
+            cached=counts.get(("tokens", model, "cached"), 0),
+        ),
+        prefix=_prefix(lanes),
+        saved=_saved(lanes),
+        mtp=mtp,
+        recent=recently.of(lambda place: place.model == model, mtp),
+    )
+
+
+def mtp_of(lanes: tuple[LaneReport, ...]) -> told.Mtp:
+    """Tell what drafting did on these lanes."""
+    block = mtp_block(lanes)
+    if not block["enabled"]:
+        return told.MtpOff(enabled=False)
+    return told.MtpOn.model_validate(block)
+
+
+def _saved(lanes: Iterable[LaneReport]) -> told.Saved:
+    lanes = tuple(lanes)
+    time = sum((lane.saved for lane in lanes), SavedTime())
+    return told.Saved(
+        decode_steps=sum(lane.speculation.accepted for lane in lanes),
+        decode_s=time.decode_ms / 1000,
+        prompt_tokens=sum(lane.prefix.cached_tokens for lane in lanes),
+        prompt_s=time.prompt_ms / 1000,
+    )
+
+
+def _prefix(lanes: Iterable[LaneReport]) -> told.LanePrefix:
+    total = sum((lane.prefix for lane in lanes), PrefixCounts())
+    return told.LanePrefix(hits=total.hits, misses=total.misses, cached_tokens=total.cached_tokens)
 
 
 def _lanes_of(
@@ -194,7 +283,7 @@ def _lanes(reports: Iterable[WorkerReport]) -> tuple[LaneReport, ...]:
     return tuple(lane for report in reports for lane in report.lanes)
 
 
-def _decisions(counts: Mapping[Key, int]) -> dict[str, Any]:
+def _decisions(counts: Mapping[Key, int]) -> told.Decisions:
     by: dict[str, dict[str, int]] = {"pools": {}, "routes": {}, "reasons": {}}
     total = 0
     for key, count in sorted(counts.items()):
@@ -203,12 +292,22 @@ def _decisions(counts: Mapping[Key, int]) -> dict[str, Any]:
                 total += count
                 for kind, name in (("pools", pool), ("routes", route), ("reasons", reason)):
                     by[kind][name] = by[kind].get(name, 0) + count
-    return {"total": total, **by, "bypass_counts": _under(counts, "bypass")}
+    return told.Decisions(
+        total=total,
+        pools=by["pools"],
+        routes=by["routes"],
+        reasons=by["reasons"],
+        bypass_counts=_under(counts, "bypass"),
+    )
 
 
-def _tokens(counts: Mapping[Key, int], model: str) -> dict[str, int]:
-    kinds = ("prompt", "completion", "cached")
-    return {kind: counts.get(("tokens", model, kind), 0) for kind in kinds}
+def _decisions_of(counts: Mapping[Key, int], pool: str) -> dict[str, int]:
+    """List the decisions for one pool by their reason."""
+    found: dict[str, int] = {}
+    for key, count in sorted(counts.items()):
+        if key[:2] == ("decisions", pool):
+            found[key[3]] = found.get(key[3], 0) + count
+    return found
 
 
 def _under(counts: Mapping[Key, int], first: str) -> dict[str, int]:

@@ -6,8 +6,8 @@ the same interface.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from workers.adapters.report import LaneReport, WorkerReport
@@ -17,13 +17,21 @@ Key = tuple[str, ...]
 
 BOOTS_KEPT = 16
 EARLIER_BOOTS = "earlier"
+_FOLDED_KNOWN = 1024
+
+
+def nothing_owed() -> None:
+    """Add nothing to the counts: all are added as they come."""
 
 
 class Store(Protocol):
     """Counts only grow; reports are replaced by later ones of the same boot."""
 
+    owing: Callable[[], None]
+    """Called before counts are read or shared: it adds what is not added yet."""
+
     def count(self, tally: Mapping[Key, int]) -> None:
-        """Add to counts. Never waits: a request does not pay for its own bookkeeping."""
+        """Add to counts. Never waits."""
 
     async def counts(self) -> Mapping[Key, int]:
         """Read all counts."""
@@ -39,8 +47,10 @@ class MemoryStore:
     """The store of one gateway process; what it knows ends with the process."""
 
     def __init__(self) -> None:
+        self.owing: Callable[[], None] = nothing_owed
         self._counts: Counter[Key] = Counter()
         self._boots: dict[str, dict[str, WorkerReport]] = {}
+        self._folded: deque[tuple[str, str]] = deque(maxlen=_FOLDED_KNOWN)
 
     def count(self, tally: Mapping[Key, int]) -> None:
         """Add to counts."""
@@ -49,17 +59,20 @@ class MemoryStore:
 
     async def counts(self) -> Mapping[Key, int]:
         """Read all counts."""
+        self.owing()
         return dict(self._counts)
 
     async def keep_report(self, report: WorkerReport) -> None:
         """Keep a report unless a later one of that boot is already kept."""
+        if (report.worker_id, report.boot_id) in self._folded:
+            return  # it comes late, and the boot is in the sum of earlier ones
         boots = self._boots.setdefault(report.worker_id, {})
         kept = boots.get(report.boot_id)
         # A heartbeat and an answer to a question may overtake each other.
         if kept is None or progress(report) >= progress(kept):
             boots[report.boot_id] = report
         if len(boots) > BOOTS_KEPT:
-            _fold_oldest(boots)
+            self._folded.append((report.worker_id, _fold_oldest(boots)))
 
     async def reports(self) -> tuple[WorkerReport, ...]:
         """Read the last report of every boot, also of workers that are gone."""
@@ -69,11 +82,21 @@ class MemoryStore:
 def progress(report: WorkerReport) -> int:
     """Order two reports of one boot: every part of this sum only grows."""
     return sum(
-        lane.requests + lane.completion_tokens + lane.speculation.drafted for lane in report.lanes
+        lane.requests
+        + lane.prompt_tokens
+        + lane.completion_tokens
+        + lane.speculation.steps
+        + lane.speculation.drafted
+        + lane.prefix.hits
+        + lane.prefix.misses
+        + lane.spec_prefill.scored_tokens
+        + sum(lane.spec_prefill.read_in_full.values())
+        + sum(lane.bypass_counts.values())
+        for lane in report.lanes
     )
 
 
-def _fold_oldest(boots: dict[str, WorkerReport]) -> None:
+def _fold_oldest(boots: dict[str, WorkerReport]) -> str:
     """Add the oldest boot to the sum of earlier ones: a crash loop must not fill the memory."""
     oldest = next(boot for boot in boots if not boot.startswith(EARLIER_BOOTS))
     report = boots.pop(oldest)
@@ -84,6 +107,7 @@ def _fold_oldest(boots: dict[str, WorkerReport]) -> None:
     boots.clear()
     boots[name] = summed
     boots.update(rest)
+    return oldest
 
 
 def folded(earlier: WorkerReport | None, report: WorkerReport, name: str) -> WorkerReport:
@@ -112,6 +136,7 @@ def add_lanes(kept: LaneReport, later: LaneReport) -> LaneReport:
             "bypass_counts": dict(bypass),
             "spec_prefill": kept.spec_prefill + later.spec_prefill,
             "prefix": kept.prefix + later.prefix,
+            "saved": kept.saved + later.saved,
             "requests": kept.requests + later.requests,
             "prompt_tokens": kept.prompt_tokens + later.prompt_tokens,
             "completion_tokens": kept.completion_tokens + later.completion_tokens,

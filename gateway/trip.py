@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from gateway.client import Headers
-from gateway.domain import Caller, Candidate, Case, Inspected, Usage
+from gateway.domain import Caller, Candidate, Case, Drafts, Inspected, Usage
+
+if TYPE_CHECKING:
+    from gateway.tracing import Trace
 
 UNUSED = Usage()
 """Of a request that no worker has counted."""
@@ -27,6 +31,9 @@ class Trip:
     dispatched_s: float | None = None
     first_token_s: float | None = None
     usage: Usage = UNUSED
+    drafts: Drafts | None = None
+    trace: Trace | None = None
+    """Its spans, where traces are asked for."""
 
     @property
     def prefix(self) -> str:

@@ -13,6 +13,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from policies.bounds import Limits, MediaRules, Retries
 from policies.compiled import Compiled, compile_document
+from policies.metrics import MetricsRules
 from policies.models import ModelPolicy
 from policies.part import Name, Part
 from policies.pools import Pool
@@ -102,6 +103,8 @@ class PolicyDocument(Part):
     """Who may share a system prompt that workers keep, and how long they are taken to hold it."""
     retries: Retries = Retries()
     """How many of the active requests may be on a further attempt at once."""
+    metrics: MetricsRules = MetricsRules()
+    """Which answers tell what drafting did for them."""
 
     @cached_property
     def compiled(self) -> Compiled:

@@ -83,6 +83,8 @@ class RequestProfile(NamedTuple):
     model: str
     stream: bool = False
     include_usage: bool = False
+    metrics: bool = False
+    """Whether it asks what drafting did for it."""
     media: tuple[tuple[str, int], ...] = ()
     """Kind and count, e.g. (("image", 2),); sorted by kind."""
     sampling: Sampling = Sampling()

@@ -71,6 +71,7 @@ def read_profile(
         model=fields.text("model"),
         stream=stream,
         include_usage=_include_usage(body, stream),
+        metrics=body.get("metrics") is not None,
         media=tuple(sorted(content.media.items())),
         sampling=_read_sampling(fields, defaults),
         max_tokens=_read_max_tokens(fields, endpoint),

@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 def render(state: Mapping[str, Any]) -> Group:
     """Draw the pools over the workers, each with the acceptance of its drafts."""
-    problem = state["policy"].get("file_problem")
+    problem = state["policy"]["file_problem"]
     refused = [Text(f"The policy file is refused: {problem}", style="red")] if problem else []
     tables = ("", _pools(state["pools"]), "", _workers(state["workers"]))
     return Group(_headline(state), *_drafted(state["mtp"]), *refused, *tables)

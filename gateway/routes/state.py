@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal
 
 from fastapi import APIRouter, Depends
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -12,18 +12,23 @@ from starlette.responses import PlainTextResponse, Response
 
 from gateway.client import Receive, Scope, Send
 from gateway.errors import Stopping, TooManyViewers
-from gateway.feed import Feed, Take
+from gateway.feed import Feed
 from gateway.gauges import Gauges
 from gateway.line import Line
-from gateway.metrics import exposition
-from gateway.refusals import NotAllowedHere
+from gateway.metrics import GatewayFigures, exposition
+from gateway.recently import DEFAULT_WINDOW, Recently, window_s
+from gateway.refusals import FieldInvalid, NotAllowedHere
 from gateway.relay import Relay
 from gateway.routes.documented import FOR_CLIENTS, Responses, failures
 from gateway.routes.guards import holder_of, with_data_key
-from gateway.status import render
+from gateway.status import Around, render
+from gateway.status_model import Gateway, Policy, Status, Store
 from gateway.versions import Reason
+from gateway.worker_metrics import WorkerFigures
 
-_SOURCES = {
+Take = Callable[[float], Awaitable[Status]]
+"""Takes a snapshot that reaches back so many seconds."""
+_SOURCES: Mapping[Reason, Literal["shipped", "file", "admin"]] = {
     Reason.START: "shipped",
     Reason.FILE: "file",
     Reason.EDIT: "admin",
@@ -57,8 +62,10 @@ def probes(line: Line, relay: Relay) -> APIRouter:
     @router.get("/metrics", response_class=PlainTextResponse, responses=failures())
     async def metrics() -> Response:
         await line.control.refresh()
-        gauges = Gauges(line)
-        text = exposition(line.meters, await line.store.reports(), gauges)
+        reports = await line.store.reports()
+        text = exposition(
+            GatewayFigures(line.accounting), WorkerFigures(reports), Gauges(line, relay.load)
+        )
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
     return router
@@ -83,32 +90,20 @@ def snapshots(line: Line, relay: Relay) -> Take:
     """Return what takes one snapshot of the whole state."""
     began_s = line.clock()
 
-    async def take() -> dict[str, Any]:
+    async def take(asked_s: float) -> Status:
         await line.control.refresh()
-        policy = line.book.current
-        gateway = {
-            "ready": not relay.leaving and bool(line.fleet.view().workers),
-            "stopping": relay.leaving,
-            "uptime_s": round(line.clock() - began_s, 3),
-            "requests_in_flight": relay.load.requests,
-            "event_loop_lag_s": round(relay.load.lag.worst_s, 4),
-        }
+        reports, counts = await line.store.reports(), await line.store.counts()
+        # From here on nothing is waited for, so that all is of one moment.
+        recently = Recently(line.windows, asked_s)
         return render(
-            gateway=gateway,
-            store=line.sharing.told(),
-            policy=policy,
-            edits=_edits(line),
+            around=_around(line, relay, recently, line.clock() - began_s),
+            policy=line.book.current,
             fleet=line.fleet,
-            in_line={pool: line.dispatch.waiting(pool) for pool in policy.pools},
-            in_flight={pool: line.dispatch.running(pool) for pool in policy.pools},
-            reports=await line.store.reports(),
-            guards={
-                "retries_denied": line.upstream.retries.denied,
-                "quarantined": len(line.upstream.quarantine),
-            },
-            prefixes={"known": len(line.prefixes), "untrue": line.prefixes.untrue},
-            counts=await line.store.counts(),
-            latencies=line.accounting.latencies(),
+            in_line=line.dispatch.waiting,
+            in_flight=line.dispatch.running,
+            reports=reports,
+            counts=counts,
+            recently=recently,
         )
 
     return take
@@ -131,9 +126,11 @@ def status(line: Line, take: Take, feed: Feed) -> APIRouter:
     router = APIRouter(dependencies=[Depends(guard), Depends(sees_all)])
     refused = (*FOR_CLIENTS, NotAllowedHere)
 
-    @router.get("/v1/status", responses=failures(*refused))
-    async def whole() -> dict[str, Any]:
-        return await take()
+    @router.get("/v1/status", response_model=Status, responses=failures(*refused, FieldInvalid))
+    async def whole(request: Request, window: str = DEFAULT_WINDOW) -> Response:
+        _check_alone(request, "window")
+        told = await take(window_s(window))
+        return Response(told.model_dump_json(), media_type="application/json")
 
     @router.get(
         "/v1/status/events",
@@ -146,12 +143,39 @@ def status(line: Line, take: Take, feed: Feed) -> APIRouter:
     return router
 
 
-def _edits(line: Line) -> dict[str, Any]:
+def _check_alone(request: Request, name: str) -> None:
+    """Raise `FieldInvalid` unless this is the only query parameter, and stands at most once."""
+    given = [known for known, _ in request.query_params.multi_items()]
+    if given not in ([], [name]):
+        raise FieldInvalid(f"There is one query parameter, '{name}', once.", param=name)
+
+
+def _around(line: Line, relay: Relay, recently: Recently, uptime_s: float) -> Around:
+    return Around(
+        unix_s=round(line.wall(), 3),
+        gateway=Gateway(
+            ready=not relay.leaving and bool(line.fleet.view().workers),
+            stopping=relay.leaving,
+            uptime_s=round(uptime_s, 3),
+            requests_in_flight=relay.load.requests,
+            event_loop_lag_s=round(relay.load.lag.worst_s, 4),
+            added_s=recently.added_s(),
+        ),
+        store=Store(**line.sharing.told()),
+        policy=_policy(line),
+        retries_denied=line.upstream.retries.denied,
+        quarantined=len(line.upstream.quarantine),
+        prefixes_known=len(line.prefixes),
+        prefixes_untrue=line.prefixes.untrue,
+    )
+
+
+def _policy(line: Line) -> Policy:
     """Tell which version of the policy is in force, and what keeps the file from it."""
     version = line.book.version
-    told = {
-        "version": version.number,
-        "etag": version.etag,
-        "source": _SOURCES[version.reason],
-    }
-    return told | ({"file_problem": line.watch.problem} if line.watch.problem else {})
+    return Policy(
+        version=version.number,
+        etag=version.etag,
+        source=_SOURCES[version.reason],
+        file_problem=line.watch.problem,
+    )

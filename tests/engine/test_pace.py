@@ -122,3 +122,13 @@ def test_a_small_difference_changes_nothing() -> None:
     changes = sum(a != b for a, b in itertools.pairwise(chosen[50:]))
 
     assert changes <= 4 * (1000 // PROBE_EVERY)
+
+
+def test_what_reading_would_have_taken_is_told_at_the_best_speed_and_by_whole_blocks() -> None:
+    pace = PrefillPace(512, budget_s=0.1)
+    assert pace.at_best_s(64) == 0, "nothing is measured yet"
+    pace.observe(128, 0.4)
+    pace.observe(3, 0.1)  # the block that it is padded to
+    pace.observe(64, 0.3)
+
+    assert (pace.at_best_s(0), pace.at_best_s(1), pace.at_best_s(129)) == (0, 0.1, 0.1 * 3)

@@ -25,7 +25,8 @@ USAGE: dict[str, Any] = {
     "total_tokens": 10,
     "prompt_tokens_details": {"cached_tokens": 2},
 }
-METRICS = {"speculative_decoding": {"num_spec_tokens": 2, "num_spec_steps": 1}}
+DRAFTS = Speculation(num_spec_tokens=2, steps=1, drafted=2, accepted=1, histogram=(0, 1, 0))
+METRICS = {"speculative_decoding": DRAFTS.as_request_metrics()}
 
 
 @dataclass(kw_only=True)

@@ -79,7 +79,11 @@ def test_a_secret_and_a_prompt_are_in_no_log_metric_error_status_or_state(
     tmp_path: Path, worker: FakeWorker, heard: Heard
 ) -> None:
     settings = settings_for_tests(
-        tmp_path, admin_key=SecretStr(ADMIN), api_key=SecretStr(STATIC), idle_timeout_s=2
+        tmp_path,
+        admin_key=SecretStr(ADMIN),
+        api_key=SecretStr(STATIC),
+        idle_timeout_s=2,
+        access_log=str(tmp_path / "access.jsonl"),
     )
     told: dict[str, str] = {}
     with Gateway(settings) as gateway:
@@ -130,7 +134,8 @@ def test_a_secret_and_a_prompt_are_in_no_log_metric_error_status_or_state(
             told[str(file)] = file.read_text()
     assert '"usage"' in told[str(tmp_path / "state.json")]
     assert len(worker.heard) > 2 * len(SCRIPTS)
-    for name in ("request.done", "attempt.failed", "stream.broken", "stream.cut", "attempt.lost"):
+    assert told[str(tmp_path / "access.jsonl")].count('"request.done"') > 2 * len(SCRIPTS)
+    for name in ("attempt.failed", "stream.broken", "stream.cut", "attempt.lost"):
         assert any(text.startswith(name) for text in heard.texts), name
     for secret in secrets:
         leaks = [where for where, text in told.items() if secret in text]

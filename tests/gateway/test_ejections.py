@@ -52,7 +52,7 @@ def test_f19_retry_after_is_heeded_within_reason_and_ejects_nobody(
     assert answer.json()["error"]["code"] == "workers_busy"
     shown = state(line, "fake-a")
     assert shown["state"] in {"busy", "ready"}
-    assert "ejected" not in shown
+    assert shown["ejected"] == {"for_s": 0, "why": "", "times": 0}
 
 
 def test_f19_while_a_worker_is_busy_the_other_is_asked_and_it_alone(

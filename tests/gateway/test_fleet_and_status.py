@@ -149,7 +149,7 @@ def test_decisions_are_counted_by_pool_route_and_every_reason(line: Gateway) -> 
     assert status["outcomes"] == {"completed": 3, "refused": 1}
     assert status["errors"] == {"invalid_value": 1}
     assert status["models"]["demo"]["tokens"] == {"prompt": 21, "completion": 9, "cached": 6}
-    assert status["latency"]["text-mtp"]["answer_s"]["count"] == 2
+    assert status["pools"]["text-mtp"]["recent"]["answer_s"]["count"] == 2
 
 
 def test_status_asks_the_workers_before_it_adds_up(line: Gateway, worker: FakeWorker) -> None:

@@ -65,7 +65,7 @@ def words(expr: str) -> set[str]:
 
 @pytest.fixture
 def told(gateway: Gateway, worker: FakeWorker) -> Mapping[str, set[str]]:
-    """The labels of all that a gateway tells, by name, after a wait, a stream and some drafts."""
+    """The labels of all that a gateway tells, by name, after some of everything."""
     lane = lane_report("text-mtp", slots=1, speculation=speculation(steps=4, one=1, two=1))
     worker.reported = worker.report(lanes=[lane.model_dump()])
     gateway.join(worker, lanes=[lane.model_dump()])
@@ -75,6 +75,7 @@ def told(gateway: Gateway, worker: FakeWorker) -> Mapping[str, set[str]]:
         eventually(lambda: bool(gateway.status()["pools"]["text-mtp"]["waiting"]))
         worker.go_on.set()
         assert [answer.result().status_code for answer in asked] == [200, 200]
+    assert [gateway.chat(temperature=heat).status_code for heat in (0.5, 9)] == [200, 400]
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(gateway.client.get("/metrics").text):
         found |= {family.name + suffix: set() for suffix in SUFFIXES.get(family.type, ())}
@@ -103,16 +104,16 @@ def test_the_dashboard_and_the_alerts_show_all_that_operators_ask_for() -> None:
         *("paceline_queue_wait_seconds_bucket", "paceline_time_to_first_token_seconds_bucket"),
         *("paceline_added_latency_seconds_bucket", "paceline_prefixes_total"),
         *("paceline_worker_ejections", "paceline_retries_denied_total"),
-        "paceline_store_degraded",
+        *("paceline_time_per_output_token_seconds_bucket", "paceline_tokens_total"),
+        *("paceline_bypasses_total", "paceline_errors_total", "paceline_store_degraded"),
+        *("paceline_worker_drafting_saved_seconds", "paceline_worker_prefix_saved_seconds_total"),
     ):
         assert needed in asked
 
 
 def test_a_worker_that_two_gateways_tell_of_counts_once() -> None:
     for question in questions():
-        for found in re.finditer(
-            r"(?:rate\()?vllm:|paceline_worker_(?:open|ejections)", question.expr
-        ):
+        for found in re.finditer(r"(?:rate\()?vllm:|paceline_worker_(?!in_flight)", question.expr):
             before = question.expr[: found.start()]
             assert re.search(r"(max|min) by \([^)]*worker[^)]*\) \($|absent\($", before), question
 

@@ -93,7 +93,7 @@ def test_counts_and_reports_are_sums_over_gateways_and_their_lives(
     for gateway in (first, second, second):
         assert gateway.chat().status_code == 200
     eventually(lambda: completed(first) == completed(second) == 3)
-    assert second.status()["store"] == {"kind": "redis", "state": "ok", "gateways": 2}
+    assert second.status()["store"] == {"kind": "redis", "state": "ok", "why": "", "gateways": 2}
     assert second.status()["workers"]["fake-a"]["boots"] == 1
 
     first.ask_to_end()

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import Usage
+from gateway.domain import Drafts, Usage
 from gateway.sse import Reading, Scanner
-from tests.gateway.fake_worker import DONE, METRICS, chunk, event, stream_events, usage_chunk
+from tests.gateway.fake_worker import DONE, chunk, event, stream_events, usage_chunk
 
 
 def scan(
-    pieces: list[bytes], *, hide_usage: bool = True, limit_bytes: int = 4096
+    pieces: list[bytes],
+    *,
+    hide_usage: bool = True,
+    hide_metrics: bool = True,
+    limit_bytes: int = 4096,
 ) -> tuple[bytes, Reading]:
-    scanner = Scanner(hide_usage=hide_usage, limit_bytes=limit_bytes)
+    scanner = Scanner(hide_usage=hide_usage, hide_metrics=hide_metrics, limit_bytes=limit_bytes)
     passed = b"".join([scanner.feed(piece) for piece in pieces] + [scanner.close()])
     return passed, scanner.reading
 
@@ -48,27 +55,45 @@ def streams(draw: st.DrawFn) -> bytes:
     return b"".join(frames).replace(b"\n", end) + cut
 
 
-@given(streams(), st.data(), st.booleans())
+@given(streams(), st.data(), st.booleans(), st.booleans())
 def test_any_split_of_the_bytes_gives_the_same_bytes_and_the_same_reading(
-    stream: bytes, data: st.DataObject, hide_usage: bool
+    stream: bytes, data: st.DataObject, hide_usage: bool, hide_metrics: bool
 ) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
     pieces = [stream[a:b] for a, b in zip([0, *places], [*places, len(stream)], strict=True)]
     one_by_one = [bytes([byte]) for byte in stream]
-    whole = scan([stream], hide_usage=hide_usage, limit_bytes=256)
-    assert scan(pieces, hide_usage=hide_usage, limit_bytes=256) == whole
-    assert scan(one_by_one, hide_usage=hide_usage, limit_bytes=256) == whole
+    hidden: Any = {"hide_usage": hide_usage, "hide_metrics": hide_metrics, "limit_bytes": 256}
+    whole = scan([stream], **hidden)
+    assert scan(pieces, **hidden) == whole
+    assert scan(one_by_one, **hidden) == whole
 
 
 @given(st.lists(WORDS, min_size=1, max_size=6), LINE_END)
 def test_a_good_stream_passes_byte_for_byte(words: list[str], end: bytes) -> None:
     stream = b"".join(stream_events(words)).replace(b"\n", end)
-    passed, reading = scan([stream], hide_usage=False)
+    passed, reading = scan([stream], hide_usage=False, hide_metrics=False)
     assert passed == stream
     assert reading.complete
     assert not reading.broken
     assert reading.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
-    assert reading.metrics == METRICS
+    assert reading.drafts == Drafts(steps=1, drafted=2, accepted=1, histogram=(0, 1, 0))
+
+
+def test_the_trailing_chunk_is_told_for_its_metrics_alone_or_told_without_them() -> None:
+    stream = b"".join(stream_events(["one"]))
+    usage = {**json.loads(usage_chunk().removeprefix(b"data: "))}
+    assert scan([stream], hide_metrics=False)[0] == stream
+    told, reading = scan([stream], hide_usage=False)
+    metrics = usage.pop("metrics")
+    assert told == stream.replace(usage_chunk(), event(usage))
+    assert metrics["speculative_decoding"]["num_spec_steps"] == 1
+    assert reading.drafts is not None, "what is not told is counted all the same"
+
+
+def test_a_chunk_without_metrics_is_not_told_to_who_asked_for_those_alone() -> None:
+    frame: dict[str, Any] = {"choices": [], "usage": {"prompt_tokens": 4}, "metrics": None}
+    stream = chunk({}, "stop") + event(frame) + DONE
+    assert scan([stream], hide_metrics=False)[0] == chunk({}, "stop") + DONE
 
 
 def test_only_the_trailing_usage_chunk_is_hidden() -> None:
@@ -107,7 +132,7 @@ def test_nothing_passes_behind_done() -> None:
 
 
 def test_what_follows_done_cannot_break_the_answer_that_was_whole() -> None:
-    scanner = Scanner(hide_usage=True, limit_bytes=300)
+    scanner = Scanner(hide_usage=True, hide_metrics=True, limit_bytes=300)
     for piece in (chunk({"content": "a"}, "stop"), DONE, b"data: " + b"x" * 200, b"x" * 200):
         scanner.feed(piece)
     assert scanner.reading.complete
@@ -115,7 +140,7 @@ def test_what_follows_done_cannot_break_the_answer_that_was_whole() -> None:
 
 
 def test_an_event_without_end_is_bounded() -> None:
-    scanner = Scanner(hide_usage=True, limit_bytes=100)
+    scanner = Scanner(hide_usage=True, hide_metrics=True, limit_bytes=100)
     for _ in range(50):
         assert scanner.feed(b"data: xxxx") == b""
     assert scanner.reading.broken == "an event is too long"

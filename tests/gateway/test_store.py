@@ -65,6 +65,7 @@ def test_every_field_of_a_lane_either_adds_up_or_is_of_the_moment() -> None:
         "bypass_counts",
         "spec_prefill",
         "prefix",
+        "saved",
         "requests",
         "prompt_tokens",
         "completion_tokens",

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gateway.breaker import Verdict
 from gateway.domain import Candidate, Case, FleetView, LaneView, WorkerView
 from gateway.fleet import Fleet
+from gateway.member import Lease
 from gateway.routing import decide
 from gateway.weighing import pace
 from policies.document import shipped_policy
@@ -25,6 +26,7 @@ LONG = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=16_000)
 SHORT = LONG._replace(text_chars=400)
 GREEDY = SHORT._replace(sampling=Sampling(temperature=0))
 NOW_S = 1000.0
+Told = dict[str, Any]
 
 
 def report(name: str, *, lane: str = "vlm", memory: float = 0.0, **measured: Any) -> WorkerReport:
@@ -65,7 +67,8 @@ def order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
 
 
 def test_who_reads_faster_is_first_where_there_is_much_to_read() -> None:
-    fast, slow = {"read_tokens_s": 4000.0}, {"read_tokens_s": 500.0}
+    fast: Told = {"read_tokens_s": 4000.0}
+    slow: Told = {"read_tokens_s": 500.0}
     assert order(LONG, seen(mac("a", **slow), mac("b", **fast))) == "ba"
     # Two requests in its way cost less than reading for six seconds more.
     assert order(LONG, seen(mac("a", **slow), mac("b", 2, **fast))) == "ba"
@@ -78,7 +81,8 @@ def test_prompts_that_are_still_to_be_read_are_waited_for() -> None:
 
 
 def test_a_row_costs_most_where_answers_are_written_slowly() -> None:
-    quick, slow = {"write_tokens_s": 80.0}, {"write_tokens_s": 8.0}
+    quick: Told = {"write_tokens_s": 80.0}
+    slow: Told = {"write_tokens_s": 8.0}
     assert order(SHORT, seen(mac("a", 1, **slow), mac("b", 3, **quick))) == "ba"
 
 
@@ -89,7 +93,7 @@ def test_a_worker_whose_memory_is_nearly_full_comes_behind_others() -> None:
 
 def test_a_batch_for_which_drafting_pays_is_preferred_to_one_for_which_it_does_not() -> None:
     pays, does_not = (2, 2, 2, 2), (2, 0, 0, 0)
-    told = {"lane": "text-mtp", "write_tokens_s": 40.0}
+    told: Told = {"lane": "text-mtp", "write_tokens_s": 40.0}
     a = mac("a", 1, draft_tokens_by_rows=does_not, **told)
     b = mac("b", 1, draft_tokens_by_rows=pays, **told)
     found = decide(Case(POLICY, GREEDY), seen(a, b), Random(0)).candidates
@@ -101,7 +105,7 @@ def test_a_batch_for_which_drafting_pays_is_preferred_to_one_for_which_it_does_n
 
 def test_a_holder_is_worth_the_time_that_reading_would_take_and_no_more() -> None:
     """At 500 tokens a second 4,000 tokens are eight seconds; 100 are a fifth of one."""
-    slow = {"read_tokens_s": 500.0, "slots": 8}
+    slow: Told = {"read_tokens_s": 500.0, "slots": 8}
     for profile, shared_tokens, first in ((LONG, 3900, "a"), (SHORT, 90, "b")):
         fleet = seen(mac("a", 2, **slow), mac("b", **slow), holders="a",
                      shared_tokens=shared_tokens)  # fmt: skip
@@ -237,7 +241,8 @@ class TestFleet:
     def test_a_look_that_is_kept_is_the_one_that_would_be_made(
         self, fleet: Fleet, clock: list[float]
     ) -> None:
-        rng, leases = Random(5), []
+        rng = Random(5)
+        leases: list[Lease] = []
         for name in "bcd":
             fleet.beat(report(name))
         for step in range(400):

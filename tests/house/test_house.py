@@ -70,7 +70,8 @@ def test_locks_hold_every_dependency_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = {"gateway": project["dependencies"], **project["optional-dependencies"]}
     for kind, requirements in wanted.items():
-        locked = pins(ROOT / f"locks/{kind}.txt")
+        lock = ROOT / f"locks/{kind}.txt"
+        locked = pins(lock if lock in LOCKS else ROOT / "locks/dev.txt")  # which holds all extras
         names = {re.split(r"[^A-Za-z0-9._-]", text)[0].lower() for text in requirements}
         assert names <= locked.keys(), kind
 

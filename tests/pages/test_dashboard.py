@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 import pytest
@@ -120,7 +121,7 @@ async def test_a_page_that_is_closed_leaves_its_place_to_the_next(
 
 
 @contextlib.asynccontextmanager
-async def viewer(line: Gateway):
+async def viewer(line: Gateway) -> AsyncIterator[int]:
     """Watch as one who only looks at the status of the answer."""
     place = urlsplit(line.url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
@@ -133,12 +134,12 @@ async def viewer(line: Gateway):
 
 @IN_THE_BROWSER
 async def test_a_gateway_that_ends_is_told_of_and_looked_for_again(
-    line: Gateway, watched: Watched
+    gateway: Gateway, watched: Watched
 ) -> None:
     page = watched.page
-    await watched.look(line.url)
+    await watched.look(gateway.url)
     await expect(page.locator("#live")).to_have_text("Live")
-    line.ask_to_end()
+    gateway.ask_to_end()
     await expect(page.locator("#live")).to_have_text("Not connected")
     await expect(page.locator("#view-line")).to_be_visible()
     asked = len(watched.asked)

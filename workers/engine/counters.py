@@ -7,7 +7,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from policies.profile import Bypass
-from workers.adapters.report import LaneReport, PrefixCounts, SpecPrefillCounts, Speculation
+from workers.adapters.report import (
+    LaneReport,
+    PrefixCounts,
+    SavedTime,
+    SpecPrefillCounts,
+    Speculation,
+)
 from workers.engine.pace import Pace
 from workers.engine.requests import LaneName
 from workers.engine.rows import Row
@@ -28,6 +34,8 @@ class LaneCounters:
         self._speculation = Speculation()
         self._spec_prefill = SpecPrefillCounts()
         self._prefix = PrefixCounts()
+        self._decode_saved_s = 0.0
+        self._prompt_saved_s = 0.0
         self._requests = 0
         self._prompt_tokens = 0
         self._completion_tokens = 0
@@ -60,10 +68,16 @@ class LaneCounters:
         with self._lock:
             self._spec_prefill += SpecPrefillCounts(read_in_full={reason: 1})
 
-    def look_up(self, row: Row) -> None:
-        """Count whether the shared beginning of a prompt was found."""
+    def save_decoding(self, seconds: float) -> None:
+        """Count the time that a drafted round has saved; below zero where it has cost some."""
+        with self._lock:
+            self._decode_saved_s += seconds
+
+    def look_up(self, row: Row, saved_s: float) -> None:
+        """Count whether the shared beginning of a prompt was found, and the time that it saved."""
         hit = row.cached_tokens > 0
         with self._lock:
+            self._prompt_saved_s += saved_s
             self._prefix += PrefixCounts(hits=hit, misses=not hit, cached_tokens=row.cached_tokens)
 
     def finish(self, row: Row) -> None:
@@ -122,6 +136,10 @@ class LaneCounters:
                 bypass_counts=dict(self._bypass),
                 spec_prefill=self._spec_prefill,
                 prefix=self._prefix,
+                saved=SavedTime(
+                    decode_ms=round(self._decode_saved_s * 1000),
+                    prompt_ms=round(self._prompt_saved_s * 1000),
+                ),
                 requests=self._requests,
                 prompt_tokens=self._prompt_tokens,
                 completion_tokens=self._completion_tokens,

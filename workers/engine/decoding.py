@@ -156,10 +156,10 @@ class Decoding:
                 for row in rows:
                     row.tally.fail(row.next_draft(k))
             return self._fall_back(batch, error)
-        failed, raised = [], None
+        failed, raised, taken = [], None, 0
         for index, row in enumerate(rows):
             try:
-                self._take(row, result, index, begun_s)
+                taken += self._take(row, result, index, begun_s)
             except Exception as error:  # noqa: BLE001  # one bad answer must not end the others
                 failed.append(row)
                 raised = error
@@ -170,7 +170,9 @@ class Decoding:
             if k == self._draft_length.settled(len(rows)) == 0:
                 for row in rows:
                     row.passed_over = True
-            self._learn(rows, result, k if usual else None, self._clock() - begun_s)
+            duration_s = self._clock() - begun_s
+            self._learn(rows, result, k if usual else None, duration_s)
+            self._note_saving(rows, result, taken, duration_s)
         batch.keep([i for i, row in enumerate(rows) if not row.finish and row not in failed])
         finished = [row for row in rows if row.finish and row not in failed]
         return Outcome(finished=finished, failed=failed, error=raised)
@@ -202,7 +204,17 @@ class Decoding:
             [self._draft_length.settled(size) for size in range(1, self._max_rows + 1)]
         )
 
-    def _take(self, row: Row, result: RoundResult, index: int, now_s: float) -> None:
+    def _note_saving(
+        self, rows: list[Row], result: RoundResult, taken: int, duration_s: float
+    ) -> None:
+        """Note the time that a drafted round has saved, where the cost of a plain one is known."""
+        plain_s = self._draft_length.plain_s(len(rows))
+        if plain_s is not None and any(result.drafted):
+            # One by one, these tokens would have been so many plain rounds of these rows.
+            self._counters.save_decoding(plain_s * taken / len(rows) - duration_s)
+
+    def _take(self, row: Row, result: RoundResult, index: int, now_s: float) -> int:
+        """Give a row its tokens of a round; say how many it took."""
         tokens, drafted = result.tokens[index], result.drafted[index]
         logprobs = self._logprobs(row, result.scores[index], tokens)
         taken = row.accept(tokens, self._eos, logprobs, now_s=now_s)
@@ -211,6 +223,7 @@ class Decoding:
             # rejected, so that the counts explain `completion_tokens`.
             row.tally.step(drafted, min(taken, len(tokens) - 1))
             self._draft_length.judge(drafted, len(tokens) - 1)
+        return taken
 
     def _batch_for(self, row: Row) -> Batch:
         if self._shared and not row.suspect:

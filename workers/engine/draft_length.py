@@ -73,6 +73,11 @@ class DraftLength:
         """Return the k found best for so many rows, the longest while that is not known."""
         return self._current.get(_size_class(rows), self._longest)
 
+    def plain_s(self, rows: int) -> float | None:
+        """Return what a round without drafts costs so many rows; None while that is not known."""
+        samples = self._costs_s.get((_size_class(rows), 0))
+        return median(samples) if samples else None
+
     def tokens_per_round(self, k: int) -> float:
         """Return the expected tokens of a round that drafts k."""
         tokens, reached = 1.0, 1.0

@@ -175,7 +175,7 @@ class Lane:
             try:
                 self._prefill = begin_prefill(row, self._target, self._head.usable, self._snapshots)
                 if not row.answer and (row.cached_tokens or self._prefill.prefix_tokens):
-                    self.counters.look_up(row)
+                    self.counters.look_up(row, self._pace.at_best_s(row.cached_tokens))
                 self._sparse_reading.consider(self._prefill, self.counters)
             except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
                 self._fail([row], error)

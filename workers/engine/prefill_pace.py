@@ -25,6 +25,7 @@ class PrefillPace:
         self._longest_tokens = longest_tokens
         self._budget_s = budget_s
         self._block_costs_s: deque[float] = deque(maxlen=SAMPLES)
+        self._best_block_s: float | None = None
 
     def chunk_tokens(self, *, beside_others: bool) -> int:
         """Return how many tokens to read next, at most; one block where the cost is not known."""
@@ -37,4 +38,15 @@ class PrefillPace:
 
     def observe(self, tokens: int, duration_s: float) -> None:
         """Learn what a chunk cost."""
-        self._block_costs_s.append(duration_s / -(-tokens // BLOCK_TOKENS))
+        block_s = duration_s / _blocks(tokens)
+        self._block_costs_s.append(block_s)
+        if self._best_block_s is None or block_s < self._best_block_s:
+            self._best_block_s = block_s
+
+    def at_best_s(self, tokens: int) -> float:
+        """Say how long reading so many would take at the best speed so far; 0 if there is none."""
+        return (self._best_block_s or 0.0) * _blocks(tokens)
+
+
+def _blocks(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS)

@@ -56,6 +56,7 @@ class _Snapshot(Collector):
         yield _bypasses(self._report)
         yield from _spec_prefill(self._report)
         yield from _grouped(self._report, "prefix", _PREFIX_COUNTERS)
+        yield from _saved(self._report)
         yield self._gauge("memory_bytes", "Memory in use by MLX.")
         yield self._gauge("snapshot_bytes", "Memory for what is kept of system prompts.")
 
@@ -130,6 +131,23 @@ def _spec_prefill(report: WorkerReport) -> Iterator[Metric]:
         for reason, count in sorted(lane.spec_prefill.read_in_full.items()):
             in_full.add_metric((report.model, lane.name, reason), count)
     yield in_full
+
+
+def _saved(report: WorkerReport) -> Iterator[Metric]:
+    reading = CounterMetricFamily(
+        "paceline_worker_prefix_saved_seconds",
+        "Time that reading known system prompts again would have taken.",
+        labels=("model_name", "lane"),
+    )
+    drafting = GaugeMetricFamily(  # it falls where drafting costs more than it brings
+        "paceline_worker_drafting_saved_seconds",
+        "Time that drafting has saved so far, less what it has cost.",
+        labels=("model_name", "lane"),
+    )
+    for lane in report.lanes:
+        reading.add_metric((report.model, lane.name), lane.saved.prompt_ms / 1000)
+        drafting.add_metric((report.model, lane.name), lane.saved.decode_ms / 1000)
+    yield from (reading, drafting)
 
 
 def _bypass_counts(lanes: tuple[LaneReport, ...]) -> Iterator[tuple[str, str, int]]:

@@ -14,6 +14,7 @@ export function positions({ mtp, decisions }) {
   return [
     make("div", { class: "positions" }, shares.map(position)),
     make("p", { class: "muted small" }, counts(), " drafted tokens were accepted."),
+    make("p", { class: "muted small" }, "Shares are of all drafts, and not every draft was that long."),
   ];
 }
 

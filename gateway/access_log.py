@@ -1,0 +1,156 @@
+"""The access log: a line of JSON for each request, its way and its times, never a word of it.
+
+Lines gather in memory and a thread writes them, so no request waits for a disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Self
+
+from pydantic_core import to_json
+
+from gateway.domain import Drafts, Served
+from gateway.errors import StartRefused
+
+log = logging.getLogger(__name__)
+
+STANDARD_OUTPUT = "-"
+_WRITTEN_EVERY_S = 0.25
+# Some seconds of a busy gateway; a disk that cannot follow for longer must not fill the memory.
+_LINES_HELD = 100_000
+_NO_DRAFTS = Drafts(0, 0, 0, ())
+
+
+class AccessLog:
+    """An async context: it holds the file, and writes what is left when it ends.
+
+    `target` is a file that is added to, or `-` for standard output. Raise `StartRefused` where it
+    cannot be opened. A file that was moved away is opened anew, so logs can be rotated.
+    """
+
+    def __init__(self, target: str) -> None:
+        self._path = None if target == STANDARD_OUTPUT else Path(target).expanduser()
+        self._lines: list[bytes] = []
+        self._dropped = 0
+        self._ending = asyncio.Event()
+        self._file = self._open()
+
+    def write(self, served: Served, unix_s: float) -> None:
+        """Add the line of one request."""
+        if len(self._lines) < _LINES_HELD:
+            self._lines.append(to_json(line_of(served, unix_s), inf_nan_mode="null"))
+        else:
+            self._dropped += 1
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.create_task(self._go_on(), name="access log")
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._ending.set()
+        await self._task
+        if self._path is not None:
+            self._file.close()
+
+    async def _go_on(self) -> None:
+        """Write all that has gathered, again and again, and a last time at the end."""
+        ended = False
+        while not ended:
+            with contextlib.suppress(TimeoutError):
+                ended = await asyncio.wait_for(self._ending.wait(), _WRITTEN_EVERY_S)
+            await self._flush()
+
+    async def _flush(self) -> None:
+        if not self._lines:
+            return
+        lines, self._lines = self._lines, []
+        try:
+            await asyncio.to_thread(self._write, b"\n".join(lines) + b"\n")
+        except OSError as error:
+            self._dropped += len(lines)
+            log.warning("access_log.failed lines=%d error=%s", self._dropped, error.strerror)
+        else:
+            if self._dropped:
+                log.warning("access_log.dropped lines=%d", self._dropped)
+            self._dropped = 0
+
+    def _write(self, text: bytes) -> None:
+        if self._path is not None and not self._is_there(self._path):
+            self._file.close()
+            self._file = self._open()
+        self._file.write(text)
+        self._file.flush()
+
+    def _is_there(self, path: Path) -> bool:
+        try:
+            return os.path.samestat(path.stat(), os.fstat(self._file.fileno()))
+        except OSError:
+            return False
+
+    def _open(self) -> BinaryIO:
+        if self._path is None:
+            return sys.stdout.buffer
+        try:
+            return self._path.open("ab")
+        except OSError as error:
+            raise StartRefused(
+                f"The access log {self._path} cannot be written ({error.strerror}); name another "
+                "file with PACELINE_ACCESS_LOG, or - for standard output."
+            ) from None
+
+
+def line_of(served: Served, unix_s: float) -> dict[str, Any]:
+    """Say what is told of a request: names of ours and numbers, nothing that a client wrote."""
+    candidate, decision, usage = served.candidate, served.decision, served.usage
+    drafts = served.drafts or _NO_DRAFTS
+    profile = None if served.inspected is None else served.inspected.profile
+    return {
+        "event": "request.done",
+        "time": datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds"),
+        "request": served.request_id,
+        "key": served.caller.key,
+        "endpoint": profile.endpoint.value if profile else "",
+        "stream": profile.stream if profile else False,
+        "outcome": served.outcome.value,
+        "status": served.status,
+        "code": served.code,
+        # Until a worker was found, a model's name is but a word of the client.
+        "model": profile.model if profile and candidate else "",
+        "route": decision.route if decision else "",
+        "bypass": [reason.value for reason in decision.bypass] if decision else [],
+        "pool": candidate.pool if candidate else "",
+        "lane": candidate.lane if candidate else "",
+        "worker": candidate.worker_id if candidate else "",
+        "reason": candidate.reason if candidate else "",
+        "prefix": served.prefix,
+        "attempts": served.attempts,
+        "seconds": round(served.seconds, 6),
+        "added_s": _rounded(served.added_s),
+        "waited_s": round(served.waited_s, 6),
+        "first_token_s": _rounded(served.first_token_s),
+        "token_s": _rounded(served.token_s),
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "drafts": drafts.steps,
+        "drafted_tokens": drafts.drafted,
+        "accepted_tokens": drafts.accepted,
+    }
+
+
+def _rounded(seconds: float | None) -> float:
+    """Write a duration; 0 where it was not measured."""
+    return 0.0 if seconds is None else round(seconds, 6)

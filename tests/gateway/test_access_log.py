@@ -1,0 +1,160 @@
+"""The access log: one line of JSON for each request, whatever became of it, and never its text."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gateway import access_log
+from gateway.access_log import AccessLog
+from gateway.domain import Outcome, Served
+from gateway.errors import StartRefused
+from tests.gateway.fake_worker import FakeWorker, Script
+from tests.gateway.serving import Gateway, eventually, settings_for_tests
+
+SECRET_WORDS = "the-words-of-a-user"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "logs" / "access.jsonl"
+
+
+@pytest.fixture
+def logged(tmp_path: Path, file: Path, worker: FakeWorker) -> Iterator[Gateway]:
+    """A gateway that writes an access log, with a worker."""
+    file.parent.mkdir()
+    with Gateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
+        gateway.join(worker)
+        yield gateway
+
+
+def lines(file: Path, count: int) -> list[dict[str, Any]]:
+    """Read the log once it has so many lines."""
+    eventually(lambda: file.read_bytes().count(b"\n") >= count)
+    read = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(read) == count
+    return read
+
+
+def test_a_line_tells_decision_reason_worker_prefix_times_tokens_and_acceptance(
+    logged: Gateway, file: Path
+) -> None:
+    with logged.stream(temperature=0) as answer:
+        answer.read()
+    logged.chat(temperature=0.7)
+    streamed, whole = lines(file, 2)
+    assert streamed.keys() == whole.keys(), "every line has all fields"
+    assert None not in [*streamed.values(), *whole.values()]
+    assert streamed["request"] == answer.headers["x-request-id"]
+    expected = {
+        "event": "request.done",
+        "endpoint": "chat",
+        "stream": True,
+        "outcome": "completed",
+        "status": 200,
+        "code": "",
+        "model": "demo",
+        "route": "greedy-text",
+        "bypass": [],
+        "pool": "text-mtp",
+        "lane": "text-mtp",
+        "worker": "fake-a",
+        "reason": "eligible",
+        "prefix": "none",
+        "attempts": 1,
+        "prompt_tokens": 7,
+        "completion_tokens": 3,
+        "cached_tokens": 2,
+        "drafts": 1,
+        "drafted_tokens": 2,
+        "accepted_tokens": 1,
+    }
+    assert {name: streamed[name] for name in expected} == expected
+    assert whole["reason"] == "non_greedy_sampling"
+    assert whole["bypass"] == ["non_greedy_sampling"]
+    assert 0 < streamed["added_s"] <= streamed["first_token_s"] <= streamed["seconds"]
+    assert whole["first_token_s"] == 0, "of streams alone"
+
+
+def test_refused_failed_and_abandoned_requests_have_a_line_too_and_none_has_a_word_of_them(
+    logged: Gateway, file: Path, worker: FakeWorker
+) -> None:
+    said = [{"role": "user", "content": SECRET_WORDS}]
+    logged.chat(messages=said, temperature=9)
+    logged.chat(messages=said, model=SECRET_WORDS)
+    worker.script = Script(
+        status=400, body=b'{"error": {"message": "no", "code": "%s"}}' % (SECRET_WORDS.encode())
+    )
+    logged.chat(messages=said)
+    worker.script = Script(drop=True)
+    logged.chat(messages=said)
+    worker.script = Script(pause_s=0.05)
+    with logged.stream(messages=said) as answer:
+        next(answer.iter_raw())
+    told = lines(file, 5)
+    assert [(line["outcome"], line["status"], line["code"]) for line in told] == [
+        ("refused", 400, "invalid_value"),
+        ("refused", 404, "model_not_found"),
+        ("refused", 400, "refused_by_worker"),
+        ("failed", 502, "worker_lost"),
+        ("client_left", 499, ""),
+    ]
+    assert SECRET_WORDS not in file.read_text()
+
+
+def test_a_log_that_was_moved_away_goes_on_in_a_new_file(logged: Gateway, file: Path) -> None:
+    logged.chat()
+    lines(file, 1)
+    file.rename(file.with_suffix(".1"))
+    logged.chat()
+    eventually(file.exists)
+    assert len(lines(file, 1)) == len(lines(file.with_suffix(".1"), 1))
+
+
+def test_what_is_not_written_yet_is_written_at_the_end(
+    tmp_path: Path, file: Path, worker: FakeWorker
+) -> None:
+    file.parent.mkdir()
+    with Gateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
+        gateway.join(worker)
+        for _ in range(3):
+            gateway.chat()
+    assert len(lines(file, 3)) == 3
+
+
+def test_a_log_that_cannot_be_opened_stops_the_start_and_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartRefused, match="PACELINE_ACCESS_LOG"):
+        AccessLog(str(tmp_path / "no" / "folder" / "log"))
+
+
+def test_a_dash_is_standard_output() -> None:
+    program = """
+import asyncio
+from gateway.access_log import AccessLog
+from gateway.domain import Outcome, Served
+async def main():
+    async with AccessLog("-") as log:
+        log.write(Served("req-1", Outcome.REFUSED, 400, 0.1), 0.0)
+asyncio.run(main())
+"""
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert json.loads(ran.stdout)["request"] == "req-1"
+
+
+async def test_a_disk_that_cannot_follow_loses_lines_and_no_request(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(access_log, "_LINES_HELD", 2)
+    file.parent.mkdir()
+    async with AccessLog(str(file)) as log:
+        for number in range(5):
+            log.write(Served(f"req-{number}", Outcome.REFUSED, 400, 0.1), 0.0)
+    assert len(lines(file, 2)) == 2
+    assert "access_log.dropped lines=3" in caplog.text
