@@ -32,7 +32,13 @@ class Place:
     """The model's folder, for clients that want its tokenizer."""
     folder: Path
 
-    def run(self, *command: str | Path, stdin: str = "", **environment: str) -> str:
+    def run(
+        self,
+        *command: str | Path,
+        stdin: str = "",
+        good: tuple[int, ...] = (0,),
+        **environment: str,
+    ) -> str:
         """Run a command here and return what it printed; raise `ClientFailed` if it fails."""
         try:
             done = subprocess.run(
@@ -49,10 +55,11 @@ class Place:
             raise ClientFailed(f"was not done after {_TIME_LIMIT_S:.0f} s") from None
         except OSError as error:
             raise ClientFailed(f"does not start: {error.strerror}") from None
-        if done.returncode:
-            lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]
-            raise ClientFailed(f"ended with {done.returncode}: {' / '.join(lines[-3:])[:300]}")
-        return done.stdout
+        printed = done.stdout + done.stderr
+        if done.returncode not in good:
+            lines = [line for raw in printed.splitlines() if (line := raw.strip(" │╭╰─╮╯"))]
+            raise ClientFailed(f"ended with {done.returncode}: {' / '.join(lines[-5:])[:400]}")
+        return printed
 
     def metrics(self) -> str:
         """Return the line's own /metrics."""
