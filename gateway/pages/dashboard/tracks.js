@@ -34,6 +34,7 @@ const speed = ({ recent }) => recent.request_tokens_per_s.p50;
 class Track {
   constructor(name) {
     this.marks = [];
+    this.rows = 1;
     this.kind = make("p", { class: "muted small" });
     this.line = make("div", { class: "waiting" });
     this.strip = make("div", { class: "strip" });
@@ -61,7 +62,8 @@ class Track {
     const { slots, waiting, mtp, recent } = pool;
     const busy = pool[busyIn(pool)];
     this.busy.dataset.of = `pools/${this.name}/${busyIn(pool)}`;
-    const rows = Math.max(1, Math.min(ROWS, slots));
+    // Never fewer than there were: what rides on a row stays in sight.
+    const rows = (this.rows = Math.max(this.rows, Math.min(ROWS, slots)));
     this.element.classList.toggle("drafts", mtp.enabled);
     this.element.classList.toggle("closed", slots === 0);
     this.element.classList.toggle("full", slots > 0 && busy >= slots);
