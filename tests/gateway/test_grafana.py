@@ -75,6 +75,7 @@ def told(gateway: Gateway, worker: FakeWorker) -> Mapping[str, set[str]]:
         eventually(lambda: bool(gateway.status()["pools"]["text-mtp"]["waiting"]))
         worker.go_on.set()
         assert [answer.result().status_code for answer in asked] == [200, 200]
+    gateway.join(worker)  # with a lane for the others
     assert [gateway.chat(temperature=heat).status_code for heat in (0.5, 9)] == [200, 400]
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(gateway.client.get("/metrics").text):

@@ -26,7 +26,7 @@ export function showFacts(state) {
 
 function savedByMtp({ saved }) {
   if (saved.decode_s < 0) return ["Drafting cost more than it brought so far"];
-  return [place("saved/decode_steps", "count"), " tokens came without a step of their own"];
+  return [place("saved/decode_steps", "count"), " tokens without a step of their own"];
 }
 
 function showNow(state) {
@@ -34,7 +34,7 @@ function showNow(state) {
   const sum = (count) => Object.values(pools).reduce((all, pool) => all + count(pool), 0);
   const running = sum((pool) => pool[busyIn(pool)]);
   const waiting = sum((pool) => pool.waiting);
-  const lately = `${as.rate(recent.tokens_per_s)} tokens/s over ${as.duration(covered)}`;
+  const lately = `${as.rate(recent.tokens_per_s)} tokens/s lately`;
   const said = [waiting && `${as.count(waiting)} waiting`, recent.requests ? lately : untilNow(state, "No request lately")];
   write(byId("now"), `${as.count(running)} running`);
   byId("now-line").textContent = said.filter(Boolean).join(" · ");

@@ -8,8 +8,6 @@ const RINGS_SHOWN = 6;
 const ROWS = 4;
 const FASTEST_LAP_MS = 4000;
 const SLOWEST_LAP_MS = 16000;
-// Parts of a lap, as far from each other as they can be, however many there are.
-const GOLDEN = 0.618034;
 
 const still = matchMedia("(prefers-reduced-motion: reduce)");
 const tracks = new Map();
@@ -36,7 +34,7 @@ const speed = ({ recent }) => recent.request_tokens_per_s.p50;
 class Track {
   constructor(name) {
     this.marks = [];
-    this.made = 0;
+    this.rows = 1;
     this.kind = make("p", { class: "muted small" });
     this.line = make("div", { class: "waiting" });
     this.strip = make("div", { class: "strip" });
@@ -64,7 +62,8 @@ class Track {
     const { slots, waiting, mtp, recent } = pool;
     const busy = pool[busyIn(pool)];
     this.busy.dataset.of = `pools/${this.name}/${busyIn(pool)}`;
-    const rows = Math.max(1, Math.min(ROWS, slots));
+    // Never fewer than there were: what rides on a row stays in sight.
+    const rows = (this.rows = Math.max(this.rows, Math.min(ROWS, slots)));
     this.element.classList.toggle("drafts", mtp.enabled);
     this.element.classList.toggle("closed", slots === 0);
     this.element.classList.toggle("full", slots > 0 && busy >= slots);
@@ -87,33 +86,42 @@ class Track {
   ride(count, rows, lapMs) {
     while (this.marks.length > count) this.leave(this.marks.shift());
     while (this.marks.length < count) this.marks.push(this.join(rows));
-    for (const { element, going, row } of this.marks) {
-      element.style.setProperty("--row", row % rows);
-      going?.updatePlaybackRate(FASTEST_LAP_MS / lapMs);
-    }
+    for (const { going } of this.marks) going?.updatePlaybackRate(FASTEST_LAP_MS / lapMs);
   }
 
   join(rows) {
-    const number = this.made++;
+    const { row, begun } = freest(this.marks, rows);
     const element = make("span", { class: "ride" }, make("i", { class: "mark" }));
-    const begun = (number * GOLDEN) % 1;
     this.strip.append(element);
     element.animate([{ opacity: 0 }, { opacity: 1 }], 300);
-    const row = Math.floor(begun * 7 + number) % rows;
+    element.style.setProperty("--row", row);
     if (still.matches) {
-      element.style.transform = `translateX(${90 * begun}%)`;
-      return { element, row };
+      element.style.transform = `translateX(${10 + 80 * begun}%)`;
+      return { element, row, begun };
     }
     const across = [{ transform: "translateX(0)" }, { transform: "translateX(100%)" }];
     const going = element.animate(across, { duration: FASTEST_LAP_MS, iterations: Infinity });
     going.currentTime = begun * FASTEST_LAP_MS;
-    return { element, going, row };
+    return { element, going, row, begun };
   }
 
   leave({ element }) {
     element.animate([{ opacity: 1 }, { opacity: 0 }], { duration: 300, fill: "forwards" }).onfinish = () => element.remove();
   }
 }
+
+// Where the next mark has most room: the row with the fewest, and there the widest gap.
+function freest(marks, rows) {
+  const inRow = Array.from({ length: rows }, (_, row) => marks.filter((mark) => mark.row === row));
+  const row = inRow.indexOf(inRow.reduce((one, other) => (other.length < one.length ? other : one)));
+  const places = inRow[row].map(whereIs).sort((one, other) => one - other);
+  if (!places.length) return { row, begun: Math.random() };
+  const gaps = places.map((from, index) => ({ from, wide: (places[index + 1] ?? places[0] + 1) - from }));
+  const { from, wide } = gaps.reduce((one, other) => (other.wide > one.wide ? other : one));
+  return { row, begun: (from + wide / 2) % 1 };
+}
+
+const whereIs = ({ going, begun }) => going?.effect.getComputedTiming().progress ?? begun;
 
 // The fastest lane takes the shortest lap, the others as much longer as they are slower.
 function lap(tokensPerS, fastest) {
