@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import httpx
@@ -37,7 +39,7 @@ class Place:
         *command: str | Path,
         stdin: str = "",
         good: tuple[int, ...] = (0,),
-        **environment: str,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> str:
         """Run a command here and return what it printed; raise `ClientFailed` if it fails."""
         try:
