@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import httpx
@@ -37,7 +39,7 @@ class Place:
         *command: str | Path,
         stdin: str = "",
         good: tuple[int, ...] = (0,),
-        **environment: str,
+        environment: Mapping[str, str] = MappingProxyType({}),
     ) -> str:
         """Run a command here and return what it printed; raise `ClientFailed` if it fails."""
         try:
@@ -55,11 +57,11 @@ class Place:
             raise ClientFailed(f"was not done after {_TIME_LIMIT_S:.0f} s") from None
         except OSError as error:
             raise ClientFailed(f"does not start: {error.strerror}") from None
-        printed = done.stdout + done.stderr
         if done.returncode not in good:
-            lines = [line for raw in printed.splitlines() if (line := raw.strip(" │╭╰─╮╯"))]
+            printed = (done.stdout + done.stderr).splitlines()
+            lines = [line for raw in printed if (line := raw.strip(" │╭╰─╮╯"))]
             raise ClientFailed(f"ended with {done.returncode}: {' / '.join(lines[-5:])[:400]}")
-        return printed
+        return done.stdout or done.stderr
 
     def metrics(self) -> str:
         """Return the line's own /metrics."""

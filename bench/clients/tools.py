@@ -42,7 +42,9 @@ def _openai(commands: Path, place: Place) -> str:
 def _litellm(commands: Path, place: Place) -> str:
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     return _asked(
-        place.run(commands / "python", _HERE / "with_litellm.py", *_question(place), **quiet)
+        place.run(
+            commands / "python", _HERE / "with_litellm.py", *_question(place), environment=quiet
+        )
     )
 
 
@@ -69,8 +71,8 @@ def _llm(commands: Path, place: Place) -> str:
     (place.folder / "extra-openai-models.yaml").write_text(models)
     ask = (commands / "llm", "prompt", "-m", "line", "-o", "temperature", "0", "--no-log", QUESTION)
     own = {"LLM_USER_PATH": str(place.folder)}
-    streamed = place.run(*ask, **own).strip()
-    whole = place.run(*ask, "--no-stream", **own).strip()
+    streamed = place.run(*ask, environment=own).strip()
+    whole = place.run(*ask, "--no-stream", environment=own).strip()
     if streamed != whole:
         raise ClientFailed("the streamed answer is not the whole one")
     return f"the same whole and streamed: “{whole[:40]}…”"
