@@ -16,6 +16,8 @@ PICTURES_LIMIT = 32
 PICTURE_LIMIT_BYTES = 32 * 1024 * 1024
 PIXELS_LIMIT = 64_000_000
 """Pixels of all pictures of one request together."""
+SIDES_LIMIT = 200
+"""So many times as long as it is wide a picture may be: engines break on narrower ones."""
 
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp|gif);base64,", re.IGNORECASE)
 # A photograph has a dozen segments before its size; a file with many more only takes time.
@@ -62,6 +64,9 @@ def read_size(url: str) -> PictureSize:
         size = None
     if size is None or not size.pixels:
         raise PictureInvalid("The picture is no PNG, JPEG, WebP or GIF.")
+    shorter_px, longer_px = sorted((size.width_px, size.height_px))
+    if longer_px > SIDES_LIMIT * shorter_px:
+        raise PictureInvalid(f"One side of a picture may be {SIDES_LIMIT} times the other at most.")
     return size
 
 

@@ -141,8 +141,8 @@ def test_s36_only_four_formats_are_pictures_whatever_they_are_called(
     assert not worker.heard
 
 
-@pytest.mark.parametrize(("width_px", "height_px"), [(0, 5), (5, 0), (0, 0), (2**31, 1)])
-def test_s37_a_picture_of_no_size_reaches_no_engine(
+@pytest.mark.parametrize(("width_px", "height_px"), [(0, 5), (5, 0), (0, 0), (2**31, 1), (1, 201)])
+def test_s37_a_picture_of_no_size_or_of_hardly_a_width_reaches_no_engine(
     line: Gateway, worker: FakeWorker, width_px: int, height_px: int
 ) -> None:
     """CVE-2026-22773; what our own engine does with one pixel is in tests/workers."""
