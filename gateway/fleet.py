@@ -191,18 +191,18 @@ class Fleet:
 
     def view(self, without: frozenset[str] = NOBODY) -> FleetView:
         """Take an immutable snapshot for decisions, leaving these workers out."""
-        now_s, sight = self._clock(), self._sight
-        if now_s >= sight.until_s:
+        now_s = self._clock()
+        if now_s >= self._sight.until_s:
             self._look(now_s)
         elif self._changed:
             members = self._members
-            sight.renew([
+            self._sight.renew([
                 member.view()
                 for member in self._changed
                 if members.get(member.report.worker_id) is member
             ])  # fmt: skip
             self._changed.clear()
-        workers, rows = sight.workers, sight.rows
+        workers, rows = self._sight.workers, self._sight.rows
         if without:
             workers = tuple([one for one in workers if one.worker_id not in without])
             rows = rows_of(workers)

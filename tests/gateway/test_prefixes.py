@@ -278,7 +278,7 @@ def worker_of(holding: tuple[str, str], in_flight: int = 0) -> WorkerView:
 
 
 def first_of(*workers: WorkerView, seed: int = 0) -> str:
-    fleet = FleetView.of(workers, frozenset(("demo",)), frozenset((STUDIO,)))
+    fleet = FleetView.of(workers, frozenset(("demo",)))._replace(holders=frozenset((STUDIO,)))
     return decide(CASE, fleet, Random(seed)).candidates[0].worker_id
 
 
