@@ -49,7 +49,10 @@ async def test_what_another_gateway_changes_is_seen_at_the_next_look(
 
 
 async def test_of_many_that_add_one_name_one_wins(redis: RedisServer, opens: Opens) -> None:
-    gateways = [opens(redis)[0] for _ in range(4)]
+    gateways, links = zip(*(opens(redis) for _ in range(4)), strict=True)
+    # As in a gateway that serves: an edit does not wait until connections are made.
+    await asyncio.gather(*(answers(link) for link in links for _ in range(3)))
+    await gateways[0].add("policy", "6", "{}")
     added = await asyncio.gather(
         *(gateways[i % 4].add("policy", "7", f'{{"by":{i}}}') for i in range(12))
     )
