@@ -97,7 +97,9 @@ class GatewayFigures(Collector):
             ),
         ):
             yield _histogram(name, text, bounds_s, by_pool, take)
-        everywhere = {(): [sums for all_sums in by_pool.values() for sums in all_sums]}
+        everywhere: dict[tuple[str, ...], list[Sums]] = {
+            (): [sums for all_sums in by_pool.values() for sums in all_sums]
+        }
         yield _histogram(
             "added_latency",
             "From the whole body read to the request handed to a worker, less the wait for a slot.",

@@ -91,7 +91,7 @@ def test_the_trailing_chunk_is_told_for_its_metrics_alone_or_told_without_them()
 
 
 def test_a_chunk_without_metrics_is_not_told_to_who_asked_for_those_alone() -> None:
-    frame = {"choices": [], "usage": {"prompt_tokens": 4}, "metrics": None}
+    frame: dict[str, Any] = {"choices": [], "usage": {"prompt_tokens": 4}, "metrics": None}
     stream = chunk({}, "stop") + event(frame) + DONE
     assert scan([stream], hide_metrics=False)[0] == chunk({}, "stop") + DONE
 
