@@ -220,13 +220,9 @@ class Simulation:
         found: Counter[tuple[str, ...]] = Counter()
         groups: dict[tuple[str, ...], list[LaneReport]] = {}
         for report in reports:
-            places: tuple[tuple[str, ...], ...] = (
-                ("fleet",),
-                ("worker", report.worker_id),
-                ("model", report.model),
-            )
-            for place in places:
-                groups.setdefault(place, []).extend(report.lanes)
+            groups.setdefault(("fleet",), []).extend(report.lanes)
+            groups.setdefault(("worker", report.worker_id), []).extend(report.lanes)
+            groups.setdefault(("model", report.model), []).extend(report.lanes)
         for place, lanes in groups.items():
             mtp = mtp_of(tuple(lanes))
             assert mtp.enabled
