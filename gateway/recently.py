@@ -33,7 +33,7 @@ class Recently:
     """One window up to now; all that it tells is of the same two moments."""
 
     def __init__(self, windows: Windows, asked_s: float) -> None:
-        now = windows.now()
+        now = windows.latest()
         self._steps = windows.reach_back(now, asked_s)
         self._now_s = now.at_s
         self._seconds = now.at_s - self._steps[0].at_s

@@ -55,12 +55,12 @@ class Windows:
 
     def keep(self) -> None:
         """Keep a snapshot for as long as any window may reach back."""
-        now = self.now()
+        now = self.latest()
         self._kept.append(now)
         while now.at_s - self._kept[1].at_s >= LONGEST_S:
             self._kept.popleft()
 
-    def now(self) -> Snapshot:
+    def latest(self) -> Snapshot:
         """Take a snapshot for whoever reads now."""
         places = self._look()
         return Snapshot(self._clock(), places, total(places.values()))

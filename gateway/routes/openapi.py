@@ -43,6 +43,9 @@ from workers.adapters.report import WorkerReport
 
 PATH = "/openapi.json"
 _REF = "#/components/schemas/{model}"
+# The state has pools, too, and they are not those that a policy writes down.
+_POLICY_PART = "PolicyPart"
+_POLICY_REF = f"#/components/schemas/{_POLICY_PART}{{model}}"
 _NO_LONGER = "HTTPValidationError"
 _RELAYED = (
     *(*FOR_CLIENTS, KeyEnded, PoolsNotAllowed, ModelUnknown, *WITH_BODY, TokensOverLimit),
@@ -108,12 +111,13 @@ def _relayed(endpoint: Endpoint) -> Mapping[str, Any]:
 
 def _schemas() -> dict[str, Any]:
     """Make the schemas that routes point to, each from what reads or writes it."""
-    policy = policy_schema(_REF)
+    policy = policy_schema(_POLICY_REF)
+    parts = {_POLICY_PART + name: told for name, told in policy.pop("$defs", {}).items()}
     _, made = models_json_schema(
         [(KeyTerms, "validation"), (WorkerReport, "validation"), (KeyRecord, "serialization")],
         ref_template=_REF,
     )
-    named = {**policy.pop("$defs", {}), **made["$defs"]}
+    named = {**parts, **made["$defs"]}
     record = named.pop("KeyRecord")
     properties = {name: told for name, told in record["properties"].items() if name != "digest"}
     properties["state"] = {"enum": ["active", "expired", "revoked"]}

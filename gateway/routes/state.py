@@ -134,6 +134,7 @@ def status(line: Line, take: Take, feed: Feed) -> APIRouter:
 
     @router.get(
         "/v1/status/events",
+        status_code=200,
         response_class=Watching,
         responses=failures(*refused, Stopping, TooManyViewers),
     )

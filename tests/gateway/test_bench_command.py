@@ -151,8 +151,11 @@ def test_an_interrupted_sweep_tells_what_it_has_measured(
 
 
 def test_without_any_draft_there_is_no_speculative_block(
-    line: Gateway, capsys: pytest.CaptureFixture[str]
+    line: Gateway, worker: FakeWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    worker.script = Script(
+        events=(chunk({"content": "one"}), chunk({}, "stop"), event({**LAST, "usage": USAGE}), DONE)
+    )
     assert bench(line, "--requests", "2", "--rate", "100") == 0
     printed = capsys.readouterr().out
     assert "Request rate configured (RPS):" in printed

@@ -58,7 +58,8 @@ def test_an_edit_is_in_force_for_the_next_request(line: Gateway, admin: Admin) -
     assert after.json() == document("all", lanes=("vlm",))
     assert after.headers["etag"] == f'"{version["etag"]}"' != before.headers["etag"]
     assert after.headers["x-paceline-policy-version"] == "2"
-    assert line.status()["policy"] == {"version": 2, "etag": version["etag"], "source": "admin"}
+    told = {"version": 2, "etag": version["etag"], "source": "admin", "file_problem": ""}
+    assert line.status()["policy"] == told
     assert "paceline_policy_version 2.0" in line.client.get("/metrics").text
 
 

@@ -166,7 +166,7 @@ def test_a_window_counts_every_request_of_its_time_once_and_memory_is_bounded(
         sums.requests += requests
         sums.windows.keep()
         begun.append((sums.now_s, sums.requests))
-    now = sums.windows.now()
+    now = sums.windows.latest()
     steps = sums.windows.reach_back(now, window_s)
     counted = [b.since(a).get(PLACE, Figures()).requests for a, b in itertools.pairwise(steps)]
     whole = now.since(steps[0]).get(PLACE, Figures()).requests
@@ -184,6 +184,6 @@ def test_windows_are_kept_for_a_quarter_of_an_hour_and_no_longer() -> None:
         sums.now_s += STEP_S
         sums.requests += 1
         sums.windows.keep()
-    steps = sums.windows.reach_back(sums.windows.now(), LONGEST_S)
+    steps = sums.windows.reach_back(sums.windows.latest(), LONGEST_S)
     assert steps[-1].at_s - steps[0].at_s == LONGEST_S
     assert len(sums.windows._kept) == LONGEST_S / STEP_S + 1

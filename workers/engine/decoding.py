@@ -164,13 +164,13 @@ class Decoding:
                 failed.append(row)
                 raised = error
         written = sum(map(len, result.tokens)) / len(rows)
-        self._counters.write(written, self._clock() - begun_s)
+        duration_s = self._clock() - begun_s
+        self._counters.write(written, duration_s)
         if head:
             self._head.worked()
             if k == self._draft_length.settled(len(rows)) == 0:
                 for row in rows:
                     row.passed_over = True
-            duration_s = self._clock() - begun_s
             self._learn(rows, result, k if usual else None, duration_s)
             self._note_saving(rows, result, taken, duration_s)
         batch.keep([i for i, row in enumerate(rows) if not row.finish and row not in failed])
