@@ -51,11 +51,13 @@ def test_f19_a_worker_that_asks_for_time_gets_it_within_reason_and_the_client_is
     if isinstance(told, int):
         told = formatdate(time.time() + told, usegmt=True)
     worker.script = busy(told, status)
+    began_s = time.monotonic()
     for _ in range(3):
         answer = line.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "workers_busy")
         assert within_s[0] <= int(answer.headers["retry-after"]) <= within_s[1]
-    assert len(worker.heard) == 1, "it is left alone for that time"
+    took_s = time.monotonic() - began_s
+    assert len(worker.heard) <= 1 + took_s // within_s[0], "it is left alone for that time"
     assert state(line, worker) != "ejected"
     settles(line, unserved=3)
 

@@ -146,6 +146,7 @@ async def test_a_gateway_that_ends_is_told_of_and_looked_for_again(
     async with asyncio.timeout(20):
         while len(watched.asked) < asked + 2:
             await asyncio.sleep(0.1)
+    await page.goto("about:blank")  # it asks no more
     refused = "Failed to load resource: net::ERR_CONNECTION_REFUSED"
     watched.faults[:] = [fault for fault in watched.faults if fault != refused]
 
