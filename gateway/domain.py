@@ -143,7 +143,9 @@ class WorkerView(NamedTuple):
                     lane.rows if lane.in_flight < lane.slots else lane.rows * FULL,
                     busy - lane.rows,
                     pays=lane.pays,
-                ),
+                )
+                if busy or not lane.pays
+                else pace.crowded_s,
                 reads_until_s,
                 pace.read_s,
                 worker_id,
