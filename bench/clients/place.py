@@ -15,8 +15,7 @@ import httpx
 from gateway.loadgen.drafts import Drafts
 
 _TIME_LIMIT_S: Final = 300.0
-_ALONE: Final = {"DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
-"""Nothing is told to or fetched from anywhere else."""
+_ENVIRONMENT: Final = {"DO_NOT_TRACK": "1", "COLUMNS": "200"}
 QUESTION: Final = "Count from 1 to 20."
 
 
@@ -50,7 +49,7 @@ class Place:
                 text=True,
                 timeout=_TIME_LIMIT_S,
                 cwd=self.folder,
-                env={**os.environ, **_ALONE, "HOME": str(self.folder), **environment},
+                env={**os.environ, **_ENVIRONMENT, "HOME": str(self.folder), **environment},
                 check=False,
             )
         except subprocess.TimeoutExpired:
