@@ -118,6 +118,20 @@ def test_a_log_that_was_moved_away_goes_on_in_a_new_file(logged: Gateway, file: 
     assert len(lines(file, 1)) == len(lines(file.with_suffix(".1"), 1))
 
 
+def test_a_log_that_cannot_be_opened_anew_loses_lines_and_goes_on_once_it_can(
+    logged: Gateway, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logged.chat()
+    lines(file, 1)
+    file.parent.rename(file.parent.with_name("moved"))
+    logged.chat()
+    eventually(lambda: "access_log.failed lines=1" in caplog.text)
+    file.parent.mkdir()
+    logged.chat()
+    eventually(file.exists)
+    assert len(lines(file, 1)) == 1
+
+
 def test_what_is_not_written_yet_is_written_at_the_end(
     tmp_path: Path, file: Path, worker: FakeWorker
 ) -> None:
