@@ -41,7 +41,7 @@ class AccessLog:
         self._lines: list[bytes] = []
         self._dropped = 0
         self._ending = asyncio.Event()
-        self._file = self._open()
+        self._file = self._opened()
 
     def write(self, served: Served, unix_s: float) -> None:
         """Add the line of one request."""
@@ -89,8 +89,8 @@ class AccessLog:
 
     def _write(self, text: bytes) -> None:
         if self._path is not None and not self._is_there(self._path):
-            self._file.close()
-            self._file = self._open()
+            moved, self._file = self._file, self._path.open("ab")
+            moved.close()
         self._file.write(text)
         self._file.flush()
 
@@ -100,7 +100,7 @@ class AccessLog:
         except OSError:
             return False
 
-    def _open(self) -> BinaryIO:
+    def _opened(self) -> BinaryIO:
         if self._path is None:
             return sys.stdout.buffer
         try:

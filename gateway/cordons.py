@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 _KIND = "cordons"
 _LOOK_S = 0.1
-# Gateways that share a Redis look at its cordons once a second.
+# Twice a second gateways look at the cordons of others; one look may come late.
 _SPREAD_S = 1.2
 
 

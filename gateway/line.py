@@ -127,9 +127,10 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
     cordons = Cordons(records, fleet, dispatch, control, wall)
     await open_kept(records, ledger, keys, cordons, wall)
     check_binding(settings, keyed=keyring.demanding)
+    traces = _traces(settings)
+    access_log = AccessLog(settings.access_log) if settings.access_log else None
     # Last of all that may refuse the start: it writes the first version.
     book = await _book(settings, records, keyring, wall)
-    access_log = AccessLog(settings.access_log) if settings.access_log else None
     accounting = Accounting(store, ledger, access_log, wall)
     return Line(
         settings=settings,
@@ -144,7 +145,7 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
         keys=keys,
         keeping=Keeping(records, ledger, wall, (keys.refresh, cordons.refresh, book.catch_up)),
         access_log=access_log or contextlib.nullcontext(),
-        traces=_traces(settings),
+        traces=traces,
         accounting=accounting,
         windows=Windows(accounting.figures, clock),
         dispatch=dispatch,

@@ -107,7 +107,7 @@ class FileRecords:
         return dict(shelves.get(kind, {}))
 
     def _shelves(self) -> Shelves:
-        """Read the file where it has changed: gateways look every second at what others did."""
+        """Read the file where it has changed: gateways look again and again at what others did."""
         stamp = _stamp(self._path)
         seen, shelves = self._read
         if stamp is None or stamp != seen:

@@ -54,9 +54,8 @@ class Sharing:
             return {"kind": "memory", "state": "ok", "why": "", "gateways": 1}
         link = self._shared.link
         state = "degraded" if link.degraded else "ok"
-        why = link.why if link.degraded else ""
         gateways = self._shared.limits.gateways
-        return {"kind": "redis", "state": state, "why": why, "gateways": gateways}
+        return {"kind": "redis", "state": state, "why": link.why, "gateways": gateways}
 
     @property
     def why_degraded(self) -> str:

@@ -24,11 +24,19 @@ from gateway.refusals import (
     PolicyRefused,
     VersionUnknown,
 )
-from gateway.routes.documented import FOR_ADMINS, KEPT, WITH_BODY, failures, ref, success, takes
+from gateway.routes.documented import (
+    FOR_ADMINS,
+    JSON,
+    KEPT,
+    WITH_BODY,
+    failures,
+    ref,
+    success,
+    takes,
+)
 from gateway.routes.guards import with_admin_key
 from gateway.routes.policy_edits import (
     EDIT_HEADERS,
-    JSON,
     MERGE_PATCH,
     ROLLBACK_HEADERS,
     WITH_POLICY,

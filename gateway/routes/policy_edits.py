@@ -21,14 +21,13 @@ from gateway.refusals import (
     MediaTypeRefused,
     PolicyRefused,
 )
-from gateway.routes.documented import parameter
+from gateway.routes.documented import JSON, parameter
 from gateway.routes.said import AUTHOR, NOTE_HEADER, read_author, read_note
 from gateway.versions import Signature, Version
 from policies.document import PolicyInvalid, Problem
 from policies.merge_patch import merge_patch
 from policies.written import TextInvalid, read_yaml
 
-JSON = "application/json"
 YAML = "application/yaml"
 MERGE_PATCH = "application/merge-patch+json"
 

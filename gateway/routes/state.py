@@ -1,4 +1,4 @@
-"""`/v1/status`, `/metrics`, `/livez`, `/readyz`: how the gateway and its fleet are."""
+"""`/v1/status` and its events, `/metrics`, and probes: how the gateway and its fleet are."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,18 +18,9 @@ from tests.gateway.serving import Gateway, serving, settings_for_tests
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No setting of the machine reaches a test."""
-    for name in (
-        "API_KEY",
-        "ADMIN_KEY",
-        "JOIN_TOKEN",
-        "CONFIG",
-        "POLICY",
-        "HOST",
-        "PORT",
-        "ADMIN_PORT",
-        "REDIS_URL",
-    ):
-        monkeypatch.delenv(f"PACELINE_{name}", raising=False)
+    for name in tuple(os.environ):
+        if name.startswith("PACELINE_"):
+            monkeypatch.delenv(name)
     monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
 

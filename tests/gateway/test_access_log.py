@@ -13,6 +13,7 @@ import pytest
 
 from gateway import access_log
 from gateway.access_log import AccessLog
+from gateway.app import create_app
 from gateway.domain import Outcome, Served
 from gateway.errors import StartRefused
 from tests.gateway.fake_worker import FakeWorker, Script
@@ -118,6 +119,20 @@ def test_a_log_that_was_moved_away_goes_on_in_a_new_file(logged: Gateway, file: 
     assert len(lines(file, 1)) == len(lines(file.with_suffix(".1"), 1))
 
 
+def test_a_log_that_cannot_be_opened_anew_loses_lines_and_goes_on_once_it_can(
+    logged: Gateway, file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logged.chat()
+    lines(file, 1)
+    file.parent.rename(file.parent.with_name("moved"))
+    logged.chat()
+    eventually(lambda: "access_log.failed lines=1" in caplog.text)
+    file.parent.mkdir()
+    logged.chat()
+    eventually(file.exists)
+    assert len(lines(file, 1)) == 1
+
+
 def test_what_is_not_written_yet_is_written_at_the_end(
     tmp_path: Path, file: Path, worker: FakeWorker
 ) -> None:
@@ -129,9 +144,13 @@ def test_what_is_not_written_yet_is_written_at_the_end(
     assert len(lines(file, 3)) == 3
 
 
-def test_a_log_that_cannot_be_opened_stops_the_start_and_is_named(tmp_path: Path) -> None:
+async def test_a_log_that_cannot_be_opened_stops_the_start_before_anything_is_kept(
+    tmp_path: Path,
+) -> None:
+    settings = settings_for_tests(tmp_path, access_log=str(tmp_path / "no" / "folder" / "log"))
     with pytest.raises(StartRefused, match="PACELINE_ACCESS_LOG"):
-        AccessLog(str(tmp_path / "no" / "folder" / "log"))
+        await create_app(settings)
+    assert not (tmp_path / "state.json").exists()
 
 
 def test_a_dash_is_standard_output() -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gateway.fake_worker import TOKEN, FakeWorker, lane_report, speculation
 from tests.gateway.serving import Gateway
+from workers.adapters.report import Speculation
 
+MORE_THAN_DRAFTED: dict[str, Any] = {"steps": 1, "drafted": 1, "accepted": 2}
+MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "histogram": [0, 5, 0]}
 BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 
@@ -34,11 +38,22 @@ def test_a_heartbeat_with_a_wrong_field_names_it(gateway: Gateway, worker: FakeW
         ({"url": "http://user@mac:9200"}, "url"),
         ({"secret": 1}, "secret"),
         ({"lanes": [{"name": "vlm", "running": -1}]}, "lanes.0.running"),
+        ({"lanes": [{"name": "vlm", "speculation": MORE_THAN_DRAFTED}]}, "lanes.0.speculation"),
+        ({"lanes": [{"name": "vlm", "speculation": MORE_THAN_STEPS}]}, "lanes.0.speculation"),
     ):
         answer = gateway.client.put(
             "/admin/v1/workers/fake-a", headers=BEARER, json={**report, **change}
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_worker_whose_counts_do_not_add_up_breaks_nobodys_sums(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    for wrong in (MORE_THAN_DRAFTED, MORE_THAN_STEPS):
+        lane = lane_report("text-mtp").model_copy(update={"speculation": Speculation(**wrong)})
+        worker.reported = worker.report().model_copy(update={"lanes": (lane,)})
+        assert line.status()["mtp"]["attempted"] == 0, "what it says is not taken"
 
 
 def test_a_heartbeat_is_bounded(gateway: Gateway) -> None:

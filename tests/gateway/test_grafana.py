@@ -112,6 +112,11 @@ def test_the_dashboard_and_the_alerts_show_all_that_operators_ask_for() -> None:
         assert needed in asked
 
 
+def test_no_alert_stands_twice() -> None:
+    alerts = re.findall(r"- alert: (\w+)", (FOLDER / "alerts.yml").read_text())
+    assert len(alerts) == len(set(alerts)) > 5
+
+
 def test_a_worker_that_two_gateways_tell_of_counts_once() -> None:
     for question in questions():
         for found in re.finditer(r"(?:rate\()?vllm:|paceline_worker_(?!in_flight)", question.expr):

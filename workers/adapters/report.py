@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    field_validator,
+)
 
 from policies.part import Label
 
@@ -178,6 +185,14 @@ class LaneReport(Record):
     """Finished since boot, cancelled and failed ones too."""
     prompt_tokens: NonNegativeInt = 0
     completion_tokens: NonNegativeInt = 0
+
+    @field_validator("speculation")
+    @classmethod
+    def _adds_up(cls, told: Speculation) -> Speculation:
+        # It is summed for good, so one that does not would make every later sum a lie.
+        if told.rejected < 0 or sum(told.histogram) > told.steps:
+            raise ValueError("more was accepted than was drafted")
+        return told
 
     def drafting_pays(self, rows: int) -> bool:
         """Say whether drafting was found to pay for so many rows; unless measured, it does."""
