@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+)
 
 from policies.part import Label
 
@@ -87,6 +94,15 @@ class Speculation(Record):
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.acceptance_rate,
         }
+
+
+def _possible(told: Speculation) -> Speculation:
+    """Refuse counts that no drafting can have: they would spoil every sum that they are in."""
+    if told.rejected < 0:
+        raise ValueError("more draft tokens were accepted, or failed, than were drafted")
+    if sum(told.histogram) > told.steps:
+        raise ValueError("the histogram counts more steps than there were")
+    return told
 
 
 class SpecPrefillCounts(Record):
@@ -169,7 +185,9 @@ class LaneReport(Record):
     """What it pays to draft for 1, 2, 3 ... rows side by side, as far as that has been measured."""
     head_healthy: bool = True
     """False when the MTP head failed its self-test or goes on failing: the lane serves plainly."""
-    speculation: Speculation = Field(default_factory=Speculation)
+    speculation: Annotated[Speculation, AfterValidator(_possible)] = Field(
+        default_factory=Speculation
+    )
     bypass_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
     spec_prefill: SpecPrefillCounts = Field(default_factory=SpecPrefillCounts)
     prefix: PrefixCounts = Field(default_factory=PrefixCounts)
