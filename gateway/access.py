@@ -19,9 +19,7 @@ from gateway.refusals import HostRefused
 from gateway.settings import Settings
 
 _HOSTS_KEPT = 64
-_TOLD_BY_BROWSERS = frozenset(
-    (b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest")
-)
+_TOLD_BY_BROWSERS = frozenset((b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"))
 _OTHER_SITES = frozenset((b"cross-site", b"same-site"))
 _FOLLOWED = (b"navigate", b"document")
 

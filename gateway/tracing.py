@@ -2,7 +2,8 @@
 
 Their names are OpenTelemetry's (HTTP for the request, `gen_ai` for an attempt). A trace that the
 client began goes on here, and by W3C's `traceparent` in a worker that traces (ours does not yet).
-Nothing else of what a client wrote is in a span. Needs the extra `otel`; whoever asks for no traces never imports this.
+Nothing else of what a client wrote is in a span. Needs the extra `otel`; whoever asks for no
+traces never imports this.
 """
 
 from __future__ import annotations
