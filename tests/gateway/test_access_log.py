@@ -110,11 +110,12 @@ def test_refused_failed_and_abandoned_requests_have_a_line_too_and_none_has_a_wo
 
 
 def test_until_a_worker_was_found_a_models_name_is_a_word_of_the_client(
-    logged: Gateway, file: Path, worker: FakeWorker
+    tmp_path: Path, file: Path
 ) -> None:
-    logged.leave(worker)
-    assert logged.chat(model=SECRET_WORDS).status_code == 503
-    (told,) = lines(file, 1)
+    file.parent.mkdir()
+    with Gateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
+        assert gateway.chat(model=SECRET_WORDS).status_code == 503
+        (told,) = lines(file, 1)
     assert (told["outcome"], told["code"], told["model"]) == ("unserved", "no_worker", "")
     assert SECRET_WORDS not in file.read_text()
 
