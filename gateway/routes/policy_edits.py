@@ -21,7 +21,7 @@ from gateway.refusals import (
     MediaTypeRefused,
     PolicyRefused,
 )
-from gateway.routes.documented import JSON, parameter
+from gateway.routes.documented import parameter
 from gateway.routes.said import AUTHOR, NOTE_HEADER, read_author, read_note
 from gateway.versions import Signature, Version
 from policies.document import PolicyInvalid, Problem
