@@ -23,6 +23,10 @@ RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheel /src \
 
 FROM base AS built-worker
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+# For linux/arm64, which is what Docker runs on a Mac, miniaudio has no wheel: it is compiled.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 COPY locks/worker.txt /src/locks/
 RUN python -m venv /opt/paceline \
     && pip install --require-hashes --requirement /src/locks/worker.txt

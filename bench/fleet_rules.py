@@ -6,6 +6,7 @@ from bisect import bisect
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import islice
 from random import Random
 from typing import Protocol
 
@@ -18,7 +19,7 @@ from gateway.prefixes import Prefixes
 from gateway.routing import decide
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile
-from workers.adapters.report import LaneReport, WorkerReport
+from workers.adapters.report import PREFIXES_TOLD, LaneReport, WorkerReport
 
 _MODEL = "demo"
 _CHARS_A_TOKEN = 4
@@ -210,9 +211,12 @@ class Ours:
             if self._beats_s.get(boot, -BEAT_S) + BEAT_S <= self._now_s:
                 self._beats_s[boot] = self._now_s
                 first, *others = self._fleets
-                first.beat(_report(mac))
+                report = _report(mac)
+                first.beat(report)
                 for fleet in others:
-                    fleet.hear(_report(mac), _TOLD_EVERY_S)
+                    fleet.hear(report, _TOLD_EVERY_S)
+                for prefixes in self._prefixes:
+                    prefixes.announced(report)
         if self._exchanged_s + _TOLD_EVERY_S <= self._now_s:
             self._exchanged_s = self._now_s
             news = [prefixes.take_news() for prefixes in self._prefixes]
@@ -240,7 +244,8 @@ def _report(mac: Mac) -> WorkerReport:
     )
     return WorkerReport(
         worker_id=mac.name, boot_id=str(mac.boot), url=f"http://{mac.name}", model=_MODEL,
-        context_tokens=8192, lanes=(lane,),
+        context_tokens=8192, lanes=(lane,), prefixes_held=len(mac.kept),
+        prefixes=tuple(map(str, islice(reversed(mac.kept), PREFIXES_TOLD))),
     )  # fmt: skip
 
 

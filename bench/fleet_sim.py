@@ -17,19 +17,22 @@ from typing import Final
 from rich.console import Console
 from rich.progress import track
 
+from bench.fleet_plot import plotted
 from bench.fleet_rules import BoundedHashing, CacheAware, LeastLoad, Oracle, Ours, RoundRobin, Rule
 from bench.fleet_verdicts import Found, Judged, drawn, verdicts
 from bench.fleet_world import Ask, Kind, Mac, Row, Scenario, traffic
 
 RESULTS: Final = Path(__file__).parent / "results" / "fleet_sim.md"
+PLOT: Final = RESULTS.with_suffix(".svg")
 TUNED_ON: Final = (101, 102)
 REPORTED_ON: Final = (7, 8)
 _ABOUT: Final = """\
 `python -m bench.fleet_sim --requests {}`: simulated Macs and clock, the gateway's real `decide`,
 `Fleet` and `Prefixes`, which know of the Macs what a gateway knows: what it has sent, and a
-heartbeat every two seconds. Every rule gets the same traffic. The constants of `decide` were chosen
-on the seeds {}; this is on {}. The oracle sees every cache, line and speed, and takes the Mac with
-the first token first; it does not spare memory.
+heartbeat every two seconds, in which a Mac tells what it keeps (64 system prompts at most). Every
+rule gets the same traffic. The constants of `decide` were chosen on the seeds {}; this is on {}.
+The oracle sees every cache, line and speed, and takes the Mac with the first token first; it does
+not spare memory.
 
 "over" is the longest time for which a Mac had more than 1.25 times the mean share of its slots, and
 a request more. The bound is what the longest answer takes there in a full batch: until some of its
@@ -45,6 +48,7 @@ FAST: Final = Kind(slots=16, read_per_s=2400.0, step_s=0.012, kept_tokens=120_00
 SLOW: Final = Kind(slots=4, read_per_s=600.0, step_s=0.03, kept_tokens=30_000)
 SCENARIOS: Final = (
     Scenario("2 Macs", (EVEN,) * 2, prompts=40, busy=0.42),
+    Scenario("2 Macs, many prompts", (EVEN,) * 2, prompts=160, busy=0.36),
     Scenario("8 Macs", (EVEN,) * 8, prompts=160, busy=0.42),
     Scenario("64 Macs", (EVEN,) * 64, prompts=1000, busy=0.42),
     Scenario("bursts", (EVEN,) * 8, prompts=160, busy=0.36, bursts=True),
@@ -173,12 +177,14 @@ def main() -> None:
     options = parser.parse_args()
     console = Console(highlight=False, width=110)
     grids, judged = [], []
+    by_scenario: dict[str, list[Found]] = {}
     seeds = TUNED_ON if options.tune else REPORTED_ON
     scenarios = [one for one in SCENARIOS if not options.only or options.only in one.name]
     for scenario in track(scenarios, console=console, transient=True):
         found = compare(scenario, options.requests, seeds)
         grids.append(drawn(scenario, found))
         judged.append(Judged.of(scenario.name, found))
+        by_scenario[scenario.name] = found
         console.print(grids[-1].drawn())
     grids.insert(0, verdicts(judged))
     console.print(grids[0].drawn())
@@ -186,8 +192,10 @@ def main() -> None:
         return
     told = [", ".join(map(str, seeds)) for seeds in (TUNED_ON, REPORTED_ON)]
     page = ["# Where system prompts are found again\n", _ABOUT.format(options.requests, *told)]
-    page += [grid.markdown() for grid in grids]
+    page += [grids[0].markdown(), f"![Each rule in each scenario]({PLOT.name})\n"]
+    page += [grid.markdown() for grid in grids[1:]]
     RESULTS.write_text("\n".join(page).rstrip() + "\n")
+    PLOT.write_text(plotted(by_scenario))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from gateway.refusals import HostRefused
 from gateway.settings import Settings
 
 _HOSTS_KEPT = 64
-_TOLD_BY_BROWSERS = frozenset((b"origin", b"sec-fetch-site", b"sec-fetch-mode"))
+_TOLD_BY_BROWSERS = frozenset((b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"))
 _OTHER_SITES = frozenset((b"cross-site", b"same-site"))
+_FOLLOWED = (b"navigate", b"document")
 
 
 def check_binding(settings: Settings, *, keyed: bool) -> None:
@@ -174,14 +175,15 @@ def comes_from_foreign_page(headers: Sequence[tuple[bytes, bytes]]) -> bool:
     """Say whether a page of another site made its reader's browser send this.
 
     The page never sees the answer, but a form of it, or what looks like one, is sent without asking
-    anybody first. A link that a reader follows is neither: it only looks.
+    anybody first. A link that a reader follows is neither: it only looks. What a page puts into a
+    frame of its own is no such link.
     """
     told = {name: value for name, value in headers if name in _TOLD_BY_BROWSERS}
     if not told:
         return False
     if b"origin" in told:
         return told[b"origin"].partition(b"://")[2] != _host(headers)
-    followed = told.get(b"sec-fetch-mode") == b"navigate"
+    followed = (told.get(b"sec-fetch-mode"), told.get(b"sec-fetch-dest")) == _FOLLOWED
     return told.get(b"sec-fetch-site") in _OTHER_SITES and not followed
 
 

@@ -10,7 +10,7 @@ from typing import Self
 import httpx
 from pydantic_core import from_json
 
-from gateway.control_calls import get
+from gateway.control_calls import authorities, get
 from gateway.fleet import Fleet
 from gateway.settings import Settings
 from gateway.store import Store
@@ -36,6 +36,7 @@ class Control:
             timeout=REFRESH_TIMEOUT_S,
             # Nobody reads a connection between two questions, so nobody would see it end.
             limits=httpx.Limits(max_keepalive_connections=0),
+            verify=authorities(),
             trust_env=False,
         )
         return self

@@ -94,17 +94,17 @@ class Seat(NamedTuple):
     boot_id: str
     labels: tuple[str, ...]
     models: tuple[str, ...]
-    heard_s: float
-    """When it answered last."""
     lane: LaneView
 
 
-Row = tuple[float, float, float, str, Seat]
+Row = tuple[float, float, float, float, Seat]
 """What a decision looks at of all lanes there are, and therefore a plain tuple: what one more
 request costs there beside its own reading, until when the worker reads what it has, how long it
-reads a token (all in seconds), the worker, and the seat."""
+reads a token, when it answered last (all in seconds), and the seat."""
 Rows = Mapping[tuple[str, str], tuple[Row, ...]]
 """By model and lane."""
+Places = Mapping[tuple[str, str], Mapping[str, int]]
+"""The same by worker: which of the rows is its own."""
 
 
 class WorkerView(NamedTuple):
@@ -148,12 +148,20 @@ class WorkerView(NamedTuple):
                 else pace.crowded_s,
                 reads_until_s,
                 pace.read_s,
-                worker_id,
-                Seat(worker_id, boot_id, labels, models, heard_s, lane),
+                heard_s,
+                Seat(worker_id, boot_id, labels, models, lane),
             )
             for lane in lanes
         ]
         return cls(worker_id, models, lanes, tuple(rows), labels, boot_id)
+
+    def at(self, reads_until_s: float, heard_s: float) -> WorkerView:
+        """Give the same worker with as many requests, at another moment."""
+        worker_id, models, lanes, before, labels, boot_id = self
+        rows = [
+            (cost_s, reads_until_s, read_s, heard_s, seat) for cost_s, _, read_s, _, seat in before
+        ]
+        return WorkerView(worker_id, models, lanes, tuple(rows), labels, boot_id)
 
 
 class FleetView(NamedTuple):
@@ -164,6 +172,7 @@ class FleetView(NamedTuple):
     known_models: frozenset[str]
     """All that were ever served here: a model whose only worker restarts is not unknown."""
     rows: Rows
+    places: Places
     now_s: float = 0.0
     """The moment, on the clock by which workers read and are heard."""
     holders: frozenset[Holding] = frozenset()
@@ -172,9 +181,12 @@ class FleetView(NamedTuple):
     """What they need not read of it; 0 where no worker has counted it yet."""
 
     @classmethod
-    def of(cls, workers: tuple[WorkerView, ...], known_models: frozenset[str]) -> Self:
+    def of(
+        cls, workers: tuple[WorkerView, ...], known_models: frozenset[str], now_s: float = 0.0
+    ) -> Self:
         """Look at these workers."""
-        return cls(workers, known_models, rows_of(workers))
+        rows = rows_of(workers)
+        return cls(workers, known_models, rows, places_of(rows), now_s)
 
     @property
     def served_models(self) -> frozenset[str]:
@@ -190,6 +202,14 @@ def rows_of(workers: Iterable[WorkerView]) -> Rows:
             for row in worker.rows:
                 rows.setdefault((model, row[4].lane.name), []).append(row)
     return {asked: tuple(found) for asked, found in rows.items()}
+
+
+def places_of(rows: Rows) -> Places:
+    """Tell where among the rows each worker stands; that changes only with who is there."""
+    return {
+        asked: {row[4].worker_id: place for place, row in enumerate(found)}
+        for asked, found in rows.items()
+    }
 
 
 class Candidate(NamedTuple):

@@ -39,6 +39,7 @@ GatewayError                one request cannot be answered as asked
 +-- Overloaded              503  this gateway has all it can carry
 +-- TooManyViewers          503  as many watch the state as may
 +-- RecordsUnwritable       503  what an admin wants kept cannot be kept now
+|   +-- EditUnanswered      503  ... or was not answered in time, and may be kept
 +-- RequestTooLong          504  the whole request took longer than any may take
 +-- WorkerError             the worker is at fault
     +-- WorkerUnreachable   503  no connection, so nothing can have started
@@ -157,6 +158,16 @@ class RecordsUnwritable(GatewayError):
     code = "state_unavailable"
     message = "The gateway's state cannot be read or written now."
     retry_after_s = 2.0
+
+
+class EditUnanswered(RecordsUnwritable):
+    """Nobody said in time whether an edit was kept, and it may be."""
+
+    code = "edit_unanswered"
+    message = (
+        "The gateway's state did not answer in time, so this change may be kept or not. Look before"
+        " trying again; once a policy is kept, the same If-Match gets 412."
+    )
 
 
 class RequestTooLong(GatewayError):

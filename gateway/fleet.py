@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.breaker import HEALTHY, Verdict
-from gateway.domain import Candidate, FleetView, rows_of
+from gateway.domain import Candidate, FleetView
 from gateway.listed import ListedWorker
 from gateway.member import Lease, Member
 from gateway.refusals import WorkerIdTaken
@@ -134,36 +134,40 @@ class Fleet:
         member = self._members.get(candidate.worker_id)
         if member is None or not self._has_room(member, candidate.lane, now_s):
             return None
-        lane = candidate.lane
-        in_flight = member.in_flight[lane] = member.in_flight[lane] + 1
+        lane, read_s = candidate.lane, candidate.read_s
+        in_flight = member.in_flight[lane] = member.in_flight.get(lane, 0) + 1
         if in_flight > member.most_in_flight.get(lane, 0):
             member.most_in_flight[lane] = in_flight
-        member.reading_s += candidate.read_s
-        member.reads_until_s = max(member.reads_until_s, now_s) + candidate.read_s
-        on_probation = member.breaker.at_a_time is not None
-        member.on_probation += on_probation
-        member.changed(lane)
+        if read_s:
+            member.reading_s += read_s
+            member.reads_until_s = max(member.reads_until_s, now_s) + read_s
+        member.changed()
         self._changed.add(member)
-        return Lease(candidate, member, member.breaker.ejected_at_s, on_probation)
+        breaker = member.breaker
+        on_probation = breaker.at_a_time is not None
+        member.on_probation += on_probation
+        return Lease(candidate, member, breaker.ejected_at_s, on_probation)
 
     def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
         """Free the slot, and hold what happened against the worker."""
         now_s = self._clock()
-        member, before = lease.member, lease.member.breaker
-        member.in_flight[lease.candidate.lane] -= 1
-        member.reading_s -= lease.candidate.read_s
+        candidate, member = lease.candidate, lease.member
+        before = member.breaker
+        member.in_flight[candidate.lane] -= 1
+        member.reading_s -= candidate.read_s
         member.reads_until_s = min(member.reads_until_s, now_s + member.reading_s)
+        member.changed()
+        self._changed.add(member)
         if verdict is Verdict.ANSWERED:
             member.heard_s = now_s
-        member.changed(lease.candidate.lane)
-        self._changed.add(member)
+            if before is HEALTHY:
+                return
         if lease.ejected_at_s != before.ejected_at_s:
             return  # it was sent before the last ejection, and that has been judged
         if before.at_a_time is not None:
             member.on_probation -= 1
         if verdict is Verdict.ANSWERED:
-            slots = max((lane.slots for lane in member.report.lanes), default=1)
-            member.breaker = before.answered(now_s, slots)
+            member.breaker = before.answered(now_s, max(member.slots.values(), default=1))
         elif verdict is Verdict.BUSY:
             member.breaker = before.asked_to_wait(now_s, retry_after_s)
         elif verdict is Verdict.FAILED or (verdict in _UNHEARD and not self._deaf(now_s)):
@@ -202,11 +206,11 @@ class Fleet:
                 if members.get(member.report.worker_id) is member
             ])  # fmt: skip
             self._changed.clear()
-        workers, rows = self._sight.workers, self._sight.rows
+        sight = self._sight
         if without:
-            workers = tuple([one for one in workers if one.worker_id not in without])
-            rows = rows_of(workers)
-        return FleetView(workers, self._known_models, rows, now_s)
+            left = tuple([one for one in sight.workers if one.worker_id not in without])
+            return FleetView.of(left, self._known_models, now_s)
+        return FleetView(sight.workers, self._known_models, sight.rows, sight.places, now_s)
 
     def _look(self, now_s: float) -> None:
         """Look at everybody anew, and find out how long that is good for."""
@@ -266,8 +270,8 @@ class Fleet:
         return not breaker.ejected(now_s) or self._is_last(member, now_s)
 
     def _has_room(self, member: Member, lane: str, now_s: float) -> bool:
-        slots = next((one.slots for one in member.report.lanes if one.name == lane), None)
-        if slots is None or member.cordoned or member.occupied(lane) >= max(1, slots):
+        slots = member.slots.get(lane, 0)
+        if member.occupied(lane) >= slots or member.cordoned:
             return False
         breaker = member.breaker
         if breaker is HEALTHY:

@@ -42,8 +42,11 @@ class Member:
     """When it last answered a request of this gateway, or joined."""
     pace: Pace = field(init=False)
     """How fast it is, by its last report."""
-    _lanes: dict[str, LaneView] = field(default_factory=dict)
+    slots: dict[str, int] = field(default_factory=dict)
+    """By lane, by its last report."""
     _view: WorkerView | None = None
+    _seen: dict[tuple[int, ...], WorkerView] = field(default_factory=dict)
+    """By the requests on its lanes, since its last report: the same few come again and again."""
 
     def __post_init__(self) -> None:
         self.heard_s = self.reads_until_s = self.beaten_at_s
@@ -53,6 +56,8 @@ class Member:
         """Take over what a report says, and work out once what each decision asks of it."""
         self.report = report
         self.pace = pace(report)
+        self.slots = {lane.name: max(1, lane.slots) for lane in report.lanes}
+        self._seen.clear()
         self.changed()
         if self.listed is not None:
             return  # it says nothing of itself
@@ -79,36 +84,36 @@ class Member:
 
     def occupied(self, lane: str) -> int:
         """Count the requests that this gateway has sent to a lane and not yet got back."""
-        return self.in_flight[lane] if self.listed is None else self.in_flight.total()
+        return self.in_flight.get(lane, 0) if self.listed is None else self.in_flight.total()
 
     def view(self) -> WorkerView:
         """Take a snapshot; made anew only where something changed."""
         if self._view is None:
-            report, lanes = self.report, self._lanes
-            for lane in report.lanes:
-                name = lane.name
-                if name not in lanes:
-                    of_others = self.of_others.get(name, 0)
-                    lanes[name] = LaneView.of(lane, self.occupied(name), of_others)
-            self._view = WorkerView.of(
-                report.worker_id,
-                self.models,
-                tuple([lanes[lane.name] for lane in report.lanes]),
-                report.labels,
-                report.boot_id,
-                pace=self.pace,
-                reads_until_s=self.reads_until_s,
-                heard_s=self.heard_s,
-            )
+            busy = tuple([self.occupied(lane) for lane in self.slots])
+            seen = self._seen.get(busy)
+            if seen is None:
+                seen = self._seen[busy] = self._look()
+            self._view = seen.at(self.reads_until_s, self.heard_s)
         return self._view
 
-    def changed(self, lane: str = "") -> None:
-        """Forget the snapshot of a lane, or of all: those of listed workers share their slots."""
+    def _look(self) -> WorkerView:
+        report = self.report
+        lanes = [
+            LaneView.of(lane, self.occupied(lane.name), self.of_others.get(lane.name, 0))
+            for lane in report.lanes
+        ]
+        return WorkerView.of(
+            report.worker_id,
+            self.models,
+            tuple(lanes),
+            report.labels,
+            report.boot_id,
+            pace=self.pace,
+        )
+
+    def changed(self) -> None:
+        """Forget the snapshot."""
         self._view = None
-        if lane and self.listed is None:
-            self._lanes.pop(lane, None)
-        else:
-            self._lanes.clear()
 
 
 @dataclass(slots=True, eq=False)

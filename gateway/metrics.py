@@ -44,7 +44,7 @@ class GatewayFigures(Collector):
         yield _counter(
             totals,
             "bypass",
-            "Reasons that kept requests from being drafted for.",
+            "Reasons that kept requests out of the speculative lane.",
             "reason",
             name="bypasses",
         )

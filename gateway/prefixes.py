@@ -91,8 +91,9 @@ class Prefixes:
             return fleet
         now_s = self._clock()
         holders = frozenset([holding for holding, until_s in claims.items() if until_s > now_s])
-        workers, known_models, rows, at_s, _, _ = fleet
-        return FleetView(workers, known_models, rows, at_s, holders, self._tokens.get(name, 0))
+        tokens = self._tokens.get(name, 0)
+        workers, known_models, rows, places, at_s, _, _ = fleet
+        return FleetView(workers, known_models, rows, places, at_s, holders, tokens)
 
     def sent(self, name: str, holding: Holding, rules: PrefixPolicy) -> None:
         """Learn that a worker is about to read it: who asks next is to find it there."""

@@ -10,7 +10,7 @@ from typing import Self
 
 import httpx
 
-from gateway.control_calls import ATTEMPTS, get
+from gateway.control_calls import ATTEMPTS, authorities, get
 from gateway.dispatch import Dispatch
 from gateway.fleet import BEAT_S, Fleet
 from gateway.listed import ListedWorker
@@ -41,7 +41,9 @@ class Probes:
         self._silent: set[str] = set()
 
     async def __aenter__(self) -> Self:
-        self._client = httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False)
+        self._client = httpx.AsyncClient(
+            timeout=PROBE_TIMEOUT_S, verify=authorities(), trust_env=False
+        )
         self._tasks = [
             asyncio.create_task(self._keep_asking(worker), name=f"probe {worker.id}")
             for worker in self._workers

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from itertools import pairwise
 
-from gateway import status_model as told
+from gateway import status_figures as told
 from gateway.buckets import NONE, Counts, percentile
 from gateway.figures import Figures, Place, total
 from gateway.refusals import FieldInvalid

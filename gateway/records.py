@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from gateway.errors import RecordsUnwritable, StartRefused
+from gateway.errors import EditUnanswered, RecordsUnwritable, StartRefused
 
 Shelf = dict[str, str]
 """Name of a record -> its JSON text, oldest first."""
@@ -145,15 +145,19 @@ class FileRecords:
                     write_shelves(self._path, shelves)
                 return changed
 
-        return await _within_time(run)
+        return await _within_time(run, EditUnanswered)
 
 
-async def _within_time(work: Callable[[], Result]) -> Result:
+async def _within_time(
+    work: Callable[[], Result], late: type[RecordsUnwritable] = RecordsUnwritable
+) -> Result:
     """Do blocking work on a thread of its own; a disk that hangs makes nobody wait for ever."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             return await asyncio.to_thread(work)
-    except (OSError, ValueError) as error:  # a timeout is an OSError
+    except TimeoutError as error:
+        raise late from error
+    except (OSError, ValueError) as error:
         raise RecordsUnwritable from error
 
 

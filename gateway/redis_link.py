@@ -32,7 +32,7 @@ from redis.exceptions import ConnectionError as RedisUnreachable
 from redis.exceptions import TimeoutError as RedisTimeout
 from redis.maint_notifications import MaintNotificationsConfig
 
-from gateway.errors import RecordsUnwritable, StartRefused
+from gateway.errors import EditUnanswered, RecordsUnwritable, StartRefused
 
 log = logging.getLogger(__name__)
 
@@ -117,19 +117,21 @@ class RedisLink:
     async def edit(self, question: Callable[[], Awaitable[Answer]]) -> Answer:
         """Ask while an admin waits: not at all where Redis did not answer the last question.
 
-        What is not answered in that time may be kept all the same.
+        What is not answered in that time may be kept all the same: raise `EditUnanswered`.
         """
         if self.away:
             raise RecordsUnwritable
         asking = asyncio.create_task(self._in_time(question), name="edit of records")
         if not await self.waited(asking):
             log.warning("redis.edit_late")
-            raise RecordsUnwritable
+            raise EditUnanswered
         try:
             return asking.result()
         except _FAILURES as error:
             log.warning("redis.edit_failed why=%s", _sentence(error))
-            raise RecordsUnwritable from None
+            # A connection may break behind the question as well as before it.
+            unanswered = isinstance(error, _UNREACHABLE)
+            raise (EditUnanswered if unanswered else RecordsUnwritable) from None
 
     async def waited(self, asking: asyncio.Task[Any]) -> bool:
         """Wait as long as a request may; say whether that was long enough.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import log1p
 from random import Random
 from typing import NamedTuple
 
-from gateway.domain import Candidate, Case, Decision, FleetView, LaneView, Row
+from gateway.domain import Candidate, Case, Decision, FleetView, Holding, LaneView, Row, Seat
 from policies.evaluation import judge
 from policies.pools import Pool
 from policies.profile import Bypass, RequestProfile
@@ -26,29 +26,28 @@ _HOLDERS_LEAD = 0.625
 # fast it is, and that it works, is known from answers alone.
 _EXPLORED = 0.01
 _QUIET_S = 30.0
-# A decision that need not be whole names so many: the first one is nearly always free.
-_FEW = 4
 _CHARS_A_TOKEN = 4
 _TOKENS_A_PICTURE = 300
 # Where neither the request nor a worker tells how long a system prompt is.
 _USUAL_SHARED_TOKENS = 2000
-# Less than anything that is measured: it decides among equals alone.
+# Of idle workers, each gets by weight this much dice: less than anything that is measured.
 _DICE_S = 1e-9
 
 
 class _Ranked(NamedTuple):
-    """The lanes of a pool that may take a request; `order` names them by place, best first."""
+    """The lanes of a pool that may take a request, by their places."""
 
-    order: Sequence[int]
+    first: int
     scores_s: Sequence[float]
     saved_s: Mapping[int, float]
-    """Of those that hold its system prompt, by place: the reading that is spared."""
+    """Of those that hold its system prompt: the reading that is spared."""
     token_count: float = 0.0
     explored: int = -1
     """The place of one that is first for another reason than its cost."""
 
 
-_ALONE = _Ranked((0,), (0.0,), {})
+_ALONE = _Ranked(0, (0.0,), {})
+_ONE = (0,)
 
 
 def decide(case: Case, fleet: FleetView, rng: Random, *, briefly: bool = False) -> Decision:
@@ -58,13 +57,13 @@ def decide(case: Case, fleet: FleetView, rng: Random, *, briefly: bool = False) 
     worker does not hold. Among equals the order is `rng`'s, so that one seed always gives one
     decision. A speculative lane that cannot speculate now comes last: it answers plainly where
     nobody else does. Behind the first pool that somebody serves all others are for spilling. Pools
-    that the asker may not use are as if the route did not name them. `briefly` names no more than
-    the best few of the first pool: who takes the request is nearly always one of them.
+    that the asker may not use are as if the route did not name them. `briefly` names the first
+    alone: nearly always it takes the request, and to sort the others would take longest.
     """
     policy, profile, asker, pools, _ = case
-    verdict = judge(policy, profile, asker)
-    route, model = verdict.route, profile.model
-    bypass = verdict.bypass or _fleet_bypass(fleet.rows.get((model, MTP_LANE), ()))
+    route, bypass = judge(policy, profile, asker)
+    model, lanes_barred = profile.model, bool(bypass)
+    bypass = bypass or _fleet_bypass(fleet.rows.get((model, MTP_LANE), ()))
     spill_after_s = None if route.spill is None else route.spill.after_wait_ms / 1000
     briefly = briefly and spill_after_s != 0
     found: list[Candidate] = []
@@ -77,36 +76,35 @@ def decide(case: Case, fleet: FleetView, rng: Random, *, briefly: bool = False) 
             whole = False
             break
         pool = policy.pools[name]
-        rows = _rows(fleet, model, name, pool, verdict.bypass)
+        rows, places = _rows(fleet, model, name, pool, barred=lanes_barred)
         if not rows:
             continue
         if briefly and len(rows) == 1:
-            ranked = _ALONE
+            ranked, order = _ALONE, _ONE
         else:
-            ranked = _rank(rows, pool, profile, fleet, rng, explores=not spill)
-        order, scores_s, saved_s, tokens, explored = ranked
+            ranked = _rank(rows, places, pool, profile, fleet, rng=rng, explores=not spill)
+            if briefly and _able(rows[ranked.first][4].lane):
+                order, whole = (ranked.first,), False
+            else:
+                order = _order(ranked, rng)
+        _, scores_s, saved_s, tokens, explored = ranked
         for at in order:
-            _, _, read_s, worker_id, seat = rows[at]
+            _, _, read_s, _, seat = rows[at]
             lane = seat.lane
-            able = lane.drafts or lane.name != MTP_LANE
+            able = _able(lane)
             if able:
                 reason = SPILLED if spill else _reason(lane, bypass)
             else:
                 reason = bypass[0].value if bypass else BY_POLICY
-            holder = at in saved_s or (ranked is _ALONE and _holds(rows[at], fleet))
+            holder = at in saved_s or (ranked is _ALONE and _holds(seat, fleet))
             own_s = tokens * read_s - saved_s.get(at, 0.0)
             (found if able else last_resort).append(
-                Candidate(name, lane.name, worker_id, reason, lane.load, able and spill, holder,
-                          scores_s[at], own_s, at == explored)
+                Candidate(name, lane.name, seat.worker_id, reason, lane.load, able and spill,
+                          holder, scores_s[at], own_s, at == explored)
             )  # fmt: skip
-            if briefly and len(found) == _FEW < len(rows):
-                whole = False
-                break
     if found and last_resort:
         last_resort = [one._replace(reason=SPILLED, spill=True) for one in last_resort]
-    return Decision(
-        route.name, bypass, (*found, *last_resort), spill_after_s, barred=not allowed, whole=whole
-    )
+    return Decision(route.name, bypass, (*found, *last_resort), spill_after_s, not allowed, whole)
 
 
 def _fleet_bypass(rows: Sequence[Row]) -> tuple[Bypass, ...]:
@@ -118,57 +116,91 @@ def _fleet_bypass(rows: Sequence[Row]) -> tuple[Bypass, ...]:
     return (Bypass.HEAD_UNHEALTHY if sick else Bypass.NO_MTP_WORKER,)
 
 
+def _able(lane: LaneView) -> bool:
+    """Say whether a lane is what it is called: a speculative one speculates."""
+    return lane.drafts or lane.name != MTP_LANE
+
+
 def _rows(
-    fleet: FleetView, model: str, name: str, pool: Pool, bypass: tuple[Bypass, ...]
-) -> tuple[Row, ...]:
-    """List the lanes of a pool that may take the request."""
+    fleet: FleetView, model: str, name: str, pool: Pool, *, barred: bool
+) -> tuple[tuple[Row, ...], Mapping[str, int] | None]:
+    """List the lanes of a pool that may take the request, and where each worker stands there.
+
+    `barred`: the request cannot speculate. No places are given where a pool has lanes of its own
+    choice, since nobody has kept those.
+    """
     found: tuple[Row, ...] = ()
+    places = None
     # A lane named as the pool belongs to it: so it is with workers that are listed by hand.
-    for lane in pool.lanes if name in pool.lanes else (*pool.lanes, name):
+    lanes = pool.lanes
+    for lane in lanes if name in lanes else (*lanes, name):
         # Whatever a policy says, the speculative lane only takes what it can do.
-        if not (bypass and lane == MTP_LANE):
-            found += fleet.rows.get((model, lane), ())
+        if barred and lane == MTP_LANE:
+            continue
+        asked = model, lane
+        if rows := fleet.rows.get(asked):
+            places = None if found else fleet.places[asked]
+            found = found + rows if found else rows
     if pool.workers is None:
-        return found
-    return tuple([row for row in found if pool.takes(row[4].labels, row[4].models)])
+        return found, places
+    return tuple([row for row in found if pool.takes(row[4].labels, row[4].models)]), None
 
 
 def _rank(
     rows: Sequence[Row],
+    places: Mapping[str, int] | None,
     pool: Pool,
     profile: RequestProfile,
     fleet: FleetView,
-    rng: Random,
     *,
+    rng: Random,
     explores: bool,
 ) -> _Ranked:
-    """Order the lanes of a pool by cost, each for its weight."""
-    now_s, dice = fleet.now_s, rng.random
-    tokens = profile.text_chars / _CHARS_A_TOKEN + profile.media_count * _TOKENS_A_PICTURE
+    """Tell what each lane of a pool costs, each for its weight, and which is the first."""
+    now_s, holders = fleet.now_s, fleet.holders
+    tokens = profile.text_chars / _CHARS_A_TOKEN
+    if profile.media:
+        tokens += profile.media_count * _TOKENS_A_PICTURE
     shared_tokens = 0.0
-    if fleet.holders:
+    if holders:
         shared_tokens = fleet.shared_tokens or tokens or _USUAL_SHARED_TOKENS
         tokens = max(tokens, shared_tokens)
     if pool.weights:
         scores_s = _weighted(rows, pool, tokens, now_s, rng)
     else:
         scores_s = [
-            cost_s + tokens * read_s + dice() * _DICE_S
+            cost_s + tokens * read_s
             if until_s <= now_s
-            else cost_s + tokens * read_s + dice() * _DICE_S + until_s - now_s
+            else cost_s + tokens * read_s + until_s - now_s
             for cost_s, until_s, read_s, _, _ in rows
         ]
-    saved_s = _saved_s(rows, scores_s, shared_tokens, fleet) if fleet.holders else {}
-    for at, seconds in saved_s.items():
-        scores_s[at] -= seconds
-    order = sorted(range(len(rows)), key=scores_s.__getitem__)
+    least_s = min(scores_s)
+    first = scores_s.index(least_s)
+    saved_s: dict[int, float] = {}
+    if holders:
+        saved_s = _saved_s(rows, places, rows[first][4].lane.load, shared_tokens, holders)
+        for at, seconds in saved_s.items():
+            scores_s[at] -= seconds
+            if scores_s[at] < least_s:
+                least_s, first = scores_s[at], at
+    if scores_s.count(least_s) > 1:
+        equals = [at for at, score_s in enumerate(scores_s) if score_s == least_s]
+        first = rng.choice(equals)
     explored = -1
-    if explores and rng.random() < _EXPLORED:
+    if explores and len(rows) > 1 and rng.random() < _EXPLORED:
         explored = _quiet(rows, now_s, rng)
         if explored >= 0:
-            order.remove(explored)
-            order.insert(0, explored)
-    return _Ranked(order, scores_s, saved_s, tokens, explored)
+            first = explored
+    return _Ranked(first, scores_s, saved_s, tokens, explored)
+
+
+def _order(ranked: _Ranked, rng: Random) -> list[int]:
+    """Order all places by cost behind the first."""
+    scores_s, throw = ranked.scores_s, rng.random
+    dice = [throw() for _ in scores_s]
+    order = [at for _, _, at in sorted(zip(scores_s, dice, range(len(dice)), strict=True))]
+    order.remove(ranked.first)
+    return [ranked.first, *order]
 
 
 def _weighted(
@@ -186,36 +218,42 @@ def _weighted(
 
 
 def _saved_s(
-    rows: Sequence[Row], scores_s: Sequence[float], shared_tokens: float, fleet: FleetView
+    rows: Sequence[Row],
+    places: Mapping[str, int] | None,
+    best: float,
+    shared_tokens: float,
+    holders: frozenset[Holding],
 ) -> dict[int, float]:
     """Say what those who hold the system prompt need not read, by their places.
 
     Nothing for one that is much busier than the best, or full: that is no reason to wait there.
     """
-    holders = fleet.holders
-    ids = [worker_id for worker_id, _ in holders]
-    places = [at for at, (_, _, _, worker_id, _) in enumerate(rows) if worker_id in ids]
-    best = rows[scores_s.index(min(scores_s))][4].lane.load
+    held: Iterable[int]
+    if places is None:
+        ids = [worker_id for worker_id, _ in holders]
+        held = [at for at, row in enumerate(rows) if row[4].worker_id in ids]
+    else:
+        held = [places[worker_id] for worker_id, _ in holders if worker_id in places]
     saved_s = {}
-    for at in places:
-        row = rows[at]
-        if _holds(row, fleet):
-            lane = row[4].lane
+    for at in held:
+        _, _, read_s, _, seat = rows[at]
+        if (seat.worker_id, seat.boot_id) in holders:
+            lane = seat.lane
             ahead = lane.in_flight < lane.slots and lane.load <= best + _HOLDERS_LEAD
-            saved_s[at] = shared_tokens * row[2] if ahead else 0.0
+            saved_s[at] = shared_tokens * read_s if ahead else 0.0
     return saved_s
 
 
-def _holds(row: Row, fleet: FleetView) -> bool:
-    return (row[3], row[4].boot_id) in fleet.holders
+def _holds(seat: Seat, fleet: FleetView) -> bool:
+    return (seat.worker_id, seat.boot_id) in fleet.holders
 
 
 def _quiet(rows: Sequence[Row], now_s: float, rng: Random) -> int:
     """Find one with a free slot that was not heard of for a while; -1 where there is none."""
     quiet = [
         at
-        for at, (_, _, _, _, seat) in enumerate(rows)
-        if seat.heard_s + _QUIET_S < now_s and seat.lane.in_flight < seat.lane.slots
+        for at, (_, _, _, heard_s, seat) in enumerate(rows)
+        if heard_s + _QUIET_S < now_s and seat.lane.in_flight < seat.lane.slots
     ]
     return rng.choice(quiet) if quiet else -1
 

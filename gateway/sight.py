@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.domain import WorkerView, rows_of
+from gateway.domain import WorkerView, places_of, rows_of
 
 LONG_AGO_S = float("-inf")
 
@@ -17,14 +17,16 @@ class Sight:
         self.workers = tuple(workers)
         self.rows = rows_of(workers)
         self._at = {worker.worker_id: at for at, worker in enumerate(workers)}
-        self._places: dict[str, list[tuple[tuple[str, str], int, int]]] = {
+        self.places = places_of(self.rows)
+        self._lanes: dict[str, list[tuple[tuple[str, str], int, int]]] = {
             name: [] for name in self._at
         }
         """Where in `rows` the lanes of a worker stand, and which of its lanes that is."""
         for asked, rows in self.rows.items():
             for place, row in enumerate(rows):
-                number = self.workers[self._at[row[3]]].rows.index(row)
-                self._places[row[3]].append((asked, place, number))
+                name = row[4].worker_id
+                number = self.workers[self._at[name]].rows.index(row)
+                self._lanes[name].append((asked, place, number))
 
     def renew(self, changed: Sequence[WorkerView]) -> None:
         """Put these workers in place of what was seen of them, where they were seen at all."""
@@ -34,7 +36,7 @@ class Sight:
             if at is None:
                 continue
             workers[at] = worker
-            for asked, place, number in self._places[worker.worker_id]:
+            for asked, place, number in self._lanes[worker.worker_id]:
                 renewed = list(rows[asked])
                 renewed[place] = worker.rows[number]
                 rows[asked] = tuple(renewed)

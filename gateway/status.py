@@ -9,10 +9,19 @@ from gateway import status_model as told
 from gateway.fleet import Fleet
 from gateway.member import Member
 from gateway.recently import Recently
-from gateway.store import Key, add_lanes
+from gateway.status_lanes import (
+    as_of_now,
+    by_name,
+    lanes_of,
+    lanes_of_pool,
+    mtp_of,
+    prefix_of,
+    saved_by,
+)
+from gateway.store import Key
 from policies.document import PolicyDocument
 from policies.pools import Pool
-from workers.adapters.report import LaneReport, PrefixCounts, SavedTime, WorkerReport, mtp_block
+from workers.adapters.report import LaneReport, WorkerReport
 
 
 class Around(NamedTuple):
@@ -43,7 +52,8 @@ def render(
     members = {member.report.worker_id: member for member in fleet.members()}
     served = {model for member in members.values() for model in member.models}
     models = sorted({report.model for report in reports} | served)
-    lanes = _lanes(reports)
+    reports = as_of_now(reports, members)
+    lanes = lanes_of(reports)
     mtp = mtp_of(lanes)
     return told.Status(
         unix_s=around.unix_s,
@@ -52,7 +62,7 @@ def render(
         store=around.store,
         policy=around.policy,
         mtp=mtp,
-        saved=_saved(lanes),
+        saved=saved_by(lanes),
         recent=recently.of_all(mtp),
         history=recently.history(),
         decisions=_decisions(counts),
@@ -73,7 +83,7 @@ def render(
                 fleet,
                 name,
                 pool,
-                _lanes_of(name, pool, reports, members),
+                lanes_of_pool(name, pool, reports, members),
                 decisions=_decisions_of(counts, name),
                 in_line=in_line(name),
                 in_flight=in_flight(name),
@@ -84,7 +94,7 @@ def render(
         models={
             model: _model(
                 model,
-                _lanes(report for report in reports if report.model == model),
+                lanes_of(report for report in reports if report.model == model),
                 members.values(),
                 counts,
                 recently,
@@ -123,7 +133,7 @@ def _worker(
 ) -> told.Worker:
     latest = member.report if member else reports[-1]
     worker_id = latest.worker_id
-    lanes = _lanes(reports)
+    lanes = lanes_of(reports)
     mtp = mtp_of(lanes)
     return told.Worker(
         state=worker_state(fleet, member),
@@ -137,8 +147,9 @@ def _worker(
         last_beat_s_ago=round(max(0.0, fleet.age_s(member)), 3) if member else 0.0,
         ejected=_ejection(fleet, member),
         busy_for_s=round(fleet.busy_for_s(member), 3) if member else 0.0,
-        lanes={lane.name: _lane(lane, member, worker_id, recently) for lane in _summed(reports)},
-        saved=_saved(lanes),
+        lanes={lane.name: _lane(lane, member, worker_id, recently) for lane in by_name(reports)},
+        prefix=prefix_of(lanes),
+        saved=saved_by(lanes),
         mtp=mtp,
         recent=recently.of(lambda place: place.worker_id == worker_id, mtp),
     )
@@ -156,16 +167,16 @@ def _lane(lane: LaneReport, member: Member | None, worker_id: str, recently: Rec
     """Tell how busy a lane is now, and what it did over all boots."""
     mtp = mtp_of((lane,))
     return told.Lane(
-        slots=lane.slots if member else 0,
-        running=lane.running if member else 0,
-        waiting=lane.waiting if member else 0,
+        slots=lane.slots,
+        running=lane.running,
+        waiting=lane.waiting,
         in_flight=member.in_flight[lane.name] if member else 0,
         requests=lane.requests,
         prompt_tokens=lane.prompt_tokens,
         completion_tokens=lane.completion_tokens,
         head_healthy=lane.head_healthy,
-        prefix=_prefix((lane,)),
-        saved=_saved((lane,)),
+        prefix=prefix_of((lane,)),
+        saved=saved_by((lane,)),
         mtp=mtp,
         recent=recently.of(
             lambda place: place.worker_id == worker_id and place.lane == lane.name, mtp
@@ -200,8 +211,8 @@ def _pool(
         prompt_tokens=sum(lane.prompt_tokens for lane in lanes),
         completion_tokens=sum(lane.completion_tokens for lane in lanes),
         decisions=decisions,
-        prefix=_prefix(lanes),
-        saved=_saved(lanes),
+        prefix=prefix_of(lanes),
+        saved=saved_by(lanes),
         mtp=mtp,
         recent=recently.of(lambda place: place.pool == name, mtp),
     )
@@ -222,65 +233,11 @@ def _model(
             completion=counts.get(("tokens", model, "completion"), 0),
             cached=counts.get(("tokens", model, "cached"), 0),
         ),
-        prefix=_prefix(lanes),
-        saved=_saved(lanes),
+        prefix=prefix_of(lanes),
+        saved=saved_by(lanes),
         mtp=mtp,
         recent=recently.of(lambda place: place.model == model, mtp),
     )
-
-
-def mtp_of(lanes: tuple[LaneReport, ...]) -> told.Mtp:
-    """Tell what drafting did on these lanes."""
-    block = mtp_block(lanes)
-    if not block["enabled"]:
-        return told.MtpOff(enabled=False)
-    return told.MtpOn.model_validate(block)
-
-
-def _saved(lanes: Iterable[LaneReport]) -> told.Saved:
-    lanes = tuple(lanes)
-    time = sum((lane.saved for lane in lanes), SavedTime())
-    return told.Saved(
-        decode_steps=sum(lane.speculation.accepted for lane in lanes),
-        decode_s=time.decode_ms / 1000,
-        prompt_tokens=sum(lane.prefix.cached_tokens for lane in lanes),
-        prompt_s=time.prompt_ms / 1000,
-    )
-
-
-def _prefix(lanes: Iterable[LaneReport]) -> told.LanePrefix:
-    total = sum((lane.prefix for lane in lanes), PrefixCounts())
-    return told.LanePrefix(hits=total.hits, misses=total.misses, cached_tokens=total.cached_tokens)
-
-
-def _lanes_of(
-    name: str,
-    pool: Pool,
-    reports: tuple[WorkerReport, ...],
-    members: Mapping[str, Member],
-) -> tuple[LaneReport, ...]:
-    """List the reports of the lanes of a pool, those of workers that are gone too."""
-    models = {worker_id: member.models for worker_id, member in members.items()}
-    return tuple(
-        lane
-        for report in reports
-        if pool.takes(report.labels, models.get(report.worker_id, (report.model,)))
-        for lane in report.lanes
-        if lane.name == name or lane.name in pool.lanes
-    )
-
-
-def _summed(reports: Iterable[WorkerReport]) -> tuple[LaneReport, ...]:
-    """Add up each lane over the boots of one worker; what is no count is the last boot's."""
-    by_name: dict[str, LaneReport] = {}
-    for lane in _lanes(reports):
-        kept = by_name.get(lane.name)
-        by_name[lane.name] = lane if kept is None else add_lanes(kept, lane)
-    return tuple(by_name.values())
-
-
-def _lanes(reports: Iterable[WorkerReport]) -> tuple[LaneReport, ...]:
-    return tuple(lane for report in reports for lane in report.lanes)
 
 
 def _decisions(counts: Mapping[Key, int]) -> told.Decisions:

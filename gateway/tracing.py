@@ -1,8 +1,9 @@
 """Traces: a span of each request and one of each attempt at a worker, sent to a collector.
 
 Their names are OpenTelemetry's (HTTP for the request, `gen_ai` for an attempt). A trace that the
-client began goes on here, and in the worker, by W3C's `traceparent`. Nothing else of what a client
-wrote is in a span. Needs the extra `otel`; whoever asks for no traces never imports this.
+client began goes on here, and by W3C's `traceparent` in a worker that traces (ours does not yet).
+Nothing else of what a client wrote is in a span. Needs the extra `otel`; whoever asks for no
+traces never imports this.
 """
 
 from __future__ import annotations

@@ -119,13 +119,20 @@ def bypass_reasons(profile: RequestProfile) -> tuple[Bypass, ...]:
     Empty means eligible. What depends on workers (`no_mtp_worker`, `mtp_not_paying`,
     `head_unhealthy`, `prompt_too_long`) is added by whoever knows them.
     """
-    held = (
-        (profile.media_count > 0, Bypass.MEDIA),
-        (not profile.sampling.greedy, Bypass.NON_GREEDY_SAMPLING),
-        (profile.sampling.reshapes_logits, Bypass.LOGITS_PROCESSORS),
-        (profile.structured_output, Bypass.STRUCTURED_OUTPUT),
-        (profile.top_logprobs is not None, Bypass.LOGPROBS),
-        (profile.choices > 1, Bypass.MULTIPLE_CHOICES),
-        (profile.thinking_budget is not None, Bypass.THINKING_BUDGET),
-    )
-    return tuple(reason for holds, reason in held if holds)
+    held = []
+    sampling = profile.sampling
+    if profile.media and profile.media_count > 0:
+        held.append(Bypass.MEDIA)
+    if not sampling.greedy:
+        held.append(Bypass.NON_GREEDY_SAMPLING)
+    if sampling.reshapes_logits:
+        held.append(Bypass.LOGITS_PROCESSORS)
+    if profile.structured_output:
+        held.append(Bypass.STRUCTURED_OUTPUT)
+    if profile.top_logprobs is not None:
+        held.append(Bypass.LOGPROBS)
+    if profile.choices > 1:
+        held.append(Bypass.MULTIPLE_CHOICES)
+    if profile.thinking_budget is not None:
+        held.append(Bypass.THINKING_BUDGET)
+    return tuple(held)

@@ -31,7 +31,8 @@ _NAMES: Final = ",".join(tool.name for tool in TOOLS)
 def use(tool: Tool, venvs: Path, url: str, model: str) -> tuple[bool, str]:
     """Have one tool work in a folder of its own; say whether it did, and what it said."""
     try:
-        commands = python_of(tool.venv, venvs).parent if tool.venv else Path()
+        venv = tool.venv
+        commands = python_of(venv, venvs).parent if venv else Path()
         with tempfile.TemporaryDirectory(prefix="paceline-client-") as folder:
             place = Place(url=url, model=model, checkpoint=CHECKPOINT, folder=Path(folder))
             return True, tool.use(commands, place)
@@ -57,7 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             console.print(f"{tool.name}, installed where it is missing")
             did, said = use(tool, options.venv_dir.resolve(), line.url, line.model)
             worked &= did
-            rows.append((tool.name, tool.version, tool.does, "yes" if did else "NO", said))
+            rows.append(
+                (tool.name, tool.version or "as found", tool.does, "yes" if did else "NO", said)
+            )
     grid = Grid(
         title="Other people's clients on the demo model",
         columns=("client", "version", "does", "works", "said"),

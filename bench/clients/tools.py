@@ -24,15 +24,16 @@ class Tool:
 
     name: str
     does: str
-    venv: Venv | None
-    """None: no Python package; it is there or it is not."""
+    version: str = ""
+    """Of the package of that name; empty: no Python package, it is there or it is not."""
     use: Callable[[Path, Place], str]
     """From the folder of its commands to what it said."""
 
     @property
-    def version(self) -> str:
-        """Return the version that is installed."""
-        return self.venv.pins[0].partition("==")[2] if self.venv else "as found"
+    def venv(self) -> Venv | None:
+        """Return where it is installed, alone with what it needs."""
+        pins = (f"{self.name}=={self.version}",)
+        return Venv(name=f"client-{self.name}", pins=pins) if self.version else None
 
 
 def _openai(commands: Path, place: Place) -> str:
@@ -163,36 +164,22 @@ def _promtool(_commands: Path, place: Place) -> str:
     return f"{version}: complains of the ':' in vLLM's own {len(said)} names, of nothing else"
 
 
+_ASKS: Final = "asks whole and streamed"
 TOOLS: Final = (
-    Tool(
-        name="openai",
-        does="asks whole and streamed",
-        venv=Venv(name="client-openai", pins=("openai==3.51.0",)),
-        use=_openai,
-    ),
-    Tool(
-        name="litellm",
-        does="asks whole and streamed",
-        venv=Venv(name="client-litellm", pins=("litellm==1.106.2",)),
-        use=_litellm,
-    ),
-    Tool(
-        name="llm",
-        does="asks whole and streamed",
-        venv=Venv(name="client-llm", pins=("llm==0.36",)),
-        use=_llm,
-    ),
+    Tool(name="openai", version="3.51.0", does=_ASKS, use=_openai),
+    Tool(name="litellm", version="1.106.2", does=_ASKS, use=_litellm),
+    Tool(name="llm", version="0.36", does=_ASKS, use=_llm),
     Tool(
         name="aiperf",
+        version="0.13.0",
         does="16 requests, 4 at once, and their acceptance",
-        venv=Venv(name="client-aiperf", pins=("aiperf==0.13.0",)),
         use=_aiperf,
     ),
     Tool(
         name="guidellm",
+        version="0.8.1",
         does="a sweep from one at a time to as many as it takes",
-        venv=Venv(name="client-guidellm", pins=("guidellm==0.8.1",)),
         use=_guidellm,
     ),
-    Tool(name="promtool", does="checks /metrics", venv=None, use=_promtool),
+    Tool(name="promtool", does="checks /metrics", use=_promtool),
 )

@@ -50,10 +50,13 @@ def run(options: argparse.Namespace) -> int:
 
 def render(state: Mapping[str, Any]) -> Group:
     """Draw the pools over the workers, each with the acceptance of its drafts."""
-    problem = state["policy"]["file_problem"]
-    refused = [Text(f"The policy file is refused: {problem}", style="red")] if problem else []
+    troubles = (
+        ("The policy file is refused", state["policy"]["file_problem"]),
+        ("Not all is shared with other gateways", state["store"]["why"]),
+    )
+    told = [Text(f"{trouble}: {why}", style="red") for trouble, why in troubles if why]
     tables = ("", _pools(state["pools"]), "", _workers(state["workers"]))
-    return Group(_headline(state), *_drafted(state["mtp"]), *refused, *tables)
+    return Group(_headline(state), *_drafted(state["mtp"]), *told, *tables)
 
 
 def _headline(state: Mapping[str, Any]) -> Text:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -35,6 +36,9 @@ class Figures:
     output_tokens: int
     tokens_counted: bool
     """By the server; otherwise pieces of text are counted for tokens."""
+    peak_output_tokens_s: float
+    """In the busiest second. vLLM takes each piece for one token; here the pieces of an answer
+    share its tokens, since drafting brings several at a time."""
     peak_concurrency: int
     ttft: Spread | None
     tpot: Spread | None
@@ -58,6 +62,7 @@ class Figures:
             "request_throughput": self.completed / self.duration_s,
             "output_throughput": self.output_tokens / self.duration_s,
             "total_token_throughput": (self.input_tokens + self.output_tokens) / self.duration_s,
+            "max_output_tokens_per_s": self.peak_output_tokens_s,
             "max_concurrent_requests": self.peak_concurrency,
             "client_busy": self.client_busy,
         }
@@ -96,6 +101,7 @@ def figures(
         input_tokens=sum(answer.input_tokens for answer in whole),
         output_tokens=sum(answer.output_tokens for answer in whole),
         tokens_counted=all(answer.counted for answer in whole),
+        peak_output_tokens_s=busiest_second(whole),
         peak_concurrency=peak(answers),
         ttft=spread(answer.ttft_s for answer in whole),
         tpot=spread(answer.tpot_s for answer in whole),
@@ -133,6 +139,16 @@ def duration_s(answers: Sequence[Answer]) -> float:
     """Return the time from the first request that was due to the last end."""
     begins = min(answer.due_s for answer in answers)
     return max(max(answer.ended_s for answer in answers) - begins, 1e-9)
+
+
+def busiest_second(answers: Sequence[Answer]) -> float:
+    """Return the tokens that came in the busiest of the seconds since the first was due."""
+    begins = min((answer.due_s for answer in answers), default=0.0)
+    seconds: defaultdict[int, float] = defaultdict(float)
+    for answer in answers:
+        for arrived_s in answer.pieces_s:
+            seconds[int(arrived_s - begins)] += answer.output_tokens / len(answer.pieces_s)
+    return max(seconds.values(), default=0.0)
 
 
 def peak(answers: Sequence[Answer]) -> int:

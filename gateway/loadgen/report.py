@@ -34,6 +34,7 @@ def _lines(measured: Measurement) -> Iterator[str]:
     yield _line("Total generated tokens:", figures.output_tokens)
     yield _line("Request throughput (req/s):", told["request_throughput"])
     yield _line("Output token throughput (tok/s):", told["output_throughput"])
+    yield _line("Peak output token throughput (tok/s):", figures.peak_output_tokens_s)
     yield _line("Peak concurrent requests:", figures.peak_concurrency)
     yield _line("Total token throughput (tok/s):", told["total_token_throughput"])
     for header, short, spread in (

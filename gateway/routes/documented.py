@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gateway.errors import GatewayError, RecordsUnwritable
+from gateway.errors import EditUnanswered, GatewayError, RecordsUnwritable
 from gateway.refusals import (
     BodyNotJson,
     BodyTooLarge,
@@ -50,7 +50,7 @@ EVERYWHERE: tuple[Error, ...] = (NotHttp, HeadTooSlow, HostRefused, HeadTooLarge
 WITH_BODY: tuple[Error, ...] = (BodyNotJson, FieldInvalid, BodyTooSlow, BodyTooLarge)
 FOR_CLIENTS: tuple[Error, ...] = (KeyRefused, PageRefused)
 FOR_ADMINS: tuple[Error, ...] = (KeyRefused, NotAllowedHere)
-KEPT: tuple[Error, ...] = (RecordsUnwritable,)
+KEPT: tuple[Error, ...] = (RecordsUnwritable, EditUnanswered)
 
 
 def failures(*errors: Error) -> Responses:

@@ -175,6 +175,35 @@ def test_f31_a_redis_that_takes_two_seconds_is_as_one_that_is_gone(
         eventually(lambda: well(gateway))
 
 
+def test_f31_an_edit_that_was_not_answered_says_so_and_sent_again_it_is_done_once(
+    own_redis: RedisServer, starts: Starts
+) -> None:
+    gateway = starts()
+    path = "/admin/v1/policy"
+    before = gateway.admin.get(path)
+    assert before.headers["x-paceline-policy-version"] == "1"
+    headers = {"if-match": before.headers["etag"], "x-paceline-note": "two holders"}
+
+    def edit() -> tuple[int, str]:
+        document = before.json() | {"prefix": {"holders": 2}}
+        answer = gateway.admin.put(path, json=document, headers=headers)
+        return (200, "") if answer.is_success else error_of(answer)
+
+    def edit_while_it_is_frozen() -> tuple[int, str]:
+        own_redis.freeze()
+        try:
+            return edit()
+        finally:
+            own_redis.thaw()
+
+    # On a slow machine it may be known to be away before it is asked.
+    eventually(lambda: well(gateway) and edit_while_it_is_frozen() == (503, "edit_unanswered"))
+    eventually(lambda: well(gateway))
+    assert edit() in ((200, ""), (412, "policy_changed"))
+    notes = [one["note"] for one in gateway.admin.get(f"{path}/history").json()["versions"]]
+    assert notes.count("two holders") == 1
+
+
 def through(proxy: FaultProxy) -> str:
     return proxy.url.replace("http", "redis") + "/0"
 

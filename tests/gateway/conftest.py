@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.gateway.beating import beating
-from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
 from tests.gateway.redis_server import RedisServer
-from tests.gateway.serving import Gateway, serving, settings_for_tests
+from tests.gateway.serving import Gateway, eventually, serving, settings_for_tests
 
 
 @pytest.fixture(autouse=True)
@@ -82,4 +83,20 @@ def gateway(tmp_path: Path) -> Iterator[Gateway]:
 def line(gateway: Gateway, worker: FakeWorker) -> Gateway:
     """A gateway that the fake worker has joined."""
     assert gateway.join(worker).status_code == 200
+    return gateway
+
+
+@pytest.fixture
+def busy(gateway: Gateway, worker: FakeWorker) -> Gateway:
+    """A gateway that has something to tell of every figure: a wait, a retry, a limit, drafts."""
+    lane = lane_report("text-mtp", slots=1, speculation=speculation(steps=4, one=1, two=1))
+    worker.reported = worker.report(lanes=[lane.model_dump()])
+    gateway.join(worker, lanes=[lane.model_dump()])
+    worker.script.hang = True
+    with ThreadPoolExecutor(2) as aside:
+        asked = [aside.submit(gateway.chat, temperature=0, stream=True) for _ in range(2)]
+        eventually(lambda: bool(gateway.status()["pools"]["text-mtp"]["waiting"]))
+        worker.go_on.set()
+        assert [answer.result().status_code for answer in asked] == [200, 200]
+    gateway.chat(temperature=9)
     return gateway

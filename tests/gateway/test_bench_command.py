@@ -37,6 +37,34 @@ DRAFTED = Script(
     )
 )
 
+VLLM_SAYS = (
+    " Serving Benchmark Result ",
+    "Successful requests:",
+    "Failed requests:",
+    "Benchmark duration (s):",
+    "Total input tokens:",
+    "Total generated tokens:",
+    "Request throughput (req/s):",
+    "Output token throughput (tok/s):",
+    "Peak output token throughput (tok/s):",
+    "Peak concurrent requests:",
+    "Total token throughput (tok/s):",
+    "Time to First Token",
+    *("Mean TTFT (ms):", "Median TTFT (ms):", "P99 TTFT (ms):"),
+    "Time per Output Token (excl. 1st token)",
+    *("Mean TPOT (ms):", "Median TPOT (ms):", "P99 TPOT (ms):"),
+    "Inter-token Latency",
+    *("Mean ITL (ms):", "Median ITL (ms):", "P99 ITL (ms):"),
+    "Speculative Decoding",
+    "Acceptance rate (%):",
+    "Acceptance length:",
+    "Drafts:",
+    "Draft tokens:",
+    "Accepted tokens:",
+    "Per-position acceptance (%):",
+    "  Position 0:",
+)
+
 
 @pytest.fixture
 def drafting(line: Gateway, worker: FakeWorker) -> Gateway:
@@ -72,7 +100,10 @@ def test_figures_are_printed_written_and_drawn(
         "Position 1: 40.00",
     ):
         assert line.split() in shown, line
-    assert "Time to First Token" in printed
+    first_block = printed.partition("=" * 50)[0]
+    assert [line for line in VLLM_SAYS if line not in first_block] == []
+    places = [first_block.index(line) for line in VLLM_SAYS]
+    assert places == sorted(places), "in vLLM's order"
     assert "3 at once" in printed
 
     told = json.loads(record.read_text())

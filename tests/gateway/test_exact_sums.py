@@ -24,7 +24,7 @@ from gateway.metrics import GatewayFigures, exposition
 from gateway.redis_boots import RedisBoots
 from gateway.redis_link import RedisLink
 from gateway.redis_store import RedisStore
-from gateway.status import mtp_of
+from gateway.status_lanes import mtp_of
 from gateway.store import BOOTS_KEPT, MemoryStore, Store
 from gateway.worker_metrics import WorkerFigures
 from policies.profile import Endpoint, RequestProfile

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gateway.fake_worker import TOKEN, FakeWorker, lane_report, speculation
+<<<<<<< HEAD
 from tests.gateway.serving import Gateway
 from workers.adapters.report import Speculation
+=======
+from tests.gateway.serving import Gateway, serving
+from workers.adapters.report import WorkerReport
+>>>>>>> 17c94128d308c98cb90f1f7c01ec6edb39793e6b
 
 MORE_THAN_DRAFTED: dict[str, Any] = {"steps": 1, "drafted": 1, "accepted": 2}
 MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "histogram": [0, 5, 0]}
 BEARER = {"authorization": f"Bearer {TOKEN}"}
+
+
+def lane_with(**counts: Any) -> dict[str, Any]:
+    """Lanes of a report, with counts that need not be possible."""
+    return {"lanes": [{"name": "vlm", "speculation": counts}]}
 
 
 def test_a_heartbeat_needs_the_join_token(gateway: Gateway, worker: FakeWorker) -> None:
@@ -38,8 +49,14 @@ def test_a_heartbeat_with_a_wrong_field_names_it(gateway: Gateway, worker: FakeW
         ({"url": "http://user@mac:9200"}, "url"),
         ({"secret": 1}, "secret"),
         ({"lanes": [{"name": "vlm", "running": -1}]}, "lanes.0.running"),
+<<<<<<< HEAD
         ({"lanes": [{"name": "vlm", "speculation": MORE_THAN_DRAFTED}]}, "lanes.0.speculation"),
         ({"lanes": [{"name": "vlm", "speculation": MORE_THAN_STEPS}]}, "lanes.0.speculation"),
+=======
+        (lane_with(drafted=1, accepted=2), "lanes.0.speculation"),
+        (lane_with(drafted=1, accepted=1, errors=1), "lanes.0.speculation"),
+        (lane_with(steps=1, histogram=[1, 1]), "lanes.0.speculation"),
+>>>>>>> 17c94128d308c98cb90f1f7c01ec6edb39793e6b
     ):
         answer = gateway.client.put(
             "/admin/v1/workers/fake-a", headers=BEARER, json={**report, **change}
@@ -193,6 +210,45 @@ def test_status_asks_the_workers_before_it_adds_up(line: Gateway, worker: FakeWo
     assert status["pools"]["vlm"]["mtp"] == {"enabled": False}
 
 
+class Counting(FakeWorker):
+    """A worker that has done more each time that it tells of itself."""
+
+    _times = 0
+
+    def report(self, **changes: Any) -> WorkerReport:
+        self._times = done = self._times + 1
+        counts = {
+            "speculation": speculation(steps=4 * done, one=done, two=done),
+            "prefix": {"hits": done, "misses": 1, "cached_tokens": 9 * done},
+            "requests": done,
+        }
+        lanes = [lane_report(name, mtp_enabled=True, **counts) for name in self.lanes]
+        return super().report(lanes=[lane.model_dump() for lane in lanes], **changes)
+
+
+def test_every_snapshot_adds_up_while_workers_go_on_counting(gateway: Gateway) -> None:
+    workers = [Counting(worker_id=name) for name in ("one", "two")]
+    with contextlib.ExitStack() as running, ThreadPoolExecutor(3) as aside:
+        for worker in workers:
+            running.enter_context(serving(worker, sockets=[worker.socket]))
+            gateway.join(worker)
+        asked = [aside.submit(gateway.status) for _ in range(30)]
+        for _ in range(15):
+            for worker in workers:
+                gateway.join(worker)
+        snapshots = [one.result() for one in asked]
+    for status in snapshots:
+        lanes = [lane for told in status["workers"].values() for lane in told["lanes"].values()]
+        for parts in (*(status[by].values() for by in ("workers", "pools", "models")), lanes):
+            for count in ("drafts", "attempted", "accepted", "rejected", "errors"):
+                assert sum(part["mtp"][count] for part in parts) == status["mtp"][count]
+            for count in ("decode_steps", "prompt_tokens"):
+                assert sum(part["saved"][count] for part in parts) == status["saved"][count]
+            cached_tokens = sum(part["prefix"]["cached_tokens"] for part in parts)
+            assert cached_tokens == status["saved"]["prompt_tokens"]
+    assert len({status["mtp"]["drafts"] for status in snapshots}) > 1
+
+
 def test_counts_survive_the_restart_of_a_worker(line: Gateway, worker: FakeWorker) -> None:
     for boot in range(40):
         worker.boot_id = f"life-{boot}"
@@ -204,6 +260,30 @@ def test_counts_survive_the_restart_of_a_worker(line: Gateway, worker: FakeWorke
     assert status["mtp"]["accepted"] == 120
     assert status["workers"]["fake-a"]["lanes"]["text-mtp"]["requests"] == 80
     assert status["workers"]["fake-a"]["boots"] <= 20
+
+
+def test_of_a_life_that_is_over_only_the_counts_are_told(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    counts = {"speculation": speculation(steps=3, one=1, two=1), "requests": 2}
+    busy = lane_report("text-mtp", running=3, waiting=2, **counts)
+    idle = lane_report("text-mtp", requested_draft_tokens=1, effective_draft_tokens=0, **counts)
+    for boot, lane in (("one", busy), ("two", idle)):
+        worker.boot_id = boot
+        worker.reported = worker.report(lanes=[lane.model_dump()])
+        gateway.join(worker, lanes=[lane.model_dump()])
+    status = gateway.status()
+    told = status["workers"]["fake-a"]
+    for mtp in (status["mtp"], told["mtp"], status["pools"]["text-mtp"]["mtp"]):
+        assert (mtp["requested_draft_tokens"], mtp["effective_draft_tokens"]) == (1, 0)
+        assert (mtp["drafts"], mtp["accepted"]) == (6, 6)
+    lane_told = told["lanes"]["text-mtp"]
+    assert [lane_told[name] for name in ("running", "waiting", "slots", "requests")] == [0, 0, 4, 4]
+    gateway.leave(worker)
+    told = gateway.status()["workers"]["fake-a"]
+    assert (told["state"], told["mtp"]["effective_draft_tokens"]) == ("gone", 0)
+    assert told["lanes"]["text-mtp"]["slots"] == 0
+    assert told["mtp"]["drafts"] == 6
 
 
 def test_nothing_in_status_is_null(line: Gateway) -> None:

@@ -18,6 +18,11 @@ from tests.gateway.serving import Gateway, bearing, chat_body, error_of, setting
 
 ORIGINS = ("https://evil.example", "null", "http://localhost:1", "http://127.0.0.1", "file://", "")
 KINDS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")
+FOLLOWED = {
+    "sec-fetch-site": "cross-site",
+    "sec-fetch-mode": "navigate",
+    "sec-fetch-dest": "document",
+}
 ROUTES = {
     "/v1/chat/completions": chat_body(),
     "/v1/completions": {"model": "demo", "prompt": "x"},
@@ -71,10 +76,27 @@ def test_programs_and_own_pages_are_served_as_ever(line: Gateway, path: str) -> 
 def test_a_link_may_be_followed_from_anywhere_and_a_page_may_not_look(
     line: Gateway, path: str
 ) -> None:
-    followed = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
-    assert line.client.get(path, headers=followed).status_code == 200
+    assert line.client.get(path, headers=FOLLOWED).status_code == 200
     looked = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
     assert error_of(line.client.get(path, headers=looked)) == (403, "not_allowed")
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"origin": "http://evil.example", "sec-fetch-mode": "cors", "sec-fetch-dest": "empty"},
+        {"sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"},
+        {"sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"},
+        {"sec-fetch-mode": "navigate", "sec-fetch-dest": "object"},
+    ],
+)
+def test_no_page_of_another_site_can_hold_a_stream_of_the_state_open(
+    line: Gateway, marks: dict[str, str]
+) -> None:
+    """An EventSource tells its origin, a picture or a frame only that it is of another site."""
+    headers = {"sec-fetch-site": "cross-site", **marks}
+    refused = line.client.get("/v1/status/events", headers=headers)
+    assert error_of(refused) == (403, "not_allowed")
 
 
 def test_who_shows_a_key_may_come_from_anywhere(line: Gateway) -> None:
@@ -119,8 +141,7 @@ def test_nothing_of_the_admin_plane_opens_to_a_page_of_another_site(
 
 
 def test_the_page_for_admins_opens_by_a_link_and_asks_its_own_gateway(unkeyed: Gateway) -> None:
-    followed = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
-    assert unkeyed.admin.get("/admin", headers=followed).status_code == 200
+    assert unkeyed.admin.get("/admin", headers=FOLLOWED).status_code == 200
     own = {"origin": str(unkeyed.admin.base_url).rstrip("/"), "sec-fetch-site": "same-origin"}
     made = unkeyed.admin.post("/admin/v1/keys", json={"name": "own"}, headers=own)
     assert made.status_code == 201

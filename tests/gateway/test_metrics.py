@@ -8,7 +8,6 @@ import shutil
 import string
 import subprocess
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from prometheus_client.core import Metric
@@ -16,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from policies.profile import Bypass
 from tests.gateway.fake_worker import FakeWorker, Script, lane_report, speculation
-from tests.gateway.serving import Gateway, chat_body, eventually
+from tests.gateway.serving import Gateway, chat_body
 
 # As in promlint, which is what `promtool check metrics` runs.
 ABBREVIATED = frozenset("s ms us ns sec b kb mb gb tb pb m h d".split())
@@ -57,22 +56,6 @@ def problems(family: Metric) -> list[str]:
         ("a bad label", not all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in labels)),
     )
     return [problem for problem, holds in found if holds]
-
-
-@pytest.fixture
-def busy(gateway: Gateway, worker: FakeWorker) -> Gateway:
-    """A gateway that has something to tell of every figure: a wait, a retry, a limit, drafts."""
-    lane = lane_report("text-mtp", slots=1, speculation=speculation(steps=4, one=1, two=1))
-    worker.reported = worker.report(lanes=[lane.model_dump()])
-    gateway.join(worker, lanes=[lane.model_dump()])
-    worker.script.hang = True
-    with ThreadPoolExecutor(2) as aside:
-        asked = [aside.submit(gateway.chat, temperature=0, stream=True) for _ in range(2)]
-        eventually(lambda: bool(gateway.status()["pools"]["text-mtp"]["waiting"]))
-        worker.go_on.set()
-        assert [answer.result().status_code for answer in asked] == [200, 200]
-    gateway.chat(temperature=9)
-    return gateway
 
 
 def test_the_exposition_is_what_promtool_would_praise(busy: Gateway) -> None:

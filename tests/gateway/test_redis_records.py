@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.errors import RecordsUnwritable
+from gateway.errors import EditUnanswered, RecordsUnwritable
 from gateway.redis_link import RedisLink
 from gateway.redis_records import RedisRecords
 from tests.gateway.redis_server import RedisServer
@@ -168,11 +168,12 @@ async def test_nobody_waits_for_an_edit_that_redis_is_slow_to_answer_and_it_may_
     await records.add("keys", "a", "1")
     assert await records.all("keys") == {"a": "1"}
     own_redis.freeze()
-    with pytest.raises(RecordsUnwritable):
+    with pytest.raises(EditUnanswered):
         await records.add("keys", "b", "2")
     assert link.away
-    with pytest.raises(RecordsUnwritable):
+    with pytest.raises(RecordsUnwritable) as refused:
         await records.remove("keys", "a")  # of which Redis never hears
+    assert refused.type is RecordsUnwritable, "that is certain"
     assert await records.all("keys") == {"a": "1"}
 
     own_redis.thaw()

@@ -14,9 +14,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
+from gateway.cli import main
 from tests.faults.proxy import FaultProxy, proxying
-from tests.gateway.serving import Gateway, eventually
+from tests.gateway.redis_server import RedisServer
+from tests.gateway.serving import Gateway, eventually, settings_for_tests
 
 ROOT = Path(__file__).parents[2]
 ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"
@@ -109,3 +112,18 @@ def test_a_watch_as_json_prints_a_line_each_time(line: Gateway) -> None:
         assert watch.end() == (0, "")
     states = [json.loads(told) for told in watch.written.splitlines()]
     assert all(state["gateway"]["ready"] for state in states)
+
+
+def test_the_table_says_what_is_wrong_with_what_gateways_share(
+    own_redis: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = settings_for_tests(tmp_path, redis_url=SecretStr(own_redis.url))
+    with Gateway(settings) as gateway:
+        assert main(["status", "--url", gateway.url]) == 1, "no worker"
+        assert "Not all is shared" not in capsys.readouterr().out
+        own_redis.kill()
+        eventually(lambda: gateway.status()["store"]["state"] == "degraded")
+        assert main(["status", "--url", gateway.url]) == 1
+    assert "Not all is shared with other gateways: Redis cannot be reached." in (
+        capsys.readouterr().out
+    )

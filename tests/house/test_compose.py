@@ -111,6 +111,16 @@ def test_redis_keeps_what_it_has_and_is_reached_by_the_gateways_alone() -> None:
     assert read_compose(SECRETS)["networks"][network]["internal"] is True
 
 
+def test_the_front_is_an_nginx_that_knows_what_its_configuration_asks_for() -> None:
+    """It asks for names anew (`resolve`), which nginx does without a licence since 1.27.3."""
+    configuration = (ROOT / "deploy" / "nginx.conf").read_text()
+    servers = re.findall(r"^\s+server (gateway-.*);$", configuration, re.MULTILINE)
+    assert servers
+    assert all(" resolve" in server for server in servers)
+    (version,) = re.findall(r"^nginx:(\d+)\.(\d+)\.(\d+)-", SERVICES["front"]["image"])
+    assert tuple(map(int, version)) >= (1, 27, 3)
+
+
 def test_the_images_are_made_from_the_locks_by_hash_and_run_as_nobody_special() -> None:
     stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
     first_lines = [stage.splitlines()[0] for stage in stages]
@@ -120,6 +130,8 @@ def test_the_images_are_made_from_the_locks_by_hash_and_run_as_nobody_special() 
     for kind in ("gateway", "worker"):
         (built,) = (stage for stage in stages if stage.startswith(f"base AS built-{kind}"))
         assert f"pip install --require-hashes --requirement /src/locks/{kind}.txt" in built
+        if kind == "worker":
+            assert " g++ " in built, "not every package has a wheel for linux/arm64"
         (final,) = (stage for stage in stages if stage.startswith(f"base AS {kind}\n"))
         assert "\nUSER paceline\n" in final
         assert "/livez" in final[final.index("HEALTHCHECK") :]

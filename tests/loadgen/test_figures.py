@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.loadgen.answers import Answer
 from gateway.loadgen.drafts import Drafts
-from gateway.loadgen.figures import figures, peak, percentile, spread
+from gateway.loadgen.figures import busiest_second, figures, peak, percentile, spread
 
 FIRST = Answer(
     due_s=10.0,
@@ -38,6 +38,7 @@ def test_known_answers_give_known_figures() -> None:
         "request_throughput": 0.5,
         "output_throughput": 2.0,
         "total_token_throughput": 4.5,
+        "max_output_tokens_per_s": 4.0,
         "client_busy": 0.0,
         "mean_ttft_ms": 750.0,
         "median_ttft_ms": 750.0,
@@ -94,6 +95,15 @@ def test_what_answers_tell_of_drafts_comes_before_the_counters_of_the_server() -
     found = figures([silent], counters=others_too)
     assert (found.drafts, found.drafts_of) == (others_too, "server")
     assert figures([silent], counters=Drafts()).drafts is None, "it never drafted"
+
+
+def test_the_busiest_second_counts_tokens_and_not_pieces() -> None:
+    drafted = Answer(due_s=0, ended_s=3, pieces_s=(0.5, 1.1, 1.9, 2.0), output_tokens=12)
+    assert busiest_second([drafted]) == 6
+    beside = Answer(due_s=0.5, ended_s=3, pieces_s=(2.2,), output_tokens=4)
+    assert busiest_second([drafted, beside]) == 7
+    assert figures([drafted, FAILED]).peak_output_tokens_s == 6
+    assert busiest_second([]) == 0
 
 
 def test_an_end_makes_room_for_the_begin_of_the_same_moment() -> None:

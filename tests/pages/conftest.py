@@ -12,8 +12,10 @@ from playwright.async_api import Browser, async_playwright, expect
 
 from tests.gateway.beating import beating
 from tests.gateway.conftest import (  # noqa: F401
+    any_redis,
     clean_environment,
     gateway,
+    redis,
     second_worker,
     worker,
 )

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.async_api import expect
+from pydantic import SecretStr
 
 from gateway.feed import VIEWERS_LIMIT
 from policies.profile import Bypass
-from tests.gateway.fake_worker import FakeWorker, Script
-from tests.gateway.serving import Gateway
+from tests.gateway.beating import beating
+from tests.gateway.fake_worker import FakeWorker, Script, lane_report
+from tests.gateway.redis_server import RedisServer
+from tests.gateway.serving import Gateway, settings_for_tests
 from tests.pages.test_page import PAGES
 from tests.pages.watched import Watched
 
@@ -149,6 +153,43 @@ async def test_a_gateway_that_ends_is_told_of_and_looked_for_again(
     await page.goto("about:blank")  # it asks no more
     refused = "Failed to load resource: net::ERR_CONNECTION_REFUSED"
     watched.faults[:] = [fault for fault in watched.faults if fault != refused]
+
+
+@IN_THE_BROWSER
+async def test_of_several_gateways_the_page_says_whose_its_curves_are(
+    redis: RedisServer, tmp_path: Path, gateway: Gateway, watched: Watched
+) -> None:
+    shown = watched.page.locator("#whose")
+    await watched.look(gateway.url)
+    await expect(watched.page.locator("#live")).to_have_text("Live")
+    await expect(shown).to_be_hidden()
+    with contextlib.ExitStack() as both:
+        one, _ = (
+            both.enter_context(
+                Gateway(settings_for_tests(tmp_path / name, redis_url=SecretStr(redis.url)))
+            )
+            for name in ("one", "other")
+        )
+        await watched.look(one.url)
+        await expect(shown).to_contain_text("this gateway sent, one of 2")
+        await watched.page.goto("about:blank")
+
+
+@IN_THE_BROWSER
+async def test_a_reason_counts_only_requests_that_were_really_not_drafted_for(
+    gateway: Gateway, worker: FakeWorker, watched: Watched
+) -> None:
+    """A picture is kept out of the speculative lane; the other one may draft for it."""
+    reasons = watched.page.locator("#reasons")
+    worker.lanes = ("vlm",)
+    with beating(gateway, worker):
+        assert gateway.chat(temperature=0.5).status_code == 200
+        await watched.look(gateway.url)
+        await expect(reasons).to_contain_text("non greedy sampling")
+        drafting = lane_report("vlm", mtp_enabled=True, bypass_counts={"logprobs": 2})
+        worker.reported = worker.report(lanes=[drafting.model_dump()])
+        await expect(reasons).to_contain_text("logprobs")
+        await expect(reasons).not_to_contain_text("non greedy sampling")
 
 
 def test_each_reason_has_its_sentence() -> None:

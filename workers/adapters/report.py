@@ -10,12 +10,12 @@ from collections import Counter
 from typing import Annotated
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
-    field_validator,
 )
 
 from policies.part import Label
@@ -94,6 +94,15 @@ class Speculation(Record):
             "mean_acceptance_length": self.mean_acceptance_length,
             "draft_acceptance_rate": self.acceptance_rate,
         }
+
+
+def _possible(told: Speculation) -> Speculation:
+    """Refuse counts that no drafting can have: they would spoil every sum that they are in."""
+    if told.rejected < 0:
+        raise ValueError("more draft tokens were accepted, or failed, than were drafted")
+    if sum(told.histogram) > told.steps:
+        raise ValueError("the histogram counts more steps than there were")
+    return told
 
 
 class SpecPrefillCounts(Record):
@@ -176,7 +185,9 @@ class LaneReport(Record):
     """What it pays to draft for 1, 2, 3 ... rows side by side, as far as that has been measured."""
     head_healthy: bool = True
     """False when the MTP head failed its self-test or goes on failing: the lane serves plainly."""
-    speculation: Speculation = Field(default_factory=Speculation)
+    speculation: Annotated[Speculation, AfterValidator(_possible)] = Field(
+        default_factory=Speculation
+    )
     bypass_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
     spec_prefill: SpecPrefillCounts = Field(default_factory=SpecPrefillCounts)
     prefix: PrefixCounts = Field(default_factory=PrefixCounts)
@@ -185,14 +196,6 @@ class LaneReport(Record):
     """Finished since boot, cancelled and failed ones too."""
     prompt_tokens: NonNegativeInt = 0
     completion_tokens: NonNegativeInt = 0
-
-    @field_validator("speculation")
-    @classmethod
-    def _adds_up(cls, told: Speculation) -> Speculation:
-        # It is summed for good, so one that does not would make every later sum a lie.
-        if told.rejected < 0 or sum(told.histogram) > told.steps:
-            raise ValueError("more was accepted than was drafted")
-        return told
 
     def drafting_pays(self, rows: int) -> bool:
         """Say whether drafting was found to pay for so many rows; unless measured, it does."""

@@ -21,7 +21,7 @@ export function makeCurves() {
     curve("first-token", { curves: TWO, say: briefly }, half("first_token_s"), most("first_token_s")),
     curve("answer", { curves: TWO, say: briefly }, half("answer_s"), most("answer_s")),
     (past, { unix_s: now }) => {
-      byId("span").textContent = `of the fleet, since ${clock.format(1000 * (past.points[0]?.end_s ?? now))}`;
+      byId("span").textContent = `since ${clock.format(1000 * (past.points[0]?.end_s ?? now))}`;
     },
   ];
 }

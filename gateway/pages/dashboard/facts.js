@@ -30,7 +30,7 @@ function savedByMtp({ saved }) {
 }
 
 function showNow(state) {
-  const { pools, recent, window: { covered_s: covered } } = state;
+  const { pools, recent, store: { gateways }, window: { covered_s: covered } } = state;
   const sum = (count) => Object.values(pools).reduce((all, pool) => all + count(pool), 0);
   const running = sum((pool) => pool[busyIn(pool)]);
   const waiting = sum((pool) => pool.waiting);
@@ -39,6 +39,9 @@ function showNow(state) {
   write(byId("now"), `${as.count(running)} running`);
   byId("now-line").textContent = said.filter(Boolean).join(" · ");
   byId("speed-window").textContent = `over ${as.duration(covered)}`;
+  byId("whose").hidden = gateways < 2;
+  byId("whose").textContent =
+    `Curves and speeds are of the requests that this gateway sent, one of ${as.count(gateways)}; counts are of all.`;
   document.title = `${running} running · Paceline`;
 }
 

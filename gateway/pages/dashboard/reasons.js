@@ -17,9 +17,11 @@ const SENTENCES = {
   head_unhealthy: "The MTP head failed its test or went on failing.",
 };
 
+// Where lanes draft, the workers know whom they did not draft for: one that a picture keeps out of
+// the speculative lane may be drafted for in the other. Where none does, the decisions say why.
 export function reasons({ decisions, mtp }) {
-  const counts = { ...mtp.bypass_counts, ...decisions.bypass_counts };
-  const known = (reason) => (reason in decisions.bypass_counts ? "decisions" : "mtp");
+  const known = mtp.enabled ? "mtp" : "decisions";
+  const counts = (mtp.enabled ? mtp : decisions).bypass_counts;
   const sorted = Object.entries(counts).filter(([, count]) => count).sort(([, one], [, other]) => other - one);
   if (!sorted.length) {
     return make("p", { class: "empty" }, decisions.total ? "Every request so far could speculate." : "No request yet.");
@@ -30,7 +32,7 @@ export function reasons({ decisions, mtp }) {
       "div",
       { class: "reason" },
       make("p", { class: "reason-name" }, reason.replaceAll("_", " ")),
-      make("p", { class: "number" }, place(`${known(reason)}/bypass_counts/${reason}`, "count")),
+      make("p", { class: "number" }, place(`${known}/bypass_counts/${reason}`, "count")),
       bar(count, most),
       make("p", { class: "muted small" }, SENTENCES[reason] ?? "A reason that this page does not know."),
     ),

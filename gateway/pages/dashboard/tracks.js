@@ -131,7 +131,7 @@ function lap(tokensPerS, fastest) {
 
 function kindOf({ slots, mtp }) {
   if (slots === 0) return "no worker takes requests";
-  if (!mtp.enabled) return "one token a step";
+  if (!mtp.enabled || !mtp.requested_draft_tokens) return "one token a step";
   const ahead = mtp.effective_draft_tokens;
   return ahead ? `drafts ${several(ahead, "token")} ahead` : "drafting does not pay just now";
 }
