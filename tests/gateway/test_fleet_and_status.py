@@ -9,13 +9,8 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.gateway.fake_worker import TOKEN, FakeWorker, lane_report, speculation
-<<<<<<< HEAD
-from tests.gateway.serving import Gateway
-from workers.adapters.report import Speculation
-=======
 from tests.gateway.serving import Gateway, serving
-from workers.adapters.report import WorkerReport
->>>>>>> 17c94128d308c98cb90f1f7c01ec6edb39793e6b
+from workers.adapters.report import Speculation, WorkerReport
 
 MORE_THAN_DRAFTED: dict[str, Any] = {"steps": 1, "drafted": 1, "accepted": 2}
 MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "histogram": [0, 5, 0]}
@@ -49,14 +44,9 @@ def test_a_heartbeat_with_a_wrong_field_names_it(gateway: Gateway, worker: FakeW
         ({"url": "http://user@mac:9200"}, "url"),
         ({"secret": 1}, "secret"),
         ({"lanes": [{"name": "vlm", "running": -1}]}, "lanes.0.running"),
-<<<<<<< HEAD
-        ({"lanes": [{"name": "vlm", "speculation": MORE_THAN_DRAFTED}]}, "lanes.0.speculation"),
-        ({"lanes": [{"name": "vlm", "speculation": MORE_THAN_STEPS}]}, "lanes.0.speculation"),
-=======
         (lane_with(drafted=1, accepted=2), "lanes.0.speculation"),
         (lane_with(drafted=1, accepted=1, errors=1), "lanes.0.speculation"),
         (lane_with(steps=1, histogram=[1, 1]), "lanes.0.speculation"),
->>>>>>> 17c94128d308c98cb90f1f7c01ec6edb39793e6b
     ):
         answer = gateway.client.put(
             "/admin/v1/workers/fake-a", headers=BEARER, json={**report, **change}

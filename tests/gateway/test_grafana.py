@@ -107,18 +107,12 @@ def test_the_dashboard_and_the_alerts_show_all_that_operators_ask_for() -> None:
         assert needed in asked
 
 
-<<<<<<< HEAD
-def test_no_alert_stands_twice() -> None:
-    alerts = re.findall(r"- alert: (\w+)", (FOLDER / "alerts.yml").read_text())
-    assert len(alerts) == len(set(alerts)) > 5
-=======
 def test_each_alert_that_operators_ask_for_is_there_once_and_says_what_is_wrong() -> None:
     names = [rule["alert"] for rule in alerts()]
     assert sorted(set(names)) == sorted(names)
     wanted = ("AcceptanceFell", "LaneNotPaying", "WorkerEjected", "RedisDegraded")
     assert {f"Paceline{name}" for name in wanted} <= set(names)
     assert all(rule["annotations"]["summary"].endswith(".") for rule in alerts())
->>>>>>> 17c94128d308c98cb90f1f7c01ec6edb39793e6b
 
 
 def test_a_worker_that_two_gateways_tell_of_counts_once() -> None:
