@@ -68,24 +68,8 @@ class PolicyWatch:
         self.problem = ""
         """Why what the file says now is not taken; empty where it is, or was."""
 
-    async def run(self) -> None:
-        """Look once a second, for ever."""
-        trouble = ""
-        while True:
-            await asyncio.sleep(LOOK_S)
-            before, trouble = trouble, await self._trouble()
-            if trouble and trouble != before:
-                log.warning("policy.watch_failed why=%s", trouble)
-
-    async def _trouble(self) -> str:
-        """Look once; say what kept us from it."""
-        try:
-            await self._look()
-        except Exception as error:  # noqa: BLE001  # whatever it is, the next edit is to be seen
-            return repr(error)
-        return ""
-
-    async def _look(self) -> None:
+    async def look(self) -> None:
+        """Look at the file once; to be called every `LOOK_S`."""
         if self._file is None:
             return
         # No deadline: a disk that hangs holds up one thread and nobody else.

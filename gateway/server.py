@@ -15,12 +15,15 @@ from typing import Literal, TypeVar
 
 import uvicorn
 
+from gateway import policy_file
 from gateway.access import base_url, check_secrets, ensure_join_token, is_loopback
 from gateway.app import AdminDoor, Front, create_app
 from gateway.client_link import ClientLink, sweep
 from gateway.errors import StartRefused
 from gateway.overload import keep_measuring
 from gateway.settings import Settings
+from gateway.turns import Turns
+from gateway.windows import STEP_S
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -119,7 +122,7 @@ async def serve(
                     on_started=lambda: started(address) if started else None,
                 )
                 serving = asyncio.create_task(server.serve(sockets=[listener]), name="gateway")
-                with _watching(app, server):
+                async with _watching(app, server):
                     await _until_the_end(app, settings, ending, server, serving)
 
 
@@ -140,18 +143,17 @@ async def _until_the_end(
         await serving
 
 
-@contextlib.contextmanager
-def _watching(app: Front, server: _Server) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def _watching(app: Front, server: _Server) -> AsyncIterator[None]:
     """Watch connections, the event loop and the policy for as long as the context lasts."""
     line = app.line
     watching = (
         asyncio.create_task(sweep(server.server_state.connections)),
         asyncio.create_task(keep_measuring(app.relay.load.lag, line.fleet.excuse)),
-        asyncio.create_task(line.windows.run()),
-        asyncio.create_task(line.watch.run()),
     )
     try:
-        yield
+        async with Turns([(line.watch.look, policy_file.LOOK_S), (line.windows.step, STEP_S)]):
+            yield
     finally:
         for watch in watching:
             watch.cancel()

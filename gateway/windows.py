@@ -6,15 +6,11 @@ then. So no window costs a request anything, and none counts a request in part.
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gateway.figures import NOTHING, Figures, Place, total
-
-log = logging.getLogger(__name__)
 
 STEP_S = 10.0
 LONGEST_S = 900.0
@@ -47,11 +43,9 @@ class Windows:
         self._clock = clock
         self._kept: deque[Snapshot] = deque([Snapshot(clock(), {}, NOTHING)])
 
-    async def run(self) -> None:
-        """Keep a snapshot every ten seconds, for ever."""
-        while True:
-            await asyncio.sleep(STEP_S)
-            self.keep()
+    async def step(self) -> None:
+        """Keep a snapshot; to be called every `STEP_S`."""
+        self.keep()
 
     def keep(self) -> None:
         """Keep a snapshot for as long as any window may reach back."""

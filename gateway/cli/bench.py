@@ -17,11 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gateway.cli.asking import add_gateway_url
-from gateway.loadgen import report
+from gateway.loadgen import CannotMeasure, report
 from gateway.loadgen.answers import Heard
 from gateway.loadgen.comparison import compare
 from gateway.loadgen.endpoint import Endpoint, Target, opened
-from gateway.loadgen.errors import CannotMeasure
 from gateway.loadgen.load import Level
 from gateway.loadgen.measuring import Measurement, Plan, measure_all
 from gateway.loadgen.plot import svg
@@ -66,7 +65,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_gateway_url(parser)
     add("--model", default="", help="default: the first that the endpoint lists")
-    add("--compare", metavar="URL", default="", help="a second endpoint, measured in turn (ABAB)")
+    add(
+        "--compare",
+        metavar="URL",
+        default="",
+        help="a second endpoint, measured in turn (ABAB); its key is in PACELINE_COMPARE_API_KEY",
+    )
     add("--compare-model", metavar="MODEL", default="", help="default: the same, if it has it")
     load = parser.add_mutually_exclusive_group()
     load.add_argument(

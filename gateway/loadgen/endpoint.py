@@ -11,9 +11,9 @@ from typing import Any, Final
 
 import httpx
 
+from gateway.loadgen import CannotMeasure
 from gateway.loadgen.answers import Answer, Heard, read_answer
 from gateway.loadgen.drafts import Drafts
-from gateway.loadgen.errors import CannotMeasure
 from gateway.loadgen.prompts import Prompt
 
 _CONNECT_TIMEOUT_S: Final = 10.0
@@ -61,7 +61,9 @@ class Endpoint:
             request = self._client.stream("POST", "/v1/chat/completions", content=body)
             async with request as response:
                 status = response.status_code
-                arrivals = [(time.perf_counter(), part) async for part in response.aiter_raw()]
+                async for part in response.aiter_raw():
+                    # One by one, so that what came is known where the connection breaks.
+                    arrivals.append((time.perf_counter(), part))  # noqa: PERF401
         except httpx.TimeoutException:
             problem = "nothing came in time"
         except httpx.HTTPError as error:

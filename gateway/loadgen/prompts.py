@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from gateway.loadgen.errors import CannotMeasure
+from gateway.loadgen import CannotMeasure
 
 _ABOUT: Final = ("the sea", "the forest", "the city", "the desert", "the moon", "winter", "summer")
 _HEROES: Final = ("fox", "cat", "dog", "robot", "dragon", "owl", "bear", "frog", "mouse", "bird")

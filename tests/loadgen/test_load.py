@@ -8,7 +8,9 @@ from random import Random
 
 import pytest
 
+from gateway.loadgen.answers import read_answer
 from gateway.loadgen.endpoint import Target, opened
+from gateway.loadgen.figures import peak
 from gateway.loadgen.load import Level, arrivals_s, send_all
 from gateway.loadgen.prompts import Prompt
 from tests.gateway.fake_worker import FakeWorker, Script
@@ -28,19 +30,13 @@ def target(worker: FakeWorker) -> Target:
     return Target(url=worker.url, model="demo", fields={})
 
 
-async def test_so_many_at_a_time_are_never_more(worker: FakeWorker) -> None:
+async def test_so_many_at_a_time_are_never_more_and_no_fewer(worker: FakeWorker) -> None:
     worker.script = Script(pause_s=0.002)
-    most = 0
-
-    def on_end(_: object) -> None:
-        nonlocal most
-        most = max(most, worker.answering)
-
     async with opened(target(worker)) as endpoint:
         level = Level(concurrency=3)
-        heard = await send_all(endpoint, PROMPTS, level, random=Random(0), on_end=on_end)
+        heard = await send_all(endpoint, PROMPTS, level, random=Random(0), on_end=lambda _: None)
     assert [each.status for each in heard] == [200] * 12
-    assert most <= 3
+    assert peak([read_answer(each) for each in heard]) == 3
     asked = [each.body["messages"][0]["content"] for each in worker.heard]
     assert sorted(asked) == sorted(str(number) for number in range(12))
 
@@ -72,6 +68,14 @@ def test_arrivals_come_at_just_the_rate_and_again_with_the_same_seed() -> None:
     assert moments[-1] == pytest.approx(25.0)
     assert moments == arrivals_s(4.0, 100, Random(3))
     assert moments != arrivals_s(4.0, 100, Random(4))
+
+
+async def test_what_came_before_a_connection_broke_is_kept(worker: FakeWorker) -> None:
+    worker.script = Script(cut_after=2)
+    async with opened(target(worker)) as endpoint:
+        heard = await endpoint.ask(PROMPTS[0])
+    assert heard.problem.startswith("the connection failed")
+    assert b'"one"' in b"".join(part for _, part in heard.arrivals)
 
 
 async def test_a_server_that_is_gone_is_a_problem_and_no_exception(worker: FakeWorker) -> None:

@@ -8,7 +8,7 @@ from random import Random
 
 import pytest
 
-from gateway.loadgen.errors import CannotMeasure
+from gateway.loadgen import CannotMeasure
 from gateway.loadgen.prompts import Prompt, built_in, drawn, read_prompts
 
 
