@@ -47,7 +47,7 @@ class _Ranked(NamedTuple):
 
 
 _ALONE = _Ranked(0, (0.0,), {})
-_ONE = (0,)
+_ONE: Sequence[int] = (0,)
 
 
 def decide(case: Case, fleet: FleetView, rng: Random, *, briefly: bool = False) -> Decision:
