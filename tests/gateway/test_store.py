@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gateway.redis_boots import RedisBoots
 from gateway.redis_link import RedisLink
 from gateway.redis_store import RedisStore
-from gateway.store import MemoryStore, Store
+from gateway.store import Key, MemoryStore, Store
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
 from workers.adapters.report import LaneReport, WorkerReport
 
@@ -81,7 +81,7 @@ async def test_a_crash_loop_costs_no_count_and_fills_no_memory(kept: Kept) -> No
 async def test_counts_add_up_with_what_is_owed(kept: Kept) -> None:
     kept.store.count({("outcomes", "completed"): 1, ("retries",): 2})
     await kept.turn()
-    owed = [{("outcomes", "completed"): 1}]
+    owed: list[dict[Key, int]] = [{("outcomes", "completed"): 1}]
 
     def pay() -> None:
         while owed:
