@@ -82,10 +82,10 @@ class Dispatch:
         """Count the requests that hold a slot through this pool."""
         return self._pools[pool].running
 
-    def decide(self, case: Case, tried: frozenset[str]) -> Decision:
+    def decide(self, case: Case, tried: frozenset[str], *, briefly: bool = False) -> Decision:
         """Decide as of now, leaving out workers that were tried already."""
         fleet = self._prefixes.mark(self._fleet.view(without=tried), case.prefix)
-        return decide(case, fleet, self._rng)
+        return decide(case, fleet, self._rng, briefly=briefly)
 
     async def lease(
         self,
@@ -119,13 +119,14 @@ class Dispatch:
 
     def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
         """Free the slot, hold what happened against the worker, and let the next one in."""
-        opened_at_s = lease.member.breaker.opens_at_s
+        before = lease.member.breaker
         self._pools[lease.candidate.pool].running -= 1
         self._fleet.give_back(lease, verdict, retry_after_s)
-        self.serve_waiting()
-        opens_at_s = lease.member.breaker.opens_at_s
-        if opens_at_s > opened_at_s:
-            delay_s = opens_at_s - self._clock()
+        after = lease.member.breaker  # serving those in line does not change it
+        if self._waiting:
+            self.serve_waiting()
+        if after is not before and after.opens_at_s > before.opens_at_s:
+            delay_s = after.opens_at_s - self._clock()
             asyncio.get_running_loop().call_later(delay_s, self.serve_waiting)
 
     def _take(self, candidate: Candidate, policy: PolicyDocument) -> Lease | None:
@@ -220,14 +221,17 @@ class Dispatch:
 
     def _seat(self, waiter: _Waiter, pool: str) -> bool:
         """Give a slot of this pool to a request in line, if one is free that it may have."""
-        decision = self.decide(waiter.case, waiter.tried)
-        for candidate in decision.candidates:
-            if candidate.pool != pool or (candidate.spill and not waiter.spilled):
-                continue
-            if (lease := self._take(candidate, waiter.case.policy)) is not None:
-                self._leave_lines(waiter, pool)
-                waiter.seat.set_result(lease)
-                return True
+        for briefly in (True, False):
+            decision = self.decide(waiter.case, waiter.tried, briefly=briefly)
+            for candidate in decision.candidates:
+                if candidate.pool != pool or (candidate.spill and not waiter.spilled):
+                    continue
+                if (lease := self._take(candidate, waiter.case.policy)) is not None:
+                    self._leave_lines(waiter, pool)
+                    waiter.seat.set_result(lease)
+                    return True
+            if decision.whole:
+                break
         if decision.candidates and decision.candidates[0].pool not in waiter.pools:
             self._widen(waiter)  # nobody is left in the pool that it waited for
         return False

@@ -53,7 +53,7 @@ class RecentCases:
 
 
 def _pool(policy: PolicyDocument, case: Case, fleet: FleetView, rng: Random) -> str:
-    decision = decide(case._replace(policy=policy), fleet, rng)
+    decision = decide(case._replace(policy=policy), fleet, rng, briefly=True)
     return decision.candidates[0].pool if decision.candidates else NOWHERE
 
 

@@ -45,6 +45,8 @@ for i = 3, #ARGV, 4 do
 end
 redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - 3600000)
 redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now - 86400000)
+redis.call('PEXPIRE', KEYS[2], 3600000)
+redis.call('PEXPIRE', KEYS[3], 86400000)
 redis.call('HSETNX', KEYS[1], 'began', string.format('%.0f', now))
 local folds = redis.call('HGET', KEYS[1], 'folds') or '0'
 local mark = redis.call('HGET', KEYS[1], 'began') .. ' ' .. folds

@@ -29,6 +29,8 @@ for _, life in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now - ARGV[4]
   redis.call('HDEL', KEYS[1], life)
   redis.call('ZREM', KEYS[2], life)
 end
+redis.call('PEXPIRE', KEYS[1], 3600000)
+redis.call('PEXPIRE', KEYS[2], 3600000)
 local alive = redis.call('ZRANGEBYSCORE', KEYS[2], now - ARGV[3], '+inf')
 return {alive, redis.call('HGETALL', KEYS[1])}
 """

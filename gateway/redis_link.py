@@ -86,8 +86,8 @@ class RedisLink:
 
     @property
     def why(self) -> str:
-        """Say in one sentence what is wrong; empty where nothing is."""
-        return next(iter(self._troubles.values()), "")
+        """Say in one sentence what was found wrong last; empty where nothing is."""
+        return next(reversed(self._troubles.values()), "")
 
     @property
     def degraded(self) -> bool:

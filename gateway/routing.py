@@ -68,6 +68,7 @@ def decide(case: Case, fleet: FleetView, rng: Random, *, briefly: bool = False) 
     briefly = briefly and spill_after_s != 0
     found: list[Candidate] = []
     last_resort: list[Candidate] = []
+    order: Sequence[int]
     whole = True
     allowed = route.to if pools is None else [pool for pool in route.to if pool in pools]
     for name in allowed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,7 @@ from tests.gateway.serving import (
 from tests.gateway.test_signals import gateway_process
 
 Makes = Callable[[], Gateway]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -175,6 +177,31 @@ def test_a_daily_budget_is_one_over_all_gateways(makes: Makes, worker: FakeWorke
     eventually(told)
     assert second.chat(max_tokens=5).status_code == 200
     assert error_of(second.chat(max_tokens=20)) == (429, "tokens_a_day_exceeded")
+
+
+def test_redis_holds_documented_keys_alone_and_those_that_can_go_stale_end_by_themselves(
+    makes: Makes, worker: FakeWorker, redis: RedisServer
+) -> None:
+    first, second = makes(), makes()
+    first.join(worker)
+    key = first.make_key(requests_a_minute=100)
+    eventually(lambda: second.chat().status_code == 401)
+    first.bear(key["secret"])
+    system = {"role": "system", "content": "You are the clerk of a small harbour. " * 10}
+    asked = [system, {"role": "user", "content": "Say a word."}]
+    assert first.chat(messages=asked).status_code == 200
+    assert first.admin.put("/admin/v1/workers/fake-a/cordon").is_success
+
+    page = (ROOT / "docs" / "redis.md").read_text()
+    documented = set(re.findall(r"^\| `(paceline:[^`]+)` \|", page, re.MULTILINE))
+    wanted = {
+        name for name in documented if not name.endswith((":LIFE", ":folded", "usage}:records"))
+    }
+    eventually(lambda: wanted <= set(redis.client.keys("*")))
+    found = {re.sub(":folded:.*", ":folded:LIFE", name) for name in redis.client.keys("*")}
+    assert found <= documented
+    for name in ("{limits}:used", "{limits}:seen", "{fleet}:told", "{prefixes}:news"):
+        assert redis.client.pttl(f"paceline:{name}") > 0, name
 
 
 def test_requests_at_once_are_counted_over_all_gateways(makes: Makes, worker: FakeWorker) -> None:

@@ -1,11 +1,21 @@
-"""What the store keeps of boots and counts."""
+"""What a store keeps of boots and counts: the same in memory and in Redis.
+
+What more there is to several gateways over one Redis is in test_redis_store.py.
+"""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NamedTuple
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.store import MemoryStore
+from gateway.redis_boots import RedisBoots
+from gateway.redis_link import RedisLink
+from gateway.redis_store import RedisStore
+from gateway.store import Key, MemoryStore, Store
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
 from workers.adapters.report import LaneReport, WorkerReport
 
@@ -23,11 +33,64 @@ def report(boot_id: str, requests: int, model: str = "demo") -> WorkerReport:
     return fake.report(lanes=[lane.model_dump()])
 
 
-async def test_an_overtaken_report_does_not_turn_counts_back() -> None:
-    store = MemoryStore()
-    await store.keep_report(report("a", 5))
-    await store.keep_report(report("a", 3))
-    assert [one.lanes[0].requests for one in await store.reports()] == [5]
+class Kept(NamedTuple):
+    store: Store
+    turn: Callable[[], Awaitable[None]]
+    """What is done beside requests, twice a second."""
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def kept(request: pytest.FixtureRequest) -> AsyncIterator[Kept]:
+    if request.param == "memory":
+
+        async def nothing() -> None:
+            pass
+
+        yield Kept(MemoryStore(), nothing)
+        return
+    link = RedisLink(request.getfixturevalue("redis").url)
+    boots = RedisBoots(link)
+    store = RedisStore(link, boots)
+
+    async def turn() -> None:
+        await store.exchange()
+        await boots.exchange((), ())
+
+    yield Kept(store, turn)
+    await link.close()
+
+
+async def test_an_overtaken_report_does_not_turn_counts_back(kept: Kept) -> None:
+    for requests in (5, 3):
+        await kept.store.keep_report(report("a", requests))
+        await kept.turn()
+    assert [one.lanes[0].requests for one in await kept.store.reports()] == [5]
+
+
+async def test_a_crash_loop_costs_no_count_and_fills_no_memory(kept: Kept) -> None:
+    for boot in range(40):
+        await kept.store.keep_report(report(f"boot-{boot}", boot))
+        await kept.turn()
+    for _ in range(30):
+        await kept.turn()
+    reports = await kept.store.reports()
+    assert sum(one.lanes[0].requests for one in reports) == sum(range(40))
+    assert len(reports) <= 17
+
+
+async def test_counts_add_up_with_what_is_owed(kept: Kept) -> None:
+    kept.store.count({("outcomes", "completed"): 1, ("retries",): 2})
+    await kept.turn()
+    owed: list[dict[Key, int]] = [{("outcomes", "completed"): 1}]
+
+    def pay() -> None:
+        while owed:
+            kept.store.count(owed.pop())
+
+    kept.store.owing = pay
+    assert await kept.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
+    await kept.turn()
+    assert await kept.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["demo", "other"])), max_size=60))
@@ -74,10 +137,3 @@ def test_every_field_of_a_lane_either_adds_up_or_is_of_the_moment() -> None:
         "completion_tokens",
     }
     assert set(LaneReport.model_fields) == of_the_moment | added
-
-
-async def test_counts_add_up() -> None:
-    store = MemoryStore()
-    store.count({("outcomes", "completed"): 1, ("retries",): 2})
-    store.count({("outcomes", "completed"): 1})
-    assert await store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
