@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from tests.e2e.asking import LONG_TEXT, TEXT, text_body
-from tests.e2e.line_process import LISTENS, running_gateway
+from tests.e2e.line_process import LISTENS, PATIENCE_S, running_gateway
+from tests.gateway.serving import eventually
 from tests.worker_process import RunningWorker, until_ready, worker_process
 from workers.demo import CHECKPOINT
 
@@ -76,11 +77,14 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 
 def wait_until_members(url: str, wanted: set[str]) -> None:
-    """Ask until exactly these workers are on the list; the test's own time limit bounds it."""
-    found: set[str] = set()
-    while found != wanted:
-        answer = httpx.get(f"{url}/admin/v1/workers").raise_for_status()
-        found = {worker["worker_id"] for worker in answer.json()["workers"]}
+    """Ask until exactly these workers are on the list."""
+    with httpx.Client(base_url=url) as client:
+
+        def listed() -> set[str]:
+            answer = client.get("/admin/v1/workers").raise_for_status()
+            return {worker["worker_id"] for worker in answer.json()["workers"]}
+
+        eventually(lambda: listed() == wanted, within_s=PATIENCE_S)
 
 
 @contextlib.asynccontextmanager

@@ -96,7 +96,7 @@ def test_refused_failed_and_abandoned_requests_have_a_line_too_and_none_has_a_wo
     logged.chat(messages=said)
     worker.script = Script(drop=True)
     logged.chat(messages=said)
-    worker.script = Script(pause_s=0.05)
+    worker.script = Script(hang_after=1)  # so that the client leaves first, however late
     with logged.stream(messages=said) as answer:
         next(answer.iter_raw())
     told = lines(file, 5)

@@ -233,10 +233,10 @@ def state_of(gateway: Gateway, worker_id: str = "fake-a") -> str:
 
 
 def test_of_two_gateways_the_last_word_on_a_cordon_counts_at_both(
-    makes: Makes, worker: FakeWorker
+    makes: Makes, joins: Callable[[Gateway], None]
 ) -> None:
     first, second = makes(), makes()
-    first.join(worker)
+    joins(first)
     eventually(lambda: second.client.get("/readyz").is_success)
     assert first.admin.put(CORDON).is_success
     # The other one lifts it at once, before a look of its own has told it of the cordon.
@@ -271,10 +271,10 @@ def test_a_worker_is_drained_once_it_has_nothing_of_any_gateway(
 
 
 def test_a_drain_ends_where_the_cordon_is_lifted_at_another_gateway(
-    makes: Makes, worker: FakeWorker
+    makes: Makes, worker: FakeWorker, joins: Callable[[Gateway], None]
 ) -> None:
     first, second = makes(), makes()
-    first.join(worker)
+    joins(first)
     eventually(lambda: second.client.get("/readyz").is_success)
     worker.script = Script(hang_after=1)
     with first.stream() as answer, ThreadPoolExecutor(1) as aside:
