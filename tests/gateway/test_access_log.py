@@ -110,6 +110,17 @@ def test_refused_failed_and_abandoned_requests_have_a_line_too_and_none_has_a_wo
     assert SECRET_WORDS not in file.read_text()
 
 
+def test_until_a_worker_was_found_a_models_name_is_a_word_of_the_client(
+    tmp_path: Path, file: Path
+) -> None:
+    file.parent.mkdir()
+    with Gateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
+        assert gateway.chat(model=SECRET_WORDS).status_code == 503
+        (told,) = lines(file, 1)
+    assert (told["outcome"], told["code"], told["model"]) == ("unserved", "no_worker", "")
+    assert SECRET_WORDS not in file.read_text()
+
+
 def test_a_log_that_was_moved_away_goes_on_in_a_new_file(logged: Gateway, file: Path) -> None:
     logged.chat()
     lines(file, 1)
