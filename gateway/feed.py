@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable
 
 from pydantic import BaseModel
 
 from gateway.client import ClientLeft, Presence, Reply, Scope
 from gateway.errors import GatewayError, Stopping, TooManyViewers
+
+log = logging.getLogger(__name__)
 
 VIEWERS_LIMIT = 64
 _PERIOD_S = 1.0
@@ -51,6 +54,9 @@ class Feed:
             pass
         except GatewayError as refused:
             await reply.fail(refused)
+        except Exception:
+            log.exception("feed.broken")
+            await reply.fail(GatewayError())
         finally:
             self.viewers -= 1
 

@@ -98,6 +98,17 @@ def test_the_first_key_shuts_out_who_watches_without_one(line: Gateway) -> None:
     assert told(last)["error"]["code"] == "invalid_api_key"
 
 
+def test_what_breaks_the_state_is_an_event_in_our_words_and_stands_in_the_log(
+    line: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with watching(line) as events:
+        assert "workers" in told(next(events))
+        monkeypatch.setattr("gateway.status.mtp_of", lambda _lanes: 1 / 0)
+        *_, last = events
+    assert told(last)["error"]["code"] == "internal_error"
+    assert "ZeroDivisionError" in caplog.text
+
+
 def test_the_end_of_the_gateway_is_an_event_and_comes_after_the_answers(
     line: Gateway, worker: FakeWorker
 ) -> None:

@@ -58,12 +58,14 @@ class Gateway:
 
 
 @asynccontextmanager
-async def joined(worker: Worker, gateway_url: str) -> AsyncIterator[None]:
+async def joined(
+    worker: Worker, gateway_url: str, report: Callable[[], WorkerReport] | None = None
+) -> AsyncIterator[None]:
     membership = Membership(
         gateway_url=gateway_url,
         token=SecretStr("secret"),
         worker_id=worker.identity.worker_id,
-        report=worker.report,
+        report=report or worker.report,
         changed=worker.changed,
     )
     beating = asyncio.create_task(keep_joined(membership))
@@ -112,6 +114,22 @@ async def test_refused_beat_is_tried_again(
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1  # an outage is one event in the log
     assert "secret" not in caplog.text
+
+
+async def test_a_beat_that_fails_by_a_fault_of_our_own_is_not_the_last_one(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    gateway, worker = Gateway(), worker_of(ScriptedEngine())
+    faults = [ZeroDivisionError("odd")]
+
+    def report() -> WorkerReport:
+        if faults:
+            raise faults.pop()
+        return worker.report()
+
+    async with listening(gateway.app()) as url, joined(worker, url, report):
+        await gateway.reports_reach(1)
+    assert "trying again until heard: odd" in caplog.text
 
 
 async def test_worker_joins_again_after_the_gateway_came_back() -> None:

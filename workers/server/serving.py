@@ -112,8 +112,7 @@ async def _joined(worker: Worker, gateway_url: str, token: SecretStr | None) -> 
         yield
     finally:
         beating.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await beating
+        await asyncio.wait((beating,))
 
 
 async def _until_over(worker: Worker, ending: Ending) -> None:
