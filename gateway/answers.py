@@ -17,6 +17,8 @@ from gateway.worker_link import Answer, LinkLost, LinkSilent
 
 log = logging.getLogger(__name__)
 
+# Far more than any answer has; a worker that never ends one must not fill the memory.
+_WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 _STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -35,8 +37,8 @@ class Answers:
         """Relay an answer that comes as one JSON object; raise a `WorkerError`."""
         answer.limit_silence(self._settings.idle_timeout_s)  # the rest is on its way
         try:
-            body = await answer.read()
-            content = from_json(body)
+            body = await answer.read(_WHOLE_LIMIT_BYTES)
+            content = from_json(body) if len(body) < _WHOLE_LIMIT_BYTES else None
         except LinkSilent as error:
             raise WorkerStalled from error
         except LinkLost as error:

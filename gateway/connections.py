@@ -128,7 +128,7 @@ class Connections:
 
     def _kept(self, place: _Place) -> Link | None:
         """Take the connection that was used last, if one is open and not idle for too long."""
-        idle = self._idle[place]
+        idle = self._idle.get(place)
         while idle:
             since_s, link = idle.pop()
             if link.open and self._loop.time() - since_s < _IDLE_CONNECTION_S:
@@ -144,9 +144,11 @@ class Connections:
             self._tidying = self._loop.call_later(_IDLE_CONNECTION_S, self._tidy)
 
     def _close_idle_since(self, latest_s: float) -> None:
-        for idle in self._idle.values():
+        for place, idle in tuple(self._idle.items()):
             while idle and idle[0][0] <= latest_s:
                 idle.popleft()[1].abort()
+            if not idle:
+                del self._idle[place]  # a worker may have another port in its next life
 
 
 async def refusal(answer: Answer, timeout_s: float) -> GatewayError:

@@ -178,3 +178,14 @@ def test_the_access_headers_open_nothing_to_foreign_pages(line: Gateway) -> None
 def test_error_text_is_json_in_openais_shape(line: Gateway) -> None:
     answer = line.client.post("/v1/chat/completions", content=b"{")
     assert json.loads(answer.content)["error"].keys() == {"message", "type", "param", "code"}
+
+
+def test_a_whole_answer_without_an_end_does_not_fill_the_memory(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    whole = b'{"choices": [{"message": {"content": "one"}}]}'
+    worker.script.body = whole + b" " * 64 * 1024 * 1024
+    answer = line.chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
+    worker.script.body = whole
+    assert line.chat().status_code == 200
