@@ -198,7 +198,7 @@ def test_redis_holds_documented_keys_alone_and_those_that_can_go_stale_end_by_th
         name for name in documented if not name.endswith((":LIFE", ":folded", "usage}:records"))
     }
     eventually(lambda: wanted <= set(redis.client.keys("*")))
-    found = {re.sub(":folded:.*", ":folded:LIFE", name) for name in redis.client.keys("*")}
+    found = {re.sub(":folded:.*", ":folded:LIFE", str(name)) for name in redis.client.keys("*")}
     assert found <= documented
     for name in ("{limits}:used", "{limits}:seen", "{fleet}:told", "{prefixes}:news"):
         assert redis.client.pttl(f"paceline:{name}") > 0, name
