@@ -265,6 +265,8 @@ def test_f33_a_redis_that_comes_back_empty_is_told_everything_again(
     own_redis.kill()
     own_redis.start()
 
+    # A Redis that starts quickly may not have been missed yet.
+    eventually(lambda: own_redis.client.hlen("paceline:{keys}:records") > 3)
     for gateway in (first, second):
         eventually(lambda gateway=gateway: well(gateway))  # type: ignore[misc]
         assert gateway.chat().status_code == 200
