@@ -11,7 +11,7 @@ from bench.fleet_verdicts import Found
 
 # Told apart by people who see fewer colours too (Okabe and Ito).
 _COLOURS: Final = ("#d55e00", "#999999", "#56b4e9", "#009e73", "#cc79a7", "#000000")
-_LEFT, _TOP, _ROW, _PANEL, _GAP, _DOT = 150, 64, 26, 190, 28, 4.5
+_LEFT, _TOP, _ROW, _PANEL, _GAP, _DOT, _LETTER = 150, 64, 26, 190, 28, 4.5, 6.6
 
 
 class _Panel(NamedTuple):
@@ -49,9 +49,10 @@ def plotted(scenarios: Mapping[str, Sequence[Found]]) -> str:
         f'font-family="sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
-    for number, (rule, colour) in enumerate(zip(rules, _COLOURS, strict=True)):
-        x = 14 + number * (width - 20) / len(rules)
+    x = 14.0
+    for rule, colour in zip(rules, _COLOURS, strict=True):
         drawn += [_dot(x, 16, colour), _text(x + 9, 20, rule)]
+        x += 40 + _LETTER * len(rule)
     for row, name in enumerate(scenarios):
         drawn.append(_text(_LEFT - 10, _TOP + row * _ROW + 17, name, anchor="end"))
     for column, panel in enumerate(_PANELS):
@@ -67,8 +68,8 @@ def _panel(panel: _Panel, x: float, scenarios: Sequence[Sequence[Found]]) -> lis
         for at in (x, x + _PANEL)
     ]
     drawn += [
-        _text(x, bottom + 18, f"{panel.low:g}", anchor="middle"),
-        _text(x + _PANEL, bottom + 18, f"{panel.high:g}", anchor="middle"),
+        _text(x, bottom + 18, f"{panel.low:g}"),
+        _text(x + _PANEL, bottom + 18, f"{panel.high:g}", anchor="end"),
     ]
     for row, rules in enumerate(scenarios):
         y = _TOP + (row + 0.5) * _ROW
