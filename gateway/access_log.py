@@ -17,8 +17,8 @@ from typing import Any, BinaryIO, Self
 
 from pydantic_core import to_json
 
-from gateway.domain import Drafts, Served
 from gateway.errors import StartRefused
+from gateway.served import Drafts, Served
 
 log = logging.getLogger(__name__)
 

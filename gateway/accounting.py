@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gateway.access_log import AccessLog
-from gateway.domain import Drafts, Outcome, Served
 from gateway.figures import Figures, Place, Sums
 from gateway.keys.usage import Ledger
+from gateway.served import Drafts, Outcome, Served
 from gateway.store import Key, Store
 from gateway.trip import UNUSED
 from policies.profile import Bypass

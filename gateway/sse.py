@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
-from gateway.domain import Drafts, Usage
+from gateway.served import Drafts, Usage
 
 EVENT_LIMIT_BYTES = 1024 * 1024
 

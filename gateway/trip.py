@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gateway.client import Headers
-from gateway.domain import Caller, Candidate, Case, Drafts, Inspected, Usage
+from gateway.domain import Caller, Candidate, Case, Inspected
+from gateway.served import Drafts, Usage
 
 if TYPE_CHECKING:
     from gateway.tracing import Trace

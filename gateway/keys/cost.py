@@ -6,11 +6,11 @@ from collections.abc import Callable
 from types import TracebackType
 
 from gateway.client import ClientLeft
-from gateway.domain import Spent
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
 from gateway.keys.limit_headers import Headers
 from gateway.keys.limits import Allowance
 from gateway.refusals import KeyEnded
+from gateway.served import Spent
 from gateway.trip import Trip
 from policies.profile import RequestProfile
 

@@ -14,8 +14,8 @@ import pytest
 from gateway import access_log
 from gateway.access_log import AccessLog
 from gateway.app import create_app
-from gateway.domain import Outcome, Served
 from gateway.errors import StartRefused
+from gateway.served import Outcome, Served
 from tests.gateway.fake_worker import FakeWorker, Script
 from tests.gateway.serving import Gateway, eventually, settings_for_tests
 
@@ -168,7 +168,7 @@ def test_a_dash_is_standard_output() -> None:
     program = """
 import asyncio
 from gateway.access_log import AccessLog
-from gateway.domain import Outcome, Served
+from gateway.served import Outcome, Served
 async def main():
     async with AccessLog("-") as log:
         log.write(Served("req-1", Outcome.REFUSED, 400, 0.1), 0.0)

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.accounting import Accounting
-from gateway.domain import Candidate, Decision, Drafts, Inspected, Outcome, Served, Usage
+from gateway.domain import Candidate, Decision, Inspected
 from gateway.keys.usage import Ledger
 from gateway.metrics import GatewayFigures, exposition
 from gateway.redis_boots import RedisBoots
 from gateway.redis_link import RedisLink
 from gateway.redis_store import RedisStore
+from gateway.served import Drafts, Outcome, Served, Usage
 from gateway.status_lanes import mtp_of
 from gateway.store import BOOTS_KEPT, MemoryStore, Store
 from gateway.worker_metrics import WorkerFigures

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.client import ClientLeft
-from gateway.domain import Case, Inspected, Spent, Usage
+from gateway.domain import Case, Inspected
 from gateway.errors import (
     NoWorker,
     QueueFull,
@@ -34,6 +34,7 @@ from gateway.refusals import (
     RefusedByWorker,
     TokensOverLimit,
 )
+from gateway.served import Spent, Usage
 from gateway.trip import UNUSED, Trip
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile

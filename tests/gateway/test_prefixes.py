@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import Caller, Case, FleetView, Inspected, LaneView, Usage, WorkerView
+from gateway.domain import Caller, Case, FleetView, Inspected, LaneView, WorkerView
 from gateway.prefixes import KEYS_KEPT, Prefixes, PrefixNames
 from gateway.routing import decide
+from gateway.served import Usage
 from policies.document import shipped_policy
 from policies.prefix import PrefixPolicy
 from policies.profile import Endpoint, RequestProfile

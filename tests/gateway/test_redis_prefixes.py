@@ -7,11 +7,12 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.domain import FleetView, Usage
+from gateway.domain import FleetView
 from gateway.errors import RecordsUnwritable
 from gateway.prefixes import NEWS_KEPT, Prefixes
 from gateway.redis_link import RedisLink
 from gateway.redis_prefixes import RedisPrefixes
+from gateway.served import Usage
 from policies.prefix import PrefixPolicy
 from tests.gateway.redis_server import RedisServer
 

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import Drafts, Usage
+from gateway.served import Drafts, Usage
 from gateway.sse import Reading, Scanner
 from tests.gateway.fake_worker import DONE, chunk, event, stream_events, usage_chunk
 
