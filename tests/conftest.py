@@ -24,7 +24,7 @@ LONGEST_FIRST = ("e2e", "demo", "engine", "workers", "faults", "pages", "gateway
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Run one process more than there are cores: a test often waits for what it has started."""
+    """Run one process more than there are cores: the end of a gateway alone waits for 0.15 s."""
     return (os.cpu_count() or 1) + 1
 
 
