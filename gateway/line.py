@@ -30,12 +30,12 @@ from gateway.keys.stranded import stranded_keys
 from gateway.keys.usage import Ledger
 from gateway.listed import check_listed, read_keys
 from gateway.neighbours import Neighbours
+from gateway.past_cases import RecentCases
 from gateway.policy_book import PolicyBook, open_book
 from gateway.policy_file import PolicyWatch, read_source
 from gateway.prefixes import Prefixes, PrefixNames
 from gateway.probing import Probes
 from gateway.proposal import all_told
-from gateway.recent import RecentCases
 from gateway.records import FileRecords, Records
 from gateway.redis_boots import RedisBoots
 from gateway.redis_limits import RedisLimits

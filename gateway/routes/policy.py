@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.line import Line
+from gateway.past_cases import Moves
 from gateway.policy_book import PolicyBook
 from gateway.proposal import Proposal, propose
-from gateway.recent import Moves
 from gateway.refusals import (
     BodyTooLarge,
     BodyTooSlow,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.domain import Case, FleetView
-from gateway.recent import CASES_KEPT, RecentCases
+from gateway.past_cases import CASES_KEPT, RecentCases
 from policies.asker import Asker
 from policies.document import read_policy, shipped_policy
 from policies.profile import bypass_reasons
