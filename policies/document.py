@@ -19,33 +19,13 @@ from policies.part import Name, Part
 from policies.pools import Pool
 from policies.prefix import PrefixPolicy
 from policies.routes import Route, When
+from policies.sentences import sentence
 from policies.written import TextInvalid, line_of, read_yaml
 
 SHIPPED = "default.yaml"
 Place = tuple[str | int, ...]
 """Steps from the top of a document: names of fields and numbers of entries."""
 _PROBLEMS_TOLD = 32
-_SENTENCES = {
-    "extra_forbidden": "there is no such field",
-    "missing": "it is missing",
-    "too_short": "it needs at least {min_length}",
-    "tuple_type": "it must be a list",
-    "dict_type": "it must be a mapping",
-    "model_type": "it must be a mapping",
-    "bool_type": "it must be true or false",
-    "int_type": "it must be a whole number",
-    "float_type": "it must be a number",
-    "string_type": "it must be text",
-    "string_pattern_mismatch": "it must match {pattern}",
-    "string_too_short": "it needs at least {min_length} characters",
-    "string_too_long": "it may have at most {max_length} characters",
-    "greater_than": "it must be more than {gt}",
-    "greater_than_equal": "it must be at least {ge}",
-    "less_than_equal": "it must be at most {le}",
-    "finite_number": "it must be a finite number",
-    "literal_error": "it must be {expected}",
-    "enum": "it must be {expected}",
-}
 
 
 class Problem(NamedTuple):
@@ -195,18 +175,16 @@ def _problems(invalid: ValidationError, document: dict[str, Any]) -> tuple[Probl
     around = {error["loc"][:steps] for error in errors for steps in range(len(error["loc"]))}
     found = []
     for error in errors:
-        at, kind = error["loc"], error["type"]
-        if kind == "too_short" and at in around:
+        at = error["loc"]
+        if error["type"] == "too_short" and at in around:
             continue  # what is wrong inside is not counted, and so there seem to be too few
-        known = _SENTENCES.get(kind)
-        sentence = known.format(**error.get("ctx", {})) if known else error["msg"]
-        found.append(Problem(_field(document, at), sentence))
+        found.append(Problem(_field(document, at), sentence(error)))
     told = tuple(dict.fromkeys(found))
     if len(told) <= _PROBLEMS_TOLD:
         return told
-    field, sentence, _ = told[_PROBLEMS_TOLD - 1]
-    more = len(told) - _PROBLEMS_TOLD
-    return (*told[: _PROBLEMS_TOLD - 1], Problem(field, f"{sentence}; and {more} mistakes more"))
+    last = told[_PROBLEMS_TOLD - 1]
+    more = f"{last.sentence}; and {len(told) - _PROBLEMS_TOLD} mistakes more"
+    return (*told[: _PROBLEMS_TOLD - 1], last._replace(sentence=more))
 
 
 def _field(document: Any, place: Iterable[Any]) -> str:

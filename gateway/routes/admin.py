@@ -27,6 +27,7 @@ from gateway.routes.documented import (
 from gateway.routes.guards import with_admin_key, with_join_token
 from gateway.routes.said import AUTHOR, read_author
 from gateway.status import worker_state
+from policies.sentences import sentence
 from workers.adapters.report import WorkerReport
 
 PREFIX = "/admin/v1/workers"
@@ -164,7 +165,7 @@ def _read_report(raw: bytes) -> WorkerReport:
     except ValidationError as invalid:
         problem = invalid.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
-        raise FieldInvalid(f"{where}: {problem['msg']}", param=where or None) from None
+        raise FieldInvalid(f"{where}: {sentence(problem)}.", param=where or None) from None
     if not _is_base_url(report.url):
         raise FieldInvalid("'url' must be like http://192.168.1.20:9200.", param="url")
     return report

@@ -26,6 +26,7 @@ from gateway.routes.documented import (
     takes,
 )
 from gateway.routes.guards import with_admin_key
+from policies.sentences import sentence
 
 _TERMS_LIMIT_BYTES = 64 * 1024
 
@@ -101,7 +102,7 @@ def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], line: Line) -> K
         terms = KeyTerms.model_validate_json(to_json(merged))
     except ValidationError as invalid:
         problems = [
-            (".".join(map(str, problem["loc"])), _plain(problem["type"], problem["msg"]))
+            (".".join(map(str, problem["loc"])), sentence(problem))
             for problem in invalid.errors(include_url=False, include_input=False)
         ]
     else:
@@ -136,7 +137,3 @@ def _told(record: KeyRecord, line: Line) -> dict[str, Any]:
     """Tell all of a key but what opens anything."""
     state = record.ended(line.wall()) or "active"
     return {**record.model_dump(mode="json", exclude={"digest"}), "state": state}
-
-
-def _plain(kind: str, message: str) -> str:
-    return "there is no such field" if kind == "extra_forbidden" else message
