@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,11 @@ settings.register_profile("no clock", deadline=None, suppress_health_check=[Heal
 settings.load_profile("no clock")
 
 LONGEST_FIRST = ("e2e", "demo", "engine", "workers", "faults", "pages", "gateway")
+
+
+def pytest_configure() -> None:
+    """Let Ctrl-C reach what tests start: a shell's background jobs ignore it for good."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)

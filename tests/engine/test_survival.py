@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import mlx.core as mx
 import pytest
 
@@ -159,3 +162,28 @@ def test_an_engine_that_can_compute_nothing_ends_its_thread_and_every_answer(
 
     assert not thread.alive
     assert [type(one.end) for one in heard] == [GenerationFailed, EngineStopped, EngineStopped]
+
+
+def test_what_is_asked_while_an_engine_dies_gets_an_end_and_later_nothing_is_taken(
+    make_lane, ask, checkpoint
+) -> None:
+    late: list[Any] = []
+
+    def die(*_: Any) -> bool:
+        late.append(ask(door, "Hello"))
+        return True
+
+    lane = make_lane(target=Failing(checkpoint.target, die), max_rows=1)
+    ask(lane, "Tell me a story.", max_tokens=5)
+    thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
+    door = SimpleNamespace(
+        speculates=lane.speculates, name=lane.name, add=lambda row: thread.submit(lane.name, row)
+    )
+    thread.start()
+    thread._thread.join(30)
+
+    assert not thread.alive
+    assert late
+    assert {type(one.end) for one in late} == {EngineStopped}
+    with pytest.raises(EngineStopped):
+        ask(door, "Hello")

@@ -17,7 +17,6 @@ from workers.engine.prompts import PreparedPrompt
 from workers.engine.requests import (
     EngineBusy,
     EngineError,
-    EngineStopped,
     Event,
     Finished,
     Generation,
@@ -116,8 +115,6 @@ class Engine:
         row = self._row(generation, prompt, hear)
         if prompt.prefix is not None:
             row.read_ahead = await asyncio.to_thread(self._snapshots.read_ahead, prompt.prefix.key)
-        if not self.alive:
-            raise EngineStopped("The engine has stopped.")
         self._thread.submit(generation.lane, row)
         try:
             while True:

@@ -1,7 +1,7 @@
 """The thread that owns every MLX call, and the bridge between it and event loops.
 
 Commands go in through a queue, events come out by `call_soon_threadsafe`: no lock is held while
-MLX runs, and an event loop never waits for it.
+MLX runs, and an event loop never waits for it. Whatever is taken in gets an end.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from workers.engine.rows import Row
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_STOPPED = "The engine has stopped."
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,8 @@ class EngineThread(Generic[T]):
         self._load = load
         self._commands: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-mlx", daemon=True)
+        self._gate = threading.Lock()
+        self._taking = True
         self._loaded: Future[T] = Future()
 
     def start(self) -> T:
@@ -61,8 +64,11 @@ class EngineThread(Generic[T]):
         return self._thread.is_alive()
 
     def submit(self, lane: LaneName, row: Row) -> None:
-        """Hand a row to a lane."""
-        self._commands.put(_Submit(lane, row))
+        """Hand a row to a lane; raise `EngineStopped` where the thread takes no more."""
+        with self._gate:
+            if not self._taking:
+                raise EngineStopped(_STOPPED)
+            self._commands.put(_Submit(lane, row))
 
     def cancel(self, row: Row) -> None:
         """Ask for a row to be dropped before the next step."""
@@ -89,8 +95,14 @@ class EngineThread(Generic[T]):
         except Exception:  # the thread ends, and the worker's process with it
             logger.exception("engine.died")
         finally:
+            with self._gate:
+                self._taking = False
+            while not self._commands.empty():  # what came during the last step
+                command = self._commands.get()
+                if isinstance(command, _Submit):
+                    by_name[command.lane].add(command.row)
             for lane in lanes:
-                lane.close(EngineStopped("The engine has stopped."))
+                lane.close(EngineStopped(_STOPPED))
             mx.clear_streams()  # a thread that ends with streams of its own aborts the process
 
     def _obey(self, lanes: dict[LaneName, Lane]) -> bool:
