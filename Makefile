@@ -12,7 +12,7 @@ up: ## set up what is missing, then run the gateway and one worker (ARGS="--mode
 
 test: ## set up what is missing, then run the tests (ARGS="tests/gateway -k stream")
 	@scripts/setup dev
-	@exec scripts/with-blas $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@PATH="$(CURDIR)/$(BIN):$$PATH" exec scripts/with-blas $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: ## lint, format and types
 	@scripts/setup dev
