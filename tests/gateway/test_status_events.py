@@ -11,9 +11,10 @@ from typing import Any
 
 import httpx
 import pytest
-from pydantic import SecretStr
+from pydantic import BaseModel, SecretStr
 
-from gateway.feed import VIEWERS_LIMIT
+from gateway.errors import Stopping
+from gateway.feed import VIEWERS_LIMIT, Feed
 from tests.gateway.fake_worker import FakeWorker, Script
 from tests.gateway.serving import Gateway, bearing, error_of, eventually, settings_for_tests
 
@@ -136,3 +137,14 @@ def test_nobody_begins_to_watch_a_gateway_that_has_ended(tmp_path: Path) -> None
         running.wait_for_end()
         with pytest.raises(httpx.ConnectError):
             running.client.get(EVENTS)
+
+
+async def test_who_asks_on_a_kept_connection_behind_the_last_event_is_refused() -> None:
+    async def take() -> BaseModel:
+        raise AssertionError("nobody is to be shown anything")
+
+    feed = Feed(take)
+    feed.end()
+    with pytest.raises(Stopping):
+        await feed.show({}, lambda: None)
+    assert feed.viewers == 0
