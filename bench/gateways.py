@@ -19,6 +19,7 @@ import httpx
 
 from bench import backend
 from bench.venvs import PeerUnavailable, Venv, last_words, python_of
+from gateway.fleet import BEAT_S
 
 KEY: Final = "bench-key"
 _JOIN_TOKEN: Final = "bench-join-token"
@@ -176,7 +177,7 @@ async def _beat(port: int, worker_port: int) -> None:
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 await client.put(path, json=worker.model_dump(mode="json"))
-            await asyncio.sleep(1)
+            await asyncio.sleep(BEAT_S)
 
 
 async def _until_it_relays(

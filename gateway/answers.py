@@ -13,7 +13,7 @@ from gateway.settings import Settings
 from gateway.splice import Splice
 from gateway.sse import Scanner, read_drafts, read_usage
 from gateway.trip import Trip, route_headers
-from gateway.worker_link import Answer, LinkLost, LinkSilent
+from gateway.worker_answer import Answer, LinkLost, LinkSilent
 
 log = logging.getLogger(__name__)
 

@@ -174,6 +174,10 @@ class Reply:
             self._start()
         self._exchange.write(piece)
 
+    def chunk(self, chunk: bytes) -> bool:
+        """Send a piece that is an HTTP chunk already; say whether it could be sent so."""
+        return self.started and self._exchange.chunk(chunk)
+
     def end(self, piece: bytes = b"") -> None:
         """End the stream as it should end, perhaps with a last piece."""
         if not self.started:

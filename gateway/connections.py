@@ -29,7 +29,8 @@ from gateway.errors import (
 )
 from gateway.refusals import RefusedByWorker
 from gateway.settings import Settings
-from gateway.worker_link import Answer, Link, LinkLost, LinkSilent
+from gateway.worker_answer import Answer, LinkLost, LinkSilent
+from gateway.worker_link import Link
 
 log = logging.getLogger(__name__)
 

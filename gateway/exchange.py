@@ -87,6 +87,14 @@ class Exchange:
         if not self._left:
             self._send(framed)
 
+    def chunk(self, chunk: bytes) -> bool:
+        """Send a piece that is an HTTP chunk already, if that is how this stream is sent."""
+        if self._head or not self._chunked:
+            return False
+        if not self._left:
+            self._send(chunk)
+        return True
+
     def end(self, piece: bytes = b"") -> None:
         """End a stream that was begun, with a last piece or without one."""
         if self._chunked:

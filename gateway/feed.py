@@ -39,7 +39,7 @@ class Feed:
         """End every stream, each with an event that says so, and begin no further one."""
         self._ending.set()
 
-    async def show(self, scope: Scope, allowed: Callable[[], None]) -> None:
+    async def show(self, scope: Scope, allowed: Callable[[], Awaitable[None]]) -> None:
         """Write to one viewer until it leaves, `allowed` raises, or all ends."""
         if self._ending.is_set():
             raise Stopping
@@ -60,7 +60,7 @@ class Feed:
         finally:
             self.viewers -= 1
 
-    async def _stream(self, reply: Reply, allowed: Callable[[], None]) -> None:
+    async def _stream(self, reply: Reply, allowed: Callable[[], Awaitable[None]]) -> None:
         behind = False
 
         def press(pressed: bool) -> None:
@@ -69,7 +69,7 @@ class Feed:
 
         await reply.open(_HEADERS, press)
         while not self._ending.is_set():
-            allowed()  # a key that was revoked meanwhile sees no more
+            await allowed()  # a key that was revoked meanwhile sees no more
             event = await self._event()
             if not behind:  # who reads slowly misses snapshots, and makes nothing pile up
                 reply.part(event)

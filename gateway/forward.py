@@ -31,7 +31,7 @@ from gateway.refusals import Quarantined, RefusedByWorker
 from gateway.retry_budget import RetryBudget
 from gateway.settings import Settings
 from gateway.trip import UNUSED, Trip
-from gateway.worker_link import Answer
+from gateway.worker_answer import Answer
 from policies.profile import Endpoint
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from gateway.client import Headers, Reply
 from gateway.sse import Scanner
 from gateway.trip import Trip
-from gateway.worker_link import Answer
+from gateway.worker_answer import Answer
 
 # What may follow the last event is the end of the stream; who does not end it is not waited for.
 _AFTER_DONE_S = 1.0
@@ -41,7 +41,7 @@ class Splice:
         Return what may be passed on with the end; raise `LinkLost`.
         """
         await self._reply.open(headers, self._answer.press)
-        last = await self._answer.pour(self._pass_on)
+        last = await self._answer.pour(self._pass_on, self._pass_through)
         return self._read(last) + self._scanner.close()
 
     def _pass_on(self, piece: bytes) -> bool:
@@ -55,6 +55,12 @@ class Splice:
             self._begun = True
             self._answer.limit_silence(self._idle_timeout_s)
         return not reading.broken
+
+    def _pass_through(self, chunk: bytes) -> bool:
+        """Pass on an HTTP chunk as it came, if there is nothing in it to be learnt or hidden."""
+        return (
+            chunk.endswith(b"\n\n\r\n") and self._scanner.passes(chunk) and self._reply.chunk(chunk)
+        )
 
     def _read(self, piece: bytes) -> bytes:
         passed = self._scanner.feed(piece)

@@ -64,9 +64,13 @@ class Scanner:
         self._pending = b""
         self._searched = 0  # bytes of `_pending` in which no event can end
 
+    def passes(self, events: bytes) -> bool:
+        """Say whether whole events can pass unread; how they are framed does not matter."""
+        return not self._pending and self._plain(events)
+
     def feed(self, chunk: bytes) -> bytes:
         """Take in bytes, give back those to pass on; none any more once the stream is broken."""
-        if not self._pending and chunk.endswith(b"\n\n") and self._plain(chunk):
+        if chunk.endswith(b"\n\n") and self.passes(chunk):
             return chunk  # whole events of plain text: nearly all of a stream
         data = self._pending + chunk
         passed = bytearray()

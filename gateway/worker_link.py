@@ -8,75 +8,21 @@ needs here; a relay asks known machines one kind of question.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import cast
 
 import httptools
 
 from gateway.silence import Silence
+from gateway.worker_answer import Answer, LinkLost, LinkSilent, Sink, Through
 
 HEAD_LIMIT_BYTES = 64 * 1024
 # What may wait here for a client that reads slowly, before the worker is made to wait.
 _HELD_LIMIT_BYTES = 64 * 1024
 _CONTINUE, _SWITCHING, _OK = 100, 101, 200
-Sink = Callable[[bytes], bool]
-"""Takes what came, there and then; says whether more is wanted."""
-
-
-class LinkLost(Exception):
-    """The connection ended before the answer did, or what came is no HTTP."""
-
-    def __init__(self, why: str, errno: int | None = None) -> None:
-        super().__init__(why)
-        self.errno = errno
-
-
-class LinkSilent(LinkLost):
-    """Nothing came for as long as the asker was ready to wait."""
-
-
-class Answer:
-    """An answer as it comes in. Whoever got it closes it."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-        self.status = 0
-        self.retry_after: str | None = None
-
-    async def chunk(self) -> bytes:
-        """Return what came since the last call, at least a byte; nothing at the end.
-
-        Raise `LinkLost` where the end is missing, after all that came before it.
-        """
-        return await self._link.take()
-
-    async def pour(self, sink: Sink) -> bytes:
-        """Hand each piece to a sink in the turn of the loop in which it comes, up to the end.
-
-        Return what came with the end itself. Raise `LinkLost` where the end is missing.
-        """
-        return await self._link.pour(sink)
-
-    def press(self, pressed: bool) -> None:
-        """Make the worker wait for as long as what it sends cannot be passed on."""
-        self._link.press(pressed)
-
-    async def read(self, limit_bytes: int | None = None) -> bytes:
-        """Return the whole rest, or what came up to about a limit."""
-        parts = []
-        size = 0
-        while (limit_bytes is None or size < limit_bytes) and (part := await self.chunk()):
-            parts.append(part)
-            size += len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def limit_silence(self, seconds: float) -> None:
-        """Bound each wait for something new from here on."""
-        self._link.limit_silence(seconds)
-
-    def close(self) -> None:
-        """Free the connection: for the next request if this answer ended, else for good."""
-        self._link.release()
+# Size and line end before the bytes of a chunk that is not the last, without extensions.
+_CHUNK_SIZE = re.compile(rb"([1-9a-fA-F][0-9a-fA-F]{0,6})\r\n")
 
 
 class Link(asyncio.Protocol):
@@ -90,6 +36,7 @@ class Link(asyncio.Protocol):
         self._error: LinkLost | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
+        self._through: Through | None = None
         self._silence = Silence(loop, lambda: self._fail(LinkSilent("nothing came in time")))
         self._busy = False
         self._begin_answer()
@@ -103,6 +50,8 @@ class Link(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._head_bytes = 0
         self._headed = self._framed = self._complete = self._kept_alive = self._paused = False
+        self._in_chunk = True
+        self._between_chunks = False
         self.heard = False
 
     @property
@@ -127,16 +76,16 @@ class Link(asyncio.Protocol):
         self.press(False)
         return self._gathered()
 
-    async def pour(self, sink: Sink) -> bytes:
+    async def pour(self, sink: Sink, through: Through | None) -> bytes:
         """Hand what comes to a sink, and return what came with the end."""
-        self._sink = sink
+        self._sink, self._through = sink, through
         try:
             self.press(False)
             self._deliver()
             while self._sink is not None and not self._complete:
                 await self._more()
         finally:
-            self._sink = None
+            self._sink = self._through = None
         return self._gathered()
 
     def press(self, pressed: bool) -> None:
@@ -182,6 +131,12 @@ class Link(asyncio.Protocol):
         if not self._busy:
             self.abort()  # nobody asked
             return
+        # As nearly every word of a stream comes: the parser would end behind such a chunk as it was
+        # before, so it need not see it.
+        through = self._through
+        if through is not None and self._between_chunks and _is_one_chunk(data) and through(data):
+            self._silence.listen()
+            return
         self.heard = True
         if not self._headed:
             self._head_bytes += len(data)
@@ -190,6 +145,7 @@ class Link(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             wrong = f"no HTTP: {error!r:.200}"
+        self._between_chunks = not self._in_chunk and data.endswith(b"\r\n")
         if not self._headed and self._head_bytes > HEAD_LIMIT_BYTES:
             wrong = "the head of the answer is too long"
         self._deliver()
@@ -231,6 +187,14 @@ class Link(asyncio.Protocol):
         elif self._answer.status == _SWITCHING:
             raise LinkLost("the worker wants another protocol")
 
+    def on_chunk_header(self) -> None:
+        """Note that the next bytes are a chunk's, or what follows the last one."""
+        self._in_chunk = True
+
+    def on_chunk_complete(self) -> None:
+        """Note that the next bytes are the size of a chunk."""
+        self._in_chunk = False
+
     def on_body(self, body: bytes) -> None:
         """Hold a part of the body until all that came with it is parsed."""
         self._parts.append(body)
@@ -238,6 +202,7 @@ class Link(asyncio.Protocol):
     def on_message_complete(self) -> None:
         """Note the end of the answer."""
         self._complete = self._headed
+        self._in_chunk = True
         self._framed &= self._headed  # "100 Continue" and its like: the answer is still to come
 
     def _deliver(self) -> None:
@@ -252,7 +217,7 @@ class Link(asyncio.Protocol):
         elif self._parts:
             self._silence.listen()
             if not self._sink(self._gathered()):
-                self._sink = None
+                self._sink = self._through = None
                 self._wake()
 
     def _gathered(self) -> bytes:
@@ -282,3 +247,11 @@ class Link(asyncio.Protocol):
         self._error = self._error or error
         self._silence.end()
         self._wake()
+
+
+def _is_one_chunk(data: bytes) -> bool:
+    size = _CHUNK_SIZE.match(data)
+    if size is None:
+        return False
+    begin = size.end()
+    return int(data[: begin - 2], 16) == len(data) - begin - 2 and data.endswith(b"\r\n")

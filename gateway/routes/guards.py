@@ -6,7 +6,7 @@ another's, also where nothing is demanded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 from fastapi import Security
@@ -19,7 +19,7 @@ from gateway.keys.keyring import ANYBODY, Holder
 from gateway.line import Line
 from gateway.refusals import KeyRefused, NotAllowedHere, PageRefused
 
-Guard = Callable[..., None]
+Guard = Callable[..., Awaitable[None]]
 
 
 def _named(name: str, meaning: str) -> HTTPBearer:
@@ -39,7 +39,7 @@ def with_data_key(line: Line) -> Guard:
     Until then nothing is taken from a page of another site.
     """
 
-    def guard(request: Request, _told: _DataKey = None) -> None:
+    async def guard(request: Request, _told: _DataKey = None) -> None:
         holder = ANYBODY
         if line.keyring.demanding:
             holder = line.keyring.find(header(request.scope, b"authorization"))
@@ -59,7 +59,7 @@ def holder_of(request: Request) -> Holder:
 def with_join_token(line: Line) -> Guard:
     """Demand the secret that workers share with this gateway; without one nobody joins."""
 
-    def guard(request: Request, _told: _JoinToken = None) -> None:
+    async def guard(request: Request, _told: _JoinToken = None) -> None:
         if not bears(header(request.scope, b"authorization"), line.settings.join_token):
             raise KeyRefused
 
@@ -70,7 +70,7 @@ def with_admin_key(line: Line) -> Guard:
     """Demand the admin key; without one this machine is trusted, unless it shows another kind."""
     settings = line.settings
 
-    def guard(request: Request, _told: _AdminKey = None) -> None:
+    async def guard(request: Request, _told: _AdminKey = None) -> None:
         offered = header(request.scope, b"authorization")
         if bears(offered, settings.admin_key):
             request.state.way_in = "admin"

@@ -76,7 +76,7 @@ class Watching(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, allowed: Callable[[], None]) -> None:
+    def __init__(self, feed: Feed, allowed: Callable[[], Awaitable[None]]) -> None:
         super().__init__()
         self._feed = feed
         self._allowed = allowed
@@ -113,15 +113,15 @@ def status(line: Line, take: Take, feed: Feed) -> APIRouter:
     """Hold the whole state, once and as a stream of events."""
     guard = with_data_key(line)
 
-    def sees_all(request: Request) -> None:
+    async def sees_all(request: Request) -> None:
         if not holder_of(request).sees_all:
             raise NotAllowedHere(
                 "This key is for some models or pools alone, so it may not see the whole fleet."
             )
 
-    def still_may(request: Request) -> None:
-        guard(request)
-        sees_all(request)
+    async def still_may(request: Request) -> None:
+        await guard(request)
+        await sees_all(request)
 
     router = APIRouter(dependencies=[Depends(guard), Depends(sees_all)])
     refused = (*FOR_CLIENTS, NotAllowedHere)

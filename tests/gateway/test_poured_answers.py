@@ -6,7 +6,8 @@ import asyncio
 
 import pytest
 
-from gateway.worker_link import Link, LinkLost
+from gateway.worker_answer import LinkLost
+from gateway.worker_link import Link
 from tests.gateway.test_worker_link import CHUNKED, answering, answering_and_leaving, ask, linked
 
 

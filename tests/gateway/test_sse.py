@@ -68,6 +68,12 @@ def test_any_split_of_the_bytes_gives_the_same_bytes_and_the_same_reading(
     assert scan(one_by_one, **hidden) == whole
 
 
+def test_an_event_in_two_parts_passes_in_order_whatever_its_second_part_looks_like() -> None:
+    first, second = chunk({"content": "one"}), chunk({"content": " two"})
+    for place in range(1, len(second)):
+        assert scan([first, second[:place], second[place:]])[0] == first + second
+
+
 @given(st.lists(WORDS, min_size=1, max_size=6), LINE_END)
 def test_a_good_stream_passes_byte_for_byte(words: list[str], end: bytes) -> None:
     stream = b"".join(stream_events(words)).replace(b"\n", end)

@@ -143,8 +143,11 @@ async def test_who_asks_on_a_kept_connection_behind_the_last_event_is_refused() 
     async def take() -> BaseModel:
         raise AssertionError("nobody is to be shown anything")
 
+    async def allowed() -> None:
+        pass
+
     feed = Feed(take)
     feed.end()
     with pytest.raises(Stopping):
-        await feed.show({}, lambda: None)
+        await feed.show({}, allowed)
     assert feed.viewers == 0

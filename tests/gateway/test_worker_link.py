@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from gateway.worker_link import HEAD_LIMIT_BYTES, Answer, Link, LinkLost, LinkSilent
+from gateway.worker_answer import Answer, LinkLost, LinkSilent
+from gateway.worker_link import HEAD_LIMIT_BYTES, Link
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 REQUEST = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n"
