@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, help="which prompts are drawn, and when they come")
     add("--repeat", type=_number(int), metavar="N", help="default: 1; 2 where two are compared")
-    add("--json", type=Path, metavar="FILE", help="write all figures, named as vLLM names them")
+    add("--json", type=_output_file, metavar="FILE", help="write all figures, named as vLLM names them")
     add("--plot", type=_svg_file, metavar="FILE.svg", help="draw them over the levels of load")
 
 
@@ -271,7 +272,15 @@ def _json_object(text: str) -> dict[str, Any]:
     raise argparse.ArgumentTypeError("must be a JSON object")
 
 
+def _output_file(text: str) -> Path:
+    """Take a file that can be written: who has measured for an hour is not to learn it then."""
+    file = Path(text)
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{file} cannot be written")
+    return file
+
+
 def _svg_file(text: str) -> Path:
     if Path(text).suffix != ".svg":
         raise argparse.ArgumentTypeError("the picture is an SVG: name it FILE.svg")
-    return Path(text)
+    return _output_file(text)

@@ -228,6 +228,8 @@ def test_what_cannot_be_measured_is_told_in_one_sentence(
     ("arguments", "sentence"),
     [
         (("--plot", "run.pdf"), "name it FILE.svg"),
+        (("--plot", "no/such/folder/run.svg"), "no/such/folder/run.svg cannot be written"),
+        (("--json", "/"), "/ cannot be written"),
         (("--concurrency", "1,0"), "'0' is not a number above 0"),
         (("--rate", "1", "--concurrency", "2"), "not allowed with"),
         (("--body", "[]"), "must be a JSON object"),
