@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gateway.access_log import AccessLog
+from gateway.domain import NOWHERE
 from gateway.figures import Figures, Place, Sums
 from gateway.keys.usage import Ledger
 from gateway.served import Drafts, Outcome, Served
@@ -19,8 +20,6 @@ from gateway.store import Key, Store
 from gateway.trip import UNUSED
 from policies.profile import Bypass
 
-NOWHERE = "none"
-"""The pool of a request that reached none."""
 # Kinds of requests in use are some dozens. Who makes up more (which takes strange requests) makes
 # the books settle early, and nothing else.
 _SHEETS_KEPT = 2048

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pydantic_core import from_json, to_json
 
 from gateway.client import Reply
+from gateway.counted import read_drafts, read_usage
 from gateway.errors import GatewayError, WorkerFailed, WorkerLost, WorkerSilent, WorkerStalled
 from gateway.settings import Settings
 from gateway.splice import Splice
-from gateway.sse import Scanner, read_drafts, read_usage
+from gateway.sse import Scanner
 from gateway.trip import Trip, route_headers
 from gateway.worker_answer import Answer, LinkLost, LinkSilent
 

@@ -16,6 +16,8 @@ from workers.adapters.report import LaneReport
 
 Holding = tuple[str, str]
 """A worker by id and boot: what it keeps in memory ends with its life."""
+NOWHERE = "none"
+"""The pool of a request that reached none."""
 
 
 class Inspected(NamedTuple):

@@ -9,13 +9,11 @@ import asyncio
 from collections import Counter, deque
 from random import Random
 
-from gateway.domain import Case, FleetView
+from gateway.domain import NOWHERE, Case, FleetView
 from gateway.routing import decide
 from policies.document import PolicyDocument
 
 CASES_KEPT = 10_000
-NOWHERE = "none"
-"""The pool of a request that nobody could take."""
 # A handful takes a millisecond or two: so long the requests of others wait at most.
 _AT_A_TIME = 25
 

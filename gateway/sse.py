@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic_core import from_json, to_json
 
+from gateway.counted import read_drafts, read_usage
 from gateway.served import Drafts, Usage
 
 EVENT_LIMIT_BYTES = 1024 * 1024
@@ -25,10 +26,6 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 # parsed, and only then believed. Possessive, so that the time is linear.
 _TELLING = re.compile(rb'"(?:finish_reason|usage|metrics|error)"\s*+:\s*+[^\sn]')
 _DONE = b"[DONE]"
-# More than any context holds.
-_TOKENS_LIMIT = 10_000_000
-# More than anybody drafts at once.
-_DRAFT_LIMIT = 65
 
 
 @dataclass(slots=True)
@@ -191,37 +188,6 @@ def _event_end(data: bytes, search_from: int) -> int:
     return found.end()
 
 
-def read_usage(answer: Mapping[str, Any]) -> Usage | None:
-    """Read the `usage` of an answer or a chunk; None when there is none that makes sense."""
-    usage = answer.get("usage")
-    if not isinstance(usage, dict):
-        return None
-    details = usage.get("prompt_tokens_details")
-    return Usage(
-        prompt_tokens=_count(usage.get("prompt_tokens")),
-        completion_tokens=_count(usage.get("completion_tokens")),
-        cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else 0,
-    )
-
-
-def read_drafts(answer: Mapping[str, Any]) -> Drafts | None:
-    """Read vLLM's per-request draft counts; None where there are none that make sense."""
-    metrics = answer.get("metrics")
-    told = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
-    if not isinstance(told, dict):
-        return None
-    steps, drafted, accepted = (
-        _count(told.get("num_spec_steps")),
-        _count(told.get("num_draft_tokens")),
-        _count(told.get("num_accepted_draft_tokens")),
-    )
-    histogram = told.get("acceptance_histogram")
-    by_accepted = histogram[:_DRAFT_LIMIT] if isinstance(histogram, list) else ()
-    if accepted > drafted:
-        return None
-    return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)))
-
-
 def _data_of(event: bytes) -> bytes:
     """Join the `data:` lines of one event."""
     lines = (line for line in _LINE_END.split(event) if line.startswith(b"data:"))
@@ -233,10 +199,3 @@ def _has_content(choice: Mapping[str, Any]) -> bool:
     if isinstance(delta, dict):
         return any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
     return bool(choice.get("text"))
-
-
-def _count(value: object) -> int:
-    """Read a token count; what a worker lies makes no sum go back, and none grow beyond sense."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return 0
-    return min(max(value, 0), _TOKENS_LIMIT)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from workers.adapters.exit_codes import ExitCode
+from workers.adapters.process import ExitCode
 
 REFUSALS = frozenset((ExitCode.SETTINGS, ExitCode.MODEL))
 """Exit codes of a worker that would refuse again: settings that cannot work, an unusable model."""

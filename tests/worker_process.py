@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from workers.adapters.process import READY_PREFIX
 from workers.demo import CHECKPOINT
 
-READY_PREFIX = "PACELINE_WORKER_READY "
 STOP_TIMEOUT_S = 60
 NO_END = {"0": -100, "2": -100}
 """A logit_bias: without these tokens the demo checkpoint never ends a turn by itself."""

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +100,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--seed", type=int, default=0, help="which prompts are drawn, and when they come")
     add("--repeat", type=_number(int), metavar="N", help="default: 1; 2 where two are compared")
-    add("--json", type=_output_file, metavar="FILE", help="write all figures, named as vLLM names them")
+    add(
+        "--json",
+        type=_output_file,
+        metavar="FILE",
+        help="write all figures, named as vLLM names them",
+    )
     add("--plot", type=_svg_file, metavar="FILE.svg", help="draw them over the levels of load")
 
 

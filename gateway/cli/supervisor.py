@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gateway.supervision import Death, GiveUp, Supervision
+from workers.adapters.process import READY_PREFIX
 
-READY_PREFIX = "PACELINE_WORKER_READY "
-"""Opens the line by which a worker tells a program where it listens; JSON follows."""
 STOP_GRACE_S = 10.0
 LAST_WORDS_S = 1.0
 _LINE_ENDS = re.compile(rb"[\r\n]+")  # progress bars end their lines with a return

@@ -14,7 +14,7 @@ import httpx
 
 from gateway.cli.supervisor import Supervisor
 from tests.worker_process import NO_END
-from workers.adapters.exit_codes import ExitCode
+from workers.adapters.process import ExitCode
 from workers.demo import CHECKPOINT
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import uvloop
 
-from workers.adapters.exit_codes import ExitCode
+from workers.adapters.process import READY_PREFIX, ExitCode
 from workers.engine.requests import ModelUnusable
 from workers.engine.settings import EngineSettings, ModelCard
 from workers.engine.spec_prefill import SpecPrefillSettings
@@ -24,9 +24,6 @@ from workers.server.ports import ServingEngine
 from workers.server.serving import Ending, serve, watch_leash
 from workers.server.settings import UnusableSettings, WorkerSettings
 from workers.server.worker import Identity, Worker
-
-READY_PREFIX = "PACELINE_WORKER_READY "
-"""Opens the line of JSON that tells a program where the worker listens."""
 
 
 def main(arguments: Sequence[str]) -> int:

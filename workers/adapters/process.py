@@ -1,4 +1,4 @@
-"""How a worker's process ends: what `paceline worker` returns, and a supervisor reads.
+"""What a worker's process tells who started it: where it listens, and why it ended.
 
 An end by a signal has no code of ours: MLX aborts the process where a kernel fails on the GPU, and
 the system ends it where memory cannot be had. A supervisor starts it again in both cases.
@@ -7,6 +7,9 @@ the system ends it where memory cannot be had. A supervisor starts it again in b
 from __future__ import annotations
 
 from enum import IntEnum
+
+READY_PREFIX = "PACELINE_WORKER_READY "
+"""Opens the line by which `paceline worker` tells a program where it listens; JSON follows."""
 
 
 class ExitCode(IntEnum):
