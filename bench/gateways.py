@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,13 +15,13 @@ from typing import Final
 import httpx
 
 from bench import backend
+from bench.processes import end, free_port, inherited
 from bench.venvs import PeerUnavailable, Venv, last_words, python_of
 from gateway.fleet import BEAT_S
 
 KEY: Final = "bench-key"
 _JOIN_TOKEN: Final = "bench-join-token"
 _START_TIMEOUT_S: Final = 120.0
-_STOP_TIMEOUT_S: Final = 10.0
 _ROOT: Final = Path(__file__).parents[1]
 
 _NGINX_CONF: Final = """
@@ -139,7 +136,7 @@ async def running_backend() -> AsyncIterator[int]:
         assert process.stdout is not None
         yield int(await process.stdout.readline())
     finally:
-        await _end(process)
+        await end(process)
 
 
 @contextlib.asynccontextmanager
@@ -165,7 +162,7 @@ async def running(contender: Contender, *, venvs: Path, worker_port: int) -> Asy
         finally:
             if joining is not None:
                 joining.cancel()
-            await _end(process)
+            await end(process)
 
 
 async def _beat(port: int, worker_port: int) -> None:
@@ -205,25 +202,7 @@ async def _until_it_relays(
     raise PeerUnavailable(f"{contender.name} ended while starting: {last_words(log)}")
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), _STOP_TIMEOUT_S)
-    with contextlib.suppress(ProcessLookupError):  # whatever is left of its session
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
-
-
 def _environment(home: str) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
     ours = {"PACELINE_JOIN_TOKEN": _JOIN_TOKEN, "PACELINE_API_KEY": KEY, "PYTHONPATH": str(_ROOT)}
     quiet = {"DO_NOT_TRACK": "1", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    return {**kept, **ours, **quiet, "HOME": home, "PACELINE_STATE_DIR": home}
-
-
-def free_port() -> int:
-    """Find a port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    return {**inherited(), **ours, **quiet, "HOME": home, "PACELINE_STATE_DIR": home}

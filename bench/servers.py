@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import AsyncIterator
@@ -17,10 +14,11 @@ import httpx
 
 from bench.blas import preload
 from bench.contenders import Contender
+from bench.process_cost import resident_bytes
+from bench.processes import end, free_port, inherited
 from bench.venvs import PeerUnavailable, last_words
 
 START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 30.0
 _ROOT = Path(__file__).parents[1]
 
 
@@ -34,14 +32,7 @@ class Server:
 
     def resident_bytes(self) -> int:
         """Add up the resident memory of the server and of all processes that it started."""
-        listed = subprocess.run(
-            ["ps", "-A", "-o", "pid=,ppid=,rss="], capture_output=True, text=True, check=True
-        )
-        rows = [tuple(int(field) for field in line.split()) for line in listed.stdout.splitlines()]
-        family = {self.process_id}
-        while grown := {pid for pid, parent, _ in rows if parent in family} - family:
-            family |= grown
-        return sum(kib * 1024 for pid, _, kib in rows if pid in family)
+        return resident_bytes(self.process_id)
 
 
 @asynccontextmanager
@@ -49,7 +40,7 @@ async def running(
     contender: Contender, *, python: Path, model: Path, log: Path
 ) -> AsyncIterator[Server]:
     """Start a server in a home of its own, so that no earlier run has warmed its caches."""
-    port = _free_port()
+    port = free_port()
     arguments = [text.format(model=model, port=port) for text in contender.arguments]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as home, log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
@@ -67,7 +58,7 @@ async def running(
             name = await _until_it_answers(url, model, process, log)
             yield Server(url=url, model=name, process_id=process.pid)
         finally:
-            await _end(process)
+            await end(process)
 
 
 async def _until_it_answers(
@@ -108,23 +99,6 @@ async def _served_name(client: httpx.AsyncClient, model: Path) -> str:
     return str(model) if str(model) in names or not names else str(names[0])
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        process.terminate()
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), STOP_TIMEOUT_S)
-    with suppress(ProcessLookupError):  # whatever is left of its session
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
-
-
 def _environment(home: str, *, ours: bool) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
     imports = {"PYTHONPATH": str(_ROOT)} if ours else {}
-    return {**kept, **preload(), **imports, "HOME": home, "HF_HUB_OFFLINE": "1"}
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    return {**inherited(), **preload(), **imports, "HOME": home, "HF_HUB_OFFLINE": "1"}

@@ -51,7 +51,7 @@ def worker_process(
         stdin=stdin,
         stdout=subprocess.PIPE,
         text=True,
-        env={**_inherited(), **(environment or {})},
+        env={**inherited(), **(environment or {})},
     ) as process:
         try:
             yield process
@@ -88,11 +88,11 @@ def completed_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=STOP_TIMEOUT_S,
-        env=_inherited(),
+        env=inherited(),
         check=False,
     )
 
 
-def _inherited() -> dict[str, str]:
+def inherited() -> dict[str, str]:
     """Return this environment without the settings of a Paceline that its owner may run."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}

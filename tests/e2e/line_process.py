@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import socket
@@ -15,6 +14,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+
+from tests.worker_process import inherited
 
 LISTENS = r"listens on (http://\S+?)\.?$"
 STARTED = r"^Worker started \(process (\d+)\)"
@@ -123,9 +124,8 @@ def running_gateway(folder: Path, *, token: str) -> Iterator[Paceline]:
 
 def clean_environment(folder: Path) -> dict[str, str]:
     """Return this environment without the settings of a Paceline that its owner may run."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}
     root = str(Path(__file__).parents[2])
-    return kept | {"PACELINE_STATE_DIR": str(_state_dir(folder)), "PYTHONPATH": root}
+    return inherited() | {"PACELINE_STATE_DIR": str(_state_dir(folder)), "PYTHONPATH": root}
 
 
 def _state_dir(folder: Path) -> Path:

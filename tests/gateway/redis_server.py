@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 import shutil
 import signal
 import socket
@@ -18,8 +20,7 @@ class RedisServer:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = _free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self.client = Redis(port=self.port, decode_responses=True, socket_timeout=10)
         self._process: subprocess.Popen[bytes] | None = None
@@ -63,3 +64,11 @@ class RedisServer:
     def configure(self, name: str, value: str) -> None:
         """Change a setting while it runs."""
         self.client.config_set(name, value)
+
+
+def _free_port() -> int:
+    """Find a port below those of outgoing connections: nobody takes it while the server is down."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
