@@ -15,9 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from gateway.errors import StartRefused
 from policies.document import PolicyDocument
 from policies.part import Label, Name
-from workers.adapters.report import LaneReport, WorkerReport
+from workers.adapters.report import MTP_LANE, LaneReport, WorkerReport
 
-_MTP_LANE = "text-mtp"
 # These are not OpenAI's, and strict servers refuse fields that they do not know. At these values
 # they change nothing, so they can be left out.
 _NEUTRAL = {"top_k": 0, "min_p": 0.0}
@@ -66,7 +65,7 @@ class ListedWorker(BaseModel):
             context_tokens=0,
             labels=self.labels,
             lanes=tuple(
-                LaneReport(name=pool, slots=self.slots, mtp_enabled=pool == _MTP_LANE)
+                LaneReport(name=pool, slots=self.slots, mtp_enabled=pool == MTP_LANE)
                 for pool in self.pools
             ),
         )

@@ -11,8 +11,8 @@ from gateway.domain import Candidate, Case, Decision, FleetView, Holding, LaneVi
 from policies.evaluation import judge
 from policies.pools import Pool
 from policies.profile import Bypass, RequestProfile
+from workers.adapters.report import MTP_LANE
 
-MTP_LANE = "text-mtp"
 ELIGIBLE = "eligible"
 # The request may speculate and somebody could do it, but the policy sends it elsewhere.
 BY_POLICY = "policy"

@@ -163,6 +163,10 @@ class SavedTime(Record):
         )
 
 
+MTP_LANE = "text-mtp"
+"""The lane that drafts."""
+
+
 class LaneReport(Record):
     """One lane at one moment."""
 
