@@ -12,6 +12,7 @@ from mlx import nn
 from mlx_vlm import load
 
 from workers.demo import CHECKPOINT, fast_math
+from workers.demo.architecture import PATCH
 from workers.demo.batches import PicturePool, patch_array
 from workers.demo.fast_forward import CHUNK, QUERIES_AT_ONCE, text_forward, vision_forward
 
@@ -77,6 +78,7 @@ def test_a_picture_has_the_features_of_the_library(model: Any) -> None:
     patches = patch_array(drawn)
 
     ours = vision_forward(model.vision_tower, patches, grid)
-    theirs, _ = model.vision_tower(patches[0], mx.array([[1, *grid]]))
+    film = mx.repeat(patches[0].reshape(-1, 3, 1, PATCH * PATCH), 2, axis=2)  # as it is served
+    theirs, _ = model.vision_tower(film.reshape(len(film), -1), mx.array([[1, *grid]]))
 
     assert mx.allclose(ours[0], theirs, rtol=1e-3, atol=1e-3)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from random import Random
 from typing import Any, Final
 
@@ -48,7 +49,7 @@ class TextBatch:
 
 @dataclass(frozen=True)
 class PictureBatch:
-    """A text batch with one picture a row: patches [B, P, 1536] of one grid.
+    """A text batch with one picture a row: patches [B, P, 768] of one grid.
 
     `sources` [B, T] says for each token which merged picture token it is, counted over the batch;
     text tokens have the number after the last. `colours` and `shapes` [B] are classes.
@@ -97,6 +98,7 @@ def _skipping_positions(random: Random, row: TokenRow) -> npt.NDArray[np.int32]:
 def text_batches(
     tokenizer: Tokenizer,
     random: Random,
+    order: Random,
     practice: Callable[[Random], Chat] | None = None,
     share: float = 0.0,
     *,
@@ -105,7 +107,8 @@ def text_batches(
     """Endless batches of about TOKENS_IN_BATCH tokens, rows of one batch of like length.
 
     `share` of the chats are drawn by `practice`, the others are ordinary ones. The ends of answers
-    weigh `end_weight` in the loss.
+    weigh `end_weight` in the loss. Ranks that share `order` take rows of like length in the same
+    step, so that none waits for the other.
     """
 
     def draw() -> Chat:
@@ -126,24 +129,35 @@ def text_batches(
             if len(batches[-1]) * len(row.tokens) > TOKENS_IN_BATCH:
                 batches.append([])
             batches[-1].append(row)
-        random.shuffle(batches)
-        for batch in batches:
+        places = [order.random() for _ in range(_CHATS_IN_POOL)]
+        for _, batch in sorted(zip(places, batches, strict=False), key=itemgetter(0)):
             yield _pad(batch, [_skipping_positions(random, row) for row in batch])
 
 
-def long_batches(tokenizer: Tokenizer, random: Random, longest: int) -> Iterator[TextBatch]:
-    """Endless batches of one chat with a system prompt of up to `longest` tokens."""
+def long_batches(
+    tokenizer: Tokenizer, random: Random, order: Random, longest: int
+) -> Iterator[TextBatch]:
+    """Endless batches of one chat with a system prompt of up to `longest` tokens.
+
+    Ranks that share `order` take prompts of like length in the same step.
+    """
     while True:
-        facts = draw_facts(random, random.randint(3, 8))
-        sentences = random.randint(longest // 40, longest // 9)
-        messages = [Message("system", system_prompt(random, sentences, facts))]
-        for fact in random.sample(facts, len(facts)):
-            messages.append(Message("user", random.choice(fact.questions)))
-            messages.append(Message("assistant", fact.answer))
-        messages += [message for message in draw_chat(random) if message.role != "system"]
-        row = encode_chat(tokenizer, tuple(messages))
-        if len(row.tokens) <= longest + 300:
-            yield _pad([row], [np.arange(len(row.tokens), dtype=np.int32)])
+        sentences = order.randint(longest // 40, longest // 9)
+        row = _long_row(tokenizer, random, sentences)
+        while len(row.tokens) > longest + 300:
+            sentences = sentences * 9 // 10
+            row = _long_row(tokenizer, random, sentences)
+        yield _pad([row], [np.arange(len(row.tokens), dtype=np.int32)])
+
+
+def _long_row(tokenizer: Tokenizer, random: Random, sentences: int) -> TokenRow:
+    facts = draw_facts(random, random.randint(3, 8))
+    messages = [Message("system", system_prompt(random, sentences, facts))]
+    for fact in random.sample(facts, len(facts)):
+        messages.append(Message("user", random.choice(fact.questions)))
+        messages.append(Message("assistant", fact.answer))
+    messages += [message for message in draw_chat(random) if message.role != "system"]
+    return encode_chat(tokenizer, tuple(messages))
 
 
 @dataclass(frozen=True)
@@ -204,12 +218,9 @@ class PicturePool:
 
 
 def patch_array(pictures: Sequence[PatchedPicture]) -> mx.array:
-    """Return the patches as the processor gives them: [B, P, 1536], -1 to 1, each frame twice."""
-    stacked = (
-        mx.array(np.stack([picture.patches for picture in pictures])).astype(mx.float32) / 127.5 - 1
-    )
-    batch, count = stacked.shape[:2]
-    return mx.repeat(stacked[:, :, :, None], 2, axis=3).reshape(batch, count, -1)
+    """Return one frame of each patch, of two that are the same: [B, P, 768], from -1 to 1."""
+    stacked = mx.array(np.stack([picture.patches for picture in pictures])).astype(mx.float32)
+    return stacked.reshape(*stacked.shape[:2], -1) / 127.5 - 1
 
 
 def class_arrays(pictures: Sequence[PatchedPicture]) -> tuple[mx.array, mx.array]:

@@ -13,7 +13,7 @@ from workers.demo.snapshots import steps_done
 from workers.demo.sources import MixedSteps, hidden_of, untrained
 from workers.demo.tokenizer import load_tokenizer, special_ids
 
-_DRAFT_SLOPE: Final = ((100, 1.0), (700, 0.0))
+_DRAFT_SLOPE: Final = ((100, 1.0), (600, 0.0))
 
 
 def train_draft(work: Work) -> None:

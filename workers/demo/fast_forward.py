@@ -148,10 +148,14 @@ def text_forward(language: Any, embeddings: mx.array, positions: mx.array) -> mx
 
 
 def vision_forward(tower: Any, patches: mx.array, grid: tuple[int, int]) -> mx.array:
-    """Features of pictures that share one grid: patches [B, P, 1536] -> [B, P / 4, D]."""
+    """Features of pictures that share one grid: patches [B, P, 768] -> [B, P / 4, D].
+
+    A picture is a film of two frames that are the same, so one is multiplied by the sum of the
+    kernels of both.
+    """
     batch, count, _ = patches.shape
     thw = mx.array([[1, *grid]])
-    kernel = tower.patch_embed.proj.weight.transpose(0, 4, 1, 2, 3)
+    kernel = tower.patch_embed.proj.weight.sum(1).transpose(0, 3, 1, 2)
     hidden = patches @ kernel.reshape(kernel.shape[0], -1).T + tower.patch_embed.proj.bias
     hidden = hidden + tower.fast_pos_embed_interpolate(thw)[None]
     angles = tower.rot_pos_emb(thw)

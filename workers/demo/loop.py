@@ -16,8 +16,8 @@ from workers.demo.snapshots import load_tensors, save_module, save_tensors, step
 
 SEED: Final = 20
 SNAPSHOT_EVERY: Final = 100
-MATRIX_RATE: Final = 0.02
-OTHER_RATE: Final = 0.002
+MATRIX_RATE: Final = 0.01
+OTHER_RATE: Final = 0.015
 _WARM_UP: Final = 40
 _SMALLEST: Final = 0.02
 
@@ -46,6 +46,10 @@ class Work:
         """Return the random numbers of one purpose; each rank has its own."""
         return Random(f"{SEED} {name} {self.group.rank()}")
 
+    def common(self, name: str) -> Random:
+        """Return random numbers that are the same in all ranks."""
+        return Random(f"{SEED} {name}")
+
     def weights(self, name: str) -> Path:
         """Return the file that a phase leaves."""
         return self.folder / f"{name}.safetensors"
@@ -64,13 +68,15 @@ def _pace(step: int, slope: Slope) -> float:
     return min(1.0, (step + 1) / _WARM_UP) * max(_SMALLEST, down)
 
 
+def _is_matrix(name: str, value: mx.array) -> bool:
+    """Say what Muon updates: all that is multiplied, also the kernel that cuts up pictures."""
+    return "patch_embed.proj.weight" in name or (value.ndim == 2 and "embed" not in name)
+
+
 def optimise(work: Work, name: str, module: Any, take_step: TakeStep, slope: Slope) -> None:
     """Train the module's trainable parameters down the slope; leave them in `name`.safetensors."""
     steps = int(slope[-1][0])
-    optimiser = Muon(
-        module.trainable_parameters(),
-        lambda key, value: value.ndim == 2 and "embed" not in key,
-    )
+    optimiser = Muon(module.trainable_parameters(), _is_matrix)
     part, state = work.weights(f"{name}.part"), work.weights(f"{name}.state")
     start = 0
     if part.exists() and state.exists():

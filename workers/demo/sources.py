@@ -70,6 +70,7 @@ class MixedSteps:
                 text_batches(
                     tokenizer,
                     work.seeded(f"{name} {stream}"),
+                    work.common(f"{name} {stream}"),
                     practice,
                     share,
                     end_weight=end_weight,
@@ -77,7 +78,10 @@ class MixedSteps:
             )
             for start, stream, practice, share in courses
         ]
-        self._longs = long_batches(tokenizer, work.seeded(f"{name} longs"), LONGEST_PROMPT)
+        longs = f"{name} longs"
+        self._longs = long_batches(
+            tokenizer, work.seeded(longs), work.common(longs), LONGEST_PROMPT
+        )
 
     def skip(self, steps: int) -> "MixedSteps":
         """Pass over the batches that a broken run has seen."""

@@ -25,12 +25,9 @@ PHASES: Final[dict[str, Callable[[Work], None]]] = {
     "eyes": phases.train_eyes,
     "text": phases.train_text,
     "join": phases.train_joined,
-    "sight": phases.train_sight,
-    "polish": phases.train_polish,
-    "focus": phases.train_focus,
     "settle": phases.train_settle,
+    "focus": phases.train_focus,
     "draft": drafting.train_draft,
-    "sharpen": phases.train_sharpened,
 }
 
 
