@@ -131,8 +131,8 @@ class Link(asyncio.Protocol):
         if not self._busy:
             self.abort()  # nobody asked
             return
-        # As nearly every word of a stream comes: the parser would end behind such a chunk as it was
-        # before, so it need not see it.
+        # Nearly every word of a stream comes so. The parser would be behind such a chunk as it was
+        # before it, so it need not see it.
         through = self._through
         if through is not None and self._between_chunks and _is_one_chunk(data) and through(data):
             self._silence.listen()

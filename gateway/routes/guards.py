@@ -2,6 +2,8 @@
 
 Keys of the data plane, the admin key and the join token are three kinds; none opens what is
 another's, also where nothing is demanded.
+
+Guards are coroutines though they wait for nothing: plain functions FastAPI runs in a thread.
 """
 
 from __future__ import annotations
