@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from gateway.domain import Header
 from gateway.errors import StartRefused
 from gateway.keys.keyring import bearer
 from gateway.refusals import HostRefused
@@ -129,7 +130,7 @@ class Hosts:
         self._names = {own, bare, f"{bare}.local", "localhost", *(name.lower() for name in given)}
         self._known: set[bytes] = set()
 
-    def check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+    def check(self, headers: Iterable[Header]) -> None:
         """Raise `HostRefused` unless the one `Host` header names this gateway."""
         hosts = [value for name, value in headers if name == b"host"]
         if len(hosts) == 1 and hosts[0] in self._known:
@@ -158,7 +159,7 @@ def bears(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:
     return any(matches)
 
 
-def comes_from_this_machine(peer: str | None, headers: Sequence[tuple[bytes, bytes]]) -> bool:
+def comes_from_this_machine(peer: str | None, headers: Sequence[Header]) -> bool:
     """Say whether a person on this machine sent it, not a proxy and not a page in a browser.
 
     A page of a foreign site can reach loopback by a name that it points there (DNS rebinding), and
@@ -171,7 +172,7 @@ def comes_from_this_machine(peer: str | None, headers: Sequence[tuple[bytes, byt
     return is_loopback(_without_port(_host(headers).decode("latin-1")))
 
 
-def comes_from_foreign_page(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+def comes_from_foreign_page(headers: Sequence[Header]) -> bool:
     """Say whether a page of another site made its reader's browser send this.
 
     The page never sees the answer, but a form of it, or what looks like one, is sent without asking
@@ -187,7 +188,7 @@ def comes_from_foreign_page(headers: Sequence[tuple[bytes, bytes]]) -> bool:
     return told.get(b"sec-fetch-site") in _OTHER_SITES and not followed
 
 
-def _host(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def _host(headers: Iterable[Header]) -> bytes:
     return next((value for name, value in headers if name == b"host"), b"")
 
 

@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Seque
 from types import TracebackType
 from typing import Any, Self
 
+from gateway.domain import Header, Headers
 from gateway.error_answers import to_body, to_event, to_headers
 from gateway.errors import GatewayError
 from gateway.exchange import EXCHANGE, Exchange
@@ -18,8 +19,6 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-Header = tuple[bytes, bytes]
-Headers = list[Header]
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 

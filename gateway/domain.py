@@ -18,6 +18,9 @@ Holding = tuple[str, str]
 """A worker by id and boot: what it keeps in memory ends with its life."""
 NOWHERE = "none"
 """The pool of a request that reached none."""
+Header = tuple[bytes, bytes]
+"""As ASGI has it: the name in lower case, and the value."""
+Headers = list[Header]
 
 
 class Inspected(NamedTuple):

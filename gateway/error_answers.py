@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic_core import to_json
 
+from gateway.domain import Headers
 from gateway.errors import GatewayError
 from gateway.refusals import BodyTooLarge, BodyTooSlow, KeyRefused, MethodRefused
 
@@ -27,7 +28,7 @@ def to_event(error: GatewayError) -> bytes:
     return b"data: " + to_body(error) + b"\n\n"
 
 
-def to_headers(error: GatewayError) -> list[tuple[bytes, bytes]]:
+def to_headers(error: GatewayError) -> Headers:
     """List the headers that belong to an error, for a response of its own."""
     headers = [(b"content-type", b"application/json")]
     if error.retry_after_s is not None:

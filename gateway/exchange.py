@@ -13,10 +13,11 @@ from typing import Protocol
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from gateway.domain import Header
+
 EXCHANGE = "paceline.exchange"
 """The ASGI extension whose `running` gives the `Exchange` of the request that runs."""
 
-Headers = Iterable[tuple[bytes, bytes]]
 _CLOSE = (b"connection", b"close")
 _CHUNKED = (b"transfer-encoding", b"chunked")
 _STATUS_LINES = {
@@ -64,7 +65,7 @@ class Exchange:
         if self._cycle.flow.write_paused:
             await self._cycle.flow.drain()
 
-    def whole(self, status: int, headers: Headers, body: bytes) -> None:
+    def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
         """Answer at once and for good."""
         length = (b"content-length", b"%d" % len(body))
         head = self._written_head(status, (*headers, length))
@@ -72,7 +73,7 @@ class Exchange:
             self._send(head if self._cycle.scope["method"] == "HEAD" else head + body)
         self._complete()
 
-    def begin(self, headers: Headers) -> None:
+    def begin(self, headers: Iterable[Header]) -> None:
         """Begin a stream; its head leaves with the first piece."""
         # HTTP/1.0 knows no chunks: there the end of the connection is the end of the answer.
         self._chunked = self._cycle.scope["http_version"] == "1.1"
@@ -123,7 +124,7 @@ class Exchange:
         if self._watcher is not None:
             self._watcher.check(now_s)
 
-    def _written_head(self, status: int, headers: tuple[tuple[bytes, bytes], ...]) -> bytes:
+    def _written_head(self, status: int, headers: tuple[Header, ...]) -> bytes:
         """Write a head; what would break out of its line is a fault of ours."""
         cycle = self._cycle
         cycle.response_started = True

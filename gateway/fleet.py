@@ -7,7 +7,7 @@ from collections.abc import Callable
 from gateway.breaker import HEALTHY, Verdict
 from gateway.domain import Candidate, FleetView
 from gateway.listed import ListedWorker
-from gateway.member import Lease, Member
+from gateway.member import SILENT_AFTER_S, Lease, Member, serves_alike
 from gateway.refusals import WorkerIdTaken
 from gateway.sight import LONG_AGO_S, Sight
 from policies.pools import Pool
@@ -15,8 +15,6 @@ from workers.adapters.report import LaneReport, WorkerReport
 
 BEAT_S = 2.0
 """How often a worker is asked to beat."""
-SILENT_AFTER_S = 7.0
-"""Three beats missed: out, and so within ten seconds in every case."""
 NOBODY: frozenset[str] = frozenset()
 # This gateway did not listen for so long: what seems to have failed then proves nothing.
 _DEAF_S = 1.0
@@ -55,11 +53,11 @@ class Fleet:
             member.learn(report, now_s)
             member.beaten_at_s = now_s
             member.joined_here = True
-            if _alike(before, report):
+            if serves_alike(before, report):
                 self._changed.add(member)
             else:
                 self._sight.until_s = LONG_AGO_S
-        elif member is None or member.report.url == report.url or not _live(member, now_s):
+        elif member is None or member.report.url == report.url or not member.live(now_s):
             # A new boot starts with no requests and with a clean record; what runs on the old one
             # still counts on the old entry.
             cordoned = report.worker_id in self._cordoned
@@ -79,7 +77,7 @@ class Fleet:
         if age_s > SILENT_AFTER_S or (member is not None and beaten_at_s <= member.beaten_at_s):
             return False
         if member is None or (member.listed is None and member.report.boot_id != report.boot_id):
-            if member is not None and member.report.url != report.url and _live(member, now_s):
+            if member is not None and member.report.url != report.url and member.live(now_s):
                 return False  # two workers of one id: who was first here stays
             cordoned = report.worker_id in self._cordoned
             self._members[report.worker_id] = Member(
@@ -297,20 +295,6 @@ class Fleet:
         return now_s < self._deaf_until_s or now_s - listened_at_s > _DEAF_S
 
     def _expire(self, now_s: float) -> None:
-        if self._deaf(now_s):
-            return
-        silent = [name for name, member in self._members.items() if not _live(member, now_s)]
-        for name in silent:
-            del self._members[name]
-
-
-def _live(member: Member, now_s: float) -> bool:
-    return now_s - member.beaten_at_s <= SILENT_AFTER_S
-
-
-def _alike(one: WorkerReport, other: WorkerReport) -> bool:
-    """Say whether a worker takes the same requests by both reports."""
-    return (
-        (one.ready, one.draining, one.model, one.labels)
-        == (other.ready, other.draining, other.model, other.labels)
-    ) and [lane.name for lane in one.lanes] == [lane.name for lane in other.lanes]
+        if not self._deaf(now_s):
+            live = {name: one for name, one in self._members.items() if one.live(now_s)}
+            self._members = live

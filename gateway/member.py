@@ -11,6 +11,9 @@ from gateway.listed import ListedWorker
 from gateway.weighing import Pace, pace
 from workers.adapters.report import WorkerReport
 
+SILENT_AFTER_S = 7.0
+"""Three beats missed: out, and so within ten seconds in every case."""
+
 
 @dataclass(slots=True, eq=False)
 class Member:
@@ -71,6 +74,10 @@ class Member:
             self.of_others[lane.name] = max(0, lane.running + lane.waiting - mine)
             self.most_in_flight[lane.name] = in_flight
         self.reads_until_s = now_s + unread_tokens * self.pace.read_s
+
+    def live(self, now_s: float) -> bool:
+        """Say whether it was heard of lately."""
+        return now_s - self.beaten_at_s <= SILENT_AFTER_S
 
     @property
     def willing(self) -> bool:
@@ -138,3 +145,11 @@ class Lease:
     def holding(self) -> Holding:
         """The worker in this life of it, as one that holds system prompts."""
         return self.worker.worker_id, self.worker.boot_id
+
+
+def serves_alike(one: WorkerReport, other: WorkerReport) -> bool:
+    """Say whether a worker takes the same requests by both reports."""
+    return (
+        (one.ready, one.draining, one.model, one.labels)
+        == (other.ready, other.draining, other.model, other.labels)
+    ) and [lane.name for lane in one.lanes] == [lane.name for lane in other.lanes]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from gateway.control import Control
 from gateway.dispatch import Dispatch
-from gateway.fleet import SILENT_AFTER_S, Fleet
-from gateway.member import Member
+from gateway.fleet import Fleet
+from gateway.member import SILENT_AFTER_S, Member
 from gateway.prefixes import Prefixes
 from gateway.redis_boots import RedisBoots
 from workers.adapters.report import WorkerReport

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.client import Headers, Reply
+from gateway.client import Reply
+from gateway.domain import Headers
 from gateway.sse import Scanner
 from gateway.trip import Trip
 from gateway.worker_answer import Answer

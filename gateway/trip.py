@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gateway.client import Headers
-from gateway.domain import Caller, Candidate, Case, Inspected
+from gateway.domain import Caller, Candidate, Case, Headers, Inspected
 from gateway.served import Drafts, Usage
 
 if TYPE_CHECKING:

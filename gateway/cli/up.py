@@ -23,7 +23,7 @@ from rich.text import Text
 from gateway.access import ensure_join_token
 from gateway.cli import serve
 from gateway.cli.supervisor import Supervisor
-from gateway.cli.welcome import Line, on_this_machine, welcome
+from gateway.cli.welcome import Started, on_this_machine, welcome
 from gateway.server import Ending, settle_collector
 from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
@@ -161,7 +161,7 @@ class _OwnWorker:
             self.terminal.say("The worker is ready again.")
             return
         self.welcomed = True
-        line = Line(
+        started = Started(
             address=self.address,
             host=self.settings.host,
             model=ready["model"],
@@ -169,7 +169,7 @@ class _OwnWorker:
             keyed=self.keyed,
             command=_own_command(),
         )
-        self.terminal.say("\n" + welcome(line) + "\n")
+        self.terminal.say("\n" + welcome(started) + "\n")
 
     async def _sign_off(self, gateway: httpx.AsyncClient) -> None:
         """Take a dead worker off the list at once, and so let the next life have its name."""

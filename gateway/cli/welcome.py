@@ -37,7 +37,7 @@ _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - recognise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Started:
     """A running gateway and its own worker, as the person who started them sees it."""
 
     address: str
@@ -51,25 +51,27 @@ class Line:
     """How this command is typed here."""
 
 
-def welcome(line: Line) -> str:
-    """Say where the line runs, how to use it, and how another Mac joins it."""
-    alone = is_loopback(line.host)
-    from_here = on_this_machine(line.address)
-    from_elsewhere = _at(_network_address(), line.address) if alone else _reachable(line.address)
+def welcome(started: Started) -> str:
+    """Say where the gateway runs, how to use it, and how another Mac joins it."""
+    alone = is_loopback(started.host)
+    from_here = on_this_machine(started.address)
+    from_elsewhere = (
+        _at(_network_address(), started.address) if alone else _reachable(started.address)
+    )
     snippet = _SNIPPET.format(
         address=from_here,
-        api_key='os.environ["PACELINE_API_KEY"]' if line.keyed else '"none"',
-        model=line.model,
+        api_key='os.environ["PACELINE_API_KEY"]' if started.keyed else '"none"',
+        model=started.model,
         question=_QUESTION,
     )
     shown = from_here if alone else from_elsewhere
     return "\n\n".join(
         (
-            f"Paceline is ready on {shown} (model {line.model}).\n"
+            f"Paceline is ready on {shown} (model {started.model}).\n"
             f"See what it does on {shown}/dashboard.",
-            ("import os\n" if line.keyed else "") + snippet,
-            *((_OPEN_FIRST.format(command=line.command),) if alone else ()),
-            _JOIN.format(command=line.command, address=from_elsewhere, token=line.join_token),
+            ("import os\n" if started.keyed else "") + snippet,
+            *((_OPEN_FIRST.format(command=started.command),) if alone else ()),
+            _JOIN.format(command=started.command, address=from_elsewhere, token=started.join_token),
         )
     )
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from types import TracebackType
 
 from gateway.client import ClientLeft
+from gateway.domain import Headers
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
-from gateway.keys.limit_headers import Headers
 from gateway.keys.limits import Allowance
 from gateway.refusals import KeyEnded
 from gateway.served import Spent

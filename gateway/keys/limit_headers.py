@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-Headers = list[tuple[bytes, bytes]]
+from gateway.domain import Headers
+
 Names = tuple[bytes, bytes, bytes]
 """Of the limit, of what is left, and of the time until it is whole again."""
 OF_REQUESTS: Names = (

@@ -6,8 +6,8 @@ import pytest
 
 from gateway.breaker import Verdict
 from gateway.domain import Candidate
-from gateway.fleet import BEAT_S, SILENT_AFTER_S, Fleet
-from gateway.member import Lease
+from gateway.fleet import BEAT_S, Fleet
+from gateway.member import SILENT_AFTER_S, Lease
 from gateway.refusals import WorkerIdTaken
 from tests.gateway.fake_worker import lane_report
 from workers.adapters.report import WorkerReport
