@@ -11,14 +11,13 @@ from gateway.member import Member
 from gateway.recently import Recently
 from gateway.status_lanes import (
     as_of_now,
-    by_name,
     lanes_of,
     lanes_of_pool,
     mtp_of,
     prefix_of,
     saved_by,
 )
-from gateway.store import Key
+from gateway.store import Key, by_name
 from policies.document import PolicyDocument
 from policies.pools import Pool
 from workers.adapters.report import LaneReport, WorkerReport
@@ -147,7 +146,7 @@ def _worker(
         last_beat_s_ago=round(max(0.0, fleet.age_s(member)), 3) if member else 0.0,
         ejected=_ejection(fleet, member),
         busy_for_s=round(fleet.busy_for_s(member), 3) if member else 0.0,
-        lanes={lane.name: _lane(lane, member, worker_id, recently) for lane in by_name(reports)},
+        lanes={lane.name: _lane(lane, member, worker_id, recently) for lane in by_name(lanes)},
         prefix=prefix_of(lanes),
         saved=saved_by(lanes),
         mtp=mtp,

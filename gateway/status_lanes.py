@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 
 from gateway import status_figures as told
 from gateway.member import Member
-from gateway.store import add_lanes
 from policies.pools import Pool
 from workers.adapters.report import LaneReport, PrefixCounts, SavedTime, WorkerReport, mtp_block
 
@@ -51,15 +50,6 @@ def lanes_of_pool(
         for lane in report.lanes
         if lane.name == name or lane.name in pool.lanes
     )
-
-
-def by_name(reports: Iterable[WorkerReport]) -> tuple[LaneReport, ...]:
-    """Add up each lane over the boots of one worker; what is no count is the last boot's."""
-    found: dict[str, LaneReport] = {}
-    for lane in lanes_of(reports):
-        kept = found.get(lane.name)
-        found[lane.name] = lane if kept is None else add_lanes(kept, lane)
-    return tuple(found.values())
 
 
 def mtp_of(lanes: tuple[LaneReport, ...]) -> told.Mtp:

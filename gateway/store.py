@@ -7,7 +7,7 @@ the same interface.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from workers.adapters.report import LaneReport, WorkerReport
@@ -112,22 +112,22 @@ def _fold_oldest(boots: dict[str, WorkerReport]) -> str:
 
 def folded(earlier: WorkerReport | None, report: WorkerReport, name: str) -> WorkerReport:
     """Add a boot to the sum of earlier ones, which goes by this name."""
-    lanes = report.lanes if earlier is None else _added(earlier.lanes, report.lanes)
+    lanes = report.lanes if earlier is None else by_name((*earlier.lanes, *report.lanes))
     return report.model_copy(
         update={"boot_id": name, "lanes": lanes, "ready": False, "prefixes": ()}
     )
 
 
-def _added(some: tuple[LaneReport, ...], others: tuple[LaneReport, ...]) -> tuple[LaneReport, ...]:
-    by_name = {lane.name: lane for lane in some}
-    for lane in others:
-        kept = by_name.get(lane.name)
-        by_name[lane.name] = lane if kept is None else add_lanes(kept, lane)
-    return tuple(by_name.values())
+def by_name(lanes: Iterable[LaneReport]) -> tuple[LaneReport, ...]:
+    """Add up lanes of one name; what is no count comes from the last of them."""
+    found: dict[str, LaneReport] = {}
+    for lane in lanes:
+        kept = found.get(lane.name)
+        found[lane.name] = lane if kept is None else _sum(kept, lane)
+    return tuple(found.values())
 
 
-def add_lanes(kept: LaneReport, later: LaneReport) -> LaneReport:
-    """Add the counts of two reports of one lane; what is no count comes from the later one."""
+def _sum(kept: LaneReport, later: LaneReport) -> LaneReport:
     bypass = Counter(kept.bypass_counts)
     bypass.update(later.bypass_counts)
     return later.model_copy(
