@@ -1,19 +1,24 @@
 """The access log: a line of JSON for each request, its way and its times, never a word of it.
 
-Lines gather in memory and a thread writes them, so no request waits for a disk.
+Lines gather in memory and a thread writes them, so no request waits for a disk; nor does the end
+of the gateway for one that hangs, or for a reader that does not read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import io
 import logging
 import os
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from pydantic_core import to_json
 
@@ -24,6 +29,7 @@ log = logging.getLogger(__name__)
 
 STANDARD_OUTPUT = "-"
 _WRITTEN_EVERY_S = 0.25
+_LAST_WRITE_S = 2.0
 # Some seconds of a busy gateway; a disk that cannot follow for longer must not fill the memory.
 _LINES_HELD = 100_000
 _NO_DRAFTS = Drafts(0, 0, 0, ())
@@ -41,6 +47,8 @@ class AccessLog:
         self._lines: list[bytes] = []
         self._dropped = 0
         self._ending = asyncio.Event()
+        self._given_up = False
+        """The end has come, and the thread still writes: the file is the thread's to close."""
         self._file = self._opened()
 
     def write(self, served: Served, unix_s: float) -> None:
@@ -61,8 +69,12 @@ class AccessLog:
         trace: TracebackType | None,
     ) -> None:
         self._ending.set()
-        await self._task
-        if self._path is not None:
+        _, unfinished = await asyncio.wait((self._task,), timeout=_LAST_WRITE_S)
+        if unfinished:
+            log.warning("access_log.unfinished")
+            self._task.cancel()
+            self._given_up = True
+        elif self._path is not None:
             self._file.close()
 
     async def _go_on(self) -> None:
@@ -78,7 +90,7 @@ class AccessLog:
             return
         lines, self._lines = self._lines, []
         try:
-            await asyncio.to_thread(self._write, b"\n".join(lines) + b"\n")
+            await _in_thread(lambda: self._write(b"\n".join(lines) + b"\n"))
         except OSError as error:
             self._dropped += len(lines)
             log.warning("access_log.failed lines=%d error=%s", self._dropped, error.strerror)
@@ -89,10 +101,16 @@ class AccessLog:
 
     def _write(self, text: bytes) -> None:
         if self._path is not None and not self._is_there(self._path):
-            moved, self._file = self._file, self._path.open("ab")
+            moved, self._file = self._file, self._path.open("ab", buffering=0)
             moved.close()
-        self._file.write(text)
-        self._file.flush()
+        rest = memoryview(text)
+        while rest:
+            written = self._file.write(rest)
+            if written is None:  # of standard output that somebody made non-blocking
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            rest = rest[written:]
+        if self._given_up:
+            self._file.close()
 
     def _is_there(self, path: Path) -> bool:
         try:
@@ -100,16 +118,43 @@ class AccessLog:
         except OSError:
             return False
 
-    def _opened(self) -> BinaryIO:
+    def _opened(self) -> io.FileIO:
         if self._path is None:
-            return sys.stdout.buffer
+            return open(sys.stdout.fileno(), "wb", buffering=0, closefd=False)
         try:
-            return self._path.open("ab")
+            return self._path.open("ab", buffering=0)
         except OSError as error:
             raise StartRefused(
                 f"The access log {self._path} cannot be written ({error.strerror}); name another "
                 "file with PACELINE_ACCESS_LOG, or - for standard output."
             ) from None
+
+
+async def _in_thread(work: Callable[[], None]) -> None:
+    """Do this in a thread that the end of the process does not wait for, unlike asyncio's own."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[None] = loop.create_future()
+
+    def settle(error: OSError | None) -> None:
+        if done.done():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    def run() -> None:
+        failure = None
+        try:
+            work()
+        except OSError as error:
+            failure = error
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for it
+                loop.call_soon_threadsafe(settle, failure)
+
+    Thread(target=run, name="access log", daemon=True).start()
+    await done
 
 
 def line_of(served: Served, unix_s: float) -> dict[str, Any]:

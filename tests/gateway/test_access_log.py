@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -188,3 +191,42 @@ async def test_a_disk_that_cannot_follow_loses_lines_and_no_request(
             log.write(Served(f"req-{number}", Outcome.REFUSED, 400, 0.1), 0.0)
     assert len(lines(file, 2)) == 2
     assert "access_log.dropped lines=3" in caplog.text
+
+
+async def test_a_reader_that_reads_nothing_holds_up_neither_requests_nor_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(access_log, "_LAST_WRITE_S", 0.1)
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        async with AccessLog(str(pipe)) as log:
+            for number in range(1000):  # more than a pipe holds
+                log.write(Served(f"req-{number}", Outcome.REFUSED, 400, 0.1), 0.0)
+        assert "access_log.unfinished" in caplog.text
+        whole = b""
+        while whole.count(b"\n") < 1000:  # the thread that hung goes on once it is read
+            with contextlib.suppress(BlockingIOError):
+                whole += os.read(reader, 1 << 20)
+            await asyncio.sleep(0.001)
+    finally:
+        os.close(reader)
+    assert [json.loads(line)["request"] for line in whole.splitlines()] == [
+        f"req-{number}" for number in range(1000)
+    ]
+
+
+def test_a_process_ends_though_nobody_reads_its_log() -> None:
+    program = """
+import asyncio
+from gateway.access_log import AccessLog
+from gateway.served import Outcome, Served
+async def main():
+    async with AccessLog("-") as log:
+        for number in range(1000):
+            log.write(Served(f"req-{number}", Outcome.REFUSED, 400, 0.1), 0.0)
+asyncio.run(main())
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        assert process.wait(30) == 0
