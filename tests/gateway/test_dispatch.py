@@ -10,21 +10,12 @@ from typing import Any
 import pytest
 
 from gateway.breaker import Verdict
-from gateway.dispatch import Dispatch
 from gateway.domain import Caller, Case
 from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
-from gateway.fleet import Fleet
-from gateway.member import Lease
-from gateway.prefixes import Prefixes
-from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority, read_policy
-from policies.profile import Endpoint, RequestProfile, Sampling
+from tests.gateway.door import Door, cancelled, report, settled
 from tests.gateway.fake_worker import lane_report
-from tests.gateway.test_fleet import Clock
-from workers.adapters.report import WorkerReport
-
-SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
-GREEDY = SAMPLED._replace(sampling=Sampling(temperature=0))
+from tests.profiles import GREEDY, SAMPLED
 
 
 def policy_of(*, spill_ms: int | None = None, **queue: Any) -> PolicyDocument:
@@ -43,59 +34,6 @@ def policy_of(*, spill_ms: int | None = None, **queue: Any) -> PolicyDocument:
         },
         "test",
     )
-
-
-def report(worker_id: str = "mac", *, slots: int = 1, **changes: Any) -> WorkerReport:
-    values = {
-        "worker_id": worker_id,
-        "boot_id": "1",
-        "url": f"http://{worker_id}:9200",
-        "model": "demo",
-        "context_tokens": 100,
-        "lanes": [lane_report(name, slots=slots).model_dump() for name in ("text-mtp", "vlm")],
-    }
-    return WorkerReport.model_validate({**values, **changes})
-
-
-class Door:
-    """A dispatch over one fleet, and a short way to ask it."""
-
-    def __init__(self, policy: PolicyDocument) -> None:
-        self.policy = policy
-        """Of those who ask from now on."""
-        self.clock = Clock()
-        self.fleet = Fleet(self.clock, dice=lambda: 0.0)
-        self.dispatch = Dispatch(self.fleet, Prefixes(self.clock), self.clock, Random(0))
-
-    def ask(
-        self,
-        profile: RequestProfile = SAMPLED,
-        client: str = "a",
-        priority: Priority = Priority.DEFAULT,
-        tried: frozenset[str] = frozenset(),
-        asker: Asker = SOMEBODY,
-    ) -> asyncio.Task[Lease]:
-        case = Case(self.policy, profile, asker)
-        decision = self.dispatch.decide(case, tried)
-        caller = self.caller(client, priority)
-        return asyncio.create_task(self.dispatch.lease(case, decision, caller, tried))
-
-    @staticmethod
-    def caller(client: str, priority: Priority = Priority.DEFAULT) -> Caller:
-        return Caller(client, priority)
-
-    async def waiting(self, pool: str = "vlm") -> int:
-        await settled()
-        return self.dispatch.waiting(pool)
-
-    def busy(self) -> int:
-        return sum(sum(member.in_flight.values()) for member in self.fleet.members())
-
-
-async def settled() -> None:
-    """Let every task that can run come to its next wait."""
-    for _ in range(10):
-        await asyncio.sleep(0)
 
 
 @pytest.fixture
@@ -141,13 +79,7 @@ async def test_the_line_is_bounded_and_says_when_to_come_back(door: Door) -> Non
     lease = await waiting[0]
     assert lease.waited_s == 5.0
     assert door.dispatch.retry_after_s("vlm") == 5.0
-    await ended(waiting[1:])
-
-
-async def ended(tasks: list[asyncio.Task[Lease]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.wait(tasks)
+    await cancelled(waiting[1:])
 
 
 async def test_who_waits_too_long_is_told_so_and_leaves_no_trace() -> None:
@@ -165,7 +97,7 @@ async def test_who_leaves_the_line_frees_the_place_at_once(door: Door) -> None:
     first = await door.ask()
     waiting = [door.ask() for _ in range(3)]
     await settled()
-    await ended(waiting[:2])
+    await cancelled(waiting[:2])
     assert await door.waiting() == 1
     door.dispatch.give_back(first, Verdict.ANSWERED)
     door.dispatch.give_back(await waiting[2], Verdict.ANSWERED)

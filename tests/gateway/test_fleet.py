@@ -9,16 +9,9 @@ from gateway.domain import Candidate
 from gateway.fleet import BEAT_S, Fleet
 from gateway.member import SILENT_AFTER_S, Lease
 from gateway.refusals import WorkerIdTaken
+from tests.gateway.clock import Clock
 from tests.gateway.fake_worker import lane_report
 from workers.adapters.report import WorkerReport
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def report(boot_id: str = "1", url: str = "http://mac:9200", **changes: object) -> WorkerReport:

@@ -18,11 +18,11 @@ from gateway.breaker import Verdict
 from gateway.domain import Case
 from gateway.errors import QueueFull, QueueTimeout
 from policies.document import read_policy
+from tests.gateway.door import Door, cancelled, report, settled
 from tests.gateway.fake_worker import FakeWorker, Script, lane_report
 from tests.gateway.policies import Admin, document
 from tests.gateway.serving import Gateway, chat_body, eventually
-from tests.gateway.test_dispatch import SAMPLED, Door, report, settled
-from tests.gateway.test_dispatch import ended as cancelled
+from tests.profiles import SAMPLED
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from policies.asker import Asker
 from policies.document import read_policy, shipped_policy
 from policies.profile import bypass_reasons
 from tests.gateway.policies import document
-from tests.gateway.test_dispatch import GREEDY, SAMPLED
 from tests.gateway.test_routing import fleet, worker
+from tests.profiles import GREEDY, SAMPLED
 
 OLD = shipped_policy()
 NEW = read_policy(document("all", lanes=("text-mtp", "vlm")), "test")

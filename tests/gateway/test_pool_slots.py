@@ -5,7 +5,8 @@ from __future__ import annotations
 from gateway.breaker import Verdict
 from policies.asker import Asker
 from policies.document import PolicyDocument, read_policy
-from tests.gateway.test_dispatch import GREEDY, SAMPLED, Door, report, settled
+from tests.gateway.door import Door, report, settled
+from tests.profiles import GREEDY, SAMPLED
 
 
 def bounded_pools(slots: int) -> PolicyDocument:

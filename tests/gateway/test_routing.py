@@ -16,10 +16,9 @@ from policies.asker import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
 from policies.profile import Bypass, Endpoint, RequestProfile, Sampling
 from tests.gateway.fake_worker import lane_report
+from tests.profiles import GREEDY, SAMPLED
 
 POLICY = shipped_policy()
-SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
-GREEDY = SAMPLED._replace(sampling=Sampling(temperature=0))
 PICTURE = GREEDY._replace(media=(("image", 1),))
 
 

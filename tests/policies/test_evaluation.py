@@ -8,11 +8,10 @@ import pytest
 
 from policies.document import read_policy, shipped_policy
 from policies.evaluation import judge, resolve_model, sampling_defaults
-from policies.profile import Bypass, Endpoint, RequestProfile, Sampling
+from policies.profile import Bypass, RequestProfile
+from tests.profiles import GREEDY, SAMPLED
 
 POLICY = shipped_policy()
-SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
-GREEDY = SAMPLED._replace(sampling=Sampling(temperature=0))
 
 
 @pytest.mark.parametrize(
