@@ -8,7 +8,7 @@ from policies.asker import Asker
 from policies.document import read_policy, shipped_policy
 from policies.profile import bypass_reasons
 from tests.gateway.policies import document
-from tests.gateway.test_routing import fleet, worker
+from tests.gateway.views import fleet, worker
 from tests.profiles import GREEDY, SAMPLED
 
 OLD = shipped_policy()

@@ -10,29 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import Case, FleetView, LaneView, WorkerView
+from gateway.domain import Case, LaneView, WorkerView
 from gateway.routing import decide
 from policies.asker import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
 from policies.profile import Bypass, Endpoint, RequestProfile, Sampling
 from tests.gateway.fake_worker import lane_report
+from tests.gateway.views import fleet, worker
 from tests.profiles import GREEDY, SAMPLED
 
 POLICY = shipped_policy()
 PICTURE = GREEDY._replace(media=(("image", 1),))
-
-
-def worker(name: str, model: str = "demo", **in_flight: int) -> WorkerView:
-    """A worker of four rows a lane; `text_mtp=2` means two requests run there."""
-    busy = {"text_mtp": 0, "vlm": 0, **in_flight}
-    lanes = tuple(
-        LaneView.of(lane_report(lane.replace("_", "-")), count) for lane, count in busy.items()
-    )
-    return WorkerView.of(name, (model,), lanes)
-
-
-def fleet(*workers: WorkerView) -> FleetView:
-    return FleetView.of(workers, frozenset(model for one in workers for model in one.models))
 
 
 def chosen(profile: RequestProfile, *workers: WorkerView, seed: int = 0) -> tuple[str, str, str]:
