@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from gateway.worker_link import Link
-from tests.gateway.test_worker_link import answering, ask, linked
+from tests.gateway.links import answering, ask, linked
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.worker_answer import LinkLost
 from gateway.worker_link import Link
-from tests.gateway.test_worker_link import CHUNKED, answering, answering_and_leaving, ask, linked
+from tests.gateway.links import CHUNKED, answering, answering_and_leaving, ask, linked
 
 
 class Sink:

@@ -1,0 +1,73 @@
+"""Connections to a worker over a real socket, and servers that answer on them piece by piece."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from gateway.worker_answer import Answer
+from gateway.worker_link import Link
+
+Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+REQUEST = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n"
+BODY = b"body"
+PATIENCE_S = 30.0
+CHUNKED = (
+    b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n4;x=y\r\n two\r\n"
+    b"0\r\ntrailer: x\r\n\r\n"
+)
+"""All of an answer that says 'one two', with an extension and a trailer."""
+
+
+@contextlib.asynccontextmanager
+async def linked(serve: Serve) -> AsyncIterator[tuple[Link, list[Link]]]:
+    """A link to a server, and the list of those that were given back for the next request."""
+    kept: list[Link] = []
+    loop = asyncio.get_running_loop()
+    served = asyncio.Event()
+
+    async def serve_and_close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await serve(reader, writer)
+        writer.close()
+        served.set()
+
+    server = await asyncio.start_server(serve_and_close, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        _, link = await loop.create_connection(lambda: Link(loop, kept.append), "127.0.0.1", port)
+        try:
+            yield link, kept
+        finally:
+            link.abort()
+            await asyncio.wait_for(served.wait(), PATIENCE_S)
+
+
+def answering(*pieces: bytes) -> Serve:
+    """Answer each request with these pieces, each a packet of its own, and keep the connection."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.readuntil(BODY):
+            for piece in pieces:
+                writer.write(piece)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+
+    return serve
+
+
+def answering_and_leaving(*pieces: bytes) -> Serve:
+    """Answer one request with these pieces, and close the connection behind them."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(BODY)
+        writer.writelines(pieces)
+        await writer.drain()
+
+    return serve
+
+
+async def ask(link: Link) -> Answer:
+    """Send a request, and wait for the head of its answer."""
+    return await link.ask(REQUEST, BODY, PATIENCE_S)
