@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.gateway_process import gateway_process
 from tests.gateway.serving import chat_body, eventually
-from tests.gateway.test_signals import gateway_process
 
 GATEWAY = Path(__file__).parents[2] / "gateway"
 DATES = {

@@ -17,6 +17,7 @@ import pytest
 from pydantic import SecretStr
 
 from tests.gateway.fake_worker import DONE, FakeWorker, Script, lane_report
+from tests.gateway.gateway_process import gateway_process
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.serving import (
     Gateway,
@@ -26,7 +27,6 @@ from tests.gateway.serving import (
     serving,
     settings_for_tests,
 )
-from tests.gateway.test_signals import gateway_process
 
 Makes = Callable[[], Gateway]
 ROOT = Path(__file__).parents[2]
