@@ -1,20 +1,28 @@
-"""Small policies for tests, a book of them, and an admin who edits them over HTTP."""
+"""Small policies for tests, a book of them, a gateway that goes by one, and an admin of it."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import yaml
 
+from gateway.listed import ListedWorker
 from gateway.policy_book import PolicyBook, Source, open_book
 from gateway.proposal import Proposal, propose
 from gateway.records import MemoryRecords, Records
 from gateway.versions import Reason, Signature
+from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.serving import Gateway, eventually, settings_for_tests
 
 BY_ANN = Signature("ann", "a test")
 BY_BOB = Signature("bob", "another test")
+DEFAULT = {"name": "rest", "to": "vlm"}
+"""The route that takes what no other one takes."""
 
 
 def document(pool: str = "vlm", *, lanes: tuple[str, ...] = ("vlm",), **queue: Any) -> Any:
@@ -38,6 +46,23 @@ async def book_of(records: Records | None = None, pool: str = "vlm") -> PolicyBo
     """A book that begins with one pool, or goes on where the records end."""
     source = Source(proposal(pool), Reason.START, BY_ANN)
     return await open_book(records or MemoryRecords(), (), source, lambda: 0.0)
+
+
+@contextlib.contextmanager
+def gateway_with(
+    folder: Path, *workers: FakeWorker, by_hand: tuple[ListedWorker, ...] = (), **policy: Any
+) -> Iterator[Gateway]:
+    """A gateway with this policy; these workers have joined, each labelled with its own name."""
+    written = {"version": 1, "routes": [DEFAULT], "pools": {"vlm": {"lanes": "vlm"}}, **policy}
+    file = folder / "policy.yaml"
+    file.write_text(as_yaml(written))
+    with Gateway(settings_for_tests(folder, policy=file, workers=by_hand)) as gateway:
+        for worker in workers:
+            worker.reported = worker.report(labels=[worker.worker_id])
+            assert gateway.join(worker, labels=[worker.worker_id]).status_code == 200
+        if by_hand:
+            eventually(lambda: len(gateway.status()["workers"]) == len(by_hand))
+        yield gateway
 
 
 class Admin:

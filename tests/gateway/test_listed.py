@@ -16,20 +16,8 @@ from gateway.listed import ListedWorker, check_listed, for_openai, listed_proble
 from gateway.settings import load_settings
 from policies.document import shipped_policy
 from tests.gateway.fake_worker import TOKEN, FakeWorker, Script
+from tests.gateway.listed import ENTRY, listed
 from tests.gateway.serving import Gateway, eventually, serving, settings_for_tests
-
-ENTRY: dict[str, Any] = {
-    "id": "studio",
-    "kind": "openai",
-    "url": "http://127.0.0.1:9200",
-    "models": ["demo"],
-    "pools": ["text-mtp", "vlm"],
-    "slots": 8,
-}
-
-
-def listed(**changes: Any) -> ListedWorker:
-    return ListedWorker.model_validate({**ENTRY, **changes})
 
 
 def gateway_with(folder: Path, *workers: ListedWorker) -> Gateway:

@@ -3,43 +3,22 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import struct
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import yaml
 
-from gateway.listed import ListedWorker, listed_problems
+from gateway.listed import listed_problems
 from policies.document import read_policy
 from policies.routes import DAYS
 from tests.gateway.fake_worker import FakeWorker, Script
-from tests.gateway.serving import Gateway, eventually, settings_for_tests
-from tests.gateway.test_listed import listed
-
-DEFAULT = {"name": "rest", "to": "vlm"}
-
-
-@contextlib.contextmanager
-def gateway_with(
-    folder: Path, *workers: FakeWorker, by_hand: tuple[ListedWorker, ...] = (), **policy: Any
-) -> Iterator[Gateway]:
-    """A gateway with this policy; these workers have joined, each labelled with its own name."""
-    document = {"version": 1, "routes": [DEFAULT], "pools": {"vlm": {"lanes": "vlm"}}, **policy}
-    file = folder / "policy.yaml"
-    file.write_text(yaml.safe_dump(document))
-    with Gateway(settings_for_tests(folder, policy=file, workers=by_hand)) as gateway:
-        for worker in workers:
-            worker.reported = worker.report(labels=[worker.worker_id])
-            assert gateway.join(worker, labels=[worker.worker_id]).status_code == 200
-        if by_hand:
-            eventually(lambda: len(gateway.status()["workers"]) == len(by_hand))
-        yield gateway
+from tests.gateway.listed import listed
+from tests.gateway.policies import DEFAULT, gateway_with
+from tests.gateway.serving import eventually
 
 
 def refused(answer: httpx.Response) -> tuple[int, str, str]:

@@ -10,8 +10,8 @@ import pytest
 
 from policies.metrics import MetricsRules
 from tests.gateway.fake_worker import METRICS, USAGE, FakeWorker
+from tests.gateway.policies import gateway_with
 from tests.gateway.serving import Gateway
-from tests.gateway.test_policy_effects import gateway_with
 
 ASKED = {"metrics": "summary"}
 WITH_USAGE = {"stream_options": {"include_usage": True}}

@@ -1,0 +1,21 @@
+"""A worker as an admin lists it by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.listed import ListedWorker
+
+ENTRY: dict[str, Any] = {
+    "id": "studio",
+    "kind": "openai",
+    "url": "http://127.0.0.1:9200",
+    "models": ["demo"],
+    "pools": ["text-mtp", "vlm"],
+    "slots": 8,
+}
+
+
+def listed(**changes: Any) -> ListedWorker:
+    """The worker of the entry, but for what a test changes."""
+    return ListedWorker.model_validate({**ENTRY, **changes})
