@@ -12,8 +12,8 @@ from gateway.redis_boots import RedisBoots
 from gateway.redis_link import RedisLink
 from gateway.redis_store import RedisStore
 from gateway.store import Key
+from tests.gateway.boots import report
 from tests.gateway.redis_server import RedisServer
-from tests.gateway.test_store import report
 
 DONE: Key = ("outcomes", "completed")
 COUNTS = "paceline:{counts}:lives"

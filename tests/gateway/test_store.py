@@ -16,21 +16,8 @@ from gateway.redis_boots import RedisBoots
 from gateway.redis_link import RedisLink
 from gateway.redis_store import RedisStore
 from gateway.store import Key, MemoryStore, Store
-from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
-from workers.adapters.report import LaneReport, WorkerReport
-
-
-def report(boot_id: str, requests: int, model: str = "demo") -> WorkerReport:
-    lane = lane_report(
-        "text-mtp",
-        requests=requests,
-        completion_tokens=5 * requests,
-        bypass_counts={"media": requests},
-        speculation=speculation(steps=requests, one=0, two=requests),
-    )
-    fake = FakeWorker(boot_id=boot_id, model=model)
-    fake.socket.close()
-    return fake.report(lanes=[lane.model_dump()])
+from tests.gateway.boots import report
+from workers.adapters.report import LaneReport
 
 
 class Kept(NamedTuple):
