@@ -9,37 +9,17 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi.routing import APIRoute
 from pydantic import SecretStr
-from starlette.routing import BaseRoute
 
-from gateway.app import AdminDoor, Front, create_app
+from gateway.app import create_app
 from gateway.relay import ENDPOINTS
 from gateway.settings import Settings
 from tests.gateway.fake_worker import TOKEN, FakeWorker
+from tests.gateway.routes import ADMIN_PAGE, PUBLIC, PUBLISHED, paths_of
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests
 
 ROOT = Path(__file__).parents[2]
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
-PROBES = {("GET", path) for path in ("/livez", "/readyz", "/health", "/metrics")}
-"""For load balancers and Prometheus; they tell no secret."""
-PUBLISHED = ("GET", "/openapi.json")
-"""For who writes a client; each port tells of itself."""
-PAGES = ROOT / "gateway" / "pages"
-
-
-def page_at(path: str, *folders: str) -> set[tuple[str, str]]:
-    """Name the routes of a page; what pages share lies beside each."""
-    files = [file for folder in ("shared", *folders) for file in (PAGES / folder).iterdir()]
-    names = {file.name for file in files} - {"index.html"}
-    return {("GET", path)} | {("GET", f"{path}/page/{name}") for name in names}
-
-
-ADMIN_PAGE = page_at("/admin", "admin")
-PAGE = ADMIN_PAGE | page_at("/dashboard", "dashboard", "vendor/uplot")
-"""Pages for people; they tell nothing until a key is typed into them."""
-PUBLIC = PROBES | PAGE | {PUBLISHED}
-
 WORKER = "/admin/v1/workers/fake-a"
 DATA_PLANE = (
     ("POST", "/v1/chat/completions", 200),
@@ -74,24 +54,6 @@ JOINING = (
     ("GET", f"{WORKER}/joined", 200),
     ("DELETE", f"{WORKER}-that-left", 204),
 )
-
-
-def routes_of(routes: list[BaseRoute]) -> Iterator[APIRoute]:
-    """List what is really there; a kind of route that is not known here is a fault."""
-    for route in routes:
-        if (router := getattr(route, "original_router", None)) is not None:
-            yield from routes_of(router.routes)
-        else:
-            assert isinstance(route, APIRoute), f"{route} serves something else"
-            yield route
-
-
-def paths_of(app: Front | AdminDoor) -> set[tuple[str, str]]:
-    return {
-        (method, route.path)
-        for route in routes_of(app._panel.routes)
-        for method in route.methods or ()
-    }
 
 
 def every_route(state_dir: Path) -> set[tuple[str, str]]:

@@ -32,8 +32,8 @@ from policies.profile import Endpoint
 from policies.reading import KNOWN_FIELDS, read_profile
 from policies.request_schema import request_schema
 from tests.gateway.fake_worker import TOKEN, FakeWorker
+from tests.gateway.routes import PAGE, PUBLIC, paths_of
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests
-from tests.gateway.test_guards import PAGE, PUBLIC, paths_of
 
 CHECKS = [
     *(not_a_server_error, status_code_conformance, content_type_conformance),

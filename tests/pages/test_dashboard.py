@@ -16,9 +16,9 @@ from gateway.feed import VIEWERS_LIMIT
 from policies.profile import Bypass
 from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker, Script, lane_report
+from tests.gateway.page_files import PAGES
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.serving import Gateway, settings_for_tests
-from tests.pages.test_page import PAGES
 from tests.pages.watched import Watched
 
 IN_THE_BROWSER = pytest.mark.asyncio(loop_scope="session")

@@ -12,16 +12,11 @@ from pydantic import SecretStr
 
 from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.page_files import FOLDERS, files_of
 from tests.gateway.serving import Gateway, settings_for_tests
 from tests.pages.watched import Watched
 
 IN_THE_BROWSER = pytest.mark.asyncio(loop_scope="session")
-PAGES = Path(__file__).parents[2] / "gateway" / "pages"
-FOLDERS = {"admin": ("admin", "shared"), "dashboard": ("dashboard", "shared", "vendor/uplot")}
-
-
-def files_of(page: str) -> list[Path]:
-    return [file for folder in FOLDERS[page] for file in (PAGES / folder).iterdir()]
 
 
 @pytest.fixture
