@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,8 +13,10 @@ import pytest
 
 from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
+from tests.gateway.hearing import Heard, hearing
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.serving import Gateway, eventually, serving, settings_for_tests
+from tests.gateway.trap import Trap
 
 
 @pytest.fixture(autouse=True)
@@ -100,3 +103,18 @@ def busy(gateway: Gateway, worker: FakeWorker) -> Gateway:
         assert [answer.result().status_code for answer in asked] == [200, 200]
     gateway.chat(temperature=9)
     return gateway
+
+
+@pytest.fixture
+def heard() -> Iterator[Heard]:
+    """What is logged while the test runs, but by its own clients."""
+    with hearing() as handler:
+        yield handler
+
+
+@pytest.fixture
+def trap() -> Iterator[Trap]:
+    """A trap for as long as the test runs."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        yield Trap(listener)

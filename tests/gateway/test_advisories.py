@@ -14,53 +14,21 @@ import socket
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 import pytest
 
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.policies import Admin, document
 from tests.gateway.serving import Gateway, chat_body
+from tests.gateway.trap import Trap, said
 from tests.pictures import data_url, png_header
 
 ROOT = Path(__file__).parents[2]
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/route/explain")
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
-
-
-class Trap:
-    """An address that must never be asked for anything."""
-
-    def __init__(self, listener: socket.socket) -> None:
-        self._listener = listener
-        self.port = listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def untouched(self) -> bool:
-        try:
-            self._listener.accept()
-        except BlockingIOError:
-            return True
-        return False
-
-
-@pytest.fixture
-def trap() -> Iterator[Trap]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        listener.setblocking(False)
-        yield Trap(listener)
-
-
-def said(answer: httpx.Response) -> tuple[int, str, str | None]:
-    error = answer.json()["error"]
-    assert not re.search(r"0x[0-9a-f]{4,}", error["message"]), (
-        "CVE-2026-22778: no address of memory"
-    )
-    return answer.status_code, error["code"], error["param"]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -2,61 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
-import threading
-import traceback
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import pytest
 from pydantic import SecretStr
 
 from tests.gateway.fake_worker import DONE, FakeWorker, Script, chunk, event
+from tests.gateway.hearing import Heard
 from tests.gateway.serving import Gateway, chat_body, eventually, settings_for_tests
 
 PROMPT = "canary-words-of-a-person"
 ADMIN = "canary-admin-key"
 STATIC = "canary-static-key"
 WRONG = "canary-wrong-key"
-
-
-class Heard(logging.Handler):
-    """Every record, in every word that any formatter could write of it."""
-
-    def __init__(self) -> None:
-        super().__init__(level=logging.NOTSET)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        told = [record.getMessage(), repr(record.__dict__)]
-        if record.exc_info:
-            told += traceback.format_exception(*record.exc_info)
-        self.texts += told
-
-
-@contextlib.contextmanager
-def hearing() -> Iterator[Heard]:
-    """Hear all that is logged meanwhile, but by the thread of a test: it has its own clients."""
-    handler, root = Heard(), logging.getLogger()
-    own = threading.get_ident()
-    handler.addFilter(lambda record: record.thread != own)
-    before = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.NOTSET)
-    try:
-        yield handler
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(before)
-
-
-@pytest.fixture
-def heard() -> Iterator[Heard]:
-    with hearing() as handler:
-        yield handler
 
 
 SCRIPTS = (

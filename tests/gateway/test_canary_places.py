@@ -16,9 +16,9 @@ import pytest
 from pydantic import SecretStr
 
 from tests.gateway.fake_worker import FakeWorker, Script
+from tests.gateway.hearing import Heard
 from tests.gateway.policies import Admin, document
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests
-from tests.gateway.test_canary import Heard, hearing
 from tests.pictures import data_url, png_header
 
 WORD = "canary-of-a-person"
@@ -111,12 +111,6 @@ class Told:
             for where, text in self.texts.items()
             if any(secret in text for secret in secrets)
         ]
-
-
-@pytest.fixture
-def heard() -> Iterator[Heard]:
-    with hearing() as handler:
-        yield handler
 
 
 def test_what_a_request_says_is_in_no_log_error_explanation_diff_metric_or_state(

@@ -24,7 +24,7 @@ import policies
 from tests.gateway.fake_worker import FakeWorker, Script, event, stream_events
 from tests.gateway.policies import Admin
 from tests.gateway.serving import Gateway, chat_body, error_of, serving, settings_for_tests
-from tests.gateway.test_advisories import Trap, said, trap  # noqa: F401
+from tests.gateway.trap import Trap, said
 from tests.gateway.wire import Link, Request
 from tests.pictures import data_url, png_header
 
@@ -40,11 +40,7 @@ def picturing(url: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_s32_no_redirect_of_a_worker_is_followed(
-    line: Gateway,
-    worker: FakeWorker,
-    trap: Trap,  # noqa: F811
-    status: int,
-    stream: bool,
+    line: Gateway, worker: FakeWorker, trap: Trap, status: int, stream: bool
 ) -> None:
     """vllm-mlx #318: a redirect leads wherever its sender likes, with all that is sent along."""
     location = (b"location", f"{trap.url}/latest/meta-data".encode())
@@ -56,8 +52,7 @@ def test_s32_no_redirect_of_a_worker_is_followed(
 
 
 def test_s32_no_redirect_is_followed_where_a_worker_is_asked_how_it_is(
-    gateway: Gateway,
-    trap: Trap,  # noqa: F811
+    gateway: Gateway, trap: Trap
 ) -> None:
     async def elsewhere(link: Link, _request: Request) -> None:
         await link.begin(307, ((b"location", trap.url.encode()),), length=0)
