@@ -14,6 +14,7 @@ import pytest
 from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
 from tests.gateway.hearing import Heard, hearing
+from tests.gateway.policies import Admin
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.serving import Gateway, eventually, serving, settings_for_tests
 from tests.gateway.trap import Trap
@@ -87,6 +88,13 @@ def line(gateway: Gateway, worker: FakeWorker) -> Gateway:
     """A gateway that the fake worker has joined."""
     assert gateway.join(worker).status_code == 200
     return gateway
+
+
+@pytest.fixture
+def admin(gateway: Gateway) -> Iterator[Admin]:
+    """An admin of the gateway, who needs no key."""
+    with Admin(gateway.url) as one:
+        yield one
 
 
 @pytest.fixture

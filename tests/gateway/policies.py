@@ -65,6 +65,19 @@ def gateway_with(
         yield gateway
 
 
+ROUTES = (
+    ("GET", ""),
+    ("PUT", ""),
+    ("PATCH", ""),
+    ("POST", "/validate"),
+    ("POST", "/diff"),
+    ("GET", "/history"),
+    ("GET", "/history/1"),
+    ("POST", "/rollback"),
+)
+"""Of the policy, behind `/admin/v1/policy`."""
+
+
 class Admin:
     """An admin of a running gateway, who edits its policy over HTTP."""
 

@@ -14,9 +14,8 @@ from gateway.cli import main
 from gateway.errors import StartRefused
 from gateway.server import Ending, serve
 from tests.gateway.fake_worker import FakeWorker
-from tests.gateway.policies import Admin, document
-from tests.gateway.serving import Gateway, chat_body, settings_for_tests
-from tests.gateway.test_policy_api import ROUTES, told
+from tests.gateway.policies import ROUTES, Admin, document
+from tests.gateway.serving import Gateway, chat_body, error_of, settings_for_tests
 
 
 @pytest.fixture
@@ -30,29 +29,30 @@ def apart(tmp_path: Path, worker: FakeWorker) -> Iterator[Gateway]:
 def test_what_only_admins_may_do_is_on_their_port_alone(apart: Gateway) -> None:
     with Admin(apart.url) as outside, Admin(apart.admin_url) as admin:
         for method, path in ROUTES:
-            assert told(outside.request(method, path)) == (404, "unknown_path")
+            assert error_of(outside.request(method, path)) == (404, "unknown_path")
             assert admin.request(method, path).status_code != 404
         assert admin.put(document("moved")).status_code == 200
     assert apart.chat().headers["x-paceline-pool"] == "moved"
 
 
 def test_keys_are_made_on_their_port_and_open_the_other(apart: Gateway) -> None:
-    assert told(apart.client.post("/admin/v1/keys", json={"name": "ann"})) == (404, "unknown_path")
+    refused = apart.client.post("/admin/v1/keys", json={"name": "ann"})
+    assert error_of(refused) == (404, "unknown_path")
     made = apart.make_key()
-    assert told(apart.client.get("/v1/models")) == (401, "invalid_api_key")
+    assert error_of(apart.client.get("/v1/models")) == (401, "invalid_api_key")
     apart.bear(made["secret"])
     assert apart.chat().status_code == 200
     for path in ("/admin/v1/usage", "/admin/v1/workers", "/admin", "/admin/page/main.js"):
-        assert told(apart.client.get(path)) == (404, "unknown_path")
+        assert error_of(apart.client.get(path)) == (404, "unknown_path")
         assert apart.admin.get(path).status_code == 200
 
 
 def test_nothing_else_is_on_the_port_of_admins(apart: Gateway) -> None:
     with httpx.Client(base_url=apart.admin_url) as client:
         for path in ("/v1/models", "/v1/status", "/metrics", "/livez", "/v1/route/explain"):
-            assert told(client.get(path)) == (404, "unknown_path")
+            assert error_of(client.get(path)) == (404, "unknown_path")
         answer = client.post("/v1/chat/completions", json=chat_body())
-        assert told(answer) == (404, "unknown_path")
+        assert error_of(answer) == (404, "unknown_path")
         assert [one["worker_id"] for one in client.get("/admin/v1/workers").json()["workers"]] == [
             "fake-a"
         ]
@@ -60,7 +60,7 @@ def test_nothing_else_is_on_the_port_of_admins(apart: Gateway) -> None:
 
 def test_a_foreign_name_opens_no_route_there_either(apart: Gateway) -> None:
     answer = httpx.get(f"{apart.admin_url}/admin/v1/policy", headers={"host": "evil.example"})
-    assert told(answer) == (421, "host_not_allowed")
+    assert error_of(answer) == (421, "host_not_allowed")
 
 
 def test_a_head_without_an_end_is_refused_there_too(apart: Gateway) -> None:

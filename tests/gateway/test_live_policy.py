@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
@@ -23,12 +22,6 @@ from tests.gateway.fake_worker import FakeWorker, Script, lane_report
 from tests.gateway.policies import Admin, document
 from tests.gateway.serving import Gateway, chat_body, eventually
 from tests.profiles import SAMPLED
-
-
-@pytest.fixture
-def admin(gateway: Gateway) -> Iterator[Admin]:
-    with Admin(gateway.url) as one:
-        yield one
 
 
 def join(gateway: Gateway, worker: FakeWorker, *, slots: int) -> None:

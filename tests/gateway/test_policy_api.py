@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from pydantic import SecretStr
 
 from policies.document import shipped_policy
 from policies.written import read_yaml
 from tests.gateway.fake_worker import TOKEN, FakeWorker
-from tests.gateway.policies import Admin, as_yaml, document
-from tests.gateway.serving import Gateway, chat_body, settings_for_tests
-
-
-@pytest.fixture
-def admin(gateway: Gateway) -> Iterator[Admin]:
-    with Admin(gateway.url) as one:
-        yield one
-
-
-def told(answer: httpx.Response) -> tuple[int, str]:
-    return answer.status_code, answer.json()["error"]["code"]
+from tests.gateway.policies import ROUTES, Admin, as_yaml, document
+from tests.gateway.serving import Gateway, chat_body, error_of, settings_for_tests
 
 
 def pool_of(gateway: Gateway, **fields: Any) -> str:
@@ -134,7 +122,7 @@ def test_f45_a_bad_policy_is_refused_by_field_and_changes_nothing(
         before = admin.get()
         answer = admin.edit(method, written)
         after = admin.get()
-    assert told(answer) == (400, "invalid_policy")
+    assert error_of(answer) == (400, "invalid_policy")
     error = answer.json()["error"]
     assert (error["param"], says in error["message"]) == (param, True)
     assert (after.json(), after.headers["etag"]) == (before.json(), before.headers["etag"])
@@ -144,7 +132,7 @@ def test_f45_a_bad_policy_is_refused_by_field_and_changes_nothing(
 def test_a_body_that_is_no_json_is_refused(gateway: Gateway, admin: Admin, body: bytes) -> None:
     headers = {"if-match": admin.etag(), "x-paceline-note": "x", "content-type": "application/json"}
     answer = admin.request("PUT", "", content=body, headers=headers)
-    assert told(answer) == (400, "invalid_policy")
+    assert error_of(answer) == (400, "invalid_policy")
     assert "it is not JSON" in answer.text
 
 
@@ -166,7 +154,7 @@ def test_f47_of_many_who_edit_the_same_version_one_wins(gateway: Gateway, admin:
         ]
         answers = [edit.result() for edit in edits]
     (won,) = [answer for answer in answers if answer.status_code == 200]
-    lost = [told(answer) for answer in answers if answer is not won]
+    lost = [error_of(answer) for answer in answers if answer is not won]
     assert lost == [(412, "policy_changed")] * 15
     assert f'"{won.json()["etag"]}"' == admin.etag()
     assert [one["number"] for one in admin.get("/history").json()["versions"]] == [2, 1]
@@ -180,10 +168,10 @@ def test_f47_an_edit_says_which_version_it_was_made_from(
     admin.put(document("b"))
     body = {"version": 1} if path else document("c")
     missing = admin.request(method, path, json=body, headers={"x-paceline-note": "x"})
-    assert told(missing) == (428, "if_match_missing")
+    assert error_of(missing) == (428, "if_match_missing")
     for stale in (first, '"nonsense"', "", f"W/{admin.etag()}"):
         answer = admin.edit(method, body, path, if_match=stale)
-        assert told(answer) == (412, "policy_changed")
+        assert error_of(answer) == (412, "policy_changed")
         assert "version 2 of the policy, by loopback" in answer.json()["error"]["message"]
     for good in (admin.etag(), admin.etag().strip('"'), f'"x", {admin.etag()}', "*"):
         fresh = good if good == "*" else admin.etag()
@@ -212,7 +200,7 @@ def test_notes_and_names_are_one_line_of_bounded_length(
         header.encode(): value,
     }
     answer = admin.request("PUT", "", json=document("a"), headers=list(headers.items()))
-    assert told(answer) == (400, "invalid_value")
+    assert error_of(answer) == (400, "invalid_value")
     assert answer.json()["error"]["param"] == param
 
 
@@ -230,14 +218,14 @@ def test_a_body_of_another_kind_is_refused_unread(
 ) -> None:
     for method, path in (("PUT", ""), ("PATCH", ""), ("POST", "/validate"), ("POST", "/diff")):
         answer = admin.edit(method, "version: 1", path, content_type=kind)
-        assert told(answer) == (415, "media_type_not_supported")
+        assert error_of(answer) == (415, "media_type_not_supported")
     answer = admin.put("{}", content_type="application/merge-patch+json")
-    assert told(answer) == (415, "media_type_not_supported")
+    assert error_of(answer) == (415, "media_type_not_supported")
 
 
 def test_a_policy_is_bounded(gateway: Gateway, admin: Admin) -> None:
     answer = admin.put("#" * 300_000)
-    assert told(answer) == (413, "body_too_large")
+    assert error_of(answer) == (413, "body_too_large")
 
 
 def test_a_policy_is_checked_without_being_applied(gateway: Gateway, admin: Admin) -> None:
@@ -291,7 +279,7 @@ def test_a_difference_tells_what_would_change_and_what_would_move(
     ]
     assert {"field": "pools.all", "new": {"lanes": ["text-mtp"]}} in moved["changes"]
     assert admin.document() != document("all", lanes=("text-mtp",)), "nothing was applied"
-    assert told(admin.request("POST", "/diff", json={"version": 2})) == (400, "invalid_policy")
+    assert error_of(admin.request("POST", "/diff", json={"version": 2})) == (400, "invalid_policy")
 
 
 def test_the_way_back_is_a_new_version(line: Gateway, admin: Admin) -> None:
@@ -318,31 +306,19 @@ def test_the_way_back_is_a_new_version(line: Gateway, admin: Admin) -> None:
 def test_there_is_no_way_back_to_what_never_was(gateway: Gateway, admin: Admin) -> None:
     for number in (0, 2, 99, -1):
         answer = admin.edit("POST", {"version": number}, "/rollback")
-        assert told(answer) == (404, "unknown_version")
+        assert error_of(answer) == (404, "unknown_version")
     for name in ("0", "2", "x", "1" * 5000, "-1", "²"):
-        assert told(admin.get(f"/history/{name}")) == (404, "unknown_version")
+        assert error_of(admin.get(f"/history/{name}")) == (404, "unknown_version")
     for body in ({}, {"version": "1"}, {"version": True}, {"version": 1, "x": 1}, [1]):
         answer = admin.edit("POST", body, "/rollback")
-        assert told(answer) == (400, "invalid_value")
+        assert error_of(answer) == (400, "invalid_value")
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "POST"])
 def test_no_route_changes_a_version(gateway: Gateway, admin: Admin, method: str) -> None:
     for path in ("/history", "/history/1"):
-        assert told(admin.edit(method, document("a"), path)) == (405, "method_not_allowed")
-    assert told(admin.edit("DELETE", {})) == (405, "method_not_allowed")
-
-
-ROUTES = (
-    ("GET", ""),
-    ("PUT", ""),
-    ("PATCH", ""),
-    ("POST", "/validate"),
-    ("POST", "/diff"),
-    ("GET", "/history"),
-    ("GET", "/history/1"),
-    ("POST", "/rollback"),
-)
+        assert error_of(admin.edit(method, document("a"), path)) == (405, "method_not_allowed")
+    assert error_of(admin.edit("DELETE", {})) == (405, "method_not_allowed")
 
 
 def test_only_the_admin_key_opens_a_route_of_the_policy(tmp_path: Path) -> None:
@@ -355,7 +331,7 @@ def test_only_the_admin_key_opens_a_route_of_the_policy(tmp_path: Path) -> None:
                     answer = one.request(method, path, json=document("a"))
                     statuses[key] = answer.status_code
                     if key != "admin":
-                        assert told(answer) == (401, "invalid_api_key")
+                        assert error_of(answer) == (401, "invalid_api_key")
             assert statuses["admin"] not in (401, 403), (method, path)
 
 
@@ -365,7 +341,7 @@ def test_without_an_admin_key_only_this_machine_is_trusted(gateway: Gateway) -> 
         proxied = {"x-forwarded-for": "10.0.0.1"}
         for method, path in ROUTES:
             answer = admin.request(method, path, headers=proxied, json={})
-            assert told(answer) == (403, "not_allowed")
+            assert error_of(answer) == (403, "not_allowed")
 
 
 def test_a_page_of_a_foreign_site_cannot_edit_through_its_reader(gateway: Gateway) -> None:
@@ -373,12 +349,12 @@ def test_a_page_of_a_foreign_site_cannot_edit_through_its_reader(gateway: Gatewa
     with Admin(gateway.url) as admin:
         plain = {"content-type": "text/plain", "origin": "http://evil.example"}
         answer = admin.request("POST", "/rollback", content='{"version": 1}', headers=plain)
-        assert told(answer) == (403, "not_allowed")
+        assert error_of(answer) == (403, "not_allowed")
         assert "access-control-allow-origin" not in answer.headers
         rebound = {"host": "evil.example"}
         assert admin.get(headers=rebound).status_code == 421
         preflight = admin.request("OPTIONS", "", headers=plain)
-        assert told(preflight) == (405, "method_not_allowed")
+        assert error_of(preflight) == (405, "method_not_allowed")
 
 
 def test_models_answer_to_the_names_of_the_newest_policy(

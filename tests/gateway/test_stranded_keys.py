@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,6 @@ import pytest
 from gateway.cli import main
 from tests.gateway.policies import Admin, as_yaml, document
 from tests.gateway.serving import Gateway, eventually, settings_for_tests
-
-
-@pytest.fixture
-def admin(line: Gateway) -> Iterator[Admin]:
-    with Admin(line.url) as one:
-        yield one
 
 
 def sentences(told: dict[str, list[dict[str, str]]]) -> list[str]:

@@ -15,7 +15,7 @@ import yaml
 
 from policies.document import SHIPPED
 from tests.gateway.fake_worker import FakeWorker, Script, lane_report
-from tests.gateway.serving import Gateway, eventually, serving, settings_for_tests
+from tests.gateway.serving import Gateway, error_of, eventually, serving, settings_for_tests
 
 Asked = Future[httpx.Response]
 
@@ -96,16 +96,12 @@ def test_f27_past_the_bound_and_past_the_time_it_is_a_503_that_says_when_to_come
         late = aside.submit(gateway.chat)
         eventually(lambda: waiting(gateway, "vlm") == 1)
         full = gateway.chat()
-        assert told(full) == (503, "queue_full")
+        assert error_of(full) == (503, "queue_full")
         assert int(full.headers["retry-after"]) >= 1
-        assert told(late.result()) == (503, "queue_timeout")
+        assert error_of(late.result()) == (503, "queue_timeout")
         worker.go_on.set()
         assert held.result().status_code == 200
         assert gateway.status()["outcomes"] == {"completed": 1, "unserved": 2}
-
-
-def told(answer: httpx.Response) -> tuple[int, str]:
-    return answer.status_code, answer.json()["error"]["code"]
 
 
 def test_f08_a_client_that_leaves_the_line_frees_its_place(
@@ -198,7 +194,7 @@ def test_f02_a_body_that_two_workers_were_lost_over_is_not_sent_to_a_third(
         codes: list[tuple[int, str]] = []
         while not codes or codes[-1] != (422, "request_quarantined"):
             answer = gateway.chat(messages=[user("poison")])
-            codes.append(told(answer))
+            codes.append(error_of(answer))
             assert len(codes) < 30
         assert set(codes[:-1]) == {(502, "worker_lost")}
         heard = [bool(one.heard) for one in (worker, second_worker, third)]
