@@ -7,29 +7,13 @@ from typing import Any
 import pytest
 
 from policies.asker import SOMEBODY, Asker
-from policies.document import PolicyDocument, read_policy
 from policies.evaluation import judge
 from policies.profile import Endpoint, RequestProfile, Sampling
 from policies.routes import DAYS
+from tests.policies.conditions import DAY, policy_of
 
 PLAIN = RequestProfile(endpoint=Endpoint.CHAT, model="demo", messages=1)
 GREEDY = PLAIN._replace(sampling=Sampling(temperature=0))
-DAY = 24 * 60
-
-
-def policy_of(*whens: dict[str, Any]) -> PolicyDocument:
-    """A policy with a route for each condition, and one that takes the rest."""
-    routes = [
-        {"name": f"route-{index}", "when": when, "to": ["vlm"]} for index, when in enumerate(whens)
-    ]
-    return read_policy(
-        {
-            "version": 1,
-            "routes": [*routes, {"name": "rest", "to": ["vlm"]}],
-            "pools": {"vlm": {"lanes": ["vlm"]}},
-        },
-        "test",
-    )
 
 
 def holds(when: dict[str, Any], profile: RequestProfile, asker: Asker = SOMEBODY) -> bool:

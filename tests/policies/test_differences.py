@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from policies.differences import differences
-from tests.policies.test_merge_patch import VALUES
+from tests.policies.values import VALUES
 
 OLD: dict[str, Any] = {
     "version": 1,

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.merge_patch import merge_patch
+from tests.policies.values import VALUES
 
 # Appendix A of the RFC: original, patch, result.
 EXAMPLES = [
@@ -36,11 +37,6 @@ def test_the_examples_of_the_rfc_come_out_as_there(original: str, patch: str, re
     assert merge_patch(json.loads(original), json.loads(patch)) == json.loads(result)
 
 
-VALUES: st.SearchStrategy[Any] = st.recursive(
-    st.booleans() | st.integers() | st.text(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner, max_size=3),
-    max_leaves=10,
-)
 MAPPINGS = st.dictionaries(st.text("ab"), VALUES, max_size=3)
 
 
