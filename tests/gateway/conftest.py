@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
@@ -18,6 +19,8 @@ from tests.gateway.policies import Admin
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.serving import Gateway, eventually, serving, settings_for_tests
 from tests.gateway.trap import Trap
+
+Makes = Callable[[], Gateway]
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +114,21 @@ def busy(gateway: Gateway, worker: FakeWorker) -> Gateway:
         assert [answer.result().status_code for answer in asked] == [200, 200]
     gateway.chat(temperature=9)
     return gateway
+
+
+@pytest.fixture
+def makes(redis: RedisServer, tmp_path: Path) -> Iterator[Makes]:
+    """Start a gateway with a state folder of its own, as on a machine of its own."""
+    with contextlib.ExitStack() as running:
+        made: list[Gateway] = []
+
+        def one() -> Gateway:
+            folder = tmp_path / f"gateway-{len(made)}"
+            settings = settings_for_tests(folder, redis_url=SecretStr(redis.url))
+            made.append(running.enter_context(Gateway(settings)))
+            return made[-1]
+
+        yield one
 
 
 @pytest.fixture

@@ -1,62 +1,24 @@
-"""Several gateways over one Redis are one: workers, keys, policy, limits and counts."""
+"""Several gateways over one Redis are one: their workers, their counts, and what Redis holds."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
-from pydantic import SecretStr
 
+from tests.gateway.conftest import Makes
 from tests.gateway.fake_worker import DONE, FakeWorker, Script, lane_report
 from tests.gateway.gateway_process import gateway_process
 from tests.gateway.redis_server import RedisServer
-from tests.gateway.serving import (
-    Gateway,
-    chat_body,
-    error_of,
-    eventually,
-    serving,
-    settings_for_tests,
-)
+from tests.gateway.serving import Gateway, chat_body, eventually, serving
 
-Makes = Callable[[], Gateway]
 ROOT = Path(__file__).parents[2]
-
-
-def soon_at(gateway: Gateway, holds: Callable[[], bool]) -> None:
-    """Wait for what is to hold within two seconds, not counting those in which Redis was away."""
-    left_s, until_s, began_s = 2.0, time.monotonic() + 60, time.monotonic()
-    while not holds():
-        time.sleep(0.02)
-        answers = "paceline_store_degraded 0.0" in gateway.client.get("/metrics").text
-        since_s, began_s = began_s, time.monotonic()
-        left_s -= began_s - since_s if answers else 0.0
-        assert left_s > 0, "it did not come true in time"
-        assert began_s < until_s, "Redis is away"
-
-
-@pytest.fixture
-def makes(redis: RedisServer, tmp_path: Path) -> Iterator[Makes]:
-    """Start a gateway with a state folder of its own, as on a machine of its own."""
-    with contextlib.ExitStack() as running:
-        made: list[Gateway] = []
-
-        def one() -> Gateway:
-            folder = tmp_path / f"gateway-{len(made)}"
-            settings = settings_for_tests(folder, redis_url=SecretStr(redis.url))
-            made.append(running.enter_context(Gateway(settings)))
-            return made[-1]
-
-        yield one
 
 
 def completed(gateway: Gateway) -> int:
@@ -120,78 +82,6 @@ def test_counts_and_reports_are_sums_over_gateways_and_their_lives(
     eventually(lambda: second.status()["errors"] == {"model_not_found": 1})
 
 
-def test_a_key_that_is_revoked_at_one_gateway_opens_no_other(
-    makes: Makes, worker: FakeWorker
-) -> None:
-    first, second = makes(), makes()
-    first.join(worker)
-    key = first.make_key()
-    eventually(lambda: second.chat().status_code == 401)
-    second.bear(key["secret"])
-    eventually(lambda: second.chat().status_code == 200)
-    assert first.admin.delete(f"/admin/v1/keys/{key['id']}").is_success
-    soon_at(second, lambda: second.chat().status_code == 401)
-
-
-def test_the_policy_of_one_is_the_policy_of_all(makes: Makes) -> None:
-    first, second = makes(), makes()
-    now = first.admin.get("/admin/v1/policy")
-    changed = first.admin.patch(
-        "/admin/v1/policy",
-        content=json.dumps({"models": {"other": {}}}),
-        headers={
-            "content-type": "application/merge-patch+json",
-            "if-match": now.headers["etag"],
-            "x-paceline-author": "tests",
-            "x-paceline-note": "see it at the other",
-        },
-    )
-    assert changed.status_code == 200, changed.text
-
-    def followed() -> bool:
-        told = second.admin.get("/admin/v1/policy")
-        return bool(told.headers["etag"].strip('"') == changed.json()["etag"])
-
-    soon_at(second, followed)
-
-
-def test_a_limit_is_one_over_all_gateways(makes: Makes, worker: FakeWorker) -> None:
-    first, second = makes(), makes()
-    first.join(worker)
-    key = first.make_key(requests_a_minute=6, concurrent_requests=5)
-    eventually(lambda: second.chat().status_code == 401)
-    first.bear(key["secret"])
-    second.bear(key["secret"])
-    assert [first.chat().status_code for _ in range(4)] == [200] * 4
-
-    def told() -> bool:
-        left = second.client.post("/v1/chat/completions", json={}).headers
-        return dict(left).get("x-ratelimit-remaining-requests") == "2"
-
-    eventually(told)
-    answers = [second.chat() for _ in range(4)]
-    assert [answer.status_code for answer in answers].count(200) == 2
-    assert error_of(answers[-1]) == (429, "requests_a_minute_exceeded")
-
-
-def test_a_daily_budget_is_one_over_all_gateways(makes: Makes, worker: FakeWorker) -> None:
-    first, second = makes(), makes()
-    first.join(worker)
-    key = first.make_key(tokens_a_day=100)
-    eventually(lambda: second.chat().status_code == 401)
-    first.bear(key["secret"])
-    second.bear(key["secret"])
-    assert [first.chat(max_tokens=5).status_code for _ in range(8)] == [200] * 8
-
-    def told() -> bool:
-        left = second.client.post("/v1/chat/completions", json={}).headers
-        return dict(left).get("x-ratelimit-remaining-tokens") == "20"
-
-    eventually(told)
-    assert second.chat(max_tokens=5).status_code == 200
-    assert error_of(second.chat(max_tokens=20)) == (429, "tokens_a_day_exceeded")
-
-
 def test_redis_holds_documented_keys_alone_and_those_that_can_go_stale_end_by_themselves(
     makes: Makes, worker: FakeWorker, redis: RedisServer
 ) -> None:
@@ -215,24 +105,6 @@ def test_redis_holds_documented_keys_alone_and_those_that_can_go_stale_end_by_th
     assert found <= documented
     for name in ("{limits}:used", "{limits}:seen", "{fleet}:told", "{prefixes}:news"):
         assert redis.client.pttl(f"paceline:{name}") > 0, name
-
-
-def test_requests_at_once_are_counted_over_all_gateways(makes: Makes, worker: FakeWorker) -> None:
-    first, second = makes(), makes()
-    first.join(worker)
-    key = first.make_key(concurrent_requests=1)
-    eventually(lambda: second.chat().status_code == 401)
-    first.bear(key["secret"])
-    second.bear(key["secret"])
-    worker.script = Script(hang_after=1)
-    with first.stream() as answer:
-        pieces = answer.iter_raw()
-        next(pieces)
-        worker.script = Script()
-        eventually(lambda: second.chat().status_code == 429)
-        worker.go_on.set()
-        assert b"".join(pieces).endswith(DONE)
-    eventually(lambda: second.chat().status_code == 200)
 
 
 CORDON = "/admin/v1/workers/fake-a/cordon"
