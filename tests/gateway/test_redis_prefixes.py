@@ -7,17 +7,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.domain import FleetView
 from gateway.errors import RecordsUnwritable
 from gateway.prefixes import NEWS_KEPT, Prefixes
 from gateway.redis_link import RedisLink
 from gateway.redis_prefixes import RedisPrefixes
 from gateway.served import Usage
 from policies.prefix import PrefixPolicy
+from tests.gateway.claims import LAPTOP, RULES, STUDIO, holders
 from tests.gateway.redis_server import RedisServer
-
-RULES = PrefixPolicy()
-STUDIO, LAPTOP = ("studio", "1"), ("laptop", "1")
 
 
 class Neighbour:
@@ -33,7 +30,7 @@ class Neighbour:
         await self._shared.exchange()
 
     def holders(self, name: str = "p") -> set[tuple[str, str]]:
-        return set(self.prefixes.mark(FleetView.of((), frozenset()), name).holders)
+        return holders(self.prefixes, name)
 
 
 @pytest.fixture

@@ -1,0 +1,16 @@
+"""Claims to a system prompt: by which rules, by whom, and who has one now."""
+
+from __future__ import annotations
+
+from gateway.domain import FleetView
+from gateway.prefixes import Prefixes
+from policies.prefix import PrefixPolicy
+
+RULES = PrefixPolicy()
+STUDIO, LAPTOP = ("studio", "1"), ("laptop", "1")
+"""Two workers, each by the life that it is in."""
+
+
+def holders(prefixes: Prefixes, name: str = "p") -> set[tuple[str, str]]:
+    """Tell who is thought to hold a system prompt."""
+    return set(prefixes.mark(FleetView.of((), frozenset()), name).holders)
