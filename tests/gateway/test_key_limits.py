@@ -2,100 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import itertools
-from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.client import ClientLeft
-from gateway.domain import Case, Inspected
-from gateway.errors import (
-    NoWorker,
-    QueueFull,
-    RequestTooLong,
-    Stopping,
-    WorkerBusy,
-    WorkerLost,
-    WorkerUnreachable,
-)
 from gateway.keys.budgets import DAY_S, Bucket
-from gateway.keys.cost import ANSWER_TOKENS, Hold, estimate, spent
-from gateway.keys.limits import Allowance, Reservation
+from gateway.keys.limits import Allowance
 from gateway.keys.record import Limits
-from gateway.refusals import (
-    KeyEnded,
-    LimitReached,
-    Quarantined,
-    RefusedByWorker,
-    TokensOverLimit,
-)
-from gateway.served import Spent, Usage
-from gateway.trip import UNUSED, Trip
-from policies.document import shipped_policy
-from policies.profile import Endpoint, RequestProfile
-
-MINUTE_S = 60.0
-NOON = 1000.5 * DAY_S
-ALL = Limits(requests_a_minute=6, tokens_a_minute=600, concurrent_requests=3, tokens_a_day=2000)
-
-
-@dataclass
-class Asked:
-    """One request that was let in, and what became of it."""
-
-    at_s: float
-    taken: Reservation
-    kept_requests: int = 1
-    kept_tokens: int = 0
-    ended: bool = False
-
-    def __post_init__(self) -> None:
-        self.kept_tokens = self.taken.tokens
-
-
-@dataclass
-class Day:
-    """A key on a day of our own making."""
-
-    allowance: Allowance
-    now_s: float = 0.0
-    asked: list[Asked] = field(default_factory=list)
-    over_tokens: int = 0
-    """Used beyond reservations."""
-
-    @property
-    def unix_s(self) -> float:
-        return NOON + self.now_s
-
-    def ask(self, tokens: int) -> None:
-        before = self.left()
-        try:
-            taken = self.allowance.reserve(tokens, self.now_s, self.unix_s)
-        except (LimitReached, TokensOverLimit):
-            assert self.left() == before, "a refused request costs nothing"
-        else:
-            self.asked.append(Asked(self.now_s, taken))
-
-    def end(self, which: int, requests: int, tokens: int) -> None:
-        running = [one for one in self.asked if not one.ended]
-        if not running:
-            return
-        one = running[which % len(running)]
-        one.ended = True
-        one.kept_requests = requests
-        one.kept_tokens = min(tokens, one.taken.tokens)
-        self.over_tokens += max(0, tokens - one.taken.tokens)
-        self.allowance.settle(one.taken, requests, tokens, self.now_s, self.unix_s)
-
-    def left(self) -> object:
-        headers = self.allowance.headers(self.now_s, self.unix_s)
-        return headers, self.allowance.running
-
+from gateway.refusals import LimitReached, TokensOverLimit
+from tests.gateway.key_day import ALL, MINUTE_S, NOON, Day
 
 STEPS = st.lists(
     st.one_of(
@@ -281,63 +199,3 @@ def test_other_limits_are_no_new_budget_and_what_runs_is_settled_where_it_was_ta
     assert headers[b"x-ratelimit-remaining-requests"] == b"1"
     assert headers[b"x-ratelimit-remaining-tokens"] == b"50"
     assert allowance.running == 0
-
-
-def trip(*, dispatched: bool = True, usage: Usage = UNUSED, **fields: Any) -> Trip:
-    profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, **fields)
-    case = Case(shipped_policy(), profile)
-    made = Trip(identity="r", inspected=Inspected("demo", profile, {}), case=case, began_s=0.0)
-    made.dispatched_s = 1.0 if dispatched else None
-    made.usage = usage
-    return made
-
-
-def test_a_request_is_guessed_rather_too_large() -> None:
-    assert estimate(trip(max_tokens=6).inspected.profile) == 4 + 6
-    assert estimate(trip(max_tokens=6, choices=3).inspected.profile) == 4 + 18
-    assert estimate(trip().inspected.profile) == 4 + ANSWER_TOKENS
-
-
-@pytest.mark.parametrize(
-    ("failure", "untold", "told"),
-    [
-        # Whole, or ended from outside: what the worker did is owed, told or not.
-        (None, Spent(1, 10, 10), Spent(1, 7)),
-        (ClientLeft(), Spent(1, 10, 10), Spent(1, 7)),
-        (asyncio.CancelledError(), Spent(1, 10, 10), Spent(1, 7)),
-        (RequestTooLong(), Spent(1, 10, 10), Spent(1, 7)),
-        (KeyEnded(), Spent(1, 10, 10), Spent(1, 7)),
-        (Stopping(), Spent(1, 10, 10), Spent(1, 7)),
-        # A worker broke it: nobody pays by guess.
-        (WorkerLost(), Spent(1, 0), Spent(1, 7)),
-        (RuntimeError(), Spent(1, 0), Spent(1, 7)),
-        # Nothing began.
-        (WorkerUnreachable(), Spent(), Spent()),
-        (WorkerBusy(1.0), Spent(), Spent()),
-        (NoWorker(), Spent(), Spent()),
-        (QueueFull(1.0), Spent(), Spent()),
-        (Quarantined(), Spent(), Spent()),
-        (RefusedByWorker(400, "too long", param=None, code=None), Spent(), Spent()),
-    ],
-)
-def test_each_end_has_its_cost(failure: BaseException | None, untold: Spent, told: Spent) -> None:
-    assert spent(trip(max_tokens=6), failure) == untold
-    assert spent(trip(max_tokens=6, usage=Usage(5, 2, 1)), failure) == told
-    assert spent(trip(max_tokens=6, dispatched=False), failure) == Spent()
-    assert spent(None, failure) == Spent()
-
-
-@pytest.mark.parametrize("failure", [None, WorkerLost(), NoWorker(), asyncio.CancelledError()])
-def test_a_hold_settles_once_however_it_ends(failure: BaseException | None) -> None:
-    allowance = Allowance(ALL, 0.0, NOON)
-    going = trip(max_tokens=6, usage=Usage(5, 2, 1))
-    expected = contextlib.nullcontext() if failure is None else pytest.raises(type(failure))
-    with expected, Hold(allowance, going, clock=lambda: 0.0, wall=lambda: NOON):
-        assert allowance.running == 1
-        if failure is not None:
-            raise failure
-    cost = spent(going, failure)
-    left = dict(allowance.headers(0.0, NOON))
-    assert allowance.running == 0
-    assert left[b"x-ratelimit-remaining-requests"] == b"%d" % (6 - cost.requests)
-    assert left[b"x-ratelimit-remaining-tokens"] == b"%d" % (600 - cost.tokens)
