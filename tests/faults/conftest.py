@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from pydantic import SecretStr
 
 from tests.faults.proxy import FaultProxy, proxying
 from tests.gateway.conftest import (
@@ -21,6 +22,7 @@ from tests.gateway.conftest import (
     worker,
 )
 from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.redis_server import RedisServer
 from tests.gateway.serving import Gateway, settings_for_tests
 
 __all__ = [
@@ -36,6 +38,9 @@ __all__ = [
 ]
 
 Hasty = Callable[..., Gateway]
+Starts = Callable[..., Gateway]
+Joins = Callable[[Gateway], None]
+Break = Callable[[RedisServer], None]
 
 
 @pytest.fixture
@@ -65,3 +70,15 @@ def hasty(tmp_path: Path) -> Iterator[Hasty]:
             return made
 
         yield make
+
+
+@pytest.fixture
+def starts(own_redis: RedisServer, tmp_path: Path) -> Iterator[Starts]:
+    """Start a gateway by the name of its state folder; the same name is the same machine."""
+    with ExitStack() as running:
+
+        def one(name: str = "a", url: str = own_redis.url) -> Gateway:
+            settings = settings_for_tests(tmp_path / name, redis_url=SecretStr(url))
+            return running.enter_context(Gateway(settings))
+
+        yield one
