@@ -13,7 +13,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from os import cpu_count
 from pathlib import Path
@@ -24,13 +24,12 @@ from rich.console import Console
 from bench import backend, gateway_tables
 from bench.gateway_load import Question, WrongAnswer, ask_many, ask_staggered
 from bench.gateways import OURS, PEERS, Running, running, running_backend
-from bench.process_cost import cpu_s, resident_bytes
+from bench.process_cost import cpu_s
 from bench.samples import Samples
 from bench.venvs import PeerUnavailable
 from gateway.server import run
 
 RESULTS: Final = Path(__file__).parent / "results" / "gateway.md"
-MEMORY_POINTS: Final = 10
 _PEER_NAMES: Final = ",".join(peer.name for peer in PEERS)
 _AT_ONCE: Final = 16
 _WHOLE: Final = Question(stream=False)
@@ -49,15 +48,10 @@ class Plan:
     """How often each of those is repeated."""
     budget_s: float
     """No figure of one gateway takes longer than this in a repetition."""
-    memory_requests: int
 
 
-FULL: Final = Plan(
-    repetitions=5, requests=3000, streams=50, rounds=5, budget_s=20, memory_requests=100_000
-)
-QUICK: Final = Plan(
-    repetitions=1, requests=60, streams=50, rounds=1, budget_s=3, memory_requests=1000
-)
+FULL: Final = Plan(repetitions=5, requests=3000, streams=50, rounds=5, budget_s=20)
+QUICK: Final = Plan(repetitions=1, requests=60, streams=50, rounds=1, budget_s=3)
 
 
 async def measure_all(
@@ -80,9 +74,6 @@ async def measure_all(
             for line in (*lines[first:], *lines[:first]):
                 console.print(f"{repetition + 1}/{plan.repetitions} {line.name}")
                 await _measure(line, plan, samples[line.name])
-        for line in lines:
-            if line.name == OURS.name:
-                await _weigh(line, plan.memory_requests, samples[line.name], console)
     return samples
 
 
@@ -109,18 +100,6 @@ async def _measure(line: Running, plan: Plan, samples: Samples) -> None:
         samples.failures["answers"] = repr(wrong.exceptions[0])[:300]
 
 
-async def _weigh(line: Running, requests: int, samples: Samples, console: Console) -> None:
-    """Ask for whole answers and streams, and note the memory on the way."""
-    assert line.process_id is not None
-    step = max(1, requests // MEMORY_POINTS)
-    for point in range(MEMORY_POINTS):
-        question = _STREAM if point % 2 else _WHOLE
-        await ask_many(line.port, question, requests=step, at_once=_AT_ONCE, budget_s=float("inf"))
-        held = resident_bytes(line.process_id)
-        samples.add("memory_bytes", held)
-        console.print(f"{(point + 1) * step} more requests: {held / 1e6:.1f} MB")
-
-
 def _cpu_s(line: Running) -> float:
     return 0.0 if line.process_id is None else cpu_s(line.process_id)
 
@@ -133,7 +112,6 @@ def _about(plan: Plan) -> dict[str, str]:
         "python": platform.python_version(),
         "repetitions": f"{plan.repetitions}, each up to {plan.requests} requests of a kind, "
         f"{_AT_ONCE} at once",
-        "memory": f"after {plan.memory_requests} more requests, half of them streams",
         "peers": ", ".join(pins),
     }
 
@@ -143,7 +121,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--peers", default=_PEER_NAMES, help=f"comma-separated, may be empty ({_PEER_NAMES})")
     add("--repetitions", type=int, default=FULL.repetitions)
-    add("--memory-requests", type=int, default=FULL.memory_requests, help="up to a million")
     add("--quick", action="store_true", help="see that all of it runs; writes no results")
     add("--venv-dir", type=Path, default=Path.home() / ".cache" / "paceline-bench")
     options = parser.parse_args(arguments)
@@ -151,14 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     names = [peer.name for peer in PEERS if peer.name in wanted]
     plan = QUICK
     if not options.quick:
-        plan = Plan(
-            repetitions=options.repetitions,
-            requests=FULL.requests,
-            streams=FULL.streams,
-            rounds=FULL.rounds,
-            budget_s=FULL.budget_s,
-            memory_requests=options.memory_requests,
-        )
+        plan = replace(FULL, repetitions=options.repetitions)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     venvs = options.venv_dir.resolve()
     venvs.mkdir(parents=True, exist_ok=True)

@@ -23,8 +23,8 @@ _ROUTERS: Final = ("vllm-router", "smg")
 
 
 def grids(samples: Mapping[str, Samples]) -> list[Grid]:
-    """Draw figures, ratios, memory and targets."""
-    return [_figures(samples), _ratios(samples), _memory(samples[OURS.name]), _targets(samples)]
+    """Draw figures, ratios and targets."""
+    return [_figures(samples), _ratios(samples), _targets(samples)]
 
 
 def failures(samples: Mapping[str, Samples]) -> list[str]:
@@ -68,15 +68,6 @@ def _ratios(samples: Mapping[str, Samples]) -> Grid:
     return Grid(title="The same, over paceline's", columns=("", *names), rows=tuple(rows))
 
 
-def _memory(ours: Samples) -> Grid:
-    held = ours.figures.get("memory_bytes", [])
-    return Grid(
-        title="Memory of paceline on the way, MB",
-        columns=("", *(f"{10 * (point + 1)}%" for point in range(len(held)))),
-        rows=(("resident", *(f"{value / 1e6:.1f}" for value in held)),),
-    )
-
-
 def _targets(samples: Mapping[str, Samples]) -> Grid:
     ours = samples[OURS.name]
     judged = [
@@ -91,14 +82,7 @@ def _targets(samples: Mapping[str, Samples]) -> Grid:
                     f"added to first words, p{share * 100:.0f}, ms", 1e3 * added_s, 1e3 * bound_s
                 )
             )
-    judged += _against_peers(samples)
-    held = ours.figures.get("memory_bytes", [])
-    if held:
-        judged.append(_at_most("memory at the end, MB", held[-1] / 1e6, 120))
-        half = len(held) // 2
-        growth = max(held[half:]) / max(held[:half]) if half else 1.0
-        judged.append(_at_most("most memory of the second half over the first's", growth, 1.05))
-    return targets_grid(judged)
+    return targets_grid([*judged, *_against_peers(samples)])
 
 
 def _against_peers(samples: Mapping[str, Samples]) -> list[Target]:
