@@ -41,7 +41,7 @@ def _compare(field: str, old: Any, new: Any) -> Iterator[Difference]:
         stayed = [name for name in olds if name in news]
         if stayed != [name for name in news if name in olds]:
             yield Difference(field, list(olds), list(news))
-    elif old != new or isinstance(old, bool) != isinstance(new, bool):  # 1 == True
+    elif not _same(old, new):
         yield Difference(field, old, new)
 
 
@@ -51,6 +51,15 @@ def _compare_entries(
     for name in {**old, **new}:
         where = f"{field}.{name}" if field else name
         yield from _compare(where, old.get(name, ABSENT), new.get(name, ABSENT))
+
+
+def _same(old: Any, new: Any) -> bool:
+    """Say whether two values are the same in JSON: to Python True is 1, also within a list."""
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_same, old, new))
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        return old.keys() == new.keys() and all(_same(old[name], new[name]) for name in old)
+    return bool(old == new) and isinstance(old, bool) == isinstance(new, bool)
 
 
 def _by_name(value: Any) -> dict[str, Any] | None:

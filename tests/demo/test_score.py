@@ -54,6 +54,12 @@ def test_held_out_questions_are_mostly_answered_word_for_word(answers: Score) ->
     assert answers.share >= 0.85
 
 
+def test_counts_sums_and_differences_are_mostly_right(client: httpx.Client) -> None:
+    score = score_answers(client, "demo", held_out.small_prompts(), "counts and sums")
+
+    assert score.share >= 0.85, score.wrong
+
+
 def test_long_answers_are_long_and_end_by_themselves(long_answers: Score) -> None:
     assert long_answers.right == long_answers.asked
     assert 150 <= long_answers.tokens / long_answers.asked <= 600

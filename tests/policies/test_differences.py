@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 
 from policies.differences import differences
 from tests.policies.values import VALUES
@@ -69,6 +69,8 @@ def test_each_change_is_told_once_where_it_is(change: Any, expected: Any) -> Non
 
 
 @given(VALUES, VALUES)
+@example([False], [0])
+@example([[{"a": 1}]], [[{"a": True}]])
 def test_nothing_is_told_of_equals_and_something_of_others(old: Any, new: Any) -> None:
     assert differences(old, old) == ()
     written = [json.dumps(value, sort_keys=True) for value in (old, new)]

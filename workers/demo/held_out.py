@@ -1,4 +1,4 @@
-"""What training never showed: the prompts and pictures that the score and the tests ask.
+"""What the score and the tests ask: prompts and pictures that training never showed, and counts.
 
 Everything here is drawn from seeds of its own, needs no MLX, and is the same on every machine.
 """
@@ -69,6 +69,32 @@ def fact_prompts(count: int, tokens: int, *, seed: int = 1) -> list[Prompt]:
         question = random.choice(asked.questions)
         drawn.append(Prompt(_messages(question, system), f"fact at {tokens}", asked.answer))
     return drawn
+
+
+def small_prompts() -> list[Prompt]:
+    """All counts to forty, and all sums and differences of numbers to ten, in one wording each.
+
+    Training has shown most of them. They are what people try first, and of each kind the held-out
+    questions hold so few that a model which counts to 92 for 12 can score as well as one that does
+    not.
+    """
+    drawn = [
+        Prompt(_messages(f"Count from 1 to {last}."), "count", f"{_counted(last)}.")
+        for last in range(3, 41)
+    ]
+    for first in range(11):
+        for second in range(11):
+            for left, word, result in (
+                (first, "plus", first + second),
+                (first + second, "minus", first),
+            ):
+                said = f"{left} {word} {second}"
+                drawn.append(Prompt(_messages(f"What is {said}?"), word, f"{said} is {result}."))
+    return drawn
+
+
+def _counted(last: int) -> str:
+    return ", ".join(str(number) for number in range(1, last + 1))
 
 
 def long_prompts() -> list[Prompt]:

@@ -139,14 +139,16 @@ def score_pictures(
 def score_all(
     client: httpx.Client, model: str, *, size: int = 200, seed: int = 1, progress: bool = False
 ) -> list[Score]:
-    """All parts: `size` questions, `size` pictures, facts in long system prompts, long answers.
+    """All parts: questions, counts, long answers, facts in long system prompts, pictures.
 
-    Another `seed` draws others of the same kinds, all but the long answers.
+    `size` says how many questions and pictures. Another `seed` draws others of the same kinds, all
+    but the counts and the long answers.
     """
     parts: list[Callable[[], Score]] = [
         lambda: score_answers(
             client, model, held_out.prompts(size, seed=seed), "held-out questions"
         ),
+        lambda: score_answers(client, model, held_out.small_prompts(), "counts and sums"),
         lambda: score_answers(client, model, held_out.long_prompts(), "long answers"),
         *(
             lambda tokens=tokens: score_answers(
