@@ -58,13 +58,19 @@ def test_the_policy_of_one_is_the_policy_of_all(makes: Makes) -> None:
     soon_at(second, followed)
 
 
-def test_a_limit_is_one_over_all_gateways(makes: Makes, worker: FakeWorker) -> None:
+def two_with_one_key(makes: Makes, worker: FakeWorker, **limits: int) -> tuple[Gateway, Gateway]:
+    """Give two gateways that share a worker, and ask with a key of these limits from now on."""
     first, second = makes(), makes()
     first.join(worker)
-    key = first.make_key(requests_a_minute=6, concurrent_requests=5)
+    secret = first.make_key(**limits)["secret"]
     eventually(lambda: second.chat().status_code == 401)
-    first.bear(key["secret"])
-    second.bear(key["secret"])
+    first.bear(secret)
+    second.bear(secret)
+    return first, second
+
+
+def test_a_limit_is_one_over_all_gateways(makes: Makes, worker: FakeWorker) -> None:
+    first, second = two_with_one_key(makes, worker, requests_a_minute=6, concurrent_requests=5)
     assert [first.chat().status_code for _ in range(4)] == [200] * 4
 
     def told() -> bool:
@@ -78,12 +84,7 @@ def test_a_limit_is_one_over_all_gateways(makes: Makes, worker: FakeWorker) -> N
 
 
 def test_a_daily_budget_is_one_over_all_gateways(makes: Makes, worker: FakeWorker) -> None:
-    first, second = makes(), makes()
-    first.join(worker)
-    key = first.make_key(tokens_a_day=100)
-    eventually(lambda: second.chat().status_code == 401)
-    first.bear(key["secret"])
-    second.bear(key["secret"])
+    first, second = two_with_one_key(makes, worker, tokens_a_day=100)
     assert [first.chat(max_tokens=5).status_code for _ in range(8)] == [200] * 8
 
     def told() -> bool:
@@ -96,12 +97,7 @@ def test_a_daily_budget_is_one_over_all_gateways(makes: Makes, worker: FakeWorke
 
 
 def test_requests_at_once_are_counted_over_all_gateways(makes: Makes, worker: FakeWorker) -> None:
-    first, second = makes(), makes()
-    first.join(worker)
-    key = first.make_key(concurrent_requests=1)
-    eventually(lambda: second.chat().status_code == 401)
-    first.bear(key["secret"])
-    second.bear(key["secret"])
+    first, second = two_with_one_key(makes, worker, concurrent_requests=1)
     worker.script = Script(hang_after=1)
     with first.stream() as answer:
         pieces = answer.iter_raw()
