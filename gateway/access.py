@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from gateway.domain import Header
+from gateway.domain import Header, fits_header
 from gateway.errors import StartRefused
 from gateway.keys.keyring import bearer
 from gateway.refusals import HostRefused
@@ -42,13 +42,16 @@ def check_binding(settings: Settings, *, keyed: bool) -> None:
 
 
 def check_secrets(settings: Settings) -> None:
-    """Refuse one secret for two purposes: who holds the one would hold the other."""
+    """Refuse what nobody can send, and one secret for two: who holds the one holds the other."""
     named = {
         "PACELINE_API_KEY": settings.api_key,
         "PACELINE_ADMIN_KEY": settings.admin_key,
         "PACELINE_JOIN_TOKEN": settings.join_token,
     }
     given = {name: secret for name, secret in named.items() if secret is not None}
+    for name, secret in given.items():
+        if not fits_header(secret.get_secret_value()):
+            raise StartRefused(f"{name} holds what no HTTP header can.")
     for (name, secret), (other, same) in itertools.combinations(given.items(), 2):
         if hmac.compare_digest(
             secret.get_secret_value().encode(), same.get_secret_value().encode()

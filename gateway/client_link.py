@@ -127,6 +127,8 @@ class ClientLink(HttpToolsProtocol):
                 self._outlet.finish_closing()
         elif now_s - self._sent_at_s > self._write_timeout_s:
             self._outlet.abort()
+        if self._head_since_s is not None and self.cycle and not self.cycle.response_complete:
+            self._head_since_s = now_s  # the next head has its time once this answer has ended
         waited_s = now_s - (now_s if self._head_since_s is None else self._head_since_s)
         if waited_s > self._head_timeout_s and closing_since_s is None:
             if self._head_bytes:

@@ -9,7 +9,7 @@ import logging
 import socket
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC
 from email.utils import parsedate_to_datetime
 from types import TracebackType
@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic_core import from_json
 
+from gateway.control_calls import authorities
 from gateway.errors import (
     GatewayError,
     Overloaded,
@@ -75,10 +76,17 @@ class Connections:
         self._close_idle_since(self._loop.time())
 
     async def send(
-        self, url: str, body: bytes, headers: dict[str, str], *, fresh: bool = False
+        self,
+        url: str,
+        body: bytes,
+        headers: dict[str, str],
+        on_begin: Callable[[], None],
+        *,
+        fresh: bool = False,
     ) -> Answer:
         """Send a request and return its answer once the head is there; raise a `WorkerError`.
 
+        `on_begin` is called when there is a connection, and before anything goes out on it.
         Whoever gets the answer closes it: early, that ends the connection, and so frees the
         worker's row. `fresh` takes a connection that nobody used before; a `StaleConnection` says
         that this is worth an attempt.
@@ -88,6 +96,7 @@ class Connections:
         if link is None:
             link = await self._connected(place)
         began_s = self._loop.time()
+        on_begin()
         answered = False
         try:
             answer = await link.ask(
@@ -117,7 +126,10 @@ class Connections:
         try:
             async with asyncio.timeout(self._settings.connect_timeout_s):
                 transport, link = await self._loop.create_connection(
-                    lambda: Link(self._loop, keep), place.host, place.port, ssl=place.tls or None
+                    lambda: Link(self._loop, keep),
+                    place.host,
+                    place.port,
+                    ssl=authorities() if place.tls else None,
                 )
         except OSError as error:  # a timeout is one
             if error.errno in _OUT_OF_FILES:

@@ -23,6 +23,11 @@ Header = tuple[bytes, bytes]
 Headers = list[Header]
 
 
+def fits_header(secret: str) -> bool:
+    """Say whether a header can hold it; what cannot be sent would stand in the log as an error."""
+    return secret.isascii() and secret.isprintable() and secret == secret.strip()
+
+
 class Inspected(NamedTuple):
     """A request that was read and found good."""
 

@@ -36,6 +36,8 @@ from policies.profile import Endpoint
 
 log = logging.getLogger(__name__)
 
+# With these the worker has not even begun with a request.
+_NEVER_BEGUN = (WorkerUnreachable, WorkerBusy)
 _PATHS = {Endpoint.CHAT: "/v1/chat/completions", Endpoint.COMPLETIONS: "/v1/completions"}
 
 
@@ -99,8 +101,9 @@ class Upstream:
                 return
             except GatewayError as error:
                 verdict, retry_after_s = verdict_of(error), error.retry_after_s or 0.0
+                trip.begun &= not isinstance(error, _NEVER_BEGUN)
                 if isinstance(error, WorkerLost) and not reply.started:
-                    self.quarantine.lost(body, lease.worker.boot_id, self._clock())
+                    self.quarantine.lost(body, "/".join(lease.holding), self._clock())
                 tried |= {lease.candidate.worker_id}
                 if not self._tries_again(error, lease, trip):
                     raise
@@ -135,8 +138,7 @@ class Upstream:
 
         A request that tested a worker on probation is owed another; those are few by themselves.
         """
-        not_started = isinstance(error, WorkerUnreachable | WorkerBusy)
-        again = not_started and (
+        again = isinstance(error, _NEVER_BEGUN) and (
             lease.on_probation or self.retries.allows(trip.case.policy.retries)
         )
         log.warning(
@@ -179,9 +181,9 @@ class Upstream:
         trip.attempts += 1
         trip.dispatched_s = trip.dispatched_s or self._clock()
         if trip.attempts == 1:
-            return await self._connections.send(url, body, headers)
+            return await self._connections.send(url, body, headers, trip.begin)
         with self.retries.retry():
-            return await self._connections.send(url, body, headers, fresh=fresh)
+            return await self._connections.send(url, body, headers, trip.begin, fresh=fresh)
 
     def _headers(self, lease: Lease, trip: Trip) -> dict[str, str]:
         """Say who asks and for which lane; the join token is for workers that joined alone."""

@@ -180,7 +180,8 @@ def _traces(settings: Settings) -> Traces | None:
         from gateway.tracing import Traces  # noqa: PLC0415  # an extra
     except ImportError:
         raise StartRefused(
-            "PACELINE_TRACES needs what is not installed; `pip install 'paceline[otel]'` brings it."
+            "PACELINE_TRACES needs what is not installed; `pip install -e '.[otel]'` brings it, in "
+            "the folder of Paceline."
         ) from None
     return Traces()
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from gateway.domain import fits_header
 from gateway.errors import StartRefused
 from policies.document import PolicyDocument
 from policies.part import Label, Name
@@ -76,11 +77,17 @@ def read_keys(workers: Iterable[ListedWorker], environment: Mapping[str, str]) -
     keys = {}
     for worker in workers:
         if worker.api_key_env:
-            key = environment.get(worker.api_key_env, "")
+            # Files of secrets like to end in the end of a line.
+            key = environment.get(worker.api_key_env, "").strip()
             if not key:
                 raise StartRefused(
                     f"The worker '{worker.id}' needs its key in the environment variable "
                     f"{worker.api_key_env}, which is not set."
+                )
+            if not fits_header(key):
+                raise StartRefused(
+                    f"{worker.api_key_env}, the key of the worker '{worker.id}', holds what no "
+                    "HTTP header can."
                 )
             keys[worker.id] = key
     return keys

@@ -50,35 +50,6 @@ class Records(Protocol):
         """Forget a record, if there is one of that name."""
 
 
-class MemoryRecords:
-    """Records of one process; they end with it."""
-
-    remote = False
-
-    def __init__(self) -> None:
-        self._shelves: Shelves = {}
-
-    def fresh(self, _kind: str) -> bool:
-        """Say that it is what is kept."""
-        return True
-
-    async def all(self, kind: str) -> Mapping[str, str]:
-        """Read all records of a kind by name, oldest first."""
-        return dict(self._shelves.get(kind, {}))
-
-    async def add(self, kind: str, name: str, text: str) -> bool:
-        """Keep a new record unless there is one of that name."""
-        return _add(self._shelves, kind, name, text)
-
-    async def replace(self, kind: str, name: str, text: str) -> None:
-        """Keep a record in place of the one of that name."""
-        self._shelves.setdefault(kind, {})[name] = text
-
-    async def remove(self, kind: str, name: str) -> None:
-        """Forget a record."""
-        self._shelves.get(kind, {}).pop(name, None)
-
-
 class FileRecords:
     """Records in one file; raise `RecordsUnwritable` where a change cannot be kept."""
 

@@ -26,6 +26,8 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 # parsed, and only then believed. Possessive, so that the time is linear.
 _TELLING = re.compile(rb'"(?:finish_reason|usage|metrics|error)"\s*+:\s*+[^\sn]')
 _DONE = b"[DONE]"
+# `reasoning` is mlx-lm's name for what others call `reasoning_content`.
+_CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 @dataclass(slots=True)
@@ -197,5 +199,5 @@ def _data_of(event: bytes) -> bytes:
 def _has_content(choice: Mapping[str, Any]) -> bool:
     delta = choice.get("delta")
     if isinstance(delta, dict):
-        return any(delta.get(name) for name in ("content", "reasoning_content", "tool_calls"))
+        return any(delta.get(name) for name in _CONTENT)
     return bool(choice.get("text"))

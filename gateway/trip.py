@@ -29,11 +29,17 @@ class Trip:
     candidate: Candidate | None = None
     waited_s: float = 0.0
     dispatched_s: float | None = None
+    begun: bool = False
+    """A worker has it, and may have begun with it."""
     first_token_s: float | None = None
     usage: Usage = UNUSED
     drafts: Drafts | None = None
     trace: Trace | None = None
     """Its spans, where traces are asked for."""
+
+    def begin(self) -> None:
+        """Note that it goes out to a worker now."""
+        self.begun = True
 
     @property
     def prefix(self) -> str:

@@ -110,6 +110,7 @@ class Link(asyncio.Protocol):
         self._busy = False
         unsent = self._transport.get_write_buffer_size()
         if self._complete and self._kept_alive and self._error is None and not unsent:
+            self.press(False)  # the end may have come with more than its reader could take
             self.used = True
             self._on_free(self)
         else:
@@ -134,9 +135,10 @@ class Link(asyncio.Protocol):
         # Nearly every word of a stream comes so. The parser would be behind such a chunk as it was
         # before it, so it need not see it.
         through = self._through
-        if through is not None and self._between_chunks and _is_one_chunk(data) and through(data):
-            self._silence.listen()
-            return
+        if through is not None and self._between_chunks and _is_one_chunk(data):
+            self._silence.listen()  # before it: it may press, and then nobody listens
+            if through(data):
+                return
         self.heard = True
         if not self._headed:
             self._head_bytes += len(data)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -22,12 +24,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         run: Callable[[argparse.Namespace], int] = options.run
-        return run(options)
+        ended = run(options)
+        sys.stdout.flush()
+        return ended
     except StartRefused as refused:
         sys.stderr.write(f"paceline: {refused}\n")
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:

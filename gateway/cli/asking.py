@@ -13,6 +13,7 @@ import httpx
 
 from gateway.access import base_url
 from gateway.cli.welcome import on_this_machine
+from gateway.domain import fits_header
 from gateway.settings import load_settings
 
 # What an edit of the policy would move is worked out over the last ten thousand requests.
@@ -94,6 +95,8 @@ def _ask(
     url: str, method: str, path: str, *, key_from: str, overtaken: str = "", **request: Any
 ) -> httpx.Response:
     secret = os.environ.get(key_from)
+    if secret and not fits_header(secret):
+        sys.exit(f"paceline: {key_from} holds what no HTTP header can.")
     headers = {"authorization": f"Bearer {secret}"} if secret else {}
     headers |= request.pop("headers", {})
     asked = {"timeout": _TIMEOUT_S} | request

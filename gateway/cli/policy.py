@@ -97,7 +97,10 @@ class _Written(NamedTuple):
         """Note in the file that it is this version now, where it told of another."""
         if self.mark is not None and self.name != "-":
             line = _mark(version["number"], version["etag"])
-            Path(self.name).write_text(_MARK.sub(line, self.text, count=1), encoding="utf-8")
+            try:
+                Path(self.name).write_text(_MARK.sub(line, self.text, count=1), encoding="utf-8")
+            except OSError as error:
+                sys.stderr.write(f"paceline: {self.name} still names the version before: {error}\n")
 
 
 def _show(options: argparse.Namespace) -> int:

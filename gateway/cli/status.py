@@ -117,7 +117,8 @@ def _figures(lane: Mapping[str, Any]) -> tuple[str, ...]:
     mtp = lane["mtp"]
     drafted = mtp["enabled"] and mtp["attempted"]
     return (
-        f"{lane['running']}/{lane['slots']}",
+        # Workers know what all gateways sent them; of listed ones this one's own is known.
+        f"{max(lane['running'], lane['in_flight'])}/{lane['slots']}",
         str(lane["waiting"]),
         str(lane["requests"]),
         str(lane["completion_tokens"]),

@@ -59,14 +59,16 @@ class KeyBook:
 
     async def refresh(self) -> None:
         """Take over what others have changed; a record that cannot be understood opens nothing."""
-        # One after the other: what was read first must not be taken last, and bring back a key.
-        async with self._reading:
-            texts = await self._records.all(_KIND)
-            fresh = self._records.fresh(_KIND)
-            if texts != self._texts or fresh != self._sure:
-                self._sure = fresh
-                self._take(texts)
-        self._keyring.look_at_clock()
+        try:
+            # One after the other: what was read first must not be taken last, and bring back a key.
+            async with self._reading:
+                texts = await self._records.all(_KIND)
+                fresh = self._records.fresh(_KIND)
+                if texts != self._texts or fresh != self._sure:
+                    self._sure = fresh
+                    self._take(texts)
+        finally:
+            self._keyring.look_at_clock()  # a key expires whether or not its record can be read
 
     async def create(self, terms: KeyTerms) -> tuple[KeyRecord, str]:
         """Make a key; its secret is told here and never again."""

@@ -39,7 +39,7 @@ def spent(trip: Trip | None, failure: BaseException | None) -> Spent:
     whole estimate, because only a worker counts tokens, and it tells at the end: leaving early is
     not for free. For an answer that a worker broke nobody pays by guess.
     """
-    if trip is None or trip.dispatched_s is None:
+    if trip is None or not trip.begun:
         return NOTHING
     failed = isinstance(failure, Exception) and not isinstance(failure, _ENDED_FROM_OUTSIDE)
     if failed and _never_began(failure):

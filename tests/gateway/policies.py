@@ -14,9 +14,10 @@ import yaml
 from gateway.listed import ListedWorker
 from gateway.policy_book import PolicyBook, Source, open_book
 from gateway.proposal import Proposal, propose
-from gateway.records import MemoryRecords, Records
+from gateway.records import Records
 from gateway.versions import Reason, Signature
 from tests.gateway.fake_worker import FakeWorker
+from tests.gateway.memory_records import MemoryRecords
 from tests.gateway.serving import Gateway, eventually, settings_for_tests
 
 BY_ANN = Signature("ann", "a test")

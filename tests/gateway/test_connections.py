@@ -68,7 +68,7 @@ def test_f55_a_gateway_without_a_free_file_does_not_blame_the_worker(
     async def ask() -> None:
         async with Connections(settings_for_tests(tmp_path)) as connections:
             with no_file_left(), pytest.raises(Overloaded):
-                await connections.send(f"{worker.url}/v1/chat/completions", b"{}", {})
+                await connections.send(f"{worker.url}/v1/chat/completions", b"{}", {}, lambda: None)
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(ask())

@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
 from gateway.client_link import HEAD_LIMIT_BYTES, HEADERS_LIMIT
 from tests.gateway.fake_worker import DONE, FakeWorker, chunk, stream_events
-from tests.gateway.serving import Gateway, chat_body, eventually, settings_for_tests
-
-PATH = b"/v1/chat/completions"
-
-
-@contextlib.contextmanager
-def connected(gateway: Gateway) -> Iterator[socket.socket]:
-    port = int(gateway.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
-        yield raw
-
-
-def request(**fields: Any) -> bytes:
-    body = json.dumps(chat_body(**fields)).encode()
-    head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
-    return head % (PATH, len(body)) + body
-
-
-def told(raw: socket.socket) -> tuple[int, str, bool]:
-    """Status and error code of the answer, and whether the connection ends after it."""
-    received = b""
-    while piece := raw.recv(65536):
-        received += piece
-    head, _, body = received.partition(b"\r\n\r\n")
-    error = json.loads(body)["error"]
-    assert error.keys() == {"message", "type", "param", "code"}
-    return int(head.split()[1]), error["code"], b"connection: close" in head
+from tests.gateway.raw_client import PATH, connected, request, streamed, told
+from tests.gateway.serving import Gateway, eventually, settings_for_tests
 
 
 def test_f43_a_head_that_never_ends_is_a_431(line: Gateway) -> None:
@@ -162,22 +134,37 @@ def test_a_refusal_of_head_has_no_body(line: Gateway) -> None:
     assert received.split(b"\r\n\r\n")[1].startswith(b"HTTP/1.1 200 OK")
 
 
+@pytest.mark.parametrize(("word_bytes", "words"), [(60_000, 200), (600, 20_000)])
 def test_a_reader_that_pauses_for_longer_than_a_worker_may_gets_every_word(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: FakeWorker, word_bytes: int, words: int
 ) -> None:
-    worker.script.events = (*[chunk({"content": "x" * 60_000})] * 200, *stream_events(("end",)))
+    word = "x" * word_bytes
+    worker.script.events = (*[chunk({"content": word})] * words, *stream_events(("end",)))
     with Gateway(settings_for_tests(tmp_path, idle_timeout_s=0.5)) as gateway:
         gateway.join(worker)
         with connected(gateway) as raw:
             raw.sendall(request(stream=True))
             assert worker.hearing.wait(10)
             time.sleep(1.5)
-            received = b""
-            while not received.endswith(b"0\r\n\r\n"):
-                received += raw.recv(1_000_000)
-        assert received.count(b"x" * 60_000) == 200
+            received = streamed(raw)
+        assert received.count(word.encode()) == words
         assert DONE in received
-        assert gateway.status()["outcomes"] == {"completed": 1}
+        assert gateway.chat().status_code == 200
+        assert gateway.status()["outcomes"] == {"completed": 2}
+
+
+@pytest.mark.parametrize("behind", [b"\r\n", b"GET /livez HTTP/1.1\r\nhost: local"])
+def test_what_comes_behind_a_request_has_its_time_once_that_is_answered(
+    tmp_path: Path, worker: FakeWorker, behind: bytes
+) -> None:
+    worker.script.pause_s = 0.6  # of four events: longer than a head may take, and a look besides
+    with Gateway(settings_for_tests(tmp_path, head_timeout_s=0.3)) as gateway:
+        gateway.join(worker)
+        with connected(gateway) as raw:
+            raw.sendall(request(stream=True))
+            assert worker.hearing.wait(10)
+            raw.sendall(behind)
+            assert DONE in streamed(raw)
 
 
 def test_garbage_behind_a_running_stream_never_gets_into_it(

@@ -9,7 +9,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from tests.gateway.fake_worker import DONE, USAGE, FakeWorker, Script
+from tests.gateway.fake_worker import DONE, USAGE, FakeWorker, Script, lane_report
 from tests.gateway.serving import (
     Gateway,
     bearing,
@@ -119,6 +119,29 @@ def test_who_leaves_early_pays_the_reservation(line: Gateway, worker: FakeWorker
     reserved = 4 + 100
     eventually(lambda: line.status()["gateway"]["requests_in_flight"] == 0)
     assert left_tokens(line.chat(max_tokens=100)) == 2000 - 2 * reserved
+
+
+def test_who_leaves_before_any_worker_began_pays_nothing(
+    gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    first, second = gateway.make_key(), gateway.make_key(tokens_a_day=2000)
+    second_worker.script = Script(hang=True)
+    gateway.join(second_worker, lanes=(lane_report("vlm", slots=1),))
+    with ThreadPoolExecutor(1) as aside:
+        gateway.bear(first["secret"])
+        running = aside.submit(gateway.chat)
+        eventually(lambda: second_worker.answering == 1)
+        worker.script = Script(status=503)
+        gateway.join(worker)
+        gateway.bear(second["secret"])
+        # Asked of one that has no time, then in line for one that is full.
+        with pytest.raises(httpx.ReadTimeout):
+            gateway.client.post("/v1/chat/completions", json=chat_body(), timeout=1.0)
+        assert len(worker.heard) == 1
+        eventually(lambda: gateway.status()["gateway"]["requests_in_flight"] == 1)
+        assert left_tokens(gateway.chat(temperature=9)) == 2000
+        second_worker.go_on.set()
+        assert running.result().status_code == 200
 
 
 def test_requests_at_a_time_are_counted_to_the_last_byte(line: Gateway, worker: FakeWorker) -> None:

@@ -29,11 +29,11 @@ from policies.profile import Endpoint, RequestProfile
 from tests.gateway.key_day import ALL, NOON
 
 
-def trip(*, dispatched: bool = True, usage: Usage = UNUSED, **fields: Any) -> Trip:
+def trip(*, begun: bool = True, usage: Usage = UNUSED, **fields: Any) -> Trip:
     profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, **fields)
     case = Case(shipped_policy(), profile)
     made = Trip(identity="r", inspected=Inspected("demo", profile, {}), case=case, began_s=0.0)
-    made.dispatched_s = 1.0 if dispatched else None
+    made.begun = begun
     made.usage = usage
     return made
 
@@ -69,7 +69,7 @@ def test_a_request_is_guessed_rather_too_large() -> None:
 def test_each_end_has_its_cost(failure: BaseException | None, untold: Spent, told: Spent) -> None:
     assert spent(trip(max_tokens=6), failure) == untold
     assert spent(trip(max_tokens=6, usage=Usage(5, 2, 1)), failure) == told
-    assert spent(trip(max_tokens=6, dispatched=False), failure) == Spent()
+    assert spent(trip(max_tokens=6, begun=False), failure) == Spent()
     assert spent(None, failure) == Spent()
 
 

@@ -78,6 +78,14 @@ def test_an_expired_key_stops_and_so_does_its_stream(line: Gateway, worker: Fake
     assert line.admin.get(f"/admin/v1/keys/{made['id']}").json()["state"] == "expired"
 
 
+def test_a_key_expires_also_while_the_state_cannot_be_read(line: Gateway, tmp_path: Path) -> None:
+    soon = datetime.now(UTC) + timedelta(seconds=1.5)
+    line.bear(line.make_key(expires_at=soon.isoformat())["secret"])
+    assert line.chat().status_code == 200
+    (tmp_path / "state.json").write_text("{")
+    eventually(lambda: line.chat().status_code == 401)
+
+
 def test_f50_a_key_that_another_gateway_revokes_stops_here_too(
     tmp_path: Path, worker: FakeWorker
 ) -> None:

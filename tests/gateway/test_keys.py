@@ -146,6 +146,17 @@ async def test_one_secret_serves_one_purpose(tmp_path: Path) -> None:
         await serve(settings, ending=Ending())
 
 
+@pytest.mark.parametrize("name", ["api_key", "admin_key", "join_token"])
+async def test_a_secret_that_no_header_can_hold_stops_the_start_and_is_not_repeated(
+    tmp_path: Path, name: str
+) -> None:
+    wrong = {name: SecretStr("a-secret\n")}
+    settings = settings_for_tests(tmp_path).model_copy(update=wrong)
+    with pytest.raises(StartRefused, match=f"PACELINE_{name.upper()} holds what") as refused:
+        await serve(settings, ending=Ending())
+    assert "a-secret" not in str(refused.value)
+
+
 async def test_a_made_key_lets_it_listen_beyond_loopback(tmp_path: Path) -> None:
     with Gateway(settings_for_tests(tmp_path)) as gateway:
         gateway.make_key()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,20 @@ from tests.gateway.fake_worker import TOKEN, FakeWorker, Script
 from tests.gateway.listed import ENTRY, listed
 from tests.gateway.serving import Gateway, eventually, serving, settings_for_tests
 
+ROOT = Path(__file__).parents[2]
+
 
 def gateway_with(folder: Path, *workers: ListedWorker) -> Gateway:
     return Gateway(settings_for_tests(folder, workers=workers))
+
+
+def told_by_status(gateway: Gateway) -> str:
+    """What `paceline status` prints."""
+    asked = [sys.executable, "-m", "gateway", "status", "--url", gateway.url]
+    ran = subprocess.run(
+        asked, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=True
+    )
+    return ran.stdout.decode()
 
 
 def ready(gateway: Gateway) -> bool:
@@ -81,6 +95,7 @@ def test_all_models_of_a_server_are_served_and_its_slots_are_shared(
         asked.append(aside.submit(gateway.chat))
         eventually(lambda: gateway.status()["pools"]["vlm"]["waiting"] == 1)
         assert worker.answering == 2
+        assert told_by_status(gateway).count(" 1/2 ") >= 2, "one in each lane"
         worker.go_on.set()
         assert {answer.result().status_code for answer in asked} == {200}
         assert gateway.status()["models"]["other"]["workers"] == ["studio"]
@@ -198,3 +213,31 @@ def test_only_what_changes_nothing_is_left_out() -> None:
     body = {"top_k": 0, "min_p": 0.0, "temperature": 0.0, "messages": []}
     assert for_openai(body) == {"temperature": 0.0, "messages": []}
     assert for_openai({"top_k": 5, "min_p": 0.1}) == {"top_k": 5, "min_p": 0.1}
+
+
+def test_a_key_is_taken_without_the_end_of_its_line() -> None:
+    worker = listed(api_key_env="STUDIO_KEY")
+    for end in ("", "\n", "\r\n", "\r"):
+        assert read_keys([worker], {"STUDIO_KEY": f"sk-abc{end}"}) == {"studio": "sk-abc"}
+
+
+@pytest.mark.parametrize("key", ["sk-\nabc", "sk-äbc", "sk-\x00abc"])
+def test_a_key_that_no_header_can_hold_stops_the_start_and_is_not_repeated(key: str) -> None:
+    with pytest.raises(StartRefused, match="STUDIO_KEY, the key of the worker 'studio'") as refused:
+        read_keys([listed(api_key_env="STUDIO_KEY")], {"STUDIO_KEY": key})
+    assert key not in str(refused.value)
+
+
+def test_f02_a_body_that_cost_two_listed_servers_is_sent_to_no_third(
+    tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    worker.script = second_worker.script = Script(drop=True)
+    both = (
+        listed(id="one", url=worker.url),
+        listed(id="two", url=second_worker.url),
+    )
+    with gateway_with(tmp_path, *both) as gateway:
+        eventually(lambda: len(gateway.status()["workers"]) == 2)
+        codes = [gateway.chat().json()["error"]["code"] for _ in range(12)]
+    assert set(codes) == {"worker_lost", "request_quarantined"}
+    assert codes[-1] == "request_quarantined"

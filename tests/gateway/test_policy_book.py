@@ -12,10 +12,11 @@ from gateway.errors import RecordsUnwritable
 from gateway.listed import ListedWorker
 from gateway.policy_book import KIND, PolicyBook, Source, open_book
 from gateway.proposal import Proposal, propose, propose_yaml
-from gateway.records import FileRecords, MemoryRecords
+from gateway.records import FileRecords
 from gateway.refusals import EditOvertaken
 from gateway.versions import Reason, Signature, Version, brings_news
 from policies.document import PolicyInvalid, parse_policy, read_policy, shipped_policy
+from tests.gateway.memory_records import MemoryRecords
 from tests.gateway.policies import BY_ANN, BY_BOB, as_yaml, book_of, document, proposal
 
 EXAMPLES = Path(__file__).parents[2] / "policies" / "examples"
@@ -173,7 +174,7 @@ async def test_a_version_that_was_kept_though_nobody_heard_of_it_is_followed() -
     records = MemoryRecords()
     book = await book_of(records)
     book._records = deaf = _DeafRecords()
-    deaf._shelves = records._shelves
+    deaf.shelves = records.shelves
     with pytest.raises(RecordsUnwritable):
         await book.apply(proposal("b"), Reason.EDIT, BY_ANN, onto=book.version)
     assert book.current == proposal().policy

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from gateway.errors import RecordsUnwritable, StartRefused
-from gateway.records import FileRecords, MemoryRecords, Records
+from gateway.records import FileRecords, Records
 from gateway.redis_link import RedisLink
 from gateway.redis_records import RedisRecords
+from tests.gateway.memory_records import MemoryRecords
 
 
 @pytest.fixture(params=["memory", "file", "redis"])

@@ -11,11 +11,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gateway.policy_book import KIND
 from gateway.proposal import propose
-from gateway.records import MemoryRecords
 from gateway.refusals import EditOvertaken, VersionUnknown
 from gateway.versions import Reason, Version, brings_news
 from policies.document import PolicyInvalid, read_policy
 from policies.merge_patch import merge_patch
+from tests.gateway.memory_records import MemoryRecords
 from tests.gateway.policies import BY_ANN, BY_BOB, book_of, document, proposal
 
 POOLS = st.sampled_from("abcd")
@@ -58,7 +58,7 @@ class BookMachine(RuleBasedStateMachine):
             self.runner.close()
 
     def text(self, number: int) -> str:
-        return self.records._shelves[KIND][str(number)]
+        return self.records.shelves[KIND][str(number)]
 
     def edit(self, at: int, offered: Any, reason: Reason, onto: Version) -> None:
         """Do what an admin asks at one gateway, and say what must have become of it."""
@@ -144,7 +144,7 @@ class BookMachine(RuleBasedStateMachine):
     def the_book_never_loses_or_changes_a_version(self) -> None:
         if hasattr(self, "kept"):
             numbers = map(str, range(1, len(self.kept) + 1))
-            assert list(self.records._shelves[KIND].items()) == list(
+            assert list(self.records.shelves[KIND].items()) == list(
                 zip(numbers, self.kept, strict=True)
             )
 

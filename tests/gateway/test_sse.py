@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,6 +33,7 @@ WORDS = st.text(max_size=12) | st.sampled_from(
 FRAMES = st.one_of(
     WORDS.map(lambda word: chunk({"content": word})),
     WORDS.map(lambda word: chunk({"reasoning_content": word})),
+    WORDS.map(lambda word: chunk({"reasoning": word})),
     st.sampled_from(["stop", "length", "tool_calls"]).map(lambda why: chunk({}, why)),
     st.just(usage_chunk()),
     st.just(DONE),
@@ -162,3 +164,9 @@ def test_a_tool_call_counts_as_content() -> None:
 def test_the_text_of_completions_counts_as_content() -> None:
     _, reading = scan([event({"choices": [{"index": 0, "text": "x"}]})])
     assert reading.content_seen
+
+
+@pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])
+def test_the_first_word_is_the_first_whether_it_is_thought_or_said(name: str) -> None:
+    assert not scan([chunk({"role": "assistant"})])[1].content_seen
+    assert scan([chunk({name: "Hm"})])[1].content_seen

@@ -127,3 +127,18 @@ def test_the_table_says_what_is_wrong_with_what_gateways_share(
     assert "Not all is shared with other gateways: Redis cannot be reached." in (
         capsys.readouterr().out
     )
+
+
+def test_a_reader_that_has_enough_ends_a_watch_without_a_word(line: Gateway) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "gateway", "status", "--json", "--watch", "0.1", "--url", line.url],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    ) as watch:
+        assert watch.stdout is not None
+        assert watch.stderr is not None
+        assert watch.stdout.readline().startswith(b"{")
+        watch.stdout.close()
+        assert watch.stderr.read() == b""
+        assert watch.wait(PATIENCE_S) == 128 + signal.SIGPIPE

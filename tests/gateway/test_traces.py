@@ -221,4 +221,4 @@ except StartRefused as refused:
     ran = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert "pip install 'paceline[otel]'" in ran.stdout
+    assert "pip install -e '.[otel]'" in ran.stdout

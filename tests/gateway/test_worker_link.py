@@ -178,3 +178,37 @@ async def test_a_worker_that_is_faster_than_its_reader_waits() -> None:
             await asyncio.sleep(0.2)
         assert sent_bytes < 50_000_000, "what is under way is what sockets hold"
         assert len(await answer.read()) == 100_000_000
+
+
+async def test_a_connection_whose_last_reader_was_slow_reads_for_the_next() -> None:
+    async with linked(answering(CHUNKED)) as (link, kept):
+        answer = await ask(link)
+        assert await answer.read() == b"one two"
+        link.press(True)  # as the last piece does that its client cannot take at once
+        answer.close()
+        assert kept == [link]
+        assert await asyncio.wait_for((await ask(link)).read(), PATIENCE_S) == b"one two"
+
+
+async def test_a_reader_that_is_pressed_by_a_passing_chunk_is_no_silence_of_the_worker() -> None:
+    head, first, second, end = (
+        CHUNKED.partition(b"3\r\n")[0],
+        b"3\r\none\r\n",
+        b"3\r\ntwo\r\n",
+        b"0\r\n\r\n",
+    )
+    async with linked(answering(head + first, second, end)) as (link, kept):
+        answer = await ask(link)
+        link.limit_silence(0.1)
+        passed: list[bytes] = []
+
+        def through(chunk: bytes) -> bool:
+            passed.append(chunk)
+            link.press(True)
+            asyncio.get_running_loop().call_later(0.4, link.press, False)
+            return True
+
+        assert await link.pour(lambda _: True, through) == b""
+        answer.close()
+    assert passed == [second]
+    assert kept == [link]

@@ -9,7 +9,7 @@ const color = (name) => getComputedStyle(document.documentElement).getPropertyVa
 
 const MINUTES = [60, 120, 300, 600, 1800];
 const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
-const oClock = (time) => clock.format(1000 * time);
+export const oClock = (time) => clock.format(1000 * time);
 
 // One chart in `box`. Each curve: what it is called, which colour of the page, whether it is filled.
 export class Chart {

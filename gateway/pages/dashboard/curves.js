@@ -1,6 +1,6 @@
 // Which curves there are, and what each takes from the past.
 
-import { Chart } from "./charts.js";
+import { Chart, oClock } from "./charts.js";
 import { byId } from "./elements.js";
 import { as } from "./numbers.js";
 
@@ -11,8 +11,6 @@ const TWO = [
   { name: "19 of 20 within", tone: "second" },
 ];
 
-const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
-
 // Make all of them; each is a function that draws what the past says up to a state.
 export function makeCurves() {
   return [
@@ -21,7 +19,7 @@ export function makeCurves() {
     curve("first-token", { curves: TWO, say: briefly }, half("first_token_s"), most("first_token_s")),
     curve("answer", { curves: TWO, say: briefly }, half("answer_s"), most("answer_s")),
     (past, { unix_s: now }) => {
-      byId("span").textContent = `since ${clock.format(1000 * (past.points[0]?.end_s ?? now))}`;
+      byId("span").textContent = `since ${oClock(past.points[0]?.end_s ?? now)}`;
     },
   ];
 }

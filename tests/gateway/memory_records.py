@@ -1,0 +1,36 @@
+"""Records as tests keep them: of one process, and they end with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gateway.records import Shelves
+
+
+class MemoryRecords:
+    """Records as a gateway knows them; the tests of the others hold these to the same promises."""
+
+    remote = False
+
+    def __init__(self) -> None:
+        self.shelves: Shelves = {}
+
+    def fresh(self, _kind: str) -> bool:
+        return True
+
+    async def all(self, kind: str) -> Mapping[str, str]:
+        return dict(self.shelves.get(kind, {}))
+
+    async def add(self, kind: str, name: str, text: str) -> bool:
+        shelf = self.shelves.setdefault(kind, {})
+        new = name not in shelf
+        shelf.setdefault(name, text)
+        return new
+
+    async def replace(self, kind: str, name: str, text: str) -> None:
+        shelf = self.shelves.get(kind, {})
+        if name in shelf:
+            shelf[name] = text
+
+    async def remove(self, kind: str, name: str) -> None:
+        self.shelves.get(kind, {}).pop(name, None)

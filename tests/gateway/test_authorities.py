@@ -1,0 +1,32 @@
+"""Workers behind https are believed where this machine believes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gateway.control_calls import authorities
+
+OF_A_COMPANY = """\
+-----BEGIN CERTIFICATE-----
+MIIBnzCCAUWgAwIBAgIUFoefNhWsu2H2mlS8tv1iro7ozvcwCgYIKoZIzj0EAwIw
+JDEiMCAGA1UEAwwZQSBjb21wYW55J3Mgb3duIGF1dGhvcml0eTAgFw0yNjExMjIy
+MjM1MDVaGA8yMTI2MTAyOTIyMzUwNVowJDEiMCAGA1UEAwwZQSBjb21wYW55J3Mg
+b3duIGF1dGhvcml0eTBZMBMGByqGSM49AgEGCCqGSM49AwEHA0IABKS6yLwUFL0s
+seaKAVRH5r61OjhO4+Wbl2jmHcTve4Ap8cG0ykEIEdQzbnVBSZhnCBXezZxan5Jq
+d+IVROqeeCOjUzBRMB0GA1UdDgQWBBThVw9UhvJ3uf3iBoDK6VCO8n08EzAfBgNV
+HSMEGDAWgBThVw9UhvJ3uf3iBoDK6VCO8n08EzAPBgNVHRMBAf8EBTADAQH/MAoG
+CCqGSM49BAMCA0gAMEUCIQDDDHRacRcUomX2DvFMdnp7iYnEQXTeS3Z4+SoJz8oc
++QIgetMAehJVUUy5PJHGovwHy/MSBeruOl8qWQGfP1a3MAs=
+-----END CERTIFICATE-----
+"""
+
+
+def test_an_authority_that_the_system_knows_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ca.pem").write_text(OF_A_COMPANY)
+    monkeypatch.delenv("SSL_CERT_DIR")
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    assert "A company's own authority" in str(authorities.__wrapped__().get_ca_certs())
