@@ -18,6 +18,12 @@ NO_END = {"0": -100, "2": -100}
 """A logit_bias: without these tokens the demo checkpoint never ends a turn by itself."""
 
 
+def token_of_byte(byte: int) -> int:
+    """Find the token of the demo checkpoint that stands for one byte, of 0xA1 and above."""
+    vocabulary = json.loads((CHECKPOINT / "tokenizer.json").read_text())["model"]["vocab"]
+    return int(vocabulary[chr(byte)])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningWorker:
     """A worker that takes requests; `start_lines` is what it said before."""
@@ -43,13 +49,17 @@ def running_worker(
 
 @contextmanager
 def worker_process(
-    *arguments: str, environment: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL
+    *arguments: str,
+    environment: Mapping[str, str] | None = None,
+    stdin: int = subprocess.DEVNULL,
+    stderr: int | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
     """Start `python -m workers`, and make sure that it is gone afterwards."""
     with subprocess.Popen(
         [sys.executable, "-m", "workers", *arguments],
         stdin=stdin,
         stdout=subprocess.PIPE,
+        stderr=stderr,
         text=True,
         env={**inherited(), **(environment or {})},
     ) as process:

@@ -98,11 +98,11 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
 
 @pytest.fixture
 def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
-    """Put a row of plain token ids, or of a chat question, into a lane."""
+    """Put a row of plain token ids, of a prompt as prepared, or of a chat question into a lane."""
 
     def put(
         lane: Lane,
-        prompt: str | list[int],
+        prompt: str | list[int] | PreparedPrompt,
         *,
         system: str = "",
         max_tokens: int = 64,
@@ -121,6 +121,8 @@ def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
             text = prompts.chat(messages)
             prefix_text = prompts.shared_prefix(messages)
             prepared = prompts.prepare(Prompt(text=text, prefix_text=prefix_text))
+        elif isinstance(prompt, PreparedPrompt):
+            prepared = prompt
         else:
             prepared = PreparedPrompt(tokens=tuple(prompt))
         heard = Heard()

@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 
 from policies.profile import Sampling
+from tests.worker_process import NO_END
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
+from workers.engine.memory import MemoryEstimate
 from workers.engine.requests import (
     Delta,
     EngineBusy,
     EngineStopped,
     Event,
     Finished,
+    FinishReason,
     Generation,
     InvalidGeneration,
     LaneName,
@@ -25,6 +28,9 @@ from workers.engine.requests import (
 from workers.engine.settings import EngineSettings
 
 GREEDY = Sampling(temperature=0)
+ENDLESS = Sampling(
+    temperature=0, logit_bias=tuple((int(token), float(bias)) for token, bias in NO_END.items())
+)
 RED = Picture(width_px=64, height_px=64, rgb=bytes([220, 30, 30]) * 64 * 64)
 
 
@@ -126,8 +132,8 @@ async def test_logprobs_are_those_of_the_chosen_tokens(engine: Engine) -> None:
     assert len(tokens) == events[-1].usage.completion_tokens  # type: ignore[union-attr]
     for token in tokens:
         assert len(token.top) == 3
-        assert token.top[0][0] == token.token_id, "greedy takes the likeliest"
-        assert token.logprob == pytest.approx(token.top[0][2])
+        assert token.top[0].token_id == token.token_id, "greedy takes the likeliest"
+        assert token.logprob == pytest.approx(token.top[0].logprob)
         assert token.logprob <= 0
 
 
@@ -138,6 +144,34 @@ async def test_a_prompt_longer_than_the_context_names_its_field(engine: Engine) 
         await collect(engine, wish)
 
     assert (raised.value.param, raised.value.code) == ("messages", "context_length_exceeded")
+
+
+async def test_an_answer_ends_where_a_row_alone_would_outgrow_the_memory(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = generation(engine, max_tokens=None, sampling=ENDLESS)
+    prompt_tokens = len(engine.prompts.prepare(wish.prompt).tokens)
+    estimate = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=256)
+    monkeypatch.setattr(engine, "_memory", estimate)
+
+    _, end = await collect(engine, wish)
+
+    assert end.reason is FinishReason.LENGTH
+    assert prompt_tokens + end.usage.completion_tokens == estimate.longest_row() < 256
+
+
+async def test_a_prompt_that_fills_the_memory_alone_is_refused_before_it_is_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wish = generation(engine, prompt=Prompt(text="story " * 300))
+    estimate = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=256)
+    monkeypatch.setattr(engine, "_memory", estimate)
+
+    with pytest.raises(InvalidGeneration) as raised:
+        await collect(engine, wish)
+
+    assert raised.value.code == "prompt_exceeds_memory"
+    assert str(estimate.longest_row()) in raised.value.message
 
 
 async def test_a_bias_on_a_token_outside_the_vocabulary_names_its_field(engine: Engine) -> None:

@@ -74,7 +74,7 @@ def test_log_probabilities_of_accepted_drafts_are_those_of_plain_decoding(make_l
         assert mine.token_id == expected.token_id
         assert mine.logprob == pytest.approx(expected.logprob, abs=1e-3)
         for ours, theirs in zip(mine.top, expected.top, strict=True):
-            assert ours[2] == pytest.approx(theirs[2], abs=1e-3)
+            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
 
 
 def test_no_log_probability_is_told_of_drafts_behind_the_end(make_lane, ask) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ from workers.engine.requests import (
     EngineStopped,
     Finished,
     GenerationFailed,
+    InvalidGeneration,
     LaneName,
     Picture,
     Prompt,
@@ -84,6 +86,22 @@ def test_a_sampled_row_goes_on_as_if_nothing_had_failed_beside_it(make_lane, ask
     assert isinstance(bad.end, GenerationFailed)
     assert beside.row.answer == alone.row.answer
     assert beside.text == alone.text
+
+
+def test_a_prompt_with_other_marks_than_pictures_is_refused(make_lane, ask, prompts) -> None:
+    """No worker is to blame for it, and a gateway that took it so would leave all of them alone."""
+    picture = Picture(width_px=64, height_px=64, rgb=bytes(64 * 64 * 3))
+    look = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    prepared = prompts.prepare(Prompt(text=prompts.chat([look]), pictures=(picture,)))
+    (mark,) = {token for token in prepared.tokens if prompts.spell(token) == "<|image_pad|>"}
+    lane = make_lane(LaneName.VLM)
+    bad, good = ask(lane, "Hello"), ask(lane, "Hello")
+    bad.row.prompt = replace(prepared, tokens=(*prepared.tokens, mark))
+    run(lane)
+
+    assert isinstance(bad.end, InvalidGeneration)
+    assert bad.end.param == "messages"
+    assert isinstance(good.end, Finished)
 
 
 def test_a_picture_and_its_answer_are_read_again_at_the_positions_they_had(

@@ -81,8 +81,23 @@ def test_log_probabilities_wait_with_their_text() -> None:
     heard: list[Event | EngineError] = []
     row = a_row(heard.append)
     for number, letter in enumerate("abcd"):
-        logprob = TokenLogprob(token_id=ord(letter), text=letter, logprob=-1.0)
+        logprob = TokenLogprob(token_id=ord(letter), raw=letter.encode(), logprob=-1.0)
         row.accept([ord(letter)], {END}, [logprob], now_s=number * TELL_EVERY_S / 2)
     pieces = [event for event in heard if isinstance(event, Delta)]
     assert [piece.text for piece in pieces] == ["a", "bc"]
     assert [[token.text for token in piece.logprobs] for piece in pieces] == [["a"], ["b", "c"]]
+
+
+def test_a_token_is_told_with_the_place_of_the_character_it_is_a_part_of() -> None:
+    """Also where a stop string may be beginning, and a draft brings several tokens at once."""
+    heard: list[Event | EngineError] = []
+    row = a_row(heard.append)
+    row.text = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), ("ending",))
+    said = "a\U0001f642e\u00fc"
+    raw = [bytes([byte]) for byte in said.encode()]
+    logprobs = [TokenLogprob(token_id=one[0], raw=one, logprob=-1.0) for one in raw]
+    row.accept(said.encode()[:3], {END}, logprobs[:3], now_s=0)
+    row.accept([*said.encode()[3:], END], {END}, [*logprobs[3:], logprobs[0]], now_s=1)
+    told = [token for event in heard if isinstance(event, Delta) for token in event.logprobs]
+    assert [token.offset_chars for token in told] == [0, 1, 1, 1, 1, 2, 3, 3, 4]
+    assert b"".join(token.raw for token in told[:-1]).decode() == said

@@ -11,7 +11,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.worker_process import NO_END, RunningWorker
+from tests.worker_process import NO_END, RunningWorker, token_of_byte
 
 QUESTION: Any = [{"role": "user", "content": "What is two plus three?"}]
 
@@ -191,6 +191,23 @@ async def test_logprobs_cover_every_token_in_both_forms(
     assert pieces == tokens
     assert all(len(token.top_logprobs) == 3 for token in tokens)
     assert all(token.top_logprobs[0].logprob >= token.logprob for token in tokens)
+
+
+async def test_bytes_of_logprobs_are_those_of_the_token_where_it_is_no_whole_character(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    """OpenAI gives bytes so that those of several tokens can be joined to one character."""
+    answer = await client.chat.completions.create(
+        model=model,
+        messages=QUESTION,
+        max_tokens=3,
+        temperature=0,
+        logprobs=True,
+        logit_bias={str(token_of_byte(0xF0)): 100},
+    )
+    assert answer.choices[0].logprobs is not None
+    tokens = answer.choices[0].logprobs.content or []
+    assert [(token.token, token.bytes) for token in tokens] == [("\\xf0", [0xF0])] * 3
 
 
 async def test_stop_string_ends_the_answer_before_it(

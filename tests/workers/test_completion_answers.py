@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
-from tests.worker_process import NO_END, RunningWorker
+from tests.worker_process import NO_END, RunningWorker, token_of_byte
+from tests.workers.scripted import ScriptedEngine, serving, text_script, worker_of
+from workers.engine.requests import Delta, ScoredToken, TokenLogprob
 
 NEVER_ENDING: Any = {"temperature": 0, "max_tokens": 6, "logit_bias": NO_END}
 
@@ -74,3 +77,34 @@ async def test_logprobs_have_the_old_shape_and_equal_offsets_in_a_stream(
     assert [len(top) for top in whole.top_logprobs or []] == [2] * 6
     assert [token for piece in pieces for token in piece.tokens or []] == whole.tokens
     assert [at for piece in pieces for at in piece.text_offset or []] == whole.text_offset
+
+
+async def test_offsets_wait_at_a_character_whose_bytes_are_still_coming(
+    client: openai.AsyncOpenAI, worker: RunningWorker
+) -> None:
+    answer = await client.completions.create(
+        model=worker.model,
+        prompt="Once",
+        max_tokens=3,
+        temperature=0,
+        logprobs=1,
+        logit_bias={str(token_of_byte(0xF0)): 100},
+    )
+    assert answer.choices[0].text == "\ufffd" * 3
+    assert answer.choices[0].logprobs is not None
+    assert answer.choices[0].logprobs.text_offset == [0, 0, 0]
+    assert answer.choices[0].logprobs.tokens == ["\\xf0"] * 3
+
+
+async def test_alternatives_that_are_no_whole_character_are_told_apart() -> None:
+    likeliest = tuple(
+        ScoredToken(token_id=byte, raw=bytes([byte]), logprob=-float(at))
+        for at, byte in enumerate((0xF0, 0xE2))
+    )
+    token = TokenLogprob(token_id=0xF0, raw=b"\xf0", logprob=0.0, top=likeliest)
+    engine = ScriptedEngine([Delta(text="", logprobs=(token,)), *text_script("\U0001f642")])
+    body = {"model": "scripted", "prompt": "x", "logprobs": 2}
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as http:
+        answer = await http.post("/v1/completions", json=body)
+    (choice,) = answer.json()["choices"]
+    assert choice["logprobs"]["top_logprobs"] == [{"\\xf0": 0.0, "\\xe2": -1.0}]

@@ -6,6 +6,7 @@ import json
 import signal
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import httpx
@@ -22,6 +23,7 @@ from tests.worker_process import (
 from tests.workers.scripted import ScriptedEngine, worker_of
 from workers.demo import CHECKPOINT
 from workers.server.serving import Ending, serve
+from workers.server.settings import UnusableSettings
 
 STORY = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -113,6 +115,50 @@ def test_taken_port_is_one_sentence_before_any_weights_are_loaded() -> None:
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"paceline worker: Cannot listen on 127.0.0.1 port {port}")
     assert ended.stderr.count("\n") == 1
+
+
+async def test_a_port_that_another_worker_took_while_the_weights_loaded_is_told_of() -> None:
+    """Both may bind while neither listens; who listens first has it."""
+    first, second = socket.socket(), socket.socket()
+    with first, second:
+        for one in (first, second):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        first.bind(("127.0.0.1", 0))
+        host, port = first.getsockname()
+        try:
+            second.bind((host, port))
+        except OSError:
+            pytest.skip("this system tells of it before the weights load")
+        first.listen()
+        with pytest.raises(UnusableSettings, match=f"Cannot listen on {host} port {port}: "):
+            await serve(
+                worker_of(ScriptedEngine()),
+                second,
+                token=None,
+                gateway_url="",
+                ending=Ending(),
+                on_ready=lambda: pytest.fail("it takes no requests"),
+            )
+
+
+def test_of_two_workers_started_on_one_port_one_serves_and_the_other_says_why_not() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    arguments = ("--model", str(CHECKPOINT), "--port", port)
+    with (
+        worker_process(*arguments, stderr=subprocess.PIPE) as one,
+        worker_process(*arguments, stderr=subprocess.PIPE) as two,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        ends = {pool.submit(process.wait): process for process in (one, two)}
+        first = ends.pop(next(as_completed(ends)))
+        (other,) = ends.values()
+        assert first.stderr is not None
+        assert first.returncode == 2
+        assert f"Cannot listen on 127.0.0.1 port {port}: " in first.stderr.read().splitlines()[-1]
+        assert until_ready(other).url.endswith(port)
+        other.terminate()
 
 
 @pytest.mark.parametrize("model", ["/nowhere", "no such model"])

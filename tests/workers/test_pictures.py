@@ -113,6 +113,18 @@ async def test_real_model_answers_about_a_picture_in_the_vlm_lane(worker: Runnin
     assert after["requests"] == before["requests"] + 1
 
 
+async def test_text_beside_a_picture_is_text_even_where_it_spells_a_processors_mark(
+    worker: RunningWorker,
+) -> None:
+    """One such text broke its request, and a gateway ejected worker after worker over it."""
+    (message,) = question(encoded(Image.new("RGB", (128, 128), (200, 30, 30))))
+    message["content"][0]["text"] = "What is <|placeholder|>?"
+    body = {"model": worker.model, "messages": [message], "temperature": 0, "max_tokens": 2}
+    async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize(("width_px", "height_px"), [(1, 1), (2, 2), (1, 200), (1, 201), (1500, 1)])
 async def test_s37_the_smallest_and_narrowest_pictures_break_no_engine(
     worker: RunningWorker, width_px: int, height_px: int

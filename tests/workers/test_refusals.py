@@ -76,6 +76,19 @@ async def test_field_that_cannot_be_done_is_a_400_that_names_it(
     assert engine.generations == []
 
 
+@pytest.mark.parametrize(("chars", "status"), [(0, 400), (1, 200), (128, 200), (129, 400)])
+async def test_prefix_key_that_no_report_can_hold_is_a_400_that_names_its_header(
+    client: httpx.AsyncClient, engine: ScriptedEngine, chars: int, status: int
+) -> None:
+    """Kept, it would stand in every report of the worker, and no gateway would take one again."""
+    headers = {"x-paceline-prefix-key": "k" * chars}
+    answer = await client.post(CHAT, json=QUESTION, headers=headers)
+    assert answer.status_code == status
+    if status == 400:
+        assert "'x-paceline-prefix-key'" in answer.json()["error"]["message"]
+        assert engine.generations == []
+
+
 async def test_echo_with_logprobs_is_a_400_that_names_echo(client: httpx.AsyncClient) -> None:
     body = {"model": "scripted", "prompt": "x", "echo": True, "logprobs": 1}
     answer = await client.post("/v1/completions", json=body)

@@ -26,16 +26,27 @@ TOOLS: Any = [
 ]
 
 
-def written(value: int) -> str:
+def written(value: object) -> str:
     return (
         f"<tool_call>\n<function=add>\n<parameter=a>\n{value}\n</parameter>\n"
         "</function>\n</tool_call>"
     )
 
 
-def split(pieces: list[str], at_most: int | None = None) -> list[str | tuple[str, Any]]:
+def tools_of(schema: object) -> Any:
+    """Describe the same tool with another kind of argument."""
+    parameters = {"type": "object", "properties": {"a": schema}}
+    return [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+
+
+def split(
+    pieces: list[str],
+    at_most: int | None = None,
+    tools: Any = TOOLS,
+    parser_name: str = "qwen3_coder",
+) -> list[str | tuple[str, Any]]:
     """Feed pieces; join neighbouring text, and drop the random ids."""
-    splitter = ToolCallSplitter(ToolFormat("qwen3_coder", TOOLS), at_most=at_most)
+    splitter = ToolCallSplitter(ToolFormat(parser_name, tools), at_most=at_most)
     out: list[str | tuple[str, Any]] = []
     for part in [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]:
         if isinstance(part, ToolCall):
@@ -75,6 +86,66 @@ def test_no_more_calls_than_asked_for() -> None:
     assert split([written(1) + written(2)], at_most=1) == [("add", {"a": 1})]
 
 
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": ["string", "null"]}, "Paris", "Paris"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, '{"b": 1}', '{"b": 1}'),
+        ({"type": ["string", "null"], "enum": ["Paris", None]}, "Paris", "Paris"),
+        ({"type": ["null", "boolean"]}, "true", True),
+        ({"type": ["integer", "null"]}, "3", 3),
+        ({"type": ["array", "null"]}, "[1, 2]", [1, 2]),
+        ({"type": ["string", "integer"]}, "Paris", "Paris"),
+        ({"type": "any"}, "Paris", "Paris"),
+        ({"type": "any"}, "[1, 2]", [1, 2]),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
+        ({"anyOf": [{"$ref": "#/$defs/B"}, {"type": "null"}]}, '{"b": 1}', {"b": 1}),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}, "Paris", "Paris"),
+        ({"$ref": "#/$defs/B"}, "Paris", "Paris"),
+        (True, "Paris", "Paris"),
+    ],
+)
+def test_arguments_are_read_by_any_way_to_write_their_type(
+    schema: object, value: str, expected: object
+) -> None:
+    """OpenAI's strict tools name what may be left out by a list of types."""
+    assert split([written(value)], tools=tools_of(schema)) == [("add", {"a": expected})]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": ["string", "null"]},
+        {"type": ["string", "null"], "enum": ["Paris", None]},
+        {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+    ],
+)
+def test_an_argument_that_may_be_null_is_not_always_null(schema: object) -> None:
+    block = (
+        '<minimax:tool_call><invoke name="add"><parameter name="a">Paris</parameter>'
+        "</invoke></minimax:tool_call>"
+    )
+    parts = split([block], tools=tools_of(schema), parser_name="minimax_m2")
+    assert parts == [("add", {"a": "Paris"})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("number", "inf"),
+        ("number", "1e999"),
+        ("number", "nan"),
+        ("object", '{"b": Infinity}'),
+        ("object", '{"b": "\\ud800"}'),
+        pytest.param("object", "-" * 20_000 + "1", id="deep"),
+    ],
+)
+def test_arguments_that_json_cannot_carry_are_text(kind: str, value: str) -> None:
+    assert split([written(value)], tools=tools_of({"type": kind})) == [written(value)]
+
+
 async def test_openai_package_reads_calls_whole_and_streamed() -> None:
     engine = ScriptedEngine(text_script("Adding.\n<tool", *written(3)[5:], "\n"))
     fields: Any = {
@@ -104,6 +175,7 @@ async def test_answer_of_calls_alone_has_no_content() -> None:
     async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         with_tools = await client.post("/v1/chat/completions", json=body)
         declined = await client.post("/v1/chat/completions", json={**body, "tool_choice": "none"})
+    assert [generation.reads_calls for generation in engine.generations] == [True, False]
     assert with_tools.json()["choices"][0]["message"]["content"] is None
     assert declined.json()["choices"][0]["message"]["content"] == written(3)
 

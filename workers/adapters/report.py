@@ -22,7 +22,9 @@ from policies.part import Label
 
 PREFIXES_TOLD = 64
 """Of the system prompts that a worker holds, so many stand in its report."""
-PrefixName = Annotated[str, Field(max_length=128)]
+PREFIX_NAME_CHARS = 128
+"""The longest name that a system prompt may be given."""
+PrefixName = Annotated[str, Field(max_length=PREFIX_NAME_CHARS)]
 
 
 class Record(BaseModel):

@@ -18,6 +18,7 @@ from workers.engine.requests import LaneName, ModelUnusable
 from workers.engine.seam import Checkpoint, load_checkpoint
 from workers.engine.self_test import HeadHealth, examine_head, warm_up
 from workers.engine.settings import EngineSettings, ModelCard
+from workers.engine.shared_rows import probe_shared_rows
 from workers.engine.snapshot_files import SnapshotFiles, fingerprint
 from workers.engine.snapshots import Snapshots
 from workers.engine.sparse_reading import OFF, SparseReading, load_sparse_reading
@@ -45,6 +46,8 @@ def assemble(settings: EngineSettings) -> Assembly:
     draft_tokens = settings.draft_tokens if checkpoint.head is not None else 0
     if draft_tokens:
         checkpoint.target.native_verify = probe_native_verify(checkpoint.target)
+    if checkpoint.target.batches_rows and not checkpoint.target.explicit_positions:
+        checkpoint.target.batches_rows = probe_shared_rows(checkpoint.target)
     memory = measure_memory(checkpoint.target, checkpoint.head)
     snapshots = Snapshots(
         min(settings.snapshot_bytes, memory.room_bytes // 2), _snapshot_files(settings)

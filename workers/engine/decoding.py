@@ -52,7 +52,7 @@ class Decoding:
         draft_tokens: int,
         max_rows: int,
         eos: frozenset[int],
-        spell: Callable[[int], str],
+        raw: Callable[[int], bytes],
         clock: Callable[[], float],
     ) -> None:
         self._target = target
@@ -63,9 +63,11 @@ class Decoding:
         self._draft_length = DraftLength(draft_tokens)
         self._max_rows = max_rows
         self._eos = eos
-        self._spell = spell
+        self._raw = raw
         self._clock = clock
-        # A family whose caches cannot hold rows of different length decodes row by row.
+        # A family whose caches cannot hold rows of different length decodes row by row, and so
+        # does a row that no batch could hold: both in the caches that the family makes itself,
+        # which a compiled round cannot take.
         self._shared = target.batches_rows
         self._drafting, self._plain = Batch(shared=self._shared), Batch(shared=self._shared)
         self._alone: list[Batch] = []
@@ -90,6 +92,24 @@ class Decoding:
         for batch in self._batches:
             batch.keep([i for i, row in enumerate(batch.rows) if not row.cancelled])
         return gone
+
+    def batches(self, *newcomers: Row) -> list[list[Row]]:
+        """Name the rows by batch, as they will be once these have joined."""
+        drafting, plain, *alone = [list(batch.rows) for batch in self._batches]
+        for row in newcomers:
+            if not self._may_share(row):
+                alone.append([row])
+            else:
+                (drafting if row.draft_tokens else plain).append(row)
+        return [rows for rows in (drafting, plain, *alone) if rows]
+
+    def send_back(self) -> Row:
+        """Drop the row that has written least, to be read again when there is room for it."""
+        sent = min(self.rows, key=lambda row: len(row.answer))
+        for batch in self._batches:
+            batch.keep([i for i, row in enumerate(batch.rows) if row is not sent])
+            batch.evaluate()  # room is what it was sent back for
+        return sent
 
     def choose_first(self, row: Row, scores: mx.array, token: int) -> None:
         """Take the token that follows a prompt, chosen from scores [1, vocabulary]."""
@@ -225,10 +245,13 @@ class Decoding:
             self._draft_length.judge(drafted, len(tokens) - 1)
         return taken
 
+    def _may_share(self, row: Row) -> bool:
+        return self._shared and not row.suspect
+
     def _batch_for(self, row: Row) -> Batch:
-        if self._shared and not row.suspect:
+        if self._may_share(row):
             return self._drafting if row.draft_tokens else self._plain
-        batch = Batch(shared=self._shared)
+        batch = Batch(shared=self._graph is not None)
         self._alone.append(batch)
         return batch
 
@@ -236,7 +259,7 @@ class Decoding:
         self, row: Row, scores: mx.array, tokens: Sequence[int]
     ) -> tuple[TokenLogprob, ...]:
         top = row.generation.top_logprobs
-        return () if top is None else token_logprobs(scores, tokens, top, self._spell)
+        return () if top is None else token_logprobs(scores, tokens, top, self._raw)
 
 
 def prove_alive(target: Target) -> None:

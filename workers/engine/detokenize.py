@@ -23,6 +23,8 @@ class TextStream:
         self._shown = 0
         self._read = 0
         self._held = ""
+        self.decided_chars = 0
+        """How many are sure to come out of the tokens so far, stop strings and all."""
         self.stopped = False
         """True once a stop string has been completed; nothing may be pushed after it."""
 
@@ -45,6 +47,7 @@ class TextStream:
         if len(text) <= len(known) or (text.endswith(REPLACEMENT) and not final):
             return ""
         self._shown, self._read = self._read, len(self._tokens)
+        self.decided_chars += len(text) - len(known)
         return text[len(known) :]
 
     def _settle(self, text: str) -> str:

@@ -10,7 +10,6 @@ import mlx.core as mx
 
 from workers.adapters.report import LaneReport
 from workers.engine.assembly import Assembly, assemble
-from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
 from workers.engine.loop import EngineThread
 from workers.engine.prompts import PreparedPrompt
@@ -129,21 +128,22 @@ class Engine:
                 self._thread.cancel(row)
 
     def _row(self, generation: Generation, prompt: PreparedPrompt, hear: Sink) -> Row:
-        room = self.card.context_tokens - len(prompt.tokens)
+        longest = self._memory.longest_row()
+        room = min(self.card.context_tokens, longest) - len(prompt.tokens)
         if not prompt.tokens:
             raise InvalidGeneration("messages", "The prompt is empty.")
-        if room < 1:
+        if len(prompt.tokens) >= self.card.context_tokens:
             raise InvalidGeneration(
                 "messages",
                 f"The prompt has {len(prompt.tokens)} tokens; "
                 f"this model's context holds {self.card.context_tokens}.",
                 code="context_length_exceeded",
             )
-        if len(prompt.tokens) > self._memory.longest_prompt():
+        if room < 1:
             raise InvalidGeneration(
                 "messages",
                 f"The prompt has {len(prompt.tokens)} tokens; "
-                f"this machine's memory holds {self._memory.longest_prompt()}.",
+                f"this machine's memory holds {longest}.",
                 code="prompt_exceeds_memory",
             )
         for token, _ in generation.sampling.logit_bias:
@@ -164,7 +164,7 @@ class Engine:
             draft_tokens=draft_tokens,
             draft_tokens_asked=asked is not None,
             bypass=bypass,
-            text=TextStream(self.prompts.decode, generation.stop),
+            text=self.prompts.stream(generation),
             tally=SpeculationTally(draft_tokens),
             sink=hear,
         )

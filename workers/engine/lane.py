@@ -1,8 +1,8 @@
 """One lane: a waiting line, at most one prompt being read, and the live rows.
 
-A step reads as: drop who left, admit, prefill a chunk, run a round, emit. It never blocks on
-anything but MLX, and whoever waits or leaves costs the others nothing. What raises an error ends
-one row: the others of its batch are read again and go on.
+A step reads as: drop who left, admit, make room, prefill a chunk, run a round, emit. It blocks on
+MLX alone, and whoever waits or leaves costs the others nothing. What raises an error ends one row;
+the others of its batch are read again, and so is who has written least where memory ends.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from policies.profile import Bypass
 from workers.engine.counters import LaneCounters
 from workers.engine.decoding import Decoding, Outcome, prove_alive
 from workers.engine.drafting_head import DraftingHead
-from workers.engine.memory import MemoryEstimate
+from workers.engine.memory import ROOM_TOKENS, MemoryEstimate
 from workers.engine.prefill import Prefill, begin_prefill, read_chunk, take_snapshot
 from workers.engine.prefill_pace import PrefillPace
 from workers.engine.prompts import PromptRenderer
-from workers.engine.requests import EngineError, Generation, GenerationFailed, LaneName
+from workers.engine.requests import (
+    EngineError,
+    Generation,
+    GenerationFailed,
+    InvalidGeneration,
+    LaneName,
+)
 from workers.engine.rows import Row
 from workers.engine.sampling import choose
 from workers.engine.seam import Checkpoint
@@ -81,7 +87,7 @@ class Lane:
             draft_tokens=draft_tokens,
             max_rows=max_rows,
             eos=checkpoint.eos,
-            spell=prompts.spell,
+            raw=prompts.raw,
             clock=clock,
         )
 
@@ -129,6 +135,7 @@ class Lane:
         """Drop who left, read one chunk of the next prompt, advance every live row by one round."""
         self._drop_cancelled()
         self._admit()
+        self._make_room()
         if self._prefill is not None:
             self._read(self._prefill)
         for outcome in self._decoding.rounds():
@@ -180,10 +187,32 @@ class Lane:
             except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
                 self._fail([row], error)
 
+    def batches(self, *newcomers: Row) -> list[list[Row]]:
+        """Name the rows that hold caches, by the batch that they are in or will join."""
+        reading = [] if self._prefill is None else [self._prefill.row]
+        return self._decoding.batches(*reading, *newcomers)
+
     def _fits(self, newcomer: Row) -> bool:
-        rows = [row for lane in {self, *self._siblings} for row in lane.rows_in_memory]
         # A row that is alone always runs: it was found to fit when it came.
-        return not rows or self._memory.fits(row.context for row in (*rows, newcomer))
+        return not self._in_memory or self._free_bytes(newcomer, ahead_tokens=ROOM_TOKENS) >= 0
+
+    @property
+    def _in_memory(self) -> int:
+        return sum(len(lane.rows_in_memory) for lane in {self, *self._siblings})
+
+    def _free_bytes(self, *newcomers: Row, ahead_tokens: int = 0) -> int:
+        """Count what the rows of all lanes leave, once each has grown by so many tokens."""
+        batches = self.batches(*newcomers)
+        batches += [rows for lane in self._siblings if lane is not self for rows in lane.batches()]
+        tokens = [[row.slots_after(ahead_tokens) for row in rows] for rows in batches]
+        return self._memory.room_bytes - self._memory.takes_bytes(tokens)
+
+    def _make_room(self) -> None:
+        """Let snapshots go where rows need the room, and rows where they outgrow it together."""
+        # Never the last one: some answer always comes to its end.
+        while (free_bytes := self._free_bytes()) < 0 and self.live and self._in_memory > 1:
+            self._waiting.appendleft(self._decoding.send_back())
+        self._snapshots.shrink(max(free_bytes, 0))
 
     def _read(self, prefill: Prefill) -> None:
         row = prefill.row
@@ -214,13 +243,24 @@ class Lane:
             self._head.failed(prefill.head_error)
             self._head.give_up(row)
             prefill.head_error = None
-        snapshot = take_snapshot(prefill)
-        if snapshot is not None and row.prompt.prefix is not None:
-            self._snapshots.keep(row.prompt.prefix.key, snapshot)
+        self._keep_prefix(prefill)
         if prefill.complete and not row.answer:
             assert prefill.scores is not None
             token = int(choose(prefill.scores, [row.chooser()]).item())
             self._decoding.choose_first(row, prefill.scores[0], token)
+
+    def _keep_prefix(self, prefill: Prefill) -> None:
+        """Keep the shared beginning that has just been read, if there is room for the copy."""
+        prefix = prefill.row.prompt.prefix
+        if prefix is None or prefill.done != prefill.prefix_tokens:
+            return
+        free_bytes = self._free_bytes() - self._memory.row_takes_bytes(prefill.done)
+        if free_bytes < 0:
+            prefill.prefix_tokens = 0
+            return
+        self._snapshots.shrink(free_bytes)
+        if (snapshot := take_snapshot(prefill)) is not None:
+            self._snapshots.keep(prefix.key, snapshot)
 
     def _settle(self, outcome: Outcome) -> None:
         """Tell whose answer has ended; put at the front of the line who must be read again."""
@@ -239,9 +279,10 @@ class Lane:
     def _fail(self, rows: list[Row], error: Exception) -> None:
         """End rows with an error; raise if not even one token can be computed any more."""
         logger.error("lane.failed lane=%s rows=%d", self.name, len(rows), exc_info=error)
+        failed = GenerationFailed("The engine failed while it made this answer.")
         for row in rows:
             self.counters.finish(row)
-            row.sink(GenerationFailed("The engine failed while it made this answer."))
+            row.sink(error if isinstance(error, InvalidGeneration) else failed)
         prove_alive(self._target)
 
     def _note_occupancy(self) -> None:
@@ -249,11 +290,8 @@ class Lane:
         unread = sum(map(self._unread_tokens, self._waiting)) if self._waiting else 0
         if prefill is not None:
             unread += len(prefill.reads) - prefill.done
-        self.counters.occupy(
-            running=self.live + (prefill is not None),
-            waiting=len(self._waiting),
-            unread_tokens=unread,
-        )
+        running = self.live + (prefill is not None)
+        self.counters.occupy(running=running, waiting=len(self._waiting), unread_tokens=unread)
 
     def _unread_tokens(self, row: Row) -> int:
         """Count what is to be read of a prompt that waits, as far as can be told before."""

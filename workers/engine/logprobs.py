@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from workers.engine.requests import TokenLogprob
+from workers.engine.requests import ScoredToken, TokenLogprob
 
 
 def token_logprobs(
-    scores: mx.array, tokens: Sequence[int], top: int, spell: Callable[[int], str]
+    scores: mx.array, tokens: Sequence[int], top: int, raw: Callable[[int], bytes]
 ) -> tuple[TokenLogprob, ...]:
     """Describe the tokens chosen from scores [L, vocabulary], each with the `top` likeliest.
 
@@ -24,10 +24,10 @@ def token_logprobs(
     return tuple(
         TokenLogprob(
             token_id=ids[0],
-            text=spell(ids[0]),
+            raw=raw(ids[0]),
             logprob=shares[0],
             top=tuple(
-                (index, spell(index), value)
+                ScoredToken(token_id=index, raw=raw(index), logprob=value)
                 for index, value in zip(ids[1:], shares[1:], strict=True)
             ),
         )

@@ -1,21 +1,27 @@
-"""What a row costs in memory, measured at load, and whether a prompt can fit at all.
+"""What rows cost in memory, measured at load, and how long a row can become at all.
 
 On Apple silicon a process that asks for more than the working set is not refused, it is aborted,
-and takes every other answer with it. So a prompt that cannot fit is refused before it is read.
+and takes every other answer with it. So a prompt that cannot fit is refused before it is read, an
+answer ends where even a row alone would not fit any more, and what does not fit beside others waits
+(`lane.py`). Not counted: caches of sliding windows, which stop growing, and what a draft model
+holds while it reads; both come out of the share that is left for activations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
+from workers.engine.row_cache import capacity, capacity_within
 from workers.engine.seam import ArraysCache, KVCache, MtpHead, Target
 
 _PROBE_TOKENS = 16
-_ROOM_TOKENS = 256
-"""What a row may grow by before it is counted again."""
+ROOM_TOKENS = 256
+"""What each row should be able to grow by when another one joins, so that it may stay a while."""
+_ROUND_TOKENS = 16
+"""What one round may write at most: a draft, and the token behind it."""
 _SHARE_FOR_CACHES = 0.9
 """Of what the weights leave; the rest is for activations and for pictures."""
 
@@ -32,16 +38,24 @@ class MemoryEstimate:
     limit_bytes: int = 0
     """What the process may use in all."""
 
-    def fits(self, contexts: Iterable[int]) -> bool:
-        """Say whether rows of these lengths can live side by side, each with room to go on."""
-        return (
-            sum(self.row_bytes + self.token_bytes * (tokens + _ROOM_TOKENS) for tokens in contexts)
-            <= self.room_bytes
+    def takes_bytes(self, batches: Iterable[Sequence[int]]) -> int:
+        """Count the bytes of batches, given the tokens of their rows, after one more round.
+
+        A batch holds each of its rows at the length of the longest.
+        """
+        return sum(
+            len(tokens) * self.row_takes_bytes(capacity(max(tokens) + _ROUND_TOKENS))
+            for tokens in batches
         )
 
-    def longest_prompt(self) -> int:
-        """Return how many tokens a row alone on the machine can hold."""
-        return max(self.room_bytes - self.row_bytes, 0) // max(self.token_bytes, 1)
+    def row_takes_bytes(self, slots: int) -> int:
+        """Count the bytes of a row that holds so many slots."""
+        return self.row_bytes + self.token_bytes * slots
+
+    def longest_row(self) -> int:
+        """Return how many tokens a row alone on the machine can come to, its answer included."""
+        slots = max(self.room_bytes - self.row_bytes, 0) // max(self.token_bytes, 1)
+        return max(capacity_within(slots) - _ROUND_TOKENS, 0)
 
 
 def measure_memory(target: Target, head: MtpHead | None) -> MemoryEstimate:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from workers.engine.prompt_scorer import Scoring
+from workers.engine.requests import InvalidGeneration
 from workers.engine.rows import Row
 from workers.engine.seam import Embedded, KVCache, LayerCache, MtpHead, Target
 from workers.engine.snapshots import Snapshot, Snapshots, alone, restore_caches, save_caches
@@ -48,23 +49,28 @@ class Prefill:
 
 def begin_prefill(row: Row, target: Target, head: MtpHead | None, snapshots: Snapshots) -> Prefill:
     """Open the caches of a row, look at its pictures, and start from a snapshot if there is one."""
-    embedded = None
+    caches, embedded = target.new_caches(), None
     if row.prompt.media:
         media = {name: mx.array(array) for name, array in row.prompt.media.items()}
-        embedded = target.embed(mx.array([row.prompt.tokens], dtype=mx.int32), media)
+        try:
+            embedded = target.embed(mx.array([row.prompt.tokens], dtype=mx.int32), media)
+        except ValueError as error:  # as many marks as pictures take, or it is no prompt
+            raise InvalidGeneration(
+                "messages", "The pictures do not fit the places for them in the prompt."
+            ) from error
         row.position_offset = embedded.position_offset
     tokens = (*row.prompt.tokens, *row.answer[:-1])
     prefill = Prefill(
         row=row,
         tokens=tokens,
-        caches=target.new_caches(),
+        caches=caches,
         head=head,
         head_caches=head.new_caches() if head else [],
         embedded=embedded,
         reads=range(len(tokens)),
     )
     prefix = row.prompt.prefix
-    if prefix is not None and not (embedded and embedded.extras):
+    if prefix is not None and target.saves_caches and not (embedded and embedded.extras):
         snapshot = snapshots.find(prefix.key, row.prompt.tokens)
         if snapshot is None and row.read_ahead is not None:
             snapshot = snapshots.adopt(prefix.key, row.prompt.tokens, row.read_ahead)

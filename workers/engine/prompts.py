@@ -6,11 +6,13 @@ plain numbers.
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any
 
 import jinja2
@@ -19,11 +21,21 @@ from mlx_vlm.tools import SPECS
 from mlx_vlm.utils import prepare_inputs
 from PIL import Image
 
+from workers.engine.call_tokens import call_tokens
 from workers.engine.control_tokens import ControlTokens, pieces
-from workers.engine.requests import InvalidGeneration, Picture, Prompt
+from workers.engine.detokenize import TextStream
+from workers.engine.requests import Generation, InvalidGeneration, Picture, Prompt
+from workers.engine.token_bytes import token_bytes
+
+logger = logging.getLogger(__name__)
 
 TEMPLATE_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
 
+# What mlx-vlm's processors write in the place of a picture's tokens, and then replace wherever it
+# stands: no token of any model, but in a message it would become a picture that is not there.
+_PROCESSOR_MARKS = frozenset(
+    f"<|{name}placeholder|>" for name in ("", "image_", "video_", "audio_", "minimax_m3_image_")
+)
 
 SHORTEST_PREFIX_TOKENS = 32
 """Reading so few anew costs less than keeping what comes of them."""
@@ -130,9 +142,18 @@ class PromptRenderer:
             return PreparedPrompt(tokens=tokens, prefix=self._prefix(prompt, tokens))
         if not self.sees_pictures:
             raise InvalidGeneration("messages", "This model cannot see pictures.")
-        inputs = prepare_inputs(
-            self._processor, images=[_image(p) for p in prompt.pictures], prompts=[prompt.text]
-        )
+        try:
+            inputs = prepare_inputs(
+                self._processor, images=[_image(p) for p in prompt.pictures], prompts=[prompt.text]
+            )
+        except ValueError as error:
+            # mlx-vlm makes a ValueError of all that its processors raise; no other is about inputs.
+            if not isinstance(error.__context__ or error, ValueError):
+                raise
+            logger.warning("pictures.refused", exc_info=error)
+            raise InvalidGeneration(
+                "messages", "The model's picture processor refuses these pictures and messages."
+            ) from error
         arrays = {
             name: np.array(value) for name, value in inputs.items() if hasattr(value, "shape")
         }
@@ -162,15 +183,37 @@ class PromptRenderer:
         """Return the text of tokens, without the control tokens of the template."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
+    def stream(self, generation: Generation) -> TextStream:
+        """Begin the text of one answer."""
+        decode = self._decode_with_calls if generation.reads_calls else self.decode
+        return TextStream(decode, generation.stop)
+
+    def _decode_with_calls(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, and the control tokens of calls as they are spelled."""
+        marks, texts = self._call_tokens, []
+        for marked, group in groupby(tokens, marks.__contains__):
+            run = list(group)
+            texts.append("".join(marks[token] for token in run) if marked else self.decode(run))
+        return "".join(texts)
+
+    @cached_property
+    def _call_tokens(self) -> dict[int, str]:
+        return call_tokens(self._tokenizer, self.tool_parser_name)
+
     def spell(self, token: int) -> str:
         """Return one token as it stands in the vocabulary, control tokens too."""
         return str(self._tokenizer.decode([token]))
 
+    def raw(self, token: int) -> bytes:
+        """Return the bytes of one token, of which several may make up a character."""
+        return token_bytes(self._tokenizer, token)
+
 
 def _control_spellings(tokenizer: Any) -> set[str]:
-    """Collect all that the tokenizer calls special; the named ones alone are not all."""
+    """Collect all that the tokenizer calls special (not only the named ones), and marks."""
     added = tokenizer.added_tokens_decoder.values()
-    return {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+    special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+    return special | _PROCESSOR_MARKS
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,8 @@ class Generation:
     max_tokens: int | None = None
     """None means the checkpoint's own limit, or else up to the end of the context window."""
     stop: tuple[str, ...] = ()
+    reads_calls: bool = False
+    """Whether the control tokens that calls of tools are written with stay in its text."""
     top_logprobs: int | None = None
     draft_tokens: int | None = None
     """k wanted by this request; None takes the worker's setting."""
@@ -69,14 +71,28 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
-    """The log-probability of one emitted token and of the likeliest alternatives."""
+class ScoredToken:
+    """A token that was, or might have been, chosen."""
 
     token_id: int
-    text: str
+    raw: bytes
+    """Of a character that takes several tokens each has only some."""
     logprob: float
-    top: tuple[tuple[int, str, float], ...] = ()
-    """(token id, text, log-probability), likeliest first."""
+
+    @property
+    def text(self) -> str:
+        r"""Spell it, with escapes such as `\xf0` for the bytes that are no whole character."""
+        return self.raw.decode(errors="backslashreplace")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob(ScoredToken):
+    """The log-probability of one emitted token and of the likeliest alternatives."""
+
+    top: tuple[ScoredToken, ...] = ()
+    """Likeliest first."""
+    offset_chars: int = 0
+    """Where in the answer its text begins, or that of the character which it goes on with."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,9 +68,10 @@ def run_round(batch: Batch, graph: RoundGraph, k: int) -> RoundResult:
 
 
 def run_plain_round(batch: Batch, target: Target) -> RoundResult:
-    """Advance every row by one token, for families that find positions in their caches."""
+    """Advance every row by one token, for families whose rounds are no pure functions of arrays."""
     batch.reserve(1)
-    forward = target.forward(batch.last[:, None], batch.caches, positions=None)
+    positions = [[row.context + row.position_offset] for row in batch.rows]
+    forward = target.forward(batch.last[:, None], batch.caches, mx.array(positions, dtype=mx.int32))
     scores = target.scores(forward)
     chosen = choose(scores, [row.chooser() for row in batch.rows])
     batch.last = chosen[:, 0]

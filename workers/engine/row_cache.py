@@ -116,7 +116,17 @@ class RowCache:
 
 def capacity(tokens: int) -> int:
     """Return the slots to hold so many tokens: one of few numbers, up to a quarter more."""
+    step = _step(tokens)
+    return -(-tokens // step) * step
+
+
+def capacity_within(slots: int) -> int:
+    """Return the largest capacity of at most so many slots."""
+    return slots // _step(slots) * _step(slots)
+
+
+def _step(tokens: int) -> int:
     step = FEWEST_SLOTS
     while tokens > step * 2 * STEPS_A_DOUBLING:
         step *= 2
-    return -(-tokens // step) * step
+    return step

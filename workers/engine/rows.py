@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from policies.profile import Bypass
@@ -76,6 +76,10 @@ class Row:
         """Count the tokens that the caches of a joined row hold."""
         return self.context - self.skipped_tokens
 
+    def slots_after(self, tokens: int) -> int:
+        """Count the slots it uses once it has grown by so many tokens, or has ended before."""
+        return self.slots_used + min(tokens, max(self.max_tokens - len(self.answer), 0))
+
     def next_draft(self, k: int) -> int:
         """Count the tokens to draft next where the lane would draft k.
 
@@ -119,6 +123,9 @@ class Row:
         taken = 0
         text = ""
         for token in tokens:
+            if logprobs:
+                begin = self.text.decided_chars
+                self._untold_logprobs.append(replace(logprobs[taken], offset_chars=begin))
             taken += 1
             self.answer.append(token)
             if token in ends:
@@ -134,7 +141,6 @@ class Row:
         if self.finish:
             text += self.text.flush()
         self._untold_text += text
-        self._untold_logprobs += logprobs[:taken]
         if self.finish or now_s - self._told_s >= TELL_EVERY_S:
             self._tell(now_s)
         return taken

@@ -16,8 +16,12 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import ArraysCache, KVCache
+from mlx_vlm.models.qwen2_5_vl.language import LanguageModel as Qwen25VlLanguage
+from mlx_vlm.models.qwen2_vl.language import LanguageModel as Qwen2VlLanguage
 from mlx_vlm.models.qwen3_5.language import LanguageModel as Qwen35Language
 from mlx_vlm.models.qwen3_5_moe.language import LanguageModel as Qwen35MoeLanguage
+from mlx_vlm.models.qwen3_vl.language import LanguageModel as Qwen3VlLanguage
+from mlx_vlm.models.qwen3_vl_moe.language import LanguageModel as Qwen3VlMoeLanguage
 from mlx_vlm.speculative.drafters import load_drafter
 from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
 from mlx_vlm.utils import load
@@ -86,16 +90,24 @@ class Target:
         # These families take explicit positions and hand out hidden states, which the MTP lane
         # lives on; the others find positions in their caches and give scores.
         self.explicit_positions = isinstance(self.language, Qwen35Language | Qwen35MoeLanguage)
+        # Those that are told none keep the ones of the last prompt, which was another row's.
+        self.takes_positions = self.explicit_positions or isinstance(
+            self.language,
+            Qwen2VlLanguage | Qwen25VlLanguage | Qwen3VlLanguage | Qwen3VlMoeLanguage,
+        )
         self.native_verify = True
         """Whether several tokens may be verified in one pass; probed at load."""
-
-    @property
-    def batches_rows(self) -> bool:
-        """Say whether rows of any length may share one forward pass."""
-        return all(type(cache) in (KVCache, ArraysCache) for cache in self.new_caches())
+        whole = all(type(cache) in (KVCache, ArraysCache) for cache in self.new_caches())
+        self.saves_caches = whole
+        """Whether a beginning that was read can be kept; a window moves on and loses it."""
+        self.batches_rows = whole
+        """Whether rows of any length may share one forward pass; probed at load."""
 
     def new_caches(self) -> list[LayerCache]:
         """Make the empty caches of one row, a layer each."""
+        if not self.takes_positions and hasattr(self.language, "_position_ids"):
+            # Those of the prompt before: some families read the next one with them, or raise.
+            self.language._position_ids = None  # noqa: SLF001  # theirs
         make = getattr(self.language, "make_cache", None)
         return make() if make else [KVCache() for _ in self.language.layers]
 
@@ -106,7 +118,7 @@ class Target:
         deltas = features.get("rope_deltas")
         return Embedded(
             embeddings=features["inputs_embeds"],
-            positions=features.get("position_ids") if self.explicit_positions else None,
+            positions=features.get("position_ids") if self.takes_positions else None,
             position_offset=int(deltas.reshape(-1)[0].item()) if deltas is not None else 0,
             extras={
                 name: value
@@ -119,30 +131,30 @@ class Target:
         self,
         tokens: mx.array,
         caches: Sequence[LayerCache | RecurrentSteps],
-        positions: mx.array | None,
+        positions: mx.array,
         *,
         embeddings: mx.array | None = None,
         extras: dict[str, mx.array] | None = None,
     ) -> Forward:
         """Run tokens [rows, L] at positions [rows, L] or [3, rows, L] and append to the caches.
 
-        Only families with explicit positions read them.
+        Families that find positions in their caches are not told them.
         """
         arguments: dict[str, Any] = dict(extras or {})
         if embeddings is not None:
             arguments["inputs_embeds"] = embeddings
+        if self.takes_positions:
+            if positions.ndim == 2:
+                positions = mx.broadcast_to(positions[None], (3, *positions.shape))
+            arguments["position_ids"] = positions
         if not self.explicit_positions:
             return Forward(
                 hidden=None,
                 scores=self.language(tokens, cache=list(caches), **arguments).logits,
             )
-        assert positions is not None
-        if positions.ndim == 2:
-            positions = mx.broadcast_to(positions[None], (3, *positions.shape))
         output = self.language(
             tokens,
             cache=list(caches),
-            position_ids=positions,
             return_hidden=True,
             skip_logits=True,
             **arguments,

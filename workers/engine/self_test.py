@@ -14,8 +14,8 @@ from workers.adapters.report import Speculation
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
 from workers.engine.prompts import PromptRenderer
-from workers.engine.requests import Generation, InvalidGeneration, Prompt
-from workers.engine.rows import Row
+from workers.engine.requests import Finished, Generation, InvalidGeneration, ModelUnusable, Prompt
+from workers.engine.rows import Row, Sink
 from workers.engine.tally import SpeculationTally
 
 QUESTIONS = (
@@ -86,16 +86,30 @@ def warm_up(lane: Lane, prompts: PromptRenderer, longest_draft: int) -> None:
     """Run every kind of round once, alone and in company, before anybody waits for one.
 
     MLX compiles a kernel when it is first used; on Linux that takes a C++ compiler, and seconds.
+    Raises `ModelUnusable` if not one question was answered.
     """
+    ends: list[object] = []
     for draft_tokens in range(longest_draft + 1):
         for question in QUESTIONS[:2]:
-            lane.add(_row(lane, prompts, question, draft_tokens, 2 * (draft_tokens + 2)))
+            max_tokens = 2 * (draft_tokens + 2)
+            lane.add(_row(lane, prompts, question, draft_tokens, max_tokens, sink=ends.append))
         while lane.busy:
             lane.step()
+    if not any(isinstance(end, Finished) for end in ends):
+        raise ModelUnusable(
+            "The model loads but cannot answer: every question asked at the start failed, and the "
+            "log says with what; its family may be one that Paceline cannot serve."
+        )
 
 
 def _row(
-    lane: Lane, prompts: PromptRenderer, question: str, draft_tokens: int, max_tokens: int
+    lane: Lane,
+    prompts: PromptRenderer,
+    question: str,
+    draft_tokens: int,
+    max_tokens: int,
+    *,
+    sink: Sink = lambda _: None,
 ) -> Row:
     try:
         text = prompts.chat([{"role": "user", "content": question}])
@@ -114,5 +128,5 @@ def _row(
         draft_tokens_asked=True,
         text=TextStream(prompts.decode),
         tally=SpeculationTally(draft_tokens),
-        sink=lambda _: None,
+        sink=sink,
     )

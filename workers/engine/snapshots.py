@@ -125,7 +125,11 @@ class Snapshots:
         self._by_key[key] = snapshot
         self._size_bytes += snapshot.size_bytes
         self.counts.stored += 1
-        while self._size_bytes > self._limit_bytes:
+        self.shrink(self._limit_bytes)
+
+    def shrink(self, size_bytes: int) -> None:
+        """Drop the least recently used until the others take no more than this."""
+        while self._by_key and self._size_bytes > size_bytes:
             self._drop(next(iter(self._by_key)))
             self.counts.evicted += 1
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workers.engine.requests import Delta, Finished, FinishReason, TokenLogprob
+from workers.engine.requests import Delta, Finished, FinishReason, ScoredToken, TokenLogprob
 from workers.server.choices import json_logprob
 from workers.server.ports import Json
 from workers.server.tool_calls import ToolCall, ToolCallSplitter
@@ -98,10 +98,14 @@ def _tool_call(call: ToolCall) -> Json:
 
 def _logprob(token: TokenLogprob) -> Json:
     return {
-        **_scored(token.text, token.logprob),
-        "top_logprobs": [_scored(text, logprob) for _, text, logprob in token.top],
+        **_scored(token),
+        "top_logprobs": [_scored(one) for one in token.top],
     }
 
 
-def _scored(text: str, logprob: float) -> Json:
-    return {"token": text, "logprob": json_logprob(logprob), "bytes": list(text.encode())}
+def _scored(token: ScoredToken) -> Json:
+    return {
+        "token": token.text,
+        "logprob": json_logprob(token.logprob),
+        "bytes": list(token.raw),
+    }

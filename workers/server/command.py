@@ -21,7 +21,7 @@ from workers.server.arguments import read_settings
 from workers.server.identity import advertised_url, default_worker_id
 from workers.server.model_source import ModelSource, resolve_model
 from workers.server.ports import ServingEngine
-from workers.server.serving import Ending, serve, watch_leash
+from workers.server.serving import Ending, cannot_listen, serve, watch_leash
 from workers.server.settings import UnusableSettings, WorkerSettings
 from workers.server.worker import Identity, Worker
 
@@ -56,6 +56,8 @@ def _run(arguments: Sequence[str]) -> int:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 alive = runner.run(_live(settings, source, engine, listener))
+        except UnusableSettings as unusable:
+            return _give_up(unusable, ExitCode.SETTINGS)
         finally:
             engine.stop()
     return ExitCode.ENDED if alive else ExitCode.ENGINE_DIED
@@ -70,7 +72,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
     except OSError as error:
-        raise UnusableSettings(f"Cannot listen on {host} port {port}: {error.strerror}.") from error
+        raise cannot_listen(host, port, error) from error
     return listener
 
 

@@ -19,7 +19,6 @@ class CompletionChoice:
         self._waiting: list[TokenLogprob] = []
         self._all: list[TokenLogprob] = []
         self._text = ""
-        self._offset_chars = len(echo)
         self._finish_reason = ""
 
     def opening(self) -> Sequence[Json]:
@@ -44,14 +43,13 @@ class CompletionChoice:
         return {
             "index": self._index,
             "text": self._echo + self._text,
-            "logprobs": self._as_logprobs(self._all, 0),
+            "logprobs": self._as_logprobs(self._all),
             "finish_reason": self._finish_reason,
         }
 
     def _entry(self, text: str, finish_reason: str | None = None) -> Json:
         carried, self._waiting = self._waiting, []
-        logprobs = self._as_logprobs(carried, self._offset_chars) if carried else None
-        self._offset_chars += sum(len(token.text) for token in carried)
+        logprobs = self._as_logprobs(carried) if carried else None
         self._all += carried
         return {
             "index": self._index,
@@ -60,20 +58,16 @@ class CompletionChoice:
             "finish_reason": finish_reason,
         }
 
-    def _as_logprobs(self, tokens: Sequence[TokenLogprob], offset_chars: int) -> Json:
+    def _as_logprobs(self, tokens: Sequence[TokenLogprob]) -> Json:
         if self._top_logprobs is None:
             return None
-        offsets = []
-        for token in tokens:
-            offsets.append(offset_chars)
-            offset_chars += len(token.text)
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [json_logprob(token.logprob) for token in tokens],
             "top_logprobs": [
-                {text: json_logprob(logprob) for _, text, logprob in token.top} for token in tokens
+                {one.text: json_logprob(one.logprob) for one in token.top} for token in tokens
             ]
             if self._top_logprobs
             else None,
-            "text_offset": offsets,
+            "text_offset": [len(self._echo) + token.offset_chars for token in tokens],
         }

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from policies.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from policies.reading import STRUCTURED_FIELDS, read_profile
+from workers.adapters.report import PREFIX_NAME_CHARS
 from workers.engine.requests import Generation, LaneName, Prompt
 from workers.engine.settings import ModelCard
 from workers.engine.spec_prefill import Wish
@@ -65,7 +66,8 @@ async def read_call(
     tool_format = _tool_format(engine.prompts, tools) if tools else None
     lane, bypass = _choose_lane(request.headers.get(LANE_HEADER), profile, engine.card)
     if endpoint is Endpoint.CHAT:
-        prompt = await _chat_prompt(body, tools, engine, request.headers.get(PREFIX_HEADER))
+        prefix_key = _prefix_key(request.headers.get(PREFIX_HEADER))
+        prompt = await _chat_prompt(body, tools, engine, prefix_key)
     else:
         prompt = Prompt(text=body["prompt"])
     request_id = request.state.request_id
@@ -76,6 +78,7 @@ async def read_call(
         sampling=profile.sampling,
         max_tokens=profile.max_tokens,
         stop=profile.stop,
+        reads_calls=tool_format is not None,
         top_logprobs=profile.top_logprobs,
         draft_tokens=profile.draft_tokens,
         spec_prefill=Wish(sparse=profile.spec_prefill, keep_share=profile.spec_prefill_keep),
@@ -135,6 +138,16 @@ def _choose_lane(
     if not bypass and LaneName.TEXT_MTP not in card.lanes:
         bypass = (Bypass.NO_MTP_WORKER,)
     return lane, bypass
+
+
+def _prefix_key(given: str | None) -> str | None:
+    """Refuse a key that no report could hold: the worker would never be heard of again."""
+    if given is not None and not 1 <= len(given) <= PREFIX_NAME_CHARS:
+        raise BadRequest(
+            f"The header '{PREFIX_HEADER}' must have 1 to {PREFIX_NAME_CHARS} characters.",
+            param=PREFIX_HEADER,
+        )
+    return given
 
 
 async def _chat_prompt(

@@ -16,6 +16,7 @@ from pydantic import SecretStr
 
 from workers.join import Membership, keep_joined
 from workers.server.app import create_app
+from workers.server.settings import UnusableSettings
 from workers.server.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -41,6 +42,11 @@ class Ending:
         (self.insisted if self.asked.is_set() else self.asked).set()
 
 
+def cannot_listen(host: str, port: int, error: OSError) -> UnusableSettings:
+    """Say why no connection can be taken there."""
+    return UnusableSettings(f"Cannot listen on {host} port {port}: {error.strerror}.")
+
+
 class _Server(uvicorn.Server):
     """uvicorn, but a signal starts the draining and says when connections are taken."""
 
@@ -51,6 +57,16 @@ class _Server(uvicorn.Server):
         self._ending = ending
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        for listener in sockets or ():
+            try:
+                # Here, because uvloop goes on in silence where it cannot.
+                listener.listen(self.config.backlog)
+            except OSError as error:
+                # Another process was bound to the port as well, and has begun to listen meanwhile.
+                # To listen before the weights are loaded would tell earlier, but let requests wait
+                # for minutes that a gateway sends elsewhere at once when they are refused.
+                host, port = listener.getsockname()[:2]
+                raise cannot_listen(host, port, error) from error
         await super().startup(sockets=sockets)
         self.listening.set()
 
@@ -68,7 +84,10 @@ async def serve(
     ending: Ending,
     on_ready: Callable[[], None],
 ) -> bool:
-    """Serve until the end is asked for or the engine dies; say whether the engine lived."""
+    """Serve until the end is asked for or the engine dies; say whether the engine lived.
+
+    Raises `UnusableSettings` where the listener cannot listen.
+    """
     config = uvicorn.Config(
         create_app(worker, token),
         log_config=None,
@@ -80,8 +99,11 @@ async def serve(
     )
     server = _Server(config, ending)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
+    listening = asyncio.create_task(server.listening.wait())
     try:
-        await server.listening.wait()
+        await asyncio.wait((listening, serving), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            await serving
         async with _joined(worker, gateway_url, token):
             on_ready()
             await _until_over(worker, ending)
@@ -89,6 +111,7 @@ async def serve(
             if worker.engine.alive:
                 await _until_idle(worker, ending)
     finally:
+        listening.cancel()
         server.should_exit = True
         await serving
     return worker.engine.alive

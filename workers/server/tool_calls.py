@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from workers.server.ports import Json
+from workers.server.tool_schemas import plain_tools
 
 # What mlx-vlm's parsers raise on text that only looks like a call: it is then answered as text.
 _NOT_A_CALL = (
@@ -18,8 +19,10 @@ _NOT_A_CALL = (
     IndexError,
     TypeError,
     AttributeError,
+    ArithmeticError,
     SyntaxError,
     RecursionError,
+    MemoryError,  # Python's own parser, of values that are nested too deeply
 )
 
 
@@ -37,7 +40,7 @@ class ToolFormat:
 
     def __init__(self, parser_name: str, tools: Sequence[Mapping[str, Json]]) -> None:
         self._parser_name = parser_name
-        self._tools = list(tools)
+        self._tools = plain_tools(tools)
 
     @cached_property
     def _parser(self) -> Any:
@@ -56,6 +59,11 @@ class ToolFormat:
         """What closes a call; some formats end it with the line."""
         return str(self._parser.tool_call_end) or "\n"
 
+    @property
+    def is_closed(self) -> bool:
+        """Say whether the format closes its calls; else one may follow another at once."""
+        return bool(self._parser.tool_call_end)
+
     def parse(self, block: str) -> list[ToolCall]:
         """Read the calls of one block, markers included; empty where it is none."""
         inner = block.strip().removeprefix(self.start).removesuffix(self.end)
@@ -68,7 +76,12 @@ class ToolFormat:
 
 
 def _read_call(name: str, arguments: Json) -> ToolCall:
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    text = (
+        arguments
+        if isinstance(arguments, str)
+        else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    )
+    text.encode()  # raises on half a surrogate pair, which no answer can carry
     return ToolCall(call_id=f"call_{secrets.token_hex(12)}", name=name.strip(), arguments=text)
 
 
@@ -105,9 +118,13 @@ class ToolCallSplitter:
         begin = len(self._format.start) if self._inside else 0
         at = self._held.find(marker, begin)
         if self._inside:
-            if at < 0:
+            ends = [at + len(marker)] if at >= 0 else []
+            following = -1 if self._format.is_closed else self._held.find(self._format.start, begin)
+            if following >= 0:
+                ends.append(following)
+            if not ends:
                 return False
-            block = self._held[: at + len(marker)]
+            block = self._held[: min(ends)]
             self._held = self._held[len(block) :]
             self._inside = False
             out.extend(self._read(block, block))

@@ -1,0 +1,83 @@
+"""Tiny models of other families, at random: only their shapes and their caches are looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+from mlx_vlm.models import qwen2_5_vl, qwen3_vl_moe
+from mlx_vlm.models.llama import ModelConfig as LlamaConfig
+from mlx_vlm.models.llama.language import LanguageModel as Llama
+
+from workers.engine.seam import Target
+
+WINDOW_TOKENS = 16
+
+
+def plain_llama(vocabulary: int) -> Target:
+    """Make a model whose rows can share a forward pass."""
+    return _llama(vocabulary)
+
+
+def llama_with_a_window(vocabulary: int) -> Target:
+    """Make a model of two layers, one of which sees `WINDOW_TOKENS` back and no further."""
+    return _llama(
+        vocabulary,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=WINDOW_TOKENS,
+    )
+
+
+def qwen2_5_vl_text(vocabulary: int) -> Target:
+    """Make the language model of a family that is told the positions of its tokens."""
+    mx.random.seed(0)
+    text = qwen2_5_vl.TextConfig(
+        model_type="qwen2_5_vl", **_sizes(vocabulary), rope_scaling=_positions()
+    )
+    return Target(qwen2_5_vl.LanguageModel(text, _config(qwen2_5_vl, text)))
+
+
+def qwen3_vl_moe_text(vocabulary: int) -> Target:
+    """Make the language model of a family whose attention cuts the mask to what was written."""
+    mx.random.seed(0)
+    text = qwen3_vl_moe.TextConfig(
+        model_type="qwen3_vl_moe",
+        **_sizes(vocabulary),
+        head_dim=16,
+        rope_theta=10_000.0,
+        max_position_embeddings=4096,
+        rope_scaling=_positions(),
+        num_experts=2,
+        num_experts_per_tok=1,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        moe_intermediate_size=16,
+    )
+    return Target(qwen3_vl_moe.LanguageModel(text, _config(qwen3_vl_moe, text)))
+
+
+def _config(family: Any, text: Any) -> Any:
+    return family.ModelConfig(
+        text_config=text, vision_config=family.VisionConfig(), model_type=text.model_type
+    )
+
+
+def _positions() -> dict[str, Any]:
+    return {"type": "default", "mrope_section": [4, 2, 2]}
+
+
+def _sizes(vocabulary: int) -> dict[str, Any]:
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-6,
+    }
+
+
+def _llama(vocabulary: int, **windows: Any) -> Target:
+    mx.random.seed(0)
+    return Target(Llama(LlamaConfig(model_type="llama", **_sizes(vocabulary), **windows)))

@@ -1,0 +1,79 @@
+"""Tool calls are read where the tokens that they are written with are special ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from policies.profile import Sampling
+from workers.engine.prompts import PromptRenderer
+from workers.engine.requests import Generation, LaneName, Prompt
+from workers.server.tool_calls import ToolCall, ToolCallSplitter, ToolFormat
+
+# As mlx-vlm knows Mistral's: by what opens a call in it.
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}[TOOL_CALLS]"
+OLDER = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3}}]'
+NEWER = '[TOOL_CALLS]add[ARGS]{"a": 3}'
+
+
+@pytest.fixture(scope="module")
+def renderer() -> PromptRenderer:
+    """Read bytes one by one, and three special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True) for name in ("[TOOL_CALLS]", "[ARGS]", "[IMG]", "</s>")]
+    )
+    return PromptRenderer(
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+    )
+
+
+def answered(renderer: PromptRenderer, written: str, *, reads_calls: bool) -> list[str]:
+    """Let an answer arrive token by token; return its text in pieces."""
+    generation = Generation(
+        request_id="test",
+        lane=LaneName.VLM,
+        prompt=Prompt(text=""),
+        sampling=Sampling(),
+        reads_calls=reads_calls,
+    )
+    text = renderer.stream(generation)
+    tokens = renderer.prepare(Prompt(text=written)).tokens
+    return [*(text.push(token) for token in tokens), text.flush()]
+
+
+@pytest.mark.parametrize("written", [OLDER, NEWER])
+def test_a_call_that_special_tokens_mark_is_read(renderer: PromptRenderer, written: str) -> None:
+    assert renderer.tool_parser_name == "mistral"
+    splitter = ToolCallSplitter(ToolFormat("mistral", []))
+    pieces = answered(renderer, f"Adding ü.{written}</s>", reads_calls=True)
+    parts = [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]
+    *content, call = parts
+    assert "".join(map(str, content)) == "Adding ü."
+    assert isinstance(call, ToolCall)
+    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 3})
+
+
+def test_calls_that_nothing_closes_end_where_the_next_begins(renderer: PromptRenderer) -> None:
+    splitter = ToolCallSplitter(ToolFormat("mistral", []))
+    pieces = answered(renderer, f"{NEWER}{NEWER.replace('3', '4')}</s>", reads_calls=True)
+    parts = [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]
+    calls = [json.loads(part.arguments) for part in parts if isinstance(part, ToolCall)]
+    assert calls == [{"a": 3}, {"a": 4}]
+    assert len(parts) == 2
+
+
+def test_special_tokens_that_no_call_is_written_with_are_no_text(renderer: PromptRenderer) -> None:
+    pieces = answered(renderer, f"[IMG]One{NEWER}</s>", reads_calls=True)
+    assert "".join(pieces) == f"One{NEWER}"
+
+
+def test_without_tools_no_special_token_is_text(renderer: PromptRenderer) -> None:
+    pieces = answered(renderer, f"[IMG]One{NEWER}</s>", reads_calls=False)
+    assert "".join(pieces) == 'Oneadd{"a": 3}'

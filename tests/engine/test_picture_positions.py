@@ -1,0 +1,114 @@
+"""Qwen's earlier families see pictures where they are, also while other rows are answered.
+
+The models are tiny and their weights are drawn, so their answers mean nothing; but each must be the
+one that the whole text, read anew for every token by mlx-vlm alone, would give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_vlm.models import qwen2_5_vl, qwen3_vl
+
+from tests.engine.conftest import run
+from workers.engine.prompts import PreparedPrompt
+from workers.engine.seam import Target
+
+START, PICTURE, END = 1500, 1501, 1502
+PATCHES_HIGH, PATCHES_WIDE = 4, 8
+TOKENS = 12
+
+TEXT = {
+    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 96, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "vocab_size": 1536, "head_dim": 16,
+    "rope_theta": 1000.0, "max_position_embeddings": 4096, "tie_word_embeddings": False,
+    "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+}  # fmt: skip
+VISION = {
+    "depth": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64, "num_heads": 2,
+    "patch_size": 4, "spatial_patch_size": 4, "window_size": 16, "fullatt_block_indexes": [1],
+    "deepstack_visual_indexes": [0], "num_position_embeddings": 64,
+}  # fmt: skip
+TOKEN_IDS = {
+    "vocab_size": 1536, "image_token_id": PICTURE, "image_token_index": PICTURE,
+    "video_token_id": 1503, "vision_start_token_id": START, "vision_end_token_id": END,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[qwen2_5_vl, qwen3_vl], ids=["qwen2_5_vl", "qwen3_vl"])
+def target(request: pytest.FixtureRequest) -> Target:
+    family = request.param
+    name = family.__name__.rsplit(".", 1)[-1]
+
+    def config(kind: Any, values: dict[str, Any]) -> Any:
+        """Leave out what this family has no field for."""
+        known = {**values, "model_type": name}.items()
+        return kind(**{key: value for key, value in known if key in kind.__dataclass_fields__})
+
+    mx.random.seed(7)
+    parts = {
+        "text_config": config(family.TextConfig, TEXT),
+        "vision_config": config(family.VisionConfig, VISION),
+    }
+    model = family.Model(config(family.ModelConfig, TOKEN_IDS | parts))
+    model.eval()
+    mx.eval(model.parameters())
+    return Target(model)
+
+
+def text(first: int, length: int) -> PreparedPrompt:
+    return PreparedPrompt(tokens=tuple(20 + (first + 37 * i) % 1200 for i in range(length)))
+
+
+def picture(seed: int, before: int, behind: int) -> PreparedPrompt:
+    """A picture of 4 x 8 patches, which are 2 x 4 tokens, between two texts."""
+    pixels = np.random.default_rng(seed).standard_normal(
+        (PATCHES_HIGH * PATCHES_WIDE, 3 * 2 * 4 * 4), dtype=np.float32
+    )
+    seen = (START, *[PICTURE] * (PATCHES_HIGH * PATCHES_WIDE // 4), END)
+    return PreparedPrompt(
+        tokens=(*text(seed, before).tokens, *seen, *text(seed + 1, behind).tokens),
+        media={
+            "pixel_values": pixels,
+            "image_grid_thw": np.array([[1, PATCHES_HIGH, PATCHES_WIDE]], dtype=np.int32),
+        },
+    )
+
+
+def read_anew(target: Target, prompt: PreparedPrompt, count: int) -> list[int]:
+    """Answer by reading everything again for every token, without any cache or code of ours."""
+    answer: list[int] = []
+    while len(answer) < count:
+        tokens = mx.array([[*prompt.tokens, *answer]], dtype=mx.int32)
+        media = {name: mx.array(array) for name, array in prompt.media.items()}
+        seen = target.model.get_input_embeddings(tokens, **media).to_dict()
+        seen = {name: value for name, value in seen.items() if value is not None}
+        seen.pop("rope_deltas", None)
+        seen["position_ids"] = mx.broadcast_to(seen["position_ids"], (3, 1, tokens.shape[1]))
+        scores = target.language(tokens, **seen).logits
+        answer.append(int(mx.argmax(scores[0, -1]).item()))
+    return answer
+
+
+def test_pictures_and_texts_are_read_at_their_own_positions_alone_and_together(
+    target: Target, make_lane: Callable[..., Any], ask: Callable[..., Any]
+) -> None:
+    prompts: Sequence[PreparedPrompt] = (
+        text(1, 9), picture(3, 5, 7), text(5, 60), picture(8, 40, 3), text(2, 30),
+    )  # fmt: skip
+    expected = [read_anew(target, prompt, TOKENS) for prompt in prompts]
+    plain = {"target": target, "head": None, "eos": frozenset[int]()}
+
+    one_by_one = make_lane(draft_tokens=0, chunk_tokens=16, **plain)
+    for prompt, answer in zip(prompts, expected, strict=True):
+        heard = ask(one_by_one, prompt, max_tokens=TOKENS, draft_tokens=0)
+        run(one_by_one)
+        assert heard.row.answer == answer
+    together = make_lane(draft_tokens=0, chunk_tokens=16, **plain)
+    rows = [ask(together, prompt, max_tokens=TOKENS, draft_tokens=0) for prompt in prompts]
+    run(together)
+    assert [heard.row.answer for heard in rows] == expected
