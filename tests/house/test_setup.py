@@ -28,9 +28,9 @@ def clone(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def set_up(clone: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def set_up(clone: Path, lock: str = "dev", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [clone / "scripts" / "setup", "dev"],
+        [clone / "scripts" / "setup", lock],
         env={"PATH": str(clone / "bin"), **environment},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -53,6 +53,19 @@ def test_no_compiler_and_nobody_to_install_it_is_one_sentence(clone: Path) -> No
     assert ended.stderr.count("\n") == 1
     assert ended.stderr.startswith("paceline: g++ is missing")
     assert not (clone / ".venv").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux needs a compiler")
+def test_a_gateway_alone_needs_no_compiler(clone: Path) -> None:
+    """It comes as far as to make the environment, which this Python refuses."""
+    python = clone / "bin" / "python3"
+    python.write_text(f'#!/bin/sh\n[ "$2" != venv ] || exit 1\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (clone / "bin" / "rm").symlink_to(shutil.which("rm") or "")
+    ended = set_up(clone, "gateway")
+    assert ended.returncode == 1
+    assert ended.stderr == f"paceline: '{python} -m venv .venv' failed; see above.\n"
+    assert set_up(clone, "worker").stderr.startswith("paceline: g++ is missing")
 
 
 def test_a_finished_set_up_is_seen_by_its_stamp(clone: Path) -> None:
