@@ -1,19 +1,27 @@
-"""OpenBLAS for MLX on Linux, whose wheel brings a reference BLAS many times slower."""
+"""OpenBLAS under MLX on Linux, as `scripts/with-blas` gives it to `make up` and `make test`."""
 
 from __future__ import annotations
 
-import ctypes.util
 import os
+import subprocess
 import sys
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+_WITH_BLAS: Final = Path(__file__).parents[1] / "scripts" / "with-blas"
+_NAMES: Final = frozenset({"LD_PRELOAD", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE"})
 
 
+@cache
 def preload() -> dict[str, str]:
     """Return the environment that preloads OpenBLAS; empty on macOS and where none is installed."""
-    if sys.platform != "linux":
-        return {}
-    library = ctypes.util.find_library("openblas")
-    # One thread: MLX brings its own, and two pools on the same cores get into each other's way.
-    return {"LD_PRELOAD": library, "OPENBLAS_NUM_THREADS": "1"} if library else {}
+    without = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    listed = subprocess.run(
+        [_WITH_BLAS, "/usr/bin/env", "-0"], env=without, capture_output=True, text=True, check=True
+    ).stdout
+    told = dict(line.split("=", 1) for line in listed.split("\0") if line)
+    return {name: value for name, value in told.items() if name in _NAMES}
 
 
 def restart_with_fast_blas(module: str) -> None:
