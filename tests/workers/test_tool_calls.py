@@ -35,7 +35,13 @@ def written(value: object) -> str:
 
 def tools_of(schema: object) -> Any:
     """Describe the same tool with another kind of argument."""
-    parameters = {"type": "object", "properties": {"a": schema}}
+    named = {
+        "Count": {"type": "integer"},
+        "Name": {"type": "string"},
+        "Place/~": {"$ref": "#/$defs/Name"},
+        "Loop": {"$ref": "#/$defs/Loop"},
+    }
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": named}
     return [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
 
 
@@ -101,9 +107,15 @@ def test_no_more_calls_than_asked_for() -> None:
         ({"type": "any"}, "[1, 2]", [1, 2]),
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
         ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
-        ({"anyOf": [{"$ref": "#/$defs/B"}, {"type": "null"}]}, '{"b": 1}', {"b": 1}),
+        ({"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]}, "3", "3"),
+        ({"anyOf": [{"$ref": "#/$defs/Count"}, {"type": "null"}]}, "3", 3),
         ({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}, "Paris", "Paris"),
-        ({"$ref": "#/$defs/B"}, "Paris", "Paris"),
+        ({"$ref": "#/$defs/Name"}, "3", "3"),
+        ({"$ref": "#/$defs/Count", "description": "How many."}, "3", 3),
+        ({"$ref": "#/$defs/Place~1~0"}, "3", "3"),
+        ({"$ref": "#/$defs/Loop"}, "Paris", "Paris"),
+        ({"$ref": "#/$defs/Unknown"}, '{"b": 1}', {"b": 1}),
+        ({"$ref": "https://elsewhere.test/schema"}, "Paris", "Paris"),
         (True, "Paris", "Paris"),
     ],
 )

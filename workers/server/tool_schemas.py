@@ -28,19 +28,24 @@ def _plain_tool(tool: Mapping[str, Json]) -> Mapping[str, Json]:
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     if not isinstance(properties, Mapping):
         return tool
-    plain = {name: _plain_schema(schema) for name, schema in properties.items()}
+    plain = {name: _plain_schema(schema, parameters) for name, schema in properties.items()}
     parameters = {**parameters, "properties": plain}
     return {**tool, "function": {**function, "parameters": parameters}}
 
 
-def _plain_schema(schema: Json) -> Json:
-    """Leave null out, and let what remains alone stand for the whole.
+def _plain_schema(
+    schema: Json, root: Mapping[str, Json], followed: frozenset[str] = frozenset()
+) -> Json:
+    """Leave null out, and let what remains alone, or is referred to, stand for the whole.
 
     Every parser reads `null` as null anyway, and what has no type as JSON or else as text.
     """
     if not isinstance(schema, Mapping):
         return schema
     plain = dict(schema)
+    reference = str(plain.pop("$ref", ""))
+    if isinstance(meant := _meant(reference, root), Mapping) and reference not in followed:
+        return _plain_schema({**meant, **plain}, root, followed | {reference})
     if isinstance(plain.get("enum"), list):
         plain["enum"] = [value for value in plain["enum"] if value is not None]
     if isinstance(plain.get("type"), list):
@@ -49,11 +54,20 @@ def _plain_schema(schema: Json) -> Json:
         if isinstance(plain.get(several), list):
             choices = [choice for choice in plain.pop(several) if not _is_null(choice)]
             if len(choices) == 1 and isinstance(choices[0], Mapping):
-                return _plain_schema({**plain, **choices[0]})
+                return _plain_schema({**plain, **choices[0]}, root, followed)
             plain[several] = choices
     if not str(plain.get("type")).strip().lower().startswith(_KNOWN_TYPES):
         plain.pop("type", None)
     return plain
+
+
+def _meant(reference: str, root: Mapping[str, Json]) -> Json:
+    """Find what a reference into the same schema means; None for any other."""
+    found: Json = root if reference.startswith("#/") else None
+    for step in reference.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
 
 
 def _is_null(schema: Json) -> bool:
