@@ -115,6 +115,35 @@ def test_a_file_of_ones_own_is_applied_onto_what_is_in_force(
     assert "@" in newest["author"], "who is at the terminal"
 
 
+def test_a_file_that_cannot_be_marked_is_told_of_and_what_it_says_is_in_force(
+    policy: Command, admin: Admin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "edited.yaml"
+    file.write_text(policy("show")[1].replace("limit: 128", "limit: 64"))
+    said = io.StringIO()
+    monkeypatch.setattr("sys.stderr", said)
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError("the disk is full")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_text", refuse)
+        code, printed = policy("apply", str(file), "--note", "less room")
+    assert (code, printed.splitlines()[-1]) == (0, "Version 2 is in force.")
+    told = f"paceline: {file} still names the version before: the disk is full\n"
+    assert told in said.getvalue()
+    assert admin.document()["pools"]["text-mtp"]["queue"]["limit"] == 64
+
+
+def test_a_key_that_no_header_can_hold_is_refused_before_it_is_sent(
+    policy: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_ADMIN_KEY", "canary\nkey")
+    with pytest.raises(SystemExit) as ended:
+        policy("show")
+    assert ended.value.code == "paceline: PACELINE_ADMIN_KEY holds what no HTTP header can."
+
+
 def test_an_edit_needs_a_note(policy: Command, file: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         policy("apply", str(file))
