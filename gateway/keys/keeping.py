@@ -80,13 +80,15 @@ class Keeping:
                 raise
         now_unix_s = self._wall()
         self._ledger.forget(now_unix_s)
-        if self._tidied_on != (today := day_of(now_unix_s)):
-            await self._tidy(today)
+        # Each time, also with nothing to tidy: a store that was away is found to be well again.
+        records = await self._records.all(_KIND)
+        if self._tidied_on != (today := day_of(now_unix_s)) and self._records.fresh(_KIND):
+            await self._tidy(records, today)
             self._tidied_on = today
 
-    async def _tidy(self, today: int) -> None:
+    async def _tidy(self, records: Mapping[str, str], today: int) -> None:
         """Keep one record for each day that is over, and none of days long ago."""
-        kept, over = tidied(await self._records.all(_KIND), today)
+        kept, over = tidied(records, today)
         for name, text in kept.items():
             await self._records.replace(_KIND, name, text)
         for name in over:

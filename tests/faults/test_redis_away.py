@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,26 @@ def test_f29_a_start_without_redis_serves_the_keys_that_were_known_and_heals(
     assert metric(after) == "paceline_store_degraded 0.0"
     after.make_key()
     assert after.chat().status_code == 200
+
+
+def test_f29_a_gateway_that_was_idle_while_redis_was_away_is_well_again_with_it(
+    own_redis: RedisServer, starts: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what is kept of usage is asked for again, though nothing was used."""
+    monkeypatch.setattr("gateway.keys.keeping._FLUSH_S", 0.1)
+    before = starts()
+    key = before.make_key()
+    eventually(lambda: copied(tmp_path / "a", key["id"]))
+    before.ask_to_end()
+    before.wait_for_end()
+    own_redis.kill()
+
+    after = starts()
+    after.bear(key["secret"])
+    threading.Event().wait(0.5)  # some turns of keeping usage, which find nothing to keep
+    assert not well(after)
+    own_redis.start()
+    eventually(lambda: well(after))
 
 
 def test_f29_a_gateway_that_never_knew_the_keys_opens_to_nobody_until_it_does(
