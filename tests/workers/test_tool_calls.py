@@ -40,6 +40,7 @@ def tools_of(schema: object) -> Any:
         "Name": {"type": "string"},
         "Place/~": {"$ref": "#/$defs/Name"},
         "Loop": {"$ref": "#/$defs/Loop"},
+        **{f"Long{n}": {"$ref": f"#/$defs/Long{n + 1}"} for n in range(2000)},
     }
     parameters = {"type": "object", "properties": {"a": schema}, "$defs": named}
     return [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
@@ -114,6 +115,9 @@ def test_no_more_calls_than_asked_for() -> None:
         ({"$ref": "#/$defs/Count", "description": "How many."}, "3", 3),
         ({"$ref": "#/$defs/Place~1~0"}, "3", "3"),
         ({"$ref": "#/$defs/Loop"}, "Paris", "Paris"),
+        ({"$ref": "#/$defs/Long0"}, "Paris", "Paris"),
+        ({"$ref": "#/$defs/Unknown"}, "Paris", "Paris"),
+        ({"anyOf": [{"$ref": "#/$defs/Unknown"}, {"type": "null"}]}, '{"b": 1}', {"b": 1}),
         ({"$ref": "#/$defs/Unknown"}, '{"b": 1}', {"b": 1}),
         ({"$ref": "https://elsewhere.test/schema"}, "Paris", "Paris"),
         (True, "Paris", "Paris"),

@@ -16,6 +16,9 @@ _KNOWN_TYPES = (
     *("int", "uint", "long", "short", "unsigned", "obj", "dict", "arr", "list"),
 )
 
+# More than anybody writes; a chain as long as the body allows would end the recursion.
+_REFERENCES_FOLLOWED = 16
+
 
 def plain_tools(tools: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
     """Return copies of the tools in which no argument has several types, or an unknown one."""
@@ -33,9 +36,7 @@ def _plain_tool(tool: Mapping[str, Json]) -> Mapping[str, Json]:
     return {**tool, "function": {**function, "parameters": parameters}}
 
 
-def _plain_schema(
-    schema: Json, root: Mapping[str, Json], followed: frozenset[str] = frozenset()
-) -> Json:
+def _plain_schema(schema: Json, root: Mapping[str, Json], followed: int = 0) -> Json:
     """Leave null out, and let what remains alone, or is referred to, stand for the whole.
 
     Every parser reads `null` as null anyway, and what has no type as JSON or else as text.
@@ -44,8 +45,8 @@ def _plain_schema(
         return schema
     plain = dict(schema)
     reference = str(plain.pop("$ref", ""))
-    if isinstance(meant := _meant(reference, root), Mapping) and reference not in followed:
-        return _plain_schema({**meant, **plain}, root, followed | {reference})
+    if followed < _REFERENCES_FOLLOWED and isinstance(meant := _meant(reference, root), Mapping):
+        return _plain_schema({**meant, **plain}, root, followed + 1)
     if isinstance(plain.get("enum"), list):
         plain["enum"] = [value for value in plain["enum"] if value is not None]
     if isinstance(plain.get("type"), list):
