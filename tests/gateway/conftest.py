@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from gateway import control
 from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
 from tests.gateway.hearing import Heard, hearing
@@ -31,6 +32,12 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
             monkeypatch.delenv(name)
     monkeypatch.setenv("PACELINE_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def patient_refresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker told is waited for, on a machine that is busy with other tests too."""
+    monkeypatch.setattr(control, "REFRESH_TIMEOUT_S", 5.0)
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,9 @@ def ejected(gateway: Gateway, worker_id: str) -> bool:
 
 
 def ask_until_ejected(gateway: Gateway, worker_id: str) -> None:
-    for _ in range(40):
-        if ejected(gateway, worker_id):
-            return
+    """Ask as often as chance wants it; the test's own time limit ends it otherwise."""
+    while not ejected(gateway, worker_id):
         gateway.chat()
-    raise AssertionError("it was never ejected")
 
 
 @pytest.mark.parametrize(
