@@ -173,9 +173,9 @@ class Reply:
             self._start()
         self._exchange.write(piece)
 
-    def chunk(self, chunk: bytes) -> bool:
-        """Send a piece that is an HTTP chunk already; say whether it could be sent so."""
-        return self.started and self._exchange.chunk(chunk)
+    def sends_chunks(self) -> Callable[[bytes], None] | None:
+        """Give what sends pieces that are HTTP chunks already; None if that is not how it goes."""
+        return self._exchange.sends_chunks() if self.started else None
 
     def end(self, piece: bytes = b"") -> None:
         """End the stream as it should end, perhaps with a last piece."""

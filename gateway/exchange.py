@@ -88,13 +88,9 @@ class Exchange:
         if not self._left:
             self._send(framed)
 
-    def chunk(self, chunk: bytes) -> bool:
-        """Send a piece that is an HTTP chunk already, if that is how this stream is sent."""
-        if self._head or not self._chunked:
-            return False
-        if not self._left:
-            self._send(chunk)
-        return True
+    def sends_chunks(self) -> Callable[[bytes], None] | None:
+        """Give what sends pieces that are HTTP chunks already, if that is how this stream goes."""
+        return self._send if self._chunked and not self._head else None
 
     def end(self, piece: bytes = b"") -> None:
         """End a stream that was begun, with a last piece or without one."""

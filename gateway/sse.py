@@ -45,6 +45,11 @@ class Reading:
     """Why nothing more may be passed on; for the log, not for the client."""
 
     @property
+    def under_way(self) -> bool:
+        """Say whether words have come and more may come."""
+        return self.content_seen and not self.done and not self.broken
+
+    @property
     def complete(self) -> bool:
         """Say whether the answer is whole."""
         return self.finished and self.done
@@ -63,13 +68,14 @@ class Scanner:
         self._pending = b""
         self._searched = 0  # bytes of `_pending` in which no event can end
 
-    def passes(self, events: bytes) -> bool:
-        """Say whether whole events can pass unread; how they are framed does not matter."""
-        return not self._pending and self._plain(events)
+    @property
+    def quiet(self) -> bool:
+        """Say whether whole events that tell nothing may pass unread from here on."""
+        return self.reading.under_way and not self._pending
 
     def feed(self, chunk: bytes) -> bytes:
         """Take in bytes, give back those to pass on; none any more once the stream is broken."""
-        if chunk.endswith(b"\n\n") and self.passes(chunk):
+        if chunk.endswith(b"\n\n") and not self._pending and self._plain(chunk):
             return chunk  # whole events of plain text: nearly all of a stream
         data = self._pending + chunk
         passed = bytearray()
@@ -100,21 +106,12 @@ class Scanner:
 
     def _plain(self, data: bytes) -> bool:
         """Say whether there is nothing to learn from these events, and nothing to hide."""
-        reading = self.reading
-        return (
-            reading.content_seen
-            and not reading.done
-            and not reading.broken
-            and len(data) <= self._limit_bytes
-            and data.find(_DONE) < 0  # `in` would make and drop an error for each look
-            and _TELLING.search(data) is None
-        )
+        small = len(data) <= self._limit_bytes
+        return self.reading.under_way and small and not is_telling(data)
 
     def _plain_up_to(self, data: bytes, start: int) -> int:
         """Find where whole events of plain text end that begin at `start`; 0 if none does."""
-        reading = self.reading
-        quiet = reading.content_seen and not reading.done and not reading.broken
-        if not quiet or b"\r" in data or len(data) - start > self._limit_bytes:
+        if not self.reading.under_way or b"\r" in data or len(data) - start > self._limit_bytes:
             return 0
         telling = _TELLING.search(data, start)
         upto = telling.start() if telling else len(data)
@@ -176,6 +173,12 @@ class Scanner:
     def _break(self, why: str) -> bytes:
         self.reading.broken = self.reading.broken or why
         return b""
+
+
+def is_telling(events: bytes) -> bool:
+    """Say whether there may be something to learn from these events, however they are framed."""
+    # `in` would make and drop an error for each look
+    return events.find(_DONE) >= 0 or _TELLING.search(events) is not None
 
 
 def _event_end(data: bytes, search_from: int) -> int:

@@ -8,7 +8,6 @@ needs here; a relay asks known machines one kind of question.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable
 from typing import cast
 
@@ -21,8 +20,20 @@ HEAD_LIMIT_BYTES = 64 * 1024
 # What may wait here for a client that reads slowly, before the worker is made to wait.
 _HELD_LIMIT_BYTES = 64 * 1024
 _CONTINUE, _SWITCHING, _OK = 100, 101, 200
-# Size and line end before the bytes of a chunk that is not the last, without extensions.
-_CHUNK_SIZE = re.compile(rb"([1-9a-fA-F][0-9a-fA-F]{0,6})\r\n")
+
+
+def _beginnings(limit_bytes: int) -> list[tuple[bytes, ...]]:
+    """List how a chunk of so many bytes in all begins: with its size, in small or large letters."""
+    found: list[tuple[bytes, ...]] = [()] * limit_bytes  # () begins nothing
+    for size in range(1, limit_bytes):
+        begin = b"%x\r\n" % size
+        if (whole := len(begin) + size + 2) < limit_bytes:
+            found[whole] = (begin,) if begin == begin.upper() else (begin, begin.upper())
+    return found
+
+
+# The parser reads what is longer; the words of a stream are not.
+_BEGINNINGS = _beginnings(4096)
 
 
 class Link(asyncio.Protocol):
@@ -135,7 +146,13 @@ class Link(asyncio.Protocol):
         # Nearly every word of a stream comes so. The parser would be behind such a chunk as it was
         # before it, so it need not see it.
         through = self._through
-        if through is not None and self._between_chunks and _is_one_chunk(data):
+        if (
+            through is not None
+            and self._between_chunks
+            and (size := len(data)) < len(_BEGINNINGS)
+            and data.startswith(_BEGINNINGS[size])
+            and data.endswith(b"\r\n")
+        ):
             self._silence.listen()  # before it: it may press, and then nobody listens
             if through(data):
                 return
@@ -249,11 +266,3 @@ class Link(asyncio.Protocol):
         self._error = self._error or error
         self._silence.end()
         self._wake()
-
-
-def _is_one_chunk(data: bytes) -> bool:
-    size = _CHUNK_SIZE.match(data)
-    if size is None:
-        return False
-    begin = size.end()
-    return int(data[: begin - 2], 16) == len(data) - begin - 2 and data.endswith(b"\r\n")
