@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -10,9 +11,12 @@ import pytest
 from tests.engine import families
 from tests.engine.conftest import run
 from tests.engine.failing import Failing
+from workers.demo import CHECKPOINT
+from workers.engine import assembly
 from workers.engine.requests import Finished, LaneName, ModelUnusable
 from workers.engine.seam import Target
 from workers.engine.self_test import warm_up
+from workers.engine.settings import EngineSettings
 from workers.engine.shared_rows import probe_shared_rows
 from workers.engine.snapshots import Snapshots
 
@@ -100,6 +104,18 @@ def test_a_shared_beginning_is_read_each_time_where_windows_move_over_it(
         assert one.row.answer == greedy(target, list(one.row.prompt.tokens))
         assert one.end.usage.cached_tokens == 0
     assert snapshots.size_bytes == 0
+
+
+def test_a_model_that_keeps_the_positions_of_one_row_has_one_slot(
+    checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = families.plain_llama(checkpoint.vocabulary)
+    target.keeps_positions = True
+    other = replace(checkpoint, target=target, head=None, eos=frozenset())
+    monkeypatch.setattr(assembly, "load_checkpoint", lambda _: other)
+    settings = EngineSettings(model=CHECKPOINT, served_name="other", max_rows=4)
+    (lane,) = assembly.assemble(settings).lanes
+    assert (lane.name, lane.counters.report().slots) == (LaneName.VLM, 1)
 
 
 def test_a_model_that_answers_no_question_at_the_start_is_refused_in_one_sentence(

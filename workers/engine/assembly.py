@@ -121,15 +121,16 @@ def _make_lane(
     memory: MemoryEstimate,
     sparse_reading: SparseReading = OFF,
 ) -> Lane:
+    rows = checkpoint.target.rows_at_most(settings.max_rows)
     return Lane(
         name,
         checkpoint,
         prompts,
-        LaneCounters(name, slots=settings.max_rows, draft_tokens=draft_tokens),
+        LaneCounters(name, slots=rows, draft_tokens=draft_tokens),
         snapshots=snapshots,
         siblings=siblings,
         draft_tokens=draft_tokens,
-        max_rows=settings.max_rows,
+        max_rows=rows,
         pace=PrefillPace(settings.prefill_chunk_tokens, settings.prefill_budget_s),
         memory=memory,
         sparse_reading=sparse_reading,

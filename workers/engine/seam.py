@@ -16,6 +16,10 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 from mlx_vlm.models.base import create_attention_mask
 from mlx_vlm.models.cache import ArraysCache, KVCache
+from mlx_vlm.models.glm4v.language import LanguageModel as Glm4vLanguage
+from mlx_vlm.models.glm4v_moe.language import LanguageModel as Glm4vMoeLanguage
+from mlx_vlm.models.glm_ocr.language import LanguageModel as GlmOcrLanguage
+from mlx_vlm.models.paddleocr_vl.language import LanguageModel as PaddleOcrLanguage
 from mlx_vlm.models.qwen2_5_vl.language import LanguageModel as Qwen25VlLanguage
 from mlx_vlm.models.qwen2_vl.language import LanguageModel as Qwen2VlLanguage
 from mlx_vlm.models.qwen3_5.language import LanguageModel as Qwen35Language
@@ -40,6 +44,12 @@ __all__ = [
 ]
 
 LayerCache: TypeAlias = RowCache | KVCache | ArraysCache
+
+# They give the positions of a prompt with pictures along with its embeddings,
+_GIVES_POSITIONS = Qwen2VlLanguage | Qwen25VlLanguage | Qwen3VlLanguage | Qwen3VlMoeLanguage
+# or leave them on the language model.
+_LEAVES_POSITIONS = Glm4vLanguage | Glm4vMoeLanguage | GlmOcrLanguage | PaddleOcrLanguage
+_KEPT = ("_position_ids", "_rope_deltas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,24 +100,31 @@ class Target:
         # These families take explicit positions and hand out hidden states, which the MTP lane
         # lives on; the others find positions in their caches and give scores.
         self.explicit_positions = isinstance(self.language, Qwen35Language | Qwen35MoeLanguage)
-        # Those that are told none keep the ones of the last prompt, which was another row's.
         self.takes_positions = self.explicit_positions or isinstance(
-            self.language,
-            Qwen2VlLanguage | Qwen25VlLanguage | Qwen3VlLanguage | Qwen3VlMoeLanguage,
+            self.language, _GIVES_POSITIONS | _LEAVES_POSITIONS
         )
+        kept = any(hasattr(self.language, name) for name in _KEPT)
+        self.keeps_positions = kept and not self.takes_positions
+        """Whether the model itself keeps where the tokens of a row are, and cannot be told."""
         self.native_verify = True
         """Whether several tokens may be verified in one pass; probed at load."""
         whole = all(type(cache) in (KVCache, ArraysCache) for cache in self.new_caches())
-        self.saves_caches = whole
+        self.saves_caches = whole and not self.keeps_positions
         """Whether a beginning that was read can be kept; a window moves on and loses it."""
-        self.batches_rows = whole
+        self.batches_rows = whole and not self.keeps_positions
         """Whether rows of any length may share one forward pass; probed at load."""
+
+    def rows_at_most(self, asked: int) -> int:
+        """Say how many rows may run at once where so many are asked for."""
+        return 1 if self.keeps_positions else asked
 
     def new_caches(self) -> list[LayerCache]:
         """Make the empty caches of one row, a layer each."""
-        if not self.takes_positions and hasattr(self.language, "_position_ids"):
+        if self.keeps_positions:
             # Those of the prompt before: some families read the next one with them, or raise.
-            self.language._position_ids = None  # noqa: SLF001  # theirs
+            for name in _KEPT:
+                if hasattr(self.language, name):
+                    setattr(self.language, name, None)
         make = getattr(self.language, "make_cache", None)
         return make() if make else [KVCache() for _ in self.language.layers]
 
@@ -115,16 +132,21 @@ class Target:
         """Run the vision tower and put what it saw into the prompt's embeddings."""
         features = self.model.get_input_embeddings(token_ids, **media).to_dict()
         known = ("inputs_embeds", "position_ids", "rope_deltas", "attention_mask")
-        deltas = features.get("rope_deltas")
+        positions, deltas = features.get("position_ids"), features.get("rope_deltas")
+        if isinstance(self.language, _LEAVES_POSITIONS):
+            positions, deltas = (getattr(self.language, name) for name in _KEPT)
+        extras = {
+            name: value
+            for name, value in features.items()
+            if value is not None and name not in known
+        }
+        if self.keeps_positions:  # it finds them by itself, and wants to know the pictures' sizes
+            extras |= {name: size for name, size in media.items() if name.endswith("_grid_thw")}
         return Embedded(
             embeddings=features["inputs_embeds"],
-            positions=features.get("position_ids") if self.takes_positions else None,
+            positions=positions if self.takes_positions else None,
             position_offset=int(deltas.reshape(-1)[0].item()) if deltas is not None else 0,
-            extras={
-                name: value
-                for name, value in features.items()
-                if value is not None and name not in known
-            },
+            extras=extras,
         )
 
     def forward(
