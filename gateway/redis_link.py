@@ -121,8 +121,15 @@ class RedisLink:
         """
         if self.away:
             raise RecordsUnwritable
-        asking = asyncio.create_task(self._in_time(question), name="edit of records")
-        if not await self.waited(asking):
+        asking = asyncio.create_task(_answer(question), name="edit of records")
+        try:
+            answered = await self.waited(asking)
+        finally:
+            # From now on nobody waits. A deadline before that would end what this process only
+            # could not read since it stood still.
+            if not asking.done():
+                asyncio.get_running_loop().call_later(DEADLINE_S, asking.cancel)
+        if not answered:
             log.warning("redis.edit_late")
             raise EditUnanswered
         try:
@@ -151,10 +158,6 @@ class RedisLink:
             if not asking.done():
                 self._late.add(asking)
                 asking.add_done_callback(self._let_go)
-
-    async def _in_time(self, question: Callable[[], Awaitable[Answer]]) -> Answer:
-        async with asyncio.timeout(DEADLINE_S):
-            return await question()
 
     async def close(self) -> None:
         """Close the connections."""
@@ -185,6 +188,10 @@ class RedisLink:
             log.warning("redis.degraded part=%s why=%s", part, why)
         elif before and not why:
             log.info("redis.healed part=%s", part)
+
+
+async def _answer(question: Callable[[], Awaitable[Answer]]) -> Answer:
+    return await question()
 
 
 # The first that fits; of Redis' own words none: they may hold names and addresses.
