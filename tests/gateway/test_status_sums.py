@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from gateway import control
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
 from tests.gateway.serving import Gateway, serving
 from workers.adapters.report import Speculation, WorkerReport
@@ -100,6 +103,17 @@ def test_status_asks_the_workers_before_it_adds_up(line: Gateway, worker: FakeWo
     assert status["workers"]["fake-a"]["mtp"] == expected
     assert status["workers"]["fake-a"]["lanes"]["text-mtp"]["mtp"] == expected
     assert status["pools"]["vlm"]["mtp"] == {"enabled": False}
+
+
+def test_a_worker_that_does_not_answer_keeps_its_last_report_and_holds_nobody_up(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "REFRESH_TIMEOUT_S", 0.2)
+    lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert gateway.join(worker, url=url, lanes=[lane.model_dump()]).status_code == 200
+        assert gateway.status()["mtp"]["drafts"] == 10
 
 
 class Counting(FakeWorker):
