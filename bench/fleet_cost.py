@@ -18,10 +18,9 @@ from rich.console import Console
 
 from bench.tables import Grid
 from gateway.breaker import Verdict
-from gateway.domain import Case
 from gateway.fleet import Fleet
 from gateway.prefixes import KEYS_KEPT, Prefixes
-from gateway.routing import decide
+from gateway.routing import Case, decide
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile, Sampling
 from workers.adapters.report import LaneReport, WorkerReport

@@ -22,8 +22,9 @@ from typing import Any, Self
 
 from pydantic_core import to_json
 
+from gateway.domain import Drafts
 from gateway.errors import StartRefused
-from gateway.served import Drafts, Served
+from gateway.served import Served
 
 log = logging.getLogger(__name__)
 

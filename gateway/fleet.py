@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.breaker import HEALTHY, Verdict
-from gateway.domain import Candidate, FleetView
 from gateway.listed import ListedWorker
 from gateway.member import SILENT_AFTER_S, Lease, Member, serves_alike
 from gateway.refusals import WorkerIdTaken
+from gateway.routing import Candidate
 from gateway.sight import LONG_AGO_S, Sight
+from gateway.view import FleetView
 from policies.pools import Pool
 from workers.adapters.report import LaneReport, WorkerReport
 

@@ -14,7 +14,7 @@ from gateway.breaker import Verdict
 from gateway.client import Reply
 from gateway.connections import Connections, StaleConnection, refusal
 from gateway.dispatch import Dispatch
-from gateway.domain import Decision
+from gateway.domain import UNUSED
 from gateway.errors import (
     GatewayError,
     WorkerBusy,
@@ -29,8 +29,9 @@ from gateway.prefixes import Prefixes
 from gateway.quarantine import Quarantine
 from gateway.refusals import Quarantined, RefusedByWorker
 from gateway.retry_budget import RetryBudget
+from gateway.routing import Decision
 from gateway.settings import Settings
-from gateway.trip import UNUSED, Trip
+from gateway.trip import Trip
 from gateway.worker_answer import Answer
 from policies.profile import Endpoint
 

@@ -7,9 +7,10 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from gateway.domain import FleetView, Inspected
+from gateway.domain import Inspected
 from gateway.messages import normalise
 from gateway.refusals import BodyNotJson, FieldInvalid, ModelUnknown
+from gateway.view import FleetView
 from policies.bounds import bounded
 from policies.document import PolicyDocument
 from policies.evaluation import resolve_model, sampling_defaults

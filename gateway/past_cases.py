@@ -9,8 +9,9 @@ import asyncio
 from collections import Counter, deque
 from random import Random
 
-from gateway.domain import NOWHERE, Case, FleetView
-from gateway.routing import decide
+from gateway.domain import NOWHERE
+from gateway.routing import Case, decide
+from gateway.view import FleetView
 from policies.document import PolicyDocument
 
 CASES_KEPT = 10_000

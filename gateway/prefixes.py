@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from pydantic_core import to_json
 
-from gateway.domain import Caller, FleetView, Holding, Inspected
-from gateway.served import Usage
+from gateway.domain import Caller, Holding, Inspected, Usage
+from gateway.view import FleetView
 from policies.prefix import PrefixPolicy
 from workers.adapters.report import WorkerReport
 

@@ -18,7 +18,7 @@ from gateway.client import (
     header,
     read_body,
 )
-from gateway.domain import Case, Decision, Inspected
+from gateway.domain import NO_PREFIX, UNUSED, Inspected, Outcome
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
 from gateway.inspection import inspect
 from gateway.keys.cost import NOTHING, Hold, spent
@@ -32,9 +32,9 @@ from gateway.refusals import (
     PageRefused,
     PoolsNotAllowed,
 )
-from gateway.routing import decide
-from gateway.served import Outcome, Served
-from gateway.trip import NO_PREFIX, UNUSED, Trip, route_headers
+from gateway.routing import Case, Decision, decide
+from gateway.served import Served
+from gateway.trip import Trip, route_headers
 from policies.document import PolicyDocument
 from policies.profile import Endpoint
 

@@ -7,7 +7,10 @@ from math import log1p
 from random import Random
 from typing import NamedTuple
 
-from gateway.domain import Candidate, Case, Decision, FleetView, Holding, LaneView, Row, Seat
+from gateway.domain import Holding
+from gateway.view import FleetView, LaneView, Row, Seat
+from policies.asker import SOMEBODY, Asker
+from policies.document import PolicyDocument
 from policies.evaluation import judge
 from policies.pools import Pool
 from policies.profile import Bypass, RequestProfile
@@ -18,10 +21,12 @@ ELIGIBLE = "eligible"
 BY_POLICY = "policy"
 # The preferred pool was full for longer than the route lets a request wait for it alone.
 SPILLED = "spilled"
+
 # What a worker need not read of a system prompt counts for it only while it has a free slot and is
 # at most so much busier (1 is a full lane) than the best other: a prompt that all share would pile
 # up on one machine. `bench.fleet_sim` says how much is good.
 _HOLDERS_LEAD = 0.625
+
 # Of so many requests one goes to a worker that was not heard of for so long, if there is one: how
 # fast it is, and that it works, is known from answers alone.
 _EXPLORED = 0.01
@@ -266,3 +271,49 @@ def _reason(lane: LaneView, bypass: tuple[Bypass, ...]) -> str:
         return BY_POLICY
     # What the lane has measured counts for the batch that this request would be part of.
     return ELIGIBLE if lane.pays else Bypass.MTP_NOT_PAYING.value
+
+
+class Case(NamedTuple):
+    """What one request is decided by to its end; a policy that comes later is for later ones."""
+
+    policy: PolicyDocument
+    profile: RequestProfile
+    asker: Asker = SOMEBODY
+    pools: frozenset[str] | None = None
+    """Those that the asker may use; None: all."""
+    prefix: str = ""
+    """The name of its system prompt; empty where there is none worth looking for."""
+
+
+class Candidate(NamedTuple):
+    """One lane that may take the request, and why it would be that one."""
+
+    pool: str
+    lane: str
+    worker_id: str
+    reason: str
+    load: float
+    spill: bool = False
+    """Only once the request has waited for those before, as long as the route says."""
+    holder: bool = False
+    """It holds the system prompt of the request."""
+    score_s: float = 0.0
+    """What the request would cost there, in seconds: the least comes first."""
+    read_s: float = 0.0
+    """Of these, the reading of what the worker does not hold."""
+    explored: bool = False
+    """First because nobody has heard of it for a while, not because it costs least."""
+
+
+class Decision(NamedTuple):
+    """Who may take a request, best first; nobody when `candidates` is empty."""
+
+    route: str
+    bypass: tuple[Bypass, ...]
+    candidates: tuple[Candidate, ...]
+    spill_after_s: float | None = None
+    """None: it never spills."""
+    barred: bool = False
+    """The key may use none of the route's pools."""
+    whole: bool = True
+    """All are named who may take it; otherwise the best few."""

@@ -2,50 +2,10 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import NamedTuple
 
-from gateway.domain import Caller, Candidate, Decision, Inspected
-
-
-class Usage(NamedTuple):
-    """Tokens of one request as its worker counted them."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-
-
-class Drafts(NamedTuple):
-    """What drafting did for one request."""
-
-    steps: int
-    drafted: int
-    accepted: int
-    histogram: tuple[int, ...]
-    """Steps by how many draft tokens they accepted: none, one, two ..."""
-
-
-class Spent(NamedTuple):
-    """What one request has cost its key."""
-
-    requests: int = 0
-    tokens: int = 0
-    guessed_tokens: int = 0
-    """Of `tokens`, those that no worker has told of."""
-
-
-class Outcome(StrEnum):
-    """How a request ended."""
-
-    COMPLETED = "completed"
-    REFUSED = "refused"
-    """The request was at fault."""
-    UNSERVED = "unserved"
-    """Nobody could take it."""
-    FAILED = "failed"
-    """The worker was at fault."""
-    CLIENT_LEFT = "client_left"
+from gateway.domain import Caller, Drafts, Inspected, Outcome, Spent, Usage
+from gateway.routing import Candidate, Decision
 
 
 class Served(NamedTuple):

@@ -5,15 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gateway.domain import Caller, Candidate, Case, Headers, Inspected
-from gateway.served import Drafts, Usage
+from gateway.domain import NO_PREFIX, UNUSED, Caller, Drafts, Headers, Inspected, Usage
+from gateway.routing import Candidate, Case
 
 if TYPE_CHECKING:
     from gateway.tracing import Trace
-
-UNUSED = Usage()
-"""Of a request that no worker has counted."""
-NO_PREFIX = "none"
 
 
 @dataclass(slots=True, kw_only=True)

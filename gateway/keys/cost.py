@@ -6,11 +6,10 @@ from collections.abc import Callable
 from types import TracebackType
 
 from gateway.client import ClientLeft
-from gateway.domain import Headers
+from gateway.domain import Headers, Spent
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
 from gateway.keys.limits import Allowance
 from gateway.refusals import KeyEnded
-from gateway.served import Spent
 from gateway.trip import Trip
 from policies.profile import RequestProfile
 

@@ -10,14 +10,15 @@ from starlette.requests import Request
 
 from gateway.caller import read_asker, read_caller
 from gateway.client import read_small_body
-from gateway.domain import Candidate, Case, Decision, FleetView, Inspected
+from gateway.domain import Inspected
 from gateway.inspection import inspect, parse
 from gateway.line import Line
 from gateway.refusals import ModelUnknown, PoolsNotAllowed
 from gateway.routes.documented import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.routes.guards import holder_of, with_data_key
-from gateway.routing import decide
+from gateway.routing import Candidate, Case, Decision, decide
 from gateway.status import worker_state
+from gateway.view import FleetView
 from policies.asker import Asker
 from policies.profile import Endpoint
 

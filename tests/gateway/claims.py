@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.domain import FleetView
 from gateway.prefixes import Prefixes
+from gateway.view import FleetView
 from policies.prefix import PrefixPolicy
 
 RULES = PrefixPolicy()

@@ -10,13 +10,14 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.accounting import Accounting
-from gateway.domain import Candidate, Decision, Inspected
+from gateway.domain import Drafts, Inspected, Outcome, Usage
 from gateway.keys.usage import Ledger
 from gateway.metrics import exposition
 from gateway.redis_boots import RedisBoots
 from gateway.redis_link import RedisLink
 from gateway.redis_store import RedisStore
-from gateway.served import Drafts, Outcome, Served, Usage
+from gateway.routing import Candidate, Decision
+from gateway.served import Served
 from gateway.status_lanes import mtp_of
 from gateway.store import Store
 from gateway.worker_metrics import WorkerFigures

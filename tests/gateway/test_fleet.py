@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from gateway.breaker import Verdict
-from gateway.domain import Candidate
 from gateway.fleet import BEAT_S, Fleet
 from gateway.member import SILENT_AFTER_S, Lease
 from gateway.refusals import WorkerIdTaken
+from gateway.routing import Candidate
 from tests.gateway.clock import Clock
 from tests.gateway.fake_worker import lane_report
 from workers.adapters.report import WorkerReport

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.client import ClientLeft
-from gateway.domain import Case, Inspected
+from gateway.domain import UNUSED, Inspected, Spent, Usage
 from gateway.errors import (
     NoWorker,
     QueueFull,
@@ -22,8 +22,8 @@ from gateway.errors import (
 from gateway.keys.cost import ANSWER_TOKENS, Hold, estimate, spent
 from gateway.keys.limits import Allowance
 from gateway.refusals import KeyEnded, Quarantined, RefusedByWorker
-from gateway.served import Spent, Usage
-from gateway.trip import UNUSED, Trip
+from gateway.routing import Case
+from gateway.trip import Trip
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile
 from tests.gateway.key_day import ALL, NOON

@@ -14,8 +14,8 @@ import httpx
 import pytest
 
 from gateway.breaker import Verdict
-from gateway.domain import Case
 from gateway.errors import QueueFull, QueueTimeout
+from gateway.routing import Case
 from policies.document import read_policy
 from tests.gateway.door import Door, cancelled, report, settled
 from tests.gateway.fake_worker import FakeWorker, Script, lane_report

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.domain import Case, FleetView
 from gateway.past_cases import CASES_KEPT, RecentCases
+from gateway.routing import Case
+from gateway.view import FleetView
 from policies.asker import Asker
 from policies.document import read_policy, shipped_policy
 from policies.profile import bypass_reasons

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from gateway.domain import Case, FleetView, LaneView, WorkerView
-from gateway.routing import decide
+from gateway.routing import Case, decide
+from gateway.view import FleetView, LaneView, WorkerView
 from policies.asker import SOMEBODY, Asker
 from policies.bounds import bounded
 from policies.document import PolicyDocument, parse_policy

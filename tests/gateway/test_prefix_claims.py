@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import Case, FleetView, LaneView, WorkerView
+from gateway.domain import Usage
 from gateway.prefixes import KEYS_KEPT, Prefixes
-from gateway.routing import decide
-from gateway.served import Usage
+from gateway.routing import Case, decide
+from gateway.view import FleetView, LaneView, WorkerView
 from policies.document import shipped_policy
 from policies.prefix import PrefixPolicy
 from tests.gateway.claims import LAPTOP, RULES, STUDIO, holders

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.served import Drafts, Usage
+from gateway.domain import Drafts, Usage
 from gateway.sse import Reading, Scanner
 from tests.gateway.fake_worker import DONE, chunk, event, stream_events, usage_chunk
 

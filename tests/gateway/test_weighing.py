@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.breaker import Verdict
-from gateway.domain import Candidate, Case, FleetView, LaneView, WorkerView
 from gateway.fleet import Fleet
 from gateway.member import Lease
-from gateway.routing import decide
+from gateway.routing import Candidate, Case, decide
+from gateway.view import FleetView, LaneView, WorkerView
 from gateway.weighing import pace
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile, Sampling

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.domain import FleetView, LaneView, WorkerView
+from gateway.view import FleetView, LaneView, WorkerView
 from tests.gateway.fake_worker import lane_report
 
 
