@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from gateway.client import Scope, header
 from gateway.domain import Caller
@@ -32,27 +31,6 @@ def read_caller(scope: Scope, policy: PolicyDocument, holder: Holder) -> Caller:
             return holder.caller._replace(priority=Priority(priority))
     allowed = ", ".join(may_ask) or "nothing"
     raise FieldInvalid(f"'{PRIORITY_HEADER}' must be one of: {allowed}.", param=PRIORITY_HEADER)
-
-
-class WeekClock:
-    """Tells the minute of the week in local time, from Monday 00:00; worked out once a minute.
-
-    `now` gives seconds since 1970.
-    """
-
-    def __init__(self, now: Callable[[], float]) -> None:
-        self._now = now
-        self._minute = -1
-        self._of_week = 0
-
-    def minute(self) -> int:
-        """Tell the minute of the week that it is now."""
-        minute = int(self._now() // 60)
-        if minute != self._minute:
-            local = time.localtime(minute * 60)
-            self._of_week = (local.tm_wday * 24 + local.tm_hour) * 60 + local.tm_min
-            self._minute = minute
-        return self._of_week
 
 
 def read_asker(scope: Scope, caller: Caller, headers: Iterable[str], minute_of_week: int) -> Asker:

@@ -10,7 +10,8 @@ from typing import Self
 import httpx
 from pydantic_core import from_json
 
-from gateway.control_calls import authorities, get
+from gateway.connections import authorities
+from gateway.control_calls import get
 from gateway.fleet import Fleet
 from gateway.settings import Settings
 from gateway.store import Store

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
-from functools import cache
-
 import httpx
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt, wait_fixed
 
@@ -27,11 +24,3 @@ async def get(client: httpx.AsyncClient, url: str, **headers: str) -> httpx.Resp
         with attempt:
             answer = await client.get(url, headers=headers)
     return answer
-
-
-@cache
-def authorities() -> ssl.SSLContext:
-    """Return whom to believe about a server's name, read once: each reading takes 40 ms."""
-    context = httpx.create_ssl_context()
-    context.load_default_certs()  # the system's own too: a company's authority is known there alone
-    return context

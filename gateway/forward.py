@@ -23,8 +23,8 @@ from gateway.errors import (
     WorkerSilent,
     WorkerUnreachable,
 )
-from gateway.listed import for_openai
 from gateway.member import Lease
+from gateway.messages import for_openai
 from gateway.prefixes import Prefixes
 from gateway.quarantine import Quarantine
 from gateway.refusals import Quarantined, RefusedByWorker

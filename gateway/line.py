@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from gateway.access import check_binding
 from gateway.access_log import AccessLog
 from gateway.accounting import Accounting
-from gateway.caller import WeekClock
 from gateway.control import Control
 from gateway.cordons import Cordons
 from gateway.dispatch import Dispatch
@@ -24,7 +22,7 @@ from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.fleet import Fleet
 from gateway.forward import Upstream
 from gateway.keys.book import KeyBook
-from gateway.keys.keeping import Keeping, open_kept
+from gateway.keys.keeping import _KIND, Keeping
 from gateway.keys.keyring import Keyring
 from gateway.keys.stranded import stranded_keys
 from gateway.keys.usage import Ledger
@@ -45,7 +43,9 @@ from gateway.redis_records import RedisRecords
 from gateway.redis_store import RedisStore
 from gateway.settings import Settings
 from gateway.sharing import Shared, Sharing
+from gateway.startup_checks import check_binding
 from gateway.store import MemoryStore, Store
+from gateway.turns import WeekClock
 from gateway.windows import Windows
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 
@@ -218,3 +218,15 @@ async def _book(
             f"The policy cannot be kept in {settings.state_dir}; make it writable, or name another "
             "folder with PACELINE_STATE_DIR."
         ) from None
+
+
+async def open_kept(
+    records: Records, ledger: Ledger, keys: KeyBook, cordons: Cordons, wall: Callable[[], float]
+) -> None:
+    """Read what is kept, before the first request; raise `StartRefused`."""
+    try:
+        ledger.remember(await records.all(_KIND), wall())
+        await keys.open()
+        await cordons.open()
+    except RecordsUnwritable:
+        raise StartRefused("What is kept of keys and their usage cannot be read.") from None

@@ -7,7 +7,7 @@ there is what a probe says, and how busy it is is what this gateway has sent it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -17,10 +17,6 @@ from gateway.errors import StartRefused
 from policies.document import PolicyDocument
 from policies.part import Label, Name
 from workers.adapters.report import MTP_LANE, LaneReport, WorkerReport
-
-# These are not OpenAI's, and strict servers refuse fields that they do not know. At these values
-# they change nothing, so they can be left out.
-_NEUTRAL = {"top_k": 0, "min_p": 0.0}
 
 
 class ListedWorker(BaseModel):
@@ -123,13 +119,4 @@ def _open_to(worker: ListedWorker, policy: PolicyDocument) -> set[str]:
         for pool_name, pool in policy.pools.items()
         if pool.takes(worker.labels, worker.models)
         for name in (pool_name, *pool.lanes)
-    }
-
-
-def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what a server that knows nothing of us need not know."""
-    return {
-        name: value
-        for name, value in body.items()
-        if name not in _NEUTRAL or value != _NEUTRAL[name]
     }

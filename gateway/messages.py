@@ -62,3 +62,17 @@ def _plain(message: Message) -> bool:
             value is not None for name, value in message.items() if name not in ("role", "content")
         )
     )
+
+
+# These are not OpenAI's, and strict servers refuse fields that they do not know. At these values
+# they change nothing, so they can be left out.
+_NEUTRAL = {"top_k": 0, "min_p": 0.0}
+
+
+def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a server that knows nothing of us need not know."""
+    return {
+        name: value
+        for name, value in body.items()
+        if name not in _NEUTRAL or value != _NEUTRAL[name]
+    }

@@ -10,7 +10,8 @@ from typing import Self
 
 import httpx
 
-from gateway.control_calls import ATTEMPTS, authorities, get
+from gateway.connections import authorities
+from gateway.control_calls import ATTEMPTS, get
 from gateway.dispatch import Dispatch
 from gateway.fleet import BEAT_S, Fleet
 from gateway.listed import ListedWorker

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import Self
@@ -11,7 +12,6 @@ from typing import Self
 from gateway.errors import RecordsUnwritable
 
 log = logging.getLogger(__name__)
-
 Work = Callable[[], Awaitable[None]]
 
 
@@ -66,3 +66,24 @@ class Turns:
         while True:
             await asyncio.sleep(every_s)
             await self.take(work)
+
+
+class WeekClock:
+    """Tells the minute of the week in local time, from Monday 00:00; worked out once a minute.
+
+    `now` gives seconds since 1970.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._minute = -1
+        self._of_week = 0
+
+    def minute(self) -> int:
+        """Tell the minute of the week that it is now."""
+        minute = int(self._now() // 60)
+        if minute != self._minute:
+            local = time.localtime(minute * 60)
+            self._of_week = (local.tm_wday * 24 + local.tm_hour) * 60 + local.tm_min
+            self._minute = minute
+        return self._of_week

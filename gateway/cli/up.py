@@ -20,7 +20,6 @@ from pydantic import SecretStr
 from rich.console import Console
 from rich.text import Text
 
-from gateway.access import ensure_join_token
 from gateway.cli import serve
 from gateway.cli.supervisor import Supervisor
 from gateway.cli.welcome import Started, on_this_machine, welcome
@@ -28,6 +27,7 @@ from gateway.server import Ending, settle_collector
 from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
 from gateway.settings import Settings
+from gateway.startup_checks import ensure_join_token
 from gateway.supervision import GiveUp
 
 HELP = "run the gateway and one worker: a working endpoint in one command"

@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from gateway.cordons import Cordons
-from gateway.errors import RecordsUnwritable, StartRefused
-from gateway.keys.book import KeyBook
 from gateway.keys.budgets import day_of
 from gateway.keys.usage import Ledger, UsageRow, fold, tidied
 from gateway.records import Records
@@ -18,18 +15,6 @@ _KIND = "usage"
 # A key that another gateway revoked must stop within two seconds.
 _LOOK_S = 0.5
 _FLUSH_S = 5.0
-
-
-async def open_kept(
-    records: Records, ledger: Ledger, keys: KeyBook, cordons: Cordons, wall: Callable[[], float]
-) -> None:
-    """Read what is kept, before the first request; raise `StartRefused`."""
-    try:
-        ledger.remember(await records.all(_KIND), wall())
-        await keys.open()
-        await cordons.open()
-    except RecordsUnwritable:
-        raise StartRefused("What is kept of keys and their usage cannot be read.") from None
 
 
 class Keeping:

@@ -173,3 +173,17 @@ def bearer(authorization: bytes | None) -> bytes | None:
     if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
         return None
     return authorization[len(_BEARER) :].strip() or None
+
+
+def bears(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:
+    """Say whether an `Authorization` value carries one of these secrets; unset ones never match."""
+    offered = bearer(authorization)
+    if offered is None:
+        return False
+    # Bytes, because compare_digest refuses non-ASCII text; all of them, so that time tells nothing.
+    matches = [
+        hmac.compare_digest(offered, held.get_secret_value().encode())
+        for held in secrets_held
+        if held is not None and held.get_secret_value()
+    ]
+    return any(matches)

@@ -15,9 +15,9 @@ from fastapi import Security
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
-from gateway.access import bears, comes_from_foreign_page, comes_from_this_machine
+from gateway.access import comes_from_foreign_page, comes_from_this_machine
 from gateway.client import header
-from gateway.keys.keyring import ANYBODY, Holder
+from gateway.keys.keyring import ANYBODY, Holder, bears
 from gateway.line import Line
 from gateway.refusals import KeyRefused, NotAllowedHere, PageRefused
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.control_calls import authorities
+from gateway.connections import authorities
 
 OF_A_COMPANY = """\
 -----BEGIN CERTIFICATE-----

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from gateway.caller import WeekClock, read_asker
+from gateway.caller import read_asker
 from gateway.domain import Caller
+from gateway.turns import WeekClock
 from policies.asker import SOMEBODY
 
 

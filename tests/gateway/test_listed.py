@@ -15,7 +15,8 @@ import yaml
 from pydantic import ValidationError
 
 from gateway.errors import StartRefused
-from gateway.listed import ListedWorker, check_listed, for_openai, listed_problems, read_keys
+from gateway.listed import ListedWorker, check_listed, listed_problems, read_keys
+from gateway.messages import for_openai
 from gateway.settings import load_settings
 from policies.document import shipped_policy
 from tests.gateway.fake_worker import TOKEN, FakeWorker, Script
