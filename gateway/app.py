@@ -114,7 +114,7 @@ def _panel(line: Line, relay: Relay, take: state.Take, feed: Feed) -> FastAPI:
         async with (
             line.access_log,
             line.traces or contextlib.nullcontext(),
-            line.upstream,
+            relay.upstream,
             line.control,
             line.probes,
             line.sharing,

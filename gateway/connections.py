@@ -31,7 +31,6 @@ from gateway.errors import (
     WorkerUnreachable,
 )
 from gateway.refusals import RefusedByWorker
-from gateway.settings import Settings
 from gateway.worker_answer import Answer, LinkLost, LinkSilent
 from gateway.worker_link import Link
 
@@ -62,8 +61,9 @@ class StaleConnection(WorkerLost):
 class Connections:
     """Kept connections to all workers. An async context: it holds them."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, connect_timeout_s: float, answer_timeout_s: float) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._answer_timeout_s = answer_timeout_s
         self._idle: defaultdict[_Place, deque[tuple[float, Link]]] = defaultdict(deque)
         self._tidying: asyncio.TimerHandle | None = None
 
@@ -104,7 +104,7 @@ class Connections:
         answered = False
         try:
             answer = await link.ask(
-                _head(path, place, headers, len(body)), body, self._settings.answer_timeout_s
+                _head(path, place, headers, len(body)), body, self._answer_timeout_s
             )
             answered = True
             return answer
@@ -128,7 +128,7 @@ class Connections:
                 self._tidying = self._loop.call_later(_IDLE_CONNECTION_S, self._tidy)
 
         try:
-            async with asyncio.timeout(self._settings.connect_timeout_s):
+            async with asyncio.timeout(self._connect_timeout_s):
                 transport, link = await self._loop.create_connection(
                     lambda: Link(self._loop, keep),
                     place.host,

@@ -58,7 +58,7 @@ class Upstream:
         self._dispatch = dispatch
         self._prefixes = prefixes
         self._clock = clock
-        self._connections = Connections(settings)
+        self._connections = Connections(settings.connect_timeout_s, settings.answer_timeout_s)
         self._answers = Answers(settings, clock)
         self.retries = RetryBudget()
         self.quarantine = Quarantine()

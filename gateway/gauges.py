@@ -8,15 +8,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.line import Line
-from gateway.overload import Load
+from gateway.relay import Relay
 
 
 class Gauges(Collector):
     """Read anew each time they are asked for, so that no request pays for them."""
 
-    def __init__(self, line: Line, load: Load) -> None:
+    def __init__(self, line: Line, relay: Relay) -> None:
         self._line = line
-        self._load = load
+        self._load = relay.load
+        self._upstream = relay.upstream
         self._fleet = line.fleet
 
     def collect(self) -> Iterable[Metric]:
@@ -34,12 +35,12 @@ class Gauges(Collector):
         yield CounterMetricFamily(
             "paceline_retries_denied",
             "Further attempts not made because too many were being made.",
-            value=self._line.upstream.retries.denied,
+            value=self._upstream.retries.denied,
         )
         yield GaugeMetricFamily(
             "paceline_quarantined_bodies",
             "Request bodies not sent any more because two workers were lost over each.",
-            value=len(self._line.upstream.quarantine),
+            value=len(self._upstream.quarantine),
         )
         yield GaugeMetricFamily(
             "paceline_policy_version",

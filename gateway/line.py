@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from random import Random
@@ -20,9 +20,8 @@ from gateway.cordons import Cordons
 from gateway.dispatch import Dispatch
 from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.fleet import Fleet
-from gateway.forward import Upstream
 from gateway.keys.book import KeyBook
-from gateway.keys.keeping import _KIND, Keeping
+from gateway.keys.keeping import USAGE, Keeping
 from gateway.keys.keyring import Keyring
 from gateway.keys.stranded import stranded_keys
 from gateway.keys.usage import Ledger
@@ -77,7 +76,8 @@ class Line:
     dispatch: Dispatch
     prefix_names: PrefixNames
     prefixes: Prefixes
-    upstream: Upstream
+    listed_keys: Mapping[str, str]
+    """The secrets of listed workers, by the id of the worker."""
     control: Control
     sharing: Sharing
     redis: RedisLink | None
@@ -151,7 +151,7 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
         dispatch=dispatch,
         prefix_names=PrefixNames(secret),
         prefixes=prefixes,
-        upstream=Upstream(settings, listed_keys, dispatch, prefixes, clock),
+        listed_keys=listed_keys,
         control=control,
         redis=link,
         sharing=Sharing(shared, neighbours),
@@ -225,7 +225,7 @@ async def open_kept(
 ) -> None:
     """Read what is kept, before the first request; raise `StartRefused`."""
     try:
-        ledger.remember(await records.all(_KIND), wall())
+        ledger.remember(await records.all(USAGE), wall())
         await keys.open()
         await cordons.open()
     except RecordsUnwritable:

@@ -20,6 +20,7 @@ from gateway.client import (
 )
 from gateway.domain import NO_PREFIX, UNUSED, Inspected, Outcome
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
+from gateway.forward import Upstream
 from gateway.inspection import inspect
 from gateway.keys.cost import NOTHING, Hold, spent
 from gateway.keys.keyring import ANYBODY, Holder
@@ -70,6 +71,9 @@ class Relay:
 
     def __init__(self, line: Line) -> None:
         self._line = line
+        self.upstream = Upstream(
+            line.settings, line.listed_keys, line.dispatch, line.prefixes, line.clock
+        )
         line.keyring.on_end = self._end_keys
         self.load = Load(line.settings.requests_limit)
         self._present: dict[Presence, _Steps] = {}
@@ -206,10 +210,10 @@ class Relay:
         )
         allowance = steps.holder.allowance
         if allowance is None:
-            await line.upstream.forward(trip, decision, reply)
+            await self.upstream.forward(trip, decision, reply)
             return
         with Hold(allowance, trip, line.clock, line.wall) as reply.limits:
-            await line.upstream.forward(trip, decision, reply)
+            await self.upstream.forward(trip, decision, reply)
 
     def _served(
         self,

@@ -11,7 +11,8 @@ from gateway.keys.usage import Ledger, UsageRow, fold, tidied
 from gateway.records import Records
 from gateway.turns import Turns, Work
 
-_KIND = "usage"
+USAGE = "usage"
+"""The kind of its records."""
 # A key that another gateway revoked must stop within two seconds.
 _LOOK_S = 0.5
 _FLUSH_S = 5.0
@@ -51,7 +52,7 @@ class Keeping:
 
     async def usage(self) -> Mapping[int, tuple[UsageRow, ...]]:
         """Tell what all keys have used, by day, up to this moment."""
-        kept = await self._records.all(_KIND)
+        kept = await self._records.all(USAGE)
         return fold({**kept, **self._ledger.records()})
 
     async def _flush(self) -> None:
@@ -59,15 +60,15 @@ class Keeping:
         for day in self._ledger.unkept():
             name, text = self._ledger.record(day)
             try:
-                await self._records.replace(_KIND, name, text)
+                await self._records.replace(USAGE, name, text)
             except BaseException:
                 self._ledger.lost(day)
                 raise
         now_unix_s = self._wall()
         self._ledger.forget(now_unix_s)
         # Each time, also with nothing to tidy: a store that was away is found to be well again.
-        records = await self._records.all(_KIND)
-        if self._tidied_on != (today := day_of(now_unix_s)) and self._records.fresh(_KIND):
+        records = await self._records.all(USAGE)
+        if self._tidied_on != (today := day_of(now_unix_s)) and self._records.fresh(USAGE):
             await self._tidy(records, today)
             self._tidied_on = today
 
@@ -75,6 +76,6 @@ class Keeping:
         """Keep one record for each day that is over, and none of days long ago."""
         kept, over = tidied(records, today)
         for name, text in kept.items():
-            await self._records.replace(_KIND, name, text)
+            await self._records.replace(USAGE, name, text)
         for name in over:
-            await self._records.remove(_KIND, name)
+            await self._records.remove(USAGE, name)

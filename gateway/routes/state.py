@@ -64,7 +64,7 @@ def probes(line: Line, relay: Relay) -> APIRouter:
         await line.control.refresh()
         reports = await line.store.reports()
         text = exposition(
-            GatewayFigures(line.accounting), WorkerFigures(reports), Gauges(line, relay.load)
+            GatewayFigures(line.accounting), WorkerFigures(reports), Gauges(line, relay)
         )
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -164,8 +164,8 @@ def _around(line: Line, relay: Relay, recently: Recently, uptime_s: float) -> Ar
         ),
         store=Store(**line.sharing.told()),
         policy=_policy(line),
-        retries_denied=line.upstream.retries.denied,
-        quarantined=len(line.upstream.quarantine),
+        retries_denied=relay.upstream.retries.denied,
+        quarantined=len(relay.upstream.quarantine),
         prefixes_known=len(line.prefixes),
         prefixes_untrue=line.prefixes.untrue,
     )

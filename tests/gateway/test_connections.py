@@ -15,7 +15,6 @@ import uvloop
 from gateway.connections import Connections, retry_after_s
 from gateway.errors import Overloaded
 from tests.gateway.fake_worker import FakeWorker
-from tests.gateway.serving import settings_for_tests
 
 NOW_S = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
 
@@ -66,7 +65,7 @@ def test_f55_a_gateway_without_a_free_file_does_not_blame_the_worker(
     tmp_path: Path, worker: FakeWorker, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def ask() -> None:
-        async with Connections(settings_for_tests(tmp_path)) as connections:
+        async with Connections(connect_timeout_s=2.0, answer_timeout_s=10.0) as connections:
             with no_file_left(), pytest.raises(Overloaded):
                 await connections.send(f"{worker.url}/v1/chat/completions", b"{}", {}, lambda: None)
 
