@@ -12,11 +12,11 @@ from typing import Protocol
 
 from bench.fleet_world import Ask, Mac
 from gateway.breaker import Verdict
-from gateway.domain import Usage
 from gateway.fleet import BEAT_S, Fleet
 from gateway.member import Lease
 from gateway.prefixes import Prefixes
 from gateway.routing import Case, decide
+from gateway.types import Usage
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile
 from workers.adapters.report import PREFIXES_TOLD, LaneReport, WorkerReport

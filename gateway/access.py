@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Sequence
 
-from gateway.domain import Header
 from gateway.refusals import HostRefused
 from gateway.settings import Settings
 from gateway.startup_checks import is_address, is_loopback
+from gateway.types import Header
 
 _HOSTS_KEPT = 64
 _TOLD_BY_BROWSERS = frozenset((b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"))

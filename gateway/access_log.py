@@ -22,9 +22,9 @@ from typing import Any, Self
 
 from pydantic_core import to_json
 
-from gateway.domain import Drafts
 from gateway.errors import StartRefused
 from gateway.served import Served
+from gateway.types import Drafts
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gateway.access_log import AccessLog
-from gateway.domain import NOWHERE, UNUSED, Drafts, Outcome
 from gateway.figures import Figures, Place, Sums
 from gateway.keys.usage import Ledger
 from gateway.served import Served
 from gateway.store import Key, Store
+from gateway.types import NOWHERE, UNUSED, Drafts, Outcome
 from policies.profile import Bypass
 
 # Kinds of requests in use are some dozens. Who makes up more (which takes strange requests) makes

@@ -17,11 +17,11 @@ from starlette.routing import BaseRoute
 from starlette.types import Lifespan
 
 from gateway.access import Hosts
+from gateway.assembly import Line, build_line
 from gateway.client import Receive, Reply, Scope, Send
 from gateway.error_answers import to_body, to_headers
 from gateway.errors import GatewayError, RequestRefused
 from gateway.feed import Feed
-from gateway.line import Line, build_line
 from gateway.recently import DEFAULT_WINDOW, window_s
 from gateway.refusals import HostRefused, MethodRefused, PathUnknown
 from gateway.relay import ENDPOINTS, Relay

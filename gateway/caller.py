@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gateway.client import Scope, header
-from gateway.domain import Caller
 from gateway.keys.keyring import Holder
 from gateway.refusals import FieldInvalid
+from gateway.types import Caller
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority
 

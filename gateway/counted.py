@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.domain import Drafts, Usage
+from gateway.types import Drafts, Usage
 
 # More than any context holds.
 _TOKENS_LIMIT = 10_000_000

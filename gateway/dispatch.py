@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from random import Random
 
 from gateway.breaker import Verdict
-from gateway.domain import Caller
 from gateway.errors import GatewayError, NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fair_line import FairLine
 from gateway.fleet import NOBODY, Fleet
 from gateway.member import Lease
 from gateway.prefixes import Prefixes
 from gateway.routing import Candidate, Case, Decision, decide
+from gateway.types import Caller
 from policies.document import PolicyDocument
 from policies.profile import RequestProfile, bypass_reasons
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pydantic_core import to_json
 
-from gateway.domain import Headers
 from gateway.errors import GatewayError
 from gateway.refusals import BodyTooLarge, BodyTooSlow, KeyRefused, MethodRefused
+from gateway.types import Headers
 
 
 def to_body(error: GatewayError) -> bytes:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from gateway.domain import Header
+from gateway.types import Header
 
 EXCHANGE = "paceline.exchange"
 """The ASGI extension whose `running` gives the `Exchange` of the request that runs."""

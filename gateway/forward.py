@@ -14,7 +14,6 @@ from gateway.breaker import Verdict
 from gateway.client import Reply
 from gateway.connections import Connections, StaleConnection, refusal
 from gateway.dispatch import Dispatch
-from gateway.domain import UNUSED
 from gateway.errors import (
     GatewayError,
     WorkerBusy,
@@ -32,6 +31,7 @@ from gateway.retry_budget import RetryBudget
 from gateway.routing import Decision
 from gateway.settings import Settings
 from gateway.trip import Trip
+from gateway.types import UNUSED
 from gateway.worker_answer import Answer
 from policies.profile import Endpoint
 

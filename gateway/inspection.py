@@ -7,9 +7,9 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from gateway.domain import Inspected
 from gateway.messages import normalise
 from gateway.refusals import BodyNotJson, FieldInvalid, ModelUnknown
+from gateway.types import Inspected
 from gateway.view import FleetView
 from policies.bounds import bounded
 from policies.document import PolicyDocument

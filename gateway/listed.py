@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from gateway.domain import fits_header
 from gateway.errors import StartRefused
+from gateway.types import fits_header
 from policies.document import PolicyDocument
 from policies.part import Label, Name
 from workers.adapters.report import MTP_LANE, LaneReport, WorkerReport

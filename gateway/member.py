@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from gateway.breaker import HEALTHY, Breaker
-from gateway.domain import Holding
 from gateway.listed import ListedWorker
 from gateway.routing import Candidate
+from gateway.types import Holding
 from gateway.view import LaneView, WorkerView
 from gateway.weighing import Pace, pace
 from workers.adapters.report import WorkerReport

@@ -9,8 +9,8 @@ import asyncio
 from collections import Counter, deque
 from random import Random
 
-from gateway.domain import NOWHERE
 from gateway.routing import Case, decide
+from gateway.types import NOWHERE
 from gateway.view import FleetView
 from policies.document import PolicyDocument
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gateway.access import comes_from_foreign_page
+from gateway.assembly import Line
 from gateway.caller import read_asker, read_caller
 from gateway.client import (
     ClientLeft,
@@ -18,13 +19,11 @@ from gateway.client import (
     header,
     read_body,
 )
-from gateway.domain import NO_PREFIX, UNUSED, Inspected, Outcome
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
 from gateway.forward import Upstream
 from gateway.inspection import inspect
 from gateway.keys.cost import NOTHING, Hold, spent
 from gateway.keys.keyring import ANYBODY, Holder
-from gateway.line import Line
 from gateway.overload import Load
 from gateway.refusals import (
     BodyTooSlow,
@@ -36,6 +35,7 @@ from gateway.refusals import (
 from gateway.routing import Case, Decision, decide
 from gateway.served import Served
 from gateway.trip import Trip, route_headers
+from gateway.types import NO_PREFIX, UNUSED, Inspected, Outcome
 from policies.document import PolicyDocument
 from policies.profile import Endpoint
 

@@ -7,7 +7,7 @@ from math import log1p
 from random import Random
 from typing import NamedTuple
 
-from gateway.domain import Holding
+from gateway.types import Holding
 from gateway.view import FleetView, LaneView, Row, Seat
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gateway.domain import Caller, Drafts, Inspected, Outcome, Spent, Usage
 from gateway.routing import Candidate, Decision
+from gateway.types import Caller, Drafts, Inspected, Outcome, Spent, Usage
 
 
 class Served(NamedTuple):

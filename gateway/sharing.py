@@ -11,12 +11,12 @@ from typing import Any, NamedTuple, Self
 
 from gateway.errors import RecordsUnwritable
 from gateway.neighbours import Neighbours
+from gateway.periodic import Turns, Work
 from gateway.redis_boots import RedisBoots
 from gateway.redis_limits import RedisLimits
 from gateway.redis_link import RedisLink
 from gateway.redis_prefixes import RedisPrefixes
 from gateway.redis_store import RedisStore
-from gateway.turns import Turns, Work
 
 TURN_S = 0.5
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.client import Reply
-from gateway.domain import Headers
 from gateway.sse import Scanner, is_telling
 from gateway.trip import Trip
+from gateway.types import Headers
 from gateway.worker_answer import Answer
 
 # What may follow the last event is the end of the stream; who does not end it is not waited for.

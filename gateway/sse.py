@@ -15,7 +15,7 @@ from typing import Any
 from pydantic_core import from_json, to_json
 
 from gateway.counted import read_drafts, read_usage
-from gateway.domain import Drafts, Usage
+from gateway.types import Drafts, Usage
 
 EVENT_LIMIT_BYTES = 1024 * 1024
 

@@ -9,9 +9,9 @@ import os
 import secrets
 from pathlib import Path
 
-from gateway.domain import fits_header
 from gateway.errors import StartRefused
 from gateway.settings import Settings
+from gateway.types import fits_header
 
 
 def check_binding(settings: Settings, *, keyed: bool) -> None:

@@ -22,9 +22,9 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gateway.client import Scope, header
-from gateway.domain import Outcome
 from gateway.routing import Candidate
 from gateway.served import Served
+from gateway.types import Outcome
 from policies.profile import Endpoint, RequestProfile
 
 _OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.COMPLETIONS: "text_completion"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gateway.domain import NO_PREFIX, UNUSED, Caller, Drafts, Headers, Inspected, Usage
 from gateway.routing import Candidate, Case
+from gateway.types import NO_PREFIX, UNUSED, Caller, Drafts, Headers, Inspected, Usage
 
 if TYPE_CHECKING:
     from gateway.tracing import Trace

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
 
-from gateway.domain import Holding
+from gateway.types import Holding
 from gateway.weighing import FULL, UNMEASURED, Pace, strain_s
 from workers.adapters.report import LaneReport
 

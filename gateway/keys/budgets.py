@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from gateway.domain import Headers
 from gateway.keys.limit_headers import Names, limit_headers
+from gateway.types import Headers
 
 _MINUTE_S = 60.0
 DAY_S = 86_400

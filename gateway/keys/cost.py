@@ -6,11 +6,11 @@ from collections.abc import Callable
 from types import TracebackType
 
 from gateway.client import ClientLeft
-from gateway.domain import Headers, Spent
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
 from gateway.keys.limits import Allowance
 from gateway.refusals import KeyEnded
 from gateway.trip import Trip
+from gateway.types import Headers, Spent
 from policies.profile import RequestProfile
 
 ANSWER_TOKENS = 1024

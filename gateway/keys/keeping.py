@@ -8,8 +8,8 @@ from typing import Self
 
 from gateway.keys.budgets import day_of
 from gateway.keys.usage import Ledger, UsageRow, fold, tidied
+from gateway.periodic import Turns, Work
 from gateway.records import Records
-from gateway.turns import Turns, Work
 
 USAGE = "usage"
 """The kind of its records."""

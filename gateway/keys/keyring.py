@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from pydantic import SecretStr
 
-from gateway.domain import Caller, Inspected
 from gateway.keys.limits import Allowance
 from gateway.keys.record import KeyRecord, digest_of
 from gateway.refusals import KeyRefused, ModelUnknown
+from gateway.types import Caller, Inspected
 from policies.document import Priority
 
 STATIC_ID = "static"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gateway.domain import Headers
+from gateway.types import Headers
 
 Names = tuple[bytes, bytes, bytes]
 """Of the limit, of what is left, and of the time until it is whole again."""

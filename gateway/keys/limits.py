@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gateway.domain import Headers
 from gateway.keys.budgets import DAY_S, Bucket, DayBudget, day_of
 from gateway.keys.limit_headers import OF_REQUESTS, OF_TOKENS, limit_headers
 from gateway.keys.record import Limits
 from gateway.refusals import LimitReached, TokensOverLimit
+from gateway.types import Headers
 
 # Nobody knows when a running request ends.
 _RETRY_RUNNING_S = 1.0

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gateway.domain import Caller, Spent, Usage
 from gateway.keys.budgets import DAY_S, day_of
+from gateway.types import Caller, Spent, Usage
 
 KEPT_DAYS = 93
 _FOLDED = "folded"

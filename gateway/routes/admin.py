@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.assembly import Line
 from gateway.client import read_small_body
 from gateway.fleet import BEAT_S
-from gateway.line import Line
 from gateway.member import Member
 from gateway.refusals import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
 from gateway.routes.documented import (

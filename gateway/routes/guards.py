@@ -16,9 +16,9 @@ from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
 from gateway.access import comes_from_foreign_page, comes_from_this_machine
+from gateway.assembly import Line
 from gateway.client import header
 from gateway.keys.keyring import ANYBODY, Holder, bears
-from gateway.line import Line
 from gateway.refusals import KeyRefused, NotAllowedHere, PageRefused
 
 Guard = Callable[..., Awaitable[None]]

@@ -11,10 +11,10 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.assembly import Line
 from gateway.client import read_small_body
 from gateway.inspection import parse
 from gateway.keys.record import KeyRecord, KeyTerms
-from gateway.line import Line
 from gateway.refusals import FieldInvalid, KeyIsRevoked, KeyUnknown
 from gateway.routes.documented import (
     FOR_ADMINS,

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
+from gateway.assembly import Line
 from gateway.keys.keyring import Holder
-from gateway.line import Line
 from gateway.refusals import ModelUnknown
 from gateway.routes.documented import FOR_CLIENTS, failures
 from gateway.routes.guards import holder_of, with_data_key

@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.line import Line
+from gateway.assembly import Line
 from gateway.past_cases import Moves
 from gateway.policy_book import PolicyBook
 from gateway.proposal import Proposal, propose

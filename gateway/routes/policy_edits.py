@@ -8,8 +8,8 @@ from typing import NamedTuple
 from pydantic_core import from_json
 from starlette.requests import Request
 
+from gateway.assembly import Line
 from gateway.client import header, read_small_body
-from gateway.line import Line
 from gateway.policy_book import PolicyBook
 from gateway.proposal import Document, Proposal, all_told, propose, propose_yaml
 from gateway.refusals import (

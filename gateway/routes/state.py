@@ -10,11 +10,11 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from gateway.assembly import Line
 from gateway.client import Receive, Scope, Send
 from gateway.errors import Stopping, TooManyViewers
 from gateway.feed import Feed
 from gateway.gauges import Gauges
-from gateway.line import Line
 from gateway.metrics import GatewayFigures, exposition
 from gateway.recently import DEFAULT_WINDOW, Recently, window_s
 from gateway.refusals import FieldInvalid, NotAllowedHere

@@ -7,11 +7,11 @@ from random import Random
 from typing import Any
 
 from gateway.dispatch import Dispatch
-from gateway.domain import Caller
 from gateway.fleet import Fleet
 from gateway.member import Lease
 from gateway.prefixes import Prefixes
 from gateway.routing import Case
+from gateway.types import Caller
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority
 from policies.profile import RequestProfile

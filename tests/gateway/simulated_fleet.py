@@ -10,7 +10,6 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.accounting import Accounting
-from gateway.domain import Drafts, Inspected, Outcome, Usage
 from gateway.keys.usage import Ledger
 from gateway.metrics import exposition
 from gateway.redis_boots import RedisBoots
@@ -20,6 +19,7 @@ from gateway.routing import Candidate, Decision
 from gateway.served import Served
 from gateway.status_lanes import mtp_of
 from gateway.store import Store
+from gateway.types import Drafts, Inspected, Outcome, Usage
 from gateway.worker_metrics import WorkerFigures
 from policies.profile import Endpoint, RequestProfile
 from tests.gateway.fake_worker import lane_report

@@ -17,9 +17,9 @@ import pytest
 from gateway import access_log
 from gateway.access_log import AccessLog
 from gateway.app import create_app
-from gateway.domain import Outcome
 from gateway.errors import StartRefused
 from gateway.served import Served
+from gateway.types import Outcome
 from tests.gateway.fake_worker import FakeWorker, Script
 from tests.gateway.serving import Gateway, eventually, settings_for_tests
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from gateway.caller import read_asker
-from gateway.domain import Caller
-from gateway.turns import WeekClock
+from gateway.periodic import WeekClock
+from gateway.types import Caller
 from policies.asker import SOMEBODY
 
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from gateway.breaker import Verdict
-from gateway.domain import Caller
 from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.routing import Case
+from gateway.types import Caller
 from policies.document import PolicyDocument, Priority, read_policy
 from tests.gateway.door import Door, cancelled, report, settled
 from tests.gateway.fake_worker import lane_report

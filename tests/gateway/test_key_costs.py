@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from gateway.client import ClientLeft
-from gateway.domain import UNUSED, Inspected, Spent, Usage
 from gateway.errors import (
     NoWorker,
     QueueFull,
@@ -24,6 +23,7 @@ from gateway.keys.limits import Allowance
 from gateway.refusals import KeyEnded, Quarantined, RefusedByWorker
 from gateway.routing import Case
 from gateway.trip import Trip
+from gateway.types import UNUSED, Inspected, Spent, Usage
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile
 from tests.gateway.key_day import ALL, NOON

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.domain import Usage
 from gateway.prefixes import KEYS_KEPT, Prefixes
 from gateway.routing import Case, decide
+from gateway.types import Usage
 from gateway.view import FleetView, LaneView, WorkerView
 from policies.document import shipped_policy
 from policies.prefix import PrefixPolicy

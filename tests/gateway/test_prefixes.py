@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.domain import Caller, Inspected
 from gateway.prefixes import PrefixNames
+from gateway.types import Caller, Inspected
 from policies.profile import Endpoint, RequestProfile
 from tests.gateway.claims import RULES
 from tests.gateway.fake_worker import USAGE, FakeWorker, Script, whole_answer

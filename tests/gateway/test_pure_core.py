@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PURE = (
     "gateway/breaker.py",
-    "gateway/domain.py",
+    "gateway/types.py",
     "gateway/errors.py",
     "gateway/refusals.py",
     "gateway/keys/keyring.py",

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.domain import Usage
 from gateway.errors import RecordsUnwritable
 from gateway.prefixes import NEWS_KEPT, Prefixes
 from gateway.redis_link import RedisLink
 from gateway.redis_prefixes import RedisPrefixes
+from gateway.types import Usage
 from policies.prefix import PrefixPolicy
 from tests.gateway.claims import LAPTOP, RULES, STUDIO, holders
 from tests.gateway.redis_server import RedisServer

@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.errors import RecordsUnwritable
-from gateway.turns import Turns
+from gateway.periodic import Turns
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.serving import Gateway, settings_for_tests
 

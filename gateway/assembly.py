@@ -28,6 +28,7 @@ from gateway.keys.usage import Ledger
 from gateway.listed import check_listed, read_keys
 from gateway.neighbours import Neighbours
 from gateway.past_cases import RecentCases
+from gateway.periodic import WeekClock
 from gateway.policy_book import PolicyBook, open_book
 from gateway.policy_file import PolicyWatch, read_source
 from gateway.prefixes import Prefixes, PrefixNames
@@ -44,7 +45,6 @@ from gateway.settings import Settings
 from gateway.sharing import Shared, Sharing
 from gateway.startup_checks import check_binding
 from gateway.store import MemoryStore, Store
-from gateway.turns import WeekClock
 from gateway.windows import Windows
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 
