@@ -17,6 +17,10 @@ from starlette.routing import BaseRoute
 from starlette.types import Lifespan
 
 from gateway.access import Hosts
+from gateway.api import explain, keys, models, openapi, policy, usage
+from gateway.api import pages as page
+from gateway.api import status as state
+from gateway.api import workers as admin
 from gateway.assembly import Line, build_line
 from gateway.client import Receive, Reply, Scope, Send
 from gateway.error_answers import to_body, to_headers
@@ -25,7 +29,6 @@ from gateway.feed import Feed
 from gateway.recently import DEFAULT_WINDOW, window_s
 from gateway.refusals import HostRefused, MethodRefused, PathUnknown
 from gateway.relay import ENDPOINTS, Relay
-from gateway.routes import admin, explain, keys, models, openapi, page, policy, state, usage
 from gateway.settings import Settings
 
 

@@ -6,10 +6,10 @@ from urllib.parse import unquote_to_bytes
 
 from starlette.requests import Request
 
+from gateway.api.auth import way_in
 from gateway.client import header
 from gateway.refusals import FieldInvalid
 from gateway.routes.documented import parameter
-from gateway.routes.guards import way_in
 
 AUTHOR_HEADER = "x-paceline-author"
 NOTE_HEADER = "x-paceline-note"

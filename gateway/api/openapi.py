@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from gateway import errors
+from gateway.api.auth import DATA_KEY
 from gateway.caller import PRIORITY_HEADER
 from gateway.keys.record import KeyRecord, KeyTerms
 from gateway.refusals import (
@@ -34,7 +35,6 @@ from gateway.routes.documented import (
     success,
     takes,
 )
-from gateway.routes.guards import DATA_KEY
 from policies.document import Priority
 from policies.profile import Endpoint
 from policies.request_schema import request_schema

@@ -10,17 +10,17 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
+from gateway.api.auth import holder_of, with_data_key
+from gateway.api.gauges import Gauges
 from gateway.assembly import Line
 from gateway.client import Receive, Scope, Send
 from gateway.errors import Stopping, TooManyViewers
 from gateway.feed import Feed
-from gateway.gauges import Gauges
 from gateway.metrics import GatewayFigures, exposition
 from gateway.recently import DEFAULT_WINDOW, Recently, window_s
 from gateway.refusals import FieldInvalid, NotAllowedHere
 from gateway.relay import Relay
 from gateway.routes.documented import FOR_CLIENTS, Responses, failures
-from gateway.routes.guards import holder_of, with_data_key
 from gateway.status import Around, render
 from gateway.status_model import Gateway, Policy, Status, Store
 from gateway.versions import Reason

@@ -8,13 +8,13 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
+from gateway.api.auth import holder_of, with_data_key
 from gateway.assembly import Line
 from gateway.caller import read_asker, read_caller
 from gateway.client import read_small_body
 from gateway.inspection import inspect, parse
 from gateway.refusals import ModelUnknown, PoolsNotAllowed
 from gateway.routes.documented import FOR_CLIENTS, WITH_BODY, failures, ref, takes
-from gateway.routes.guards import holder_of, with_data_key
 from gateway.routing import Candidate, Case, Decision, decide
 from gateway.status import worker_state
 from gateway.types import Inspected

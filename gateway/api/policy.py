@@ -11,6 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.api.auth import with_admin_key
 from gateway.assembly import Line
 from gateway.past_cases import Moves
 from gateway.policy_book import PolicyBook
@@ -34,7 +35,6 @@ from gateway.routes.documented import (
     success,
     takes,
 )
-from gateway.routes.guards import with_admin_key
 from gateway.routes.policy_edits import (
     EDIT_HEADERS,
     MERGE_PATCH,

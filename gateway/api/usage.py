@@ -12,12 +12,12 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.api.auth import with_admin_key
 from gateway.assembly import Line
 from gateway.keys.budgets import day_of
 from gateway.keys.usage import UsageRow, date_of, summed
 from gateway.refusals import FieldInvalid
 from gateway.routes.documented import FOR_ADMINS, KEPT, failures, parameter, success
-from gateway.routes.guards import with_admin_key
 
 _SHOWN_DAYS = 31
 _COUNTS = UsageRow._fields[2:]

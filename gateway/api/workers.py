@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.api.auth import with_admin_key, with_join_token
 from gateway.assembly import Line
 from gateway.client import read_small_body
 from gateway.fleet import BEAT_S
@@ -24,7 +25,6 @@ from gateway.routes.documented import (
     ref,
     takes,
 )
-from gateway.routes.guards import with_admin_key, with_join_token
 from gateway.routes.said import AUTHOR, read_author
 from gateway.status import worker_state
 from policies.sentences import sentence

@@ -11,6 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from gateway.api.auth import with_admin_key
 from gateway.assembly import Line
 from gateway.client import read_small_body
 from gateway.inspection import parse
@@ -25,7 +26,6 @@ from gateway.routes.documented import (
     success,
     takes,
 )
-from gateway.routes.guards import with_admin_key
 from policies.sentences import sentence
 
 _TERMS_LIMIT_BYTES = 64 * 1024

@@ -7,11 +7,11 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
+from gateway.api.auth import holder_of, with_data_key
 from gateway.assembly import Line
 from gateway.keys.keyring import Holder
 from gateway.refusals import ModelUnknown
 from gateway.routes.documented import FOR_CLIENTS, failures
-from gateway.routes.guards import holder_of, with_data_key
 from policies.evaluation import ANY_MODEL, resolve_model
 
 
