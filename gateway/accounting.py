@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from gateway.access_log import AccessLog
+from gateway.auth.usage import Ledger
 from gateway.figures import Figures, Place, Sums
-from gateway.keys.usage import Ledger
 from gateway.served import Served
 from gateway.store import Key, Store
 from gateway.types import NOWHERE, UNUSED, Drafts, Outcome

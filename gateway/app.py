@@ -16,12 +16,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Lifespan
 
-from gateway.access import Hosts
 from gateway.api import explain, keys, models, openapi, policy, usage
 from gateway.api import pages as page
 from gateway.api import status as state
 from gateway.api import workers as admin
 from gateway.assembly import Line, build_line
+from gateway.auth.origins import Hosts
 from gateway.client import Receive, Reply, Scope, Send
 from gateway.error_answers import to_body, to_headers
 from gateway.errors import GatewayError, RequestRefused

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from gateway.access_log import AccessLog
 from gateway.accounting import Accounting
+from gateway.auth.api_keys import Keyring
+from gateway.auth.key_store import KeyBook
+from gateway.auth.usage import Ledger
+from gateway.auth.usage_store import USAGE, Keeping
 from gateway.control import Control
 from gateway.cordons import Cordons
 from gateway.dispatch import Dispatch
 from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.fleet import Fleet
-from gateway.keys.book import KeyBook
-from gateway.keys.keeping import USAGE, Keeping
-from gateway.keys.keyring import Keyring
 from gateway.keys.stranded import stranded_keys
-from gateway.keys.usage import Ledger
 from gateway.listed import check_listed, read_keys
 from gateway.neighbours import Neighbours
 from gateway.past_cases import RecentCases

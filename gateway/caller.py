@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from gateway.auth.api_keys import Holder
 from gateway.client import Scope, header
-from gateway.keys.keyring import Holder
 from gateway.refusals import FieldInvalid
 from gateway.types import Caller
 from policies.asker import SOMEBODY, Asker

@@ -12,8 +12,8 @@ import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 
+from gateway.auth.rate_limits import Allowance, Used
 from gateway.errors import RecordsUnwritable
-from gateway.keys.limits import Allowance, Used
 from gateway.redis_link import RedisLink
 
 _USED = "paceline:{limits}:used"

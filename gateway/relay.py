@@ -7,8 +7,9 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gateway.access import comes_from_foreign_page
 from gateway.assembly import Line
+from gateway.auth.api_keys import ANYBODY, Holder
+from gateway.auth.origins import comes_from_foreign_page
 from gateway.caller import read_asker, read_caller
 from gateway.client import (
     ClientLeft,
@@ -23,7 +24,6 @@ from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLon
 from gateway.forward import Upstream
 from gateway.inspection import inspect
 from gateway.keys.cost import NOTHING, Hold, spent
-from gateway.keys.keyring import ANYBODY, Holder
 from gateway.overload import Load
 from gateway.refusals import (
     BodyTooSlow,

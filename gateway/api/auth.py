@@ -15,10 +15,10 @@ from fastapi import Security
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
-from gateway.access import comes_from_foreign_page, comes_from_this_machine
 from gateway.assembly import Line
+from gateway.auth.api_keys import ANYBODY, Holder, bears
+from gateway.auth.origins import comes_from_foreign_page, comes_from_this_machine
 from gateway.client import header
-from gateway.keys.keyring import ANYBODY, Holder, bears
 from gateway.refusals import KeyRefused, NotAllowedHere, PageRefused
 
 Guard = Callable[..., Awaitable[None]]

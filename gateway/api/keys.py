@@ -13,9 +13,9 @@ from starlette.responses import Response
 
 from gateway.api.auth import with_admin_key
 from gateway.assembly import Line
+from gateway.auth.records import KeyRecord, KeyTerms
 from gateway.client import read_small_body
 from gateway.inspection import parse
-from gateway.keys.record import KeyRecord, KeyTerms
 from gateway.refusals import FieldInvalid, KeyIsRevoked, KeyUnknown
 from gateway.routes.documented import (
     FOR_ADMINS,

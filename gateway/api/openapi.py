@@ -13,8 +13,8 @@ from starlette.responses import Response
 
 from gateway import errors
 from gateway.api.auth import DATA_KEY
+from gateway.auth.records import KeyRecord, KeyTerms
 from gateway.caller import PRIORITY_HEADER
-from gateway.keys.record import KeyRecord, KeyTerms
 from gateway.refusals import (
     KeyEnded,
     LimitReached,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
+from gateway.auth.rate_limits import Allowance
 from gateway.client import ClientLeft
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
-from gateway.keys.limits import Allowance
 from gateway.refusals import KeyEnded
 from gateway.trip import Trip
 from gateway.types import Headers, Spent

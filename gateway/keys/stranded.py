@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gateway.keys.record import KeyRecord
+from gateway.auth.records import KeyRecord
 from policies.document import PolicyDocument, Problem
 
 

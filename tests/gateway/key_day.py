@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from gateway.auth.rate_limits import Allowance, Reservation
+from gateway.auth.records import Limits
 from gateway.keys.budgets import DAY_S
-from gateway.keys.limits import Allowance, Reservation
-from gateway.keys.record import Limits
 from gateway.refusals import LimitReached, TokensOverLimit
 
 MINUTE_S = 60.0

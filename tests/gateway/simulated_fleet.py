@@ -10,7 +10,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.accounting import Accounting
-from gateway.keys.usage import Ledger
+from gateway.auth.usage import Ledger
 from gateway.metrics import exposition
 from gateway.redis_boots import RedisBoots
 from gateway.redis_link import RedisLink

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.access import Hosts
+from gateway.auth.origins import Hosts
 from gateway.refusals import HostRefused
 from gateway.settings import Settings
 from tests.gateway.fake_worker import TOKEN, FakeWorker, Script

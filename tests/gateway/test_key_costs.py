@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from gateway.auth.rate_limits import Allowance
 from gateway.client import ClientLeft
 from gateway.errors import (
     NoWorker,
@@ -19,7 +20,6 @@ from gateway.errors import (
     WorkerUnreachable,
 )
 from gateway.keys.cost import ANSWER_TOKENS, Hold, estimate, spent
-from gateway.keys.limits import Allowance
 from gateway.refusals import KeyEnded, Quarantined, RefusedByWorker
 from gateway.routing import Case
 from gateway.trip import Trip

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.auth.rate_limits import Allowance
+from gateway.auth.records import Limits
 from gateway.keys.budgets import DAY_S, Bucket
-from gateway.keys.limits import Allowance
-from gateway.keys.record import Limits
 from gateway.refusals import LimitReached, TokensOverLimit
 from tests.gateway.key_day import ALL, MINUTE_S, NOON, Day
 

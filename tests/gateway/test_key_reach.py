@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from gateway.keys.keyring import Keyring
-from gateway.keys.record import KeyTerms, new_key
+from gateway.auth.api_keys import Keyring
+from gateway.auth.records import KeyTerms, new_key
 from gateway.refusals import KeyRefused
 from policies.document import Priority
 from tests.gateway.fake_worker import FakeWorker, Script

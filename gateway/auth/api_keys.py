@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from pydantic import SecretStr
 
-from gateway.keys.limits import Allowance
-from gateway.keys.record import KeyRecord, digest_of
+from gateway.auth.rate_limits import Allowance
+from gateway.auth.records import KeyRecord, digest_of
 from gateway.refusals import KeyRefused, ModelUnknown
 from gateway.types import Caller, Inspected
 from policies.document import Priority

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from gateway.auth.usage import Ledger, UsageRow, fold, tidied
 from gateway.keys.budgets import day_of
-from gateway.keys.usage import Ledger, UsageRow, fold, tidied
 from gateway.periodic import Turns, Work
 from gateway.records import Records
 

@@ -10,9 +10,9 @@ from datetime import UTC, datetime
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
+from gateway.auth.api_keys import Keyring
+from gateway.auth.records import KeyRecord, KeyTerms, new_key
 from gateway.errors import StartRefused
-from gateway.keys.keyring import Keyring
-from gateway.keys.record import KeyRecord, KeyTerms, new_key
 from gateway.records import Records
 from gateway.refusals import KeyIsRevoked, KeyUnknown
 
