@@ -9,7 +9,8 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 
-from gateway.cli import bench, explain, keys, policy, serve, status, up, worker
+from gateway.cli import bench, explain, keys, policy, status, up, worker
+from gateway.cli import gateway as serve
 from gateway.errors import StartRefused
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gateway.cli.asking import add_gateway_url
+from gateway.cli.client import add_gateway_url
 from gateway.loadgen import CannotMeasure, report
 from gateway.loadgen.answers import Heard
 from gateway.loadgen.comparison import compare

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from gateway.cli.asking import add_gateway_url, ask_gateway
+from gateway.cli.client import add_gateway_url, ask_gateway
 
 HELP = "say where a request would go, and why"
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.asking import add_gateway_url, ask_admin, ask_admin_for_text
+from gateway.cli.client import add_gateway_url, ask_admin, ask_admin_for_text
 from policies.document import Priority
 
 HELP = "make, list and revoke keys, and see what they have used"

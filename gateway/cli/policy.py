@@ -16,7 +16,7 @@ from urllib.parse import quote
 from rich.console import Console
 
 from gateway.cli import policy_view
-from gateway.cli.asking import add_gateway_url, ask_admin
+from gateway.cli.client import add_gateway_url, ask_admin
 from policies.document import PolicyInvalid, Problem, parse_policy
 from policies.written import write_yaml
 

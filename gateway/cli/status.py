@@ -13,7 +13,7 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.asking import add_gateway_url, ask_gateway
+from gateway.cli.client import add_gateway_url, ask_gateway
 from gateway.cli.watching import watch
 
 HELP = "show lanes, workers and what speculation brings"

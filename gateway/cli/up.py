@@ -20,7 +20,7 @@ from pydantic import SecretStr
 from rich.console import Console
 from rich.text import Text
 
-from gateway.cli import serve
+from gateway.cli import gateway as serve
 from gateway.cli.supervisor import Supervisor
 from gateway.cli.welcome import Started, on_this_machine, welcome
 from gateway.server import Ending, settle_collector

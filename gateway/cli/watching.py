@@ -18,7 +18,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from gateway.cli.asking import NoAnswer, read_gateway
+from gateway.cli.client import NoAnswer, read_gateway
 
 Draw = Callable[[Mapping[str, Any]], RenderableType]
 _PATIENCE_S = 5.0
