@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, Final
 
 from gateway.loadgen.load import Level
-from gateway.loadgen.measuring import Measurement
+from gateway.loadgen.runner import Measurement
 
 SHOWN: Final = (
     ("Output tokens/s", "output_throughput"),

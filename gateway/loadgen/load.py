@@ -10,7 +10,7 @@ from itertools import accumulate
 from random import Random
 
 from gateway.loadgen.answers import Heard
-from gateway.loadgen.endpoint import Endpoint
+from gateway.loadgen.client import Endpoint
 from gateway.loadgen.prompts import Prompt
 
 OnEnd = Callable[[Heard], None]

@@ -9,7 +9,7 @@ from html import escape
 from typing import Any, Final
 
 from gateway.loadgen.comparison import medians
-from gateway.loadgen.measuring import Measurement
+from gateway.loadgen.runner import Measurement
 
 _PANEL: Final = (400, 250)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 74, 34, 34

@@ -8,8 +8,8 @@ from typing import Any, Final
 from rich.table import Table
 
 from gateway.loadgen.comparison import Ratio, medians
-from gateway.loadgen.figures import Spread
-from gateway.loadgen.measuring import Measurement
+from gateway.loadgen.runner import Measurement
+from gateway.loadgen.stats import Spread
 
 _WIDTH: Final = 50
 

@@ -11,8 +11,8 @@ import pytest
 
 from gateway.cli import main
 from gateway.loadgen.answers import read_answer
+from gateway.loadgen.client import Target, opened
 from gateway.loadgen.drafts import Drafts
-from gateway.loadgen.endpoint import Target, opened
 from gateway.loadgen.load import Level, send_all
 from gateway.loadgen.prompts import built_in, drawn
 from tests.e2e.line_process import Line

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from gateway.loadgen.answers import Answer
 from gateway.loadgen.comparison import compare, medians
 from gateway.loadgen.drafts import Drafts
-from gateway.loadgen.figures import figures
 from gateway.loadgen.load import Level
-from gateway.loadgen.measuring import Measurement
 from gateway.loadgen.plot import svg
+from gateway.loadgen.runner import Measurement
+from gateway.loadgen.stats import figures
 
 ONE, FOUR = Level(concurrency=1), Level(concurrency=4)
 

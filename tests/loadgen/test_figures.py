@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.loadgen.answers import Answer
 from gateway.loadgen.drafts import Drafts
-from gateway.loadgen.figures import busiest_second, figures, peak, percentile, spread
+from gateway.loadgen.stats import busiest_second, figures, peak, percentile, spread
 
 FIRST = Answer(
     due_s=10.0,

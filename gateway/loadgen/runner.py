@@ -9,10 +9,10 @@ from random import Random
 from typing import Any
 
 from gateway.loadgen.answers import read_answer
-from gateway.loadgen.endpoint import Endpoint
-from gateway.loadgen.figures import Figures, figures
+from gateway.loadgen.client import Endpoint
 from gateway.loadgen.load import Level, OnEnd, send_all
 from gateway.loadgen.prompts import Prompt, drawn
+from gateway.loadgen.stats import Figures, figures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
