@@ -19,6 +19,13 @@ from gateway.auth.api_keys import Keyring
 from gateway.auth.key_store import KeyBook
 from gateway.auth.usage import Ledger
 from gateway.auth.usage_store import USAGE, Keeping
+from gateway.cluster.counters import RedisStore
+from gateway.cluster.prefix_claims import RedisPrefixes
+from gateway.cluster.rate_limits import RedisLimits
+from gateway.cluster.records import RedisRecords
+from gateway.cluster.redis import RedisLink
+from gateway.cluster.sync import Shared, Sharing
+from gateway.cluster.worker_reports import RedisBoots
 from gateway.control import Control
 from gateway.cordons import Cordons
 from gateway.dispatch import Dispatch
@@ -35,14 +42,7 @@ from gateway.prefixes import Prefixes, PrefixNames
 from gateway.probing import Probes
 from gateway.proposal import all_told
 from gateway.records import FileRecords, Records
-from gateway.redis_boots import RedisBoots
-from gateway.redis_limits import RedisLimits
-from gateway.redis_link import RedisLink
-from gateway.redis_prefixes import RedisPrefixes
-from gateway.redis_records import RedisRecords
-from gateway.redis_store import RedisStore
 from gateway.settings import Settings
-from gateway.sharing import Shared, Sharing
 from gateway.startup_checks import check_binding
 from gateway.store import MemoryStore, Store
 from gateway.windows import Windows

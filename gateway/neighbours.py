@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from gateway.cluster.worker_reports import RedisBoots
 from gateway.control import Control
 from gateway.dispatch import Dispatch
 from gateway.fleet import Fleet
 from gateway.member import SILENT_AFTER_S, Member
 from gateway.prefixes import Prefixes
-from gateway.redis_boots import RedisBoots
 from workers.adapters.report import WorkerReport
 
 # One beat missed: its gateway may be gone, or Redis.

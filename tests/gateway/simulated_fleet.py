@@ -11,10 +11,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.accounting import Accounting
 from gateway.auth.usage import Ledger
+from gateway.cluster.counters import RedisStore
+from gateway.cluster.redis import RedisLink
+from gateway.cluster.worker_reports import RedisBoots
 from gateway.metrics import exposition
-from gateway.redis_boots import RedisBoots
-from gateway.redis_link import RedisLink
-from gateway.redis_store import RedisStore
 from gateway.routing import Candidate, Decision
 from gateway.served import Served
 from gateway.status_lanes import mtp_of

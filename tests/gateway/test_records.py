@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from gateway.cluster.records import RedisRecords
+from gateway.cluster.redis import RedisLink
 from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.records import FileRecords, Records
-from gateway.redis_link import RedisLink
-from gateway.redis_records import RedisRecords
 from tests.gateway.memory_records import MemoryRecords
 
 

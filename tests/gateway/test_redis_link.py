@@ -8,8 +8,8 @@ from typing import NoReturn
 
 import pytest
 
+from gateway.cluster.redis import DEADLINE_S, RedisLink
 from gateway.errors import EditUnanswered, RecordsUnwritable
-from gateway.redis_link import DEADLINE_S, RedisLink
 from gateway.server import run
 from tests.gateway.redis_server import RedisServer
 

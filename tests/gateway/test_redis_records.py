@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gateway.cluster.records import RedisRecords
+from gateway.cluster.redis import RedisLink
 from gateway.errors import EditUnanswered, RecordsUnwritable
-from gateway.redis_link import RedisLink
-from gateway.redis_records import RedisRecords
 from tests.gateway.redis_server import RedisServer
 
 Opens = Callable[[RedisServer], tuple[RedisRecords, RedisLink]]

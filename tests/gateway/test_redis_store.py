@@ -7,10 +7,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from gateway.cluster.counters import RedisStore
+from gateway.cluster.redis import RedisLink
+from gateway.cluster.worker_reports import RedisBoots
 from gateway.errors import RecordsUnwritable
-from gateway.redis_boots import RedisBoots
-from gateway.redis_link import RedisLink
-from gateway.redis_store import RedisStore
 from gateway.store import Key
 from tests.gateway.boots import report
 from tests.gateway.redis_server import RedisServer

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.redis_boots import RedisBoots
-from gateway.redis_link import RedisLink
-from gateway.redis_store import RedisStore
+from gateway.cluster.counters import RedisStore
+from gateway.cluster.redis import RedisLink
+from gateway.cluster.worker_reports import RedisBoots
 from gateway.store import Key, MemoryStore, Store
 from tests.gateway.boots import report
 from workers.adapters.report import LaneReport

@@ -10,8 +10,8 @@ import json
 import secrets
 from collections.abc import Sequence
 
+from gateway.cluster.redis import RedisLink
 from gateway.prefixes import KEYS_KEPT, NEWS_KEPT, Claim, Prefixes
-from gateway.redis_link import RedisLink
 
 _NEWS = "paceline:{prefixes}:news"
 _KEPT = 2 * KEYS_KEPT

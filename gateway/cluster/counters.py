@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from gateway.redis_boots import RedisBoots
-from gateway.redis_link import RedisLink
+from gateway.cluster.redis import RedisLink
+from gateway.cluster.worker_reports import RedisBoots
 from gateway.store import Key, nothing_owed
 from workers.adapters.report import WorkerReport
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from gateway.cluster.redis import RedisLink
 from gateway.errors import RecordsUnwritable
 from gateway.records import Shelf, Shelves, only_writer, read_shelves, write_shelves
-from gateway.redis_link import RedisLink
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 
 from gateway.auth.rate_limits import Allowance, Used
+from gateway.cluster.redis import RedisLink
 from gateway.errors import RecordsUnwritable
-from gateway.redis_link import RedisLink
 
 _USED = "paceline:{limits}:used"
 _SEEN = "paceline:{limits}:seen"

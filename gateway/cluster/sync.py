@@ -9,14 +9,14 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
+from gateway.cluster.counters import RedisStore
+from gateway.cluster.prefix_claims import RedisPrefixes
+from gateway.cluster.rate_limits import RedisLimits
+from gateway.cluster.redis import RedisLink
+from gateway.cluster.worker_reports import RedisBoots
 from gateway.errors import RecordsUnwritable
 from gateway.neighbours import Neighbours
 from gateway.periodic import Turns, Work
-from gateway.redis_boots import RedisBoots
-from gateway.redis_limits import RedisLimits
-from gateway.redis_link import RedisLink
-from gateway.redis_prefixes import RedisPrefixes
-from gateway.redis_store import RedisStore
 
 TURN_S = 0.5
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from gateway.redis_link import RedisLink
+from gateway.cluster.redis import RedisLink
 from gateway.store import BOOTS_KEPT, EARLIER_BOOTS, folded, progress
 from workers.adapters.report import WorkerReport
 
