@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pydantic_core import from_json, to_json
 
 from gateway.client import Reply
+from gateway.config.settings import Settings
 from gateway.counted import read_drafts, read_usage
 from gateway.errors import GatewayError, WorkerFailed, WorkerLost, WorkerSilent, WorkerStalled
-from gateway.settings import Settings
 from gateway.splice import Splice
 from gateway.sse import Scanner
 from gateway.trip import Trip, route_headers

@@ -23,13 +23,13 @@ from gateway.api import workers as admin
 from gateway.assembly import Line, build_line
 from gateway.auth.origins import Hosts
 from gateway.client import Receive, Reply, Scope, Send
+from gateway.config.settings import Settings
 from gateway.error_answers import to_body, to_headers
 from gateway.errors import GatewayError, RequestRefused
 from gateway.feed import Feed
 from gateway.recently import DEFAULT_WINDOW, window_s
 from gateway.refusals import HostRefused, MethodRefused, PathUnknown
 from gateway.relay import ENDPOINTS, Relay
-from gateway.settings import Settings
 
 
 class Front:

@@ -26,24 +26,24 @@ from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisLink
 from gateway.cluster.sync import Shared, Sharing
 from gateway.cluster.worker_reports import RedisBoots
+from gateway.config.policy_file import PolicyWatch, read_source
+from gateway.config.policy_store import PolicyBook, open_book
+from gateway.config.settings import Settings
+from gateway.config.startup_checks import check_binding
+from gateway.config.static_workers import check_listed, read_keys
 from gateway.control import Control
 from gateway.cordons import Cordons
 from gateway.dispatch import Dispatch
 from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.fleet import Fleet
 from gateway.keys.stranded import stranded_keys
-from gateway.listed import check_listed, read_keys
 from gateway.neighbours import Neighbours
 from gateway.past_cases import RecentCases
 from gateway.periodic import WeekClock
-from gateway.policy_book import PolicyBook, open_book
-from gateway.policy_file import PolicyWatch, read_source
 from gateway.prefixes import Prefixes, PrefixNames
 from gateway.probing import Probes
 from gateway.proposal import all_told
 from gateway.records import FileRecords, Records
-from gateway.settings import Settings
-from gateway.startup_checks import check_binding
 from gateway.store import MemoryStore, Store
 from gateway.windows import Windows
 from policies.document import PolicyDocument, PolicyInvalid, Problem

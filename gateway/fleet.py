@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.breaker import HEALTHY, Verdict
-from gateway.listed import ListedWorker
+from gateway.config.static_workers import ListedWorker
 from gateway.member import SILENT_AFTER_S, Lease, Member, serves_alike
 from gateway.refusals import WorkerIdTaken
 from gateway.routing import Candidate

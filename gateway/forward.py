@@ -12,6 +12,7 @@ from pydantic_core import to_json
 from gateway.answers import Answers
 from gateway.breaker import Verdict
 from gateway.client import Reply
+from gateway.config.settings import Settings
 from gateway.connections import Connections, StaleConnection, refusal
 from gateway.dispatch import Dispatch
 from gateway.errors import (
@@ -29,7 +30,6 @@ from gateway.quarantine import Quarantine
 from gateway.refusals import Quarantined, RefusedByWorker
 from gateway.retry_budget import RetryBudget
 from gateway.routing import Decision
-from gateway.settings import Settings
 from gateway.trip import Trip
 from gateway.types import UNUSED
 from gateway.worker_answer import Answer

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from gateway.breaker import HEALTHY, Breaker
-from gateway.listed import ListedWorker
+from gateway.config.static_workers import ListedWorker
 from gateway.routing import Candidate
 from gateway.types import Holding
 from gateway.view import LaneView, WorkerView

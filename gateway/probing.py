@@ -10,11 +10,11 @@ from typing import Self
 
 import httpx
 
+from gateway.config.static_workers import ListedWorker
 from gateway.connections import authorities
 from gateway.control_calls import ATTEMPTS, get
 from gateway.dispatch import Dispatch
 from gateway.fleet import BEAT_S, Fleet
-from gateway.listed import ListedWorker
 from gateway.refusals import WorkerIdTaken
 from gateway.store import Store
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from gateway.listed import ListedWorker, listed_problems
+from gateway.config.static_workers import ListedWorker, listed_problems
 from policies.document import PolicyDocument, PolicyInvalid, Problem, parse_policy, read_policy
 
 Document = dict[str, Any]

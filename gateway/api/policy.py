@@ -13,8 +13,9 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.api.auth import with_admin_key
 from gateway.assembly import Line
+from gateway.config.policy_store import PolicyBook
+from gateway.config.policy_versions import Reason, Signature, Version
 from gateway.past_cases import Moves
-from gateway.policy_book import PolicyBook
 from gateway.proposal import Proposal, propose
 from gateway.refusals import (
     BodyTooLarge,
@@ -49,7 +50,6 @@ from gateway.routes.policy_edits import (
     refused,
 )
 from gateway.routes.said import read_author, read_note
-from gateway.versions import Reason, Signature, Version
 from policies.differences import differences
 from policies.document import PolicyInvalid
 from policies.written import write_yaml

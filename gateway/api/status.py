@@ -14,6 +14,7 @@ from gateway.api.auth import holder_of, with_data_key
 from gateway.api.gauges import Gauges
 from gateway.assembly import Line
 from gateway.client import Receive, Scope, Send
+from gateway.config.policy_versions import Reason
 from gateway.errors import Stopping, TooManyViewers
 from gateway.feed import Feed
 from gateway.metrics import GatewayFigures, exposition
@@ -23,7 +24,6 @@ from gateway.relay import Relay
 from gateway.routes.documented import FOR_CLIENTS, Responses, failures
 from gateway.status import Around, render
 from gateway.status_model import Gateway, Policy, Status, Store
-from gateway.versions import Reason
 from gateway.worker_metrics import WorkerFigures
 
 Take = Callable[[float], Awaitable[Status]]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable, Sequence
 
+from gateway.config.settings import Settings
+from gateway.config.startup_checks import is_address, is_loopback
 from gateway.refusals import HostRefused
-from gateway.settings import Settings
-from gateway.startup_checks import is_address, is_loopback
 from gateway.types import Header
 
 _HOSTS_KEPT = 64

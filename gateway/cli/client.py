@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 
 from gateway.cli.welcome import on_this_machine
-from gateway.settings import load_settings
-from gateway.startup_checks import base_url
+from gateway.config.settings import load_settings
+from gateway.config.startup_checks import base_url
 from gateway.types import fits_header
 
 # What an edit of the policy would move is worked out over the last ten thousand requests.

@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
+from gateway.config.settings import Settings, load_settings
 from gateway.server import Ending, serve, settle_collector
 from gateway.server import run as run_loop
-from gateway.settings import Settings, load_settings
 
 HELP = "run the gateway alone"
 _UNKEYED = (

@@ -23,11 +23,11 @@ from rich.text import Text
 from gateway.cli import gateway as serve
 from gateway.cli.supervisor import Supervisor
 from gateway.cli.welcome import Started, on_this_machine, welcome
+from gateway.config.settings import Settings
+from gateway.config.startup_checks import ensure_join_token
 from gateway.server import Ending, settle_collector
 from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
-from gateway.settings import Settings
-from gateway.startup_checks import ensure_join_token
 from gateway.supervision import GiveUp
 
 HELP = "run the gateway and one worker: a working endpoint in one command"

@@ -6,7 +6,7 @@ import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from gateway.startup_checks import is_loopback
+from gateway.config.startup_checks import is_loopback
 
 _SNIPPET = """\
 from openai import OpenAI

@@ -10,7 +10,8 @@ from starlette.requests import Request
 
 from gateway.assembly import Line
 from gateway.client import header, read_small_body
-from gateway.policy_book import PolicyBook
+from gateway.config.policy_store import PolicyBook
+from gateway.config.policy_versions import Signature, Version
 from gateway.proposal import Document, Proposal, all_told, propose, propose_yaml
 from gateway.refusals import (
     BodyNotJson,
@@ -23,7 +24,6 @@ from gateway.refusals import (
 )
 from gateway.routes.documented import parameter
 from gateway.routes.said import AUTHOR, NOTE_HEADER, read_author, read_note
-from gateway.versions import Signature, Version
 from policies.document import PolicyInvalid, Problem
 from policies.merge_patch import merge_patch
 from policies.written import TextInvalid, read_yaml

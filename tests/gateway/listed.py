@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.listed import ListedWorker
+from gateway.config.static_workers import ListedWorker
 
 ENTRY: dict[str, Any] = {
     "id": "studio",

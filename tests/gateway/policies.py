@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import yaml
 
-from gateway.listed import ListedWorker
-from gateway.policy_book import PolicyBook, Source, open_book
+from gateway.config.policy_store import PolicyBook, Source, open_book
+from gateway.config.policy_versions import Reason, Signature
+from gateway.config.static_workers import ListedWorker
 from gateway.proposal import Proposal, propose
 from gateway.records import Records
-from gateway.versions import Reason, Signature
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.memory_records import MemoryRecords
 from tests.gateway.serving import Gateway, eventually, settings_for_tests

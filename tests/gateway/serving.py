@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 from pydantic import SecretStr
 
+from gateway.config.settings import Settings
 from gateway.server import Ending, run, serve
-from gateway.settings import Settings
 from tests.gateway.fake_worker import TOKEN, FakeWorker
 from tests.gateway.wire import Link, Request, listening
 

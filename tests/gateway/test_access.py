@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from gateway.auth.origins import Hosts
+from gateway.config.settings import Settings
 from gateway.refusals import HostRefused
-from gateway.settings import Settings
 from tests.gateway.fake_worker import TOKEN, FakeWorker, Script
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests
 

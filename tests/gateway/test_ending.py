@@ -10,10 +10,10 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
+from gateway.config.settings import Settings, load_settings
+from gateway.config.startup_checks import ensure_join_token
 from gateway.errors import StartRefused
 from gateway.server import Ending, serve
-from gateway.settings import Settings, load_settings
-from gateway.startup_checks import ensure_join_token
 from tests.gateway.fake_worker import DONE, FakeWorker
 from tests.gateway.serving import Gateway, eventually, settings_for_tests
 

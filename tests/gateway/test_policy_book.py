@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from gateway.config.policy_store import KIND, PolicyBook, Source, open_book
+from gateway.config.policy_versions import Reason, Signature, Version, brings_news
+from gateway.config.static_workers import ListedWorker
 from gateway.errors import RecordsUnwritable
-from gateway.listed import ListedWorker
-from gateway.policy_book import KIND, PolicyBook, Source, open_book
 from gateway.proposal import Proposal, propose, propose_yaml
 from gateway.records import FileRecords
 from gateway.refusals import EditOvertaken
-from gateway.versions import Reason, Signature, Version, brings_news
 from policies.document import PolicyInvalid, parse_policy, read_policy, shipped_policy
 from tests.gateway.memory_records import MemoryRecords
 from tests.gateway.policies import BY_ANN, BY_BOB, as_yaml, book_of, document, proposal

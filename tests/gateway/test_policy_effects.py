@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.listed import listed_problems
+from gateway.config.static_workers import listed_problems
 from policies.document import read_policy
 from policies.routes import DAYS
 from tests.gateway.fake_worker import FakeWorker, Script

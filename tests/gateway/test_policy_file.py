@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from gateway.config.settings import Settings
 from gateway.errors import StartRefused
 from gateway.server import Ending, run, serve
-from gateway.settings import Settings
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.policies import Admin, as_yaml, document
 from tests.gateway.serving import Gateway, eventually, settings_for_tests
@@ -23,7 +23,7 @@ from tests.gateway.serving import Gateway, eventually, settings_for_tests
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let gateways look at their files more often than people edit them."""
-    monkeypatch.setattr("gateway.policy_file.LOOK_S", 0.05)
+    monkeypatch.setattr("gateway.config.policy_file.LOOK_S", 0.05)
 
 
 @pytest.fixture

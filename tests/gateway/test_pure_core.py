@@ -20,7 +20,7 @@ PURE = (
     "gateway/auth/records.py",
     "gateway/auth/usage.py",
     "gateway/inspection.py",
-    "gateway/listed.py",
+    "gateway/config/static_workers.py",
     "gateway/messages.py",
     "gateway/routing.py",
     "gateway/sse.py",
@@ -34,7 +34,7 @@ PURE = (
     "gateway/quarantine.py",
     "gateway/retry_budget.py",
     "gateway/proposal.py",
-    "gateway/versions.py",
+    "gateway/config/policy_versions.py",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "policies").glob("*.py")),
 )
 IMPURE = {

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.policy_book import KIND
+from gateway.config.policy_store import KIND
+from gateway.config.policy_versions import Reason, Version, brings_news
 from gateway.proposal import propose
 from gateway.refusals import EditOvertaken, VersionUnknown
-from gateway.versions import Reason, Version, brings_news
 from policies.document import PolicyInvalid, read_policy
 from policies.merge_patch import merge_patch
 from tests.gateway.memory_records import MemoryRecords

@@ -44,7 +44,7 @@ def test_whoever_changes_the_policy_is_warned_aloud_of_keys_that_it_strands(
     caplog: pytest.LogCaptureFixture,
     way: str,
 ) -> None:
-    monkeypatch.setattr("gateway.policy_file.LOOK_S", 0.05)
+    monkeypatch.setattr("gateway.config.policy_file.LOOK_S", 0.05)
     file = tmp_path / "policy.yaml"
     file.write_text(as_yaml(document("a")))
     settings = settings_for_tests(tmp_path, policy=file)

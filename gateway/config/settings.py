@@ -16,8 +16,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from gateway.config.static_workers import ListedWorker
 from gateway.errors import StartRefused
-from gateway.listed import ListedWorker
 
 _DEFAULT_FILE = Path("paceline.yaml")
 # `paceline worker` reads the same file, and from it this section alone.

@@ -9,8 +9,8 @@ import os
 import secrets
 from pathlib import Path
 
+from gateway.config.settings import Settings
 from gateway.errors import StartRefused
-from gateway.settings import Settings
 from gateway.types import fits_header
 
 

@@ -7,10 +7,10 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
+from gateway.config.policy_store import PolicyBook, Source
+from gateway.config.policy_versions import Reason, Signature
 from gateway.errors import StartRefused
-from gateway.policy_book import PolicyBook, Source
 from gateway.proposal import Proposal, all_told, propose_yaml
-from gateway.versions import Reason, Signature
 from policies.document import PolicyInvalid, Problem, shipped_policy
 
 log = logging.getLogger(__name__)

@@ -15,12 +15,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+from gateway.config.policy_versions import Reason, Signature, Version, brings_news
+from gateway.config.static_workers import ListedWorker
 from gateway.errors import RecordsUnwritable
-from gateway.listed import ListedWorker
 from gateway.proposal import Proposal, all_told, check_fits, propose
 from gateway.records import Records
 from gateway.refusals import EditOvertaken, VersionUnknown
-from gateway.versions import Reason, Signature, Version, brings_news
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 
 log = logging.getLogger(__name__)

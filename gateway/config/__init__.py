@@ -1,0 +1,1 @@
+"""Settings, the policy store, static workers and start-up checks."""
