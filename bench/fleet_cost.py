@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 from rich.console import Console
 
 from bench.tables import Grid
-from gateway.breaker import Verdict
-from gateway.fleet import Fleet
+from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.registry import Fleet
 from gateway.prefixes import KEYS_KEPT, Prefixes
 from gateway.routing import Case, decide
 from policies.document import shipped_policy

@@ -11,9 +11,9 @@ from random import Random
 from typing import Protocol
 
 from bench.fleet_world import Ask, Mac
-from gateway.breaker import Verdict
-from gateway.fleet import BEAT_S, Fleet
-from gateway.member import Lease
+from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.registry import BEAT_S, Fleet
+from gateway.fleet.worker import Lease
 from gateway.prefixes import Prefixes
 from gateway.routing import Case, decide
 from gateway.types import Usage

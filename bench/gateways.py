@@ -17,7 +17,7 @@ import httpx
 from bench import backend
 from bench.processes import end, free_port, inherited
 from bench.venvs import PeerUnavailable, Venv, last_words, python_of
-from gateway.fleet import BEAT_S
+from gateway.fleet.registry import BEAT_S
 
 KEY: Final = "bench-key"
 _JOIN_TOKEN: Final = "bench-join-token"

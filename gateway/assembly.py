@@ -31,11 +31,11 @@ from gateway.config.policy_store import PolicyBook, open_book
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_listed, read_keys
-from gateway.control import Control
-from gateway.cordons import Cordons
-from gateway.dispatch import Dispatch
 from gateway.errors import RecordsUnwritable, StartRefused
-from gateway.fleet import Fleet
+from gateway.fleet.cordons import Cordons
+from gateway.fleet.health import Control
+from gateway.fleet.registry import Fleet
+from gateway.fleet.scheduler import Dispatch
 from gateway.keys.stranded import stranded_keys
 from gateway.neighbours import Neighbours
 from gateway.past_cases import RecentCases

@@ -10,11 +10,9 @@ from typing import Self
 from pydantic_core import to_json
 
 from gateway.answers import Answers
-from gateway.breaker import Verdict
 from gateway.client import Reply
 from gateway.config.settings import Settings
 from gateway.connections import Connections, StaleConnection, refusal
-from gateway.dispatch import Dispatch
 from gateway.errors import (
     GatewayError,
     WorkerBusy,
@@ -23,7 +21,9 @@ from gateway.errors import (
     WorkerSilent,
     WorkerUnreachable,
 )
-from gateway.member import Lease
+from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.scheduler import Dispatch
+from gateway.fleet.worker import Lease
 from gateway.messages import for_openai
 from gateway.prefixes import Prefixes
 from gateway.quarantine import Quarantine

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from gateway.cluster.worker_reports import RedisBoots
-from gateway.control import Control
-from gateway.dispatch import Dispatch
-from gateway.fleet import Fleet
-from gateway.member import SILENT_AFTER_S, Member
+from gateway.fleet.health import Control
+from gateway.fleet.registry import Fleet
+from gateway.fleet.scheduler import Dispatch
+from gateway.fleet.worker import SILENT_AFTER_S, Member
 from gateway.prefixes import Prefixes
 from workers.adapters.report import WorkerReport
 

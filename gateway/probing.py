@@ -13,8 +13,8 @@ import httpx
 from gateway.config.static_workers import ListedWorker
 from gateway.connections import authorities
 from gateway.control_calls import ATTEMPTS, get
-from gateway.dispatch import Dispatch
-from gateway.fleet import BEAT_S, Fleet
+from gateway.fleet.registry import BEAT_S, Fleet
+from gateway.fleet.scheduler import Dispatch
 from gateway.refusals import WorkerIdTaken
 from gateway.store import Store
 

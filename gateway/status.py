@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from gateway import status_model as told
-from gateway.fleet import Fleet
-from gateway.member import Member
+from gateway.fleet.registry import Fleet
+from gateway.fleet.worker import Member
 from gateway.recently import Recently
 from gateway.status_lanes import (
     as_of_now,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from gateway import status_figures as told
-from gateway.member import Member
+from gateway.fleet.worker import Member
 from policies.pools import Pool
 from workers.adapters.report import LaneReport, PrefixCounts, SavedTime, WorkerReport, mtp_block
 

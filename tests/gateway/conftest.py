@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from gateway import control
+from gateway.fleet import health as control
 from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
 from tests.gateway.hearing import Heard, hearing

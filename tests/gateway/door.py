@@ -6,9 +6,9 @@ import asyncio
 from random import Random
 from typing import Any
 
-from gateway.dispatch import Dispatch
-from gateway.fleet import Fleet
-from gateway.member import Lease
+from gateway.fleet.registry import Fleet
+from gateway.fleet.scheduler import Dispatch
+from gateway.fleet.worker import Lease
 from gateway.prefixes import Prefixes
 from gateway.routing import Case
 from gateway.types import Caller

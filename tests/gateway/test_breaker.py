@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.breaker import (
+from gateway.fleet.circuit_breaker import (
     CONNECTION_FAILURES,
     ERRORS,
     HEALTHY,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.breaker import Verdict
 from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
+from gateway.fleet.circuit_breaker import Verdict
 from gateway.routing import Case
 from gateway.types import Caller
 from policies.document import PolicyDocument, Priority, read_policy

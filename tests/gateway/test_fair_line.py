@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fair_line import WEIGHTS, FairLine
+from gateway.fleet.fair_queue import WEIGHTS, FairLine
 from policies.document import Priority
 
 INTERACTIVE, DEFAULT, BULK = Priority

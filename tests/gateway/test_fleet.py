@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.breaker import Verdict
-from gateway.fleet import BEAT_S, Fleet
-from gateway.member import SILENT_AFTER_S, Lease
+from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.registry import BEAT_S, Fleet
+from gateway.fleet.worker import SILENT_AFTER_S, Lease
 from gateway.refusals import WorkerIdTaken
 from gateway.routing import Candidate
 from tests.gateway.clock import Clock

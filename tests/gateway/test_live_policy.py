@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.breaker import Verdict
 from gateway.errors import QueueFull, QueueTimeout
+from gateway.fleet.circuit_breaker import Verdict
 from gateway.routing import Case
 from policies.document import read_policy
 from tests.gateway.door import Door, cancelled, report, settled

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.breaker import Verdict
+from gateway.fleet.circuit_breaker import Verdict
 from policies.asker import Asker
 from policies.document import PolicyDocument, read_policy
 from tests.gateway.door import Door, report, settled

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PURE = (
-    "gateway/breaker.py",
+    "gateway/fleet/circuit_breaker.py",
     "gateway/types.py",
     "gateway/errors.py",
     "gateway/refusals.py",
@@ -26,9 +26,9 @@ PURE = (
     "gateway/sse.py",
     "gateway/status.py",
     "gateway/store.py",
-    "gateway/fair_line.py",
-    "gateway/fleet.py",
-    "gateway/member.py",
+    "gateway/fleet/fair_queue.py",
+    "gateway/fleet/registry.py",
+    "gateway/fleet/worker.py",
     "gateway/sight.py",
     "gateway/weighing.py",
     "gateway/quarantine.py",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway import control
+from gateway.fleet import health as control
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
 from tests.gateway.serving import Gateway, serving
 from workers.adapters.report import Speculation, WorkerReport

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.breaker import Verdict
-from gateway.fleet import Fleet
-from gateway.member import Lease
+from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.registry import Fleet
+from gateway.fleet.worker import Lease
 from gateway.routing import Candidate, Case, decide
 from gateway.view import FleetView, LaneView, WorkerView
 from gateway.weighing import pace

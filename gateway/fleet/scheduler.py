@@ -18,11 +18,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from random import Random
 
-from gateway.breaker import Verdict
 from gateway.errors import GatewayError, NoWorker, QueueFull, QueueTimeout, WorkerBusy
-from gateway.fair_line import FairLine
-from gateway.fleet import NOBODY, Fleet
-from gateway.member import Lease
+from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.fair_queue import FairLine
+from gateway.fleet.registry import NOBODY, Fleet
+from gateway.fleet.worker import Lease
 from gateway.prefixes import Prefixes
 from gateway.routing import Candidate, Case, Decision, decide
 from gateway.types import Caller

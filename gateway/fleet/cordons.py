@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
-from gateway.control import Control
-from gateway.dispatch import Dispatch
 from gateway.errors import StartRefused
-from gateway.fleet import Fleet
+from gateway.fleet.health import Control
+from gateway.fleet.registry import Fleet
+from gateway.fleet.scheduler import Dispatch
 from gateway.records import Records
 from gateway.refusals import WorkerUnknown
 

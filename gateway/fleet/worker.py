@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gateway.breaker import HEALTHY, Breaker
 from gateway.config.static_workers import ListedWorker
+from gateway.fleet.circuit_breaker import HEALTHY, Breaker
 from gateway.routing import Candidate
 from gateway.types import Holding
 from gateway.view import LaneView, WorkerView

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.breaker import HEALTHY, Verdict
 from gateway.config.static_workers import ListedWorker
-from gateway.member import SILENT_AFTER_S, Lease, Member, serves_alike
+from gateway.fleet.circuit_breaker import HEALTHY, Verdict
+from gateway.fleet.worker import SILENT_AFTER_S, Lease, Member, serves_alike
 from gateway.refusals import WorkerIdTaken
 from gateway.routing import Candidate
 from gateway.sight import LONG_AGO_S, Sight

@@ -13,7 +13,7 @@ from pydantic_core import from_json
 from gateway.config.settings import Settings
 from gateway.connections import authorities
 from gateway.control_calls import get
-from gateway.fleet import Fleet
+from gateway.fleet.registry import Fleet
 from gateway.store import Store
 from workers.adapters.report import WorkerReport
 

@@ -1,0 +1,1 @@
+"""Workers: registry, health, circuit breaker, and the scheduler that gives requests their slots."""
