@@ -30,9 +30,9 @@ from gateway.errors import (
     WorkerSilent,
     WorkerUnreachable,
 )
+from gateway.http.upstream import Link
 from gateway.refusals import RefusedByWorker
 from gateway.worker_answer import Answer, LinkLost, LinkSilent
-from gateway.worker_link import Link
 
 log = logging.getLogger(__name__)
 

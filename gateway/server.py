@@ -16,11 +16,11 @@ from typing import Literal, TypeVar
 import uvicorn
 
 from gateway.app import AdminDoor, Front, create_app
-from gateway.client_link import ClientLink, sweep
 from gateway.config import policy_file
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import base_url, check_secrets, ensure_join_token, is_loopback
 from gateway.errors import StartRefused
+from gateway.http.downstream import ClientLink, sweep
 from gateway.overload import keep_measuring
 from gateway.periodic import Turns
 from gateway.windows import STEP_S

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gateway.worker_link import Link
+    from gateway.http.upstream import Link
 
 Sink = Callable[[bytes], bool]
 """Takes what came, there and then; says whether more is wanted."""

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway.client_link import HEAD_LIMIT_BYTES, HEADERS_LIMIT
+from gateway.http.downstream import HEAD_LIMIT_BYTES, HEADERS_LIMIT
 from tests.gateway.fake_worker import DONE, FakeWorker, chunk, stream_events
 from tests.gateway.raw_client import PATH, connected, request, streamed, told
 from tests.gateway.serving import Gateway, eventually, settings_for_tests

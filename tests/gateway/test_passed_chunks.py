@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from gateway.worker_link import Link
+from gateway.http.upstream import Link
 from tests.gateway.links import answering, ask, linked
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -7,8 +7,8 @@ import contextlib
 
 import pytest
 
+from gateway.http.upstream import HEAD_LIMIT_BYTES
 from gateway.worker_answer import LinkLost, LinkSilent
-from gateway.worker_link import HEAD_LIMIT_BYTES
 from tests.gateway.links import (
     BODY,
     CHUNKED,
