@@ -11,8 +11,8 @@ from gateway.client import Reply
 from gateway.config.settings import Settings
 from gateway.counted import read_drafts, read_usage
 from gateway.errors import GatewayError, WorkerFailed, WorkerLost, WorkerSilent, WorkerStalled
+from gateway.protocols.event_stream import Scanner
 from gateway.splice import Splice
-from gateway.sse import Scanner
 from gateway.trip import Trip, route_headers
 from gateway.worker_answer import Answer, LinkLost, LinkSilent
 

@@ -24,8 +24,8 @@ from gateway.errors import (
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.scheduler import Dispatch
 from gateway.fleet.worker import Lease
-from gateway.messages import for_openai
 from gateway.prefixes import Prefixes
+from gateway.protocols.openai import for_openai
 from gateway.quarantine import Quarantine
 from gateway.refusals import Quarantined, RefusedByWorker
 from gateway.retry_budget import RetryBudget

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from gateway.messages import normalise
+from gateway.protocols.openai import normalise
 from gateway.refusals import BodyNotJson, FieldInvalid, ModelUnknown
 from gateway.types import Inspected
 from gateway.view import FleetView

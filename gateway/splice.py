@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.client import Reply
-from gateway.sse import Scanner, is_telling
+from gateway.protocols.event_stream import Scanner, is_telling
 from gateway.trip import Trip
 from gateway.types import Headers
 from gateway.worker_answer import Answer

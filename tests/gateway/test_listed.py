@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from gateway.config.settings import load_settings
 from gateway.config.static_workers import ListedWorker, check_listed, listed_problems, read_keys
 from gateway.errors import StartRefused
-from gateway.messages import for_openai
+from gateway.protocols.openai import for_openai
 from policies.document import shipped_policy
 from tests.gateway.fake_worker import TOKEN, FakeWorker, Script
 from tests.gateway.listed import ENTRY, listed

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.messages import normalise
+from gateway.protocols.openai import normalise
 
 
 def message(role: str, content: Any, **fields: Any) -> dict[str, Any]:

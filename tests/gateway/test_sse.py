@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.sse import Reading, Scanner
+from gateway.protocols.event_stream import Reading, Scanner
 from gateway.types import Drafts, Usage
 from tests.gateway.fake_worker import DONE, chunk, event, stream_events, usage_chunk
 
