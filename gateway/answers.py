@@ -12,8 +12,8 @@ from gateway.config.settings import Settings
 from gateway.counted import read_drafts, read_usage
 from gateway.errors import GatewayError, WorkerFailed, WorkerLost, WorkerSilent, WorkerStalled
 from gateway.protocols.event_stream import Scanner
+from gateway.proxy.context import Trip, route_headers
 from gateway.splice import Splice
-from gateway.trip import Trip, route_headers
 from gateway.worker_answer import Answer, LinkLost, LinkSilent
 
 log = logging.getLogger(__name__)

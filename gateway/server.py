@@ -21,8 +21,8 @@ from gateway.config.settings import Settings
 from gateway.config.startup_checks import base_url, check_secrets, ensure_join_token, is_loopback
 from gateway.errors import StartRefused
 from gateway.http.downstream import ClientLink, sweep
-from gateway.overload import keep_measuring
 from gateway.periodic import Turns
+from gateway.proxy.load_shedding import keep_measuring
 from gateway.windows import STEP_S
 
 log = logging.getLogger(__name__)

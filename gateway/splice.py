@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from gateway.client import Reply
 from gateway.protocols.event_stream import Scanner, is_telling
-from gateway.trip import Trip
+from gateway.proxy.context import Trip
 from gateway.types import Headers
 from gateway.worker_answer import Answer
 

@@ -10,9 +10,9 @@ from starlette.requests import Request
 
 from gateway.api.auth import holder_of, with_data_key
 from gateway.assembly import Line
-from gateway.caller import read_asker, read_caller
 from gateway.client import read_small_body
 from gateway.inspection import inspect, parse
+from gateway.proxy.client import read_asker, read_caller
 from gateway.refusals import ModelUnknown, PoolsNotAllowed
 from gateway.routes.documented import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.routing import Candidate, Case, Decision, decide

@@ -8,7 +8,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from gateway.assembly import Line
-from gateway.relay import Relay
+from gateway.proxy.handler import Relay
 
 
 class Gauges(Collector):

@@ -14,7 +14,8 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.api.auth import DATA_KEY
 from gateway.auth.records import KeyRecord, KeyTerms
-from gateway.caller import PRIORITY_HEADER
+from gateway.proxy.client import PRIORITY_HEADER
+from gateway.proxy.handler import ENDPOINTS
 from gateway.refusals import (
     KeyEnded,
     LimitReached,
@@ -23,7 +24,6 @@ from gateway.refusals import (
     Quarantined,
     TokensOverLimit,
 )
-from gateway.relay import ENDPOINTS
 from gateway.routes.documented import (
     ERROR_SCHEMA,
     FOR_CLIENTS,

@@ -18,9 +18,9 @@ from gateway.config.policy_versions import Reason
 from gateway.errors import Stopping, TooManyViewers
 from gateway.feed import Feed
 from gateway.metrics import GatewayFigures, exposition
+from gateway.proxy.handler import Relay
 from gateway.recently import DEFAULT_WINDOW, Recently, window_s
 from gateway.refusals import FieldInvalid, NotAllowedHere
-from gateway.relay import Relay
 from gateway.routes.documented import FOR_CLIENTS, Responses, failures
 from gateway.status import Around, render
 from gateway.status_model import Gateway, Policy, Status, Store

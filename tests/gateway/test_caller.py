@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.caller import read_asker
 from gateway.periodic import WeekClock
+from gateway.proxy.client import read_asker
 from gateway.types import Caller
 from policies.asker import SOMEBODY
 

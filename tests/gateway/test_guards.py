@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from gateway.app import create_app
 from gateway.config.settings import Settings
-from gateway.relay import ENDPOINTS
+from gateway.proxy.handler import ENDPOINTS
 from tests.gateway.fake_worker import TOKEN, FakeWorker
 from tests.gateway.routes import ADMIN_PAGE, PUBLIC, PUBLISHED, paths_of
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests

@@ -19,10 +19,10 @@ from gateway.errors import (
     WorkerLost,
     WorkerUnreachable,
 )
-from gateway.keys.cost import ANSWER_TOKENS, Hold, estimate, spent
+from gateway.proxy.billing import ANSWER_TOKENS, Hold, estimate, spent
+from gateway.proxy.context import Trip
 from gateway.refusals import KeyEnded, Quarantined, RefusedByWorker
 from gateway.routing import Case
-from gateway.trip import Trip
 from gateway.types import UNUSED, Inspected, Spent, Usage
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile

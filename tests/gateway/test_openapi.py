@@ -26,7 +26,7 @@ from schemathesis.checks import (
 from schemathesis.core.result import Ok
 
 from gateway.app import create_app
-from gateway.relay import ENDPOINTS
+from gateway.proxy.handler import ENDPOINTS
 from policies.fields import FieldError
 from policies.profile import Endpoint
 from policies.reading import KNOWN_FIELDS, read_profile

@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gateway import overload
 from gateway.errors import Overloaded
-from gateway.overload import Load, LoopLag
+from gateway.proxy import load_shedding as overload
+from gateway.proxy.load_shedding import Load, LoopLag
 from tests.gateway.fake_worker import DONE, FakeWorker
 from tests.gateway.serving import Gateway, eventually, settings_for_tests
 

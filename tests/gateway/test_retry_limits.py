@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.quarantine import KEPT_S, Quarantine
-from gateway.retry_budget import RetryBudget
+from gateway.proxy.quarantine import KEPT_S, Quarantine
+from gateway.proxy.retry_budget import RetryBudget
 from policies.bounds import Retries
 
 

@@ -26,11 +26,11 @@ from gateway.fleet.scheduler import Dispatch
 from gateway.fleet.worker import Lease
 from gateway.prefixes import Prefixes
 from gateway.protocols.openai import for_openai
-from gateway.quarantine import Quarantine
+from gateway.proxy.context import Trip
+from gateway.proxy.quarantine import Quarantine
+from gateway.proxy.retry_budget import RetryBudget
 from gateway.refusals import Quarantined, RefusedByWorker
-from gateway.retry_budget import RetryBudget
 from gateway.routing import Decision
-from gateway.trip import Trip
 from gateway.types import UNUSED
 from gateway.worker_answer import Answer
 from policies.profile import Endpoint

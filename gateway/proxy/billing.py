@@ -8,8 +8,8 @@ from types import TracebackType
 from gateway.auth.rate_limits import Allowance
 from gateway.client import ClientLeft
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
+from gateway.proxy.context import Trip
 from gateway.refusals import KeyEnded
-from gateway.trip import Trip
 from gateway.types import Headers, Spent
 from policies.profile import RequestProfile
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from gateway.assembly import Line
 from gateway.auth.api_keys import ANYBODY, Holder
 from gateway.auth.origins import comes_from_foreign_page
-from gateway.caller import read_asker, read_caller
 from gateway.client import (
     ClientLeft,
     Presence,
@@ -21,10 +20,12 @@ from gateway.client import (
     read_body,
 )
 from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
-from gateway.forward import Upstream
 from gateway.inspection import inspect
-from gateway.keys.cost import NOTHING, Hold, spent
-from gateway.overload import Load
+from gateway.proxy.billing import NOTHING, Hold, spent
+from gateway.proxy.client import read_asker, read_caller
+from gateway.proxy.context import Trip, route_headers
+from gateway.proxy.forward import Upstream
+from gateway.proxy.load_shedding import Load
 from gateway.refusals import (
     BodyTooSlow,
     KeyEnded,
@@ -34,7 +35,6 @@ from gateway.refusals import (
 )
 from gateway.routing import Case, Decision, decide
 from gateway.served import Served
-from gateway.trip import Trip, route_headers
 from gateway.types import NO_PREFIX, UNUSED, Inspected, Outcome
 from policies.document import PolicyDocument
 from policies.profile import Endpoint

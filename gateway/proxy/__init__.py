@@ -1,0 +1,1 @@
+"""The data plane: one request from its first byte to accounting."""
