@@ -19,8 +19,8 @@ from rich.console import Console
 from bench.tables import Grid
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.registry import Fleet
-from gateway.prefixes import KEYS_KEPT, Prefixes
-from gateway.routing import Case, decide
+from gateway.routing.prefix_affinity import KEYS_KEPT, Prefixes
+from gateway.routing.select import Case, decide
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile, Sampling
 from workers.adapters.report import LaneReport, WorkerReport

@@ -14,8 +14,8 @@ from bench.fleet_world import Ask, Mac
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.registry import BEAT_S, Fleet
 from gateway.fleet.worker import Lease
-from gateway.prefixes import Prefixes
-from gateway.routing import Case, decide
+from gateway.routing.prefix_affinity import Prefixes
+from gateway.routing.select import Case, decide
 from gateway.types import Usage
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile

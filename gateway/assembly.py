@@ -38,12 +38,12 @@ from gateway.fleet.registry import Fleet
 from gateway.fleet.scheduler import Dispatch
 from gateway.keys.stranded import stranded_keys
 from gateway.neighbours import Neighbours
-from gateway.past_cases import RecentCases
 from gateway.periodic import WeekClock
-from gateway.prefixes import Prefixes, PrefixNames
 from gateway.probing import Probes
 from gateway.proposal import all_told
 from gateway.records import FileRecords, Records
+from gateway.routing.prefix_affinity import Prefixes, PrefixNames
+from gateway.routing.replay import RecentCases
 from gateway.store import MemoryStore, Store
 from gateway.windows import Windows
 from policies.document import PolicyDocument, PolicyInvalid, Problem

@@ -9,8 +9,8 @@ from pydantic_core import from_json
 
 from gateway.protocols.openai import normalise
 from gateway.refusals import BodyNotJson, FieldInvalid, ModelUnknown
+from gateway.routing.view import FleetView
 from gateway.types import Inspected
-from gateway.view import FleetView
 from policies.bounds import bounded
 from policies.document import PolicyDocument
 from policies.evaluation import resolve_model, sampling_defaults

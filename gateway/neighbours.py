@@ -10,7 +10,7 @@ from gateway.fleet.health import Control
 from gateway.fleet.registry import Fleet
 from gateway.fleet.scheduler import Dispatch
 from gateway.fleet.worker import SILENT_AFTER_S, Member
-from gateway.prefixes import Prefixes
+from gateway.routing.prefix_affinity import Prefixes
 from workers.adapters.report import WorkerReport
 
 # One beat missed: its gateway may be gone, or Redis.

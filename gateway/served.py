@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from gateway.routing import Candidate, Decision
+from gateway.routing.select import Candidate, Decision
 from gateway.types import Caller, Drafts, Inspected, Outcome, Spent, Usage
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gateway.view import WorkerView, places_of, rows_of
+from gateway.routing.view import WorkerView, places_of, rows_of
 
 LONG_AGO_S = float("-inf")
 

@@ -22,7 +22,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from gateway.client import Scope, header
-from gateway.routing import Candidate
+from gateway.routing.select import Candidate
 from gateway.served import Served
 from gateway.types import Outcome
 from policies.profile import Endpoint, RequestProfile

@@ -15,10 +15,10 @@ from gateway.inspection import inspect, parse
 from gateway.proxy.client import read_asker, read_caller
 from gateway.refusals import ModelUnknown, PoolsNotAllowed
 from gateway.routes.documented import FOR_CLIENTS, WITH_BODY, failures, ref, takes
-from gateway.routing import Candidate, Case, Decision, decide
+from gateway.routing.select import Candidate, Case, Decision, decide
+from gateway.routing.view import FleetView
 from gateway.status import worker_state
 from gateway.types import Inspected
-from gateway.view import FleetView
 from policies.asker import Asker
 from policies.profile import Endpoint
 

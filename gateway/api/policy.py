@@ -15,7 +15,6 @@ from gateway.api.auth import with_admin_key
 from gateway.assembly import Line
 from gateway.config.policy_store import PolicyBook
 from gateway.config.policy_versions import Reason, Signature, Version
-from gateway.past_cases import Moves
 from gateway.proposal import Proposal, propose
 from gateway.refusals import (
     BodyTooLarge,
@@ -50,6 +49,7 @@ from gateway.routes.policy_edits import (
     refused,
 )
 from gateway.routes.said import read_author, read_note
+from gateway.routing.replay import Moves
 from policies.differences import differences
 from policies.document import PolicyInvalid
 from policies.written import write_yaml

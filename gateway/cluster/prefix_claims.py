@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 
 from gateway.cluster.redis import RedisLink
-from gateway.prefixes import KEYS_KEPT, NEWS_KEPT, Claim, Prefixes
+from gateway.routing.prefix_affinity import KEYS_KEPT, NEWS_KEPT, Claim, Prefixes
 
 _NEWS = "paceline:{prefixes}:news"
 _KEPT = 2 * KEYS_KEPT

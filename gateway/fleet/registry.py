@@ -8,9 +8,9 @@ from gateway.config.static_workers import ListedWorker
 from gateway.fleet.circuit_breaker import HEALTHY, Verdict
 from gateway.fleet.worker import SILENT_AFTER_S, Lease, Member, serves_alike
 from gateway.refusals import WorkerIdTaken
-from gateway.routing import Candidate
+from gateway.routing.select import Candidate
+from gateway.routing.view import FleetView
 from gateway.sight import LONG_AGO_S, Sight
-from gateway.view import FleetView
 from policies.pools import Pool
 from workers.adapters.report import LaneReport, WorkerReport
 

@@ -23,8 +23,8 @@ from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.fair_queue import FairLine
 from gateway.fleet.registry import NOBODY, Fleet
 from gateway.fleet.worker import Lease
-from gateway.prefixes import Prefixes
-from gateway.routing import Candidate, Case, Decision, decide
+from gateway.routing.prefix_affinity import Prefixes
+from gateway.routing.select import Candidate, Case, Decision, decide
 from gateway.types import Caller
 from policies.document import PolicyDocument
 from policies.profile import RequestProfile, bypass_reasons

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from gateway.config.static_workers import ListedWorker
 from gateway.fleet.circuit_breaker import HEALTHY, Breaker
-from gateway.routing import Candidate
+from gateway.routing.cost import Pace, pace
+from gateway.routing.select import Candidate
+from gateway.routing.view import LaneView, WorkerView
 from gateway.types import Holding
-from gateway.view import LaneView, WorkerView
-from gateway.weighing import Pace, pace
 from workers.adapters.report import WorkerReport
 
 SILENT_AFTER_S = 7.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gateway.routing import Candidate, Case
+from gateway.routing.select import Candidate, Case
 from gateway.types import NO_PREFIX, UNUSED, Caller, Drafts, Headers, Inspected, Usage
 
 if TYPE_CHECKING:

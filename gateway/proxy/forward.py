@@ -24,13 +24,13 @@ from gateway.errors import (
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.scheduler import Dispatch
 from gateway.fleet.worker import Lease
-from gateway.prefixes import Prefixes
 from gateway.protocols.openai import for_openai
 from gateway.proxy.context import Trip
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.refusals import Quarantined, RefusedByWorker
-from gateway.routing import Decision
+from gateway.routing.prefix_affinity import Prefixes
+from gateway.routing.select import Decision
 from gateway.types import UNUSED
 from gateway.worker_answer import Answer
 from policies.profile import Endpoint

@@ -33,7 +33,7 @@ from gateway.refusals import (
     PageRefused,
     PoolsNotAllowed,
 )
-from gateway.routing import Case, Decision, decide
+from gateway.routing.select import Case, Decision, decide
 from gateway.served import Served
 from gateway.types import NO_PREFIX, UNUSED, Inspected, Outcome
 from policies.document import PolicyDocument

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from gateway.prefixes import Prefixes
-from gateway.view import FleetView
+from gateway.routing.prefix_affinity import Prefixes
+from gateway.routing.view import FleetView
 from policies.prefix import PrefixPolicy
 
 RULES = PrefixPolicy()

@@ -9,8 +9,8 @@ from typing import Any
 from gateway.fleet.registry import Fleet
 from gateway.fleet.scheduler import Dispatch
 from gateway.fleet.worker import Lease
-from gateway.prefixes import Prefixes
-from gateway.routing import Case
+from gateway.routing.prefix_affinity import Prefixes
+from gateway.routing.select import Case
 from gateway.types import Caller
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority

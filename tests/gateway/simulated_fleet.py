@@ -15,7 +15,7 @@ from gateway.cluster.counters import RedisStore
 from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.metrics import exposition
-from gateway.routing import Candidate, Decision
+from gateway.routing.select import Candidate, Decision
 from gateway.served import Served
 from gateway.status_lanes import mtp_of
 from gateway.store import Store

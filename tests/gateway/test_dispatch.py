@@ -11,7 +11,7 @@ import pytest
 
 from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.routing import Case
+from gateway.routing.select import Case
 from gateway.types import Caller
 from policies.document import PolicyDocument, Priority, read_policy
 from tests.gateway.door import Door, cancelled, report, settled

@@ -22,7 +22,7 @@ from gateway.errors import (
 from gateway.proxy.billing import ANSWER_TOKENS, Hold, estimate, spent
 from gateway.proxy.context import Trip
 from gateway.refusals import KeyEnded, Quarantined, RefusedByWorker
-from gateway.routing import Case
+from gateway.routing.select import Case
 from gateway.types import UNUSED, Inspected, Spent, Usage
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile

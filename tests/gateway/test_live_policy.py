@@ -15,7 +15,7 @@ import pytest
 
 from gateway.errors import QueueFull, QueueTimeout
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.routing import Case
+from gateway.routing.select import Case
 from policies.document import read_policy
 from tests.gateway.door import Door, cancelled, report, settled
 from tests.gateway.fake_worker import FakeWorker, Script, lane_report

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.past_cases import CASES_KEPT, RecentCases
-from gateway.routing import Case
-from gateway.view import FleetView
+from gateway.routing.replay import CASES_KEPT, RecentCases
+from gateway.routing.select import Case
+from gateway.routing.view import FleetView
 from policies.asker import Asker
 from policies.document import read_policy, shipped_policy
 from policies.profile import bypass_reasons

@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from gateway.routing import Case, decide
-from gateway.view import FleetView, LaneView, WorkerView
+from gateway.routing.select import Case, decide
+from gateway.routing.view import FleetView, LaneView, WorkerView
 from policies.asker import SOMEBODY, Asker
 from policies.bounds import bounded
 from policies.document import PolicyDocument, parse_policy

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.prefixes import KEYS_KEPT, Prefixes
-from gateway.routing import Case, decide
+from gateway.routing.prefix_affinity import KEYS_KEPT, Prefixes
+from gateway.routing.select import Case, decide
+from gateway.routing.view import FleetView, LaneView, WorkerView
 from gateway.types import Usage
-from gateway.view import FleetView, LaneView, WorkerView
 from policies.document import shipped_policy
 from policies.prefix import PrefixPolicy
 from tests.gateway.claims import LAPTOP, RULES, STUDIO, holders

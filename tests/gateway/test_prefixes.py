@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.prefixes import PrefixNames
+from gateway.routing.prefix_affinity import PrefixNames
 from gateway.types import Caller, Inspected
 from policies.profile import Endpoint, RequestProfile
 from tests.gateway.claims import RULES

@@ -10,7 +10,7 @@ import pytest
 from gateway.cluster.prefix_claims import RedisPrefixes
 from gateway.cluster.redis import RedisLink
 from gateway.errors import RecordsUnwritable
-from gateway.prefixes import NEWS_KEPT, Prefixes
+from gateway.routing.prefix_affinity import NEWS_KEPT, Prefixes
 from gateway.types import Usage
 from policies.prefix import PrefixPolicy
 from tests.gateway.claims import LAPTOP, RULES, STUDIO, holders

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing import Case, decide
-from gateway.view import LaneView, WorkerView
+from gateway.routing.select import Case, decide
+from gateway.routing.view import LaneView, WorkerView
 from policies.asker import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
 from policies.profile import Bypass, Endpoint, RequestProfile, Sampling

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.registry import Fleet
 from gateway.fleet.worker import Lease
-from gateway.routing import Candidate, Case, decide
-from gateway.view import FleetView, LaneView, WorkerView
-from gateway.weighing import pace
+from gateway.routing.cost import pace
+from gateway.routing.select import Candidate, Case, decide
+from gateway.routing.view import FleetView, LaneView, WorkerView
 from policies.document import shipped_policy
 from policies.profile import Endpoint, RequestProfile, Sampling
 from tests.gateway.fake_worker import lane_report

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.view import FleetView, LaneView, WorkerView
+from gateway.routing.view import FleetView, LaneView, WorkerView
 from tests.gateway.fake_worker import lane_report
 
 

@@ -7,8 +7,8 @@ from math import log1p
 from random import Random
 from typing import NamedTuple
 
+from gateway.routing.view import FleetView, LaneView, Row, Seat
 from gateway.types import Holding
-from gateway.view import FleetView, LaneView, Row, Seat
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument
 from policies.evaluation import judge

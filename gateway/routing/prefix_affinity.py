@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from pydantic_core import to_json
 
+from gateway.routing.view import FleetView
 from gateway.types import Caller, Holding, Inspected, Usage
-from gateway.view import FleetView
 from policies.prefix import PrefixPolicy
 from workers.adapters.report import WorkerReport
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
 
+from gateway.routing.cost import FULL, UNMEASURED, Pace, strain_s
 from gateway.types import Holding
-from gateway.weighing import FULL, UNMEASURED, Pace, strain_s
 from workers.adapters.report import LaneReport
 
 

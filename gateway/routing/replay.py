@@ -9,9 +9,9 @@ import asyncio
 from collections import Counter, deque
 from random import Random
 
-from gateway.routing import Case, decide
+from gateway.routing.select import Case, decide
+from gateway.routing.view import FleetView
 from gateway.types import NOWHERE
-from gateway.view import FleetView
 from policies.document import PolicyDocument
 
 CASES_KEPT = 10_000

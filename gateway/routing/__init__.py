@@ -1,0 +1,1 @@
+"""Pure routing decisions: select, cost, prefix affinity, replay."""
