@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
-from gateway.status_model import Status
+from gateway.status.model import Status
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 

@@ -17,7 +17,7 @@ from gateway.refusals import ModelUnknown, PoolsNotAllowed
 from gateway.routes.documented import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.routing.select import Candidate, Case, Decision, decide
 from gateway.routing.view import FleetView
-from gateway.status import worker_state
+from gateway.status.render import worker_state
 from gateway.types import Inspected
 from policies.asker import Asker
 from policies.profile import Endpoint

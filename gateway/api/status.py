@@ -16,14 +16,14 @@ from gateway.assembly import Line
 from gateway.client import Receive, Scope, Send
 from gateway.config.policy_versions import Reason
 from gateway.errors import Stopping, TooManyViewers
-from gateway.feed import Feed
 from gateway.metrics import GatewayFigures, exposition
 from gateway.proxy.handler import Relay
 from gateway.recently import DEFAULT_WINDOW, Recently, window_s
 from gateway.refusals import FieldInvalid, NotAllowedHere
 from gateway.routes.documented import FOR_CLIENTS, Responses, failures
-from gateway.status import Around, render
-from gateway.status_model import Gateway, Policy, Status, Store
+from gateway.status.events import Feed
+from gateway.status.model import Gateway, Policy, Status, Store
+from gateway.status.render import Around, render
 from gateway.worker_metrics import WorkerFigures
 
 Take = Callable[[float], Awaitable[Status]]

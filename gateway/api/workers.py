@@ -26,7 +26,7 @@ from gateway.routes.documented import (
     takes,
 )
 from gateway.routes.said import AUTHOR, read_author
-from gateway.status import worker_state
+from gateway.status.render import worker_state
 from policies.sentences import sentence
 from workers.adapters.report import WorkerReport
 

@@ -24,7 +24,7 @@ PURE = (
     "gateway/protocols/openai.py",
     "gateway/routing/select.py",
     "gateway/protocols/event_stream.py",
-    "gateway/status.py",
+    "gateway/status/render.py",
     "gateway/store.py",
     "gateway/fleet/fair_queue.py",
     "gateway/fleet/registry.py",

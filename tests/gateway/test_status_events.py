@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, SecretStr
 
 from gateway.errors import Stopping
-from gateway.feed import VIEWERS_LIMIT, Feed
+from gateway.status.events import VIEWERS_LIMIT, Feed
 from tests.gateway.fake_worker import FakeWorker, Script
 from tests.gateway.serving import Gateway, bearing, error_of, eventually, settings_for_tests
 

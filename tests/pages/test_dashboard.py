@@ -12,7 +12,7 @@ import pytest
 from playwright.async_api import expect
 from pydantic import SecretStr
 
-from gateway.feed import VIEWERS_LIMIT
+from gateway.status.events import VIEWERS_LIMIT
 from policies.profile import Bypass
 from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker, Script, lane_report

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
-from gateway import status_model as told
 from gateway.fleet.registry import Fleet
 from gateway.fleet.worker import Member
 from gateway.recently import Recently
+from gateway.status import model as told
 from gateway.status_lanes import (
     as_of_now,
     lanes_of,
