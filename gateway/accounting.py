@@ -15,7 +15,7 @@ from gateway.access_log import AccessLog
 from gateway.auth.usage import Ledger
 from gateway.figures import Figures, Place, Sums
 from gateway.served import Served
-from gateway.store import Key, Store
+from gateway.storage.counters import Key, Store
 from gateway.types import NOWHERE, UNUSED, Drafts, Outcome
 from policies.profile import Bypass
 

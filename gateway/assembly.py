@@ -41,10 +41,10 @@ from gateway.neighbours import Neighbours
 from gateway.periodic import WeekClock
 from gateway.probing import Probes
 from gateway.proposal import all_told
-from gateway.records import FileRecords, Records
 from gateway.routing.prefix_affinity import Prefixes, PrefixNames
 from gateway.routing.replay import RecentCases
-from gateway.store import MemoryStore, Store
+from gateway.storage.counters import MemoryStore, Store
+from gateway.storage.records import FileRecords, Records
 from gateway.windows import Windows
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 

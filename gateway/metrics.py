@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from gateway.accounting import Accounting
 from gateway.buckets import BOUNDS_S, Buckets, cumulative
 from gateway.figures import Sums
-from gateway.store import Key
+from gateway.storage.counters import Key
 
 # Each is one of the bounds that are counted by.
 _SHOWN_S = tuple(bound for bound in BOUNDS_S if f"{bound:e}"[:3] in ("1.0", "2.5", "5.0"))

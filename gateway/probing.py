@@ -16,7 +16,7 @@ from gateway.control_calls import ATTEMPTS, get
 from gateway.fleet.registry import BEAT_S, Fleet
 from gateway.fleet.scheduler import Dispatch
 from gateway.refusals import WorkerIdTaken
-from gateway.store import Store
+from gateway.storage.counters import Store
 
 log = logging.getLogger(__name__)
 

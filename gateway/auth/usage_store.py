@@ -9,7 +9,7 @@ from typing import Self
 from gateway.auth.usage import Ledger, UsageRow, fold, tidied
 from gateway.keys.budgets import day_of
 from gateway.periodic import Turns, Work
-from gateway.records import Records
+from gateway.storage.records import Records
 
 USAGE = "usage"
 """The kind of its records."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
-from gateway.store import Key, nothing_owed
+from gateway.storage.counters import Key, nothing_owed
 from workers.adapters.report import WorkerReport
 
 _COUNTS = "paceline:{counts}:lives"

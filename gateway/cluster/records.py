@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from gateway.cluster.redis import RedisLink
 from gateway.errors import RecordsUnwritable
-from gateway.records import Shelf, Shelves, only_writer, read_shelves, write_shelves
+from gateway.storage.records import Shelf, Shelves, only_writer, read_shelves, write_shelves
 
 log = logging.getLogger(__name__)
 

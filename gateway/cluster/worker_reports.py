@@ -12,7 +12,7 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from gateway.cluster.redis import RedisLink
-from gateway.store import BOOTS_KEPT, EARLIER_BOOTS, folded, progress
+from gateway.storage.counters import BOOTS_KEPT, EARLIER_BOOTS, folded, progress
 from workers.adapters.report import WorkerReport
 
 _BOOTS = "paceline:{fleet}:boots"

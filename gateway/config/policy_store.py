@@ -19,8 +19,8 @@ from gateway.config.policy_versions import Reason, Signature, Version, brings_ne
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import RecordsUnwritable
 from gateway.proposal import Proposal, all_told, check_fits, propose
-from gateway.records import Records
 from gateway.refusals import EditOvertaken, VersionUnknown
+from gateway.storage.records import Records
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 
 log = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from gateway.errors import StartRefused
 from gateway.fleet.health import Control
 from gateway.fleet.registry import Fleet
 from gateway.fleet.scheduler import Dispatch
-from gateway.records import Records
 from gateway.refusals import WorkerUnknown
+from gateway.storage.records import Records
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from gateway.config.settings import Settings
 from gateway.connections import authorities
 from gateway.control_calls import get
 from gateway.fleet.registry import Fleet
-from gateway.store import Store
+from gateway.storage.counters import Store
 from workers.adapters.report import WorkerReport
 
 log = logging.getLogger(__name__)

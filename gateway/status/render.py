@@ -17,7 +17,7 @@ from gateway.status_lanes import (
     prefix_of,
     saved_by,
 )
-from gateway.store import Key, by_name
+from gateway.storage.counters import Key, by_name
 from policies.document import PolicyDocument
 from policies.pools import Pool
 from workers.adapters.report import LaneReport, WorkerReport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.records import Shelves
+from gateway.storage.records import Shelves
 
 
 class MemoryRecords:

@@ -15,7 +15,7 @@ from gateway.config.policy_store import PolicyBook, Source, open_book
 from gateway.config.policy_versions import Reason, Signature
 from gateway.config.static_workers import ListedWorker
 from gateway.proposal import Proposal, propose
-from gateway.records import Records
+from gateway.storage.records import Records
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.memory_records import MemoryRecords
 from tests.gateway.serving import Gateway, eventually, settings_for_tests

@@ -18,7 +18,7 @@ from gateway.metrics import exposition
 from gateway.routing.select import Candidate, Decision
 from gateway.served import Served
 from gateway.status_lanes import mtp_of
-from gateway.store import Store
+from gateway.storage.counters import Store
 from gateway.types import Drafts, Inspected, Outcome, Usage
 from gateway.worker_metrics import WorkerFigures
 from policies.profile import Endpoint, RequestProfile
@@ -193,7 +193,10 @@ class Simulation:
     async def check(self) -> None:
         """Compare what answers said with what every gateway tells."""
         for gateway in self.gateways:
-            reports, counts = await gateway.store.reports(), await gateway.store.counts()
+            reports, counts = (
+                await gateway.storage.counters.reports(),
+                await gateway.storage.counters.counts(),
+            )
             text = exposition(WorkerFigures(reports)).decode()
             assert self._told(reports) == self._expected(), "status"
             assert self._scraped(text) == self._expected(prometheus=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.metrics import GatewayFigures, exposition
-from gateway.store import BOOTS_KEPT, MemoryStore
+from gateway.storage.counters import BOOTS_KEPT, MemoryStore
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.simulated_fleet import Gateway, SharedGateway, Simulation
 
@@ -130,11 +130,11 @@ async def test_a_report_that_comes_after_its_boot_was_folded_counts_nothing_agai
         for _ in range(8):
             await gateway.turn()
         for letter in simulation.mail:
-            await gateway.store.keep_report(letter)
+            await gateway.storage.counters.keep_report(letter)
         await gateway.turn()
     simulation.mail.clear()
     await simulation.settle()
     await simulation.check()
     for gateway in simulation.gateways:
-        assert len(await gateway.store.reports()) <= BOOTS_KEPT + 2
+        assert len(await gateway.storage.counters.reports()) <= BOOTS_KEPT + 2
         await gateway.close()

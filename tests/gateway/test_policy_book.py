@@ -13,8 +13,8 @@ from gateway.config.policy_versions import Reason, Signature, Version, brings_ne
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import RecordsUnwritable
 from gateway.proposal import Proposal, propose, propose_yaml
-from gateway.records import FileRecords
 from gateway.refusals import EditOvertaken
+from gateway.storage.records import FileRecords
 from policies.document import PolicyInvalid, parse_policy, read_policy, shipped_policy
 from tests.gateway.memory_records import MemoryRecords
 from tests.gateway.policies import BY_ANN, BY_BOB, as_yaml, book_of, document, proposal

@@ -25,7 +25,7 @@ PURE = (
     "gateway/routing/select.py",
     "gateway/protocols/event_stream.py",
     "gateway/status/render.py",
-    "gateway/store.py",
+    "gateway/storage/counters.py",
     "gateway/fleet/fair_queue.py",
     "gateway/fleet/registry.py",
     "gateway/fleet/worker.py",

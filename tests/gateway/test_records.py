@@ -15,7 +15,7 @@ import pytest
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisLink
 from gateway.errors import RecordsUnwritable, StartRefused
-from gateway.records import FileRecords, Records
+from gateway.storage.records import FileRecords, Records
 from tests.gateway.memory_records import MemoryRecords
 
 
@@ -72,7 +72,7 @@ async def test_records_survive_the_process_and_are_for_their_owner_alone(tmp_pat
 def test_writers_of_several_processes_lose_nothing_of_each_other(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     adding = (
-        "import asyncio, sys; from pathlib import Path; from gateway.records import FileRecords\n"
+        "import asyncio, sys; from pathlib import Path; from gateway.storage.records import FileRecords\n"
         "async def add():\n"
         "    for i in range(20):\n"
         "        await FileRecords(Path(sys.argv[1])).add('keys', f'{sys.argv[2]}-{i}', '1')\n"

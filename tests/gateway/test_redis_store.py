@@ -11,7 +11,7 @@ from gateway.cluster.counters import RedisStore
 from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.errors import RecordsUnwritable
-from gateway.store import Key
+from gateway.storage.counters import Key
 from tests.gateway.boots import report
 from tests.gateway.redis_server import RedisServer
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from gateway.cluster.counters import RedisStore
 from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
-from gateway.store import Key, MemoryStore, Store
+from gateway.storage.counters import Key, MemoryStore, Store
 from tests.gateway.boots import report
 from workers.adapters.report import LaneReport
 
