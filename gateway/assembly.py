@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from gateway.access_log import AccessLog
-from gateway.accounting import Accounting
 from gateway.auth.api_keys import Keyring
 from gateway.auth.key_store import KeyBook
 from gateway.auth.usage import Ledger
@@ -45,11 +43,13 @@ from gateway.routing.prefix_affinity import Prefixes, PrefixNames
 from gateway.routing.replay import RecentCases
 from gateway.storage.counters import MemoryStore, Store
 from gateway.storage.records import FileRecords, Records
+from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.accounting import Accounting
 from gateway.windows import Windows
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 
 if TYPE_CHECKING:
-    from gateway.tracing import Traces
+    from gateway.telemetry.tracing import Traces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +177,7 @@ def _traces(settings: Settings) -> Traces | None:
     if settings.traces == "off":
         return None
     try:
-        from gateway.tracing import Traces  # noqa: PLC0415  # an extra
+        from gateway.telemetry.tracing import Traces  # noqa: PLC0415  # an extra
     except ImportError:
         raise StartRefused(
             "PACELINE_TRACES needs what is not installed; `pip install -e '.[otel]'` brings it, in "

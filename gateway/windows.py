@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from gateway.figures import NOTHING, Figures, Place, total
+from gateway.telemetry.stats import NOTHING, Figures, Place, total
 
 STEP_S = 10.0
 LONGEST_S = 900.0

@@ -16,7 +16,6 @@ from gateway.assembly import Line
 from gateway.client import Receive, Scope, Send
 from gateway.config.policy_versions import Reason
 from gateway.errors import Stopping, TooManyViewers
-from gateway.metrics import GatewayFigures, exposition
 from gateway.proxy.handler import Relay
 from gateway.recently import DEFAULT_WINDOW, Recently, window_s
 from gateway.refusals import FieldInvalid, NotAllowedHere
@@ -24,6 +23,7 @@ from gateway.routes.documented import FOR_CLIENTS, Responses, failures
 from gateway.status.events import Feed
 from gateway.status.model import Gateway, Policy, Status, Store
 from gateway.status.render import Around, render
+from gateway.telemetry.prometheus import GatewayFigures, exposition
 from gateway.worker_metrics import WorkerFigures
 
 Take = Callable[[float], Awaitable[Status]]

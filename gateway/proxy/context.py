@@ -9,7 +9,7 @@ from gateway.routing.select import Candidate, Case
 from gateway.types import NO_PREFIX, UNUSED, Caller, Drafts, Headers, Inspected, Usage
 
 if TYPE_CHECKING:
-    from gateway.tracing import Trace
+    from gateway.telemetry.tracing import Trace
 
 
 @dataclass(slots=True, kw_only=True)

@@ -34,13 +34,13 @@ from gateway.refusals import (
     PoolsNotAllowed,
 )
 from gateway.routing.select import Case, Decision, decide
-from gateway.served import Served
+from gateway.telemetry.request_record import Served
 from gateway.types import NO_PREFIX, UNUSED, Inspected, Outcome
 from policies.document import PolicyDocument
 from policies.profile import Endpoint
 
 if TYPE_CHECKING:
-    from gateway.tracing import Trace
+    from gateway.telemetry.tracing import Trace
 
 log = logging.getLogger(__name__)
 

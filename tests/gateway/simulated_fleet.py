@@ -9,16 +9,16 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.accounting import Accounting
 from gateway.auth.usage import Ledger
 from gateway.cluster.counters import RedisStore
 from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
-from gateway.metrics import exposition
 from gateway.routing.select import Candidate, Decision
-from gateway.served import Served
 from gateway.status_lanes import mtp_of
 from gateway.storage.counters import Store
+from gateway.telemetry.accounting import Accounting
+from gateway.telemetry.prometheus import exposition
+from gateway.telemetry.request_record import Served
 from gateway.types import Drafts, Inspected, Outcome, Usage
 from gateway.worker_metrics import WorkerFigures
 from policies.profile import Endpoint, RequestProfile
@@ -130,7 +130,7 @@ class Simulation:
         worker, gateway = self.dice.choice(self.workers), self.dice.choice(self.gateways)
         usage, drafts = worker.answer(self.dice)
         candidate = Candidate("text-mtp", "text-mtp", worker.worker_id, "eligible", 0.5)
-        gateway.accounting.account(
+        gateway.telemetry.accounting.account(
             Served(
                 f"req-{self.dice.random()}",
                 Outcome.COMPLETED,

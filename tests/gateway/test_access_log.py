@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from gateway import access_log
-from gateway.access_log import AccessLog
 from gateway.app import create_app
 from gateway.errors import StartRefused
-from gateway.served import Served
+from gateway.telemetry import access_log
+from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.request_record import Served
 from gateway.types import Outcome
 from tests.gateway.fake_worker import FakeWorker, Script
 from tests.gateway.serving import Gateway, eventually, settings_for_tests

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.metrics import GatewayFigures, exposition
 from gateway.storage.counters import BOOTS_KEPT, MemoryStore
+from gateway.telemetry.prometheus import GatewayFigures, exposition
 from tests.gateway.redis_server import RedisServer
 from tests.gateway.simulated_fleet import Gateway, SharedGateway, Simulation
 
@@ -92,7 +92,7 @@ async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], se
     await simulation.settle()
     await simulation.check()
     (gateway,) = simulation.gateways
-    figures = list(gateway.accounting.figures().items())
+    figures = list(gateway.telemetry.accounting.figures().items())
     for place, total in (
         ("drafts", sum(one.drafts for _, one in figures)),
         ("attempted", sum(one.drafted for _, one in figures)),

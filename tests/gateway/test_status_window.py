@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jsonschema_rs import validator_for
 
 from gateway.buckets import BOUNDS_S, Buckets, percentile
-from gateway.figures import Figures, Place
 from gateway.status_schema import schema
+from gateway.telemetry.stats import Figures, Place
 from gateway.windows import LONGEST_S, STEP_S, Windows
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
 from tests.gateway.serving import Gateway

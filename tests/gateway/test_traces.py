@@ -200,7 +200,7 @@ async def main():
     app = await create_app(Settings(state_dir=sys.argv[1]))
     await app.aclose()
 asyncio.run(main())
-loaded = ("gateway.tracing", "opentelemetry.sdk.trace.export", "opentelemetry.exporter")
+loaded = ("gateway.telemetry.tracing", "opentelemetry.sdk.trace.export", "opentelemetry.exporter")
 assert not [name for name in sys.modules if name.startswith(loaded)]
 """
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True)

@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from gateway.client import Scope, header
 from gateway.routing.select import Candidate
-from gateway.served import Served
+from gateway.telemetry.request_record import Served
 from gateway.types import Outcome
 from policies.profile import Endpoint, RequestProfile
 

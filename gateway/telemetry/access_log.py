@@ -23,7 +23,7 @@ from typing import Any, Self
 from pydantic_core import to_json
 
 from gateway.errors import StartRefused
-from gateway.served import Served
+from gateway.telemetry.request_record import Served
 from gateway.types import Drafts
 
 log = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.accounting import Accounting
 from gateway.buckets import BOUNDS_S, Buckets, cumulative
-from gateway.figures import Sums
 from gateway.storage.counters import Key
+from gateway.telemetry.accounting import Accounting
+from gateway.telemetry.stats import Sums
 
 # Each is one of the bounds that are counted by.
 _SHOWN_S = tuple(bound for bound in BOUNDS_S if f"{bound:e}"[:3] in ("1.0", "2.5", "5.0"))

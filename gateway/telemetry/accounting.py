@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from gateway.access_log import AccessLog
 from gateway.auth.usage import Ledger
-from gateway.figures import Figures, Place, Sums
-from gateway.served import Served
 from gateway.storage.counters import Key, Store
+from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.request_record import Served
+from gateway.telemetry.stats import Figures, Place, Sums
 from gateway.types import NOWHERE, UNUSED, Drafts, Outcome
 from policies.profile import Bypass
 

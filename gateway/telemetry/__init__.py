@@ -1,0 +1,1 @@
+"""Statistics, accounting, Prometheus, access log, traces."""
