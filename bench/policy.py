@@ -17,7 +17,7 @@ from rich.console import Console
 from bench.tables import Grid
 from policies.asker import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
-from policies.evaluation import judge
+from policies.evaluate import judge
 from policies.profile import Endpoint, RequestProfile, Sampling
 from policies.routes import DAYS, MINUTES_OF_WEEK
 

@@ -13,7 +13,7 @@ from gateway.routing.view import FleetView
 from gateway.types import Inspected
 from policies.bounds import bounded
 from policies.document import PolicyDocument
-from policies.evaluation import resolve_model, sampling_defaults
+from policies.evaluate import resolve_model, sampling_defaults
 from policies.fields import FieldError
 from policies.profile import Endpoint, RequestProfile
 from policies.reading import read_profile

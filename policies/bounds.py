@@ -6,8 +6,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from policies.base import Part
 from policies.fields import FieldError
-from policies.part import Part
 from policies.pictures import PICTURES_LIMIT, PIXELS_LIMIT
 from policies.profile import Endpoint, RequestProfile
 from policies.routes import MEDIA_KINDS, MediaKind

@@ -11,16 +11,16 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from policies.base import Name, Part
 from policies.bounds import Limits, MediaRules, Retries
-from policies.compiled import Compiled, compile_document
+from policies.compiler import Compiled, compile_document
+from policies.error_messages import sentence
 from policies.metrics import MetricsRules
 from policies.models import ModelPolicy
-from policies.part import Name, Part
 from policies.pools import Pool
-from policies.prefix import PrefixPolicy
 from policies.routes import Route, When
-from policies.sentences import sentence
-from policies.written import TextInvalid, line_of, read_yaml
+from policies.sections import PrefixPolicy
+from policies.yaml_io import TextInvalid, line_of, read_yaml
 
 SHIPPED = "default.yaml"
 Place = tuple[str | int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from policies.part import Part
+from policies.base import Part
 
 
 class MetricsRules(Part):

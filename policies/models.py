@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from policies.part import Name, Part
+from policies.base import Name, Part
 from policies.profile import SamplingDefaults
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from policies.part import SAYS_SOMETHING, Label, Names, Part, listed
+from policies.base import SAYS_SOMETHING, Label, Names, Part, listed
 
 _LARGEST_WEIGHT = 1000
 

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from policies.part import SAYS_SOMETHING, Name, Names, Part, Texts, listed
+from policies.base import SAYS_SOMETHING, Name, Names, Part, Texts, listed
 
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 MediaKind = Literal["image", "video", "audio", "file"]

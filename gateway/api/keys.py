@@ -26,7 +26,7 @@ from gateway.routes.documented import (
     success,
     takes,
 )
-from policies.sentences import sentence
+from policies.error_messages import sentence
 
 _TERMS_LIMIT_BYTES = 64 * 1024
 

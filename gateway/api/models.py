@@ -12,7 +12,7 @@ from gateway.assembly import Line
 from gateway.auth.api_keys import Holder
 from gateway.refusals import ModelUnknown
 from gateway.routes.documented import FOR_CLIENTS, failures
-from policies.evaluation import ANY_MODEL, resolve_model
+from policies.evaluate import ANY_MODEL, resolve_model
 
 
 def models(line: Line) -> APIRouter:

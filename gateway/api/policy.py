@@ -50,9 +50,9 @@ from gateway.routes.policy_edits import (
 )
 from gateway.routes.said import read_author, read_note
 from gateway.routing.replay import Moves
-from policies.differences import differences
+from policies.diff import differences
 from policies.document import PolicyInvalid
-from policies.written import write_yaml
+from policies.yaml_io import write_yaml
 
 PREFIX = "/admin/v1/policy"
 VERSION_HEADER = "x-paceline-policy-version"

@@ -27,7 +27,7 @@ from gateway.routes.documented import (
 )
 from gateway.routes.said import AUTHOR, read_author
 from gateway.status.render import worker_state
-from policies.sentences import sentence
+from policies.error_messages import sentence
 from workers.adapters.report import WorkerReport
 
 PREFIX = "/admin/v1/workers"

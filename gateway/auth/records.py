@@ -14,8 +14,8 @@ from typing import Annotated
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
+from policies.base import Name
 from policies.document import Priority
-from policies.part import Name
 
 SECRET_PREFIX = "pk-"  # noqa: S105 - what every secret begins with
 _SHOWN_CHARS = 8

@@ -18,7 +18,7 @@ from rich.console import Console
 from gateway.cli import policy_view
 from gateway.cli.client import add_gateway_url, ask_admin
 from policies.document import PolicyInvalid, Problem, parse_policy
-from policies.written import write_yaml
+from policies.yaml_io import write_yaml
 
 HELP = "show and change the policy of a running gateway"
 _PATH = "/admin/v1/policy"

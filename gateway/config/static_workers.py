@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from gateway.errors import StartRefused
 from gateway.types import fits_header
+from policies.base import Label, Name
 from policies.document import PolicyDocument
-from policies.part import Label, Name
 from workers.adapters.report import MTP_LANE, LaneReport, WorkerReport
 
 

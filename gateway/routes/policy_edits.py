@@ -26,7 +26,7 @@ from gateway.routes.documented import parameter
 from gateway.routes.said import AUTHOR, NOTE_HEADER, read_author, read_note
 from policies.document import PolicyInvalid, Problem
 from policies.merge_patch import merge_patch
-from policies.written import TextInvalid, read_yaml
+from policies.yaml_io import TextInvalid, read_yaml
 
 YAML = "application/yaml"
 MERGE_PATCH = "application/merge-patch+json"

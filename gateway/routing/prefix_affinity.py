@@ -16,7 +16,7 @@ from pydantic_core import to_json
 
 from gateway.routing.view import FleetView
 from gateway.types import Caller, Holding, Inspected, Usage
-from policies.prefix import PrefixPolicy
+from policies.sections import PrefixPolicy
 from workers.adapters.report import WorkerReport
 
 KEYS_KEPT = 10_000

@@ -11,7 +11,7 @@ from gateway.routing.view import FleetView, LaneView, Row, Seat
 from gateway.types import Holding
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument
-from policies.evaluation import judge
+from policies.evaluate import judge
 from policies.pools import Pool
 from policies.profile import Bypass, RequestProfile
 from workers.adapters.report import MTP_LANE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.routing.prefix_affinity import Prefixes
 from gateway.routing.view import FleetView
-from policies.prefix import PrefixPolicy
+from policies.sections import PrefixPolicy
 
 RULES = PrefixPolicy()
 STUDIO, LAPTOP = ("studio", "1"), ("laptop", "1")

@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from policies.document import shipped_policy
-from policies.written import read_yaml
+from policies.yaml_io import read_yaml
 from tests.gateway.fake_worker import TOKEN
 from tests.gateway.policies import ROUTES, Admin, document
 from tests.gateway.serving import Gateway, error_of, settings_for_tests

@@ -12,7 +12,7 @@ from gateway.routing.view import FleetView, LaneView, WorkerView
 from policies.asker import SOMEBODY, Asker
 from policies.bounds import bounded
 from policies.document import PolicyDocument, parse_policy
-from policies.evaluation import sampling_defaults
+from policies.evaluate import sampling_defaults
 from policies.fields import FieldError
 from policies.profile import Endpoint, RequestProfile, Sampling
 from tests.gateway.fake_worker import lane_report

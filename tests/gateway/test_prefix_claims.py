@@ -13,7 +13,7 @@ from gateway.routing.select import Case, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
 from gateway.types import Usage
 from policies.document import shipped_policy
-from policies.prefix import PrefixPolicy
+from policies.sections import PrefixPolicy
 from tests.gateway.claims import LAPTOP, RULES, STUDIO, holders
 from tests.gateway.fake_worker import FakeWorker, lane_report
 from tests.profiles import SAMPLED

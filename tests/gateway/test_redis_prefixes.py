@@ -12,7 +12,7 @@ from gateway.cluster.redis import RedisLink
 from gateway.errors import RecordsUnwritable
 from gateway.routing.prefix_affinity import NEWS_KEPT, Prefixes
 from gateway.types import Usage
-from policies.prefix import PrefixPolicy
+from policies.sections import PrefixPolicy
 from tests.gateway.claims import LAPTOP, RULES, STUDIO, holders
 from tests.gateway.redis_server import RedisServer
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.async_api import expect
 
-from policies.written import write_yaml
+from policies.yaml_io import write_yaml
 from tests.gateway.policies import Admin, as_yaml, document
 from tests.gateway.serving import Gateway
 from tests.pages.watched import Watched

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.asker import Asker
-from policies.evaluation import judge
+from policies.evaluate import judge
 from policies.profile import Endpoint, RequestProfile, Sampling, bypass_reasons
 from policies.routes import DAYS, MEDIA_KINDS
 from tests.policies.conditions import DAY, policy_of

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from policies.asker import SOMEBODY, Asker
-from policies.evaluation import judge
+from policies.evaluate import judge
 from policies.profile import Endpoint, RequestProfile, Sampling
 from policies.routes import DAYS
 from tests.policies.conditions import DAY, policy_of

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 
-from policies.differences import differences
+from policies.diff import differences
 from tests.policies.values import VALUES
 
 OLD: dict[str, Any] = {

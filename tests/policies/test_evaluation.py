@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from policies.document import read_policy, shipped_policy
-from policies.evaluation import judge, resolve_model, sampling_defaults
+from policies.evaluate import judge, resolve_model, sampling_defaults
 from policies.profile import Bypass, RequestProfile
 from tests.profiles import GREEDY, SAMPLED
 

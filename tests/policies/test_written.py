@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.written import DEPTH_LIMIT, TextInvalid, line_of, read_yaml
+from policies.yaml_io import DEPTH_LIMIT, TextInvalid, line_of, read_yaml
 
 TEXT = """\
 version: 1

@@ -18,7 +18,7 @@ from pydantic import (
     NonNegativeInt,
 )
 
-from policies.part import Label
+from policies.base import Label
 
 PREFIXES_TOLD = 64
 """Of the system prompts that a worker holds, so many stand in its report."""

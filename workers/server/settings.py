@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from policies.part import Label
+from policies.base import Label
 from workers.engine.requests import LaneName
 from workers.server.identity import DEFAULT_HOST, is_loopback, source_address_towards
 

@@ -6,7 +6,7 @@ from collections.abc import Set
 from typing import NamedTuple
 
 from policies.asker import SOMEBODY, Asker
-from policies.compiled import Look
+from policies.compiler import Look
 from policies.document import PolicyDocument
 from policies.profile import (
     OPENAI_DEFAULTS,

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from policies.part import Part
+from policies.base import Part
 
 
 class PrefixPolicy(Part):
