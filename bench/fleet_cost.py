@@ -22,7 +22,7 @@ from gateway.fleet.registry import Fleet
 from gateway.routing.prefix_affinity import KEYS_KEPT, Prefixes
 from gateway.routing.select import Case, decide
 from policies.document import shipped_policy
-from policies.profile import Endpoint, RequestProfile, Sampling
+from policies.request.profile import Endpoint, RequestProfile, Sampling
 from workers.adapters.report import LaneReport, WorkerReport
 
 RESULTS: Final = Path(__file__).parent / "results" / "fleet_cost.md"

@@ -18,7 +18,7 @@ from gateway.routing.prefix_affinity import Prefixes
 from gateway.routing.select import Case, decide
 from gateway.types import Usage
 from policies.document import shipped_policy
-from policies.profile import Endpoint, RequestProfile
+from policies.request.profile import Endpoint, RequestProfile
 from workers.adapters.report import PREFIXES_TOLD, LaneReport, WorkerReport
 
 _MODEL = "demo"

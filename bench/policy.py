@@ -18,7 +18,7 @@ from bench.tables import Grid
 from policies.asker import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
 from policies.evaluate import judge
-from policies.profile import Endpoint, RequestProfile, Sampling
+from policies.request.profile import Endpoint, RequestProfile, Sampling
 from policies.routes import DAYS, MINUTES_OF_WEEK
 
 ROUTES: Final = (10, 50, 200)

@@ -26,7 +26,7 @@ from bench.bare import Bare, Rollback, Round
 from bench.measurements import LONG, STREAMS
 from bench.tables import Grid
 from bench.targets import ceiling
-from policies.profile import Sampling
+from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.assembly import Assembly, assemble
 from workers.engine.detokenize import TextStream

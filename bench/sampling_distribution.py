@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import track
 
 from bench.tables import Grid
-from policies.profile import Sampling
+from policies.request.profile import Sampling
 from workers.adapters.report import Speculation
 from workers.demo import CHECKPOINT
 from workers.demo.world import SYSTEM_OPENINGS

@@ -25,7 +25,7 @@ from rich.progress import track
 
 from bench.blas import restart_with_fast_blas
 from bench.tables import MISSING, Grid
-from policies.profile import Sampling
+from policies.request.profile import Sampling
 from workers.adapters.report import Speculation
 from workers.demo import CHECKPOINT, held_out
 from workers.demo.architecture import model_config, new_model

@@ -14,9 +14,9 @@ from gateway.types import Inspected
 from policies.bounds import bounded
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
-from policies.fields import FieldError
-from policies.profile import Endpoint, RequestProfile
-from policies.reading import read_profile
+from policies.request.fields import FieldError
+from policies.request.parser import read_profile
+from policies.request.profile import Endpoint, RequestProfile
 
 
 def inspect(raw: bytes, endpoint: Endpoint, policy: PolicyDocument, fleet: FleetView) -> Inspected:

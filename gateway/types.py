@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any, NamedTuple
 
 from policies.document import Priority
-from policies.profile import RequestProfile
+from policies.request.profile import RequestProfile
 
 Holding = tuple[str, str]
 """A worker by id and boot: what it keeps in memory ends with its life."""

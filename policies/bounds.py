@@ -7,9 +7,9 @@ from typing import Annotated
 from pydantic import Field
 
 from policies.base import Part
-from policies.fields import FieldError
-from policies.pictures import PICTURES_LIMIT, PIXELS_LIMIT
-from policies.profile import Endpoint, RequestProfile
+from policies.request.content import PICTURES_LIMIT, PIXELS_LIMIT
+from policies.request.fields import FieldError
+from policies.request.profile import Endpoint, RequestProfile
 from policies.routes import MEDIA_KINDS, MediaKind
 
 

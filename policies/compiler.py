@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from policies.asker import Asker
 from policies.models import ModelPolicy
-from policies.profile import RequestProfile, SamplingDefaults
+from policies.request.profile import RequestProfile, SamplingDefaults
 from policies.routes import Range, Route, When
 
 

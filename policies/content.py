@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from policies.fields import FieldError
-from policies.pictures import PICTURES_LIMIT, PIXELS_LIMIT, PictureInvalid, read_size
-from policies.profile import Endpoint
+from policies.request.content import PICTURES_LIMIT, PIXELS_LIMIT, PictureInvalid, read_size
+from policies.request.fields import FieldError
+from policies.request.profile import Endpoint
 
 # Kind of every media part of Chat Completions and of Responses (DESIGN section 4).
 MEDIA_KINDS = {

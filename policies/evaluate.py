@@ -8,7 +8,7 @@ from typing import NamedTuple
 from policies.asker import SOMEBODY, Asker
 from policies.compiler import Look
 from policies.document import PolicyDocument
-from policies.profile import (
+from policies.request.profile import (
     OPENAI_DEFAULTS,
     Bypass,
     RequestProfile,

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from policies.base import Name, Part
-from policies.profile import SamplingDefaults
+from policies.request.profile import SamplingDefaults
 
 
 class SamplingPolicy(Part):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policies.profile import Endpoint, RequestProfile, Sampling
+from policies.request.profile import Endpoint, RequestProfile, Sampling
 
 SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="demo")
 GREEDY = SAMPLED._replace(sampling=Sampling(temperature=0))

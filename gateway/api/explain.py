@@ -20,7 +20,7 @@ from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
 from gateway.types import Inspected
 from policies.asker import Asker
-from policies.profile import Endpoint
+from policies.request.profile import Endpoint
 
 
 def explanation(line: Line) -> APIRouter:

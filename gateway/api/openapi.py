@@ -36,8 +36,8 @@ from gateway.routes.documented import (
     takes,
 )
 from policies.document import Priority
-from policies.profile import Endpoint
-from policies.request_schema import request_schema
+from policies.request.profile import Endpoint
+from policies.request.schema import request_schema
 from policies.schema import policy_schema
 from workers.adapters.report import WorkerReport
 

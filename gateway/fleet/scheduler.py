@@ -27,7 +27,7 @@ from gateway.routing.prefix_affinity import Prefixes
 from gateway.routing.select import Candidate, Case, Decision, decide
 from gateway.types import Caller
 from policies.document import PolicyDocument
-from policies.profile import RequestProfile, bypass_reasons
+from policies.request.profile import RequestProfile, bypass_reasons
 
 _RETRY_AFTER_RANGE_S = (1.0, 60.0)
 

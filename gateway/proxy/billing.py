@@ -11,7 +11,7 @@ from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLon
 from gateway.proxy.context import Trip
 from gateway.refusals import KeyEnded
 from gateway.types import Headers, Spent
-from policies.profile import RequestProfile
+from policies.request.profile import RequestProfile
 
 ANSWER_TOKENS = 1024
 """Reserved for an answer whose length the request does not limit."""

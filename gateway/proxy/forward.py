@@ -33,7 +33,7 @@ from gateway.routing.prefix_affinity import Prefixes
 from gateway.routing.select import Decision
 from gateway.types import UNUSED
 from gateway.worker_answer import Answer
-from policies.profile import Endpoint
+from policies.request.profile import Endpoint
 
 log = logging.getLogger(__name__)
 

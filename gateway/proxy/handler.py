@@ -37,7 +37,7 @@ from gateway.routing.select import Case, Decision, decide
 from gateway.telemetry.request_record import Served
 from gateway.types import NO_PREFIX, UNUSED, Inspected, Outcome
 from policies.document import PolicyDocument
-from policies.profile import Endpoint
+from policies.request.profile import Endpoint
 
 if TYPE_CHECKING:
     from gateway.telemetry.tracing import Trace

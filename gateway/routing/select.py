@@ -13,7 +13,7 @@ from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument
 from policies.evaluate import judge
 from policies.pools import Pool
-from policies.profile import Bypass, RequestProfile
+from policies.request.profile import Bypass, RequestProfile
 from workers.adapters.report import MTP_LANE
 
 ELIGIBLE = "eligible"

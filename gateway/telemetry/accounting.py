@@ -17,7 +17,7 @@ from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import Served
 from gateway.telemetry.stats import Figures, Place, Sums
 from gateway.types import NOWHERE, UNUSED, Drafts, Outcome
-from policies.profile import Bypass
+from policies.request.profile import Bypass
 
 # Kinds of requests in use are some dozens. Who makes up more (which takes strange requests) makes
 # the books settle early, and nothing else.

@@ -25,7 +25,7 @@ from gateway.client import Scope, header
 from gateway.routing.select import Candidate
 from gateway.telemetry.request_record import Served
 from gateway.types import Outcome
-from policies.profile import Endpoint, RequestProfile
+from policies.request.profile import Endpoint, RequestProfile
 
 _OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.COMPLETIONS: "text_completion"}
 _CONTEXT_HEADERS = ("traceparent", "tracestate")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from policies.profile import Bypass, Sampling
+from policies.request.profile import Bypass, Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.counters import LaneCounters
 from workers.engine.detokenize import TextStream

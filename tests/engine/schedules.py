@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from policies.profile import Sampling
+from policies.request.profile import Sampling
 from tests.engine.reference import decode_alone, near_tie
 from tests.engine.watched import Asked, Found, TroubledHead
 from workers.adapters.report import LaneReport

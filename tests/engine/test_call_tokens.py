@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from policies.profile import Sampling
+from policies.request.profile import Sampling
 from workers.engine.prompts import PromptRenderer
 from workers.engine.requests import Generation, LaneName, Prompt
 from workers.server.tool_calls import ToolCall, ToolCallSplitter, ToolFormat

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from policies.profile import Sampling
+from policies.request.profile import Sampling
 from tests.worker_process import NO_END
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine

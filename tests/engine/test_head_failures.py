@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from policies.profile import Bypass
+from policies.request.profile import Bypass
 from tests.engine.conftest import run
 from tests.engine.failing import Failing, assert_right
 from workers.engine.draft_length import SAMPLES

@@ -2,7 +2,7 @@
 
 import pytest
 
-from policies.profile import Bypass
+from policies.request.profile import Bypass
 from tests.engine.conftest import run
 from tests.engine.reference import greedy_alone, near_tie
 from workers.engine.requests import (

@@ -7,7 +7,7 @@ from dataclasses import replace
 import mlx.core as mx
 import pytest
 
-from policies.profile import Sampling
+from policies.request.profile import Sampling
 from tests.engine.conftest import run
 from tests.engine.reference import near_tie
 from workers.engine.lane import Lane

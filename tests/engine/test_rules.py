@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from policies.profile import Bypass, Sampling
+from policies.request.profile import Bypass, Sampling
 from tests.engine.conftest import run
 from workers.engine.draft_length import SAMPLES, TASTE_STEPS, DraftLength
 from workers.engine.requests import Finished, Generation, LaneName, Prompt

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from policies.profile import Bypass
+from policies.request.profile import Bypass
 from tests.engine.conftest import run
 from workers.demo import CHECKPOINT
 from workers.engine.lane import Lane

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from policies.profile import Sampling
+from policies.request.profile import Sampling
 from tests.engine.conftest import run
 from tests.engine.failing import Failing, assert_right
 from workers.engine.loop import EngineThread

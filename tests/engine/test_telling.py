@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from policies.profile import Sampling
+from policies.request.profile import Sampling
 from workers.engine.detokenize import TextStream
 from workers.engine.prompts import PreparedPrompt
 from workers.engine.requests import (

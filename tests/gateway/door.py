@@ -14,7 +14,7 @@ from gateway.routing.select import Case
 from gateway.types import Caller
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority
-from policies.profile import RequestProfile
+from policies.request.profile import RequestProfile
 from tests.gateway.clock import Clock
 from tests.gateway.fake_worker import lane_report
 from tests.profiles import SAMPLED

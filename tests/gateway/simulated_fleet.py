@@ -21,7 +21,7 @@ from gateway.telemetry.prometheus import exposition
 from gateway.telemetry.request_record import Served
 from gateway.types import Drafts, Inspected, Outcome, Usage
 from gateway.worker_metrics import WorkerFigures
-from policies.profile import Endpoint, RequestProfile
+from policies.request.profile import Endpoint, RequestProfile
 from tests.gateway.fake_worker import lane_report
 from tests.gateway.redis_server import RedisServer
 from workers.adapters.report import LaneReport, PrefixCounts, Speculation, WorkerReport

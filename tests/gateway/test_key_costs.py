@@ -25,7 +25,7 @@ from gateway.refusals import KeyEnded, Quarantined, RefusedByWorker
 from gateway.routing.select import Case
 from gateway.types import UNUSED, Inspected, Spent, Usage
 from policies.document import shipped_policy
-from policies.profile import Endpoint, RequestProfile
+from policies.request.profile import Endpoint, RequestProfile
 from tests.gateway.key_day import ALL, NOON
 
 

@@ -13,7 +13,7 @@ import pytest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from policies.profile import Bypass
+from policies.request.profile import Bypass
 from tests.gateway.fake_worker import FakeWorker, Script, lane_report, speculation
 from tests.gateway.serving import Gateway, chat_body
 

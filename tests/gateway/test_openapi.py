@@ -27,10 +27,10 @@ from schemathesis.core.result import Ok
 
 from gateway.app import create_app
 from gateway.proxy.handler import ENDPOINTS
-from policies.fields import FieldError
-from policies.profile import Endpoint
-from policies.reading import KNOWN_FIELDS, read_profile
-from policies.request_schema import request_schema
+from policies.request.fields import FieldError
+from policies.request.parser import KNOWN_FIELDS, read_profile
+from policies.request.profile import Endpoint
+from policies.request.schema import request_schema
 from tests.gateway.fake_worker import TOKEN, FakeWorker
 from tests.gateway.routes import PAGE, PUBLIC, paths_of
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests

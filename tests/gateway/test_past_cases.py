@@ -7,7 +7,7 @@ from gateway.routing.select import Case
 from gateway.routing.view import FleetView
 from policies.asker import Asker
 from policies.document import read_policy, shipped_policy
-from policies.profile import bypass_reasons
+from policies.request.profile import bypass_reasons
 from tests.gateway.policies import document
 from tests.gateway.views import fleet, worker
 from tests.profiles import GREEDY, SAMPLED

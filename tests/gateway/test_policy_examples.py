@@ -13,8 +13,8 @@ from policies.asker import SOMEBODY, Asker
 from policies.bounds import bounded
 from policies.document import PolicyDocument, parse_policy
 from policies.evaluate import sampling_defaults
-from policies.fields import FieldError
-from policies.profile import Endpoint, RequestProfile, Sampling
+from policies.request.fields import FieldError
+from policies.request.profile import Endpoint, RequestProfile, Sampling
 from tests.gateway.fake_worker import lane_report
 
 EXAMPLES = Path(__file__).parents[2] / "policies" / "examples"

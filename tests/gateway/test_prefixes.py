@@ -11,7 +11,7 @@ import pytest
 
 from gateway.routing.prefix_affinity import PrefixNames
 from gateway.types import Caller, Inspected
-from policies.profile import Endpoint, RequestProfile
+from policies.request.profile import Endpoint, RequestProfile
 from tests.gateway.claims import RULES
 from tests.gateway.fake_worker import USAGE, FakeWorker, Script, whole_answer
 from tests.gateway.serving import Gateway, bearing, settings_for_tests

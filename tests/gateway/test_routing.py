@@ -14,7 +14,7 @@ from gateway.routing.select import Case, decide
 from gateway.routing.view import LaneView, WorkerView
 from policies.asker import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
-from policies.profile import Bypass, Endpoint, RequestProfile, Sampling
+from policies.request.profile import Bypass, Endpoint, RequestProfile, Sampling
 from tests.gateway.fake_worker import lane_report
 from tests.gateway.views import fleet, worker
 from tests.profiles import GREEDY, SAMPLED

@@ -17,7 +17,7 @@ from gateway.routing.cost import pace
 from gateway.routing.select import Candidate, Case, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
 from policies.document import shipped_policy
-from policies.profile import Endpoint, RequestProfile, Sampling
+from policies.request.profile import Endpoint, RequestProfile, Sampling
 from tests.gateway.fake_worker import lane_report
 from workers.adapters.report import WorkerReport
 

@@ -13,7 +13,7 @@ from playwright.async_api import expect
 from pydantic import SecretStr
 
 from gateway.status.events import VIEWERS_LIMIT
-from policies.profile import Bypass
+from policies.request.profile import Bypass
 from tests.gateway.beating import beating
 from tests.gateway.fake_worker import FakeWorker, Script, lane_report
 from tests.gateway.page_files import PAGES

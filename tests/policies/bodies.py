@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from policies.profile import Endpoint, RequestProfile
-from policies.reading import read_profile
+from policies.request.parser import read_profile
+from policies.request.profile import Endpoint, RequestProfile
 from tests.pictures import data_url, png_header
 
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from policies.asker import Asker
 from policies.evaluate import judge
-from policies.profile import Endpoint, RequestProfile, Sampling, bypass_reasons
+from policies.request.profile import Endpoint, RequestProfile, Sampling, bypass_reasons
 from policies.routes import DAYS, MEDIA_KINDS
 from tests.policies.conditions import DAY, policy_of
 

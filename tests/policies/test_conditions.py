@@ -8,7 +8,7 @@ import pytest
 
 from policies.asker import SOMEBODY, Asker
 from policies.evaluate import judge
-from policies.profile import Endpoint, RequestProfile, Sampling
+from policies.request.profile import Endpoint, RequestProfile, Sampling
 from policies.routes import DAYS
 from tests.policies.conditions import DAY, policy_of
 

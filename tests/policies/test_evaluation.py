@@ -8,7 +8,7 @@ import pytest
 
 from policies.document import read_policy, shipped_policy
 from policies.evaluate import judge, resolve_model, sampling_defaults
-from policies.profile import Bypass, RequestProfile
+from policies.request.profile import Bypass, RequestProfile
 from tests.profiles import GREEDY, SAMPLED
 
 POLICY = shipped_policy()

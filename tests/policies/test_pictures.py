@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from policies.pictures import PictureInvalid, PictureSize, read_size
+from policies.request.content import PictureInvalid, PictureSize, read_size
 from tests.pictures import data_url, encoded, png_header
 
 

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.fields import FieldError
-from policies.pictures import PICTURES_LIMIT
-from policies.profile import Endpoint
-from policies.reading import read_profile
+from policies.request.content import PICTURES_LIMIT
+from policies.request.fields import FieldError
+from policies.request.parser import read_profile
+from policies.request.profile import Endpoint
 from tests.pictures import data_url, png_header
 from tests.policies.bodies import PICTURE, TOOL, nested, read, read_parts, tool_of
 

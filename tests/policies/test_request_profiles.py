@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from policies.profile import Bypass, Endpoint, SamplingDefaults, bypass_reasons
-from policies.reading import read_profile
+from policies.request.parser import read_profile
+from policies.request.profile import Bypass, Endpoint, SamplingDefaults, bypass_reasons
 from tests.policies.bodies import PICTURE, TOOL, read, read_parts
 
 

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from PIL import Image
 
-from policies.pictures import PICTURE_LIMIT_BYTES
+from policies.request.content import PICTURE_LIMIT_BYTES
 from tests.pictures import data_url, encoded, png_header
 from tests.worker_process import RunningWorker
 from tests.workers.scripted import CARD, ScriptedEngine, serving, text_script, worker_of

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from policies.profile import Bypass
+from policies.request.profile import Bypass
 from tests.workers.scripted import (
     Prompts,
     ScriptedEngine,

@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 
-from policies.profile import Bypass
+from policies.request.profile import Bypass
 from workers.adapters.report import (
     LaneReport,
     PrefixCounts,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 
-from policies.profile import Bypass
+from policies.request.profile import Bypass
 from workers.engine.counters import LaneCounters
 from workers.engine.rows import Row
 from workers.engine.seam import MtpHead

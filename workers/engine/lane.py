@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from policies.profile import Bypass
+from policies.request.profile import Bypass
 from workers.engine.counters import LaneCounters
 from workers.engine.decoding import Decoding, Outcome, prove_alive
 from workers.engine.drafting_head import DraftingHead

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from policies.profile import Bypass, Sampling
+from policies.request.profile import Bypass, Sampling
 from workers.adapters.report import Speculation
 from workers.engine.spec_prefill import Wish
 

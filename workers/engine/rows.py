@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 
-from policies.profile import Bypass
+from policies.request.profile import Bypass
 from workers.engine.detokenize import TextStream
 from workers.engine.prompts import PreparedPrompt
 from workers.engine.requests import (

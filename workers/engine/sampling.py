@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from policies.profile import Sampling
+from policies.request.profile import Sampling
 
 _MASK = (1 << 64) - 1
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from policies.profile import Bypass, Sampling
+from policies.request.profile import Bypass, Sampling
 from workers.adapters.report import Speculation
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane

@@ -10,7 +10,7 @@ from contextlib import aclosing
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from policies.profile import Endpoint
+from policies.request.profile import Endpoint
 from workers.engine.requests import Delta, Finished, InvalidGeneration
 from workers.server import sse
 from workers.server.chat import ChatChoice

@@ -7,8 +7,8 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import SecretStr
 from starlette.exceptions import HTTPException
 
-from policies.fields import FieldError
-from policies.profile import Endpoint
+from policies.request.fields import FieldError
+from policies.request.profile import Endpoint
 from workers.engine.requests import EngineError
 from workers.server import state
 from workers.server.answers import Answer

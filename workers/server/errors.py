@@ -10,7 +10,7 @@ Refused                  any request that gets no completion; carries status and
 +-- ClientStalled        499, stopped reading in the middle of a stream
 
 Errors of the engine (`workers.engine.requests`) and of the reading of fields
-(`policies.fields.FieldError`) are translated into `Refused` here, so that a client never sees
+(`policies.request.fields.FieldError`) are translated into `Refused` here, so that a client never sees
 the text of a library.
 """
 
@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 
-from policies.fields import FieldError
+from policies.request.fields import FieldError
 from workers.engine.requests import EngineBusy, EngineStopped, InvalidGeneration
 from workers.server.ports import Json
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from starlette.requests import ClientDisconnect, Request
 
-from policies.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
-from policies.reading import STRUCTURED_FIELDS, read_profile
+from policies.request.parser import STRUCTURED_FIELDS, read_profile
+from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.adapters.report import PREFIX_NAME_CHARS
 from workers.engine.requests import Generation, LaneName, Prompt
 from workers.engine.settings import ModelCard

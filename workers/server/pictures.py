@@ -9,7 +9,7 @@ from io import BytesIO
 
 from PIL import Image, ImageOps
 
-from policies.pictures import PIXELS_LIMIT, PictureInvalid, content_of
+from policies.request.content import PIXELS_LIMIT, PictureInvalid, content_of
 from workers.engine.requests import Picture
 from workers.server.errors import BadRequest
 

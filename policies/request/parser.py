@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from policies.content import read_content
-from policies.fields import FieldError, Fields
-from policies.profile import (
+from policies.request.fields import FieldError, Fields
+from policies.request.profile import (
     OPENAI_DEFAULTS,
     Endpoint,
     RequestProfile,

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from policies.content import ROLES
-from policies.fields import Fields
-from policies.profile import Endpoint
-from policies.reading import KNOWN_FIELDS, read_profile
+from policies.request.fields import Fields
+from policies.request.parser import KNOWN_FIELDS, read_profile
+from policies.request.profile import Endpoint
 
 _TEXT = {"type": "string", "minLength": 1}
 _LEAST: Mapping[Endpoint, Mapping[str, Any]] = {

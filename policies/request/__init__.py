@@ -1,0 +1,1 @@
+"""What a request asks: fields, parser, profile, content."""
