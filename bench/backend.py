@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Final, cast
 
 from gateway.server import run
-from workers.adapters.report import LaneReport, WorkerReport
+from workers.protocol import LaneReport, WorkerReport
 
 MODEL: Final = "canned"
 WORDS: Final = 64

@@ -23,7 +23,7 @@ from gateway.routing.prefix_affinity import KEYS_KEPT, Prefixes
 from gateway.routing.select import Case, decide
 from policies.document import shipped_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
-from workers.adapters.report import LaneReport, WorkerReport
+from workers.protocol import LaneReport, WorkerReport
 
 RESULTS: Final = Path(__file__).parent / "results" / "fleet_cost.md"
 _ABOUT: Final = """\

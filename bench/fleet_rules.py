@@ -19,7 +19,7 @@ from gateway.routing.select import Case, decide
 from gateway.types import Usage
 from policies.document import shipped_policy
 from policies.request.profile import Endpoint, RequestProfile
-from workers.adapters.report import PREFIXES_TOLD, LaneReport, WorkerReport
+from workers.protocol import PREFIXES_TOLD, LaneReport, WorkerReport
 
 _MODEL = "demo"
 _CHARS_A_TOKEN = 4

@@ -27,12 +27,12 @@ from rich.progress import track
 
 from bench.tables import Grid
 from policies.request.profile import Sampling
-from workers.adapters.report import Speculation
 from workers.demo import CHECKPOINT
 from workers.demo.world import SYSTEM_OPENINGS
 from workers.engine.engine import Engine
 from workers.engine.requests import Delta, Generation, LaneName, Prompt
 from workers.engine.settings import EngineSettings
+from workers.protocol import Speculation
 
 RESULTS: Final = Path(__file__).parent / "results"
 TOKENS: Final = 7

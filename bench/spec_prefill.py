@@ -26,7 +26,6 @@ from rich.progress import track
 from bench.blas import restart_with_fast_blas
 from bench.tables import MISSING, Grid
 from policies.request.profile import Sampling
-from workers.adapters.report import Speculation
 from workers.demo import CHECKPOINT, held_out
 from workers.demo.architecture import model_config, new_model
 from workers.demo.tokenizer import SPECIAL_TOKENS
@@ -45,6 +44,7 @@ from workers.engine.snapshots import Snapshots
 from workers.engine.sparse_reading import SparseReading
 from workers.engine.spec_prefill import SpecPrefillSettings, Wish
 from workers.engine.tally import SpeculationTally
+from workers.protocol import Speculation
 
 RESULTS: Final = Path(__file__).parent / "results"
 PROMPT_TOKENS: Final = (1024, 2048, 4096)

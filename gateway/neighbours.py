@@ -11,7 +11,7 @@ from gateway.fleet.registry import Fleet
 from gateway.fleet.scheduler import Dispatch
 from gateway.fleet.worker import SILENT_AFTER_S, Member
 from gateway.routing.prefix_affinity import Prefixes
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 # One beat missed: its gateway may be gone, or Redis.
 _ASK_AFTER_S = 3.0

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from gateway import status_figures as told
 from gateway.fleet.worker import Member
 from policies.pools import Pool
-from workers.adapters.report import LaneReport, PrefixCounts, SavedTime, WorkerReport, mtp_block
+from workers.protocol import LaneReport, PrefixCounts, SavedTime, WorkerReport, mtp_block
 
 
 def as_of_now(

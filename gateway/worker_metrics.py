@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from workers.adapters.report import LaneReport, PrefixCounts, SavedTime, Speculation, WorkerReport
+from workers.protocol import LaneReport, PrefixCounts, SavedTime, Speculation, WorkerReport
 
 _LABELS = ("model_name", "worker")
 

@@ -39,7 +39,7 @@ from policies.document import Priority
 from policies.request.profile import Endpoint
 from policies.request.schema import request_schema
 from policies.schema import policy_schema
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 PATH = "/openapi.json"
 _REF = "#/components/schemas/{model}"

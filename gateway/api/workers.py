@@ -28,7 +28,7 @@ from gateway.routes.documented import (
 from gateway.routes.said import AUTHOR, read_author
 from gateway.status.render import worker_state
 from policies.error_messages import sentence
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 PREFIX = "/admin/v1/workers"
 _REPORT_LIMIT_BYTES = 256 * 1024

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.storage.counters import Key, nothing_owed
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 _COUNTS = "paceline:{counts}:lives"
 _EARLIER = "earlier"

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from gateway.cluster.redis import RedisLink
 from gateway.storage.counters import BOOTS_KEPT, EARLIER_BOOTS, folded, progress
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 _BOOTS = "paceline:{fleet}:boots"
 _TOLD = "paceline:{fleet}:told"

@@ -16,7 +16,7 @@ from gateway.errors import StartRefused
 from gateway.types import fits_header
 from policies.base import Label, Name
 from policies.document import PolicyDocument
-from workers.adapters.report import MTP_LANE, LaneReport, WorkerReport
+from workers.protocol import MTP_LANE, LaneReport, WorkerReport
 
 
 class ListedWorker(BaseModel):

@@ -15,7 +15,7 @@ from gateway.connections import authorities
 from gateway.control_calls import get
 from gateway.fleet.registry import Fleet
 from gateway.storage.counters import Store
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 log = logging.getLogger(__name__)
 

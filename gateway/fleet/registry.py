@@ -12,7 +12,7 @@ from gateway.routing.select import Candidate
 from gateway.routing.view import FleetView
 from gateway.sight import LONG_AGO_S, Sight
 from policies.pools import Pool
-from workers.adapters.report import LaneReport, WorkerReport
+from workers.protocol import LaneReport, WorkerReport
 
 BEAT_S = 2.0
 """How often a worker is asked to beat."""

@@ -11,7 +11,7 @@ from gateway.routing.cost import Pace, pace
 from gateway.routing.select import Candidate
 from gateway.routing.view import LaneView, WorkerView
 from gateway.types import Holding
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 SILENT_AFTER_S = 7.0
 """Three beats missed: out, and so within ten seconds in every case."""

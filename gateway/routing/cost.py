@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from workers.adapters.report import LaneReport, WorkerReport
+from workers.protocol import LaneReport, WorkerReport
 
 # A worker that has not measured yet is taken for a Mac of the middle.
 _READ_TOKENS_S = 1000.0

@@ -17,7 +17,7 @@ from pydantic_core import to_json
 from gateway.routing.view import FleetView
 from gateway.types import Caller, Holding, Inspected, Usage
 from policies.sections import PrefixPolicy
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 KEYS_KEPT = 10_000
 NEWS_KEPT = 2_000

@@ -14,7 +14,7 @@ from policies.document import PolicyDocument
 from policies.evaluate import judge
 from policies.pools import Pool
 from policies.request.profile import Bypass, RequestProfile
-from workers.adapters.report import MTP_LANE
+from workers.protocol import MTP_LANE
 
 ELIGIBLE = "eligible"
 # The request may speculate and somebody could do it, but the policy sends it elsewhere.

@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 
 from gateway.routing.cost import FULL, UNMEASURED, Pace, strain_s
 from gateway.types import Holding
-from workers.adapters.report import LaneReport
+from workers.protocol import LaneReport
 
 
 class LaneView(NamedTuple):

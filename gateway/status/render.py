@@ -20,7 +20,7 @@ from gateway.status_lanes import (
 from gateway.storage.counters import Key, by_name
 from policies.document import PolicyDocument
 from policies.pools import Pool
-from workers.adapters.report import LaneReport, WorkerReport
+from workers.protocol import LaneReport, WorkerReport
 
 
 class Around(NamedTuple):

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from workers.adapters.report import LaneReport, WorkerReport
+from workers.protocol import LaneReport, WorkerReport
 
 Key = tuple[str, ...]
 """The name of a count, from general to special: ("decisions", "vlm", "pictures", "media")."""

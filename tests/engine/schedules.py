@@ -17,7 +17,6 @@ import mlx.core as mx
 from policies.request.profile import Sampling
 from tests.engine.reference import decode_alone, near_tie
 from tests.engine.watched import Asked, Found, TroubledHead
-from workers.adapters.report import LaneReport
 from workers.engine.counters import LaneCounters
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
@@ -30,6 +29,7 @@ from workers.engine.sampling import Chooser, choose
 from workers.engine.seam import Checkpoint
 from workers.engine.snapshots import Snapshots
 from workers.engine.tally import SpeculationTally
+from workers.protocol import LaneReport
 
 LONGEST_ANSWER = 40
 GREEDY = Sampling(temperature=0)

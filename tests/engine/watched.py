@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.adapters.report import Speculation
 from workers.engine.requests import Delta, EngineError, Event, Finished
 from workers.engine.rows import Row
+from workers.protocol import Speculation
 
 
 @dataclass(slots=True)

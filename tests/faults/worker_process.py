@@ -17,8 +17,8 @@ from pydantic import SecretStr
 
 from tests.gateway.fake_worker import FAULT_PATH, TOKEN, USAGE, FakeWorker, lane_report
 from tests.gateway.serving import Gateway, serving
-from workers.adapters.report import WorkerReport
-from workers.join import Membership, keep_joined
+from workers.heartbeat import Membership, keep_joined
+from workers.protocol import WorkerReport
 
 _ROOT = Path(__file__).parents[2]
 

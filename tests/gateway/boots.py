@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 
 def report(boot_id: str, requests: int, model: str = "demo") -> WorkerReport:

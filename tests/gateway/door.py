@@ -18,7 +18,7 @@ from policies.request.profile import RequestProfile
 from tests.gateway.clock import Clock
 from tests.gateway.fake_worker import lane_report
 from tests.profiles import SAMPLED
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 
 class Door:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.gateway.wire import Headers, Link, Request
-from workers.adapters.report import LaneReport, Speculation, WorkerReport
+from workers.protocol import LaneReport, Speculation, WorkerReport
 
 TOKEN = "join-token-of-the-tests"
 FAULT_PATH = "/_fault"

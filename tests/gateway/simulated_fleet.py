@@ -24,7 +24,7 @@ from gateway.worker_metrics import WorkerFigures
 from policies.request.profile import Endpoint, RequestProfile
 from tests.gateway.fake_worker import lane_report
 from tests.gateway.redis_server import RedisServer
-from workers.adapters.report import LaneReport, PrefixCounts, Speculation, WorkerReport
+from workers.protocol import LaneReport, PrefixCounts, Speculation, WorkerReport
 
 K = 2
 """Tokens that are drafted in a step."""

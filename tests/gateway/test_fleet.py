@@ -11,7 +11,7 @@ from gateway.refusals import WorkerIdTaken
 from gateway.routing.select import Candidate
 from tests.gateway.clock import Clock
 from tests.gateway.fake_worker import lane_report
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 
 def report(boot_id: str = "1", url: str = "http://mac:9200", **changes: object) -> WorkerReport:

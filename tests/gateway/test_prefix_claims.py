@@ -17,7 +17,7 @@ from policies.sections import PrefixPolicy
 from tests.gateway.claims import LAPTOP, RULES, STUDIO, holders
 from tests.gateway.fake_worker import FakeWorker, lane_report
 from tests.profiles import SAMPLED
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.fleet import health as control
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
 from tests.gateway.serving import Gateway, serving
-from workers.adapters.report import Speculation, WorkerReport
+from workers.protocol import Speculation, WorkerReport
 
 MORE_THAN_DRAFTED: dict[str, Any] = {"steps": 1, "drafted": 1, "accepted": 2}
 MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "histogram": [0, 5, 0]}

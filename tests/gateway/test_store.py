@@ -17,7 +17,7 @@ from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.storage.counters import Key, MemoryStore, Store
 from tests.gateway.boots import report
-from workers.adapters.report import LaneReport
+from workers.protocol import LaneReport
 
 
 class Kept(NamedTuple):

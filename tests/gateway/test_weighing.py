@@ -19,7 +19,7 @@ from gateway.routing.view import FleetView, LaneView, WorkerView
 from policies.document import shipped_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 from tests.gateway.fake_worker import lane_report
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 POLICY = shipped_policy()
 LONG = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=16_000)

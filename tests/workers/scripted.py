@@ -12,7 +12,6 @@ from typing import Any
 import uvicorn
 from pydantic import SecretStr
 
-from workers.adapters.report import LaneReport, Speculation
 from workers.engine.requests import (
     Delta,
     Event,
@@ -23,6 +22,7 @@ from workers.engine.requests import (
     Usage,
 )
 from workers.engine.settings import ModelCard
+from workers.protocol import LaneReport, Speculation
 from workers.server.app import create_app
 from workers.server.worker import Identity, Worker
 

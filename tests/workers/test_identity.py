@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 from workers.server.identity import advertised_url, default_worker_id, is_loopback
 
 

@@ -15,9 +15,9 @@ from pydantic import SecretStr
 
 from tests.worker_process import running_worker
 from tests.workers.scripted import ScriptedEngine, listening, worker_of
-from workers import join
-from workers.adapters.report import WorkerReport
-from workers.join import Membership, keep_joined
+from workers import heartbeat as join
+from workers.heartbeat import Membership, keep_joined
+from workers.protocol import WorkerReport
 from workers.server.worker import Worker
 
 

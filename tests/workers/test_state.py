@@ -9,7 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.worker_process import RunningWorker
-from workers.adapters.report import Speculation, WorkerReport
+from workers.protocol import Speculation, WorkerReport
 
 QUESTION = {"messages": [{"role": "user", "content": "Count to five."}], "max_tokens": 12}
 

@@ -7,16 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from policies.request.profile import Bypass
-from workers.adapters.report import (
-    LaneReport,
-    PrefixCounts,
-    SavedTime,
-    SpecPrefillCounts,
-    Speculation,
-)
 from workers.engine.pace import Pace
 from workers.engine.requests import LaneName
 from workers.engine.rows import Row
+from workers.protocol import LaneReport, PrefixCounts, SavedTime, SpecPrefillCounts, Speculation
 
 
 class LaneCounters:

@@ -8,7 +8,6 @@ from collections.abc import AsyncGenerator
 
 import mlx.core as mx
 
-from workers.adapters.report import LaneReport
 from workers.engine.assembly import Assembly, assemble
 from workers.engine.lane import Lane
 from workers.engine.loop import EngineThread
@@ -25,6 +24,7 @@ from workers.engine.requests import (
 from workers.engine.rows import Row, Sink
 from workers.engine.settings import EngineSettings
 from workers.engine.tally import SpeculationTally
+from workers.protocol import LaneReport
 
 
 class Engine:

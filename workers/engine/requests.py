@@ -7,8 +7,8 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from policies.request.profile import Bypass, Sampling
-from workers.adapters.report import Speculation
 from workers.engine.spec_prefill import Wish
+from workers.protocol import Speculation
 
 
 class LaneName(StrEnum):

@@ -10,13 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policies.request.profile import Bypass, Sampling
-from workers.adapters.report import Speculation
 from workers.engine.detokenize import TextStream
 from workers.engine.lane import Lane
 from workers.engine.prompts import PromptRenderer
 from workers.engine.requests import Finished, Generation, InvalidGeneration, ModelUnusable, Prompt
 from workers.engine.rows import Row, Sink
 from workers.engine.tally import SpeculationTally
+from workers.protocol import Speculation
 
 QUESTIONS = (
     "Count from 1 to 40.",

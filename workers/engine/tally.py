@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from workers.adapters.report import Speculation
 from workers.engine.requests import DraftStep
+from workers.protocol import Speculation
 
 
 class SpeculationTally:

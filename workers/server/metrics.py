@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from workers.adapters.report import LaneReport, Speculation, WorkerReport
+from workers.protocol import LaneReport, Speculation, WorkerReport
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 

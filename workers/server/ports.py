@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from workers.adapters.report import LaneReport
 from workers.engine.requests import Event, Generation
 from workers.engine.settings import ModelCard
+from workers.protocol import LaneReport
 
 Json = Any
 """A value as JSON has it; typed loosely at this one border."""

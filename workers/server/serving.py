@@ -14,7 +14,7 @@ from types import FrameType
 import uvicorn
 from pydantic import SecretStr
 
-from workers.join import Membership, keep_joined
+from workers.heartbeat import Membership, keep_joined
 from workers.server.app import create_app
 from workers.server.settings import UnusableSettings
 from workers.server.worker import Worker

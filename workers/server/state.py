@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.responses import JSONResponse, Response
 
-from workers.adapters.report import mtp_block
+from workers.protocol import mtp_block
 from workers.server.ports import Json
 from workers.server.worker import Worker
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from workers.adapters.report import PREFIXES_TOLD, WorkerReport
+from workers.protocol import PREFIXES_TOLD, WorkerReport
 from workers.server.errors import WorkerDraining
 from workers.server.ports import ServingEngine
 

@@ -12,7 +12,7 @@ import httpx
 from pydantic import BaseModel, Field, SecretStr, ValidationError
 from tenacity import AsyncRetrying, RetryCallState, wait_random_exponential
 
-from workers.adapters.report import WorkerReport
+from workers.protocol import WorkerReport
 
 log = logging.getLogger(__name__)
 
