@@ -28,7 +28,7 @@ from bench.contenders import OURS
 from bench.servers import Server, running
 from bench.tables import Grid
 from workers.demo import CHECKPOINT
-from workers.engine.snapshot_files import fingerprint
+from workers.engine.prefix_cache_files import fingerprint
 
 RESULTS: Final = Path(__file__).parent / "results"
 SNAPSHOT_BYTES: Final = 8 << 20

@@ -24,9 +24,9 @@ from bench.tables import Grid
 from tests.engine.schedules import Schedules
 from tests.engine.watched import Found
 from workers.demo import CHECKPOINT
-from workers.engine.prompts import PromptRenderer
-from workers.engine.seam import load_checkpoint
-from workers.engine.snapshot_files import fingerprint
+from workers.engine.model import load_checkpoint
+from workers.engine.prefix_cache_files import fingerprint
+from workers.engine.tokenizer import PromptRenderer
 
 RESULTS: Final = Path(__file__).parent / "results"
 VARIETY: Final = 8

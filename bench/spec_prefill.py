@@ -29,21 +29,21 @@ from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT, held_out
 from workers.demo.architecture import model_config, new_model
 from workers.demo.tokenizer import SPECIAL_TOKENS
-from workers.engine.counters import LaneCounters
-from workers.engine.detokenize import TextStream
-from workers.engine.lane import Lane
+from workers.engine.detokenizer import TextStream
 from workers.engine.memory import measure_memory
-from workers.engine.prefill_pace import PrefillPace
+from workers.engine.metrics import LaneCounters
+from workers.engine.model import Checkpoint, Target, load_checkpoint
+from workers.engine.prefill_budget import PrefillPace
+from workers.engine.prefix_cache import Snapshots
 from workers.engine.prompt_scorer import PromptScorer
-from workers.engine.prompts import PreparedPrompt, PromptRenderer
-from workers.engine.requests import Event, Generation, LaneName, Prompt
-from workers.engine.rows import Row
-from workers.engine.seam import Checkpoint, Target, load_checkpoint
+from workers.engine.row import Row
+from workers.engine.scheduler import Lane
 from workers.engine.settings import EngineSettings
-from workers.engine.snapshots import Snapshots
-from workers.engine.sparse_reading import SparseReading
+from workers.engine.sparse_prefill import SparseReading
 from workers.engine.spec_prefill import SpecPrefillSettings, Wish
 from workers.engine.tally import SpeculationTally
+from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.types import Event, Generation, LaneName, Prompt
 from workers.protocol import Speculation
 
 RESULTS: Final = Path(__file__).parent / "results"

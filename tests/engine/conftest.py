@@ -11,13 +11,18 @@ import pytest
 
 from policies.request.profile import Bypass, Sampling
 from workers.demo import CHECKPOINT
-from workers.engine.counters import LaneCounters
-from workers.engine.detokenize import TextStream
-from workers.engine.lane import Lane
+from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
-from workers.engine.prefill_pace import PrefillPace
-from workers.engine.prompts import PreparedPrompt, PromptRenderer
-from workers.engine.requests import (
+from workers.engine.metrics import LaneCounters
+from workers.engine.model import Checkpoint, load_checkpoint
+from workers.engine.prefill_budget import PrefillPace
+from workers.engine.prefix_cache import Snapshots
+from workers.engine.row import Row
+from workers.engine.scheduler import Lane
+from workers.engine.sparse_prefill import OFF, SparseReading
+from workers.engine.tally import SpeculationTally
+from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.types import (
     Delta,
     EngineError,
     Event,
@@ -27,11 +32,6 @@ from workers.engine.requests import (
     Prompt,
     TokenLogprob,
 )
-from workers.engine.rows import Row
-from workers.engine.seam import Checkpoint, load_checkpoint
-from workers.engine.snapshots import Snapshots
-from workers.engine.sparse_reading import OFF, SparseReading
-from workers.engine.tally import SpeculationTally
 
 GREEDY = Sampling(temperature=0)
 PLENTY = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30)

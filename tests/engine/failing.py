@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.engine.reference import greedy_alone, near_tie
-from workers.engine.seam import Checkpoint
+from workers.engine.model import Checkpoint
 
 
 class Failing:

@@ -9,7 +9,7 @@ from mlx_vlm.models import qwen2_5_vl, qwen3_vl_moe
 from mlx_vlm.models.llama import ModelConfig as LlamaConfig
 from mlx_vlm.models.llama.language import LanguageModel as Llama
 
-from workers.engine.seam import Target
+from workers.engine.model import Target
 
 WINDOW_TOKENS = 16
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import mlx.core as mx
 
-from workers.engine.seam import Checkpoint
+from workers.engine.model import Checkpoint
 
 Pick = Callable[[mx.array, Sequence[int]], int]
 """Chooses a token by the scores [1, 1, vocabulary] and the answer so far."""

@@ -17,18 +17,18 @@ import mlx.core as mx
 from policies.request.profile import Sampling
 from tests.engine.reference import decode_alone, near_tie
 from tests.engine.watched import Asked, Found, TroubledHead
-from workers.engine.counters import LaneCounters
-from workers.engine.detokenize import TextStream
-from workers.engine.lane import Lane
+from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
-from workers.engine.prefill_pace import PrefillPace
-from workers.engine.prompts import PreparedPrompt, PromptRenderer
-from workers.engine.requests import Finished, FinishReason, Generation, LaneName, Prompt
-from workers.engine.rows import Row
-from workers.engine.sampling import Chooser, choose
-from workers.engine.seam import Checkpoint
-from workers.engine.snapshots import Snapshots
+from workers.engine.metrics import LaneCounters
+from workers.engine.model import Checkpoint
+from workers.engine.prefill_budget import PrefillPace
+from workers.engine.prefix_cache import Snapshots
+from workers.engine.row import Row
+from workers.engine.sampler import Chooser, choose
+from workers.engine.scheduler import Lane
 from workers.engine.tally import SpeculationTally
+from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
+from workers.engine.types import Finished, FinishReason, Generation, LaneName, Prompt
 from workers.protocol import LaneReport
 
 LONGEST_ANSWER = 40

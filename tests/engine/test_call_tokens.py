@@ -9,8 +9,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from policies.request.profile import Sampling
-from workers.engine.prompts import PromptRenderer
-from workers.engine.requests import Generation, LaneName, Prompt
+from workers.engine.tokenizer import PromptRenderer
+from workers.engine.types import Generation, LaneName, Prompt
 from workers.server.tool_calls import ToolCall, ToolCallSplitter, ToolFormat
 
 # As mlx-vlm knows Mistral's: by what opens a call in it.

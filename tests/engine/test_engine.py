@@ -11,7 +11,8 @@ from tests.worker_process import NO_END
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.memory import MemoryEstimate
-from workers.engine.requests import (
+from workers.engine.settings import EngineSettings
+from workers.engine.types import (
     Delta,
     EngineBusy,
     EngineStopped,
@@ -25,7 +26,6 @@ from workers.engine.requests import (
     Picture,
     Prompt,
 )
-from workers.engine.settings import EngineSettings
 
 GREEDY = Sampling(temperature=0)
 ENDLESS = Sampling(

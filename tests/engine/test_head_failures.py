@@ -9,10 +9,10 @@ import pytest
 from policies.request.profile import Bypass
 from tests.engine.conftest import run
 from tests.engine.failing import Failing, assert_right
+from workers.engine.draft_head import ERRORS_IN_A_ROW
 from workers.engine.draft_length import SAMPLES
-from workers.engine.drafting_head import ERRORS_IN_A_ROW
-from workers.engine.requests import Finished
-from workers.engine.seam import MtpHead
+from workers.engine.model import MtpHead
+from workers.engine.types import Finished
 
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox.", "Who are you?"]
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20

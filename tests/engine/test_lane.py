@@ -5,11 +5,7 @@ import pytest
 from policies.request.profile import Bypass
 from tests.engine.conftest import run
 from tests.engine.reference import greedy_alone, near_tie
-from workers.engine.requests import (
-    EngineStopped,
-    Finished,
-    FinishReason,
-)
+from workers.engine.types import EngineStopped, Finished, FinishReason
 
 QUESTIONS = [
     "Hello",

@@ -10,10 +10,10 @@ import pytest
 from policies.request.profile import Sampling
 from tests.engine.conftest import run
 from tests.engine.reference import near_tie
-from workers.engine.lane import Lane
 from workers.engine.memory import MemoryEstimate, measure_memory
-from workers.engine.requests import Finished, LaneName
-from workers.engine.snapshots import Snapshots
+from workers.engine.prefix_cache import Snapshots
+from workers.engine.scheduler import Lane
+from workers.engine.types import Finished, LaneName
 
 
 def test_the_estimate_is_what_a_row_really_takes(checkpoint) -> None:

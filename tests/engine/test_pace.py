@@ -4,7 +4,7 @@ import itertools
 import random
 
 from workers.engine.draft_length import PROBE_EVERY, PROBE_ROUNDS, TASTE_STEPS, DraftLength
-from workers.engine.prefill_pace import BLOCK_TOKENS, PrefillPace
+from workers.engine.prefill_budget import BLOCK_TOKENS, PrefillPace
 
 
 def test_alone_a_prompt_is_read_in_the_longest_chunks() -> None:

@@ -15,8 +15,8 @@ import pytest
 from mlx_vlm.models import ernie4_5_moe_vl, glm4v, glm_ocr, paddleocr_vl, qwen2_5_vl, qwen3_vl
 
 from tests.engine.conftest import run
-from workers.engine.prompts import PreparedPrompt
-from workers.engine.seam import Target
+from workers.engine.model import Target
+from workers.engine.tokenizer import PreparedPrompt
 
 START, PICTURE, END = 1500, 1501, 1502
 PATCHES_HIGH, PATCHES_WIDE = 4, 8

@@ -7,7 +7,7 @@ import pytest
 from policies.request.profile import Bypass, Sampling
 from tests.engine.conftest import run
 from workers.engine.draft_length import SAMPLES, TASTE_STEPS, DraftLength
-from workers.engine.requests import Finished, Generation, LaneName, Prompt
+from workers.engine.types import Finished, Generation, LaneName, Prompt
 
 QUESTIONS = [
     "Hello",

@@ -2,7 +2,7 @@ import mlx.core as mx
 import pytest
 
 from policies.request.profile import Sampling
-from workers.engine.sampling import Chooser, choose, filter_logits, position_key, reshape_logits
+from workers.engine.sampler import Chooser, choose, filter_logits, position_key, reshape_logits
 
 LOGITS = mx.array([[2.0, 1.0, 0.0, -1.0]])
 

@@ -7,11 +7,11 @@ import pytest
 from mlx_vlm.models.base import LanguageModelOutput
 
 from tests.engine.conftest import run
-from workers.engine.native_verify import probe_native_verify
+from workers.engine.kv_cache import RowCache, capacity
+from workers.engine.model import ArraysCache, Checkpoint, KVCache, Target
+from workers.engine.probes import probe_native_verify
 from workers.engine.recurrent_steps import RecurrentSteps
-from workers.engine.round_graph import RoundGraph, State
-from workers.engine.row_cache import RowCache, capacity
-from workers.engine.seam import ArraysCache, Checkpoint, KVCache, Target
+from workers.engine.step_graph import RoundGraph, State
 
 TOKENS = list(range(20, 60))
 

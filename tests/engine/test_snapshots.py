@@ -10,10 +10,10 @@ import pytest
 from policies.request.profile import Bypass
 from tests.engine.conftest import run
 from workers.demo import CHECKPOINT
-from workers.engine.lane import Lane
-from workers.engine.requests import LaneName
-from workers.engine.snapshot_files import HostSnapshot, SnapshotFiles, fingerprint
-from workers.engine.snapshots import Snapshots
+from workers.engine.prefix_cache import Snapshots
+from workers.engine.prefix_cache_files import HostSnapshot, SnapshotFiles, fingerprint
+from workers.engine.scheduler import Lane
+from workers.engine.types import LaneName
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
 OTHER = "Be brief. " + "The blue boat finds the warm stone. " * 20

@@ -7,14 +7,14 @@ import mlx.core as mx
 import pytest
 
 from tests.engine.conftest import Heard, run
-from workers.engine.lane import Lane
+from workers.engine.model import Checkpoint
+from workers.engine.prefix_cache import Snapshots
 from workers.engine.prompt_scorer import PromptScorer, Scoring
-from workers.engine.prompts import PromptRenderer
-from workers.engine.requests import Finished, LaneName, Picture, Prompt
-from workers.engine.seam import Checkpoint
-from workers.engine.snapshots import Snapshots
-from workers.engine.sparse_reading import SparseReading, load_sparse_reading
+from workers.engine.scheduler import Lane
+from workers.engine.sparse_prefill import SparseReading, load_sparse_reading
 from workers.engine.spec_prefill import ReadInFull, Scope, SpecPrefillSettings, Wish
+from workers.engine.tokenizer import PromptRenderer
+from workers.engine.types import Finished, LaneName, Picture, Prompt
 
 FILLER = "The red fox sees the old tree. The blue boat finds the warm stone. " * 16
 LONG = FILLER + "The code word is river. " + FILLER + "What is the code word?"

@@ -12,9 +12,10 @@ import pytest
 from policies.request.profile import Sampling
 from tests.engine.conftest import run
 from tests.engine.failing import Failing, assert_right
-from workers.engine.loop import EngineThread
 from workers.engine.prefill import Prefill, begin_prefill, read_chunk
-from workers.engine.requests import (
+from workers.engine.prefix_cache import Snapshots
+from workers.engine.thread import EngineThread
+from workers.engine.types import (
     EngineStopped,
     Finished,
     GenerationFailed,
@@ -23,7 +24,6 @@ from workers.engine.requests import (
     Picture,
     Prompt,
 )
-from workers.engine.snapshots import Snapshots
 
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox.", "Who are you?"]
 # A bad value that is found out once there is an answer to punish: not in the prefill.

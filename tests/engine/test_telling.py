@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from policies.request.profile import Sampling
-from workers.engine.detokenize import TextStream
-from workers.engine.prompts import PreparedPrompt
-from workers.engine.requests import (
+from workers.engine.detokenizer import TextStream
+from workers.engine.row import TELL_EVERY_S, Row, Sink
+from workers.engine.tally import SpeculationTally
+from workers.engine.tokenizer import PreparedPrompt
+from workers.engine.types import (
     Delta,
     EngineError,
     Event,
@@ -16,8 +18,6 @@ from workers.engine.requests import (
     Prompt,
     TokenLogprob,
 )
-from workers.engine.rows import TELL_EVERY_S, Row, Sink
-from workers.engine.tally import SpeculationTally
 
 END = 0
 

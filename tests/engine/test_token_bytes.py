@@ -6,10 +6,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from workers.engine.prompts import PromptRenderer
-from workers.engine.requests import Prompt, ScoredToken
-from workers.engine.seam import Checkpoint
+from workers.engine.model import Checkpoint
 from workers.engine.token_bytes import token_bytes
+from workers.engine.tokenizer import PromptRenderer
+from workers.engine.types import Prompt, ScoredToken
 
 TEXT = "Gr\u00fc\u00dfe \U0001f642,  \u65e5\u672c <0xE2> ok\n"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.engine.requests import Delta, EngineError, Event, Finished
-from workers.engine.rows import Row
+from workers.engine.row import Row
+from workers.engine.types import Delta, EngineError, Event, Finished
 from workers.protocol import Speculation
 
 

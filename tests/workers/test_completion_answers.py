@@ -11,7 +11,7 @@ import pytest
 
 from tests.worker_process import NO_END, RunningWorker, token_of_byte
 from tests.workers.scripted import ScriptedEngine, serving, text_script, worker_of
-from workers.engine.requests import Delta, ScoredToken, TokenLogprob
+from workers.engine.types import Delta, ScoredToken, TokenLogprob
 
 NEVER_ENDING: Any = {"temperature": 0, "max_tokens": 6, "logit_bias": NO_END}
 

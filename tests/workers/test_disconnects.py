@@ -11,7 +11,7 @@ import pytest
 
 from tests.worker_process import NO_END, RunningWorker
 from tests.workers.scripted import ScriptedEngine, serving, worker_of
-from workers.engine.requests import Delta
+from workers.engine.types import Delta
 from workers.server import answers
 
 ENDLESS = {

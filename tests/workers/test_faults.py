@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.workers.scripted import ScriptedEngine, serving, text_script, worker_of
-from workers.engine.requests import (
+from workers.engine.types import (
     Delta,
     EngineBusy,
     EngineStopped,

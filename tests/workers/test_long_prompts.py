@@ -11,8 +11,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.worker_process import running_worker
 from tests.workers.scripted import ScriptedEngine, serving, text_script, worker_of
 from workers.demo import CHECKPOINT
-from workers.engine.requests import Finished
 from workers.engine.spec_prefill import Wish
+from workers.engine.types import Finished
 
 LONG = "The red fox sees the old tree. " * 80 + "What does the fox see?"
 

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
 )
 
 from workers.demo import CHECKPOINT
-from workers.engine.requests import ModelUnusable
+from workers.engine.types import ModelUnusable
 from workers.server.model_source import resolve_model
 
 

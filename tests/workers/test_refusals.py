@@ -17,7 +17,7 @@ from tests.workers.scripted import (
     text_script,
     worker_of,
 )
-from workers.engine.requests import LaneName
+from workers.engine.types import LaneName
 from workers.server import bodies
 
 CHAT = "/v1/chat/completions"

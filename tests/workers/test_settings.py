@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workers.engine.requests import LaneName
+from workers.engine.types import LaneName
 from workers.server.arguments import read_settings
 from workers.server.settings import UnusableSettings
 

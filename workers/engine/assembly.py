@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 from mlx.utils import tree_flatten
 
-from workers.engine.counters import LaneCounters
-from workers.engine.lane import Lane
 from workers.engine.memory import MemoryEstimate, measure_memory
-from workers.engine.native_verify import probe_native_verify
-from workers.engine.prefill_pace import PrefillPace
-from workers.engine.prompts import PromptRenderer
-from workers.engine.requests import LaneName, ModelUnusable
-from workers.engine.seam import Checkpoint, load_checkpoint
+from workers.engine.metrics import LaneCounters
+from workers.engine.model import Checkpoint, load_checkpoint
+from workers.engine.prefill_budget import PrefillPace
+from workers.engine.prefix_cache import Snapshots
+from workers.engine.prefix_cache_files import SnapshotFiles, fingerprint
+from workers.engine.probes import probe_native_verify
+from workers.engine.scheduler import Lane
 from workers.engine.self_test import HeadHealth, examine_head, warm_up
 from workers.engine.settings import EngineSettings, ModelCard
 from workers.engine.shared_rows import probe_shared_rows
-from workers.engine.snapshot_files import SnapshotFiles, fingerprint
-from workers.engine.snapshots import Snapshots
-from workers.engine.sparse_reading import OFF, SparseReading, load_sparse_reading
+from workers.engine.sparse_prefill import OFF, SparseReading, load_sparse_reading
+from workers.engine.tokenizer import PromptRenderer
+from workers.engine.types import LaneName, ModelUnusable
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
-from workers.engine.row_cache import RowCache, capacity
-from workers.engine.rows import Row
-from workers.engine.seam import ArraysCache, KVCache, LayerCache, MtpHead
+from workers.engine.kv_cache import RowCache, capacity
+from workers.engine.model import ArraysCache, KVCache, LayerCache, MtpHead
+from workers.engine.row import Row
 
 FARTHEST_BEHIND = 32
 """Tokens the head may be behind at most."""

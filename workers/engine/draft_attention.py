@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from workers.engine.seam import KVCache, LayerCache, Target
+from workers.engine.model import KVCache, LayerCache, Target
 
 
 def read_and_look(

@@ -9,10 +9,13 @@ from collections.abc import AsyncGenerator
 import mlx.core as mx
 
 from workers.engine.assembly import Assembly, assemble
-from workers.engine.lane import Lane
-from workers.engine.loop import EngineThread
-from workers.engine.prompts import PreparedPrompt
-from workers.engine.requests import (
+from workers.engine.row import Row, Sink
+from workers.engine.scheduler import Lane
+from workers.engine.settings import EngineSettings
+from workers.engine.tally import SpeculationTally
+from workers.engine.thread import EngineThread
+from workers.engine.tokenizer import PreparedPrompt
+from workers.engine.types import (
     EngineBusy,
     EngineError,
     Event,
@@ -21,9 +24,6 @@ from workers.engine.requests import (
     InvalidGeneration,
     ModelUnusable,
 )
-from workers.engine.rows import Row, Sink
-from workers.engine.settings import EngineSettings
-from workers.engine.tally import SpeculationTally
 from workers.protocol import LaneReport
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
-from workers.engine.requests import ScoredToken, TokenLogprob
+from workers.engine.types import ScoredToken, TokenLogprob
 
 
 def token_logprobs(

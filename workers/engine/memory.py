@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from workers.engine.row_cache import capacity, capacity_within
-from workers.engine.seam import ArraysCache, KVCache, MtpHead, Target
+from workers.engine.kv_cache import capacity, capacity_within
+from workers.engine.model import ArraysCache, KVCache, MtpHead, Target
 
 _PROBE_TOKENS = 16
 ROOM_TOKENS = 256

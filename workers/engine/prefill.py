@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from workers.engine.model import Embedded, KVCache, LayerCache, MtpHead, Target
+from workers.engine.prefix_cache import Snapshot, Snapshots, alone, restore_caches, save_caches
 from workers.engine.prompt_scorer import Scoring
-from workers.engine.requests import InvalidGeneration
-from workers.engine.rows import Row
-from workers.engine.seam import Embedded, KVCache, LayerCache, MtpHead, Target
-from workers.engine.snapshots import Snapshot, Snapshots, alone, restore_caches, save_caches
+from workers.engine.row import Row
+from workers.engine.types import InvalidGeneration
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -14,7 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from workers.engine.draft_attention import read_and_look
-from workers.engine.seam import Checkpoint, Forward, Target
+from workers.engine.model import Checkpoint, Forward, Target
 from workers.engine.spec_prefill import Scope, Scores, select
 
 QUESTION_TOKENS = 24

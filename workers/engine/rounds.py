@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from workers.engine.batch import Batch
-from workers.engine.round_graph import RoundGraph
-from workers.engine.sampling import choose
-from workers.engine.seam import Target
+from workers.engine.model import Target
+from workers.engine.sampler import choose
+from workers.engine.step_graph import RoundGraph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

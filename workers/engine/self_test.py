@@ -10,12 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policies.request.profile import Bypass, Sampling
-from workers.engine.detokenize import TextStream
-from workers.engine.lane import Lane
-from workers.engine.prompts import PromptRenderer
-from workers.engine.requests import Finished, Generation, InvalidGeneration, ModelUnusable, Prompt
-from workers.engine.rows import Row, Sink
+from workers.engine.detokenizer import TextStream
+from workers.engine.row import Row, Sink
+from workers.engine.scheduler import Lane
 from workers.engine.tally import SpeculationTally
+from workers.engine.tokenizer import PromptRenderer
+from workers.engine.types import Finished, Generation, InvalidGeneration, ModelUnusable, Prompt
 from workers.protocol import Speculation
 
 QUESTIONS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.engine.requests import LaneName
 from workers.engine.spec_prefill import SpecPrefillSettings
+from workers.engine.types import LaneName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from workers.engine.row_cache import RowCache, capacity
-from workers.engine.seam import KVCache, LayerCache, Target
+from workers.engine.kv_cache import RowCache, capacity
+from workers.engine.model import KVCache, LayerCache, Target
 
 logger = logging.getLogger(__name__)
 

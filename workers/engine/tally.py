@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from workers.engine.requests import DraftStep
+from workers.engine.types import DraftStep
 from workers.protocol import Speculation
 
 

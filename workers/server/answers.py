@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from policies.request.profile import Endpoint
-from workers.engine.requests import Delta, Finished, InvalidGeneration
+from workers.engine.types import Delta, Finished, InvalidGeneration
 from workers.server import sse
 from workers.server.chat import ChatChoice
 from workers.server.choices import ChoiceWriter, metrics_of, usage_of

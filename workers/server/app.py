@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 
 from policies.request.fields import FieldError
 from policies.request.profile import Endpoint
-from workers.engine.requests import EngineError
+from workers.engine.types import EngineError
 from workers.server import state
 from workers.server.answers import Answer
 from workers.server.auth import TokenGuard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from workers.engine.requests import Delta, Finished, FinishReason, ScoredToken, TokenLogprob
+from workers.engine.types import Delta, Finished, FinishReason, ScoredToken, TokenLogprob
 from workers.server.choices import json_logprob
 from workers.server.ports import Json
 from workers.server.tool_calls import ToolCall, ToolCallSplitter

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from workers.engine.requests import Delta, Finished
+from workers.engine.types import Delta, Finished
 from workers.server.ports import Json
 
 LOWEST_LOGPROB = -9999.0

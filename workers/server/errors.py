@@ -9,7 +9,7 @@ Refused                  any request that gets no completion; carries status and
 +-- ClientLeft           499, nobody reads it
 +-- ClientStalled        499, stopped reading in the middle of a stream
 
-Errors of the engine (`workers.engine.requests`) and of the reading of fields
+Errors of the engine (`workers.engine.types`) and of the reading of fields
 (`policies.request.fields.FieldError`) are translated into `Refused` here, so that a client never sees
 the text of a library.
 """
@@ -25,7 +25,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 
 from policies.request.fields import FieldError
-from workers.engine.requests import EngineBusy, EngineStopped, InvalidGeneration
+from workers.engine.types import EngineBusy, EngineStopped, InvalidGeneration
 from workers.server.ports import Json
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from workers.engine.requests import Event, Finished, Generation, GenerationFailed
+from workers.engine.types import Event, Finished, Generation, GenerationFailed
 from workers.server.ports import ServingEngine
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workers.demo import CHECKPOINT
-from workers.engine.requests import ModelUnusable
+from workers.engine.types import ModelUnusable
 
 DEMO_NAME = "demo"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)

@@ -10,7 +10,7 @@ from io import BytesIO
 from PIL import Image, ImageOps
 
 from policies.request.content import PIXELS_LIMIT, PictureInvalid, content_of
-from workers.engine.requests import Picture
+from workers.engine.types import Picture
 from workers.server.errors import BadRequest
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF")

@@ -10,7 +10,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from policies.base import Label
-from workers.engine.requests import LaneName
+from workers.engine.types import LaneName
 from workers.server.identity import DEFAULT_HOST, is_loopback, source_address_towards
 
 DEFAULT_PORT = 9200

@@ -13,25 +13,25 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from policies.request.profile import Bypass
-from workers.engine.counters import LaneCounters
-from workers.engine.decoding import Decoding, Outcome, prove_alive
-from workers.engine.drafting_head import DraftingHead
+from workers.engine.decoder import Decoding, Outcome, prove_alive
+from workers.engine.draft_head import DraftingHead
 from workers.engine.memory import ROOM_TOKENS, MemoryEstimate
+from workers.engine.metrics import LaneCounters
+from workers.engine.model import Checkpoint
 from workers.engine.prefill import Prefill, begin_prefill, read_chunk, take_snapshot
-from workers.engine.prefill_pace import PrefillPace
-from workers.engine.prompts import PromptRenderer
-from workers.engine.requests import (
+from workers.engine.prefill_budget import PrefillPace
+from workers.engine.prefix_cache import Snapshots
+from workers.engine.row import Row
+from workers.engine.sampler import choose
+from workers.engine.sparse_prefill import OFF, SparseReading
+from workers.engine.tokenizer import PromptRenderer
+from workers.engine.types import (
     EngineError,
     Generation,
     GenerationFailed,
     InvalidGeneration,
     LaneName,
 )
-from workers.engine.rows import Row
-from workers.engine.sampling import choose
-from workers.engine.seam import Checkpoint
-from workers.engine.snapshots import Snapshots
-from workers.engine.sparse_reading import OFF, SparseReading
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from policies.request.profile import Bypass
 from workers.engine.pace import Pace
-from workers.engine.requests import LaneName
-from workers.engine.rows import Row
+from workers.engine.row import Row
+from workers.engine.types import LaneName
 from workers.protocol import LaneReport, PrefixCounts, SavedTime, SpecPrefillCounts, Speculation
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import logging
 
-from workers.engine.counters import LaneCounters
+from workers.engine.metrics import LaneCounters
+from workers.engine.model import Checkpoint, load_checkpoint
 from workers.engine.prefill import Prefill
 from workers.engine.prompt_scorer import PromptScorer, why_unfit
-from workers.engine.seam import Checkpoint, load_checkpoint
 from workers.engine.spec_prefill import (
     ReadInFull,
     SpecPrefillSettings,

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from policies.request.profile import Bypass
-from workers.engine.detokenize import TextStream
-from workers.engine.prompts import PreparedPrompt
-from workers.engine.requests import (
+from workers.engine.detokenizer import TextStream
+from workers.engine.prefix_cache_files import HostSnapshot
+from workers.engine.sampler import Chooser
+from workers.engine.tally import SpeculationTally
+from workers.engine.tokenizer import PreparedPrompt
+from workers.engine.types import (
     Delta,
     EngineError,
     Event,
@@ -19,9 +22,6 @@ from workers.engine.requests import (
     TokenLogprob,
     Usage,
 )
-from workers.engine.sampling import Chooser
-from workers.engine.snapshot_files import HostSnapshot
-from workers.engine.tally import SpeculationTally
 
 Sink = Callable[[Event | EngineError], None]
 

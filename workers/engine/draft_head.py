@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 
 from policies.request.profile import Bypass
-from workers.engine.counters import LaneCounters
-from workers.engine.rows import Row
-from workers.engine.seam import MtpHead
+from workers.engine.metrics import LaneCounters
+from workers.engine.model import MtpHead
+from workers.engine.row import Row
 
 logger = logging.getLogger(__name__)
 

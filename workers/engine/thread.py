@@ -16,9 +16,9 @@ from typing import Generic, TypeVar
 
 import mlx.core as mx
 
-from workers.engine.lane import Lane
-from workers.engine.requests import EngineStopped, LaneName
-from workers.engine.rows import Row
+from workers.engine.row import Row
+from workers.engine.scheduler import Lane
+from workers.engine.types import EngineStopped, LaneName
 
 logger = logging.getLogger(__name__)
 

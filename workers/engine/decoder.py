@@ -16,16 +16,16 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from workers.engine.batch import Batch
-from workers.engine.counters import LaneCounters
+from workers.engine.draft_head import DraftingHead
 from workers.engine.draft_length import DraftLength
-from workers.engine.drafting_head import DraftingHead
 from workers.engine.logprobs import token_logprobs
+from workers.engine.metrics import LaneCounters
+from workers.engine.model import MtpHead, Target
 from workers.engine.prefill import Prefill, seed_head
-from workers.engine.requests import TokenLogprob
-from workers.engine.round_graph import RoundGraph
 from workers.engine.rounds import RoundResult, run_plain_round, run_round
-from workers.engine.rows import Row
-from workers.engine.seam import MtpHead, Target
+from workers.engine.row import Row
+from workers.engine.step_graph import RoundGraph
+from workers.engine.types import TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

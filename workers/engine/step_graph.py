@@ -16,9 +16,9 @@ from typing import TypeAlias, cast
 
 import mlx.core as mx
 
+from workers.engine.kv_cache import RowCache
+from workers.engine.model import KVCache, MtpHead, Target
 from workers.engine.recurrent_steps import History, RecurrentSteps, history_of, state_after
-from workers.engine.row_cache import RowCache
-from workers.engine.seam import KVCache, MtpHead, Target
 
 LayerState: TypeAlias = tuple[mx.array, ...]
 State: TypeAlias = list[LayerState]

@@ -23,9 +23,9 @@ from PIL import Image
 
 from workers.engine.call_tokens import call_tokens
 from workers.engine.control_tokens import ControlTokens, pieces
-from workers.engine.detokenize import TextStream
-from workers.engine.requests import Generation, InvalidGeneration, Picture, Prompt
+from workers.engine.detokenizer import TextStream
 from workers.engine.token_bytes import token_bytes
+from workers.engine.types import Generation, InvalidGeneration, Picture, Prompt
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ import logging
 
 import mlx.core as mx
 
-from workers.engine.round_graph import RoundGraph, State
-from workers.engine.row_cache import RowCache, capacity
-from workers.engine.seam import KVCache, Target
+from workers.engine.kv_cache import RowCache, capacity
+from workers.engine.model import KVCache, Target
+from workers.engine.step_graph import RoundGraph, State
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from workers.engine.seam import ArraysCache, KVCache, LayerCache
-from workers.engine.snapshot_files import HostSnapshot, SnapshotFiles
+from workers.engine.model import ArraysCache, KVCache, LayerCache
+from workers.engine.prefix_cache_files import HostSnapshot, SnapshotFiles
 
 CacheState = tuple[mx.array | None, ...]
 
