@@ -2,7 +2,7 @@
 
 import sys
 
-from workers.server.command import main
+from workers.server.main import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -14,7 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from workers.server.command import main
+from workers.server.main import main
 
 
 def dying(evaluate: Callable[..., None], broken: Path) -> Callable[..., None]:

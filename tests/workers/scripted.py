@@ -16,7 +16,7 @@ from workers.engine.settings import ModelCard
 from workers.engine.types import Delta, Event, Finished, FinishReason, Generation, LaneName, Usage
 from workers.protocol import LaneReport, Speculation
 from workers.server.app import create_app
-from workers.server.worker import Identity, Worker
+from workers.server.runtime import Identity, Worker
 
 CARD = ModelCard(
     model="scripted",

@@ -12,7 +12,7 @@ import pytest
 from tests.worker_process import NO_END, RunningWorker
 from tests.workers.scripted import ScriptedEngine, serving, worker_of
 from workers.engine.types import Delta
-from workers.server import answers
+from workers.server import response as answers
 
 ENDLESS = {
     "messages": [{"role": "user", "content": "Tell me a story."}],

@@ -18,7 +18,7 @@ from tests.workers.scripted import ScriptedEngine, listening, worker_of
 from workers import heartbeat as join
 from workers.heartbeat import Membership, keep_joined
 from workers.protocol import WorkerReport
-from workers.server.worker import Worker
+from workers.server.runtime import Worker
 
 
 @dataclass

@@ -22,7 +22,7 @@ from tests.worker_process import (
 )
 from tests.workers.scripted import ScriptedEngine, worker_of
 from workers.demo import CHECKPOINT
-from workers.server.serving import Ending, serve
+from workers.server.server import Ending, serve
 from workers.server.settings import UnusableSettings
 
 STORY = {

@@ -11,12 +11,12 @@ from policies.request.fields import FieldError
 from policies.request.profile import Endpoint
 from workers.engine.types import EngineError
 from workers.server import state
-from workers.server.answers import Answer
 from workers.server.auth import TokenGuard
 from workers.server.errors import Refused, UnknownModel, render
-from workers.server.intake import read_call, request_id_of
 from workers.server.metrics import CONTENT_TYPE, exposition
-from workers.server.worker import Worker
+from workers.server.request import read_call, request_id_of
+from workers.server.response import Answer
+from workers.server.runtime import Worker
 
 
 def create_app(worker: Worker, token: SecretStr | None) -> FastAPI:

@@ -6,7 +6,7 @@ from starlette.responses import JSONResponse, Response
 
 from workers.protocol import mtp_block
 from workers.server.ports import Json
-from workers.server.worker import Worker
+from workers.server.runtime import Worker
 
 
 def readiness(worker: Worker) -> Response:

@@ -13,16 +13,16 @@ from starlette.types import Receive, Scope, Send
 from policies.request.profile import Endpoint
 from workers.engine.types import Delta, Finished, InvalidGeneration
 from workers.server import sse
-from workers.server.chat import ChatChoice
 from workers.server.choices import ChoiceWriter, metrics_of, usage_of
 from workers.server.completions import CompletionChoice
 from workers.server.disconnects import while_connected
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_refusal
 from workers.server.generating import events_of
-from workers.server.intake import Call
+from workers.server.openai_format import ChatChoice
 from workers.server.ports import Json
+from workers.server.request import Call
+from workers.server.runtime import Worker
 from workers.server.tool_calls import ToolCallSplitter
-from workers.server.worker import Worker
 
 log = logging.getLogger(__name__)
 

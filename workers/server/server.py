@@ -16,8 +16,8 @@ from pydantic import SecretStr
 
 from workers.heartbeat import Membership, keep_joined
 from workers.server.app import create_app
+from workers.server.runtime import Worker
 from workers.server.settings import UnusableSettings
-from workers.server.worker import Worker
 
 log = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from workers.server.arguments import read_settings
 from workers.server.identity import advertised_url, default_worker_id
 from workers.server.model_source import ModelSource, resolve_model
 from workers.server.ports import ServingEngine
-from workers.server.serving import Ending, cannot_listen, serve, watch_leash
+from workers.server.runtime import Identity, Worker
+from workers.server.server import Ending, cannot_listen, serve, watch_leash
 from workers.server.settings import UnusableSettings, WorkerSettings
-from workers.server.worker import Identity, Worker
 
 
 def main(arguments: Sequence[str]) -> int:
