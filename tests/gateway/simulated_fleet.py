@@ -130,7 +130,7 @@ class Simulation:
         worker, gateway = self.dice.choice(self.workers), self.dice.choice(self.gateways)
         usage, drafts = worker.answer(self.dice)
         candidate = Candidate("text-mtp", "text-mtp", worker.worker_id, "eligible", 0.5)
-        gateway.telemetry.accounting.account(
+        gateway.accounting.account(
             Served(
                 f"req-{self.dice.random()}",
                 Outcome.COMPLETED,
@@ -194,8 +194,8 @@ class Simulation:
         """Compare what answers said with what every gateway tells."""
         for gateway in self.gateways:
             reports, counts = (
-                await gateway.storage.counters.reports(),
-                await gateway.storage.counters.counts(),
+                await gateway.store.reports(),
+                await gateway.store.counts(),
             )
             text = exposition(WorkerFigures(reports)).decode()
             assert self._told(reports) == self._expected(), "status"

@@ -92,7 +92,7 @@ async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], se
     await simulation.settle()
     await simulation.check()
     (gateway,) = simulation.gateways
-    figures = list(gateway.telemetry.accounting.figures().items())
+    figures = list(gateway.accounting.figures().items())
     for place, total in (
         ("drafts", sum(one.drafts for _, one in figures)),
         ("attempted", sum(one.drafted for _, one in figures)),
@@ -130,11 +130,11 @@ async def test_a_report_that_comes_after_its_boot_was_folded_counts_nothing_agai
         for _ in range(8):
             await gateway.turn()
         for letter in simulation.mail:
-            await gateway.storage.counters.keep_report(letter)
+            await gateway.store.keep_report(letter)
         await gateway.turn()
     simulation.mail.clear()
     await simulation.settle()
     await simulation.check()
     for gateway in simulation.gateways:
-        assert len(await gateway.storage.counters.reports()) <= BOOTS_KEPT + 2
+        assert len(await gateway.store.reports()) <= BOOTS_KEPT + 2
         await gateway.close()
