@@ -24,11 +24,17 @@ from gateway.assembly import Line, build_line
 from gateway.auth.origins import Hosts
 from gateway.client import Receive, Reply, Scope, Send
 from gateway.config.settings import Settings
-from gateway.error_answers import to_body, to_headers
-from gateway.errors import GatewayError, RequestRefused
+from gateway.errors import (
+    GatewayError,
+    HostRefused,
+    MethodRefused,
+    PathUnknown,
+    RequestRefused,
+    to_body,
+    to_headers,
+)
 from gateway.proxy.handler import ENDPOINTS, Relay
 from gateway.recently import DEFAULT_WINDOW, window_s
-from gateway.refusals import HostRefused, MethodRefused, PathUnknown
 from gateway.status.events import Feed
 
 

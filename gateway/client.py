@@ -9,10 +9,8 @@ from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Seque
 from types import TracebackType
 from typing import Any, Self
 
-from gateway.error_answers import to_body, to_event, to_headers
-from gateway.errors import GatewayError
+from gateway.errors import BodyTooLarge, BodyTooSlow, GatewayError, to_body, to_event, to_headers
 from gateway.exchange import EXCHANGE, Exchange
-from gateway.refusals import BodyTooLarge, BodyTooSlow
 from gateway.types import Header, Headers
 
 Scope = MutableMapping[str, Any]

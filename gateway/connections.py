@@ -24,6 +24,7 @@ from pydantic_core import from_json
 from gateway.errors import (
     GatewayError,
     Overloaded,
+    RefusedByWorker,
     WorkerBusy,
     WorkerFailed,
     WorkerLost,
@@ -31,7 +32,6 @@ from gateway.errors import (
     WorkerUnreachable,
 )
 from gateway.http.upstream import Link
-from gateway.refusals import RefusedByWorker
 from gateway.worker_answer import Answer, LinkLost, LinkSilent
 
 log = logging.getLogger(__name__)

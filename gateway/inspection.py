@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
+from gateway.errors import BodyNotJson, FieldInvalid, ModelUnknown
 from gateway.protocols.openai import normalise
-from gateway.refusals import BodyNotJson, FieldInvalid, ModelUnknown
 from gateway.routing.view import FleetView
 from gateway.types import Inspected
 from policies.bounds import bounded

@@ -13,9 +13,9 @@ import httpx
 from gateway.config.static_workers import ListedWorker
 from gateway.connections import authorities
 from gateway.control_calls import ATTEMPTS, get
+from gateway.errors import WorkerIdTaken
 from gateway.fleet.registry import BEAT_S, Fleet
 from gateway.fleet.scheduler import Dispatch
-from gateway.refusals import WorkerIdTaken
 from gateway.storage.counters import Store
 
 log = logging.getLogger(__name__)

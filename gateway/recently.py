@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from gateway import status_figures as told
 from gateway.buckets import NONE, Counts, percentile
-from gateway.refusals import FieldInvalid
+from gateway.errors import FieldInvalid
 from gateway.telemetry.stats import Figures, Place, total
 from gateway.windows import LONGEST_S, STEP_S, Windows
 

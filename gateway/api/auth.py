@@ -19,7 +19,7 @@ from gateway.assembly import Line
 from gateway.auth.api_keys import ANYBODY, Holder, bears
 from gateway.auth.origins import comes_from_foreign_page, comes_from_this_machine
 from gateway.client import header
-from gateway.refusals import KeyRefused, NotAllowedHere, PageRefused
+from gateway.errors import KeyRefused, NotAllowedHere, PageRefused
 
 Guard = Callable[..., Awaitable[None]]
 

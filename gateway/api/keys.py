@@ -15,8 +15,8 @@ from gateway.api.auth import with_admin_key
 from gateway.assembly import Line
 from gateway.auth.records import KeyRecord, KeyTerms
 from gateway.client import read_small_body
+from gateway.errors import FieldInvalid, KeyIsRevoked, KeyUnknown
 from gateway.inspection import parse
-from gateway.refusals import FieldInvalid, KeyIsRevoked, KeyUnknown
 from gateway.routes.documented import (
     FOR_ADMINS,
     KEPT,

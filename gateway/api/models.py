@@ -10,7 +10,7 @@ from starlette.requests import Request
 from gateway.api.auth import holder_of, with_data_key
 from gateway.assembly import Line
 from gateway.auth.api_keys import Holder
-from gateway.refusals import ModelUnknown
+from gateway.errors import ModelUnknown
 from gateway.routes.documented import FOR_CLIENTS, failures
 from policies.evaluate import ANY_MODEL, resolve_model
 

@@ -14,9 +14,7 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.api.auth import DATA_KEY
 from gateway.auth.records import KeyRecord, KeyTerms
-from gateway.proxy.client import PRIORITY_HEADER
-from gateway.proxy.handler import ENDPOINTS
-from gateway.refusals import (
+from gateway.errors import (
     KeyEnded,
     LimitReached,
     ModelUnknown,
@@ -24,6 +22,8 @@ from gateway.refusals import (
     Quarantined,
     TokensOverLimit,
 )
+from gateway.proxy.client import PRIORITY_HEADER
+from gateway.proxy.handler import ENDPOINTS
 from gateway.routes.documented import (
     ERROR_SCHEMA,
     FOR_CLIENTS,

@@ -15,8 +15,7 @@ from gateway.api.auth import with_admin_key
 from gateway.assembly import Line
 from gateway.config.policy_store import PolicyBook
 from gateway.config.policy_versions import Reason, Signature, Version
-from gateway.proposal import Proposal, propose
-from gateway.refusals import (
+from gateway.errors import (
     BodyTooLarge,
     BodyTooSlow,
     EditOvertaken,
@@ -25,6 +24,7 @@ from gateway.refusals import (
     PolicyRefused,
     VersionUnknown,
 )
+from gateway.proposal import Proposal, propose
 from gateway.routes.documented import (
     FOR_ADMINS,
     JSON,

@@ -15,10 +15,9 @@ from gateway.api.gauges import Gauges
 from gateway.assembly import Line
 from gateway.client import Receive, Scope, Send
 from gateway.config.policy_versions import Reason
-from gateway.errors import Stopping, TooManyViewers
+from gateway.errors import FieldInvalid, NotAllowedHere, Stopping, TooManyViewers
 from gateway.proxy.handler import Relay
 from gateway.recently import DEFAULT_WINDOW, Recently, window_s
-from gateway.refusals import FieldInvalid, NotAllowedHere
 from gateway.routes.documented import FOR_CLIENTS, Responses, failures
 from gateway.status.events import Feed
 from gateway.status.model import Gateway, Policy, Status, Store

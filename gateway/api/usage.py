@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from gateway.api.auth import with_admin_key
 from gateway.assembly import Line
 from gateway.auth.usage import UsageRow, date_of, summed
+from gateway.errors import FieldInvalid
 from gateway.keys.budgets import day_of
-from gateway.refusals import FieldInvalid
 from gateway.routes.documented import FOR_ADMINS, KEPT, failures, parameter, success
 
 _SHOWN_DAYS = 31

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from gateway.api.auth import with_admin_key, with_join_token
 from gateway.assembly import Line
 from gateway.client import read_small_body
+from gateway.errors import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
 from gateway.fleet.registry import BEAT_S
 from gateway.fleet.worker import Member
-from gateway.refusals import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
 from gateway.routes.documented import (
     FOR_ADMINS,
     KEPT,

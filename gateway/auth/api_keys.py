@@ -10,7 +10,7 @@ from pydantic import SecretStr
 
 from gateway.auth.rate_limits import Allowance
 from gateway.auth.records import KeyRecord, digest_of
-from gateway.refusals import KeyRefused, ModelUnknown
+from gateway.errors import KeyRefused, ModelUnknown
 from gateway.types import Caller, Inspected
 from policies.document import Priority
 

@@ -12,8 +12,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from gateway.auth.api_keys import Keyring
 from gateway.auth.records import KeyRecord, KeyTerms, new_key
-from gateway.errors import StartRefused
-from gateway.refusals import KeyIsRevoked, KeyUnknown
+from gateway.errors import KeyIsRevoked, KeyUnknown, StartRefused
 from gateway.storage.records import Records
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import is_address, is_loopback
-from gateway.refusals import HostRefused
+from gateway.errors import HostRefused
 from gateway.types import Header
 
 _HOSTS_KEPT = 64

@@ -14,9 +14,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gateway.auth.records import Limits
+from gateway.errors import LimitReached, TokensOverLimit
 from gateway.keys.budgets import DAY_S, Bucket, DayBudget, day_of
 from gateway.keys.limit_headers import OF_REQUESTS, OF_TOKENS, limit_headers
-from gateway.refusals import LimitReached, TokensOverLimit
 from gateway.types import Headers
 
 # Nobody knows when a running request ends.

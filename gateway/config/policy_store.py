@@ -17,9 +17,8 @@ from typing import NamedTuple
 
 from gateway.config.policy_versions import Reason, Signature, Version, brings_news
 from gateway.config.static_workers import ListedWorker
-from gateway.errors import RecordsUnwritable
+from gateway.errors import EditOvertaken, RecordsUnwritable, VersionUnknown
 from gateway.proposal import Proposal, all_told, check_fits, propose
-from gateway.refusals import EditOvertaken, VersionUnknown
 from gateway.storage.records import Records
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 

@@ -13,11 +13,10 @@ from datetime import UTC, datetime
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
-from gateway.errors import StartRefused
+from gateway.errors import StartRefused, WorkerUnknown
 from gateway.fleet.health import Control
 from gateway.fleet.registry import Fleet
 from gateway.fleet.scheduler import Dispatch
-from gateway.refusals import WorkerUnknown
 from gateway.storage.records import Records
 
 log = logging.getLogger(__name__)

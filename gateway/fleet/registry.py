@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.config.static_workers import ListedWorker
+from gateway.errors import WorkerIdTaken
 from gateway.fleet.circuit_breaker import HEALTHY, Verdict
 from gateway.fleet.worker import SILENT_AFTER_S, Lease, Member, serves_alike
-from gateway.refusals import WorkerIdTaken
 from gateway.routing.select import Candidate
 from gateway.routing.view import FleetView
 from gateway.sight import LONG_AGO_S, Sight

@@ -15,10 +15,16 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.error_answers import to_body, to_headers
-from gateway.errors import GatewayError, RequestRefused
+from gateway.errors import (
+    GatewayError,
+    HeadTooLarge,
+    HeadTooSlow,
+    NotHttp,
+    RequestRefused,
+    to_body,
+    to_headers,
+)
 from gateway.exchange import EXCHANGE, Exchange
-from gateway.refusals import HeadTooLarge, HeadTooSlow, NotHttp
 
 HEAD_LIMIT_BYTES = 32 * 1024
 """As much as nginx takes."""

@@ -7,9 +7,15 @@ from types import TracebackType
 
 from gateway.auth.rate_limits import Allowance
 from gateway.client import ClientLeft
-from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
+from gateway.errors import (
+    GatewayError,
+    KeyEnded,
+    NoWorker,
+    RequestRefused,
+    RequestTooLong,
+    Stopping,
+)
 from gateway.proxy.context import Trip
-from gateway.refusals import KeyEnded
 from gateway.types import Headers, Spent
 from policies.request.profile import RequestProfile
 

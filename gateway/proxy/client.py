@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from gateway.auth.api_keys import Holder
 from gateway.client import Scope, header
-from gateway.refusals import FieldInvalid
+from gateway.errors import FieldInvalid
 from gateway.types import Caller
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority

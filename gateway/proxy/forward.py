@@ -15,6 +15,8 @@ from gateway.config.settings import Settings
 from gateway.connections import Connections, StaleConnection, refusal
 from gateway.errors import (
     GatewayError,
+    Quarantined,
+    RefusedByWorker,
     WorkerBusy,
     WorkerError,
     WorkerLost,
@@ -28,7 +30,6 @@ from gateway.protocols.openai import for_openai
 from gateway.proxy.context import Trip
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.retry_budget import RetryBudget
-from gateway.refusals import Quarantined, RefusedByWorker
 from gateway.routing.prefix_affinity import Prefixes
 from gateway.routing.select import Decision
 from gateway.types import UNUSED

@@ -19,20 +19,24 @@ from gateway.client import (
     header,
     read_body,
 )
-from gateway.errors import GatewayError, NoWorker, RequestRefused, RequestTooLong, Stopping
+from gateway.errors import (
+    BodyTooSlow,
+    GatewayError,
+    KeyEnded,
+    MethodRefused,
+    NoWorker,
+    PageRefused,
+    PoolsNotAllowed,
+    RequestRefused,
+    RequestTooLong,
+    Stopping,
+)
 from gateway.inspection import inspect
 from gateway.proxy.billing import NOTHING, Hold, spent
 from gateway.proxy.client import read_asker, read_caller
 from gateway.proxy.context import Trip, route_headers
 from gateway.proxy.forward import Upstream
 from gateway.proxy.load_shedding import Load
-from gateway.refusals import (
-    BodyTooSlow,
-    KeyEnded,
-    MethodRefused,
-    PageRefused,
-    PoolsNotAllowed,
-)
 from gateway.routing.select import Case, Decision, decide
 from gateway.telemetry.request_record import Served
 from gateway.types import NO_PREFIX, UNUSED, Inspected, Outcome

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from gateway.errors import EditUnanswered, GatewayError, RecordsUnwritable
-from gateway.refusals import (
+from gateway.errors import (
     BodyNotJson,
     BodyTooLarge,
     BodyTooSlow,
+    EditUnanswered,
     FieldInvalid,
+    GatewayError,
     HeadTooLarge,
     HeadTooSlow,
     HostRefused,
@@ -18,6 +19,7 @@ from gateway.refusals import (
     NotAllowedHere,
     NotHttp,
     PageRefused,
+    RecordsUnwritable,
 )
 
 JSON = "application/json"

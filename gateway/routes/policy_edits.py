@@ -12,8 +12,7 @@ from gateway.assembly import Line
 from gateway.client import header, read_small_body
 from gateway.config.policy_store import PolicyBook
 from gateway.config.policy_versions import Signature, Version
-from gateway.proposal import Document, Proposal, all_told, propose, propose_yaml
-from gateway.refusals import (
+from gateway.errors import (
     BodyNotJson,
     BodyTooLarge,
     BodyTooSlow,
@@ -22,6 +21,7 @@ from gateway.refusals import (
     MediaTypeRefused,
     PolicyRefused,
 )
+from gateway.proposal import Document, Proposal, all_told, propose, propose_yaml
 from gateway.routes.documented import parameter
 from gateway.routes.said import AUTHOR, NOTE_HEADER, read_author, read_note
 from policies.document import PolicyInvalid, Problem

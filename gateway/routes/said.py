@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from gateway.api.auth import way_in
 from gateway.client import header
-from gateway.refusals import FieldInvalid
+from gateway.errors import FieldInvalid
 from gateway.routes.documented import parameter
 
 AUTHOR_HEADER = "x-paceline-author"

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from gateway.auth.rate_limits import Allowance, Reservation
 from gateway.auth.records import Limits
+from gateway.errors import LimitReached, TokensOverLimit
 from gateway.keys.budgets import DAY_S
-from gateway.refusals import LimitReached, TokensOverLimit
 
 MINUTE_S = 60.0
 NOON = 1000.5 * DAY_S

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.auth.origins import Hosts
 from gateway.config.settings import Settings
-from gateway.refusals import HostRefused
+from gateway.errors import HostRefused
 from tests.gateway.fake_worker import TOKEN, FakeWorker, Script
 from tests.gateway.serving import Gateway, chat_body, settings_for_tests
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gateway.errors import WorkerIdTaken
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.registry import BEAT_S, Fleet
 from gateway.fleet.worker import SILENT_AFTER_S, Lease
-from gateway.refusals import WorkerIdTaken
 from gateway.routing.select import Candidate
 from tests.gateway.clock import Clock
 from tests.gateway.fake_worker import lane_report

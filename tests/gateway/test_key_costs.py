@@ -11,8 +11,11 @@ import pytest
 from gateway.auth.rate_limits import Allowance
 from gateway.client import ClientLeft
 from gateway.errors import (
+    KeyEnded,
     NoWorker,
+    Quarantined,
     QueueFull,
+    RefusedByWorker,
     RequestTooLong,
     Stopping,
     WorkerBusy,
@@ -21,7 +24,6 @@ from gateway.errors import (
 )
 from gateway.proxy.billing import ANSWER_TOKENS, Hold, estimate, spent
 from gateway.proxy.context import Trip
-from gateway.refusals import KeyEnded, Quarantined, RefusedByWorker
 from gateway.routing.select import Case
 from gateway.types import UNUSED, Inspected, Spent, Usage
 from policies.document import shipped_policy

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gateway.auth.rate_limits import Allowance
 from gateway.auth.records import Limits
+from gateway.errors import LimitReached, TokensOverLimit
 from gateway.keys.budgets import DAY_S, Bucket
-from gateway.refusals import LimitReached, TokensOverLimit
 from tests.gateway.key_day import ALL, MINUTE_S, NOON, Day
 
 STEPS = st.lists(

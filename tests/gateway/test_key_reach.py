@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from gateway.auth.api_keys import Keyring
 from gateway.auth.records import KeyTerms, new_key
-from gateway.refusals import KeyRefused
+from gateway.errors import KeyRefused
 from policies.document import Priority
 from tests.gateway.fake_worker import FakeWorker, Script
 from tests.gateway.serving import (

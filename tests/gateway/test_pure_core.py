@@ -12,7 +12,7 @@ PURE = (
     "gateway/fleet/circuit_breaker.py",
     "gateway/types.py",
     "gateway/errors.py",
-    "gateway/refusals.py",
+    "gateway/errors.py",
     "gateway/auth/api_keys.py",
     "gateway/keys/budgets.py",
     "gateway/keys/limit_headers.py",

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from gateway.config.policy_store import KIND
 from gateway.config.policy_versions import Reason, Version, brings_news
+from gateway.errors import EditOvertaken, VersionUnknown
 from gateway.proposal import propose
-from gateway.refusals import EditOvertaken, VersionUnknown
 from policies.document import PolicyInvalid, read_policy
 from policies.merge_patch import merge_patch
 from tests.gateway.memory_records import MemoryRecords
