@@ -4,22 +4,26 @@ Keys of the data plane, the admin key and the join token are three kinds; none o
 another's, also where nothing is demanded.
 
 Guards are coroutines though they wait for nothing: plain functions FastAPI runs in a thread.
+
+What admins say of themselves and their edits, in headers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Annotated
+from urllib.parse import unquote_to_bytes
 
 from fastapi import Security
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
+from gateway.api.openapi import parameter
 from gateway.assembly import Line
 from gateway.auth.api_keys import ANYBODY, Holder, bears
 from gateway.auth.origins import comes_from_foreign_page, comes_from_this_machine
 from gateway.client import header
-from gateway.errors import KeyRefused, NotAllowedHere, PageRefused
+from gateway.errors import FieldInvalid, KeyRefused, NotAllowedHere, PageRefused
 
 Guard = Callable[..., Awaitable[None]]
 
@@ -93,3 +97,36 @@ def way_in(request: Request) -> str:
     """Tell how an admin came in: with the `admin` key, or without one from here, by `loopback`."""
     told: str = request.state.way_in
     return told
+
+
+AUTHOR_HEADER = "x-paceline-author"
+NOTE_HEADER = "x-paceline-note"
+AUTHOR = parameter(AUTHOR_HEADER, "header", "Who edits; percent-encoded.")
+_AUTHOR_CHARS = 100
+_NOTE_CHARS = 500
+
+
+def read_author(request: Request) -> str:
+    """Read who edits, as they say themselves; else how they came in."""
+    return _said(request, AUTHOR_HEADER, _AUTHOR_CHARS) or way_in(request)
+
+
+def read_note(request: Request) -> str:
+    """Read what an edit is for; empty where nothing is said."""
+    return _said(request, NOTE_HEADER, _NOTE_CHARS)
+
+
+def _said(request: Request, name: str, limit_chars: int) -> str:
+    """Read text that a person wrote: UTF-8, and what is not ASCII percent-encoded or not."""
+    try:
+        said = unquote_to_bytes(header(request.scope, name.encode()) or b"").decode().strip()
+    except UnicodeDecodeError:
+        said = "\0"
+    # It is shown on terminals, where other characters move the cursor.
+    if not said.isprintable() or len(said) > limit_chars:
+        raise FieldInvalid(
+            f"'{name}' must be one line of at most {limit_chars} characters in UTF-8, those that "
+            "are not ASCII percent-encoded.",
+            param=name,
+        )
+    return said

@@ -12,20 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.auth import with_admin_key
+from gateway.api.openapi import FOR_ADMINS, KEPT, WITH_BODY, failures, ref, success, takes
 from gateway.assembly import Line
 from gateway.auth.records import KeyRecord, KeyTerms
 from gateway.client import read_small_body
 from gateway.errors import FieldInvalid, KeyIsRevoked, KeyUnknown
 from gateway.inspection import parse
-from gateway.routes.documented import (
-    FOR_ADMINS,
-    KEPT,
-    WITH_BODY,
-    failures,
-    ref,
-    success,
-    takes,
-)
 from policies.error_messages import sentence
 
 _TERMS_LIMIT_BYTES = 64 * 1024

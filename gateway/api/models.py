@@ -8,10 +8,10 @@ from fastapi import APIRouter, Depends
 from starlette.requests import Request
 
 from gateway.api.auth import holder_of, with_data_key
+from gateway.api.openapi import FOR_CLIENTS, failures
 from gateway.assembly import Line
 from gateway.auth.api_keys import Holder
 from gateway.errors import ModelUnknown
-from gateway.routes.documented import FOR_CLIENTS, failures
 from policies.evaluate import ANY_MODEL, resolve_model
 
 

@@ -13,11 +13,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.api.auth import with_admin_key
+from gateway.api.openapi import FOR_ADMINS, KEPT, failures, parameter, success
 from gateway.assembly import Line
 from gateway.auth.usage import UsageRow, date_of, summed
 from gateway.errors import FieldInvalid
 from gateway.keys.budgets import day_of
-from gateway.routes.documented import FOR_ADMINS, KEPT, failures, parameter, success
 
 _SHOWN_DAYS = 31
 _COUNTS = UsageRow._fields[2:]

@@ -10,22 +10,13 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.api.auth import with_admin_key, with_join_token
+from gateway.api.auth import AUTHOR, read_author, with_admin_key, with_join_token
+from gateway.api.openapi import FOR_ADMINS, KEPT, WITH_BODY, failures, parameter, ref, takes
 from gateway.assembly import Line
 from gateway.client import read_small_body
 from gateway.errors import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
 from gateway.fleet.registry import BEAT_S
 from gateway.fleet.worker import Member
-from gateway.routes.documented import (
-    FOR_ADMINS,
-    KEPT,
-    WITH_BODY,
-    failures,
-    parameter,
-    ref,
-    takes,
-)
-from gateway.routes.said import AUTHOR, read_author
 from gateway.status.render import worker_state
 from policies.error_messages import sentence
 from workers.protocol import WorkerReport
