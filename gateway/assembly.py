@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from gateway.auth.api_keys import Keyring
+from gateway.auth.api_keys import Keyring, stranded_keys
 from gateway.auth.key_store import KeyBook
 from gateway.auth.usage import Ledger
 from gateway.auth.usage_store import USAGE, Keeping
@@ -34,7 +34,6 @@ from gateway.fleet.cordons import Cordons
 from gateway.fleet.health import Control
 from gateway.fleet.registry import Fleet
 from gateway.fleet.scheduler import Dispatch
-from gateway.keys.stranded import stranded_keys
 from gateway.neighbours import Neighbours
 from gateway.periodic import WeekClock
 from gateway.probing import Probes

@@ -15,9 +15,9 @@ from starlette.responses import JSONResponse, Response
 from gateway.api.auth import with_admin_key
 from gateway.api.openapi import FOR_ADMINS, KEPT, failures, parameter, success
 from gateway.assembly import Line
+from gateway.auth.rate_limits import day_of
 from gateway.auth.usage import UsageRow, date_of, summed
 from gateway.errors import FieldInvalid
-from gateway.keys.budgets import day_of
 
 _SHOWN_DAYS = 31
 _COUNTS = UsageRow._fields[2:]

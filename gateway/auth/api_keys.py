@@ -1,4 +1,7 @@
-"""Who a secret belongs to: one hash and one look into a dictionary for each request."""
+"""Who a secret belongs to: one hash and one look into a dictionary for each request.
+
+Keys that a policy would strand: they name pools that it does not have. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from gateway.auth.rate_limits import Allowance
 from gateway.auth.records import KeyRecord, digest_of
 from gateway.errors import KeyRefused, ModelUnknown
 from gateway.types import Caller, Inspected
-from policies.document import Priority
+from policies.document import PolicyDocument, Priority, Problem
 
 STATIC_ID = "static"
 """The id of PACELINE_API_KEY: a key without limits that is kept nowhere."""
@@ -187,3 +190,26 @@ def bears(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:
         if held is not None and held.get_secret_value()
     ]
     return any(matches)
+
+
+def stranded_keys(
+    records: Iterable[KeyRecord], policy: PolicyDocument, unix_s: float
+) -> list[Problem]:
+    """Say of each key that still opens something which of its pools the policy does not have.
+
+    Not a reason to refuse the policy: a key cannot name a pool before the policy has it, so where
+    a pool gets another name the policy comes first and the keys follow.
+    """
+    return [
+        Problem("pools", _sentence(record, missed, policy))
+        for record in records
+        if not record.ended(unix_s)
+        and (missed := [pool for pool in record.pools if pool not in policy.pools])
+    ]
+
+
+def _sentence(record: KeyRecord, missed: list[str], policy: PolicyDocument) -> str:
+    left = [pool for pool in record.pools if pool in policy.pools]
+    rest = f"only {', '.join(left)} is left to it" if left else "it could use no pool at all"
+    names = ", ".join(f"'{pool}'" for pool in missed)
+    return f"the key {record.id} ({record.name}) names {names}, which is not there: {rest}"

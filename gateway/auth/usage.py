@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gateway.keys.budgets import DAY_S, day_of
+from gateway.auth.rate_limits import DAY_S, day_of
 from gateway.types import Caller, Spent, Usage
 
 KEPT_DAYS = 93

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from gateway.auth.rate_limits import day_of
 from gateway.auth.usage import Ledger, UsageRow, fold, tidied
-from gateway.keys.budgets import day_of
 from gateway.periodic import Turns, Work
 from gateway.storage.records import Records
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gateway.auth.rate_limits import Allowance, Reservation
+from gateway.auth.rate_limits import DAY_S, Allowance, Reservation
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
-from gateway.keys.budgets import DAY_S
 
 MINUTE_S = 60.0
 NOON = 1000.5 * DAY_S

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.auth.rate_limits import Allowance
+from gateway.auth.rate_limits import DAY_S, Allowance, Bucket
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
-from gateway.keys.budgets import DAY_S, Bucket
 from tests.gateway.key_day import ALL, MINUTE_S, NOON, Day
 
 STEPS = st.lists(

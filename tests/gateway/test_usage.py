@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
+from gateway.auth.rate_limits import DAY_S
 from gateway.auth.usage import KEPT_DAYS, Ledger, UsageRow, date_of, fold, tidied
-from gateway.keys.budgets import DAY_S
 from gateway.types import Caller, Spent, Usage
 from tests.gateway.fake_worker import FakeWorker, Script
 from tests.gateway.serving import Gateway, bearing, error_of, eventually, settings_for_tests
