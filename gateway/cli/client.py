@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from gateway.cli.welcome import on_this_machine
+from gateway.cli.up import on_this_machine
 from gateway.config.settings import load_settings
 from gateway.config.startup_checks import base_url
 from gateway.types import fits_header

@@ -1,4 +1,7 @@
-"""`paceline policy`: show, check, compare, apply and take back the policy of a running gateway."""
+"""`paceline policy`: show, check, compare, apply and take back the policy of a running gateway.
+
+How `paceline policy` shows differences and versions: short, and in colour on a terminal.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,16 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import quote
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
-from gateway.cli import policy_view
+from gateway.cli import policy as policy_view
 from gateway.cli.client import add_gateway_url, ask_admin
 from policies.document import PolicyInvalid, Problem, parse_policy
 from policies.yaml_io import write_yaml
@@ -26,7 +31,6 @@ _JSON = {"content-type": "application/json"}
 _YAML = {"content-type": "application/yaml"}
 # The first line of what `show` prints: `apply` reads from it which version was edited.
 _MARK = re.compile(r"\A# policy version (?P<version>\d+), etag (?P<etag>[0-9a-f-]+)$", re.MULTILINE)
-
 _Act = Callable[[argparse.Namespace], int]
 
 
@@ -223,3 +227,60 @@ def _author() -> str:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (OSError, KeyError):  # a user without a name, as in a container
         return socket.gethostname()
+
+
+Shown = Group | Table
+_VALUE_CHARS = 60
+
+
+def difference(told: Mapping[str, Any]) -> Group:
+    """Show what an edit would change, field by field, and which requests it would move."""
+    onto = told["onto"]
+    against = f"Against version {onto['number']}, by {onto['author']}: {onto['note']}"
+    changes = [_change(change) for change in told["changes"]] or [Text("Nothing would change.")]
+    moves = _moves(told["decisions"], told["moves"]) if told["changes"] else []
+    warnings = [Text(f"! {warning['sentence']}", style="yellow") for warning in told["warnings"]]
+    return Group(Text(against, style="dim"), *changes, *moves, *warnings)
+
+
+def history(versions: Iterable[Mapping[str, Any]]) -> Table:
+    """Show the versions, the one in force first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("Version", "When", "By", "Reason", "Note"):
+        table.add_column(column, overflow="fold", no_wrap=column in {"Version", "When"})
+    for index, version in enumerate(versions):
+        number = Text(str(version["number"]), style="" if index else "green")
+        rest = (version[name] for name in ("time", "author", "reason", "note"))
+        table.add_row(number, *map(Text, rest))
+    return table
+
+
+def _change(change: Mapping[str, Any]) -> Text:
+    field = change["field"]
+    if "old" not in change:
+        return Text(f"+ {field}: {_short(change['new'])}", style="green")
+    if "new" not in change:
+        return Text(f"- {field}: {_short(change['old'])}", style="red")
+    return Text.assemble(
+        f"~ {field}: ",
+        (_short(change["old"]), "red"),
+        " -> ",
+        (_short(change["new"]), "green"),
+    )
+
+
+def _moves(decisions: int, moves: Iterable[Mapping[str, Any]]) -> list[Text]:
+    if not decisions:
+        return [Text("No request has come yet to say what would move.", style="dim")]
+    moved = [move for move in moves if move["from"] != move["to"]]
+    total = sum(move["count"] for move in moved)
+    headline = f"Of the last {decisions} requests {total or 'none'} would go elsewhere"
+    return [
+        Text(f"{headline}:" if moved else f"{headline}.", style="bold"),
+        *(Text(f"  {move['from']} -> {move['to']}: {move['count']}") for move in moved),
+    ]
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= _VALUE_CHARS else f"{text[: _VALUE_CHARS - 3]}..."

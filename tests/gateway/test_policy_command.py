@@ -13,7 +13,8 @@ import yaml
 from pydantic import SecretStr
 from rich.console import Console
 
-from gateway.cli import main, policy_view
+from gateway.cli import main
+from gateway.cli import policy as policy_view
 from tests.gateway.policies import Admin, as_yaml, document
 from tests.gateway.serving import Gateway, settings_for_tests
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.supervision import Death, GiveUp, Restart, RestartPolicy, Supervision
+from gateway.cli.supervisor import Death, GiveUp, Restart, RestartPolicy, Supervision
 
 POLICY = RestartPolicy(first_wait_s=0.5, growth=2, longest_wait_s=4, settled_after_s=60)
 
