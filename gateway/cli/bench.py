@@ -18,13 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gateway.cli.client import add_gateway_url
 from gateway.loadgen import CannotMeasure, report
-from gateway.loadgen.answers import Heard
-from gateway.loadgen.client import Endpoint, Target, opened
-from gateway.loadgen.comparison import compare
-from gateway.loadgen.load import Level
+from gateway.loadgen.client import Endpoint, Heard, Target, opened
 from gateway.loadgen.plot import svg
 from gateway.loadgen.prompts import built_in, read_prompts
-from gateway.loadgen.runner import Measurement, Plan, measure_all
+from gateway.loadgen.report import compare
+from gateway.loadgen.runner import Level, Measurement, Plan, measure_all
 from gateway.server import run as run_on_loop
 
 HELP = "measure any OpenAI endpoint: first token, speed, what speculation brings"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import Any, Final
 
-from gateway.loadgen.comparison import medians
+from gateway.loadgen.report import medians
 from gateway.loadgen.runner import Measurement
 
 _PANEL: Final = (400, 250)

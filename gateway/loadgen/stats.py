@@ -10,7 +10,7 @@ from itertools import accumulate
 from statistics import fmean, pstdev
 from typing import Any
 
-from gateway.loadgen.answers import Answer
+from gateway.loadgen.client import Answer
 from gateway.loadgen.drafts import Drafts
 
 

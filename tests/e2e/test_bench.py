@@ -10,11 +10,10 @@ import httpx
 import pytest
 
 from gateway.cli import main
-from gateway.loadgen.answers import read_answer
-from gateway.loadgen.client import Target, opened
+from gateway.loadgen.client import Target, opened, read_answer
 from gateway.loadgen.drafts import Drafts
-from gateway.loadgen.load import Level, send_all
 from gateway.loadgen.prompts import built_in, drawn
+from gateway.loadgen.runner import Level, send_all
 from tests.e2e.line_process import Line
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.loadgen.answers import Heard, read_answer
+from gateway.loadgen.client import Heard, read_answer
 from gateway.loadgen.drafts import Drafts
 
 

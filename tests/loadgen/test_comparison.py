@@ -7,12 +7,11 @@ import xml.etree.ElementTree as ET
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.loadgen.answers import Answer
-from gateway.loadgen.comparison import compare, medians
+from gateway.loadgen.client import Answer
 from gateway.loadgen.drafts import Drafts
-from gateway.loadgen.load import Level
 from gateway.loadgen.plot import svg
-from gateway.loadgen.runner import Measurement
+from gateway.loadgen.report import compare, medians
+from gateway.loadgen.runner import Level, Measurement
 from gateway.loadgen.stats import figures
 
 ONE, FOUR = Level(concurrency=1), Level(concurrency=4)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.loadgen.answers import Answer
+from gateway.loadgen.client import Answer
 from gateway.loadgen.drafts import Drafts
 from gateway.loadgen.stats import busiest_second, figures, peak, percentile, spread
 

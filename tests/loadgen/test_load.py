@@ -8,10 +8,9 @@ from random import Random
 
 import pytest
 
-from gateway.loadgen.answers import read_answer
-from gateway.loadgen.client import Target, opened
-from gateway.loadgen.load import Level, arrivals_s, send_all
+from gateway.loadgen.client import Target, opened, read_answer
 from gateway.loadgen.prompts import Prompt
+from gateway.loadgen.runner import Level, arrivals_s, send_all
 from gateway.loadgen.stats import peak
 from tests.gateway.fake_worker import FakeWorker, Script
 from tests.gateway.serving import serving
