@@ -22,7 +22,7 @@ from gateway.cluster.prefix_claims import RedisPrefixes
 from gateway.cluster.rate_limits import RedisLimits
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisLink
-from gateway.cluster.sync import Shared, Sharing
+from gateway.cluster.sync import Neighbours, Shared, Sharing
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.config.policy_file import PolicyWatch, read_source
 from gateway.config.policy_store import PolicyBook, open_book
@@ -34,7 +34,6 @@ from gateway.fleet.cordons import Cordons
 from gateway.fleet.health import Control
 from gateway.fleet.registry import Fleet
 from gateway.fleet.scheduler import Dispatch
-from gateway.neighbours import Neighbours
 from gateway.periodic import WeekClock
 from gateway.probing import Probes
 from gateway.proposal import all_told

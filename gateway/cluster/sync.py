@@ -2,10 +2,14 @@
 
 Every part has its own copy in memory, which is what requests read. A part that cannot be shared now
 stays as it was last known, and is tried again with the next turn.
+
+The workers of other gateways: heard of over Redis, and asked where nobody tells of them.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -15,8 +19,87 @@ from gateway.cluster.rate_limits import RedisLimits
 from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.errors import RecordsUnwritable
-from gateway.neighbours import Neighbours
+from gateway.fleet.health import Control
+from gateway.fleet.registry import Fleet
+from gateway.fleet.scheduler import Dispatch
+from gateway.fleet.worker import SILENT_AFTER_S, Member
 from gateway.periodic import Turns, Work
+from gateway.routing.prefix_affinity import Prefixes
+from workers.protocol import WorkerReport
+
+# One beat missed: its gateway may be gone, or Redis.
+_ASK_AFTER_S = 3.0
+
+
+class Neighbours:
+    """Keeps the workers of all gateways in the fleet of this one."""
+
+    def __init__(
+        self,
+        boots: RedisBoots,
+        fleet: Fleet,
+        dispatch: Dispatch,
+        control: Control,
+        prefixes: Prefixes,
+        *,
+        clock: Callable[[], float],
+    ) -> None:
+        self._boots = boots
+        self._fleet = fleet
+        self._dispatch = dispatch
+        self._control = control
+        self._prefixes = prefixes
+        self._clock = clock
+        self._told: dict[str, tuple[WorkerReport, float]] = {}
+        """Workers heard here, and when they were heard last, as Redis knows."""
+
+    async def exchange(self) -> None:
+        """Tell of the workers that were heard here, and hear of the others'."""
+        here = {
+            member.report.worker_id: (member.report, member.asked_at_s)
+            for member in self._fleet.members()
+            if member.listed is None and member.asked_at_s > float("-inf")
+        }
+        now_s = self._clock()
+        news = [
+            (report, now_s - at_s)
+            for name, (report, at_s) in here.items()
+            if name not in self._told or self._told[name][1] < at_s
+        ]
+        left = [
+            report
+            for name, (report, at_s) in self._told.items()
+            if name not in here and now_s - at_s < SILENT_AFTER_S
+        ]
+        heard = await self._boots.exchange(news, left)
+        self._told = here
+        for report, age_s in heard:
+            if age_s is not None:
+                if self._fleet.hear(report, age_s):
+                    self._prefixes.announced(report)
+            elif self._is_member(report):
+                self._fleet.leave(report.worker_id)
+        self._dispatch.serve_waiting()
+
+    async def ask_silent(self) -> None:
+        """Ask workers that beat elsewhere whether they are there, where nobody tells of them."""
+        silent = [
+            member
+            for member in self._fleet.members()
+            if not member.joined_here and self._fleet.age_s(member) > _ASK_AFTER_S
+        ]
+        await asyncio.gather(*(self._ask(member) for member in silent))
+
+    async def _ask(self, member: Member) -> None:
+        if await self._control.knock(member.report):
+            self._dispatch.serve_waiting()
+
+    def _is_member(self, report: WorkerReport) -> bool:
+        return any(
+            member.report.worker_id == report.worker_id and member.report.boot_id == report.boot_id
+            for member in self._fleet.members()
+        )
+
 
 TURN_S = 0.5
 
