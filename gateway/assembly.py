@@ -26,6 +26,7 @@ from gateway.cluster.sync import Neighbours, Shared, Sharing
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.config.policy_file import PolicyWatch, read_source
 from gateway.config.policy_store import PolicyBook, open_book
+from gateway.config.policy_versions import all_told
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_listed, read_keys
@@ -36,7 +37,6 @@ from gateway.fleet.registry import Fleet
 from gateway.fleet.scheduler import Dispatch
 from gateway.periodic import WeekClock
 from gateway.probing import Probes
-from gateway.proposal import all_told
 from gateway.routing.prefix_affinity import Prefixes, PrefixNames
 from gateway.routing.replay import RecentCases
 from gateway.storage.counters import MemoryStore, Store

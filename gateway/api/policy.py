@@ -29,7 +29,16 @@ from gateway.api.openapi import (
 from gateway.assembly import Line
 from gateway.client import header, read_small_body
 from gateway.config.policy_store import PolicyBook
-from gateway.config.policy_versions import Reason, Signature, Version
+from gateway.config.policy_versions import (
+    Document,
+    Proposal,
+    Reason,
+    Signature,
+    Version,
+    all_told,
+    propose,
+    propose_yaml,
+)
 from gateway.errors import (
     BodyNotJson,
     BodyTooLarge,
@@ -41,7 +50,6 @@ from gateway.errors import (
     PolicyRefused,
     VersionUnknown,
 )
-from gateway.proposal import Document, Proposal, all_told, propose, propose_yaml
 from gateway.routing.replay import Moves
 from policies.diff import differences
 from policies.document import PolicyInvalid, Problem

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gateway.config.policy_store import PolicyBook, Source
-from gateway.config.policy_versions import Reason, Signature
+from gateway.config.policy_versions import Proposal, Reason, Signature, all_told, propose_yaml
 from gateway.errors import StartRefused
-from gateway.proposal import Proposal, all_told, propose_yaml
 from policies.document import PolicyInvalid, Problem, shipped_policy
 
 log = logging.getLogger(__name__)

@@ -15,10 +15,18 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
-from gateway.config.policy_versions import Reason, Signature, Version, brings_news
+from gateway.config.policy_versions import (
+    Proposal,
+    Reason,
+    Signature,
+    Version,
+    all_told,
+    brings_news,
+    check_fits,
+    propose,
+)
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import EditOvertaken, RecordsUnwritable, VersionUnknown
-from gateway.proposal import Proposal, all_told, check_fits, propose
 from gateway.storage.records import Records
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 

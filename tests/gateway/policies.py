@@ -12,9 +12,8 @@ import httpx
 import yaml
 
 from gateway.config.policy_store import PolicyBook, Source, open_book
-from gateway.config.policy_versions import Reason, Signature
+from gateway.config.policy_versions import Proposal, Reason, Signature, propose
 from gateway.config.static_workers import ListedWorker
-from gateway.proposal import Proposal, propose
 from gateway.storage.records import Records
 from tests.gateway.fake_worker import FakeWorker
 from tests.gateway.memory_records import MemoryRecords

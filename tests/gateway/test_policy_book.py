@@ -9,10 +9,17 @@ from typing import Any
 import pytest
 
 from gateway.config.policy_store import KIND, PolicyBook, Source, open_book
-from gateway.config.policy_versions import Reason, Signature, Version, brings_news
+from gateway.config.policy_versions import (
+    Proposal,
+    Reason,
+    Signature,
+    Version,
+    brings_news,
+    propose,
+    propose_yaml,
+)
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import EditOvertaken, RecordsUnwritable
-from gateway.proposal import Proposal, propose, propose_yaml
 from gateway.storage.records import FileRecords
 from policies.document import PolicyInvalid, parse_policy, read_policy, shipped_policy
 from tests.gateway.memory_records import MemoryRecords

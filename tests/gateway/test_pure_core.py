@@ -33,7 +33,7 @@ PURE = (
     "gateway/routing/cost.py",
     "gateway/proxy/quarantine.py",
     "gateway/proxy/retry_budget.py",
-    "gateway/proposal.py",
+    "gateway/config/policy_versions.py",
     "gateway/config/policy_versions.py",
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "policies").glob("*.py")),
 )

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.config.policy_store import KIND
-from gateway.config.policy_versions import Reason, Version, brings_news
+from gateway.config.policy_versions import Reason, Version, brings_news, propose
 from gateway.errors import EditOvertaken, VersionUnknown
-from gateway.proposal import propose
 from policies.document import PolicyInvalid, read_policy
 from policies.merge_patch import merge_patch
 from tests.gateway.memory_records import MemoryRecords
