@@ -32,11 +32,10 @@ from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_listed, read_keys
 from gateway.errors import RecordsUnwritable, StartRefused
 from gateway.fleet.cordons import Cordons
-from gateway.fleet.health import Control
+from gateway.fleet.health import Control, Probes
 from gateway.fleet.registry import Fleet
 from gateway.fleet.scheduler import Dispatch
 from gateway.periodic import WeekClock
-from gateway.probing import Probes
 from gateway.routing.prefix_affinity import Prefixes, PrefixNames
 from gateway.routing.replay import RecentCases
 from gateway.storage.counters import MemoryStore, Store

@@ -29,7 +29,7 @@ PURE = (
     "gateway/fleet/fair_queue.py",
     "gateway/fleet/registry.py",
     "gateway/fleet/worker.py",
-    "gateway/sight.py",
+    "gateway/fleet/registry.py",
     "gateway/routing/cost.py",
     "gateway/proxy/quarantine.py",
     "gateway/proxy/retry_budget.py",
