@@ -22,7 +22,6 @@ from gateway.api import status as state
 from gateway.api import workers as admin
 from gateway.assembly import Line, build_line
 from gateway.auth.origins import Hosts
-from gateway.client import Receive, Reply, Scope, Send
 from gateway.config.settings import Settings
 from gateway.errors import (
     GatewayError,
@@ -33,6 +32,7 @@ from gateway.errors import (
     to_body,
     to_headers,
 )
+from gateway.http.downstream import Receive, Reply, Scope, Send
 from gateway.proxy.handler import ENDPOINTS, Relay
 from gateway.recently import DEFAULT_WINDOW, window_s
 from gateway.status.events import Feed

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.client import Reply
+from gateway.http.downstream import Reply
+from gateway.http.upstream import Answer
 from gateway.protocols.event_stream import Scanner, is_telling
 from gateway.proxy.context import Trip
 from gateway.types import Headers
-from gateway.worker_answer import Answer
 
 # What may follow the last event is the end of the stream; who does not end it is not waited for.
 _AFTER_DONE_S = 1.0

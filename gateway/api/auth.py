@@ -22,8 +22,8 @@ from gateway.api.openapi import parameter
 from gateway.assembly import Line
 from gateway.auth.api_keys import ANYBODY, Holder, bears
 from gateway.auth.origins import comes_from_foreign_page, comes_from_this_machine
-from gateway.client import header
 from gateway.errors import FieldInvalid, KeyRefused, NotAllowedHere, PageRefused
+from gateway.http.downstream import header
 
 Guard = Callable[..., Awaitable[None]]
 

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from gateway.api.auth import holder_of, with_data_key
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.assembly import Line
-from gateway.client import read_small_body
 from gateway.errors import ModelUnknown, PoolsNotAllowed
+from gateway.http.downstream import read_small_body
 from gateway.inspection import inspect, parse
 from gateway.proxy.client import read_asker, read_caller
 from gateway.routing.select import Candidate, Case, Decision, decide

@@ -15,8 +15,8 @@ from gateway.api.auth import with_admin_key
 from gateway.api.openapi import FOR_ADMINS, KEPT, WITH_BODY, failures, ref, success, takes
 from gateway.assembly import Line
 from gateway.auth.records import KeyRecord, KeyTerms
-from gateway.client import read_small_body
 from gateway.errors import FieldInvalid, KeyIsRevoked, KeyUnknown
+from gateway.http.downstream import read_small_body
 from gateway.inspection import parse
 from policies.error_messages import sentence
 

@@ -27,7 +27,6 @@ from gateway.api.openapi import (
     takes,
 )
 from gateway.assembly import Line
-from gateway.client import header, read_small_body
 from gateway.config.policy_store import PolicyBook
 from gateway.config.policy_versions import (
     Document,
@@ -50,6 +49,7 @@ from gateway.errors import (
     PolicyRefused,
     VersionUnknown,
 )
+from gateway.http.downstream import header, read_small_body
 from gateway.routing.replay import Moves
 from policies.diff import differences
 from policies.document import PolicyInvalid, Problem

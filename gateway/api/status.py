@@ -14,9 +14,9 @@ from gateway.api.auth import holder_of, with_data_key
 from gateway.api.gauges import Gauges
 from gateway.api.openapi import FOR_CLIENTS, Responses, failures
 from gateway.assembly import Line
-from gateway.client import Receive, Scope, Send
 from gateway.config.policy_versions import Reason
 from gateway.errors import FieldInvalid, NotAllowedHere, Stopping, TooManyViewers
+from gateway.http.downstream import Receive, Scope, Send
 from gateway.proxy.handler import Relay
 from gateway.recently import DEFAULT_WINDOW, Recently, window_s
 from gateway.status.events import Feed

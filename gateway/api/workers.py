@@ -13,10 +13,10 @@ from starlette.responses import Response
 from gateway.api.auth import AUTHOR, read_author, with_admin_key, with_join_token
 from gateway.api.openapi import FOR_ADMINS, KEPT, WITH_BODY, failures, parameter, ref, takes
 from gateway.assembly import Line
-from gateway.client import read_small_body
 from gateway.errors import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
 from gateway.fleet.registry import BEAT_S
 from gateway.fleet.worker import Member
+from gateway.http.downstream import read_small_body
 from gateway.status.render import worker_state
 from policies.error_messages import sentence
 from workers.protocol import WorkerReport

@@ -19,10 +19,10 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 
 from gateway.config.settings import Settings
 from gateway.config.static_workers import ListedWorker
-from gateway.connections import authorities
 from gateway.errors import WorkerIdTaken
 from gateway.fleet.registry import BEAT_S, Fleet
 from gateway.fleet.scheduler import Dispatch
+from gateway.http.upstream import authorities
 from gateway.storage.counters import Store
 from workers.protocol import WorkerReport
 

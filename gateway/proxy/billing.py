@@ -6,7 +6,6 @@ from collections.abc import Callable
 from types import TracebackType
 
 from gateway.auth.rate_limits import Allowance
-from gateway.client import ClientLeft
 from gateway.errors import (
     GatewayError,
     KeyEnded,
@@ -15,6 +14,7 @@ from gateway.errors import (
     RequestTooLong,
     Stopping,
 )
+from gateway.http.downstream import ClientLeft
 from gateway.proxy.context import Trip
 from gateway.types import Headers, Spent
 from policies.request.profile import RequestProfile

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from gateway.auth.api_keys import Holder
-from gateway.client import Scope, header
 from gateway.errors import FieldInvalid
+from gateway.http.downstream import Scope, header
 from gateway.types import Caller
 from policies.asker import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority

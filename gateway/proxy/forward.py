@@ -10,9 +10,7 @@ from typing import Self
 from pydantic_core import to_json
 
 from gateway.answers import Answers
-from gateway.client import Reply
 from gateway.config.settings import Settings
-from gateway.connections import Connections, StaleConnection, refusal
 from gateway.errors import (
     GatewayError,
     Quarantined,
@@ -26,6 +24,8 @@ from gateway.errors import (
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.scheduler import Dispatch
 from gateway.fleet.worker import Lease
+from gateway.http.downstream import Reply
+from gateway.http.upstream import Answer, Connections, StaleConnection, refusal
 from gateway.protocols.openai import for_openai
 from gateway.proxy.context import Trip
 from gateway.proxy.quarantine import Quarantine
@@ -33,7 +33,6 @@ from gateway.proxy.retry_budget import RetryBudget
 from gateway.routing.prefix_affinity import Prefixes
 from gateway.routing.select import Decision
 from gateway.types import UNUSED
-from gateway.worker_answer import Answer
 from policies.request.profile import Endpoint
 
 log = logging.getLogger(__name__)

@@ -10,15 +10,6 @@ from typing import TYPE_CHECKING
 from gateway.assembly import Line
 from gateway.auth.api_keys import ANYBODY, Holder
 from gateway.auth.origins import comes_from_foreign_page
-from gateway.client import (
-    ClientLeft,
-    Presence,
-    Receive,
-    Reply,
-    Scope,
-    header,
-    read_body,
-)
 from gateway.errors import (
     BodyTooSlow,
     GatewayError,
@@ -31,6 +22,7 @@ from gateway.errors import (
     RequestTooLong,
     Stopping,
 )
+from gateway.http.downstream import ClientLeft, Presence, Receive, Reply, Scope, header, read_body
 from gateway.inspection import inspect
 from gateway.proxy.billing import NOTHING, Hold, spent
 from gateway.proxy.client import read_asker, read_caller

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 
 from pydantic import BaseModel
 
-from gateway.client import ClientLeft, Presence, Reply, Scope
 from gateway.errors import GatewayError, Stopping, TooManyViewers
+from gateway.http.downstream import ClientLeft, Presence, Reply, Scope
 
 log = logging.getLogger(__name__)
 

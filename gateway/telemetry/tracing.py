@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from gateway.client import Scope, header
+from gateway.http.downstream import Scope, header
 from gateway.routing.select import Candidate
 from gateway.telemetry.request_record import Served
 from gateway.types import Outcome

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from gateway.http.upstream import Link
-from gateway.worker_answer import Answer
+from gateway.http.upstream import Answer, Link
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 REQUEST = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.connections import authorities
+from gateway.http.upstream import authorities
 
 OF_A_COMPANY = """\
 -----BEGIN CERTIFICATE-----

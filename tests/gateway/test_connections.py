@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from gateway.connections import Connections, retry_after_s
 from gateway.errors import Overloaded
+from gateway.http.upstream import Connections, retry_after_s
 from tests.gateway.fake_worker import FakeWorker
 
 NOW_S = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT

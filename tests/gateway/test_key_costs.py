@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from gateway.auth.rate_limits import Allowance
-from gateway.client import ClientLeft
 from gateway.errors import (
     KeyEnded,
     NoWorker,
@@ -22,6 +21,7 @@ from gateway.errors import (
     WorkerLost,
     WorkerUnreachable,
 )
+from gateway.http.downstream import ClientLeft
 from gateway.proxy.billing import ANSWER_TOKENS, Hold, estimate, spent
 from gateway.proxy.context import Trip
 from gateway.routing.select import Case

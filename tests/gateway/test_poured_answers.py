@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from gateway.http.upstream import Link
-from gateway.worker_answer import LinkLost
+from gateway.http.upstream import Link, LinkLost
 from tests.gateway.links import CHUNKED, answering, answering_and_leaving, ask, linked
 
 

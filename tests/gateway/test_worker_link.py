@@ -7,8 +7,7 @@ import contextlib
 
 import pytest
 
-from gateway.http.upstream import HEAD_LIMIT_BYTES
-from gateway.worker_answer import LinkLost, LinkSilent
+from gateway.http.upstream import HEAD_LIMIT_BYTES, LinkLost, LinkSilent
 from tests.gateway.links import (
     BODY,
     CHUNKED,
