@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pydantic_core import from_json, to_json
 
 from gateway.config.settings import Settings
-from gateway.counted import read_drafts, read_usage
 from gateway.errors import GatewayError, WorkerFailed, WorkerLost, WorkerSilent, WorkerStalled
 from gateway.http.downstream import Reply
 from gateway.http.upstream import Answer, LinkLost, LinkSilent
-from gateway.protocols.event_stream import Scanner
+from gateway.protocols.event_stream import Scanner, read_drafts, read_usage
 from gateway.proxy.context import Trip, route_headers
 from gateway.splice import Splice
 

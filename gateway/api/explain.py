@@ -13,7 +13,7 @@ from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.assembly import Line
 from gateway.errors import ModelUnknown, PoolsNotAllowed
 from gateway.http.downstream import read_small_body
-from gateway.inspection import inspect, parse
+from gateway.protocols.openai import inspect, parse
 from gateway.proxy.client import read_asker, read_caller
 from gateway.routing.select import Candidate, Case, Decision, decide
 from gateway.routing.view import FleetView

@@ -17,7 +17,7 @@ from gateway.assembly import Line
 from gateway.auth.records import KeyRecord, KeyTerms
 from gateway.errors import FieldInvalid, KeyIsRevoked, KeyUnknown
 from gateway.http.downstream import read_small_body
-from gateway.inspection import parse
+from gateway.protocols.openai import parse
 from policies.error_messages import sentence
 
 _TERMS_LIMIT_BYTES = 64 * 1024

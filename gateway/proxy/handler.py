@@ -23,7 +23,7 @@ from gateway.errors import (
     Stopping,
 )
 from gateway.http.downstream import ClientLeft, Presence, Receive, Reply, Scope, header, read_body
-from gateway.inspection import inspect
+from gateway.protocols.openai import inspect
 from gateway.proxy.billing import NOTHING, Hold, spent
 from gateway.proxy.client import read_asker, read_caller
 from gateway.proxy.context import Trip, route_headers

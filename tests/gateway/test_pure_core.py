@@ -19,7 +19,7 @@ PURE = (
     "gateway/auth/rate_limits.py",
     "gateway/auth/records.py",
     "gateway/auth/usage.py",
-    "gateway/inspection.py",
+    "gateway/protocols/openai.py",
     "gateway/config/static_workers.py",
     "gateway/protocols/openai.py",
     "gateway/routing/select.py",
