@@ -1,4 +1,9 @@
-"""Carry a request to a worker and the answer back: attempts before the first byte, none after."""
+"""Carry a request to a worker and the answer back: attempts before the first byte, none after.
+
+Relay a worker's answer to the client, whole or event by event, and learn from it in passing.
+
+Join a worker's stream to its client's: what comes is read in passing and written at once.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +12,8 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
 
-from pydantic_core import to_json
+from pydantic_core import from_json, to_json
 
-from gateway.answers import Answers
 from gateway.config.settings import Settings
 from gateway.errors import (
     GatewayError,
@@ -17,25 +21,180 @@ from gateway.errors import (
     RefusedByWorker,
     WorkerBusy,
     WorkerError,
+    WorkerFailed,
     WorkerLost,
     WorkerSilent,
+    WorkerStalled,
     WorkerUnreachable,
 )
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.scheduler import Dispatch
 from gateway.fleet.worker import Lease
 from gateway.http.downstream import Reply
-from gateway.http.upstream import Answer, Connections, StaleConnection, refusal
+from gateway.http.upstream import (
+    Answer,
+    Connections,
+    LinkLost,
+    LinkSilent,
+    StaleConnection,
+    refusal,
+)
+from gateway.protocols.event_stream import Scanner, is_telling, read_drafts, read_usage
 from gateway.protocols.openai import for_openai
-from gateway.proxy.context import Trip
+from gateway.proxy.context import Trip, route_headers
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.routing.prefix_affinity import Prefixes
 from gateway.routing.select import Decision
-from gateway.types import UNUSED
+from gateway.types import UNUSED, Headers
 from policies.request.profile import Endpoint
 
+# What may follow the last event is the end of the stream; who does not end it is not waited for.
+_AFTER_DONE_S = 1.0
+
+
+class Splice:
+    """One stream on its way. No task runs for an event: the connections hand it to each other."""
+
+    def __init__(
+        self,
+        answer: Answer,
+        reply: Reply,
+        trip: Trip,
+        scanner: Scanner,
+        *,
+        idle_timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._answer = answer
+        self._reply = reply
+        self._trip = trip
+        self._idle_timeout_s = idle_timeout_s
+        self._clock = clock
+        self._begun = False
+        self._scanner = scanner
+        self._send: Callable[[bytes], None] | None = None
+        self.reading = scanner.reading
+
+    async def run(self, headers: Headers) -> bytes:
+        """Pass events on up to the end, or to the first that must not be passed on.
+
+        Return what may be passed on with the end; raise `LinkLost`.
+        """
+        await self._reply.open(headers, self._answer.press)
+        last = await self._answer.pour(self._pass_on, self._pass_through)
+        return self._read(last) + self._scanner.close()
+
+    def _pass_on(self, piece: bytes) -> bool:
+        """Pass on what may be of a piece; say whether more is wanted."""
+        reading = self.reading
+        if passed := self._read(piece):
+            self._reply.part(passed)
+        if reading.done:
+            self._answer.limit_silence(_AFTER_DONE_S)
+        elif not self._begun:
+            self._begun = True
+            self._answer.limit_silence(self._idle_timeout_s)
+        self._send = self._reply.sends_chunks() if self._scanner.quiet else None
+        return not reading.broken
+
+    def _pass_through(self, chunk: bytes) -> bool:
+        """Pass on an HTTP chunk as it came, if there is nothing in it to be learnt or hidden.
+
+        Nearly every word of a stream takes this way, and nothing on it changes what is looked at.
+        """
+        if self._send is None or not chunk.endswith(b"\n\n\r\n") or is_telling(chunk):
+            return False
+        self._send(chunk)
+        return True
+
+    def _read(self, piece: bytes) -> bytes:
+        passed = self._scanner.feed(piece)
+        if self._trip.first_token_s is None and self.reading.content_seen:
+            self._trip.first_token_s = self._clock()
+        return passed
+
+
 log = logging.getLogger(__name__)
+
+# Far more than any answer has; a worker that never ends one must not fill the memory.
+_WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
+_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx in front must not collect events
+)
+
+
+class Answers:
+    """Relays answers of workers within the settings' limits on time."""
+
+    def __init__(self, settings: Settings, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._clock = clock
+
+    async def whole(self, answer: Answer, reply: Reply, trip: Trip) -> None:
+        """Relay an answer that comes as one JSON object; raise a `WorkerError`."""
+        answer.limit_silence(self._settings.idle_timeout_s)  # the rest is on its way
+        try:
+            body = await answer.read(_WHOLE_LIMIT_BYTES)
+            content = from_json(body) if len(body) < _WHOLE_LIMIT_BYTES else None
+        except LinkSilent as error:
+            raise WorkerStalled from error
+        except LinkLost as error:
+            raise WorkerLost from error
+        except ValueError as error:
+            raise WorkerFailed from error
+        # Status 200 proves nothing: some engines send their errors with it.
+        if not (isinstance(content, dict) and content.get("choices")):
+            log.warning("answer.broken request=%s", trip.identity)
+            raise WorkerFailed
+        trip.usage = read_usage(content) or trip.usage
+        trip.drafts = read_drafts(content)
+        if "metrics" in content and not _tells_metrics(trip, usage=True):
+            del content["metrics"]
+            body = to_json(content)
+        await reply.whole(200, [(b"content-type", b"application/json"), *route_headers(trip)], body)
+
+    async def stream(self, answer: Answer, reply: Reply, trip: Trip) -> None:
+        """Relay events as they come; raise a `WorkerError` unless the last one was the last."""
+        idle_timeout_s = self._settings.idle_timeout_s
+        profile = trip.inspected.profile
+        scanner = Scanner(
+            hide_usage=not profile.include_usage,
+            hide_metrics=not _tells_metrics(trip, usage=profile.include_usage),
+        )
+        splice = Splice(
+            answer, reply, trip, scanner, idle_timeout_s=idle_timeout_s, clock=self._clock
+        )
+        reading = splice.reading
+        last = b""
+        lost: GatewayError = WorkerLost()
+        answer.limit_silence(self._settings.answer_timeout_s)
+        try:
+            last = await splice.run([*_STREAM_HEADERS, *route_headers(trip)])
+        except LinkSilent:
+            lost = WorkerStalled() if reply.started else WorkerSilent()
+        except LinkLost as error:
+            log.warning("stream.cut request=%s error=%r", trip.identity, error)
+        finally:
+            trip.usage = reading.usage or trip.usage
+            trip.drafts = reading.drafts
+        if reading.complete:
+            reply.end(last)
+            return
+        if last:
+            reply.part(last)
+        if reading.broken:
+            log.warning("stream.broken request=%s why=%s", trip.identity, reading.broken)
+            raise WorkerFailed
+        raise lost
+
+
+def _tells_metrics(trip: Trip, *, usage: bool) -> bool:
+    """Say whether an answer may tell what drafting did for it."""
+    return trip.case.policy.metrics.tells(asked=trip.inspected.profile.metrics, usage=usage)
+
 
 # With these the worker has not even begun with a request.
 _NEVER_BEGUN = (WorkerUnreachable, WorkerBusy)
