@@ -34,8 +34,8 @@ from gateway.errors import (
 )
 from gateway.http.downstream import Receive, Reply, Scope, Send
 from gateway.proxy.handler import ENDPOINTS, Relay
-from gateway.recently import DEFAULT_WINDOW, window_s
 from gateway.status.events import Feed
+from gateway.status.render import DEFAULT_WINDOW, window_s
 
 
 class Front:

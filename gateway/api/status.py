@@ -18,10 +18,9 @@ from gateway.config.policy_versions import Reason
 from gateway.errors import FieldInvalid, NotAllowedHere, Stopping, TooManyViewers
 from gateway.http.downstream import Receive, Scope, Send
 from gateway.proxy.handler import Relay
-from gateway.recently import DEFAULT_WINDOW, Recently, window_s
 from gateway.status.events import Feed
 from gateway.status.model import Gateway, Policy, Status, Store
-from gateway.status.render import Around, render
+from gateway.status.render import DEFAULT_WINDOW, Around, Recently, render, window_s
 from gateway.telemetry.prometheus import GatewayFigures, exposition
 from gateway.worker_metrics import WorkerFigures
 

@@ -14,7 +14,7 @@ from gateway.cluster.counters import RedisStore
 from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.routing.select import Candidate, Decision
-from gateway.status_lanes import mtp_of
+from gateway.status.render import mtp_of
 from gateway.storage.counters import Store
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.prometheus import exposition

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jsonschema_rs import validator_for
 
 from gateway.buckets import BOUNDS_S, Buckets, percentile
-from gateway.status_schema import schema
+from gateway.status.model import schema
 from gateway.telemetry.stats import Figures, Place
 from gateway.windows import LONGEST_S, STEP_S, Windows
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
@@ -38,7 +38,7 @@ def paths(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def test_the_published_schema_is_the_models() -> None:
-    assert schema() == SCHEMA, "python -m gateway.status_schema > docs/status.schema.json"
+    assert schema() == SCHEMA, "python -m gateway.status.model > docs/status.schema.json"
 
 
 def test_the_schema_knows_no_null_and_leaves_no_field_out() -> None:
