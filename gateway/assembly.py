@@ -42,7 +42,7 @@ from gateway.storage.counters import MemoryStore, Store
 from gateway.storage.records import FileRecords, Records
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
-from gateway.windows import Windows
+from gateway.telemetry.stats import Windows
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from gateway.errors import StartRefused
 from gateway.http.downstream import ClientLink, sweep
 from gateway.periodic import Turns
 from gateway.proxy.load_shedding import keep_measuring
-from gateway.windows import STEP_S
+from gateway.telemetry.stats import STEP_S
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")

@@ -21,8 +21,7 @@ from gateway.proxy.handler import Relay
 from gateway.status.events import Feed
 from gateway.status.model import Gateway, Policy, Status, Store
 from gateway.status.render import DEFAULT_WINDOW, Around, Recently, render, window_s
-from gateway.telemetry.prometheus import GatewayFigures, exposition
-from gateway.worker_metrics import WorkerFigures
+from gateway.telemetry.prometheus import GatewayFigures, WorkerFigures, exposition
 
 Take = Callable[[float], Awaitable[Status]]
 """Takes a snapshot that reaches back so many seconds."""

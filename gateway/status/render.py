@@ -12,14 +12,22 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from gateway.buckets import NONE, Counts, percentile
 from gateway.errors import FieldInvalid
 from gateway.fleet.registry import Fleet
 from gateway.fleet.worker import Member
 from gateway.status import model as told
 from gateway.storage.counters import Key, by_name
-from gateway.telemetry.stats import Figures, Place, total
-from gateway.windows import LONGEST_S, STEP_S, Windows
+from gateway.telemetry.stats import (
+    LONGEST_S,
+    NONE,
+    STEP_S,
+    Counts,
+    Figures,
+    Place,
+    Windows,
+    percentile,
+    total,
+)
 from policies.document import PolicyDocument
 from policies.pools import Pool
 from workers.protocol import LaneReport, PrefixCounts, SavedTime, WorkerReport, mtp_block

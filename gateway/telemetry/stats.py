@@ -1,15 +1,73 @@
-"""What requests have added up to, by the place where they ran."""
+"""What requests have added up to, by the place where they ran.
+
+How durations spread: counts in buckets from ten microseconds to a quarter of an hour.
+
+The bounds are Renard's ten to a decade. Each is about a quarter above the last, so a percentile is
+right to about an eighth; and 1, 2.5 and 5 are among them, which is what Prometheus is shown.
+
+The last minutes: snapshots of sums, taken beside all requests, whose differences are windows.
+
+What a request adds it adds once, to sums that only grow; a window is the sums of now less those of
+then. So no window costs a request anything, and none counts a request in part.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
 from operator import add, sub
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
-from gateway.buckets import NONE, Buckets, Counts
+_STEPS = ("1", "1.25", "1.6", "2", "2.5", "3.15", "4", "5", "6.3", "8")
+BOUNDS_S = tuple(float(f"{step}e{ten}") for ten in range(-5, 3) for step in _STEPS)
+"""Each bucket holds what is at most its bound; one more holds all that is above the last."""
+Counts = tuple[int, ...]
+_ROUNDING = 1e-6
+NONE: Counts = (0,) * (len(BOUNDS_S) + 1)
+
+
+class Buckets:
+    """Counts durations: two additions for each."""
+
+    __slots__ = ("counts", "sum_s")
+
+    def __init__(self) -> None:
+        self.counts = list(NONE)
+        self.sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count a duration."""
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+
+def percentile(counts: Sequence[int], share: float) -> float:
+    """Find what this share of the durations took at most; 0 where there is none."""
+    rank = share * sum(counts) - _ROUNDING
+    below = 0
+    for index, count in enumerate(counts):
+        if count and below + count >= rank:
+            low = BOUNDS_S[index - 1] if index else 0.0
+            high = BOUNDS_S[min(index, len(BOUNDS_S) - 1)]
+            return low + (high - low) * max(0.0, rank - below) / count
+        below += count
+    return 0.0
+
+
+def cumulative(counts: Sequence[int], bounds_s: Sequence[float]) -> list[tuple[str, int]]:
+    """List how many took at most each of these bounds of ours, as Prometheus does."""
+    told = []
+    below, start = 0, 0
+    for bound in bounds_s:
+        end = bisect_left(BOUNDS_S, bound) + 1
+        below += sum(counts[start:end])
+        start = end
+        told.append((str(bound), below))
+    return [*told, ("+Inf", below + sum(counts[start:]))]
+
 
 NO_NAMES: Mapping[str, int] = MappingProxyType({})
 NO_STEPS: Mapping[int, int] = MappingProxyType({})
@@ -164,3 +222,63 @@ def _unless_same(counts: list[int], last: Counts) -> Counts:
     """Take a snapshot; the last one where nothing has come since, so that it is seen at once."""
     now = tuple(counts)
     return last if now == last else now
+
+
+STEP_S = 10.0
+LONGEST_S = 900.0
+
+
+class Snapshot(NamedTuple):
+    """All sums at one moment."""
+
+    at_s: float
+    places: Mapping[Place, Figures]
+    everywhere: Figures
+    """The sum over all places."""
+
+    def since(self, then: Snapshot) -> dict[Place, Figures]:
+        """Return what has come since then."""
+        return {
+            place: figures.since(then.places.get(place, NOTHING))
+            for place, figures in self.places.items()
+            if figures is not then.places.get(place)
+        }
+
+
+class Windows:
+    """Snapshots of the last quarter of an hour. `clock` is monotonic: no jump of the day's time."""
+
+    def __init__(
+        self, look: Callable[[], Mapping[Place, Figures]], clock: Callable[[], float]
+    ) -> None:
+        self._look = look
+        self._clock = clock
+        self._kept: deque[Snapshot] = deque([Snapshot(clock(), {}, NOTHING)])
+
+    async def step(self) -> None:
+        """Keep a snapshot; to be called every `STEP_S`."""
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep a snapshot for as long as any window may reach back."""
+        now = self.latest()
+        self._kept.append(now)
+        while now.at_s - self._kept[1].at_s >= LONGEST_S:
+            self._kept.popleft()
+
+    def latest(self) -> Snapshot:
+        """Take a snapshot for whoever reads now."""
+        places = self._look()
+        return Snapshot(self._clock(), places, total(places.values()))
+
+    def reach_back(self, now: Snapshot, window_s: float) -> list[Snapshot]:
+        """List the snapshots of a window, its beginning first and `now` last.
+
+        It begins with the newest one that is old enough, or where this gateway began.
+        """
+        found = [now]
+        for snapshot in reversed(self._kept):
+            found.append(snapshot)
+            if now.at_s - snapshot.at_s >= window_s:
+                break
+        return found[::-1]

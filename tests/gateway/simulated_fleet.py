@@ -17,10 +17,9 @@ from gateway.routing.select import Candidate, Decision
 from gateway.status.render import mtp_of
 from gateway.storage.counters import Store
 from gateway.telemetry.accounting import Accounting
-from gateway.telemetry.prometheus import exposition
+from gateway.telemetry.prometheus import WorkerFigures, exposition
 from gateway.telemetry.request_record import Served
 from gateway.types import Drafts, Inspected, Outcome, Usage
-from gateway.worker_metrics import WorkerFigures
 from policies.request.profile import Endpoint, RequestProfile
 from tests.gateway.fake_worker import lane_report
 from tests.gateway.redis_server import RedisServer

@@ -13,10 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jsonschema_rs import validator_for
 
-from gateway.buckets import BOUNDS_S, Buckets, percentile
 from gateway.status.model import schema
-from gateway.telemetry.stats import Figures, Place
-from gateway.windows import LONGEST_S, STEP_S, Windows
+from gateway.telemetry.stats import (
+    BOUNDS_S,
+    LONGEST_S,
+    STEP_S,
+    Buckets,
+    Figures,
+    Place,
+    Windows,
+    percentile,
+)
 from tests.gateway.fake_worker import FakeWorker, lane_report, speculation
 from tests.gateway.serving import Gateway
 
