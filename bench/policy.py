@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from rich.console import Console
 
 from bench.tables import Grid
-from policies.asker import Asker
+from policies.compiler import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
 from policies.evaluate import judge
 from policies.request.profile import Endpoint, RequestProfile, Sampling

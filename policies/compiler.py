@@ -4,6 +4,8 @@ A route is one bit. Each question turns one property of a request into the set o
 any request with that property; the routes that take this very request are what all answers have in
 common, and the lowest bit is the first of them. So the time hardly depends on how many routes there
 are, only on how many properties they ask for.
+
+Who asks, for as far as a policy may care: never their words, never their secret.
 """
 
 from __future__ import annotations
@@ -14,12 +16,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from operator import attrgetter, xor
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from policies.asker import Asker
-from policies.models import ModelPolicy
 from policies.request.profile import RequestProfile, SamplingDefaults
 from policies.routes import Range, Route, When
+from policies.sections import ModelPolicy
+
+_NO_HEADERS: Mapping[str, str] = MappingProxyType({})
+
+
+class Asker(NamedTuple):
+    """One asker at one moment."""
+
+    key: str = ""
+    """The id of the key, never the secret; empty without one."""
+    team: str = ""
+    headers: Mapping[str, str] = _NO_HEADERS
+    """Those that the policy names, in lower case; all others are not kept."""
+    minute_of_week: int = 0
+    """Local time of the gateway, from Monday 00:00."""
+
+
+SOMEBODY = Asker()
+"""Nothing is known of them."""
 
 
 class Look(NamedTuple):
@@ -34,7 +54,6 @@ Routes = int
 """A set of routes: bit i stands for the route of index i."""
 Question = Callable[[Look], Routes]
 _Read = Callable[[Look], Any]
-
 _FLAGS: tuple[tuple[str, _Read], ...] = (
     ("mtp_eligible", attrgetter("mtp_eligible")),
     ("greedy", attrgetter("profile.sampling.greedy")),

@@ -1,4 +1,7 @@
-"""What two documents say differently, field by field, as a person would tell it."""
+"""What two documents say differently, field by field, as a person would tell it.
+
+JSON Merge Patch (RFC 7396): a document with some of it changed.
+"""
 
 from __future__ import annotations
 
@@ -68,3 +71,16 @@ def _by_name(value: Any) -> dict[str, Any] | None:
         return None
     named = {str(one["name"]): one for one in value if "name" in one}
     return named if len(named) == len(value) else None
+
+
+def merge_patch(target: Any, patch: Any) -> Any:
+    """Return the target as the patch wants it: null takes away, a list is replaced whole."""
+    if not isinstance(patch, dict):
+        return patch
+    merged = dict(target) if isinstance(target, dict) else {}
+    for name, value in patch.items():
+        if value is None:
+            merged.pop(name, None)
+        else:
+            merged[name] = merge_patch(merged.get(name), value)
+    return merged

@@ -12,14 +12,18 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from policies.base import Name, Part
-from policies.bounds import Limits, MediaRules, Retries
 from policies.compiler import Compiled, compile_document
 from policies.error_messages import sentence
-from policies.metrics import MetricsRules
-from policies.models import ModelPolicy
-from policies.pools import Pool
 from policies.routes import Route, When
-from policies.sections import PrefixPolicy
+from policies.sections import (
+    Limits,
+    MediaRules,
+    MetricsRules,
+    ModelPolicy,
+    Pool,
+    PrefixPolicy,
+    Retries,
+)
 from policies.yaml_io import TextInvalid, line_of, read_yaml
 
 SHIPPED = "default.yaml"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
-from policies.asker import SOMEBODY, Asker
-from policies.compiler import Look
+from policies.compiler import SOMEBODY, Asker, Look
 from policies.document import PolicyDocument
 from policies.request.profile import (
     OPENAI_DEFAULTS,

@@ -19,7 +19,7 @@ from gateway.routing.select import Candidate, Case, Decision, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
 from gateway.types import Inspected
-from policies.asker import Asker
+from policies.compiler import Asker
 from policies.request.profile import Endpoint
 
 

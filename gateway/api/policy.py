@@ -51,9 +51,8 @@ from gateway.errors import (
 )
 from gateway.http.downstream import header, read_small_body
 from gateway.routing.replay import Moves
-from policies.diff import differences
+from policies.diff import differences, merge_patch
 from policies.document import PolicyInvalid, Problem
-from policies.merge_patch import merge_patch
 from policies.yaml_io import TextInvalid, read_yaml, write_yaml
 
 YAML = "application/yaml"

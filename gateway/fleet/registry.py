@@ -13,7 +13,7 @@ from gateway.fleet.circuit_breaker import HEALTHY, Verdict
 from gateway.fleet.worker import SILENT_AFTER_S, Lease, Member, serves_alike
 from gateway.routing.select import Candidate
 from gateway.routing.view import FleetView, WorkerView, places_of, rows_of
-from policies.pools import Pool
+from policies.sections import Pool
 from workers.protocol import LaneReport, WorkerReport
 
 LONG_AGO_S = float("-inf")

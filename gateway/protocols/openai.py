@@ -13,12 +13,12 @@ from pydantic_core import from_json
 from gateway.errors import BodyNotJson, FieldInvalid, ModelUnknown
 from gateway.routing.view import FleetView
 from gateway.types import Inspected
-from policies.bounds import bounded
 from policies.document import PolicyDocument
 from policies.evaluate import resolve_model, sampling_defaults
 from policies.request.fields import FieldError
 from policies.request.parser import read_profile
 from policies.request.profile import Endpoint, RequestProfile
+from policies.sections import bounded
 
 Message = Mapping[str, Any]
 

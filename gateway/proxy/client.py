@@ -8,7 +8,7 @@ from gateway.auth.api_keys import Holder
 from gateway.errors import FieldInvalid
 from gateway.http.downstream import Scope, header
 from gateway.types import Caller
-from policies.asker import SOMEBODY, Asker
+from policies.compiler import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority
 
 PRIORITY_HEADER = "x-paceline-priority"

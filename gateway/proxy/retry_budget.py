@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from policies.bounds import Retries
+from policies.sections import Retries
 
 
 class RetryBudget:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from gateway.routing.view import FleetView, LaneView, Row, Seat
 from gateway.types import Holding
-from policies.asker import SOMEBODY, Asker
+from policies.compiler import SOMEBODY, Asker
 from policies.document import PolicyDocument
 from policies.evaluate import judge
-from policies.pools import Pool
 from policies.request.profile import Bypass, RequestProfile
+from policies.sections import Pool
 from workers.protocol import MTP_LANE
 
 ELIGIBLE = "eligible"

@@ -29,7 +29,7 @@ from gateway.telemetry.stats import (
     total,
 )
 from policies.document import PolicyDocument
-from policies.pools import Pool
+from policies.sections import Pool
 from workers.protocol import LaneReport, PrefixCounts, SavedTime, WorkerReport, mtp_block
 
 DEFAULT_WINDOW = "5m"

@@ -12,7 +12,7 @@ from gateway.fleet.worker import Lease
 from gateway.routing.prefix_affinity import Prefixes
 from gateway.routing.select import Case
 from gateway.types import Caller
-from policies.asker import SOMEBODY, Asker
+from policies.compiler import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority
 from policies.request.profile import RequestProfile
 from tests.gateway.clock import Clock

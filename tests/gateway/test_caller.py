@@ -12,7 +12,7 @@ import pytest
 from gateway.periodic import WeekClock
 from gateway.proxy.client import read_asker
 from gateway.types import Caller
-from policies.asker import SOMEBODY
+from policies.compiler import SOMEBODY
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.routing.replay import CASES_KEPT, RecentCases
 from gateway.routing.select import Case
 from gateway.routing.view import FleetView
-from policies.asker import Asker
+from policies.compiler import Asker
 from policies.document import read_policy, shipped_policy
 from policies.request.profile import bypass_reasons
 from tests.gateway.policies import document

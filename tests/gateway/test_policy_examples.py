@@ -9,12 +9,12 @@ import pytest
 
 from gateway.routing.select import Case, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
-from policies.asker import SOMEBODY, Asker
-from policies.bounds import bounded
+from policies.compiler import SOMEBODY, Asker
 from policies.document import PolicyDocument, parse_policy
 from policies.evaluate import sampling_defaults
 from policies.request.fields import FieldError
 from policies.request.profile import Endpoint, RequestProfile, Sampling
+from policies.sections import bounded
 from tests.gateway.fake_worker import lane_report
 
 EXAMPLES = Path(__file__).parents[2] / "policies" / "examples"

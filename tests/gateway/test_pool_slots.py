@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gateway.fleet.circuit_breaker import Verdict
-from policies.asker import Asker
+from policies.compiler import Asker
 from policies.document import PolicyDocument, read_policy
 from tests.gateway.door import Door, report, settled
 from tests.profiles import GREEDY, SAMPLED

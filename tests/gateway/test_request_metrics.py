@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from policies.metrics import MetricsRules
+from policies.sections import MetricsRules
 from tests.gateway.fake_worker import METRICS, USAGE, FakeWorker
 from tests.gateway.policies import gateway_with
 from tests.gateway.serving import Gateway

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gateway.proxy.quarantine import KEPT_S, Quarantine
 from gateway.proxy.retry_budget import RetryBudget
-from policies.bounds import Retries
+from policies.sections import Retries
 
 
 def test_a_fifth_of_the_active_requests_may_be_tried_again_and_three_always() -> None:

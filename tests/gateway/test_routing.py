@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.routing.select import Case, decide
 from gateway.routing.view import LaneView, WorkerView
-from policies.asker import Asker
+from policies.compiler import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
 from policies.request.profile import Bypass, Endpoint, RequestProfile, Sampling
 from tests.gateway.fake_worker import lane_report

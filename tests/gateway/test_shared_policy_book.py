@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from gateway.config.policy_store import KIND
 from gateway.config.policy_versions import Reason, Version, brings_news, propose
 from gateway.errors import EditOvertaken, VersionUnknown
+from policies.diff import merge_patch
 from policies.document import PolicyInvalid, read_policy
-from policies.merge_patch import merge_patch
 from tests.gateway.memory_records import MemoryRecords
 from tests.gateway.policies import BY_ANN, BY_BOB, book_of, document, proposal
 

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.asker import Asker
+from policies.compiler import Asker
 from policies.evaluate import judge
 from policies.request.profile import Endpoint, RequestProfile, Sampling, bypass_reasons
 from policies.routes import DAYS, MEDIA_KINDS

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policies.asker import SOMEBODY, Asker
+from policies.compiler import SOMEBODY, Asker
 from policies.evaluate import judge
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 from policies.routes import DAYS

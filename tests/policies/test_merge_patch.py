@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.merge_patch import merge_patch
+from policies.diff import merge_patch
 from tests.policies.values import VALUES
 
 # Appendix A of the RFC: original, patch, result.

@@ -16,7 +16,7 @@ from policies.document import (
     read_policy,
     shipped_policy,
 )
-from policies.pools import Queue
+from policies.sections import Queue
 
 GOOD: dict[str, Any] = {
     "version": 1,
