@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from policies.content import read_content
+from policies.request.content import read_content
 from policies.request.fields import FieldError, Fields
 from policies.request.profile import (
     OPENAI_DEFAULTS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from policies.content import ROLES
+from policies.request.content import ROLES
 from policies.request.fields import Fields
 from policies.request.parser import KNOWN_FIELDS, read_profile
 from policies.request.profile import Endpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from policies.content import MEDIA_KINDS, source_of
+from policies.request.content import MEDIA_KINDS, source_of
 from workers.server.errors import BadRequest
 from workers.server.ports import Json
 
