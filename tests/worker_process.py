@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from workers.adapters.process import READY_PREFIX
 from workers.demo import CHECKPOINT
+from workers.protocol import READY_PREFIX
 
 STOP_TIMEOUT_S = 60
 NO_END = {"0": -100, "2": -100}

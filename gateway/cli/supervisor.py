@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from workers.adapters.process import READY_PREFIX, ExitCode
+from workers.protocol import READY_PREFIX, ExitCode
 
 REFUSALS = frozenset((ExitCode.SETTINGS, ExitCode.MODEL))
 """Exit codes of a worker that would refuse again: settings that cannot work, an unusable model."""

@@ -19,7 +19,7 @@ from tests.compose_file import SECRETS, read_compose
 from tests.e2e.asking import ask, text_body
 from tests.e2e.line_process import LISTENS, PATIENCE_S, Paceline, paceline
 from tests.gateway.serving import eventually
-from workers.adapters.process import READY_PREFIX
+from workers.protocol import READY_PREFIX
 
 SERVICES: dict[str, Any] = read_compose(SECRETS)["services"]
 AS_CLIENT = {"authorization": f"Bearer {SECRETS['PACELINE_API_KEY']}"}

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 ALLOWED = {
     "policies": ("policies",),
     "workers": ("policies", "workers"),
-    "gateway": ("policies", "workers.adapters", "gateway"),
+    "gateway": ("policies", "workers.protocol", "gateway"),
 }
 
 

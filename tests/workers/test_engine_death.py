@@ -14,8 +14,8 @@ import httpx
 
 from gateway.cli.supervisor import Supervisor
 from tests.worker_process import NO_END
-from workers.adapters.process import ExitCode
 from workers.demo import CHECKPOINT
+from workers.protocol import ExitCode
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 
 import uvloop
 
-from workers.adapters.process import READY_PREFIX, ExitCode
 from workers.engine.settings import EngineSettings, ModelCard
 from workers.engine.spec_prefill import SpecPrefillSettings
 from workers.engine.types import ModelUnusable
+from workers.protocol import READY_PREFIX, ExitCode
 from workers.server.arguments import read_settings
 from workers.server.identity import advertised_url, default_worker_id
 from workers.server.model_source import ModelSource, resolve_model
