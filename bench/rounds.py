@@ -28,16 +28,14 @@ from bench.tables import Grid
 from bench.targets import ceiling
 from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
-from workers.engine.assembly import Assembly, assemble
 from workers.engine.detokenizer import TextStream
+from workers.engine.engine import Assembly, assemble
 from workers.engine.kv_cache import RowCache, capacity
 from workers.engine.model import KVCache, Target
-from workers.engine.row import Row
+from workers.engine.row import Row, SpeculationTally
 from workers.engine.scheduler import Lane
-from workers.engine.settings import EngineSettings
 from workers.engine.step_graph import RoundGraph, State
-from workers.engine.tally import SpeculationTally
-from workers.engine.types import Generation, LaneName, Prompt
+from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
 
 DRAFT_LENGTHS: Final = (0, 1, 2)
 LONGEST_RUN_ROUNDS: Final = 120

@@ -30,8 +30,7 @@ from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.demo.world import SYSTEM_OPENINGS
 from workers.engine.engine import Engine
-from workers.engine.settings import EngineSettings
-from workers.engine.types import Delta, Generation, LaneName, Prompt
+from workers.engine.types import Delta, EngineSettings, Generation, LaneName, Prompt
 from workers.protocol import Speculation
 
 RESULTS: Final = Path(__file__).parent / "results"

@@ -36,14 +36,12 @@ from workers.engine.model import Checkpoint, Target, load_checkpoint
 from workers.engine.prefill_budget import PrefillPace
 from workers.engine.prefix_cache import Snapshots
 from workers.engine.prompt_scorer import PromptScorer
-from workers.engine.row import Row
+from workers.engine.row import Row, SpeculationTally
 from workers.engine.scheduler import Lane
-from workers.engine.settings import EngineSettings
 from workers.engine.sparse_prefill import SparseReading
 from workers.engine.spec_prefill import SpecPrefillSettings, Wish
-from workers.engine.tally import SpeculationTally
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
-from workers.engine.types import Event, Generation, LaneName, Prompt
+from workers.engine.types import EngineSettings, Event, Generation, LaneName, Prompt
 from workers.protocol import Speculation
 
 RESULTS: Final = Path(__file__).parent / "results"

@@ -12,7 +12,7 @@ from bench.bare import Bare, Round
 from bench.contenders import OURS, PEERS
 from bench.measurements import STREAMS
 from bench.samples import Samples
-from workers.engine.settings import EngineSettings
+from workers.engine.types import EngineSettings
 
 _SETTINGS: Final = EngineSettings(model=Path(), served_name="")
 LONGEST_DRAFT: Final = _SETTINGS.draft_tokens

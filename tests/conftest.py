@@ -69,7 +69,7 @@ def worker_url(worker: RunningWorker) -> str:
 def engine() -> Iterator[Engine]:
     """One real engine on the demo checkpoint, in this process."""
     from workers.engine.engine import Engine  # noqa: PLC0415 - MLX only where it is used
-    from workers.engine.settings import EngineSettings  # noqa: PLC0415
+    from workers.engine.types import EngineSettings  # noqa: PLC0415
 
     running = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
     try:

@@ -17,10 +17,9 @@ from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, load_checkpoint
 from workers.engine.prefill_budget import PrefillPace
 from workers.engine.prefix_cache import Snapshots
-from workers.engine.row import Row
+from workers.engine.row import Row, SpeculationTally
 from workers.engine.scheduler import Lane
 from workers.engine.sparse_prefill import OFF, SparseReading
-from workers.engine.tally import SpeculationTally
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import (
     Delta,

@@ -6,9 +6,8 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from workers.engine.draft_attention import attention_weights
 from workers.engine.model import ArraysCache, Checkpoint, KVCache
-from workers.engine.prompt_scorer import why_unfit
+from workers.engine.prompt_scorer import attention_weights, why_unfit
 
 
 def test_a_draft_model_of_another_vocabulary_is_told_of_and_left_out(checkpoint) -> None:

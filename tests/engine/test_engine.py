@@ -11,10 +11,10 @@ from tests.worker_process import NO_END
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.memory import MemoryEstimate
-from workers.engine.settings import EngineSettings
 from workers.engine.types import (
     Delta,
     EngineBusy,
+    EngineSettings,
     EngineStopped,
     Event,
     Finished,

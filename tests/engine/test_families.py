@@ -12,13 +12,12 @@ from tests.engine import families
 from tests.engine.conftest import run
 from tests.engine.failing import Failing
 from workers.demo import CHECKPOINT
-from workers.engine import assembly
+from workers.engine import engine as assembly
 from workers.engine.model import Target
 from workers.engine.prefix_cache import Snapshots
+from workers.engine.probes import probe_shared_rows
 from workers.engine.self_test import warm_up
-from workers.engine.settings import EngineSettings
-from workers.engine.shared_rows import probe_shared_rows
-from workers.engine.types import Finished, LaneName, ModelUnusable
+from workers.engine.types import EngineSettings, Finished, LaneName, ModelUnusable
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox."]

@@ -7,10 +7,9 @@ import pytest
 from mlx_vlm.models.base import LanguageModelOutput
 
 from tests.engine.conftest import run
-from workers.engine.kv_cache import RowCache, capacity
+from workers.engine.kv_cache import RecurrentSteps, RowCache, capacity
 from workers.engine.model import ArraysCache, Checkpoint, KVCache, Target
 from workers.engine.probes import probe_native_verify
-from workers.engine.recurrent_steps import RecurrentSteps
 from workers.engine.step_graph import RoundGraph, State
 
 TOKENS = list(range(20, 60))

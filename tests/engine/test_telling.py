@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from policies.request.profile import Sampling
 from workers.engine.detokenizer import TextStream
-from workers.engine.row import TELL_EVERY_S, Row, Sink
-from workers.engine.tally import SpeculationTally
+from workers.engine.row import TELL_EVERY_S, Row, Sink, SpeculationTally
 from workers.engine.tokenizer import PreparedPrompt
 from workers.engine.types import (
     Delta,

@@ -7,8 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from workers.engine.model import Checkpoint
-from workers.engine.token_bytes import token_bytes
-from workers.engine.tokenizer import PromptRenderer
+from workers.engine.tokenizer import PromptRenderer, token_bytes
 from workers.engine.types import Prompt, ScoredToken
 
 TEXT = "Gr\u00fc\u00dfe \U0001f642,  \u65e5\u672c <0xE2> ok\n"

@@ -12,8 +12,16 @@ from typing import Any
 import uvicorn
 from pydantic import SecretStr
 
-from workers.engine.settings import ModelCard
-from workers.engine.types import Delta, Event, Finished, FinishReason, Generation, LaneName, Usage
+from workers.engine.types import (
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    Generation,
+    LaneName,
+    ModelCard,
+    Usage,
+)
 from workers.protocol import LaneReport, Speculation
 from workers.server.app import create_app
 from workers.server.runtime import Identity, Worker

@@ -1,4 +1,9 @@
-"""What a lane has done since it started: counts that only grow, read as one snapshot."""
+"""What a lane has done since it started: counts that only grow, read as one snapshot.
+
+How fast a lane reads and writes, as it was lately: for gateways, to guess what a request waits.
+
+Pure: durations come in, no clock is read.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,30 @@ from collections import Counter
 from collections.abc import Sequence
 
 from policies.request.profile import Bypass
-from workers.engine.pace import Pace
 from workers.engine.row import Row
 from workers.engine.types import LaneName
 from workers.protocol import LaneReport, PrefixCounts, SavedTime, SpecPrefillCounts, Speculation
+
+_FADE = 0.8
+"""Weight of what was before against one more measurement."""
+
+
+class Pace:
+    """Tokens in a second, over the last few measurements."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def observe(self, tokens: float, duration_s: float) -> None:
+        """Learn how long so many tokens took."""
+        self._tokens = _FADE * self._tokens + tokens
+        self._seconds = _FADE * self._seconds + duration_s
+
+    @property
+    def tokens_s(self) -> float:
+        """Tell how many a second it were; 0 while nothing was measured."""
+        return self._tokens / self._seconds if self._seconds else 0.0
 
 
 class LaneCounters:

@@ -30,8 +30,7 @@ from mlx_vlm.speculative.drafters import load_drafter
 from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
 from mlx_vlm.utils import load
 
-from workers.engine.kv_cache import RowCache
-from workers.engine.recurrent_steps import RecurrentSteps
+from workers.engine.kv_cache import RecurrentSteps, RowCache
 
 __all__ = [
     "ArraysCache",

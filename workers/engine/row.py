@@ -1,4 +1,7 @@
-"""One answer while it is being made: the only mutable record of the engine."""
+"""One answer while it is being made: the only mutable record of the engine.
+
+Draft and verify counts of one answer, step by step.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from policies.request.profile import Bypass
 from workers.engine.detokenizer import TextStream
 from workers.engine.prefix_cache_files import HostSnapshot
 from workers.engine.sampler import Chooser
-from workers.engine.tally import SpeculationTally
 from workers.engine.tokenizer import PreparedPrompt
 from workers.engine.types import (
     Delta,
+    DraftStep,
     EngineError,
     Event,
     Finished,
@@ -22,9 +25,57 @@ from workers.engine.types import (
     TokenLogprob,
     Usage,
 )
+from workers.protocol import Speculation
+
+
+class SpeculationTally:
+    """Draft and verify counts of one row, step by step."""
+
+    def __init__(self, draft_tokens: int) -> None:
+        self._draft_tokens = draft_tokens
+        self._histogram = [0] * (draft_tokens + 1)
+        self._steps: list[DraftStep] = []
+        self._drafted = 0
+        self._accepted = 0
+        self._errors = 0
+
+    @property
+    def steps(self) -> tuple[DraftStep, ...]:
+        """Name the verifies of this row's drafts, in order."""
+        return tuple(self._steps)
+
+    @property
+    def step_count(self) -> int:
+        """Count them, in no time."""
+        return len(self._steps)
+
+    def step(self, drafted: int, accepted: int) -> None:
+        """Count one verify of this row's draft."""
+        self._steps.append(DraftStep(drafted=drafted, accepted=accepted))
+        self._drafted += drafted
+        self._accepted += accepted
+        self._histogram[accepted] += 1
+
+    def fail(self, drafted: int) -> None:
+        """Count draft tokens that were wanted and never came."""
+        self._drafted += drafted
+        self._errors += drafted
+
+    def total(self) -> Speculation:
+        """Return the counts so far."""
+        if not self._draft_tokens:
+            return Speculation()
+        return Speculation(
+            num_spec_tokens=self._draft_tokens,
+            steps=len(self._steps),
+            drafted=self._drafted,
+            accepted=self._accepted,
+            errors=self._errors,
+            histogram=tuple(self._histogram),
+        )
+
 
 Sink = Callable[[Event | EngineError], None]
-
 TELL_EVERY_S = 0.01
 """Between two pieces of an answer at least. Each costs the worker, the gateway and the client more
 than a token costs a small model, and nobody reads a hundred of them in a second."""

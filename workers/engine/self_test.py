@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 from policies.request.profile import Bypass, Sampling
 from workers.engine.detokenizer import TextStream
-from workers.engine.row import Row, Sink
+from workers.engine.row import Row, Sink, SpeculationTally
 from workers.engine.scheduler import Lane
-from workers.engine.tally import SpeculationTally
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import Finished, Generation, InvalidGeneration, ModelUnusable, Prompt
 from workers.protocol import Speculation

@@ -16,9 +16,8 @@ from typing import TypeAlias, cast
 
 import mlx.core as mx
 
-from workers.engine.kv_cache import RowCache
+from workers.engine.kv_cache import History, RecurrentSteps, RowCache, history_of, state_after
 from workers.engine.model import KVCache, MtpHead, Target
-from workers.engine.recurrent_steps import History, RecurrentSteps, history_of, state_after
 
 LayerState: TypeAlias = tuple[mx.array, ...]
 State: TypeAlias = list[LayerState]

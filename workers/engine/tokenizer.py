@@ -2,13 +2,29 @@
 
 None of it touches the MLX thread: it runs in whatever thread the caller likes, and hands over
 plain numbers.
+
+Which special tokens calls of tools are written with: as text they are kept where those are read.
+
+A special token is no text, and is left out of an answer. But some models open a call with one
+(Mistral's `[TOOL_CALLS]`), and what reads calls out of a text must find it there.
+
+What a person writes is text, also where it spells a control token of the model.
+
+A tokenizer turns `<|im_end|>` into the token that ends a turn wherever it stands: whoever could
+write it into a question could write the system message too, and a picture's placeholder without a
+picture breaks a model. So such a spelling is parted before the template is rendered, and tokenized
+part by part: the model reads the very characters, and no control token.
+
+The bytes that a token stands for: many characters take several tokens, and no token is one.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import re
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
@@ -17,18 +33,93 @@ from typing import Any
 
 import jinja2
 import numpy as np
-from mlx_vlm.tools import SPECS
+from mlx_vlm.tools import SPECS, load_tool_module
 from mlx_vlm.utils import prepare_inputs
 from PIL import Image
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from workers.engine.call_tokens import call_tokens
-from workers.engine.control_tokens import ControlTokens, pieces
 from workers.engine.detokenizer import TextStream
-from workers.engine.token_bytes import token_bytes
 from workers.engine.types import Generation, InvalidGeneration, Picture, Prompt
 
-logger = logging.getLogger(__name__)
 
+def call_tokens(tokenizer: Any, parser_name: str | None) -> dict[int, str]:
+    """Return the special tokens that a parser of mlx-vlm looks for, by id.
+
+    Each parser tells what opens and what closes a call. What stands between, such as `[ARGS]`, is
+    in its expressions alone, so its source is searched.
+    """
+    if parser_name is None:
+        return {}
+    source = inspect.getsource(load_tool_module(parser_name))
+    return {
+        index: token.content
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special and (token.content in source or re.escape(token.content) in source)
+    }
+
+
+# A code point that Unicode keeps out of all text for good, so nobody's words hold it.
+_PARTING = "\ufdd0"
+
+
+class ControlTokens:
+    """The control tokens of one tokenizer, by their spelling."""
+
+    def __init__(self, spellings: Iterable[str]) -> None:
+        known = sorted((spelling for spelling in spellings if len(spelling) > 1), reverse=True)
+        self._any = re.compile("|".join(map(re.escape, known)) or "(?!)")
+
+    def part(self, value: Any) -> Any:
+        """Return the same texts, mappings and lists with every control token parted in two."""
+        if isinstance(value, str):
+            return self._any.sub(_parted, value.replace(_PARTING, ""))
+        if isinstance(value, Mapping):
+            return {self.part(name): self.part(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.part(inner) for inner in value]
+        return value
+
+
+def pieces(text: str) -> list[str]:
+    """Return what is to be tokenized one after the other."""
+    return text.split(_PARTING)
+
+
+def _parted(spelled: re.Match[str]) -> str:
+    return spelled[0][:1] + _PARTING + spelled[0][1:]
+
+
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
+_SPACE = "\u2581"
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the bytes of a token; where its spelling tells none, those of its text.
+
+    How a vocabulary is spelled is tried, since no tokenizer says it: letter for byte (BPE on
+    bytes), or with a mark for a space and `<0xE2>` for a byte (SentencePiece).
+    """
+    text = str(tokenizer.decode([token]))
+    spelled = tokenizer.convert_ids_to_tokens(token)
+    if not isinstance(spelled, str) or spelled == text:
+        return text.encode()
+    if all(letter in _BYTES for letter in spelled):
+        raw = bytes(_BYTES[letter] for letter in spelled)
+        if _alike(raw.decode(errors="replace"), text):
+            return raw
+    if fallback := _FALLBACK.fullmatch(spelled):
+        return bytes.fromhex(fallback[1])
+    spaced = spelled.replace(_SPACE, " ")
+    return (spaced if _alike(spaced, text) else text).encode()
+
+
+def _alike(spelled: str, text: str) -> bool:
+    """Compare but for the spaces that many a tokenizer leaves out where a text begins."""
+    return spelled.lstrip(" ") == text.lstrip(" ")
+
+
+logger = logging.getLogger(__name__)
 TEMPLATE_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
 
 # What mlx-vlm's processors write in the place of a picture's tokens, and then replace wherever it
@@ -36,7 +127,6 @@ TEMPLATE_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
 _PROCESSOR_MARKS = frozenset(
     f"<|{name}placeholder|>" for name in ("", "image_", "video_", "audio_", "minimax_m3_image_")
 )
-
 SHORTEST_PREFIX_TOKENS = 32
 """Reading so few anew costs less than keeping what comes of them."""
 

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 import uvloop
 
-from workers.engine.settings import EngineSettings, ModelCard
 from workers.engine.spec_prefill import SpecPrefillSettings
-from workers.engine.types import ModelUnusable
+from workers.engine.types import EngineSettings, ModelCard, ModelUnusable
 from workers.protocol import READY_PREFIX, ExitCode
 from workers.server.arguments import read_settings
 from workers.server.identity import advertised_url, default_worker_id

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from workers.engine.settings import ModelCard
-from workers.engine.types import Event, Generation
+from workers.engine.types import Event, Generation, ModelCard
 from workers.protocol import LaneReport
 
 Json = Any

@@ -12,9 +12,8 @@ from starlette.requests import ClientDisconnect, Request
 
 from policies.request.parser import STRUCTURED_FIELDS, read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
-from workers.engine.settings import ModelCard
 from workers.engine.spec_prefill import Wish
-from workers.engine.types import Generation, LaneName, Prompt
+from workers.engine.types import Generation, LaneName, ModelCard, Prompt
 from workers.protocol import PREFIX_NAME_CHARS
 from workers.server.bodies import read_json
 from workers.server.errors import BadRequest, ClientLeft, UnknownModel
