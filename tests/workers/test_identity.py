@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from workers.protocol import WorkerReport
-from workers.server.identity import advertised_url, default_worker_id, is_loopback
+from workers.server.settings import advertised_url, default_worker_id, is_loopback
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from tests.pictures import data_url, encoded, png_header
 from tests.worker_process import RunningWorker
 from tests.workers.scripted import CARD, ScriptedEngine, serving, text_script, worker_of
 from workers.server.errors import BadRequest
-from workers.server.pictures import decode_pictures
+from workers.server.request import decode_pictures
 
 FIELD = "messages[0].content[1].image_url"
 

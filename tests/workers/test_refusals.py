@@ -18,7 +18,7 @@ from tests.workers.scripted import (
     worker_of,
 )
 from workers.engine.types import LaneName
-from workers.server import bodies
+from workers.server import request as bodies
 
 CHAT = "/v1/chat/completions"
 QUESTION: dict[str, Any] = {

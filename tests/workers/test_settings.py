@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workers.engine.types import LaneName
-from workers.server.arguments import read_settings
+from workers.server.main import read_settings
 from workers.server.settings import UnusableSettings
 
 

@@ -1,26 +1,186 @@
-"""From a request body to generations: what is asked, in which lane, and what is refused."""
+"""From a request body to generations: what is asked, in which lane, and what is refused.
+
+The JSON body of a request, bounded while it is read.
+
+Chat messages of a body as a chat template wants them, and the pictures in them.
+
+Pictures out of `data:` URLs; what their headers say was checked when the body was read.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
+import json
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BytesIO
+from typing import cast
 
+from PIL import Image, ImageOps
 from starlette.requests import ClientDisconnect, Request
 
+from policies.request.content import (
+    MEDIA_KINDS,
+    PIXELS_LIMIT,
+    PictureInvalid,
+    content_of,
+    source_of,
+)
 from policies.request.parser import STRUCTURED_FIELDS, read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.spec_prefill import Wish
-from workers.engine.types import Generation, LaneName, ModelCard, Prompt
+from workers.engine.types import Generation, LaneName, ModelCard, Picture, Prompt
 from workers.protocol import PREFIX_NAME_CHARS
-from workers.server.bodies import read_json
-from workers.server.errors import BadRequest, ClientLeft, UnknownModel
-from workers.server.messages import read_messages
-from workers.server.pictures import decode_pictures
+from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.ports import Json, Prompts, ServingEngine
 from workers.server.tool_calls import ToolFormat
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+_PARSE_INLINE_BYTES = 64 * 1024
+"""Parsing this much takes under a millisecond; more is parsed off the event loop."""
+
+
+async def read_json(request: Request) -> dict[str, Json]:
+    """Return the body as a JSON object; raise `BadRequest` or `BodyTooLarge`."""
+    content = bytearray()
+    async for piece in request.stream():
+        content += piece
+        if len(content) > MAX_BODY_BYTES:
+            raise BodyTooLarge(MAX_BODY_BYTES)
+    if len(content) <= _PARSE_INLINE_BYTES:
+        return _parse(content)
+    return await asyncio.to_thread(_parse, content)
+
+
+def _parse(content: bytearray) -> dict[str, Json]:
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest("The request body is not valid JSON.", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise BadRequest("The request body must be a JSON object.", code="invalid_json")
+    return cast("dict[str, Json]", body)
+
+
+_CARRIED_FIELDS = ("name", "tool_call_id", "reasoning_content")
+
+
+def read_messages(
+    messages: Sequence[Mapping[str, Json]],
+) -> tuple[list[dict[str, Json]], list[tuple[str, str]]]:
+    """Return the messages for the template, and (field, URL) of each picture in order."""
+    pictures: list[tuple[str, str]] = []
+    rendered = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        role = "system" if message["role"] == "developer" else message["role"]
+        turn: dict[str, Json] = {"role": role}
+        turn["content"] = _read_content(message.get("content"), f"{where}.content", pictures)
+        turn.update({name: message[name] for name in _CARRIED_FIELDS if message.get(name)})
+        if message.get("tool_calls"):
+            turn["tool_calls"] = _read_tool_calls(message["tool_calls"], f"{where}.tool_calls")
+        rendered.append(turn)
+    return rendered, pictures
+
+
+def _read_content(content: Json, where: str, pictures: list[tuple[str, str]]) -> Json:
+    if not isinstance(content, list):
+        return content or ""
+    parts: list[dict[str, Json]] = []
+    for index, part in enumerate(content):
+        if part["type"] not in MEDIA_KINDS:
+            parts.append({"type": "text", "text": part["text"]})
+            continue
+        pictures.append(_read_picture(part, f"{where}[{index}]"))
+        parts.append({"type": "image"})
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _read_picture(part: Mapping[str, Json], where: str) -> tuple[str, str]:
+    if MEDIA_KINDS[part["type"]] != "image":
+        raise BadRequest(
+            f"This worker takes no '{part['type']}' parts.",
+            param=f"{where}.type",
+            code="unsupported_value",
+        )
+    name, source = source_of(part)
+    if source is None:
+        raise BadRequest("A picture needs a 'data:' URL.", param=f"{where}.{name}")
+    return f"{where}.{name}", source
+
+
+def _read_tool_calls(calls: Json, where: str) -> list[dict[str, Json]]:
+    if not isinstance(calls, list):
+        raise BadRequest("'tool_calls' must be a list.", param=where)
+    return [_read_tool_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
+
+
+def _read_tool_call(call: Json, where: str) -> dict[str, Json]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise BadRequest("A tool call needs a function with a name.", param=where)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        # OpenAI carries arguments as JSON text; templates walk through them as a mapping.
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, Mapping):
+        raise BadRequest(
+            "The arguments of a tool call must be a JSON object.",
+            param=f"{where}.function.arguments",
+        )
+    return {
+        "id": call.get("id"),
+        "type": "function",
+        "function": {"name": function["name"], "arguments": dict(arguments)},
+    }
+
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+
+
+def decode_pictures(sources: Sequence[tuple[str, str]]) -> tuple[Picture, ...]:
+    """Decode (field, URL) pairs in order; raise `BadRequest` naming the field.
+
+    Takes time in proportion to the pixels: call it off the event loop.
+    """
+    pixels_left = PIXELS_LIMIT
+    pictures = []
+    for param, url in sources:
+        picture = _decode(param, url, pixels_left)
+        pixels_left -= picture.width_px * picture.height_px
+        pictures.append(picture)
+    return tuple(pictures)
+
+
+def _decode(param: str, url: str, pixels_left: int) -> Picture:
+    try:
+        content = base64.b64decode(content_of(url), validate=True)
+    except PictureInvalid as error:
+        raise BadRequest(str(error), param=param) from None
+    except binascii.Error as error:
+        raise BadRequest("The picture is not valid base64.", param=param) from error
+    try:
+        with Image.open(BytesIO(content), formats=_FORMATS) as opened:  # reads the header only
+            if opened.width * opened.height > pixels_left:
+                raise Image.DecompressionBombError
+            upright = ImageOps.exif_transpose(opened).convert("RGB")
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise BadRequest(
+            f"The pictures of a request may have at most {PIXELS_LIMIT} pixels in all.", param=param
+        ) from error
+    except Exception as error:  # a hostile file raises nearly anything out of a decoder
+        raise BadRequest("The picture cannot be decoded.", param=param) from error
+    return Picture(width_px=upright.width, height_px=upright.height, rgb=upright.tobytes())
+
 
 LANE_HEADER = "x-paceline-lane"
 PREFIX_HEADER = "x-paceline-prefix-key"

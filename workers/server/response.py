@@ -1,34 +1,131 @@
-"""One answer on its way to the client: whole, or as a stream of events."""
+"""One answer on its way to the client: whole, or as a stream of events.
+
+A client that leaves ends the work done for it, for whole answers as for streams.
+
+Several generations as one stream of events, each tagged with the choice it belongs to.
+
+Server-sent events, the one framing of streamed answers.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
+from typing import Any, TypeVar
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from policies.request.profile import Endpoint
-from workers.engine.types import Delta, Finished, InvalidGeneration
-from workers.server import sse
-from workers.server.choices import ChoiceWriter, metrics_of, usage_of
-from workers.server.completions import CompletionChoice
-from workers.server.disconnects import while_connected
+from workers.engine.types import (
+    Delta,
+    Event,
+    Finished,
+    Generation,
+    GenerationFailed,
+    InvalidGeneration,
+)
+from workers.server import response as sse
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_refusal
-from workers.server.generating import events_of
-from workers.server.openai_format import ChatChoice
-from workers.server.ports import Json
+from workers.server.openai_format import (
+    ChatChoice,
+    ChoiceWriter,
+    CompletionChoice,
+    metrics_of,
+    usage_of,
+)
+from workers.server.ports import Json, ServingEngine
 from workers.server.request import Call
 from workers.server.runtime import Worker
 from workers.server.tool_calls import ToolCallSplitter
 
-log = logging.getLogger(__name__)
+Result = TypeVar("Result")
 
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await the work; cancel it and raise `ClientLeft` when the client is gone first.
+
+    The body must have been read: what then comes from `receive` is the disconnect.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientLeft
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def events_of(
+    engine: ServingEngine, generations: Sequence[Generation]
+) -> AsyncGenerator[tuple[int, Event], None]:
+    """Yield the events of all choices as they come; closing it removes every row.
+
+    The first error of any choice ends all of them and is raised.
+    """
+    if len(generations) == 1:
+        async with aclosing(_run(engine, generations[0])) as events:
+            async for event in events:
+                yield 0, event
+        return
+    arrived: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
+    tasks = [
+        asyncio.create_task(_collect(engine, generation, index, arrived))
+        for index, generation in enumerate(generations)
+    ]
+    try:
+        running = len(tasks)
+        while running:
+            index, outcome = await arrived.get()
+            if isinstance(outcome, Exception):
+                raise outcome
+            yield index, outcome
+            running -= isinstance(outcome, Finished)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _collect(
+    engine: ServingEngine,
+    generation: Generation,
+    index: int,
+    arrived: asyncio.Queue[tuple[int, Event | Exception]],
+) -> None:
+    try:
+        async with aclosing(_run(engine, generation)) as events:
+            async for event in events:
+                arrived.put_nowait((index, event))
+    except Exception as error:  # noqa: BLE001 - handed over, and raised by the reader
+        arrived.put_nowait((index, error))
+
+
+async def _run(engine: ServingEngine, generation: Generation) -> AsyncGenerator[Event, None]:
+    """Yield events up to `Finished`; an end without it is a failure, never a short answer."""
+    async with aclosing(engine.generate(generation)) as events:
+        async for event in events:
+            yield event
+            if isinstance(event, Finished):
+                return
+    raise GenerationFailed("The engine ended a generation without finishing it.")
+
+
+log = logging.getLogger(__name__)
 WRITE_STALL_S = 60.0
 """A reader that takes nothing for so long loses its row to others (nginx: send_timeout)."""
-
 _ID_PREFIX = {Endpoint.CHAT: "chatcmpl-", Endpoint.COMPLETIONS: "cmpl-"}
 _WHOLE = {Endpoint.CHAT: "chat.completion", Endpoint.COMPLETIONS: "text_completion"}
 _CHUNK = {Endpoint.CHAT: "chat.completion.chunk", Endpoint.COMPLETIONS: "text_completion"}
@@ -163,3 +260,17 @@ async def _send(send: Send, message: Json) -> None:
             await send(message)
     except TimeoutError as error:
         raise ClientStalled from error
+
+
+DONE = b"data: [DONE]\n\n"
+HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def event(payload: Json) -> bytes:
+    """Frame one JSON value."""
+    return f"data: {_ENCODER.encode(payload)}\n\n".encode()
