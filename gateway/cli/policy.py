@@ -20,7 +20,6 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli import policy as policy_view
 from gateway.cli.client import add_gateway_url, ask_admin
 from policies.document import PolicyInvalid, Problem, parse_policy
 from policies.yaml_io import write_yaml
@@ -148,14 +147,14 @@ def _problems_here(written: _Written) -> list[Problem]:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    _tell(policy_view.difference(_Written.read(options.file).ask(options.url, "/diff")))
+    _tell(render_difference(_Written.read(options.file).ask(options.url, "/diff")))
     return 0
 
 
 def _apply(options: argparse.Namespace) -> int:
     written = _Written.read(options.file)
     difference = written.ask(options.url, "/diff")
-    _tell(policy_view.difference(difference))
+    _tell(render_difference(difference))
     if not difference["changes"]:
         return 0
     edited = written.mark["etag"] if written.mark else difference["onto"]["etag"]
@@ -173,14 +172,14 @@ def _apply(options: argparse.Namespace) -> int:
 
 def _history(options: argparse.Namespace) -> int:
     told, _ = ask_admin(options.url, "GET", f"{_PATH}/history")
-    _tell(policy_view.history(told["versions"]))
+    _tell(render_history(told["versions"]))
     return 0
 
 
 def _rollback(options: argparse.Namespace) -> int:
     earlier, _ = ask_admin(options.url, "GET", f"{_PATH}/history/{options.version}")
     difference, _ = ask_admin(options.url, "POST", f"{_PATH}/diff", json=earlier["document"])
-    _tell(policy_view.difference(difference))
+    _tell(render_difference(difference))
     if not difference["changes"]:
         return 0
     version, _ = ask_admin(
@@ -210,7 +209,7 @@ def _in_force(version: Mapping[str, Any]) -> int:
     return 0
 
 
-def _tell(shown: policy_view.Shown) -> None:
+def _tell(shown: Shown) -> None:
     Console(highlight=False, soft_wrap=True).print(shown)
 
 
@@ -233,7 +232,7 @@ Shown = Group | Table
 _VALUE_CHARS = 60
 
 
-def difference(told: Mapping[str, Any]) -> Group:
+def render_difference(told: Mapping[str, Any]) -> Group:
     """Show what an edit would change, field by field, and which requests it would move."""
     onto = told["onto"]
     against = f"Against version {onto['number']}, by {onto['author']}: {onto['note']}"
@@ -243,7 +242,7 @@ def difference(told: Mapping[str, Any]) -> Group:
     return Group(Text(against, style="dim"), *changes, *moves, *warnings)
 
 
-def history(versions: Iterable[Mapping[str, Any]]) -> Table:
+def render_history(versions: Iterable[Mapping[str, Any]]) -> Table:
     """Show the versions, the one in force first."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for column in ("Version", "When", "By", "Reason", "Note"):

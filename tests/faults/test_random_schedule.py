@@ -48,7 +48,7 @@ async def test_b5_no_schedule_of_faults_loses_a_slot_a_request_or_the_truth(
         nemesis = asyncio.create_task(_torment(rng, gateway, fleet))
         watch = asyncio.create_task(_watch_slots(gateway))
         try:
-            await _until(lambda: gateway.http.downstream.get("/readyz").status_code == 200)
+            await _until(lambda: gateway.client.get("/readyz").status_code == 200)
             ends = await _ask_all(gateway, planned)
         finally:
             await _stopped(nemesis)
@@ -66,7 +66,7 @@ async def test_b5_no_schedule_of_faults_loses_a_slot_a_request_or_the_truth(
         # I8: idle connections end, and then nothing is left.
         await _until(lambda: fleet.open_connections == 0)
         await _until(lambda: _tasks(gateway) <= tasks_before)
-        gateway.http.downstream.close()
+        gateway.client.close()
         await _until(lambda: _open_files() <= files_before + FEW_FILES)
     surprises = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert surprises == []

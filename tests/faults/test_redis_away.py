@@ -15,7 +15,7 @@ from tests.gateway.serving import Gateway, bearing, error_of, eventually
 
 
 def metric(gateway: Gateway) -> str:
-    text = gateway.http.downstream.get("/metrics").text
+    text = gateway.client.get("/metrics").text
     return next(line for line in text.splitlines() if line.startswith("paceline_store_degraded "))
 
 
@@ -114,7 +114,7 @@ def test_f30_f31_nobody_waits_for_a_redis_that_is_gone_and_what_is_counted_is_no
     # It says nothing until it is let go on, so whoever waited for it would not come to an end.
     assert [gateway.chat().status_code for _ in range(5)] == [200] * 5
     eventually(lambda: degraded(gateway))
-    assert gateway.http.downstream.get("/readyz").status_code == 200
+    assert gateway.client.get("/readyz").status_code == 200
     assert gateway.status()["outcomes"] == {"completed": 6}
     if breaks is _dies:
         own_redis.start()
@@ -140,7 +140,7 @@ def test_f30_without_redis_a_gateway_allows_its_share_and_never_everything(
     eventually(lambda: degraded(first) and degraded(second))
 
     def left(gateway: Gateway) -> int:
-        told = gateway.http.downstream.post("/v1/chat/completions", json={}).headers
+        told = gateway.client.post("/v1/chat/completions", json={}).headers
         return int(told["x-ratelimit-remaining-requests"])
 
     # Each part notices at its own turn, and another may have been the first.
@@ -208,7 +208,7 @@ def test_f32_a_gateway_that_is_cut_off_has_its_share_and_everything_adds_up_late
         for gateway in (first, second):
             eventually(
                 lambda gateway=gateway: (
-                    gateway.http.downstream.get(  # type: ignore[misc]
+                    gateway.client.get(  # type: ignore[misc]
                         "/v1/models", headers=bearing(key)
                     ).is_success
                 )
@@ -218,7 +218,7 @@ def test_f32_a_gateway_that_is_cut_off_has_its_share_and_everything_adds_up_late
         eventually(lambda: second.client.get("/readyz").status_code == 200)
 
         def left(gateway: Gateway) -> int:
-            told = gateway.http.downstream.post("/v1/chat/completions", json={}).headers
+            told = gateway.client.post("/v1/chat/completions", json={}).headers
             return int(told["x-ratelimit-remaining-tokens"])
 
         proxy.refuse()

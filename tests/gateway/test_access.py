@@ -66,7 +66,7 @@ def test_names_are_configured_with_commas(
 ) -> None:
     monkeypatch.setenv("PACELINE_ALLOWED_HOSTS", "line.example, other.example")
     with Gateway(settings_for_tests(tmp_path)) as gateway:
-        answer = gateway.http.downstream.get("/livez", headers={"host": "other.example:8000"})
+        answer = gateway.client.get("/livez", headers={"host": "other.example:8000"})
         assert answer.status_code == 200
 
 

@@ -128,7 +128,7 @@ def test_default_means_the_only_model_of_the_fleet(gateway: Gateway, worker: Fak
     gateway.join(worker)
     assert gateway.chat(model="default").status_code == 200
     assert worker.heard[0].body["model"] == "Qwen/Qwen3.5-4B"
-    names = {entry["id"] for entry in gateway.http.downstream.get("/v1/models").json()["data"]}
+    names = {entry["id"] for entry in gateway.client.get("/v1/models").json()["data"]}
     assert names == {"Qwen/Qwen3.5-4B", "default"}
 
 

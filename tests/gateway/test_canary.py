@@ -83,9 +83,9 @@ def test_a_secret_and_a_prompt_are_in_no_log_metric_error_status_or_state(
         told["bad terms"] = gateway.admin.post(
             "/admin/v1/keys", json={"name": PROMPT * 9, "team": STATIC + "\n"}
         ).text
-        told["metrics"] = gateway.http.downstream.get("/metrics").text
+        told["metrics"] = gateway.client.get("/metrics").text
         bearer = {"authorization": f"Bearer {STATIC}"}
-        told["status"] = gateway.http.downstream.get("/v1/status", headers=bearer).text
+        told["status"] = gateway.client.get("/v1/status", headers=bearer).text
         for path in ("keys", "usage", "usage?format=csv", "workers"):
             told[path] = gateway.admin.get(f"/admin/v1/{path}").text
     for file in tmp_path.rglob("*"):

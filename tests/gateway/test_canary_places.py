@@ -165,8 +165,8 @@ def test_what_a_request_says_is_in_no_log_error_explanation_diff_metric_or_state
             told.take("policy", admin.get(path))
         for path in ("keys", "usage", "usage?format=csv", f"usage?from={WORD}", "workers"):
             told.take(path, gateway.admin.get(f"/admin/v1/{path}"))
-        told.take("metrics", gateway.http.downstream.get("/metrics"))
-        status = gateway.http.downstream.get("/v1/status", headers=shown)
+        told.take("metrics", gateway.client.get("/metrics"))
+        status = gateway.client.get("/v1/status", headers=shown)
         assert told.take("status", status).status_code == 200
     for file in tmp_path.rglob("*"):
         if file.is_file():
@@ -194,6 +194,6 @@ def edited(admin: Admin) -> Mapping[str, str]:
 
 
 def put_worker(gateway: Gateway, beat: Mapping[str, Any], token: str) -> httpx.Response:
-    return gateway.http.downstream.put(
+    return gateway.client.put(
         "/admin/v1/workers/fake-a", json=beat, headers={"authorization": f"Bearer {token}"}
     )

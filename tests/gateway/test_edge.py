@@ -193,7 +193,7 @@ def test_f09_a_reader_that_stalls_is_cut_and_frees_the_worker(
             raw.sendall(request(stream=True))
             assert worker.hearing.wait(10)
             # Its 80 MB wait for a reader: they stay with the worker, and others are served.
-            assert gateway.http.downstream.get("/livez").status_code == 200
+            assert gateway.client.get("/livez").status_code == 200
             assert worker.client_left.wait(30)
             eventually(lambda: gateway.status()["gateway"]["requests_in_flight"] == 0)
         assert gateway.status()["outcomes"] == {"client_left": 1}

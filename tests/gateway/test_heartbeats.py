@@ -19,13 +19,11 @@ def lane_with(**counts: Any) -> dict[str, Any]:
 def test_a_heartbeat_needs_the_join_token(gateway: Gateway, worker: FakeWorker) -> None:
     report = worker.report().model_dump(mode="json")
     for headers in ({}, {"authorization": "Bearer wrong"}):
-        answer = gateway.http.downstream.put(
-            "/admin/v1/workers/fake-a", headers=headers, json=report
-        )
+        answer = gateway.client.put("/admin/v1/workers/fake-a", headers=headers, json=report)
         assert answer.status_code == 401
-        answer = gateway.http.downstream.delete("/admin/v1/workers/fake-a", headers=headers)
+        answer = gateway.client.delete("/admin/v1/workers/fake-a", headers=headers)
         assert answer.status_code == 401
-    answer = gateway.http.downstream.put("/admin/v1/workers/fake-a", headers=BEARER, json=report)
+    answer = gateway.client.put("/admin/v1/workers/fake-a", headers=BEARER, json=report)
     assert answer.json() == {"beat_s": 2.0}
 
 
@@ -44,16 +42,14 @@ def test_a_heartbeat_with_a_wrong_field_names_it(gateway: Gateway, worker: FakeW
         (lane_with(drafted=1, accepted=1, errors=1), "lanes.0.speculation"),
         (lane_with(steps=1, histogram=[1, 1]), "lanes.0.speculation"),
     ):
-        answer = gateway.http.downstream.put(
+        answer = gateway.client.put(
             "/admin/v1/workers/fake-a", headers=BEARER, json={**report, **change}
         )
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
 def test_a_heartbeat_is_bounded(gateway: Gateway) -> None:
-    answer = gateway.http.downstream.put(
-        "/admin/v1/workers/a", headers=BEARER, content=b" " * 300_000
-    )
+    answer = gateway.client.put("/admin/v1/workers/a", headers=BEARER, content=b" " * 300_000)
     assert answer.status_code == 413
 
 
@@ -113,11 +109,9 @@ def test_without_an_mtp_worker_greedy_text_runs_on_vlm_and_says_so(
 
 
 def test_probes_tell_alive_from_ready(gateway: Gateway, worker: FakeWorker) -> None:
-    assert gateway.http.downstream.get("/livez").status_code == 200
-    assert gateway.http.downstream.get("/readyz").status_code == 503
-    assert gateway.http.downstream.get("/health").status_code == 503
+    assert gateway.client.get("/livez").status_code == 200
+    assert gateway.client.get("/readyz").status_code == 503
+    assert gateway.client.get("/health").status_code == 503
     gateway.join(worker)
-    assert gateway.http.downstream.get("/readyz").status_code == 200
-    assert gateway.http.downstream.get("/health").status_code == 200, (
-        "where tools made for vLLM ask"
-    )
+    assert gateway.client.get("/readyz").status_code == 200
+    assert gateway.client.get("/health").status_code == 200, "where tools made for vLLM ask"

@@ -60,7 +60,7 @@ def test_s32_no_redirect_is_followed_where_a_worker_is_asked_how_it_is(
     fake = FakeWorker()
     with serving(elsewhere, sockets=[fake.socket]):
         gateway.join(fake)
-        assert gateway.http.downstream.get("/metrics").status_code == 200
+        assert gateway.client.get("/metrics").status_code == 200
         assert gateway.status()["workers"]["fake-a"]["state"] == "ready"
     assert trap.untouched()
 

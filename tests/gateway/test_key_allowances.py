@@ -136,7 +136,7 @@ def test_who_leaves_before_any_worker_began_pays_nothing(
         gateway.bear(second["secret"])
         # Asked of one that has no time, then in line for one that is full.
         with pytest.raises(httpx.ReadTimeout):
-            gateway.http.downstream.post("/v1/chat/completions", json=chat_body(), timeout=1.0)
+            gateway.client.post("/v1/chat/completions", json=chat_body(), timeout=1.0)
         assert len(worker.heard) == 1
         eventually(lambda: gateway.status()["gateway"]["requests_in_flight"] == 1)
         assert left_tokens(gateway.chat(temperature=9)) == 2000

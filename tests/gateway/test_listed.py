@@ -40,7 +40,7 @@ def told_by_status(gateway: Gateway) -> str:
 
 
 def ready(gateway: Gateway) -> bool:
-    return gateway.http.downstream.get("/readyz").status_code == 200
+    return gateway.client.get("/readyz").status_code == 200
 
 
 def test_a_listed_server_answers_without_a_heartbeat(tmp_path: Path, worker: FakeWorker) -> None:
@@ -55,7 +55,7 @@ def test_a_listed_server_answers_without_a_heartbeat(tmp_path: Path, worker: Fak
             assert streamed.read().endswith(b"data: [DONE]\n\n")
         shown = gateway.status()["workers"]["studio"]
         assert shown["state"] == "ready"
-        assert gateway.http.downstream.get("/v1/models").json()["data"][0]["id"] == "demo"
+        assert gateway.client.get("/v1/models").json()["data"][0]["id"] == "demo"
 
 
 def test_it_gets_its_own_key_and_nothing_of_ours(
@@ -108,7 +108,7 @@ def test_a_server_that_is_down_is_out_and_its_model_is_known_all_the_same(tmp_pa
         away.socket.close()
         answer = gateway.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
-        assert gateway.http.downstream.get("/readyz").status_code == 503
+        assert gateway.client.get("/readyz").status_code == 503
 
 
 def test_a_server_that_comes_up_later_is_in_with_the_next_probe(tmp_path: Path) -> None:

@@ -178,7 +178,7 @@ def test_before_any_worker_has_come_a_name_of_a_model_is_counted_nowhere(gateway
     for name in ("one", "two"):
         assert gateway.chat(model=name).status_code == 503
     assert gateway.status()["models"] == {}
-    text = gateway.http.downstream.get("/metrics").text
+    text = gateway.client.get("/metrics").text
     assert "one" not in re.findall(r'model_name="(\w+)"', text)
 
 

@@ -251,7 +251,7 @@ def moved(*moves: tuple[str, str, int]) -> dict[str, Any]:
 def drawn(told: dict[str, Any], *, colours: bool) -> str:
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=colours, highlight=False, soft_wrap=True, width=80)
-    terminal.print(policy_view.difference(told))
+    terminal.print(policy_view.render_difference(told))
     return out.getvalue()
 
 

@@ -96,7 +96,7 @@ def test_a_route_takes_the_requests_with_the_header_that_it_names(
     with gateway_with(tmp_path, worker, routes=routes, pools=pools) as gateway:
 
         def asked(**headers: str) -> str:
-            gateway.http.downstream.headers = httpx.Headers(headers)
+            gateway.client.headers = httpx.Headers(headers)
             return pool_of(gateway.chat())
 
         assert [asked(), asked(**{"X-Batch": "please"}), asked(**{"x-batch": "no"})] == [
@@ -136,7 +136,7 @@ def test_a_pool_takes_only_the_workers_that_it_names_and_status_shows_them(
             *(["fake-b"], 4),
         )
         assert status["workers"]["fake-b"]["labels"] == ["fake-b"]
-        assert 'paceline_pool_slots{pool="vlm"} 4.0' in gateway.http.downstream.get("/metrics").text
+        assert 'paceline_pool_slots{pool="vlm"} 4.0' in gateway.client.get("/metrics").text
 
 
 def test_a_heavier_worker_gets_more_of_the_requests(
@@ -183,9 +183,7 @@ def test_a_prompt_is_no_longer_than_the_policy_lets_it_be(
         status, param, message = refused(gateway.chat(**words("x" * 11, 2)))
         assert (status, param) == (400, "messages")
         assert "at most 20 characters" in message
-        prompt = gateway.http.downstream.post(
-            "/v1/completions", json={"model": "demo", "prompt": "x" * 21}
-        )
+        prompt = gateway.client.post("/v1/completions", json={"model": "demo", "prompt": "x" * 21})
         assert refused(prompt)[:2] == (400, "prompt")
 
 
@@ -265,7 +263,7 @@ def test_an_explanation_shows_who_the_policy_thinks_is_asking(
     routes = [{"name": "batch", "when": {"header": {"x-batch": "yes"}}, "to": "vlm"}, DEFAULT]
     with gateway_with(tmp_path, worker, routes=routes) as gateway:
         body = {"model": "demo", **words("Hi")}
-        told = gateway.http.downstream.post(
+        told = gateway.client.post(
             "/v1/route/explain", json=body, headers={"x-batch": "yes", "x-other": "z"}
         ).json()
         assert told["route"] == "batch"

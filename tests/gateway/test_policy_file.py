@@ -211,20 +211,20 @@ def test_f45_f46_a_bad_edit_of_the_file_is_refused_aloud_and_what_was_good_stays
             file.write_text(text)
             eventually(functools.partial(tells, gateway, sentence))
             assert "line " in problem(gateway)
-            assert str(file) not in gateway.http.downstream.get("/v1/status").text
+            assert str(file) not in gateway.client.get("/v1/status").text
             (refused,) = [one for one in caplog.records if "policy.refused" in one.message]
             assert (refused.levelno, str(file) in refused.message) == (logging.ERROR, True)
             assert sentence in refused.message
             assert in_force(gateway) == (1, ["a"], "file")
             gateway.join(worker)
             assert gateway.chat().headers["x-paceline-pool"] == "a"
-        assert "paceline_policy_file_refused 1.0" in gateway.http.downstream.get("/metrics").text
+        assert "paceline_policy_file_refused 1.0" in gateway.client.get("/metrics").text
         file.unlink()
         eventually(lambda: problem(gateway) == "the file cannot be read")
         file.write_text(good)
         eventually(lambda: not problem(gateway))
         assert in_force(gateway) == (1, ["a"], "file")
-        assert "paceline_policy_file_refused 0.0" in gateway.http.downstream.get("/metrics").text
+        assert "paceline_policy_file_refused 0.0" in gateway.client.get("/metrics").text
         file.write_text(as_yaml(document("b")))
         eventually(says(gateway, 2, ["b"], "file"))
 

@@ -129,9 +129,7 @@ def test_only_those_whom_the_policy_lets_share_have_one_name(
         for team in ("lab", "lab", "shop"):
             key = bearing(gateway.make_key(team=team))
             body = {"model": "demo", **asked()}
-            assert gateway.http.downstream.post(
-                "/v1/chat/completions", json=body, headers=key
-            ).is_success
+            assert gateway.client.post("/v1/chat/completions", json=body, headers=key).is_success
     ann, bob, eve = (heard.headers["x-paceline-prefix-key"] for heard in worker.heard)
     assert (ann == bob, ann == eve) == (same_team, other_team)
 

@@ -72,7 +72,8 @@ async def test_records_survive_the_process_and_are_for_their_owner_alone(tmp_pat
 def test_writers_of_several_processes_lose_nothing_of_each_other(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     adding = (
-        "import asyncio, sys; from pathlib import Path; from gateway.storage.records import FileRecords\n"
+        "import asyncio, sys; from pathlib import Path\n"
+        "from gateway.storage.records import FileRecords\n"
         "async def add():\n"
         "    for i in range(20):\n"
         "        await FileRecords(Path(sys.argv[1])).add('keys', f'{sys.argv[2]}-{i}', '1')\n"

@@ -99,7 +99,7 @@ def test_f39_a_declared_body_that_is_too_large_is_refused_unread(line: Gateway) 
 def test_f39_a_body_is_counted_while_it_is_read(tmp_path: Path) -> None:
     with Gateway(settings_for_tests(tmp_path, body_limit_bytes=1000)) as gateway:
         chunked = (b"x" * 100 for _ in range(20))
-        answer = gateway.http.downstream.post("/v1/chat/completions", content=chunked)
+        answer = gateway.client.post("/v1/chat/completions", content=chunked)
         assert refusal(answer) == (413, "body_too_large", None)
 
 

@@ -38,9 +38,7 @@ def test_a_worker_that_joins_one_gateway_serves_at_all_and_leaves_all(
 
     assert first.leave(worker).status_code == 204
     for gateway in (second, third):
-        eventually(
-            lambda gateway=gateway: gateway.http.downstream.get("/readyz").status_code == 503
-        )  # type: ignore[misc]
+        eventually(lambda gateway=gateway: gateway.client.get("/readyz").status_code == 503)  # type: ignore[misc]
 
 
 def test_a_worker_that_dies_is_out_everywhere(makes: Makes) -> None:

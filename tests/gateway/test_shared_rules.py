@@ -16,7 +16,7 @@ def soon_at(gateway: Gateway, holds: Callable[[], bool]) -> None:
     left_s, until_s, began_s = 2.0, time.monotonic() + 60, time.monotonic()
     while not holds():
         time.sleep(0.02)
-        answers = "paceline_store_degraded 0.0" in gateway.http.downstream.get("/metrics").text
+        answers = "paceline_store_degraded 0.0" in gateway.client.get("/metrics").text
         since_s, began_s = began_s, time.monotonic()
         left_s -= began_s - since_s if answers else 0.0
         assert left_s > 0, "it did not come true in time"

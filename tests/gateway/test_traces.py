@@ -86,7 +86,7 @@ def test_a_clients_trace_goes_on_in_the_gateway_and_in_the_worker(
     tmp_path: Path, collector: Collector, worker: FakeWorker
 ) -> None:
     with traced(tmp_path, worker) as gateway:
-        answer = gateway.http.downstream.post(
+        answer = gateway.client.post(
             "/v1/chat/completions",
             json=chat_body(temperature=0, max_tokens=9),
             headers={"traceparent": PARENT, "tracestate": "vendor=1", "baggage": SECRET_WORDS},
@@ -162,7 +162,7 @@ def test_no_span_has_a_word_of_a_client(
     with traced(tmp_path, worker) as gateway:
         gateway.chat(messages=said, user=SECRET_WORDS, stop=[SECRET_WORDS])
         gateway.chat(messages=said, model=SECRET_WORDS)
-        gateway.http.downstream.post(
+        gateway.client.post(
             "/v1/chat/completions",
             content=SECRET_WORDS,
             headers={"traceparent": SECRET_WORDS, "user-agent": SECRET_WORDS},

@@ -55,7 +55,7 @@ def test_f27_no_more_requests_run_on_a_lane_than_it_has_slots(
         worker.go_on.set()
         assert {answer.result().status_code for answer in asked} == {200}
     assert waiting(gateway, "vlm") == 0
-    assert "paceline_queue_wait_seconds_count" in gateway.http.downstream.get("/metrics").text
+    assert "paceline_queue_wait_seconds_count" in gateway.client.get("/metrics").text
 
 
 def test_f27_a_full_speculative_lane_spills_to_vlm_and_the_answer_says_so(
@@ -129,7 +129,7 @@ def test_an_interactive_request_is_served_before_bulk_that_came_earlier(
     worker.plans["hold"] = Script(hang=True)
 
     def ask(text: str, priority: str) -> httpx.Response:
-        return gateway.http.downstream.post(
+        return gateway.client.post(
             "/v1/chat/completions",
             json={"model": "demo", "messages": [user(text)]},
             headers={"x-paceline-priority": priority},
@@ -158,7 +158,7 @@ def test_a_priority_that_the_policy_does_not_offer_is_a_400_that_lists_those_it_
     with with_policy(tmp_path, no_queue_jumping) as gateway:
         gateway.join(worker)
         for asked, status in (("bulk", 200), ("interactive", 400), ("x", 400), ("", 400)):
-            answer = gateway.http.downstream.post(
+            answer = gateway.client.post(
                 "/v1/chat/completions",
                 json={"model": "demo", "messages": [user("x")]},
                 headers={"x-paceline-priority": asked},

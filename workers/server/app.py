@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi import FastAPI
 from pydantic import SecretStr
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -22,7 +21,6 @@ from policies.request.fields import FieldError
 from policies.request.profile import Endpoint
 from workers.engine.types import EngineError
 from workers.protocol import mtp_block
-from workers.server import app as state
 from workers.server.errors import NotAuthorised, Refused, UnknownModel, render
 from workers.server.metrics import CONTENT_TYPE, exposition
 from workers.server.ports import Json
@@ -80,17 +78,17 @@ def create_app(worker: Worker, token: SecretStr | None) -> FastAPI:
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return JSONResponse(state.models(worker))
+        return JSONResponse(models(worker))
 
     @app.get("/v1/models/{name:path}")
     async def retrieve_model(name: str) -> Response:
         if name != worker.engine.card.model:
             raise UnknownModel(name, worker.engine.card.model)
-        return JSONResponse(state.model(worker))
+        return JSONResponse(model(worker))
 
     @app.get("/v1/status")
-    async def status() -> Response:
-        return JSONResponse(state.status(worker))
+    async def read_status() -> Response:
+        return JSONResponse(status(worker))
 
     @app.get("/livez")
     async def livez() -> Response:
@@ -98,7 +96,7 @@ def create_app(worker: Worker, token: SecretStr | None) -> FastAPI:
 
     @app.get("/readyz")
     async def readyz() -> Response:
-        return state.readiness(worker)
+        return readiness(worker)
 
     @app.get("/metrics")
     async def metrics() -> Response:

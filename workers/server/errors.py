@@ -10,8 +10,8 @@ Refused                  any request that gets no completion; carries status and
 +-- ClientStalled        499, stopped reading in the middle of a stream
 
 Errors of the engine (`workers.engine.types`) and of the reading of fields
-(`policies.request.fields.FieldError`) are translated into `Refused` here, so that a client never sees
-the text of a library.
+(`policies.request.fields.FieldError`) are translated into `Refused` here, so that a client never
+sees the text of a library.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ from workers.engine.types import (
     GenerationFailed,
     InvalidGeneration,
 )
-from workers.server import response as sse
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_refusal
 from workers.server.openai_format import (
     ChatChoice,
@@ -186,7 +185,7 @@ class Answer(Response):
                 if not started or isinstance(error, ClientStalled):
                     raise
                 refusal = as_refusal(error, self._call.request_id)
-                await _send(send, _piece(sse.event(refusal.body())))
+                await _send(send, _piece(encode_event(refusal.body())))
                 await _send(send, _piece(b"", last=True))
 
     async def _send_tail(self, send: Send) -> None:
@@ -195,15 +194,15 @@ class Answer(Response):
             chunk = self._envelope(_CHUNK, [])
             metrics = metrics_of(ends, detailed=self._call.detailed_metrics)
             chunk |= {"usage": usage_of(ends), **metrics}
-            await _send(send, _piece(sse.event(chunk)))
-        await _send(send, _piece(sse.DONE, last=True))
+            await _send(send, _piece(encode_event(chunk)))
+        await _send(send, _piece(DONE, last=True))
 
     async def _send_entries(self, send: Send, entries: Sequence[Json]) -> None:
         if not entries:
             return
         unknown_yet = {"usage": None} if self._call.profile.include_usage else {}
         chunks = (self._envelope(_CHUNK, [entry]) | unknown_yet for entry in entries)
-        await _send(send, _piece(b"".join(sse.event(chunk) for chunk in chunks)))
+        await _send(send, _piece(b"".join(encode_event(chunk) for chunk in chunks)))
 
     def _in_words_of_the_body(self, error: InvalidGeneration) -> BadRequest:
         # The engine knows one prompt, and calls it by the name chats have for it.
@@ -234,7 +233,7 @@ class Answer(Response):
         }
 
     def _start(self) -> Json:
-        headers = {**sse.HEADERS, "x-request-id": self._call.request_id}
+        headers = {**HEADERS, "x-request-id": self._call.request_id}
         raw = [(name.encode(), value.encode()) for name, value in headers.items()]
         return {"type": "http.response.start", "status": 200, "headers": raw}
 
@@ -271,6 +270,6 @@ HEADERS = {
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
-def event(payload: Json) -> bytes:
+def encode_event(payload: Json) -> bytes:
     """Frame one JSON value."""
     return f"data: {_ENCODER.encode(payload)}\n\n".encode()
