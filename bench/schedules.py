@@ -1,6 +1,6 @@
 """Thousands of random schedules of a lane, each row replayed alone, each token explained.
 
-`python -m bench.schedules` plays what `tests/engine/schedules.py` describes, prints what they were
+`python -m bench.schedules` plays what `tests/support/lane_schedules.py` describes, prints what they were
 made of, and ends at the first answer or count that is not as it must be.
 """
 
@@ -21,8 +21,8 @@ from rich.console import Console
 
 from bench.blas import restart_with_fast_blas
 from bench.tables import Grid
-from tests.engine.schedules import Schedules
-from tests.engine.watched import Found
+from tests.support.lane_schedules import Schedules
+from tests.support.schedule_rows import Found
 from workers.demo import CHECKPOINT
 from workers.engine.model import load_checkpoint
 from workers.engine.prefix_cache_files import fingerprint

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.worker_process import RunningWorker, running_worker
+from tests.support.worker_process import RunningWorker, running_worker
 from workers.demo import CHECKPOINT
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from bench.clients.place import ClientFailed, Place
 from bench.clients.tools import TOOLS, Tool
 from bench.tables import Grid
 from bench.venvs import PeerUnavailable, python_of
-from tests.e2e.line_process import running_line
+from tests.support.paceline_process import running_line
 from workers.demo import CHECKPOINT
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "clients.md"

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
-from tests.e2e.line_process import Line, running_line
+from tests.support.paceline_process import Line, running_line
 
 
 @pytest.fixture(scope="session")

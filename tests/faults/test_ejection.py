@@ -7,10 +7,10 @@ from email.utils import formatdate
 
 import pytest
 
-from tests.faults.asking import settles
-from tests.faults.proxy import FaultProxy
-from tests.gateway.fake_worker import DONE, FakeWorker, Script
-from tests.gateway.serving import Gateway, eventually
+from tests.support.fault_proxy import FaultProxy
+from tests.support.raw_client import settles
+from tests.support.running_gateway import Gateway, eventually
+from tests.support.scripted_worker import DONE, FakeWorker, Script
 
 
 def state(gateway: Gateway, worker: FakeWorker) -> str:

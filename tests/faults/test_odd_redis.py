@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.conftest import Break, Joins, Starts
-from tests.faults.store import store, well
-from tests.gateway.redis_server import RedisServer
-from tests.gateway.serving import bearing, error_of, eventually
+from tests.socket.conftest import Break, Joins, Starts
+from tests.support.redis_server import RedisServer
+from tests.support.redis_status import store, well
+from tests.support.running_gateway import bearing, error_of, eventually
 
 
 def test_f33_a_redis_that_comes_back_empty_is_told_everything_again(

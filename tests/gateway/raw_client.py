@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from tests.gateway.serving import Gateway, chat_body
+from tests.support.running_gateway import Gateway, chat_body
 
 PATH = b"/v1/chat/completions"
 

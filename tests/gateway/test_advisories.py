@@ -20,11 +20,11 @@ from urllib.parse import quote
 
 import pytest
 
-from tests.gateway.fake_worker import FakeWorker
-from tests.gateway.policies import Admin, document
-from tests.gateway.serving import Gateway, chat_body
-from tests.gateway.trap import Trap, said
-from tests.pictures import data_url, png_header
+from tests.support.canary_listener import Trap, said
+from tests.support.images import data_url, png_header
+from tests.support.policies import Admin, document
+from tests.support.running_gateway import Gateway, chat_body
+from tests.support.scripted_worker import FakeWorker
 
 ROOT = Path(__file__).parents[2]
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/route/explain")

@@ -15,11 +15,11 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from tests.gateway.fake_worker import FakeWorker, Script
-from tests.gateway.hearing import Heard
-from tests.gateway.policies import Admin, document
-from tests.gateway.serving import Gateway, chat_body, settings_for_tests
-from tests.pictures import data_url, png_header
+from tests.support.images import data_url, png_header
+from tests.support.log_capture import Heard
+from tests.support.policies import Admin, document
+from tests.support.running_gateway import Gateway, chat_body, settings_for_tests
+from tests.support.scripted_worker import FakeWorker, Script
 
 WORD = "canary-of-a-person"
 PICTURE = png_header(8, 8) + WORD.encode() * 9

@@ -14,7 +14,7 @@ import uvloop
 
 from gateway.errors import Overloaded
 from gateway.http.upstream import Connections, retry_after_s
-from tests.gateway.fake_worker import FakeWorker
+from tests.support.scripted_worker import FakeWorker
 
 NOW_S = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.gateway.fake_worker import FakeWorker
-from tests.gateway.serving import Gateway, bearing, chat_body, error_of, settings_for_tests
+from tests.support.running_gateway import Gateway, bearing, chat_body, error_of, settings_for_tests
+from tests.support.scripted_worker import FakeWorker
 
 ORIGINS = ("https://evil.example", "null", "http://localhost:1", "http://127.0.0.1", "file://", "")
 KINDS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")

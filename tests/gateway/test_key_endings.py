@@ -9,8 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.gateway.fake_worker import DONE, FakeWorker, Script
-from tests.gateway.serving import (
+from tests.support.running_gateway import (
     Gateway,
     bearing,
     chat_body,
@@ -18,6 +17,7 @@ from tests.gateway.serving import (
     eventually,
     settings_for_tests,
 )
+from tests.support.scripted_worker import DONE, FakeWorker, Script
 
 
 def test_a_revoked_key_stops_at_once(line: Gateway) -> None:

@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from gateway.http.upstream import Link
-from tests.gateway.links import answering, ask, linked
+from tests.support.upstream_connections import answering, ask, linked
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.fake_worker import FakeWorker
-from tests.gateway.policies import Admin, as_yaml, document
-from tests.gateway.serving import Gateway, chat_body, error_of
+from tests.support.policies import Admin, as_yaml, document
+from tests.support.running_gateway import Gateway, chat_body, error_of
+from tests.support.scripted_worker import FakeWorker
 
 
 def pool_of(gateway: Gateway, **fields: Any) -> str:

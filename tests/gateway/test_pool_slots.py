@@ -5,8 +5,8 @@ from __future__ import annotations
 from gateway.fleet.circuit_breaker import Verdict
 from policies.compiler import Asker
 from policies.document import PolicyDocument, read_policy
-from tests.gateway.door import Door, report, settled
-from tests.profiles import GREEDY, SAMPLED
+from tests.support.request_profiles import GREEDY, SAMPLED
+from tests.support.scheduler_harness import Door, report, settled
 
 
 def bounded_pools(slots: int) -> PolicyDocument:

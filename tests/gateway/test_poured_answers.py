@@ -7,7 +7,13 @@ import asyncio
 import pytest
 
 from gateway.http.upstream import Link, LinkLost
-from tests.gateway.links import CHUNKED, answering, answering_and_leaving, ask, linked
+from tests.support.upstream_connections import (
+    CHUNKED,
+    answering,
+    answering_and_leaving,
+    ask,
+    linked,
+)
 
 
 class Sink:

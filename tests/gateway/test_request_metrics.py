@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from policies.sections import MetricsRules
-from tests.gateway.fake_worker import METRICS, USAGE, FakeWorker
-from tests.gateway.policies import gateway_with
-from tests.gateway.serving import Gateway
+from tests.support.policies import gateway_with
+from tests.support.running_gateway import Gateway
+from tests.support.scripted_worker import METRICS, USAGE, FakeWorker
 
 ASKED = {"metrics": "summary"}
 WITH_USAGE = {"stream_options": {"include_usage": True}}

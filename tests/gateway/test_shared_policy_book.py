@@ -14,8 +14,8 @@ from gateway.config.policy_versions import Reason, Version, brings_news, propose
 from gateway.errors import EditOvertaken, VersionUnknown
 from policies.diff import merge_patch
 from policies.document import PolicyInvalid, read_policy
-from tests.gateway.memory_records import MemoryRecords
-from tests.gateway.policies import BY_ANN, BY_BOB, book_of, document, proposal
+from tests.support.memory_records import MemoryRecords
+from tests.support.policies import BY_ANN, BY_BOB, book_of, document, proposal
 
 POOLS = st.sampled_from("abcd")
 BAD = st.sampled_from(

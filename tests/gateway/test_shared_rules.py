@@ -6,9 +6,9 @@ import json
 import time
 from collections.abc import Callable
 
-from tests.gateway.conftest import Makes
-from tests.gateway.fake_worker import DONE, FakeWorker, Script
-from tests.gateway.serving import Gateway, error_of, eventually
+from tests.support.gateway_fixtures import Makes
+from tests.support.running_gateway import Gateway, error_of, eventually
+from tests.support.scripted_worker import DONE, FakeWorker, Script
 
 
 def soon_at(gateway: Gateway, holds: Callable[[], bool]) -> None:

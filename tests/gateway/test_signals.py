@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.gateway.fake_worker import DONE, FakeWorker
-from tests.gateway.gateway_process import gateway_process
-from tests.gateway.serving import chat_body, eventually
+from tests.support.gateway_process import gateway_process
+from tests.support.running_gateway import chat_body, eventually
+from tests.support.scripted_worker import DONE, FakeWorker
 
 
 def ready(client: httpx.Client) -> bool:

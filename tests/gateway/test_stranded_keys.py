@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from gateway.cli import main
-from tests.gateway.policies import Admin, as_yaml, document
-from tests.gateway.serving import Gateway, eventually, settings_for_tests
+from tests.support.policies import Admin, as_yaml, document
+from tests.support.running_gateway import Gateway, eventually, settings_for_tests
 
 
 def sentences(told: dict[str, list[dict[str, str]]]) -> list[str]:

@@ -11,7 +11,7 @@ from policies.compiler import Asker
 from policies.evaluate import judge
 from policies.request.profile import Endpoint, RequestProfile, Sampling, bypass_reasons
 from policies.routes import DAYS, MEDIA_KINDS
-from tests.policies.conditions import DAY, policy_of
+from tests.support.policy_conditions import DAY, policy_of
 
 NAMES = st.sampled_from(["a", "b", "demo"])
 SOME_NAMES = NAMES | st.lists(NAMES, min_size=1, max_size=3)

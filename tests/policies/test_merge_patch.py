@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policies.diff import merge_patch
-from tests.policies.values import VALUES
+from tests.support.json_values import VALUES
 
 # Appendix A of the RFC: original, patch, result.
 EXAMPLES = [

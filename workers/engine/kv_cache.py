@@ -7,7 +7,7 @@ stay the same from round to round, and a round can be compiled once.
 
 It is duck-typed to what mlx-vlm's models read (`offset`, `_idx`, `make_mask`, `update_and_fetch`).
 It must not grow `extract` or `merge`: with them the Qwen3.5 model would run the batch row by row.
-`tests/engine/test_seam.py` holds that contract.
+`tests/model/test_mlx_vlm_contract.py` holds that contract.
 
 A recurrent cache that remembers, for one forward pass, the state behind every token of it.
 

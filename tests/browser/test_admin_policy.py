@@ -1,0 +1,129 @@
+"""The policy on the page for admins: edit, refusal, comparison, application, and the way back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from playwright.async_api import expect
+
+from policies.yaml_io import write_yaml
+from tests.support.browser_tab import Watched
+from tests.support.policies import Admin, as_yaml, document
+from tests.support.running_gateway import Gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+ALL_TO_VLM = as_yaml(document("all", lanes=("vlm",)))
+
+
+def pool_of(gateway: Gateway, **fields: Any) -> str:
+    answer = gateway.chat(**fields)
+    assert answer.status_code == 200, answer.text
+    return str(answer.headers["x-paceline-pool"])
+
+
+async def shown(watched: Watched) -> str:
+    """Wait for the policy in the editor, and read it there."""
+    await expect(watched.page.locator("#in-force")).to_contain_text("is in force")
+    return await watched.page.get_by_label("Document").input_value()
+
+
+async def test_a_bad_edit_is_refused_as_one_types_and_the_line_is_a_click_away(
+    line: Gateway, watched: Watched
+) -> None:
+    page = watched.page
+    await watched.visit(line.url)
+    assert "text-mtp" in await shown(watched)
+    bad = ALL_TO_VLM.replace("- all", "- fast")
+    await watched.write(bad)
+    problem = page.locator("#problems li")
+    await expect(problem).to_contain_text("there is no pool 'fast'")
+    await expect(problem).to_contain_text("routes.0.to.0")
+    place = 1 + bad[: bad.index("- fast")].count("\n")
+    await expect(problem).to_contain_text(f"Line {place}")
+    await expect(page.locator("#check")).to_have_text("1 problem")
+    await expect(watched.button("Apply")).to_be_disabled()
+    await problem.get_by_role("button").click()
+    selected = "text => text.value.slice(text.selectionStart, text.selectionEnd)"
+    assert await page.get_by_label("Document").evaluate(selected) == "  - fast"
+    await watched.write("a: 1\na: 2\n")
+    await expect(problem).to_contain_text("'a' stands twice")
+    await watched.write(ALL_TO_VLM)
+    await expect(page.locator("#check")).to_have_text("Good")
+    await expect(problem).to_have_count(0)
+
+
+async def test_an_edit_is_compared_applied_obeyed_and_taken_back(
+    line: Gateway, watched: Watched
+) -> None:
+    page = watched.page
+    assert [pool_of(line, temperature=0) for _ in range(3)] == ["text-mtp"] * 3
+    await watched.visit(line.url)
+    await shown(watched)
+
+    await watched.write(ALL_TO_VLM)
+    await watched.button("Compare").click()
+    difference = page.locator("#difference")
+    await expect(difference).to_contain_text("Of the last 3 requests, 3 would go elsewhere.")
+    await expect(difference.locator("tr.goes")).to_have_text(["text-mtpall3"])
+    await expect(difference.locator("li.added", has_text="pools.all")).to_be_visible()
+
+    await page.get_by_label("Your name").fill("Änne")
+    await page.get_by_label("What is it for?").fill("ünder test <b>")
+    await watched.button("Apply as version 2").click()
+    await expect(page.locator("#in-force")).to_contain_text("Version 2 is in force · Änne")
+    newest = page.locator("#history li").first
+    await expect(newest).to_contain_text("ünder test <b>")
+    assert pool_of(line, temperature=0) == "all"
+
+    await page.get_by_role("button", name="View version 1", exact=True).click()
+    await expect(page.get_by_role("dialog")).to_contain_text("text-mtp")
+    await watched.button("Close").click()
+    await page.get_by_role("button", name="Roll back to version 1", exact=True).click()
+    asked = page.get_by_role("dialog")
+    await expect(asked.locator("tr.goes")).to_have_text(["alltext-mtp4"])
+    await asked.get_by_label("What is it for?").fill("too slow")
+    await asked.get_by_role("button", name="Roll back to version 1").click()
+    await expect(page.locator("#in-force")).to_contain_text("Version 3 is in force · Änne")
+    assert "text-mtp" in await shown(watched)
+    assert pool_of(line, temperature=0) == "text-mtp"
+    told = line.admin.get("/admin/v1/policy/history").json()["versions"]
+    assert [(one["reason"], one["note"]) for one in told[:2]] == [
+        ("rollback", "back to version 1: too slow"),
+        ("edit", "ünder test <b>"),
+    ]
+
+
+async def test_who_was_slower_is_told_and_loses_no_word(line: Gateway, watched: Watched) -> None:
+    page = watched.page
+    await watched.visit(line.url)
+    await shown(watched)
+    await watched.write(ALL_TO_VLM)
+    await expect(page.locator("#check")).to_have_text("Good")
+    with Admin(line.url) as bob:
+        assert bob.put(document("slow"), x_paceline_author="bob").status_code == 200
+    await page.get_by_label("What is it for?").fill("mine")
+    await watched.button("Apply as version 2").click()
+    overtaken = page.locator("#overtaken")
+    await expect(overtaken).to_contain_text("Somebody was faster. Version 2 is in force")
+    assert pool_of(line) == "slow", "nothing of bob's was overwritten"
+
+    await watched.button("Load theirs, keep my text aside").click()
+    await expect(page.get_by_label("Document")).to_have_value(write_yaml(document("slow")))
+    await watched.button("Bring my text back").click()
+    await expect(page.get_by_label("Document")).to_have_value(ALL_TO_VLM)
+    await watched.button("Apply as version 3").click()
+    await expect(page.locator("#in-force")).to_contain_text("Version 3 is in force")
+    assert pool_of(line) == "all"
+
+
+async def test_another_admins_edit_shows_by_itself_where_nothing_was_typed(
+    line: Gateway, watched: Watched
+) -> None:
+    await watched.visit(line.url)
+    await shown(watched)
+    with Admin(line.url) as bob:
+        bob.put(document("slow"), x_paceline_author="bob")
+    await expect(watched.page.locator("#in-force")).to_contain_text("Version 2 is in force · bob")
+    assert await shown(watched) == write_yaml(document("slow"))

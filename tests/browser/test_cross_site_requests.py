@@ -1,0 +1,32 @@
+"""S22 in a real browser: a page of another site posts to a gateway that asks for no key."""
+
+from __future__ import annotations
+
+import pytest
+from playwright.async_api import Browser
+
+from tests.support.running_gateway import Gateway
+from tests.support.scripted_worker import FakeWorker
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+POST = """async ([url, body]) => {
+  const sent = { method: "POST", mode: "no-cors", headers: { "content-type": "text/plain" }, body };
+  return (await fetch(url, sent)).type;
+}"""
+BODY = '{"model": "demo", "messages": [{"role": "user", "content": "x"}]}'
+
+
+async def test_what_a_page_of_another_site_posts_blindly_reaches_no_worker(
+    line: Gateway, worker: FakeWorker, second_worker: FakeWorker, browser: Browser
+) -> None:
+    context = await browser.new_context()
+    try:
+        page = await context.new_page()
+        # Whatever is shown there: what counts is that it is another site.
+        await page.goto(second_worker.url.replace("127.0.0.1", "localhost"))
+        assert await page.evaluate(POST, [f"{line.url}/v1/chat/completions", BODY]) == "opaque"
+    finally:
+        await context.close()
+    assert line.status()["outcomes"] == {"refused": 1}
+    assert not worker.heard

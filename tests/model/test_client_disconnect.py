@@ -1,0 +1,45 @@
+"""A client that leaves frees its row at the real worker, whatever it was waiting for."""
+
+from __future__ import annotations
+
+import json
+import socket
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.support.openai_requests import text_body
+from tests.support.paceline_process import Line
+from tests.support.running_gateway import eventually
+from tests.support.worker_process import NO_END
+
+ENDLESS = {"temperature": 0, "max_tokens": 20_000, "logit_bias": NO_END}
+
+
+def rows_in_use(line: Line) -> int:
+    """Requests at the worker as it says itself, and at the gateway as that says."""
+    status = httpx.get(f"{line.url}/v1/status").json()
+    lanes = [lane for worker in status["workers"].values() for lane in worker["lanes"].values()]
+    at_worker = sum(lane["running"] + lane["waiting"] for lane in lanes)
+    return int(at_worker + status["gateway"]["requests_in_flight"])
+
+
+@pytest.mark.parametrize(
+    ("stream", "waits_for"),
+    [(False, "the whole answer"), (True, "the first event"), (True, "the next event")],
+)
+def test_a_client_that_leaves_frees_its_row(line: Line, stream: bool, waits_for: str) -> None:
+    body = json.dumps(text_body(line.model, "Tell me a story.", stream=stream, **ENDLESS)).encode()
+    address = urlsplit(line.url)
+    with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as raw:
+        raw.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
+            % (len(body), body)
+        )
+        if waits_for == "the next event":
+            assert b"data: " in raw.recv(65536)
+        eventually(lambda: rows_in_use(line) == 2)
+    eventually(lambda: rows_in_use(line) == 0)
+    workers = httpx.get(f"{line.url}/v1/status").json()["workers"].values()
+    assert {worker["state"] for worker in workers} == {"ready"}, "the worker is not to blame"

@@ -1,0 +1,207 @@
+"""What raises in the middle of serving: who ends by it, and who goes on as if nothing had been."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from policies.request.profile import Sampling
+from tests.model.conftest import run
+from tests.support.failing_model import Failing, assert_right
+from workers.engine.prefill import Prefill, begin_prefill, read_chunk
+from workers.engine.prefix_cache import Snapshots
+from workers.engine.thread import EngineThread
+from workers.engine.types import (
+    EngineStopped,
+    Finished,
+    GenerationFailed,
+    InvalidGeneration,
+    LaneName,
+    Picture,
+    Prompt,
+)
+
+QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox.", "Who are you?"]
+# A bad value that is found out once there is an answer to punish: not in the prefill.
+POISON = Sampling(temperature=0, presence_penalty="much")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_a_request_that_breaks_its_rounds_ends_alone(
+    checkpoint, make_lane, ask, draft_tokens
+) -> None:
+    lane = make_lane()
+    early = [ask(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[:2]]
+    for _ in range(4):
+        lane.step()
+    bad = ask(lane, "Tell me a story.", sampling=POISON, draft_tokens=draft_tokens)
+    late = [ask(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[2:]]
+    run(lane)
+
+    assert isinstance(bad.end, GenerationFailed)
+    assert "much" not in str(bad.end), "the library's words stay in the log"
+    for one in (*early, *late):
+        assert isinstance(one.end, Finished)
+        assert_right(checkpoint, one)
+    report = lane.counters.report()
+    assert report.requests == len(early) + len(late) + 1
+    assert (report.running, report.waiting) == (0, 0)
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_a_row_that_cannot_join_ends_and_those_it_would_have_joined_go_on(
+    checkpoint, make_lane, ask, draft_tokens
+) -> None:
+    lane = make_lane()
+    early = [ask(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[1:3]]
+    for _ in range(5):
+        lane.step()
+    bad = ask(lane, "Hello", draft_tokens=draft_tokens)
+    bad.row.position_offset = "far"
+    run(lane)
+
+    assert isinstance(bad.end, GenerationFailed)
+    for one in early:
+        assert isinstance(one.end, Finished)
+        assert_right(checkpoint, one)
+        assert (one.end.speculation.steps > 0) == (draft_tokens > 0), "it was not their head"
+    assert lane.counters.report().bypass_counts == {}
+
+
+def test_a_sampled_row_goes_on_as_if_nothing_had_failed_beside_it(make_lane, ask) -> None:
+    sampling = Sampling(temperature=0.8, top_p=0.95)
+    alone_lane, lane = make_lane(LaneName.VLM), make_lane(LaneName.VLM)
+    alone = ask(alone_lane, "Tell me a story.", sampling=sampling, seed=7)
+    run(alone_lane)
+    beside = ask(lane, "Tell me a story.", sampling=sampling, seed=7)
+    for _ in range(6):
+        lane.step()
+    bad = ask(lane, "Hello", sampling=POISON)
+    run(lane)
+
+    assert isinstance(bad.end, GenerationFailed)
+    assert beside.row.answer == alone.row.answer
+    assert beside.text == alone.text
+
+
+def test_a_prompt_with_other_marks_than_pictures_is_refused(make_lane, ask, prompts) -> None:
+    """No worker is to blame for it, and a gateway that took it so would leave all of them alone."""
+    picture = Picture(width_px=64, height_px=64, rgb=bytes(64 * 64 * 3))
+    look = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    prepared = prompts.prepare(Prompt(text=prompts.chat([look]), pictures=(picture,)))
+    (mark,) = {token for token in prepared.tokens if prompts.spell(token) == "<|image_pad|>"}
+    lane = make_lane(LaneName.VLM)
+    bad, good = ask(lane, "Hello"), ask(lane, "Hello")
+    bad.row.prompt = replace(prepared, tokens=(*prepared.tokens, mark))
+    run(lane)
+
+    assert isinstance(bad.end, InvalidGeneration)
+    assert bad.end.param == "messages"
+    assert isinstance(good.end, Finished)
+
+
+def test_a_picture_and_its_answer_are_read_again_at_the_positions_they_had(
+    make_lane, ask, prompts, checkpoint
+) -> None:
+    """Compared by hidden states: a short answer may survive wrong positions by luck."""
+    picture = Picture(width_px=64, height_px=64, rgb=bytes([220, 30, 30]) * 64 * 64)
+    look = {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "Hi"}]}
+    prepared = prompts.prepare(Prompt(text=prompts.chat([look]), pictures=(picture,)))
+    target, lane = checkpoint.target, make_lane(LaneName.VLM)
+
+    def read(answer: list[int]) -> Prefill:
+        row = ask(lane, [20]).row
+        row.prompt, row.answer = prepared, answer
+        prefill = begin_prefill(row, target, None, Snapshots(0))
+        while not prefill.complete:
+            read_chunk(prefill, target, 64)
+        return prefill
+
+    answer = list(range(30, 42))
+    again = read(answer)
+    first = read([])
+    hidden = None
+    for at, token in enumerate(answer[:-1]):
+        position = len(prepared.tokens) + at + first.row.position_offset
+        forward = target.forward(mx.array([[token]]), first.caches, mx.array([[position]]))
+        hidden = forward.hidden
+
+    assert first.row.position_offset < 0
+    assert hidden is not None
+    assert mx.allclose(again.last_hidden, hidden, atol=1e-3)
+
+
+def test_an_answer_that_cannot_be_written_ends_alone(checkpoint, make_lane, ask) -> None:
+    lane = make_lane()
+    good, bad = ask(lane, QUESTIONS[1]), ask(lane, QUESTIONS[1])
+    for _ in range(3):
+        lane.step()
+    bad.row.text = None
+    run(lane)
+
+    assert isinstance(bad.end, GenerationFailed)
+    assert_right(checkpoint, good)
+    assert lane.counters.report().speculation.errors == 0
+
+
+def test_a_lane_that_cannot_compute_one_token_raises_instead_of_failing_everybody(
+    make_lane, ask, checkpoint
+) -> None:
+    dead = False
+    target = Failing(checkpoint.target, lambda *_: dead)
+    lane = make_lane(target=target)
+    running = ask(lane, "Count from 1 to 20.")
+    for _ in range(3):
+        lane.step()
+    dead = True
+    asked = ask(lane, "Hello")
+
+    with pytest.raises(RuntimeError, match="forward"):
+        run(lane)
+    assert isinstance(asked.end, GenerationFailed)
+    assert running.end is None, "its end is that of the engine, which closes the lane"
+
+
+def test_an_engine_that_can_compute_nothing_ends_its_thread_and_every_answer(
+    make_lane, ask, checkpoint
+) -> None:
+    dead = False
+    lane = make_lane(target=Failing(checkpoint.target, lambda *_: dead), max_rows=1)
+    # Asked before the thread runs: all that follows happens on it.
+    heard = [ask(lane, "Tell me a story.", max_tokens=5) for _ in range(3)]
+    dead = True
+    thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
+    thread.start()
+    thread._thread.join(30)
+
+    assert not thread.alive
+    assert [type(one.end) for one in heard] == [GenerationFailed, EngineStopped, EngineStopped]
+
+
+def test_what_is_asked_while_an_engine_dies_gets_an_end_and_later_nothing_is_taken(
+    make_lane, ask, checkpoint
+) -> None:
+    late: list[Any] = []
+
+    def die(*_: Any) -> bool:
+        late.append(ask(door, "Hello"))
+        return True
+
+    lane = make_lane(target=Failing(checkpoint.target, die), max_rows=1)
+    ask(lane, "Tell me a story.", max_tokens=5)
+    thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
+    door = SimpleNamespace(
+        speculates=lane.speculates, name=lane.name, add=lambda row: thread.submit(lane.name, row)
+    )
+    thread.start()
+    thread._thread.join(30)
+
+    assert not thread.alive
+    assert late
+    assert {type(one.end) for one in late} == {EngineStopped}
+    with pytest.raises(EngineStopped):
+        ask(door, "Hello")

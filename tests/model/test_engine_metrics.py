@@ -1,0 +1,68 @@
+"""What drafting and kept system prompts save is measured where it is saved."""
+
+import itertools
+
+import pytest
+
+from tests.model.conftest import run
+from workers.engine.draft_length import SAMPLES
+
+LONG = "You answer in one short sentence. " * 12
+
+
+def lane_of_seconds(make_lane, plain_s):
+    """A lane where every round takes a second, and a plain one is known to take so many."""
+    lane = make_lane(clock=itertools.count().__next__)
+    for _ in range(SAMPLES):
+        lane._decoding._draft_length.observe(1, 0, plain_s)
+    return lane
+
+
+def test_a_drafted_round_saves_the_plain_rounds_that_its_tokens_would_have_taken(
+    make_lane, ask
+) -> None:
+    lane = lane_of_seconds(make_lane, plain_s=1.0)
+    heard = ask(lane, "Count from 1 to 20.")
+    run(lane)
+    report = lane.counters.report()
+
+    # Each step brings one token more than it accepts, but where the answer ends within it.
+    accepted = heard.end.speculation.accepted
+    assert accepted > 4
+    assert 1000 * (accepted - 1) <= report.saved.decode_ms <= 1000 * accepted
+    assert report.saved.prompt_ms == 0
+
+
+def test_drafting_that_costs_more_than_it_brings_saves_less_than_nothing(make_lane, ask) -> None:
+    lane = lane_of_seconds(make_lane, plain_s=0.1)
+    ask(lane, "Count from 1 to 20.")
+    run(lane)
+
+    assert lane.counters.report().saved.decode_ms < 0
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_nothing_is_said_to_be_saved_while_the_cost_of_a_plain_round_is_not_known(
+    make_lane, ask, draft_tokens
+) -> None:
+    lane = make_lane(draft_tokens=draft_tokens, clock=itertools.count().__next__)
+    ask(lane, "Say a word.", max_tokens=4, draft_tokens=draft_tokens)
+    run(lane)
+
+    assert lane.counters.report().saved.decode_ms == 0
+
+
+def test_a_system_prompt_that_is_read_once_saves_its_reading_the_second_time(
+    make_lane, ask
+) -> None:
+    lane = make_lane(clock=itertools.count().__next__)
+    first = ask(lane, "Hello", system=LONG, max_tokens=4)
+    run(lane)
+    before = lane.counters.report()
+    second = ask(lane, "Who are you?", system=LONG, max_tokens=4)
+    run(lane)
+    after = lane.counters.report()
+
+    assert (first.row.cached_tokens, before.saved.prompt_ms) == (0, 0)
+    assert second.row.cached_tokens == after.prefix.cached_tokens > 0
+    assert after.saved.prompt_ms > 0

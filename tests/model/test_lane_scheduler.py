@@ -1,0 +1,225 @@
+"""One lane, stepped by hand: who joins, who leaves, what is counted."""
+
+import pytest
+
+from policies.request.profile import Bypass
+from tests.model.conftest import run
+from tests.support.reference_decoder import greedy_alone, near_tie
+from workers.engine.types import EngineStopped, Finished, FinishReason
+
+QUESTIONS = [
+    "Hello",
+    "What is 2 + 2?",
+    "Count from 1 to 20.",
+    "Tell me a story about a fox.",
+    "Who are you?",
+    "Name three fruits.",
+    "What is the capital of France?",
+    "Tell me about the sea.",
+]
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 1, 2, 3, 4])
+def test_a_full_batch_gives_every_row_its_greedy_answer_alone(
+    checkpoint, make_lane, ask, draft_tokens
+) -> None:
+    lane = make_lane(draft_tokens=draft_tokens)
+    heard = [ask(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS]
+    run(lane)
+
+    for one in heard:
+        prompt = one.row.prompt.tokens
+        alone = greedy_alone(checkpoint, prompt, 64)
+        assert one.row.answer == alone or near_tie(checkpoint, prompt, one.row.answer, alone)
+
+
+def test_a_family_verified_token_by_token_gives_the_same_answers_and_counts(
+    checkpoint, make_lane, ask, monkeypatch
+) -> None:
+    native = make_lane()
+    expected = [ask(native, question) for question in QUESTIONS[:4]]
+    run(native)
+    monkeypatch.setattr(checkpoint.target, "native_verify", False)
+    stepwise = make_lane()
+    got = [ask(stepwise, question) for question in QUESTIONS[:4]]
+    run(stepwise)
+
+    assert [one.row.answer for one in got] == [one.row.answer for one in expected]
+    assert [one.row.tally.total() for one in got] == [one.row.tally.total() for one in expected]
+
+
+def test_a_prompt_read_in_small_chunks_gives_the_same_answer(checkpoint, make_lane, ask) -> None:
+    prompt = [20 + i % 700 for i in range(333)]
+    whole, pieces = make_lane(chunk_tokens=512), make_lane(chunk_tokens=64)
+    heard = [ask(lane, prompt, max_tokens=24) for lane in (whole, pieces)]
+    run(whole)
+    run(pieces)
+
+    first, second = (one.row.answer for one in heard)
+    assert first == second or near_tie(checkpoint, prompt, first, second)
+
+
+def test_a_newcomer_joins_while_others_decode(make_lane, ask) -> None:
+    lane = make_lane()
+    early = [ask(lane, question, max_tokens=200) for question in QUESTIONS[2:4]]
+    for _ in range(4):
+        lane.step()
+    late = ask(lane, "Hello")
+    for _ in range(2):
+        lane.step()
+
+    assert late.row.answer, "the newcomer has its first token after one chunk"
+    assert lane.live > 1 or all(one.end for one in early)
+
+
+def test_a_long_newcomer_stalls_the_others_for_one_chunk_at_a_time(make_lane, ask) -> None:
+    lane = make_lane(chunk_tokens=32)
+    early = ask(lane, list(range(20, 40)), max_tokens=200)
+    lane.step()
+    ask(lane, [20 + i % 700 for i in range(320)], max_tokens=4)
+
+    for _ in range(9):
+        before = len(early.row.answer)
+        lane.step()
+        assert early.end or len(early.row.answer) > before
+
+
+def test_a_cancelled_row_is_gone_after_one_step_and_costs_the_others_nothing(
+    checkpoint, make_lane, ask
+) -> None:
+    lane = make_lane()
+    stays = ask(lane, QUESTIONS[3])
+    leaves = ask(lane, QUESTIONS[7])
+    for _ in range(3):
+        lane.step()
+    leaves.row.cancelled = True
+    lane.step()
+    assert leaves.row not in lane.rows_in_memory
+    run(lane)
+
+    alone = greedy_alone(checkpoint, stays.row.prompt.tokens, 64)
+    assert stays.row.answer == alone
+    assert leaves.end is None
+
+
+def test_a_waiting_row_that_leaves_is_never_read(make_lane, ask) -> None:
+    lane = make_lane(max_rows=1)
+    first = ask(lane, "Hello", max_tokens=8)
+    second = ask(lane, "Hello", max_tokens=8)
+    second.row.cancelled = True
+    run(lane)
+
+    assert isinstance(first.end, Finished)
+    assert second.row.answer == []
+    assert lane.counters.report().requests == 2
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
+def test_max_tokens_inside_a_draft_is_exact(make_lane, ask, max_tokens) -> None:
+    lane = make_lane(draft_tokens=4)
+    heard = ask(lane, "Count from 1 to 20.", max_tokens=max_tokens, draft_tokens=4)
+    run(lane)
+
+    assert isinstance(heard.end, Finished)
+    assert heard.end.usage.completion_tokens == len(heard.row.answer) == max_tokens
+    assert heard.end.reason is FinishReason.LENGTH
+    # No more is drafted than there is room for: one token came with the prompt, one with the step.
+    first = [step.drafted for step in heard.end.steps[:1]]
+    assert first == ([max_tokens - 2] if max_tokens > 2 else [])
+
+
+def test_a_stop_inside_a_draft_shortens_the_step_that_it_fell_in(make_lane, ask) -> None:
+    lane = make_lane(draft_tokens=4)
+    whole = ask(lane, "Count from 1 to 20.", draft_tokens=4)
+    run(lane)
+    inside = 0
+    for at in range(1, len(whole.text) - 2, 4):
+        cut = ask(lane, "Count from 1 to 20.", draft_tokens=4, stop=(whole.text[at : at + 2],))
+        run(lane)
+        *before, last = cut.end.steps or [None]
+        if last is None:
+            continue
+        tokens = len(cut.row.answer) - 1 - sum(step.accepted + 1 for step in before)
+        uncut = whole.end.steps[len(before)]
+        inside += tokens <= uncut.accepted
+        assert tuple(before) == whole.end.steps[: len(before)]
+        assert last == (uncut.drafted, min(uncut.accepted, tokens))
+    assert inside
+
+
+def test_a_stop_string_ends_the_answer_before_it(make_lane, ask) -> None:
+    lane = make_lane()
+    whole = ask(lane, "Count from 1 to 20.")
+    run(lane)
+    stop = whole.text[len(whole.text) // 2 :][:3]
+    cut = ask(lane, "Count from 1 to 20.", stop=(stop,))
+    run(lane)
+
+    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.end.reason is FinishReason.STOP
+    assert cut.end.usage.completion_tokens == len(cut.row.answer) < len(whole.row.answer)
+
+
+def test_every_token_is_explained_by_a_step_or_by_the_prefill(make_lane, ask) -> None:
+    lane = make_lane()
+    heard = [ask(lane, question) for question in QUESTIONS]
+    run(lane)
+
+    for one in heard:
+        counts = one.end.speculation
+        ended_inside_a_draft = 1 + counts.steps + counts.accepted - len(one.row.answer)
+        # The last step of a row that has room for one token only drafts nothing: a plain decode.
+        assert -1 <= ended_inside_a_draft <= 1
+        assert counts.drafted == counts.accepted + counts.rejected + counts.errors
+        assert sum(counts.histogram) == counts.steps
+        assert sum(j * n for j, n in enumerate(counts.histogram)) == counts.accepted
+        assert len(one.end.steps) == counts.steps
+        assert sum(step.drafted for step in one.end.steps) == counts.drafted
+        assert sum(step.accepted for step in one.end.steps) == counts.accepted
+
+
+def test_the_lanes_sums_are_the_sums_of_its_answers(make_lane, ask) -> None:
+    lane = make_lane()
+    heard = [ask(lane, question) for question in QUESTIONS]
+    run(lane)
+    report = lane.counters.report()
+
+    assert report.requests == len(heard)
+    assert report.completion_tokens == sum(len(one.row.answer) for one in heard)
+    assert report.prompt_tokens == sum(len(one.row.prompt.tokens) for one in heard)
+    assert report.speculation.steps == sum(one.end.speculation.steps for one in heard)
+    assert report.speculation.accepted == sum(one.end.speculation.accepted for one in heard)
+    assert (report.running, report.waiting) == (0, 0)
+
+
+def test_further_choices_of_a_prompt_count_it_once(make_lane, ask) -> None:
+    lane = make_lane()
+    first = ask(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,))
+    second = ask(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,), further_choice=True)
+    run(lane)
+    report = lane.counters.report()
+
+    assert report.bypass_counts == {"multiple_choices": 1}
+    assert (report.requests, report.prompt_tokens) == (1, len(first.row.prompt.tokens))
+    assert report.completion_tokens == len(first.row.answer) + len(second.row.answer)
+
+
+def test_a_prompt_that_breaks_fails_alone(make_lane, ask) -> None:
+    lane = make_lane()
+    good = ask(lane, "Hello")
+    bad = ask(lane, "Hello")
+    bad.row.prompt = type(bad.row.prompt)(tokens=("no number",))
+    run(lane)
+
+    assert isinstance(good.end, Finished)
+    assert type(bad.end).__name__ == "GenerationFailed"
+
+
+def test_closing_a_lane_ends_every_row_with_the_reason(make_lane, ask) -> None:
+    lane = make_lane(max_rows=1)
+    heard = [ask(lane, "Tell me a story.") for _ in range(3)]
+    lane.step()
+    lane.close(EngineStopped("over"))
+
+    assert all(isinstance(one.end, EngineStopped) for one in heard)
+    assert not lane.busy

@@ -1,0 +1,108 @@
+"""Two hundred requests of all kinds, eight at a time: each gets the answer it gets alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+
+from tests.support.openai_requests import Answer, ask_async, picture_body, text_body
+from tests.support.paceline_process import Line
+from workers.demo.questions import draw_turn
+
+REQUESTS = 200
+AT_A_TIME = 8
+COLOURS = ("red", "green", "blue", "yellow", "orange", "purple")
+# Two tokens closer than this in log-probability are a tie that float noise may decide either way.
+NEAR_TIE = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    kind: str
+    body: Mapping[str, Any]
+    stream: bool
+
+
+def mixed_requests(model: str) -> list[Request]:
+    """Draw the same requests every time: half greedy, a quarter sampled, the rest pictures."""
+    random = Random(7)
+    return [_request(random, number, model) for number in range(REQUESTS)]
+
+
+def _request(random: Random, number: int, model: str) -> Request:
+    question = draw_turn(random).question
+    limit = random.choice((16, 48, 96))
+    body: dict[str, Any]
+    match number % 4:
+        case 0 | 1:
+            kind = "greedy"
+            body = text_body(model, question, temperature=0)
+        case 2:
+            kind = "sampled"
+            warmth = random.choice((0.7, 1.0, 1.5))
+            body = text_body(model, question, seed=number, temperature=warmth, top_p=0.95)
+        case _:
+            kind = "picture"
+            body = picture_body(model, random.choice(COLOURS), size=random.choice((64, 128, 256)))
+            body |= random.choice(({"temperature": 0}, {"temperature": 1, "seed": number}))
+    return Request(kind=kind, body={**body, "max_tokens": limit}, stream=random.random() < 0.5)
+
+
+async def answers_to(
+    client: AsyncOpenAI, requests: list[Request], *, at_a_time: int
+) -> list[Answer]:
+    room = asyncio.Semaphore(at_a_time)
+
+    async def one(request: Request) -> Answer:
+        async with room:
+            return await ask_async(client, request.body, stream=request.stream)
+
+    return await asyncio.gather(*map(one, requests))
+
+
+@pytest.mark.timeout(600)
+async def test_every_answer_under_load_is_the_answer_alone(
+    line: Line, async_client: AsyncOpenAI
+) -> None:
+    requests = mixed_requests(line.model)
+    alone = await answers_to(async_client, requests, at_a_time=1)
+    together = await answers_to(async_client, requests, at_a_time=AT_A_TIME)
+
+    for request, expected, found in zip(requests, alone, together, strict=True):
+        assert expected.headers["x-paceline-pool"] == found.headers["x-paceline-pool"]
+        assert expected.prompt_tokens == found.prompt_tokens
+        if expected.text != found.text:
+            gap = await gap_where_they_part(async_client, request, expected.text, found.text)
+            assert gap < NEAR_TIE, (request.kind, expected.text, found.text)
+        else:
+            assert expected.completion_tokens == found.completion_tokens
+            assert expected.finish_reason == found.finish_reason
+    kinds = {"text-mtp": "greedy", "vlm": "sampled"}
+    for pool, kind in kinds.items():
+        assert {
+            answer.headers["x-paceline-pool"]
+            for request, answer in zip(requests, together, strict=True)
+            if request.kind == kind
+        } == {pool}
+
+
+async def gap_where_they_part(
+    client: AsyncOpenAI, request: Request, expected: str, found: str
+) -> float:
+    """Measure how far apart the two likeliest tokens are where two greedy answers part."""
+    assert request.body.get("temperature") == 0, "a seeded answer has no ties: it must be equal"
+    create: Any = client.chat.completions.create
+    (choice,) = (await create(**request.body, logprobs=True, top_logprobs=2)).choices
+    said = ""
+    for token in choice.logprobs.content:
+        said += token.token
+        if not (expected.startswith(said) and found.startswith(said)):
+            first, second = token.top_logprobs
+            return float(first.logprob - second.logprob)
+    raise AssertionError("the answers do not part within what the model says")

@@ -1,0 +1,176 @@
+"""What the engine takes for granted about mlx-vlm: each test fails when that moves."""
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_vlm.models.base import LanguageModelOutput
+
+from tests.model.conftest import run
+from workers.engine.kv_cache import RecurrentSteps, RowCache, capacity
+from workers.engine.model import ArraysCache, Checkpoint, KVCache, Target
+from workers.engine.probes import probe_native_verify
+from workers.engine.step_graph import RoundGraph, State
+
+TOKENS = list(range(20, 60))
+
+
+def positions(begin: int, end: int) -> mx.array:
+    return mx.arange(begin, end)[None]
+
+
+def test_row_cache_has_nothing_that_makes_the_model_split_the_batch() -> None:
+    assert not hasattr(RowCache, "extract")
+    assert not hasattr(RowCache, "merge")
+    assert RowCache.left_padding is None
+
+
+def test_a_hybrid_checkpoint_has_one_cache_a_layer_of_the_two_kinds(
+    checkpoint: Checkpoint,
+) -> None:
+    kinds = {type(cache) for cache in checkpoint.target.new_caches()}
+
+    assert kinds == {KVCache, ArraysCache}
+    assert checkpoint.target.batches_rows
+
+
+def test_recurrent_caches_offer_what_joins_leaves_and_rollbacks_need() -> None:
+    for name in ("extend", "filter", "state", "update_window", "update_recurrent", "advance"):
+        assert hasattr(ArraysCache, name), name
+
+
+def test_the_language_model_takes_positions_and_gives_hidden_states(
+    checkpoint: Checkpoint,
+) -> None:
+    forward = checkpoint.target.forward(
+        mx.array([TOKENS]), checkpoint.target.new_caches(), positions(0, len(TOKENS))
+    )
+
+    assert forward.hidden is not None
+    assert forward.hidden.shape[:2] == (1, len(TOKENS))
+    assert checkpoint.target.scores(forward, last=1).shape == (1, 1, checkpoint.vocabulary)
+
+
+def test_hidden_states_give_the_models_own_scores(checkpoint: Checkpoint) -> None:
+    target = checkpoint.target
+    ours = target.scores(target.forward(mx.array([TOKENS]), target.new_caches(), positions(0, 40)))
+
+    theirs: LanguageModelOutput = target.language(
+        mx.array([TOKENS]),
+        cache=target.new_caches(),
+        position_ids=mx.broadcast_to(positions(0, 40)[None], (3, 1, 40)),
+    )
+
+    assert mx.array_equal(ours, theirs.logits)
+
+
+def read(target: Target) -> State:
+    """Return the state behind TOKENS."""
+    caches = target.new_caches()
+    target.forward(mx.array([TOKENS]), caches, positions(0, len(TOKENS)))
+    state: State = []
+    for cache in caches:
+        if isinstance(cache, KVCache):
+            rows = RowCache(cache.keys, cache.values, mx.array([cache.offset]))
+            rows.resize(capacity(len(TOKENS) + 4))
+            state.append(rows.state)
+        else:
+            state.append(tuple(cache.state))
+    return state
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_rejected_token_leaves_no_trace_in_any_cache(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, native: bool, kept: int
+) -> None:
+    """Append three tokens, keep some, go on: the scores are those of never having seen the rest."""
+    target = checkpoint.target
+    monkeypatch.setattr(target, "native_verify", native)
+    graph = RoundGraph(target, head=None)
+    offset, shift = mx.array([len(TOKENS)]), mx.array([0])
+
+    clean = read(target)
+    for at, token in enumerate([7, 8, 9][:kept]):
+        clean = graph.verify(mx.array([[token]]), clean, offset + at, shift).state
+    rolled = graph.verify(mx.array([[7, 8, 9]]), read(target), offset, shift)
+    kept_state = graph.keep(rolled.layers, mx.array([kept]), 3)
+
+    expected, got = (
+        graph.verify(mx.array([[5]]), state, offset + kept, shift).scores
+        for state in (clean, kept_state)
+    )
+
+    assert mx.allclose(expected, got, atol=1e-3).item()
+
+
+def test_a_compiled_verify_scores_as_the_models_own_forward_pass(checkpoint: Checkpoint) -> None:
+    target = checkpoint.target
+    graph = RoundGraph(target, head=None)
+    offset, shift = mx.array([len(TOKENS)]), mx.array([0])
+
+    got = graph.verify(mx.array([[7, 8, 9]]), read(target), offset, shift).scores
+    whole = [*TOKENS, 7, 8, 9]
+    forward = target.forward(mx.array([whole]), target.new_caches(), positions(0, len(whole)))
+
+    assert mx.allclose(got, target.scores(forward, last=3), atol=1e-3).item()
+
+
+def test_this_family_verifies_in_one_pass(checkpoint: Checkpoint) -> None:
+    assert probe_native_verify(checkpoint.target)
+
+
+def test_a_family_that_cannot_roll_back_is_found_out(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recurrent states that stay where the rejected tokens left them, without an error."""
+
+    def forget(steps: RecurrentSteps, index: int, length: int, update: Any) -> tuple[Any, Any]:
+        output, final, *between = update(steps[index], length - 1 if length > 1 else None)
+        if between:
+            steps._history[index] = (mx.repeat(final[:, None], length - 1, axis=1), final)
+        steps[index] = final
+        return output, final
+
+    monkeypatch.setattr(RecurrentSteps, "update_recurrent", forget)
+
+    assert not probe_native_verify(checkpoint.target)
+
+
+def test_a_family_whose_layers_tell_no_history_is_found_out(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(steps: RecurrentSteps, index: int, source: mx.array, width: int, **_: Any) -> Any:
+        steps[index] = source[:, source.shape[1] - width :]
+        return steps[index]
+
+    monkeypatch.setattr(RecurrentSteps, "update_window", silent)
+
+    assert not probe_native_verify(checkpoint.target)
+
+
+def test_the_head_has_the_modules_the_lane_drives(checkpoint: Checkpoint) -> None:
+    head = checkpoint.head
+    assert head is not None
+    width = checkpoint.target.language.model.embed_tokens.weight.shape[1]
+
+    state = head.forward(
+        mx.array([[5]]), mx.zeros((1, 1, width)), head.new_caches(), positions(0, 1)
+    )
+
+    assert state.shape == (1, 1, width)
+    assert head.draft(state).shape == (1,)
+
+
+def test_no_call_depends_on_the_positions_the_model_remembers(
+    checkpoint: Checkpoint, make_lane, ask
+) -> None:
+    """`language_model._rope_deltas` is shared state that a picture leaves behind."""
+    lane = make_lane()
+    before = ask(lane, TOKENS, max_tokens=12)
+    run(lane)
+    checkpoint.target.language._rope_deltas = mx.array([[-1000]])
+    after = ask(lane, TOKENS, max_tokens=12)
+    run(lane)
+
+    assert before.row.answer == after.row.answer

@@ -1,0 +1,129 @@
+"""Families that keep or batch what they have read in another way are served all the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.model.conftest import run
+from tests.support import model_families as families
+from tests.support.failing_model import Failing
+from workers.demo import CHECKPOINT
+from workers.engine import engine as assembly
+from workers.engine.model import Target
+from workers.engine.prefix_cache import Snapshots
+from workers.engine.probes import probe_shared_rows
+from workers.engine.self_test import warm_up
+from workers.engine.types import EngineSettings, Finished, LaneName, ModelUnusable
+
+SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
+QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox."]
+ANSWER_TOKENS = 12
+
+
+@pytest.fixture
+def other_lane(make_lane, checkpoint):
+    """Make the lane of a model of another family, with the demo's vocabulary."""
+
+    def make(target: Target, **parts: Any):
+        return make_lane(
+            LaneName.VLM, target=target, head=None, eos=frozenset(), draft_tokens=0, **parts
+        )
+
+    return make
+
+
+def greedy(target: Target, prompt: list[int]) -> list[int]:
+    """Answer with the family's own caches and nothing of the engine."""
+    answer: list[int] = []
+    caches, unread, read = target.new_caches(), list(prompt), 0
+    while len(answer) < ANSWER_TOKENS:
+        positions = mx.arange(read, read + len(unread))[None]
+        read += len(unread)
+        scores = target.scores(target.forward(mx.array([unread]), caches, positions), last=1)
+        unread = [int(mx.argmax(scores[0, -1]).item())]
+        answer += unread
+    return answer
+
+
+def check_answers(lane: Any, ask: Any, target: Target) -> None:
+    """Ask all questions at once; each must be answered as the family answers it alone."""
+    heard = [ask(lane, question, max_tokens=ANSWER_TOKENS) for question in QUESTIONS]
+    run(lane)
+
+    for one in heard:
+        assert one.row.answer == greedy(target, list(one.row.prompt.tokens))
+
+
+@pytest.mark.parametrize(
+    ("family", "shared"),
+    [
+        (families.plain_llama, True),
+        (families.qwen2_5_vl_text, True),
+        (families.qwen3_vl_moe_text, False),
+    ],
+)
+def test_rows_share_a_pass_only_where_that_changes_no_scores(family, shared: bool) -> None:
+    assert probe_shared_rows(family(1000)) is shared
+
+
+@pytest.mark.parametrize("family", [families.llama_with_a_window, families.qwen3_vl_moe_text])
+def test_rows_that_cannot_share_a_pass_get_their_answers_side_by_side(
+    other_lane, ask, checkpoint, family
+) -> None:
+    target = family(checkpoint.vocabulary)
+    target.batches_rows = target.batches_rows and probe_shared_rows(target)
+    check_answers(other_lane(target), ask, target)
+
+
+def test_a_row_that_no_batch_can_hold_is_answered_in_the_caches_of_its_family(
+    other_lane, ask, checkpoint
+) -> None:
+    """What the question at the start did not find out costs time, and no answer."""
+    target = families.qwen3_vl_moe_text(checkpoint.vocabulary)
+    assert target.batches_rows, "nobody has asked"
+    check_answers(other_lane(target), ask, target)
+
+
+def test_a_shared_beginning_is_read_each_time_where_windows_move_over_it(
+    other_lane, ask, checkpoint
+) -> None:
+    snapshots = Snapshots(1 << 30)
+    target = families.llama_with_a_window(checkpoint.vocabulary)
+    lane = other_lane(target, snapshots=snapshots)
+    heard = [ask(lane, q, system=SYSTEM, max_tokens=ANSWER_TOKENS) for q in QUESTIONS]
+    run(lane)
+
+    for one in heard:
+        assert one.row.prompt.prefix is not None
+        assert isinstance(one.end, Finished)
+        assert one.row.answer == greedy(target, list(one.row.prompt.tokens))
+        assert one.end.usage.cached_tokens == 0
+    assert snapshots.size_bytes == 0
+
+
+def test_a_model_that_keeps_the_positions_of_one_row_has_one_slot(
+    checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = families.plain_llama(checkpoint.vocabulary)
+    target.keeps_positions = True
+    other = replace(checkpoint, target=target, head=None, eos=frozenset())
+    monkeypatch.setattr(assembly, "load_checkpoint", lambda _: other)
+    settings = EngineSettings(model=CHECKPOINT, served_name="other", max_rows=4)
+    (lane,) = assembly.assemble(settings).lanes
+    assert (lane.name, lane.counters.report().slots) == (LaneName.VLM, 1)
+
+
+def test_a_model_that_answers_no_question_at_the_start_is_refused_in_one_sentence(
+    make_lane, prompts, checkpoint
+) -> None:
+    """It computes a token when asked for one, or the engine would end; its prompts all fail."""
+    target = Failing(checkpoint.target, lambda _, number: number % 2 == 1)
+    with pytest.raises(ModelUnusable, match="answer") as raised:
+        warm_up(make_lane(target=target), prompts, 0)
+
+    assert "\n" not in str(raised.value)
+    assert "forward" not in str(raised.value), "a library's words stay in the log"

@@ -1,0 +1,70 @@
+"""What the self-test at the start says of a head, and what the lane does with a sick one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.model.conftest import run
+from workers.engine.self_test import FEWEST_STEPS, HeadHealth, examine_head, warm_up
+
+
+class SpoiltHead:
+    """The demo's head with something done to it."""
+
+    def __init__(self, head: Any, *, guess: Any = None) -> None:
+        self._head = head
+        self._guess = guess
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
+
+    def draft(self, hidden: mx.array) -> mx.array:
+        """Guess as the head does, but for what was done to it."""
+        if self._guess is None:
+            raise ValueError("[matmul] shapes (1,64) and (96,64) do not fit")
+        spoilt: mx.array = self._guess(self._head.draft(hidden))
+        return spoilt
+
+
+def test_the_demos_head_is_sound_and_says_how_often_it_was_right(make_lane, prompts) -> None:
+    lane = make_lane()
+    warm_up(lane, prompts, 2)
+    health = examine_head(lane, prompts)
+
+    assert health.sound
+    assert health.steps > FEWEST_STEPS
+    assert health.sentence.startswith("MTP head sound: ")
+
+
+def test_a_head_that_guesses_wrong_is_unhealthy_and_the_sentence_says_where_to_look(
+    make_lane, prompts, checkpoint
+) -> None:
+    wrong = SpoiltHead(checkpoint.head, guess=lambda token: (token + 1) % checkpoint.vocabulary)
+    health = examine_head(make_lane(head=wrong), prompts)
+
+    assert not health.sound
+    for cause in ("RMSNorm", "missing", "revision", "quantised"):
+        assert cause in health.sentence
+
+
+def test_a_head_that_raises_is_unhealthy_and_the_model_starts_without_it(
+    make_lane, prompts, checkpoint, ask
+) -> None:
+    lane = make_lane(head=SpoiltHead(checkpoint.head))
+    warm_up(lane, prompts, 2)
+    health = examine_head(lane, prompts)
+    heard = ask(lane, "Hello")
+    run(lane)
+
+    assert not health.sound
+    assert "it failed in" in health.sentence
+    assert "matmul" not in health.sentence, "a library's words stay in the log"
+    assert heard.row.answer
+
+
+@pytest.mark.parametrize(("steps", "acceptance"), [(FEWEST_STEPS - 1, 0.0), (400, 0.2)])
+def test_a_model_that_answers_in_a_word_is_not_a_sick_head(steps: int, acceptance: float) -> None:
+    assert HeadHealth(first_guess_acceptance=acceptance, steps=steps).sound

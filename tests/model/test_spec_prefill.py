@@ -1,0 +1,282 @@
+"""Long prompts read sparsely: true positions, nobody else touched, in full on any doubt."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from tests.model.conftest import Heard, run
+from workers.engine.model import Checkpoint
+from workers.engine.prefix_cache import Snapshots
+from workers.engine.prompt_scorer import PromptScorer, Scoring
+from workers.engine.scheduler import Lane
+from workers.engine.sparse_prefill import SparseReading, load_sparse_reading
+from workers.engine.spec_prefill import ReadInFull, Scope, SpecPrefillSettings, Wish
+from workers.engine.tokenizer import PromptRenderer
+from workers.engine.types import Finished, LaneName, Picture, Prompt
+
+FILLER = "The red fox sees the old tree. The blue boat finds the warm stone. " * 16
+LONG = FILLER + "The code word is river. " + FILLER + "What is the code word?"
+SYSTEM = "You are the help desk of a small shop. " + FILLER
+QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox."]
+SPARSE = Wish(sparse=True)
+
+
+@pytest.fixture
+def settings(tmp_path) -> SpecPrefillSettings:
+    return SpecPrefillSettings(draft=tmp_path, threshold_tokens=400, keep_share=0.3)
+
+
+@pytest.fixture
+def scorer(checkpoint: Checkpoint) -> PromptScorer:
+    """The model is its own draft: as good a one as can be had, only not a small one."""
+    return PromptScorer(checkpoint.target, checkpoint.context_tokens)
+
+
+@pytest.fixture
+def sparse_lane(
+    make_lane: Callable[..., Lane], settings: SpecPrefillSettings, scorer: PromptScorer
+) -> Callable[..., Lane]:
+    """Make a lane that reads prompts of 400 tokens and more sparsely, by the model itself."""
+
+    def make(*name: LaneName, scorer: PromptScorer | None = scorer, **wished: Any) -> Lane:
+        return make_lane(*name, sparse_reading=SparseReading(settings, scorer), **wished)
+
+    return make
+
+
+def counts(lane: Lane) -> Any:
+    return lane.counters.report().spec_prefill
+
+
+def greedy_behind(
+    checkpoint: Checkpoint, prompt: Sequence[int], reads: Sequence[int], answer_tokens: int
+) -> Iterator[int]:
+    """Read the tokens at these indices, at their positions, and decode: by the library alone."""
+    language = checkpoint.target.language
+    caches = language.make_cache()
+    tokens, positions = [prompt[at] for at in reads], list(reads)
+    for step in range(answer_tokens):
+        at = mx.broadcast_to(mx.array(positions)[None, None], (3, 1, len(positions)))
+        scores = language(mx.array([tokens]), cache=caches, position_ids=at).logits
+        token = int(mx.argmax(scores[0, -1]).item())
+        yield token
+        tokens, positions = [token], [len(prompt) + step]
+
+
+@pytest.mark.parametrize("draft_tokens", [0, 2])
+def test_what_is_kept_is_read_and_continued_at_its_true_positions(
+    checkpoint, sparse_lane, ask, scorer, draft_tokens
+) -> None:
+    lane = sparse_lane(draft_tokens=draft_tokens)
+    heard = ask(lane, LONG, draft_tokens=draft_tokens)
+    run(lane)
+    prompt = heard.row.prompt.tokens
+    scoring = scorer.begin(prompt, Scope(begin=0, end=len(prompt), keep_share=0.3))
+    while scoring.reads is None:
+        scoring.advance(512)
+
+    expected = list(greedy_behind(checkpoint, prompt, scoring.reads, len(heard.row.answer)))
+    assert heard.row.skipped_tokens == len(prompt) - len(scoring.reads) > 0.6 * len(prompt)
+    assert heard.row.answer == expected
+
+
+@pytest.mark.parametrize("keep_share", [1.0, 0.9999])
+def test_keeping_everything_gives_exactly_the_full_answer(
+    make_lane, sparse_lane, ask, keep_share
+) -> None:
+    plain, lane = make_lane(), sparse_lane()
+    expected = ask(plain, LONG)
+    heard = ask(lane, LONG, spec_prefill=Wish(keep_share=keep_share))
+    run(plain)
+    run(lane)
+
+    assert heard.row.answer == expected.row.answer
+    assert heard.row.tally.total() == expected.row.tally.total()
+    assert counts(lane).kept_tokens == counts(lane).scored_tokens
+
+
+def test_usage_tells_the_true_prompt_length_and_what_of_it_was_never_read(sparse_lane, ask) -> None:
+    lane = sparse_lane()
+    heard = ask(lane, LONG)
+    run(lane)
+
+    assert isinstance(heard.end, Finished)
+    usage = heard.end.usage
+    assert usage.prompt_tokens == len(heard.row.prompt.tokens)
+    assert usage.skipped_tokens == heard.row.skipped_tokens
+    assert counts(lane).prompts == 1
+    assert counts(lane).scored_tokens - counts(lane).kept_tokens == usage.skipped_tokens
+
+
+def test_rows_beside_a_sparse_one_give_the_answers_they_give_alone(sparse_lane, ask) -> None:
+    def alone(question: str) -> list[int]:
+        lane = sparse_lane()
+        heard = ask(lane, question)
+        run(lane)
+        return list(heard.row.answer)
+
+    lane = sparse_lane(chunk_tokens=64)
+    early = [ask(lane, question) for question in QUESTIONS[:2]]
+    lane.step()
+    sparse_one = ask(lane, LONG)
+    late = ask(lane, QUESTIONS[2])
+    run(lane)
+
+    assert sparse_one.row.skipped_tokens
+    assert sparse_one.row.answer == alone(LONG)
+    assert [one.row.answer for one in [*early, late]] == [alone(one) for one in QUESTIONS]
+
+
+def test_others_go_on_while_a_prompt_is_scored(sparse_lane, ask) -> None:
+    lane = sparse_lane(chunk_tokens=64)
+    early = ask(lane, QUESTIONS[2], max_tokens=200)
+    lane.step()
+    heard = ask(lane, LONG)
+    grown = []
+    while not heard.row.skipped_tokens and early.end is None:
+        before = len(early.row.answer)
+        lane.step()
+        grown.append(len(early.row.answer) - before)
+
+    assert len(grown) > 4
+    assert all(grown)
+
+
+def test_a_row_that_leaves_while_it_is_scored_is_gone(sparse_lane, ask) -> None:
+    lane = sparse_lane(chunk_tokens=64)
+    heard = ask(lane, LONG)
+    lane.step()
+    heard.row.cancelled = True
+    lane.step()
+
+    assert not lane.busy
+    assert heard.row.answer == []
+
+
+def test_behind_a_snapshot_only_the_rest_is_scored(sparse_lane, ask) -> None:
+    snapshots = Snapshots(1 << 30)
+    cold_lane = sparse_lane()
+    cold = ask(cold_lane, LONG, system=SYSTEM)
+    run(cold_lane)
+    lane = sparse_lane(snapshots=snapshots)
+    ask(lane, "Hello", system=SYSTEM)
+    run(lane)
+    warm = ask(lane, LONG, system=SYSTEM)
+    run(lane)
+
+    prefix = warm.row.prompt.prefix
+    assert prefix is not None
+    assert warm.row.cached_tokens == prefix.tokens
+    assert counts(lane).scored_tokens == len(warm.row.prompt.tokens) - prefix.tokens
+    assert warm.row.skipped_tokens == cold.row.skipped_tokens > 0
+    assert warm.row.answer == cold.row.answer
+
+
+def test_what_was_read_sparsely_is_never_kept_as_a_prefix(make_lane, sparse_lane, ask) -> None:
+    snapshots = Snapshots(1 << 30)
+    lane = sparse_lane(snapshots=snapshots)
+    by_name = ask(lane, LONG, system=SYSTEM, spec_prefill=SPARSE)
+    run(lane)
+    assert by_name.row.skipped_tokens
+    assert snapshots.counts.stored == 0
+
+    # Left to the worker, the shared part is read in full, and kept for all who come after.
+    ask(lane, LONG, system=SYSTEM)
+    after = ask(lane, "Hello", system=SYSTEM)
+    plain_lane = make_lane()
+    plain = ask(plain_lane, "Hello", system=SYSTEM)
+    run(lane)
+    run(plain_lane)
+    assert snapshots.counts.stored == 1
+    assert after.row.cached_tokens > 0
+    assert after.row.answer == plain.row.answer
+
+
+class Broken(PromptScorer):
+    """A draft model that fails in the middle of a prompt."""
+
+    def begin(self, prompt: Sequence[int], scope: Scope) -> Scoring:
+        scoring = super().begin(prompt, scope)
+        scoring._draft = None  # type: ignore[assignment]
+        return scoring
+
+
+@pytest.mark.parametrize(
+    "doubt",
+    [
+        (Wish(sparse=False), PromptScorer, ReadInFull.SWITCHED_OFF),
+        (Wish(keep_share=1.0), PromptScorer, ReadInFull.KEEPS_ALL),
+        (Wish(), lambda *_: None, ReadInFull.NO_DRAFT),
+        (Wish(), lambda target, _: PromptScorer(target, 500), ReadInFull.TOO_LONG_FOR_DRAFT),
+        (Wish(), Broken, ReadInFull.DRAFT_FAILED),
+    ],
+)
+def test_any_doubt_ends_in_the_full_answer_and_is_counted(
+    checkpoint, make_lane, sparse_lane, ask, doubt
+) -> None:
+    wish, scorer_of, reason = doubt
+    scorer = scorer_of(checkpoint.target, checkpoint.context_tokens)
+    lane, plain = sparse_lane(scorer=scorer), make_lane()
+    heard, expected = ask(lane, LONG, spec_prefill=wish), ask(plain, LONG)
+    run(lane)
+    run(plain)
+
+    assert heard.row.answer == expected.row.answer
+    assert heard.row.skipped_tokens == 0
+    assert counts(lane).read_in_full == {reason: 1}
+    assert counts(lane).prompts == 0
+
+
+@pytest.mark.parametrize(
+    ("wish", "tokens", "sparse_read"),
+    [(Wish(), 399, False), (Wish(), 400, True), (SPARSE, 255, False), (SPARSE, 256, True)],
+)
+def test_a_prompt_is_read_sparsely_from_the_threshold_on_or_on_demand(
+    sparse_lane, ask, wish, tokens, sparse_read
+) -> None:
+    lane = sparse_lane()
+    heard = ask(lane, [20 + i % 700 for i in range(tokens)], max_tokens=1, spec_prefill=wish)
+    run(lane)
+
+    assert bool(heard.row.skipped_tokens) is sparse_read
+    assert counts(lane).read_in_full == ({} if sparse_read else {ReadInFull.TOO_SHORT: 1})
+
+
+def test_a_prompt_with_pictures_is_read_in_full(
+    sparse_lane: Callable[..., Lane], ask: Callable[..., Heard], prompts: PromptRenderer
+) -> None:
+    red = Picture(width_px=64, height_px=64, rgb=bytes([255, 0, 0]) * 64 * 64)
+    content = [{"type": "image_url"}, {"type": "text", "text": LONG}]
+    text = prompts.chat([{"role": "user", "content": content}])
+    lane = sparse_lane(LaneName.VLM)
+    heard = ask(lane, "Hello", max_tokens=2, spec_prefill=SPARSE)
+    heard.row.prompt = prompts.prepare(Prompt(text=text, pictures=(red,)))
+    run(lane)
+
+    assert isinstance(heard.end, Finished)
+    assert counts(lane).read_in_full == {ReadInFull.PICTURES: 1}
+
+
+def test_a_worker_without_a_draft_model_counts_only_who_asked_for_one(make_lane, ask) -> None:
+    lane = make_lane()
+    heard = [ask(lane, "Hello"), ask(lane, "Hello", spec_prefill=SPARSE)]
+    run(lane)
+
+    assert heard[0].row.answer == heard[1].row.answer
+    assert counts(lane).read_in_full == {ReadInFull.NO_DRAFT: 1}
+
+
+def test_a_draft_model_that_cannot_be_loaded_leaves_the_worker_serving(
+    checkpoint, make_lane, ask, settings
+) -> None:
+    reading = load_sparse_reading(settings, checkpoint)  # an empty folder
+    lane = make_lane(sparse_reading=reading)
+    heard = ask(lane, LONG)
+    run(lane)
+
+    assert reading.sentence is not None
+    assert "in full" in reading.sentence
+    assert isinstance(heard.end, Finished)
+    assert counts(lane).read_in_full == {ReadInFull.NO_DRAFT: 1}

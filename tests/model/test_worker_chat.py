@@ -1,0 +1,247 @@
+"""Chat answers of a real worker, read by the unmodified `openai` package."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletionChunk
+
+from tests.support.worker_process import NO_END, RunningWorker, token_of_byte
+
+QUESTION: Any = [{"role": "user", "content": "What is two plus three?"}]
+
+
+@pytest.fixture
+async def client(worker: RunningWorker) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(
+        base_url=f"{worker.url}/v1", api_key="none", max_retries=0
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def model(worker: RunningWorker) -> str:
+    return worker.model
+
+
+async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> list[ChatCompletionChunk]:
+    fields = {"messages": QUESTION, "stream_options": {"include_usage": True}, **fields}
+    return [chunk async for chunk in await client.chat.completions.create(stream=True, **fields)]
+
+
+def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
+    return "".join(
+        choice.delta.content or ""
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.index == index
+    )
+
+
+async def test_greedy_answer_carries_usage_and_the_metrics_of_its_speculation(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    answer = await client.chat.completions.create(
+        model=model, messages=QUESTION, temperature=0, max_tokens=24
+    )
+    assert answer.model == model
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    usage = answer.usage
+    assert usage is not None
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    assert usage.prompt_tokens_details is not None
+    assert answer.model_extra is not None
+    speculation = answer.model_extra["metrics"]["speculative_decoding"]
+    assert speculation["num_spec_tokens"] == 2
+    assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"]
+
+
+@pytest.mark.parametrize("end", [{"max_tokens": 24}, {"max_tokens": 23, "stop": ["three"]}])
+async def test_detailed_metrics_tell_of_every_step_in_order(
+    client: openai.AsyncOpenAI, model: str, end: dict[str, Any]
+) -> None:
+    asked = {"model": model, "temperature": 0, **end}
+    detailed = {"metrics": "detailed", "draft_tokens": 2}
+    whole = await client.chat.completions.create(messages=QUESTION, extra_body=detailed, **asked)
+    chunks = await streamed(client, extra_body=detailed, **asked)
+    assert whole.model_extra is not None
+    told = whole.model_extra["metrics"]["speculative_decoding"]
+    accepted, drafted = told["per_step_accepted"], told["per_step_drafted"]
+    assert len(accepted) == len(drafted) == told["num_spec_steps"] > 0
+    assert all(a <= d for a, d in zip(accepted, drafted, strict=True))
+    assert (sum(accepted), sum(drafted)) == (
+        told["num_accepted_draft_tokens"],
+        told["num_draft_tokens"],
+    )
+    assert [accepted.count(j) for j in range(3)] == told["acceptance_histogram"]
+    assert chunks[-1].model_extra == {"metrics": whole.model_extra["metrics"]}
+
+
+@pytest.mark.parametrize("metrics", [None, "summary"])
+async def test_steps_are_told_only_where_they_were_asked_for(
+    client: openai.AsyncOpenAI, model: str, metrics: str | None
+) -> None:
+    answer = await client.chat.completions.create(
+        model=model,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=8,
+        extra_body={"metrics": metrics},
+    )
+    assert answer.model_extra is not None
+    told = answer.model_extra["metrics"]["speculative_decoding"]
+    assert not any(name.startswith("per_step") for name in told)
+
+
+async def test_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    chunks = await streamed(client, model=model, temperature=0, max_tokens=12)
+    first, last, before_last = chunks[0], chunks[-1], chunks[-2]
+    assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
+    assert before_last.choices[0].finish_reason in ("stop", "length")
+    assert (last.choices, last.usage is None) == ([], False)
+    assert last.model_extra is not None
+    assert "speculative_decoding" in last.model_extra["metrics"]
+    assert {chunk.id for chunk in chunks} == {first.id}
+    assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 7}])
+async def test_stream_says_what_the_whole_answer_says(
+    client: openai.AsyncOpenAI, model: str, sampling: dict[str, Any]
+) -> None:
+    whole = await client.chat.completions.create(
+        model=model, messages=QUESTION, max_tokens=20, **sampling
+    )
+    chunks = await streamed(client, model=model, max_tokens=20, **sampling)
+    assert text_of(chunks) == whole.choices[0].message.content
+    assert chunks[-1].usage == whole.usage
+
+
+async def test_stream_without_include_usage_has_no_usage_chunk(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    stream = await client.chat.completions.create(
+        model=model, messages=QUESTION, temperature=0, max_tokens=4, stream=True
+    )
+    chunks = [chunk async for chunk in stream]
+    assert all(chunk.choices and chunk.usage is None for chunk in chunks)
+
+
+async def test_sampled_answer_has_no_metrics_of_a_speculation_that_did_not_happen(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    answer = await client.chat.completions.create(model=model, messages=QUESTION, max_tokens=4)
+    assert answer.model_extra == {}
+
+
+async def test_each_of_several_choices_equals_the_choice_alone_with_its_seed(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    together = await client.chat.completions.create(
+        model=model, messages=QUESTION, max_tokens=12, n=3, seed=40
+    )
+    alone = [
+        await client.chat.completions.create(
+            model=model, messages=QUESTION, max_tokens=12, seed=40 + index
+        )
+        for index in range(3)
+    ]
+    assert [choice.index for choice in together.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in together.choices] == [
+        answer.choices[0].message.content for answer in alone
+    ]
+    usages = [answer.usage for answer in alone if answer.usage]
+    assert together.usage is not None
+    assert together.usage.prompt_tokens == usages[0].prompt_tokens
+    assert together.usage.completion_tokens == sum(usage.completion_tokens for usage in usages)
+    chunks = await streamed(client, model=model, max_tokens=12, n=3, seed=40)
+    assert [text_of(chunks, index) for index in range(3)] == [
+        choice.message.content for choice in together.choices
+    ]
+
+
+async def test_logprobs_cover_every_token_in_both_forms(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    fields: Any = {"temperature": 0, "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
+    fields["logit_bias"] = NO_END
+    whole = await client.chat.completions.create(model=model, messages=QUESTION, **fields)
+    chunks = await streamed(client, model=model, **fields)
+    assert whole.choices[0].logprobs is not None
+    tokens = whole.choices[0].logprobs.content or []
+    pieces = [
+        token
+        for chunk in chunks
+        for choice in chunk.choices
+        if choice.logprobs
+        for token in choice.logprobs.content or []
+    ]
+    assert len(tokens) == 6
+    assert pieces == tokens
+    assert all(len(token.top_logprobs) == 3 for token in tokens)
+    assert all(token.top_logprobs[0].logprob >= token.logprob for token in tokens)
+
+
+async def test_bytes_of_logprobs_are_those_of_the_token_where_it_is_no_whole_character(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    """OpenAI gives bytes so that those of several tokens can be joined to one character."""
+    answer = await client.chat.completions.create(
+        model=model,
+        messages=QUESTION,
+        max_tokens=3,
+        temperature=0,
+        logprobs=True,
+        logit_bias={str(token_of_byte(0xF0)): 100},
+    )
+    assert answer.choices[0].logprobs is not None
+    tokens = answer.choices[0].logprobs.content or []
+    assert [(token.token, token.bytes) for token in tokens] == [("\\xf0", [0xF0])] * 3
+
+
+async def test_stop_string_ends_the_answer_before_it(
+    client: openai.AsyncOpenAI, model: str
+) -> None:
+    fields: Any = {"temperature": 0, "max_tokens": 40, "logit_bias": NO_END}
+    whole = await client.chat.completions.create(model=model, messages=QUESTION, **fields)
+    text = whole.choices[0].message.content or ""
+    stop = text[len(text) // 2 :][:4]
+    stopped = await client.chat.completions.create(
+        model=model, messages=QUESTION, stop=stop, **fields
+    )
+    assert stopped.choices[0].message.content == text[: text.index(stop)]
+    assert stopped.choices[0].finish_reason == "stop"
+
+
+async def test_request_id_of_the_caller_is_kept(worker: RunningWorker) -> None:
+    body = {"model": worker.model, "messages": QUESTION, "max_tokens": 1}
+    async with httpx.AsyncClient(base_url=worker.url) as client:
+        answer = await client.post(
+            "/v1/chat/completions", json=body, headers={"x-request-id": "abc-1"}
+        )
+    assert answer.headers["x-request-id"] == "abc-1"
+    assert answer.json()["id"] == "chatcmpl-abc-1"
+
+
+async def test_many_at_once_get_their_own_answers(client: openai.AsyncOpenAI, model: str) -> None:
+    questions: list[Any] = [[{"role": "user", "content": f"Count to {n}."}] for n in range(2, 10)]
+
+    async def ask(question: Any) -> str | None:
+        answer = await client.chat.completions.create(
+            model=model, messages=question, temperature=0, max_tokens=16
+        )
+        return answer.choices[0].message.content
+
+    alone = [await ask(question) for question in questions]
+    assert await asyncio.gather(*map(ask, questions)) == alone

@@ -1,0 +1,99 @@
+"""A client that leaves frees what runs for it, whatever kind of answer it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.scripted_engine import ScriptedEngine, serving, worker_of
+from tests.support.worker_process import NO_END, RunningWorker
+from workers.engine.types import Delta
+from workers.server import response as answers
+
+ENDLESS = {
+    "messages": [{"role": "user", "content": "Tell me a story."}],
+    "temperature": 0,
+    "max_tokens": 20_000,
+    "logit_bias": NO_END,
+}
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+async def test_whole_answer_stops_generating_when_its_client_leaves(choices: int) -> None:
+    engine = ScriptedEngine([asyncio.Event()])
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "n": choices}
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        await engine.started.wait()
+        asking.cancel()
+        await engine.all_closed.wait()
+    assert len(engine.generations) == choices
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+@pytest.mark.parametrize("begun", [False, True])
+async def test_stream_stops_generating_when_its_client_leaves(
+    begun: bool, choices: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedEngine([*[Delta(text="A")] * begun, asyncio.Event()])
+    body = {"model": "scripted", "prompt": "x", "stream": True, "n": choices}
+    worker = worker_of(engine)
+    async with serving(worker) as url:
+        reader, writer = await _send(url, "/v1/completions", body)
+        await engine.started.wait()
+        if begun:
+            await reader.readuntil(b"data: ")
+        writer.close()
+        await engine.all_closed.wait()
+        await worker.traffic.idle()
+    assert [record.msg for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+async def test_reader_that_stops_reading_loses_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answers, "WRITE_STALL_S", 0.05)
+    more_than_sockets_hold = [Delta(text="A" * 100_000)] * 200
+    engine = ScriptedEngine([*more_than_sockets_hold, asyncio.Event()])
+    worker = worker_of(engine)
+    async with serving(worker) as url:
+        body = {"model": "scripted", "prompt": "x", "stream": True}
+        reader, writer = await _send(url, "/v1/completions", body)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await engine.started.wait()
+        await worker.traffic.idle()
+        writer.transport.abort()
+    assert engine.all_closed.is_set()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_row_of_a_client_that_left_is_free_on_the_real_engine(
+    worker: RunningWorker, stream: bool
+) -> None:
+    body = {"model": worker.model, "stream": stream, **ENDLESS}
+    async with httpx.AsyncClient(base_url=worker.url) as client:
+        _, writer = await _send(worker.url, "/v1/chat/completions", body)
+        await _until_running(client, 1)
+        writer.close()
+        await _until_running(client, 0)
+
+
+async def _send(
+    url: str, path: str, body: Any
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    parts = httpx.URL(url)
+    reader, writer = await asyncio.open_connection(parts.host, parts.port)
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(content)}\r\n\r\n"
+    writer.write(head.encode() + content)
+    return reader, writer
+
+
+async def _until_running(client: httpx.AsyncClient, count: int) -> None:
+    """Ask until this many requests run; the test's own time limit bounds it."""
+    while True:
+        lanes = (await client.get("/v1/status")).json()["lanes"]
+        if sum(lane["running"] + lane["waiting"] for lane in lanes.values()) == count:
+            return

@@ -1,0 +1,83 @@
+"""What requests and flags say of long prompts reaches the engine, and what came of it them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.support.scripted_engine import ScriptedEngine, serving, text_script, worker_of
+from tests.support.worker_process import running_worker
+from workers.demo import CHECKPOINT
+from workers.engine.spec_prefill import Wish
+from workers.engine.types import Finished
+
+LONG = "The red fox sees the old tree. " * 80 + "What does the fox see?"
+
+
+@pytest.mark.parametrize(
+    ("fields", "wish"),
+    [
+        ({}, Wish()),
+        ({"specprefill": False}, Wish(sparse=False)),
+        (
+            {"specprefill": True, "specprefill_keep_pct": 0.5},
+            Wish(sparse=True, keep_share=0.5),
+        ),
+    ],
+)
+async def test_the_wish_of_a_request_reaches_the_engine_and_its_usage_tells_what_was_skipped(
+    fields: dict[str, object], wish: Wish
+) -> None:
+    *texts, end = text_script("read")
+    assert isinstance(end, Finished)
+    skipped = 5 if wish.sparse else 0
+    engine = ScriptedEngine(
+        [*texts, replace(end, usage=replace(end.usage, skipped_tokens=skipped))]
+    )
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        body = {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}], **fields}
+        answer = (await client.post("/v1/chat/completions", json=body)).json()
+
+    assert engine.generations[0].spec_prefill == wish
+    told = answer["usage"]["prompt_tokens_details"]
+    assert told == {"cached_tokens": 3, **({"skipped_tokens": 5} if skipped else {})}
+    assert answer["usage"]["prompt_tokens"] == 7
+
+
+def test_a_worker_with_a_draft_model_reads_a_long_prompt_sparsely_and_counts_it() -> None:
+    flags = ("--spec-prefill", str(CHECKPOINT), "--spec-prefill-threshold", "300")
+    with (
+        running_worker(*flags) as worker,
+        httpx.Client(base_url=worker.url, timeout=60) as client,
+    ):
+        assert "from 300 tokens on, 30% of a prompt are read" in worker.start_lines[-1]
+        body = {
+            "model": worker.model,
+            "messages": [{"role": "user", "content": LONG}],
+            "temperature": 0,
+            "max_tokens": 4,
+        }
+        sparse = client.post("/v1/chat/completions", json=body).json()["usage"]
+        full = client.post("/v1/chat/completions", json=body | {"specprefill": False})
+        report = client.get("/v1/status").json()["lanes"]["text-mtp"]["spec_prefill"]
+        metrics = client.get("/metrics").text
+
+    skipped = sparse["prompt_tokens_details"]["skipped_tokens"]
+    assert sparse["prompt_tokens"] == full.json()["usage"]["prompt_tokens"] > skipped > 200
+    assert report == {
+        "prompts": 1,
+        "scored_tokens": sparse["prompt_tokens"],
+        "kept_tokens": sparse["prompt_tokens"] - skipped,
+        "read_in_full": {"switched_off": 1},
+    }
+    values = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.labels.get("lane") == "text-mtp"
+    }
+    assert values["paceline_worker_spec_prefill_prompts_total"] == 1
+    assert values["paceline_worker_spec_prefill_read_in_full_total"] == 1

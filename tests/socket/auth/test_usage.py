@@ -1,0 +1,264 @@
+"""What keys and teams have used: counted once, kept over restarts, told by day."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from gateway.auth.rate_limits import DAY_S
+from gateway.auth.usage import KEPT_DAYS, Ledger, UsageRow, date_of, fold, tidied
+from gateway.types import Caller, Spent, Usage
+from tests.support.running_gateway import Gateway, bearing, error_of, eventually, settings_for_tests
+from tests.support.scripted_worker import FakeWorker, Script
+
+TODAY = 20_000
+ANN = Caller(client="key-a", key="key-a", team="lab")
+BOB = Caller(client="key-b", key="key-b")
+
+ENTRIES = st.lists(
+    st.tuples(
+        st.sampled_from(("life-1", "life-2", "life-3")),
+        st.sampled_from((ANN, BOB)),
+        st.integers(0, 9),
+        st.integers(0, KEPT_DAYS + 3),
+    ),
+    max_size=30,
+)
+
+
+def kept_by(entries: list[tuple[str, Caller, int, int]]) -> dict[str, str]:
+    """What all lives keep of requests so many days ago."""
+    ledgers = {life: Ledger(life) for life in ("life-1", "life-2", "life-3")}
+    for life, caller, tokens, days_ago in entries:
+        at_unix_s = (TODAY - days_ago) * DAY_S
+        ledgers[life].enter(caller, Usage(tokens, 1, 0), Spent(1, tokens + 1), at_unix_s)
+    return {name: text for one in ledgers.values() for name, text in one.records().items()}
+
+
+def totals(texts: dict[str, str]) -> dict[tuple[int, str], tuple[int, int]]:
+    """Requests and tokens, by day and key, of the days that are not forgotten."""
+    return {
+        (day, row.key): (row.requests, row.tokens)
+        for day, rows in fold(texts).items()
+        for row in rows
+        if day > TODAY - KEPT_DAYS
+    }
+
+
+@given(ENTRIES)
+def test_all_lives_add_up(entries: list[tuple[str, Caller, int, int]]) -> None:
+    sums: dict[tuple[int, str], tuple[int, int]] = {}
+    for _, caller, tokens, days_ago in entries:
+        if days_ago < KEPT_DAYS:
+            place = (TODAY - days_ago, caller.key)
+            requests, so_far = sums.get(place, (0, 0))
+            sums[place] = (requests + 1, so_far + tokens + 1)
+    assert totals(kept_by(entries)) == sums
+
+
+@given(ENTRIES, st.data())
+def test_folding_days_counts_nothing_twice_wherever_it_stops(
+    entries: list[tuple[str, Caller, int, int]], data: st.DataObject
+) -> None:
+    texts = kept_by(entries)
+    before = totals(texts)
+    for _ in range(2):
+        kept, over = tidied(texts, TODAY)
+        texts |= kept
+        for name in over[: data.draw(st.integers(0, len(over)))]:
+            del texts[name]
+        assert totals(texts) == before
+    kept, over = tidied(texts, TODAY)
+    texts = {name: text for name, text in (texts | kept).items() if name not in over}
+    assert totals(texts) == before
+    assert tidied(texts, TODAY) == ({}, ()), "nothing is left to do"
+    days = {name.partition("/")[0] for name in texts}
+    assert len(texts) <= len(days) + 2 * 2, "one record for a day, but for the last two"
+
+
+def test_a_day_that_was_kept_is_written_again_only_when_something_changes() -> None:
+    ledger = Ledger("life")
+    ledger.enter(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)
+    assert ledger.unkept() == (TODAY,)
+    name, text = ledger.record(TODAY)
+    assert name == f"{date_of(TODAY)}/life"
+    assert json.loads(text)["rows"] == [["key-a", "lab", 1, 5, 2, 1, 0]]
+    assert ledger.unkept() == ()
+    ledger.lost(TODAY)
+    assert ledger.unkept() == (TODAY,)
+    ledger.forget((TODAY + 9) * DAY_S)
+    assert ledger.unkept() == (TODAY,), "what is not kept is not forgotten"
+    ledger.record(TODAY)
+    ledger.forget((TODAY + 9) * DAY_S)
+    assert ledger.records() == {}
+
+
+def test_a_record_that_cannot_be_read_counts_nothing_and_stops_nothing() -> None:
+    good = kept_by([("life-1", ANN, 4, 0)])
+    bad = {"2026-13-40/x": "{}", "nonsense": "1", f"{date_of(TODAY)}/y": '{"rows": [[1]]}'}
+    assert totals(good | bad) == totals(good)
+
+
+def test_used_today_is_of_this_life_and_of_those_before() -> None:
+    ledger = Ledger("life-2")
+    kept = kept_by([("life-1", ANN, 9, 0), ("life-3", ANN, 1, 0), ("life-1", ANN, 100, 1)])
+    ledger.remember(kept, TODAY * DAY_S)
+    ledger.enter(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)
+    assert ledger.used("key-a", TODAY * DAY_S) == 10 + 2 + 7
+    assert ledger.used("key-a", (TODAY + 1) * DAY_S) == 0
+
+
+def usage_of(gateway: Gateway, query: str = "") -> dict[str, Any]:
+    told: dict[str, Any] = gateway.admin.get(f"/admin/v1/usage{query}").json()
+    return told
+
+
+def row(told: dict[str, Any], key: str) -> dict[str, Any]:
+    (found,) = [one for one in told["rows"] if one["key"] == key]
+    return dict(found)
+
+
+def test_usage_is_told_by_key_and_by_team(line: Gateway, worker: FakeWorker) -> None:
+    ann = line.make_key(name="Ann", team="lab")
+    bob = line.make_key(name="Bob", team="lab")
+    eve = line.make_key(name="Eve")
+    for key, times in ((ann, 2), (bob, 1), (eve, 1)):
+        line.bear(key["secret"])
+        for _ in range(times):
+            assert line.chat().status_code == 200
+    assert line.chat(temperature=9).status_code == 400
+    told = usage_of(line)
+    assert row(told, ann["id"]) == {
+        "day": str(datetime.now(UTC).date()),
+        "key": ann["id"],
+        "name": "Ann",
+        "team": "lab",
+        "requests": 2,
+        "prompt_tokens": 14,
+        "completion_tokens": 6,
+        "cached_tokens": 4,
+        "guessed_tokens": 0,
+    }
+    assert told["teams"]["lab"]["requests"] == 3
+    assert told["teams"][""]["completion_tokens"] == 3
+    assert told["keys"][eve["id"]]["requests"] == 1
+
+
+def test_streams_count_and_who_leaves_is_counted_as_guessed(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    key = line.make_key()
+    line.bear(key["secret"])
+    with line.stream() as answer:
+        answer.read()
+    worker.script = Script(hang_after=2)
+    with line.stream(max_tokens=50) as answer:
+        next(answer.iter_raw())
+    eventually(lambda: row(usage_of(line), key["id"])["requests"] == 2)
+    told = row(usage_of(line), key["id"])
+    assert (told["prompt_tokens"], told["guessed_tokens"]) == (7, 4 + 50)
+
+
+def test_nobody_is_counted_where_no_key_is_needed(line: Gateway) -> None:
+    assert line.chat().status_code == 200
+    assert usage_of(line)["rows"] == []
+
+
+def test_usage_comes_as_csv_by_name_or_by_wish(line: Gateway) -> None:
+    key = line.make_key(name="Ann", team="lab")
+    line.bear(key["secret"])
+    line.chat()
+    for answer in (
+        line.admin.get("/admin/v1/usage?format=csv"),
+        line.admin.get("/admin/v1/usage", headers={"accept": "text/csv"}),
+    ):
+        assert answer.headers["content-type"] == "text/csv; charset=utf-8"
+        (told,) = csv.DictReader(io.StringIO(answer.text))
+        assert (told["key"], told["name"], told["team"]) == (key["id"], "Ann", "lab")
+        assert tuple(told)[4:] == UsageRow._fields[2:]
+        assert told["prompt_tokens"] == "7"
+    assert line.admin.get("/admin/v1/usage?format=json").json()["rows"]
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("?format=xml", "format"),
+        ("?from=yesterday", "from"),
+        ("?to=2026-02-30", "to"),
+        ("?from=2026-02-02&to=2026-02-01", "from"),
+    ],
+)
+def test_a_wrong_question_is_named(gateway: Gateway, query: str, param: str) -> None:
+    answer = gateway.admin.get(f"/admin/v1/usage{query}")
+    assert error_of(answer) == (400, "invalid_value")
+    assert answer.json()["error"]["param"] == param
+
+
+def test_days_outside_the_question_are_left_out(line: Gateway) -> None:
+    line.bear(line.make_key()["secret"])
+    line.chat()
+    assert usage_of(line, "?from=2020-01-01&to=2020-12-31")["rows"] == []
+    assert usage_of(line, "?from=2020-01-01")["rows"]
+
+
+def test_usage_survives_a_restart_and_goes_on(tmp_path: Path, worker: FakeWorker) -> None:
+    settings = settings_for_tests(tmp_path, api_key=SecretStr("static-key"))
+    for times in (1, 2, 3):
+        with Gateway(settings) as gateway:
+            gateway.join(worker)
+            gateway.bear("static-key")
+            assert gateway.chat().status_code == 200
+            assert row(usage_of(gateway), "static")["requests"] == times
+
+
+def test_usage_is_kept_while_it_runs_so_that_a_crash_costs_seconds(
+    line: Gateway, tmp_path: Path
+) -> None:
+    key = line.make_key()
+    line.bear(key["secret"])
+    line.chat()
+    eventually(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
+    kept = json.loads((tmp_path / "state.json").read_text())["usage"]
+    ((_, record),) = kept.items()
+    assert record["rows"] == [[key["id"], "", 1, 7, 3, 2, 0]]
+
+
+def test_f54_a_disk_that_takes_nothing_stops_no_request_and_is_caught_up_with(
+    line: Gateway, tmp_path: Path
+) -> None:
+    key = line.make_key()
+    line.bear(key["secret"])
+    lock = tmp_path / ".state.json.lock"
+    lock.unlink()
+    lock.mkdir()
+    assert error_of(line.admin.post("/admin/v1/keys", json={"name": "no"})) == (
+        503,
+        "state_unavailable",
+    )
+    assert line.chat().status_code == 200
+    assert row(usage_of(line), key["id"])["requests"] == 1
+    lock.rmdir()
+    assert line.chat().status_code == 200
+    eventually(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
+
+
+def test_a_team_keeps_what_its_key_used_before_it_changed_teams(line: Gateway) -> None:
+    key = line.make_key(team="lab")
+    for team in ("lab", "shop"):
+        line.admin.patch(f"/admin/v1/keys/{key['id']}", json={"team": team})
+        answer = line.client.get("/v1/models", headers=bearing(key))
+        assert answer.status_code == 200
+        line.bear(key["secret"])
+        assert line.chat().status_code == 200
+    told = usage_of(line)["teams"]
+    assert {team: sums["requests"] for team, sums in told.items()} == {"lab": 1, "shop": 1}

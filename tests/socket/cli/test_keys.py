@@ -1,0 +1,73 @@
+"""`paceline keys`, as a person types it, against a real gateway."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from gateway.cli import main
+from tests.support.running_gateway import Gateway, settings_for_tests
+from tests.support.scripted_worker import FakeWorker
+
+
+def test_a_key_is_made_listed_used_told_of_and_revoked(
+    line: Gateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    url = ("--url", line.url)
+    limits = ("--requests-a-minute", "30", "--tokens-a-day", "5000", "--expires-in", "30d")
+    assert main(["keys", "create", "Ann", "--team", "lab", "--model", "demo", *limits, *url]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert "shown this once" in shown[0]
+    secret, key_id = shown[-1], shown[0].split()[1]
+
+    assert main(["keys", "list", *url]) == 0
+    listed = capsys.readouterr().out
+    for text in (key_id, "Ann", "lab", secret[:8], "active", "demo", "30 requests a minute"):
+        assert text in listed
+    assert secret not in listed
+
+    line.bear(secret)
+    assert line.chat().status_code == 200
+    assert main(["keys", "usage", *url]) == 0
+    assert key_id in capsys.readouterr().out
+    assert main(["keys", "usage", "--csv", *url]) == 0
+    assert capsys.readouterr().out.startswith("day,key,name,team,requests,")
+    assert main(["keys", "usage", "--json", "--from", "2020-01-01", *url]) == 0
+    assert json.loads(capsys.readouterr().out)["teams"]["lab"]["requests"] == 1
+
+    assert main(["keys", "revoke", key_id, *url]) == 0
+    assert "opens nothing any more" in capsys.readouterr().out
+    assert line.chat().status_code == 401
+
+
+def test_the_admin_key_comes_from_the_environment(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_for_tests(
+        tmp_path, admin_key=SecretStr("admin-key"), api_key=SecretStr("static-key")
+    )
+    with Gateway(settings) as gateway:
+        monkeypatch.setenv("PACELINE_API_KEY", "static-key")
+        with pytest.raises(SystemExit, match="A valid key is needed"):
+            main(["keys", "list", "--url", gateway.url])
+        monkeypatch.setenv("PACELINE_ADMIN_KEY", "admin-key")
+        assert main(["keys", "create", "ci", "--json", "--url", gateway.url]) == 0
+        assert json.loads(capsys.readouterr().out)["secret"].startswith("pk-")
+        assert main(["status", "--json", "--url", gateway.url]) == 1, "no worker"
+
+
+def test_a_refusal_is_one_sentence_that_names_the_field(line: Gateway, worker: FakeWorker) -> None:
+    with pytest.raises(SystemExit, match=r"refused: pools\.0: the policy has no pool 'vml'"):
+        main(["keys", "create", "Ann", "--pool", "vml", "--url", line.url])
+    with pytest.raises(SystemExit, match="There is no key 'key-x'"):
+        main(["keys", "revoke", "key-x", "--url", line.url])
+
+
+def test_a_time_in_no_known_unit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["keys", "create", "Ann", "--expires-in", "3w"])
+    assert "must be like 90m, 12h or 30d" in capsys.readouterr().err

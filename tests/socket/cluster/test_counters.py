@@ -1,0 +1,186 @@
+"""Counts and reports of several gateways in one Redis: each counts once, whatever happens to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack
+
+import pytest
+
+from gateway.cluster.counters import RedisStore
+from gateway.cluster.redis import RedisLink
+from gateway.cluster.worker_reports import RedisBoots
+from gateway.errors import RecordsUnwritable
+from gateway.storage.counters import Key
+from tests.support.boot_reports import report
+from tests.support.redis_server import RedisServer
+
+DONE: Key = ("outcomes", "completed")
+COUNTS = "paceline:{counts}:lives"
+Opens = Callable[[RedisServer], "Opened"]
+
+
+class Opened:
+    """The store of one gateway."""
+
+    def __init__(self, link: RedisLink) -> None:
+        self.link = link
+        self.boots = RedisBoots(link)
+        self.store = RedisStore(link, self.boots)
+
+    async def turn(self) -> None:
+        await self.store.exchange()
+        await self.boots.exchange((), ())
+
+    async def counts(self) -> Mapping[Key, int]:
+        await self.turn()
+        return await self.store.counts()
+
+
+@pytest.fixture
+async def opens() -> AsyncIterator[Opens]:
+    async with AsyncExitStack() as stack:
+
+        def one(server: RedisServer) -> Opened:
+            opened = Opened(RedisLink(server.url))
+            stack.push_async_callback(opened.link.close)
+            return opened
+
+        yield one
+
+
+async def test_counts_of_all_gateways_add_up_however_often_they_are_told(
+    redis: RedisServer, opens: Opens
+) -> None:
+    first, second = opens(redis), opens(redis)
+    first.store.count({DONE: 2, ("retries",): 1})
+    second.store.count({DONE: 3})
+    for _ in range(3):
+        await first.turn()
+        await second.turn()
+    assert await first.counts() == await second.counts() == {DONE: 5, ("retries",): 1}
+    first.store.count({DONE: 1})
+    await first.turn()
+    assert await opens(redis).counts() == {DONE: 6, ("retries",): 1}
+
+
+async def test_what_is_counted_while_redis_is_away_is_told_later_and_once(
+    own_redis: RedisServer, opens: Opens
+) -> None:
+    first, second = opens(own_redis), opens(own_redis)
+    first.store.count({DONE: 1})
+    await first.turn()
+    await second.turn()
+    own_redis.kill()
+    for _ in range(2):
+        first.store.count({DONE: 1})
+        with pytest.raises(RecordsUnwritable):
+            await first.turn()
+    assert await first.store.counts() == {DONE: 3}
+    own_redis.start()
+    await second.turn()
+    await first.turn()
+    assert await second.counts() == await first.counts() == {DONE: 3}
+
+
+async def test_a_life_that_ended_long_ago_is_folded_and_counts_once(
+    redis: RedisServer, opens: Opens
+) -> None:
+    for count in (2, 3):
+        ended = opens(redis)
+        ended.store.count({DONE: count})
+        await ended.turn()
+        life = ended.store._life
+        text = redis.client.hget(COUNTS, life)
+        assert isinstance(text, str)
+        redis.client.hset(COUNTS, life, "[1," + text.partition(",")[2])
+    first, second = opens(redis), opens(redis)
+    for _ in range(4):
+        assert await first.counts() == {DONE: 5}
+        assert await second.counts() == {DONE: 5}
+    assert set(redis.client.hkeys(COUNTS)) == {"earlier", first.store._life, second.store._life}
+
+
+async def test_a_life_that_was_folded_while_it_was_cut_off_goes_on_and_counts_once(
+    redis: RedisServer, opens: Opens
+) -> None:
+    cut_off, other = opens(redis), opens(redis)
+    cut_off.store.count({DONE: 2})
+    await cut_off.turn()
+    life = cut_off.store._life
+    text = redis.client.hget(COUNTS, life)
+    assert isinstance(text, str)
+    redis.client.hset(COUNTS, life, "[1," + text.partition(",")[2])
+    assert await other.counts() == {DONE: 2}
+    cut_off.store.count({DONE: 5})
+
+    await cut_off.turn()
+    assert await cut_off.counts() == {DONE: 7}
+    assert await other.counts() == {DONE: 7}
+    assert cut_off.store._life != life
+
+
+async def test_a_redis_that_is_emptied_gets_back_what_gateways_know_of_ended_lives(
+    redis: RedisServer, opens: Opens
+) -> None:
+    ended, here = opens(redis), opens(redis)
+    ended.store.count({DONE: 4})
+    await ended.store.keep_report(report("a", 5))
+    await ended.turn()
+    here.store.count({DONE: 1})
+    await here.turn()
+    redis.client.flushall()
+
+    assert await here.counts() == {DONE: 5}
+    later = opens(redis)
+    assert await later.counts() == {DONE: 5}
+    assert [one.lanes[0].requests for one in await later.store.reports()] == [5]
+
+
+async def test_an_overtaken_report_does_not_turn_counts_back(
+    redis: RedisServer, opens: Opens
+) -> None:
+    first, second = opens(redis), opens(redis)
+    await first.store.keep_report(report("a", 5))
+    await first.turn()
+    await second.store.keep_report(report("a", 3))
+    await second.turn()
+    for each in (first, second, opens(redis)):
+        await each.turn()
+        assert [one.lanes[0].requests for one in await each.store.reports()] == [5]
+
+
+async def test_sums_over_any_number_of_boots_are_exact_and_what_is_kept_is_bounded(
+    redis: RedisServer, opens: Opens
+) -> None:
+    first, second = opens(redis), opens(redis)
+    for boot in range(40):
+        await (first, second)[boot % 2].store.keep_report(report(f"boot-{boot}", boot))
+        await first.turn()
+        await second.turn()
+    for _ in range(30):
+        await first.turn()
+        await second.turn()
+    for each in (first, second, opens(redis)):
+        await each.turn()
+        kept = await each.store.reports()
+        assert sum(one.lanes[0].requests for one in kept) == sum(range(40))
+        assert sum(one.lanes[0].speculation.accepted for one in kept) == 2 * sum(range(40))
+        assert len(kept) <= 17
+
+
+@pytest.mark.parametrize("text", ["nonsense", "[]", "[1,[[5,5]]]", "{}"])
+async def test_a_life_that_nobody_wrote_is_a_failure_and_no_count(
+    redis: RedisServer, opens: Opens, text: str
+) -> None:
+    opened = opens(redis)
+    opened.store.count({DONE: 1})
+    await opened.turn()
+    redis.client.hset(COUNTS, "odd", text)
+    with pytest.raises(RecordsUnwritable):
+        await opened.turn()
+    assert await opened.store.counts() == {DONE: 1}
+    assert opened.link.why == "A key of Paceline holds in Redis what Paceline did not write."
+    redis.client.hdel(COUNTS, "odd")
+    assert await opened.counts() == {DONE: 1}
+    assert not opened.link.degraded

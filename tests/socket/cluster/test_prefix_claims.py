@@ -1,0 +1,144 @@
+"""Claims to system prompts over Redis: what one gateway learns the others know soon after."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from gateway.cluster.prefix_claims import RedisPrefixes
+from gateway.cluster.redis import RedisLink
+from gateway.errors import RecordsUnwritable
+from gateway.routing.prefix_affinity import NEWS_KEPT, Prefixes
+from gateway.types import Usage
+from policies.sections import PrefixPolicy
+from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, holders
+from tests.support.redis_server import RedisServer
+
+
+class Neighbour:
+    """One gateway's claims, with its way to Redis."""
+
+    def __init__(self, url: str) -> None:
+        self.now_s = 0.0
+        self.prefixes = Prefixes(lambda: self.now_s)
+        self.link = RedisLink(url)
+        self._shared = RedisPrefixes(self.link, self.prefixes)
+
+    async def turn(self) -> None:
+        await self._shared.exchange()
+
+    def holders(self, name: str = "p") -> set[tuple[str, str]]:
+        return holders(self.prefixes, name)
+
+
+@pytest.fixture
+async def pair(redis: RedisServer) -> AsyncIterator[tuple[Neighbour, Neighbour]]:
+    both = Neighbour(redis.url), Neighbour(redis.url)
+    yield both
+    for one in both:
+        await one.link.close()
+
+
+async def test_what_one_gateway_claims_the_other_knows_and_what_it_drops_too(
+    pair: tuple[Neighbour, Neighbour],
+) -> None:
+    one, other = pair
+    one.prefixes.sent("p", STUDIO, RULES)
+    await one.turn()
+    await other.turn()
+    assert other.holders() == {STUDIO}
+    other.prefixes.told("p", STUDIO, Usage(100, 5, 0), expected=True)
+    await other.turn()
+    await one.turn()
+    assert one.holders() == set()
+
+
+async def test_a_claim_is_as_old_elsewhere_as_it_is_here(
+    pair: tuple[Neighbour, Neighbour],
+) -> None:
+    one, other = pair
+    one.prefixes.sent("p", STUDIO, PrefixPolicy(ttl_s=60))
+    await one.turn()
+    await other.turn()
+    other.now_s = 61.0
+    assert other.holders() == set()
+
+
+async def test_a_gateway_that_starts_knows_what_was_claimed_before(redis: RedisServer) -> None:
+    early = Neighbour(redis.url)
+    for number in range(50):
+        early.prefixes.sent(str(number), STUDIO, RULES)
+        await early.turn()
+    early.prefixes.sent("0", LAPTOP, RULES)
+    await early.turn()
+    late = Neighbour(redis.url)
+    await late.turn()
+    assert late.holders("0") == {STUDIO, LAPTOP}
+    assert late.holders("49") == {STUDIO}
+    for one in (early, late):
+        await one.link.close()
+
+
+async def test_its_own_news_come_back_to_nobody(pair: tuple[Neighbour, Neighbour]) -> None:
+    one, _ = pair
+    one.prefixes.sent("p", STUDIO, RULES)
+    await one.turn()
+    one.prefixes.told("p", STUDIO, None, expected=False)
+    turning = asyncio.create_task(one.turn())
+    await asyncio.sleep(0)  # the news are on their way
+    one.prefixes.sent("p", STUDIO, RULES)
+    await turning
+    assert one.holders() == {STUDIO}, "what came back is older than what it knows"
+
+
+async def test_a_claim_that_waited_in_redis_has_grown_older_there(
+    pair: tuple[Neighbour, Neighbour],
+) -> None:
+    one, late = pair
+    one.prefixes.sent("p", STUDIO, PrefixPolicy(ttl_s=0.1))
+    one.prefixes.sent("q", STUDIO, RULES)
+    await one.turn()
+    await asyncio.sleep(0.2)
+    await late.turn()
+    assert (late.holders("p"), late.holders("q")) == (set(), {STUDIO})
+
+
+async def test_what_could_not_be_told_is_told_once_redis_is_back(own_redis: RedisServer) -> None:
+    one, other = Neighbour(own_redis.url), Neighbour(own_redis.url)
+    await one.turn()
+    own_redis.kill()
+    one.prefixes.sent("p", STUDIO, RULES)
+    for _ in range(2):
+        with pytest.raises(RecordsUnwritable):
+            await one.turn()
+    assert one.holders() == {STUDIO}, "what it knows itself it goes by"
+    own_redis.start()
+    await one.turn()
+    await other.turn()
+    assert other.holders() == {STUDIO}
+    for each in (one, other):
+        await each.link.close()
+
+
+async def test_an_entry_that_nobody_understands_stops_none_of_the_others(
+    redis: RedisServer, pair: tuple[Neighbour, Neighbour]
+) -> None:
+    one, other = pair
+    redis.client.xadd("paceline:{prefixes}:news", {"by": "x", "claim": "[1]"})
+    redis.client.xadd("paceline:{prefixes}:news", {"words": "none"})
+    one.prefixes.sent("p", STUDIO, RULES)
+    await one.turn()
+    await other.turn()
+    assert other.holders() == {STUDIO}
+
+
+def test_news_that_nobody_hears_are_bounded() -> None:
+    prefixes = Prefixes(lambda: 0.0)
+    for number in range(NEWS_KEPT + 10):
+        prefixes.sent(str(number), STUDIO, RULES)
+    news = prefixes.take_news()
+    assert len(news) == NEWS_KEPT
+    assert news[-1].name == str(NEWS_KEPT + 9)
+    assert not prefixes.take_news()

@@ -1,0 +1,229 @@
+"""Several gateways over one Redis are one: their workers, their counts, and what Redis holds."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.gateway_fixtures import Makes
+from tests.support.gateway_process import gateway_process
+from tests.support.redis_server import RedisServer
+from tests.support.running_gateway import Gateway, chat_body, eventually, serving
+from tests.support.scripted_worker import DONE, FakeWorker, Script, lane_report
+
+ROOT = Path(__file__).parents[3]
+
+
+def completed(gateway: Gateway) -> int:
+    count: int = gateway.status()["outcomes"].get("completed", 0)
+    return count
+
+
+def test_a_worker_that_joins_one_gateway_serves_at_all_and_leaves_all(
+    makes: Makes, worker: FakeWorker
+) -> None:
+    first, second = makes(), makes()
+    assert first.join(worker).status_code == 200
+    eventually(lambda: second.client.get("/readyz").status_code == 200)
+    assert second.chat().status_code == 200
+    third = makes()
+    eventually(lambda: third.client.get("/readyz").status_code == 200)
+
+    assert first.leave(worker).status_code == 204
+    for gateway in (second, third):
+        eventually(lambda gateway=gateway: gateway.client.get("/readyz").status_code == 503)  # type: ignore[misc]
+
+
+def test_a_worker_that_dies_is_out_everywhere(makes: Makes) -> None:
+    first, second = makes(), makes()
+    fake = FakeWorker()
+    with serving(fake, sockets=[fake.socket]):
+        first.join(fake)
+        eventually(lambda: second.client.get("/readyz").status_code == 200)
+    for gateway in (first, second):
+        eventually(lambda gateway=gateway: not gateway.status()["pools"]["vlm"]["slots"])  # type: ignore[misc]
+
+
+def test_a_worker_outlives_the_gateway_that_it_joined(makes: Makes, worker: FakeWorker) -> None:
+    first, second = makes(), makes()
+    first.join(worker)
+    eventually(lambda: second.client.get("/readyz").status_code == 200)
+    first.ask_to_end()
+    first.wait_for_end()
+    threading.Event().wait(9)  # longer than any silence that is forgiven
+    assert second.chat().status_code == 200
+
+
+def test_counts_and_reports_are_sums_over_gateways_and_their_lives(
+    makes: Makes, worker: FakeWorker
+) -> None:
+    first, second = makes(), makes()
+    first.join(worker)
+    eventually(lambda: second.client.get("/readyz").status_code == 200)
+    for gateway in (first, second, second):
+        assert gateway.chat().status_code == 200
+    eventually(lambda: completed(first) == completed(second) == 3)
+    assert second.status()["store"] == {"kind": "redis", "state": "ok", "why": "", "gateways": 2}
+    assert second.status()["workers"]["fake-a"]["boots"] == 1
+
+    first.ask_to_end()
+    first.wait_for_end()
+    third = makes()
+    eventually(lambda: completed(third) == 3)
+    eventually(lambda: third.client.get("/readyz").status_code == 200)
+    assert third.chat(model="no such").status_code == 404
+    eventually(lambda: second.status()["errors"] == {"model_not_found": 1})
+
+
+def test_redis_holds_documented_keys_alone_and_those_that_can_go_stale_end_by_themselves(
+    makes: Makes, worker: FakeWorker, redis: RedisServer
+) -> None:
+    first, second = makes(), makes()
+    first.join(worker)
+    key = first.make_key(requests_a_minute=100)
+    eventually(lambda: second.chat().status_code == 401)
+    first.bear(key["secret"])
+    system = {"role": "system", "content": "You are the clerk of a small harbour. " * 10}
+    asked = [system, {"role": "user", "content": "Say a word."}]
+    assert first.chat(messages=asked).status_code == 200
+    assert first.admin.put("/admin/v1/workers/fake-a/cordon").is_success
+
+    page = (ROOT / "docs" / "redis.md").read_text()
+    documented = set(re.findall(r"^\| `(paceline:[^`]+)` \|", page, re.MULTILINE))
+    wanted = {
+        name for name in documented if not name.endswith((":LIFE", ":folded", "usage}:records"))
+    }
+    eventually(lambda: wanted <= set(redis.client.keys("*")))
+    found = {re.sub(":folded:.*", ":folded:LIFE", str(name)) for name in redis.client.keys("*")}
+    assert found <= documented
+    for name in ("{limits}:used", "{limits}:seen", "{fleet}:told", "{prefixes}:news"):
+        assert redis.client.pttl(f"paceline:{name}") > 0, name
+
+
+CORDON = "/admin/v1/workers/fake-a/cordon"
+DRAIN = "/admin/v1/workers/fake-a/drain"
+
+
+def state_of(gateway: Gateway, worker_id: str = "fake-a") -> str:
+    listed = gateway.admin.get("/admin/v1/workers").json()["workers"]
+    states: dict[str, str] = {one["worker_id"]: one["state"] for one in listed}
+    return states[worker_id]
+
+
+def test_of_two_gateways_the_last_word_on_a_cordon_counts_at_both(
+    makes: Makes, joins: Callable[[Gateway], None]
+) -> None:
+    first, second = makes(), makes()
+    joins(first)
+    eventually(lambda: second.client.get("/readyz").is_success)
+    assert first.admin.put(CORDON).is_success
+    # The other one lifts it at once, before a look of its own has told it of the cordon.
+    assert second.admin.delete(CORDON).status_code == 204
+    eventually(lambda: state_of(first) == state_of(second) == "ready")
+    assert second.admin.put(CORDON).is_success
+    assert first.admin.put(CORDON).is_success, "cordoned twice is cordoned once"
+    assert first.admin.delete(CORDON).status_code == 204
+    eventually(lambda: state_of(first) == state_of(second) == "ready")
+    assert first.chat().status_code == second.chat().status_code == 200
+
+
+def test_a_worker_is_drained_once_it_has_nothing_of_any_gateway(
+    makes: Makes, worker: FakeWorker
+) -> None:
+    first, second = makes(), makes()
+    first.join(worker)
+    eventually(lambda: second.client.get("/readyz").is_success)
+    worker.script = Script(hang_after=1)
+    busy = [lane_report("vlm", running=1).model_dump()]
+    with first.stream() as answer, ThreadPoolExecutor(1) as aside:
+        pieces = answer.iter_raw()
+        next(pieces)
+        worker.reported = worker.report(lanes=busy)
+        soon = second.admin.post(DRAIN, params={"timeout_s": "2"}).json()
+        assert (soon["drained"], soon["in_flight"]) == (False, 0), "another one's stream runs there"
+        drained = aside.submit(second.admin.post, DRAIN)
+        worker.go_on.set()
+        assert b"".join(pieces).endswith(DONE)
+        worker.reported = None
+        assert drained.result().json()["drained"]
+
+
+def test_a_drain_ends_where_the_cordon_is_lifted_at_another_gateway(
+    makes: Makes, worker: FakeWorker, joins: Callable[[Gateway], None]
+) -> None:
+    first, second = makes(), makes()
+    joins(first)
+    eventually(lambda: second.client.get("/readyz").is_success)
+    worker.script = Script(hang_after=1)
+    with first.stream() as answer, ThreadPoolExecutor(1) as aside:
+        pieces = answer.iter_raw()
+        next(pieces)
+        drained = aside.submit(first.admin.post, DRAIN, params={"timeout_s": "600"})
+        eventually(lambda: state_of(second) == "cordoned")
+        assert second.admin.delete(CORDON).status_code == 204
+        assert not drained.result().json()["drained"]
+        worker.go_on.set()
+        assert b"".join(pieces).endswith(DONE)
+
+
+def test_gateways_that_are_killed_under_load_lose_and_double_nothing_that_was_told(
+    redis: RedisServer, tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    """What a gateway counted in the half second before its SIGKILL is all that goes."""
+
+    def asked(client: httpx.Client, times: int) -> int:
+        """Ask so often at a time; count the answers."""
+
+        def one(_turn: int) -> int:
+            with contextlib.suppress(httpx.HTTPError):
+                return client.post("/v1/chat/completions", json=chat_body()).status_code == 200
+            return 0
+
+        with ThreadPoolExecutor(4) as pool:
+            return sum(pool.map(one, range(times)))
+
+    def told(client: httpx.Client) -> int:
+        status: dict[str, Any] = client.get("/v1/status").json()
+        count: int = status["outcomes"].get("completed", 0)
+        return count
+
+    def start(name: str, joining: FakeWorker) -> contextlib.AbstractContextManager[Any]:
+        return gateway_process(tmp_path / name, joining, REDIS_URL=redis.url)
+
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    lost = 0
+    with start("a", worker) as (first, at_first), start("b", second_worker) as (second, at_second):
+        sure = asked(at_first, 30) + asked(at_second, 30)
+        assert sure == 60
+        eventually(lambda: told(at_first) == told(at_second) == sure)
+
+        with ThreadPoolExecutor(1) as beside:
+            answers = beside.submit(asked, at_first, 3000)
+            eventually(lambda: told(at_second) > sure)
+            first.process.kill()
+            first.wait_for_end()
+            answered = answers.result()
+        threading.Event().wait(1.5)
+        known = told(at_second)
+        # A request that was counted may have lost its client in the same moment.
+        assert sure < known <= sure + answered + 4
+        lost = sure + answered - known
+
+        with start("a", worker) as (_, again):
+            eventually(lambda: told(again) == known)
+            more = asked(again, 20) + asked(at_second, 20)
+            assert more == 40
+            eventually(lambda: told(again) == told(at_second) == known + more)
+            second.process.kill()
+            second.wait_for_end()
+            assert asked(again, 10) == 10
+            eventually(lambda: told(again) == known + more + 10)
+    assert lost < answered

@@ -1,0 +1,156 @@
+"""Rows of the fault matrix about workers that fail again and again, at the socket, by id."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.support.running_gateway import Gateway, eventually, serving
+from tests.support.scripted_worker import TOKEN, FakeWorker, Script
+
+BROKEN = Script(status=500, body=b'{"error": {"message": "Traceback", "type": "x"}}')
+
+
+def state(gateway: Gateway, worker_id: str) -> dict[str, Any]:
+    shown: dict[str, Any] = gateway.status()["workers"][worker_id]
+    return shown
+
+
+def ejected(gateway: Gateway, worker_id: str) -> bool:
+    return bool(state(gateway, worker_id)["state"] == "ejected")
+
+
+def ask_until_ejected(gateway: Gateway, worker_id: str) -> None:
+    """Ask as often as chance wants it; the test's own time limit ends it otherwise."""
+    while not ejected(gateway, worker_id):
+        gateway.chat()
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [
+        (b"9", "9"),
+        (b"0", "1"),
+        (b"-5", "1"),
+        (b"1000000000", "60"),
+        (b"garbage", "1"),
+        (b"Fri, 31 Dec 9999 23:59:59 GMT", "60"),
+        (b"Thu, 01 Jan 1970 00:00:00 GMT", "1"),
+    ],
+)
+@pytest.mark.parametrize("status", [429, 503])
+def test_f19_retry_after_is_heeded_within_reason_and_ejects_nobody(
+    line: Gateway, worker: FakeWorker, status: int, value: bytes, seconds: str
+) -> None:
+    worker.script = Script(status=status, headers=((b"retry-after", value),))
+    answer = line.chat()
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, seconds)
+    assert answer.json()["error"]["code"] == "workers_busy"
+    shown = state(line, "fake-a")
+    assert shown["state"] in {"busy", "ready"}
+    assert shown["ejected"] == {"for_s": 0, "why": "", "times": 0}
+
+
+def test_f19_while_a_worker_is_busy_the_other_is_asked_and_it_alone(
+    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    worker.script = Script(status=429, headers=((b"retry-after", b"30"),))
+    line.join(second_worker)
+    answers = [line.chat() for _ in range(10)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert len(worker.heard) <= 1
+    second_worker.script = Script(status=503, headers=((b"retry-after", b"7"),))
+    answer = line.chat()
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) <= 7, "the sooner of the two"
+    heard = len(worker.heard) + len(second_worker.heard)
+    again = line.chat()
+    assert again.json()["error"]["code"] == "workers_busy"
+    assert len(worker.heard) + len(second_worker.heard) == heard, "who asks for time gets it"
+
+
+def test_f20_f24_an_ejected_worker_comes_back_by_real_answers_and_not_by_its_heartbeat(
+    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    stays_broken = FakeWorker(worker_id="fake-c", script=BROKEN)
+    worker.script = BROKEN
+    with serving(stays_broken, sockets=[stays_broken.socket]):
+        workers = (worker, second_worker, stays_broken)
+        for one in workers:
+            line.join(one)
+        ask_until_ejected(line, "fake-a")
+        ask_until_ejected(line, "fake-c")
+        assert (len(worker.heard), len(stays_broken.heard)) == (5, 5)
+        worker.script = Script()
+        line.join(worker)
+        assert ejected(line, "fake-a"), "a heartbeat proves nothing"
+
+        def back() -> bool:
+            for one in workers:
+                line.join(one)
+            states = [state(line, name)["state"] for name in ("fake-a", "fake-c")]
+            return states == ["probation", "probation"]
+
+        eventually(back, within_s=30)
+        ask_until_ejected(line, "fake-c")
+        assert len(stays_broken.heard) == 6, "one real request showed that nothing is better"
+        assert 12 < state(line, "fake-c")["ejected"]["for_s"] <= 24, "the next time is longer"
+        for _ in range(40):
+            assert line.chat().status_code == 200
+            if state(line, "fake-a")["state"] == "ready":
+                break
+        assert state(line, "fake-a")["state"] == "ready", "good answers gave it all its slots"
+
+
+def test_f22_when_all_fail_the_last_one_is_still_asked_and_without_any_it_is_said_at_once(
+    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    line.join(second_worker)
+    worker.script = second_worker.script = BROKEN
+    codes = {line.chat().json()["error"]["code"] for _ in range(20)}
+    assert codes == {"worker_failed"}
+    states = sorted(state(line, name)["state"] for name in ("fake-a", "fake-b"))
+    assert states == ["ejected", "ready"]
+    still_in = "fake-b" if ejected(line, "fake-a") else "fake-a"
+    worker.script = second_worker.script = Script()
+    bearer = {"authorization": f"Bearer {TOKEN}"}
+    line.client.delete(f"/admin/v1/workers/{still_in}", headers=bearer)
+    assert line.chat().status_code == 200, "an ejected worker is better than none"
+    for name in ("fake-a", "fake-b"):
+        line.client.delete(f"/admin/v1/workers/{name}", headers=bearer)
+    answer = line.chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+    assert line.status()["pools"]["vlm"]["waiting"] == 0
+
+
+def test_f28_no_more_than_a_fifth_and_three_are_tried_again_when_all_refuse(
+    gateway: Gateway,
+) -> None:
+    gone = [FakeWorker(worker_id=f"gone-{number}") for number in range(6)]
+    for one in gone:
+        one.socket.close()
+        gateway.join(one)
+    with ThreadPoolExecutor(20) as aside:
+        answers = [one.result() for one in [aside.submit(gateway.chat) for _ in range(40)]]
+    assert {answer.status_code for answer in answers} == {503}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+    most = max(int(answer.headers.get("x-paceline-attempts", "1")) for answer in answers)
+    assert most <= len(gone), "each worker is asked at most once"
+
+
+def test_f49_a_worker_that_is_removed_finishes_its_stream_and_gets_nothing_new(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    worker.script.hang_after = 2
+    with line.stream() as answer:
+        pieces = answer.iter_raw()
+        received = next(pieces)
+        bearer = {"authorization": f"Bearer {TOKEN}"}
+        assert line.client.delete("/admin/v1/workers/fake-a", headers=bearer).status_code == 204
+        assert line.chat().status_code == 503
+        worker.go_on.set()
+        received += b"".join(pieces)
+    assert received.endswith(b"data: [DONE]\n\n")
+    assert len(worker.heard) == 1

@@ -1,0 +1,114 @@
+"""A port of its own for admins: what is served there, and no longer where requests come in."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from gateway.cli import main
+from gateway.errors import StartRefused
+from gateway.server import Ending, serve
+from tests.support.policies import ROUTES, Admin, document
+from tests.support.running_gateway import Gateway, chat_body, error_of, settings_for_tests
+from tests.support.scripted_worker import FakeWorker
+
+
+@pytest.fixture
+def apart(tmp_path: Path, worker: FakeWorker) -> Iterator[Gateway]:
+    """A gateway with a port for admins, that the fake worker has joined."""
+    with Gateway(settings_for_tests(tmp_path, admin_port=0)) as gateway:
+        assert gateway.join(worker).status_code == 200
+        yield gateway
+
+
+def test_what_only_admins_may_do_is_on_their_port_alone(apart: Gateway) -> None:
+    with Admin(apart.url) as outside, Admin(apart.admin_url) as admin:
+        for method, path in ROUTES:
+            assert error_of(outside.request(method, path)) == (404, "unknown_path")
+            assert admin.request(method, path).status_code != 404
+        assert admin.put(document("moved")).status_code == 200
+    assert apart.chat().headers["x-paceline-pool"] == "moved"
+
+
+def test_keys_are_made_on_their_port_and_open_the_other(apart: Gateway) -> None:
+    refused = apart.client.post("/admin/v1/keys", json={"name": "ann"})
+    assert error_of(refused) == (404, "unknown_path")
+    made = apart.make_key()
+    assert error_of(apart.client.get("/v1/models")) == (401, "invalid_api_key")
+    apart.bear(made["secret"])
+    assert apart.chat().status_code == 200
+    for path in ("/admin/v1/usage", "/admin/v1/workers", "/admin", "/admin/page/main.js"):
+        assert error_of(apart.client.get(path)) == (404, "unknown_path")
+        assert apart.admin.get(path).status_code == 200
+
+
+def test_nothing_else_is_on_the_port_of_admins(apart: Gateway) -> None:
+    with httpx.Client(base_url=apart.admin_url) as client:
+        for path in ("/v1/models", "/v1/status", "/metrics", "/livez", "/v1/route/explain"):
+            assert error_of(client.get(path)) == (404, "unknown_path")
+        answer = client.post("/v1/chat/completions", json=chat_body())
+        assert error_of(answer) == (404, "unknown_path")
+        assert [one["worker_id"] for one in client.get("/admin/v1/workers").json()["workers"]] == [
+            "fake-a"
+        ]
+
+
+def test_a_foreign_name_opens_no_route_there_either(apart: Gateway) -> None:
+    answer = httpx.get(f"{apart.admin_url}/admin/v1/policy", headers={"host": "evil.example"})
+    assert error_of(answer) == (421, "host_not_allowed")
+
+
+def test_a_head_without_an_end_is_refused_there_too(apart: Gateway) -> None:
+    url = httpx.URL(apart.admin_url)
+    with socket.create_connection((url.host, url.port or 0)) as connection:
+        connection.settimeout(10)
+        connection.sendall(b"GET /admin/v1/policy HTTP/1.1\r\nx: " + b"a" * 70_000)
+        assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
+
+
+def test_commands_find_the_gateway_by_its_own_settings(
+    apart: Gateway,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("PACELINE_PORT", str(httpx.URL(apart.url).port))
+    monkeypatch.setenv("PACELINE_HOST", "0.0.0.0")
+    Path("paceline.yaml").write_text(f"admin_port: {httpx.URL(apart.admin_url).port}\n")
+    for command in ("policy show", "policy history", "keys list", "status --json"):
+        assert main(command.split()) == 0, command
+    assert '"workers"' in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="no such route"):
+        main(["policy", "show", "--url", apart.url])
+    monkeypatch.setenv("PACELINE_ADMIN_PORT", "0")
+    with pytest.raises(SystemExit, match="say where with --url"):
+        main(["keys", "list"])
+    monkeypatch.setenv("PACELINE_ADMIN_PORT", "many")
+    assert main(["keys", "list"]) == 2
+    assert "PACELINE_ADMIN_PORT" in capsys.readouterr().err
+
+
+async def test_admins_beyond_this_machine_need_their_key(tmp_path: Path) -> None:
+    settings = settings_for_tests(tmp_path, admin_port=0, admin_host="0.0.0.0")
+    with pytest.raises(StartRefused, match="set PACELINE_ADMIN_KEY first"):
+        await serve(settings, ending=Ending())
+    ending = Ending()
+    ending.ask()
+    keyed = settings.model_copy(update={"admin_key": SecretStr("k")})
+    addresses: list[str] = []
+    await serve(keyed, ending=ending, admin_started=addresses.append)
+    assert addresses[0].startswith("http://0.0.0.0:")
+
+
+async def test_a_port_of_admins_that_is_taken_is_one_clear_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = settings_for_tests(tmp_path, admin_port=port)
+        with pytest.raises(
+            StartRefused, match=rf"Cannot listen on 127\.0\.0\.1 port {port}.*PACELINE_ADMIN_PORT"
+        ):
+            await serve(settings, ending=Ending())

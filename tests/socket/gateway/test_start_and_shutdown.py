@@ -1,0 +1,159 @@
+"""How a gateway starts, or refuses to, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from gateway.config.settings import Settings, load_settings
+from gateway.config.startup_checks import ensure_join_token
+from gateway.errors import StartRefused
+from gateway.server import Ending, serve
+from tests.support.running_gateway import Gateway, eventually, settings_for_tests
+from tests.support.scripted_worker import DONE, FakeWorker
+
+
+def test_f35_an_ending_gateway_lets_streams_finish_and_takes_nothing_new(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    worker.script.hang_after = 3
+    with line.stream() as answer:
+        pieces = answer.iter_raw()
+        received = next(pieces)
+        line.ask_to_end()
+        eventually(lambda: httpx.get(f"{line.url}/readyz").status_code == 503)
+        refused = httpx.post(f"{line.url}/v1/chat/completions", json={})
+        assert refused.json()["error"]["code"] == "gateway_stopping"
+        worker.go_on.set()
+        received += b"".join(pieces)
+    assert received.endswith(DONE)
+    line.wait_for_end()
+
+
+def test_f36_a_hurried_end_gives_running_streams_an_error_event(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    worker.script.hang_after = 3
+    with line.stream() as answer:
+        pieces = answer.iter_raw()
+        received = next(pieces)
+        line.ask_to_end()
+        line.ask_to_end()
+        received += b"".join(pieces)
+    assert b'"code":"gateway_stopping"' in received
+    assert b"[DONE]" not in received
+    line.wait_for_end()
+
+
+def test_f35_the_end_is_bounded_when_a_stream_does_not_finish(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    worker.script.hang_after = 3
+    with Gateway(settings_for_tests(tmp_path, drain_timeout_s=0.1)) as gateway:
+        gateway.join(worker)
+        with gateway.stream() as answer:
+            pieces = answer.iter_raw()
+            received = next(pieces)
+            gateway.ask_to_end()
+            received += b"".join(pieces)
+        assert b'"code":"gateway_stopping"' in received
+        gateway.wait_for_end()
+
+
+async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = settings_for_tests(tmp_path).model_copy(update={"port": port})
+        with pytest.raises(StartRefused, match=f"Cannot listen on 127.0.0.1 port {port}"):
+            await serve(settings, ending=Ending())
+
+
+async def test_listening_beyond_loopback_needs_a_key(tmp_path: Path) -> None:
+    settings = settings_for_tests(tmp_path).model_copy(update={"host": "0.0.0.0"})
+    with pytest.raises(StartRefused, match="set PACELINE_API_KEY first"):
+        await serve(settings, ending=Ending())
+
+
+async def test_with_a_key_it_listens_beyond_loopback(tmp_path: Path) -> None:
+    settings = settings_for_tests(tmp_path, api_key=SecretStr("k")).model_copy(
+        update={"host": "0.0.0.0"}
+    )
+    ending = Ending()
+    addresses: list[str] = []
+
+    def started(address: str) -> None:
+        addresses.append(address)
+        ending.ask()
+
+    async with asyncio.timeout(30):
+        await serve(settings, ending=ending, started=started)
+    assert addresses[0].startswith("http://0.0.0.0:")
+
+
+async def test_a_bad_policy_stops_the_start_and_names_file_and_field(tmp_path: Path) -> None:
+    policy = tmp_path / "mine.yaml"
+    policy.write_text(
+        "version: 1\nroutes: [{name: a, to: [nowhere]}]\npools: {vlm: {lanes: [vlm]}}"
+    )
+    settings = settings_for_tests(tmp_path, policy=policy)
+    with pytest.raises(StartRefused, match=r"mine\.yaml .*line 2: routes\.0\.to\.0: there is no"):
+        await serve(settings, ending=Ending())
+
+
+def test_flags_come_before_environment_before_file_before_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "paceline.yaml").write_text("host: 127.0.0.2\nport: 1\nidle_timeout_s: 5\n")
+    monkeypatch.setenv("PACELINE_PORT", "2")
+    monkeypatch.setenv("PACELINE_IDLE_TIMEOUT_S", "6")
+    settings = load_settings(port=3, host=None)
+    assert (settings.port, settings.idle_timeout_s, settings.host) == (3, 6, "127.0.0.2")
+    assert settings.connect_timeout_s == Settings().connect_timeout_s
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("prot: 1", "'prot' in the configuration file: unknown setting"),
+        ("port: many", "'port' in the configuration file: "),
+        ("- a", "is not a YAML mapping"),
+        ("a: [", "is not a YAML mapping"),
+    ],
+)
+def test_a_wrong_file_is_named_with_its_field(tmp_path: Path, text: str, sentence: str) -> None:
+    file = tmp_path / "other.yaml"
+    file.write_text(text)
+    with pytest.raises(StartRefused, match=sentence):
+        load_settings(file)
+
+
+def test_a_wrong_variable_is_named_and_its_value_is_not_repeated(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PACELINE_PORT", "a-secret-by-mistake")
+    with pytest.raises(StartRefused, match="PACELINE_PORT: ") as refused:
+        load_settings()
+    assert "a-secret-by-mistake" not in str(refused.value)
+
+
+def test_a_named_file_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(StartRefused, match="does not exist"):
+        load_settings(tmp_path / "nothing.yaml")
+
+
+def test_the_join_token_survives_a_restart_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    settings = Settings(state_dir=tmp_path / "state")
+    first = ensure_join_token(settings)
+    second = ensure_join_token(settings)
+    assert first.join_token is not None
+    assert first.join_token == second.join_token
+    assert len(first.join_token.get_secret_value()) >= 32
+    kept = tmp_path / "state" / "join-token"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in kept.parent.iterdir()] == ["join-token"]
+    assert first.join_token.get_secret_value() not in repr(first)

@@ -1,0 +1,153 @@
+"""docker-compose.yml and the images: complete, pinned, closed, and with no secret that all know."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.compose_file import FILE, ROOT, SECRETS, demanded_variables, read_compose
+
+SERVICES: dict[str, Any] = read_compose(SECRETS)["services"]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+OWN_IMAGES = {"paceline-gateway:0.1.0", "paceline-worker:0.1.0"}
+
+
+@pytest.fixture(scope="module")
+def compose() -> tuple[str, ...]:
+    """The command of Docker Compose, new or old; neither needs a running Docker to check a file."""
+    for command in (("docker", "compose"), ("docker-compose",)):
+        if shutil.which(command[0]):
+            asked = subprocess.run([*command, "version"], capture_output=True, check=False)
+            if asked.returncode == 0:
+                return command
+    pytest.skip("neither `docker compose` nor `docker-compose` is installed")
+
+
+def checked(
+    compose: tuple[str, ...], folder: Path, given: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run `config` with these variables alone, whatever the clone's own .env says."""
+    file = folder / "env"
+    file.write_text("".join(f"{name}={value}\n" for name, value in given.items()))
+    return subprocess.run(
+        [*compose, "--env-file", file, "-f", FILE, "config", "-q"],
+        env={name: value for name, value in os.environ.items() if name not in SECRETS},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_compose_itself_takes_the_file(compose: tuple[str, ...], tmp_path: Path) -> None:
+    ended = checked(compose, tmp_path, SECRETS)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("missing", SECRETS)
+def test_compose_says_which_secret_is_missing_and_what_makes_it(
+    compose: tuple[str, ...], tmp_path: Path, missing: str
+) -> None:
+    given = {name: value for name, value in SECRETS.items() if name != missing}
+    ended = checked(compose, tmp_path, given)
+    assert ended.returncode != 0
+    assert f"{missing} is not set, scripts/make-env writes an .env file with it" in ended.stderr
+
+
+def test_make_env_writes_just_the_secrets_that_are_demanded_and_never_over_old_ones(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(ROOT / "scripts" / "make-env", tmp_path / "scripts")
+    subprocess.run([script], check=True, capture_output=True)
+    file = tmp_path / ".env"
+    written = dict(line.split("=") for line in file.read_text().splitlines())
+    assert written.keys() == demanded_variables() == SECRETS.keys()
+    assert len(set(written.values())) == len(written)
+    assert all(len(value) >= 64 for value in written.values())
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    again = subprocess.run([script], check=False, capture_output=True, text=True)
+    assert again.returncode == 1
+    assert again.stderr == "paceline: .env is there already; delete it to make new secrets.\n"
+    assert dict(line.split("=") for line in file.read_text().splitlines()) == written
+
+
+def test_no_secret_can_get_into_git_or_into_an_image() -> None:
+    assert ".env" in (ROOT / ".gitignore").read_text().split()
+    assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"
+    assert not set(SECRETS) & set(re.findall(r"\w+", DOCKERFILE))
+
+
+@pytest.mark.parametrize("name", SERVICES)
+def test_a_service_is_pinned_and_closed(name: str) -> None:
+    service = SERVICES[name]
+    assert service["image"] in OWN_IMAGES or re.search(r":v?\d+\.\d+\.\d+(-|$)", service["image"])
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert "privileged" not in service
+    for port in service.get("ports", ()):
+        assert port.startswith("127.0.0.1:"), "opening it to the network is the owner's choice"
+    for volume in service.get("volumes", ()):
+        source = volume.split(":")[0]
+        assert not source.startswith("./") or (ROOT / source).is_file(), volume
+
+
+def test_redis_keeps_what_it_has_and_is_reached_by_the_gateways_alone() -> None:
+    redis = SERVICES["redis"]
+    assert "ports" not in redis
+    command = redis["command"]
+    assert command[command.index("--appendonly") + 1] == "yes"
+    assert [volume.split(":")[1] for volume in redis["volumes"]] == ["/data"]
+    (network,) = redis["networks"]
+    assert {name for name, service in SERVICES.items() if network in service["networks"]} == {
+        *("redis", "gateway-1", "gateway-2")
+    }
+    assert read_compose(SECRETS)["networks"][network]["internal"] is True
+
+
+def test_the_front_is_an_nginx_that_knows_what_its_configuration_asks_for() -> None:
+    """It asks for names anew (`resolve`), which nginx does without a licence since 1.27.3."""
+    configuration = (ROOT / "deploy" / "nginx.conf").read_text()
+    servers = re.findall(r"^\s+server (gateway-.*);$", configuration, re.MULTILINE)
+    assert servers
+    assert all(" resolve" in server for server in servers)
+    (version,) = re.findall(r"^nginx:(\d+)\.(\d+)\.(\d+)-", SERVICES["front"]["image"])
+    assert tuple(map(int, version)) >= (1, 27, 3)
+
+
+def test_the_images_are_made_from_the_locks_by_hash_and_run_as_nobody_special() -> None:
+    stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
+    first_lines = [stage.splitlines()[0] for stage in stages]
+    base, *others = first_lines
+    assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+ AS base", base)
+    assert all(line.startswith("base AS ") for line in others)
+    for kind in ("gateway", "worker"):
+        (built,) = (stage for stage in stages if stage.startswith(f"base AS built-{kind}"))
+        assert f"pip install --require-hashes --requirement /src/locks/{kind}.txt" in built
+        if kind == "worker":
+            assert " g++ " in built, "not every package has a wheel for linux/arm64"
+        (final,) = (stage for stage in stages if stage.startswith(f"base AS {kind}\n"))
+        assert "\nUSER paceline\n" in final
+        assert "/livez" in final[final.index("HEALTHCHECK") :]
+        (start,) = re.findall(r"^CMD \[(.*)\]$", final, re.MULTILINE)
+        service = SERVICES["gateway-1" if kind == "gateway" else "worker"]
+        assert re.findall(r'"([^"]+)"', start) == service["command"]
+
+
+def test_what_the_images_copy_is_there_and_not_ignored() -> None:
+    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
+    copied = [
+        source
+        for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
+        for source in sources.split()
+    ]
+    assert copied
+    for source in copied:
+        assert (ROOT / source).exists(), source
+        assert {source, source.split("/")[0]} & let_in, source

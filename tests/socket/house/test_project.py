@@ -1,0 +1,116 @@
+"""What a stranger meets first: targets, locks, the package, the changelog."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from workers.demo import CHECKPOINT
+
+ROOT = Path(__file__).parents[3]
+LOCKS = sorted(ROOT.glob("locks/*.txt"))
+SETUP = (ROOT / "scripts/setup").read_text()
+
+
+def pins(lock: Path) -> dict[str, set[str]]:
+    """Read the pinned versions of a lock by distribution."""
+    found: dict[str, set[str]] = {}
+    pinned = re.compile(r"^([a-z0-9.-]+)(?:\[.*\])?==(\S+)", re.MULTILINE)
+    for name, version in pinned.findall(lock.read_text()):
+        found.setdefault(name, set()).add(version)
+    return found
+
+
+def test_make_help_lists_every_target() -> None:
+    shown = subprocess.run(
+        ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    assert re.findall(r"^  make (\w+)", shown, re.MULTILINE) == [
+        *("help", "up", "test", "check", "bench", "lock")
+    ]
+
+
+def test_there_is_a_lock_for_each_kind_of_machine() -> None:
+    assert [lock.stem for lock in LOCKS] == ["dev", "gateway", "worker"]
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
+def test_lock_names_no_host(lock: Path) -> None:
+    assert re.findall(r"\S*://\S*|^--\S+", lock.read_text(), re.MULTILINE) == []
+
+
+@pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
+def test_every_pin_of_a_lock_has_a_hash(lock: Path) -> None:
+    """S19 (GHSA-5mg7-485q-xm76): another file under a version that was good is not installed."""
+    assert '--require-hashes --requirement "locks/$lock.txt"' in SETUP
+    for requirement in lock.read_text().replace("\\\n", "").splitlines():
+        assert "--hash=sha256:" in requirement, requirement
+
+
+def test_locks_are_nested_at_the_same_versions() -> None:
+    gateway, worker, dev = (
+        pins(ROOT / f"locks/{name}.txt") for name in ("gateway", "worker", "dev")
+    )
+    assert gateway.items() <= worker.items()
+    assert worker.items() <= dev.items()
+
+
+def test_a_gateway_host_needs_no_mlx_and_nobody_needs_torch() -> None:
+    assert not [name for name in pins(ROOT / "locks/gateway.txt") if name.startswith("mlx")]
+    assert not [name for name in pins(ROOT / "locks/dev.txt") if name.startswith("torch")]
+
+
+def test_locks_hold_every_dependency_of_the_project() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = {"gateway": project["dependencies"], **project["optional-dependencies"]}
+    for kind, requirements in wanted.items():
+        lock = ROOT / f"locks/{kind}.txt"
+        locked = pins(lock if lock in LOCKS else ROOT / "locks/dev.txt")  # which holds all extras
+        names = {re.split(r"[^A-Za-z0-9._-]", text)[0].lower() for text in requirements}
+        assert names <= locked.keys(), kind
+
+
+def test_wheel_brings_the_shipped_policies_and_the_demo_model(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    packed = set(zipfile.ZipFile(wheel).namelist())
+    checkpoint = {str(path.relative_to(ROOT)) for path in CHECKPOINT.rglob("*") if path.is_file()}
+    assert any(name.endswith(".safetensors") for name in checkpoint)
+    policies = {str(path.relative_to(ROOT)) for path in (ROOT / "policies").rglob("*.yaml")}
+    assert len(policies) > 5
+    page = {str(path.relative_to(ROOT)) for path in (ROOT / "gateway/pages").rglob("*.*")}
+    page |= {"gateway/pages/admin/index.html", "gateway/pages/vendor/uplot/LICENSE"}
+    assert {"policies/schema.json", *policies, *checkpoint, *page} <= packed
+    assert {name.split("/")[0] for name in packed if ".dist-info/" not in name} == {
+        *("gateway", "policies", "workers")
+    }
+
+
+def test_changelog_keeps_its_form() -> None:
+    lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
+    versions = [line for line in lines if line.startswith("## ")]
+    kinds = {line for line in lines if line.startswith("### ")}
+    assert versions[0] == "## [Unreleased]"
+    assert all(
+        re.fullmatch(r"## \[\d+\.\d+\.\d+\] - \d{4}-\d\d-\d\d", line) for line in versions[1:]
+    )
+    assert kinds <= {
+        f"### {kind}" for kind in "Security Added Changed Deprecated Removed Fixed".split()
+    }
+
+
+def test_every_file_that_the_readme_names_exists() -> None:
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")):
+        for target in re.findall(r"\]\(([^)#:]+)\)|src=\"([^\":]+)\"", page.read_text()):
+            assert (page.parent / "".join(target)).exists(), f"{page.name}: {target}"

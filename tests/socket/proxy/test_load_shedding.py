@@ -1,0 +1,71 @@
+"""What a gateway refuses when it has all it can carry."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from gateway.errors import Overloaded
+from gateway.proxy import load_shedding as overload
+from gateway.proxy.load_shedding import Load, LoopLag
+from tests.support.running_gateway import Gateway, eventually, settings_for_tests
+from tests.support.scripted_worker import DONE, FakeWorker
+
+
+def test_f27_one_request_too_many_is_shed_and_those_that_run_finish(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    worker.script.hang_after = 2
+    with Gateway(settings_for_tests(tmp_path, requests_limit=1)) as gateway:
+        gateway.join(worker)
+        with gateway.stream() as running:
+            pieces = running.iter_raw()
+            received = next(pieces)
+            shed = httpx.post(f"{gateway.url}/v1/chat/completions", json={})
+            assert (shed.status_code, shed.headers["retry-after"]) == (503, "1")
+            assert shed.json()["error"]["code"] == "gateway_overloaded"
+            worker.go_on.set()
+            received += b"".join(pieces)
+        assert received.endswith(DONE)
+        eventually(lambda: gateway.status()["gateway"]["requests_in_flight"] == 0)
+        assert gateway.chat().status_code == 200
+
+
+def test_f38_the_lag_of_the_event_loop_is_shown(line: Gateway) -> None:
+    assert line.status()["gateway"]["event_loop_lag_s"] >= 0
+    assert "paceline_event_loop_lag_seconds " in line.client.get("/metrics").text
+
+
+def test_f38_one_long_pause_is_no_overload_but_being_late_all_the_time_is() -> None:
+    lag = LoopLag()
+    lag.note(5.0)
+    assert not lag.too_late
+    for _ in range(3):
+        lag.note(0.3)
+    assert lag.too_late
+    lag.note(0.0)
+    assert not lag.too_late
+    assert lag.worst_s == 5.0
+    for _ in range(40):
+        lag.note(-0.001)
+    assert lag.worst_s == 0.0
+
+
+def test_f26_bodies_are_held_up_to_a_bound_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overload, "BODIES_LIMIT_BYTES", 100)
+    load = Load(limit_requests=1)
+    load.hold(100)
+    with pytest.raises(Overloaded):
+        load.hold(1)
+    load.release(101)
+    load.hold(100)
+
+
+def test_f38_a_gateway_that_stood_still_ejects_nobody_and_serves_at_once(line: Gateway) -> None:
+    line.loop.call_soon_threadsafe(time.sleep, 8)  # longer than a worker may be silent
+    answer = line.chat()
+    assert answer.status_code == 200, answer.text
+    assert line.status()["workers"]["fake-a"]["state"] == "ready"

@@ -1,0 +1,261 @@
+"""What a worker may write, however odd, and what it must not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support.raw_client import error_code, settles
+from tests.support.running_gateway import Gateway
+from tests.support.scripted_worker import (
+    DONE,
+    FakeWorker,
+    Script,
+    chunk,
+    stream_events,
+    usage_chunk,
+    whole_answer,
+)
+
+FIRST = chunk({"role": "assistant", "content": ""})
+WORD = chunk({"content": "wörd 🐎"})
+STOP = chunk({}, "stop")
+WHOLE = (FIRST, WORD, STOP, DONE)
+HTML = b"<html><body>502 Bad Gateway nginx</body></html>"
+
+
+def streamed(line: Gateway) -> tuple[int, bytes]:
+    with line.stream() as answer:
+        return answer.status_code, answer.read()
+
+
+def crlf(pieces: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    return tuple(piece.replace(b"\n", b"\r\n") for piece in pieces)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    {
+        "comments": (b": ping\n\n", FIRST, b": ping\n: ping\n\n", WORD, STOP, DONE, b": bye\n\n"),
+        "comment inside an event": (FIRST, b": x\n" + WORD, STOP, DONE),
+        "crlf": crlf(WHOLE),
+        "cr": tuple(piece.replace(b"\n", b"\r") for piece in WHOLE),
+        "crlf and lf": (*crlf(WHOLE[:2]), *WHOLE[2:]),
+        "no space behind the colon": tuple(p.replace(b"data: ", b"data:") for p in WHOLE),
+        "data in several lines": (
+            FIRST,
+            WORD.replace(b',"delta"', b',\ndata: "delta"'),
+            STOP,
+            DONE,
+        ),
+        "other fields": (FIRST, b"event: message\nid: 7\nretry: 10\n" + WORD, STOP, DONE),
+        "unknown field": (FIRST, b"colour: red\n" + WORD, STOP, DONE),
+        "blank lines": (b"\n\n", FIRST, b"\n\n\n", WORD, STOP, b"\n", DONE),
+        "all in one piece": (b"".join(WHOLE),),
+        "byte by byte": tuple(b"".join(WHOLE)[i : i + 1] for i in range(len(b"".join(WHOLE)))),
+        "cr and lf apart": tuple(
+            piece[i : i + 1] for piece in crlf(WHOLE) for i in range(len(piece))
+        ),
+        "byte order mark": (b"\xef\xbb\xbf" + FIRST, WORD, STOP, DONE),
+        "two finish reasons": (FIRST, WORD, STOP, STOP, DONE),
+        "usage twice": (FIRST, WORD, STOP, usage_chunk(), usage_chunk(), DONE),
+        "nul in a string": (FIRST, chunk({"content": "a\x00b"}), STOP, DONE),
+        "a long event": (FIRST, chunk({"content": "x" * 900_000}), STOP, DONE),
+    }.items(),
+    ids=lambda case: case[0].replace(" ", "_"),
+)
+def test_f15_odd_but_legal_events_are_relayed(
+    line: Gateway, worker: FakeWorker, pieces: tuple[str, tuple[bytes, ...]]
+) -> None:
+    sent = pieces[1]
+    worker.script.events = sent
+    status, received = streamed(line)
+    assert status == 200
+    assert b"[DONE]" in received
+    assert words_of(received) == words_of(b"".join(sent))
+    settles(line, completed=1)
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    {
+        "no json": (FIRST, b"data: {oops\n\n", STOP, DONE),
+        "no object": (FIRST, b"data: 7\n\n", STOP, DONE),
+        "half an event": (FIRST, WORD[:20]),
+        "html": (FIRST, b"data: " + HTML + b"\n\n", STOP, DONE),
+        "broken utf-8": (
+            FIRST,
+            WORD.replace("ö".encode().hex().encode(), b"\xff"),
+            b'data: "\xff"\n\n',
+        ),
+        "a line without end": (FIRST, b"data: " + b"x" * 3_000_000),
+        "endless lines without an event": (FIRST, *[b"data: x\n" * 10_000] * 20),
+        "an event of 10 MB": (FIRST, chunk({"content": "x" * 10_000_000}), STOP, DONE),
+        "done at once": (FIRST, DONE),
+    }.items(),
+    ids=lambda case: case[0].replace(" ", "_"),
+)
+def test_f15_a_broken_event_ends_the_stream_in_an_error_event(
+    line: Gateway, worker: FakeWorker, pieces: tuple[str, tuple[bytes, ...]]
+) -> None:
+    worker.script.events = pieces[1]
+    status, received = streamed(line)
+    assert status == 200
+    assert received.startswith(FIRST), "what was good was passed on"
+    assert error_code(received) in {"worker_failed", "worker_lost"}
+    settles(line, failed=1)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("body", [HTML, b"", b"{}", b"[]", b"null", b'{"choices":[]}', b"{"])
+def test_f16_a_200_that_is_no_answer_is_a_502(
+    line: Gateway, worker: FakeWorker, body: bytes, stream: bool
+) -> None:
+    worker.script = Script(body=body, headers=((b"x-note", b"html"),))
+    answer = line.chat(stream=stream)
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] in {"worker_failed", "worker_lost"}
+    assert b"nginx" not in answer.content
+    settles(line, failed=1)
+
+
+def test_f16_a_whole_answer_to_a_stream_is_not_passed_off_as_one(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    worker.script.body = json.dumps(whole_answer("all at once")).encode()
+    status, _ = streamed(line)
+    assert status == 502
+
+
+def test_f18_an_error_with_status_200_is_not_an_answer(line: Gateway, worker: FakeWorker) -> None:
+    worker.script.body = b'{"error": {"message": "/Users/me/model exploded"}}'
+    answer = line.chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
+    assert b"exploded" not in answer.content
+
+
+def test_f21_a_404_of_the_worker_is_its_failure_and_its_words_stay_here(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    told = b'{"error": "[Errno 2] No such file: /Users/me/models/demo"}'
+    worker.script = Script(status=404, body=told)
+    answer = line.chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
+    assert b"/Users" not in answer.content
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (500, b'{"error": {"message": "Traceback", "type": "x"}}'),
+        (401, b'{"error": {"message": "wrong token", "type": "x"}}'),
+        (404, b'{"error": {"message": "no such model", "type": "x"}}'),
+        (400, b"<html>bad</html>"),
+        (400, b'{"detail": "bad"}'),
+        (307, b""),
+        (200, b"<html>proxy</html>"),
+        (200, b"[]"),
+    ],
+)
+def test_f21_nonsense_of_a_worker_is_a_502_in_our_words(
+    line: Gateway, worker: FakeWorker, status: int, body: bytes
+) -> None:
+    worker.script = Script(status=status, body=body)
+    answer = line.chat()
+    assert answer.status_code == 502
+    assert answer.json()["error"] == {
+        "message": "The worker failed on this request.",
+        "type": "server_error",
+        "param": None,
+        "code": "worker_failed",
+    }
+
+
+def test_f21_a_400_in_openais_shape_is_the_requests_fault_and_is_relayed(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    worker.script = Script(
+        status=400,
+        body=b'{"error": {"message": "Too long.", "type": "invalid_request_error",'
+        b' "param": "messages", "code": "context_length_exceeded"}}',
+    )
+    answer = line.chat()
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": "Too long.",
+        "type": "invalid_request_error",
+        "param": "messages",
+        "code": "context_length_exceeded",
+    }
+
+
+def test_f57_an_http_1_0_worker_is_relayed(line: Gateway, worker: FakeWorker) -> None:
+    worker.script.http_1_0 = True
+    for _ in range(3):
+        status, received = streamed(line)
+        assert (status, received[-len(DONE) :]) == (200, DONE)
+        assert line.chat().status_code == 200
+
+
+@pytest.mark.parametrize(
+    "before", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early\r\n\r\n"]
+)
+def test_f57_an_informational_answer_is_passed_over(
+    line: Gateway, worker: FakeWorker, before: bytes
+) -> None:
+    body = json.dumps(whole_answer("here")).encode()
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    worker.script.raw = before + head % len(body) + body
+    answer = line.chat()
+    assert answer.json()["choices"][0]["message"]["content"] == "here"
+
+
+def test_f57_trailers_do_not_reach_the_client(line: Gateway, worker: FakeWorker) -> None:
+    events = b"".join(stream_events(("one",)))
+    worker.script.raw = (
+        b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
+        b"trailer: x-secret\r\n\r\n%x\r\n%b\r\n0\r\nx-secret: 1\r\n\r\n" % (len(events), events)
+    )
+    with line.stream() as answer:
+        assert answer.read().endswith(DONE)
+    assert "x-secret" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 banana\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: ten\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nnothex\r\n{}\r\n0\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n" + b"x-long: " + b"x" * 200_000 + b"\r\n\r\n",
+        b"HTTP/1.1 101 Switching Protocols\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
+    ],
+    ids="nothing ssh no_status bad_length two_lengths bad_chunk long_header upgrade".split(),
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_f57_what_is_no_http_is_a_502(
+    line: Gateway, worker: FakeWorker, raw: bytes, stream: bool
+) -> None:
+    worker.script.raw = raw
+    answer = line.chat(stream=stream)
+    assert answer.status_code == 502
+    assert answer.json()["error"]["code"] in {"worker_failed", "worker_lost"}
+    settles(line, failed=1)
+
+
+def words_of(stream: bytes) -> str:
+    """Read a stream as the WHATWG's rules say, and join its words."""
+    said = ""
+    lines = stream.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    for event in lines.split(b"\n\n"):
+        values = [
+            line[5:].removeprefix(b" ") for line in event.split(b"\n") if line[:5] == b"data:"
+        ]
+        if values and values != [b"[DONE]"]:
+            for choice in json.loads(b"\n".join(values))["choices"]:
+                said += choice["delta"].get("content", "")
+    return said

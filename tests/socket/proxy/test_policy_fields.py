@@ -1,0 +1,270 @@
+"""What stands in the policy is what happens at the socket, field by field."""
+
+from __future__ import annotations
+
+import base64
+import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.config.static_workers import listed_problems
+from policies.document import read_policy
+from policies.routes import DAYS
+from tests.support.policies import DEFAULT, gateway_with
+from tests.support.running_gateway import eventually
+from tests.support.scripted_worker import FakeWorker, Script
+from tests.support.static_workers import listed
+
+
+def refused(answer: httpx.Response) -> tuple[int, str, str]:
+    error = answer.json()["error"]
+    return answer.status_code, error["param"], error["message"]
+
+
+def pool_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return answer.headers["x-paceline-pool"]
+
+
+def picture(width_px: int, height_px: int) -> dict[str, Any]:
+    """The first bytes of a PNG, which is all that the gateway reads."""
+    head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", width_px, height_px)
+    url = f"data:image/png;base64,{base64.b64encode(head + bytes(5)).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+def with_pictures(*pictures: dict[str, Any]) -> dict[str, Any]:
+    content = [*pictures, {"type": "text", "text": "What is it?"}]
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def words(text: str, count: int = 1) -> dict[str, Any]:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[index % 2], "content": text} for index in range(count)]
+    return {"messages": messages}
+
+
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+@pytest.mark.parametrize(
+    ("when", "asked"),
+    [
+        ({"media": True}, with_pictures(picture(2, 2))),
+        ({"media": "image"}, with_pictures(picture(2, 2))),
+        ({"mtp_eligible": True}, {"temperature": 0}),
+        ({"greedy": True}, {"temperature": 0, "n": 2}),
+        ({"stream": True}, {"stream": True}),
+        ({"features": {"tools": True}}, {"tools": [TOOL]}),
+        ({"features": {"structured_output": True}}, {"response_format": {"type": "json_object"}}),
+        ({"features": {"logprobs": True}}, {"logprobs": True}),
+        ({"features": {"multiple_choices": True}}, {"n": 2}),
+        ({"features": {"logits_processors": True}}, {"presence_penalty": 1}),
+        ({"features": {"thinking_budget": True}}, {"thinking_budget": 9}),
+        ({"prompt_chars": {"at_least": 50}}, words("x" * 50)),
+        ({"prompt_chars": {"at_most": 3}}, words("x")),
+        ({"max_tokens": {"at_most": 9}}, {"max_tokens": 9}),
+        ({"messages": {"at_least": 3}}, words("x" * 20, 3)),
+        ({"model": "other"}, {"model": "other"}),
+    ],
+)
+def test_a_route_takes_the_requests_for_which_its_conditions_hold(
+    tmp_path: Path, worker: FakeWorker, when: dict[str, Any], asked: dict[str, Any]
+) -> None:
+    routes = [{"name": "special", "when": when, "to": "special"}, DEFAULT]
+    pools = {"special": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
+    both = (listed(url=worker.url, models=["demo", "other"], pools=["vlm"]),)
+    with gateway_with(tmp_path, by_hand=both, routes=routes, pools=pools) as gateway:
+        answer = gateway.chat(**asked)
+        assert pool_of(answer) == "special"
+        assert pool_of(gateway.chat()) == "vlm"
+
+
+def test_a_route_takes_the_requests_with_the_header_that_it_names(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    routes = [
+        {"name": "batch", "when": {"header": {"x-batch": ["yes", "please"]}}, "to": "batch"},
+        DEFAULT,
+    ]
+    pools = {"batch": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
+    with gateway_with(tmp_path, worker, routes=routes, pools=pools) as gateway:
+
+        def asked(**headers: str) -> str:
+            gateway.client.headers = httpx.Headers(headers)
+            return pool_of(gateway.chat())
+
+        assert [asked(), asked(**{"X-Batch": "please"}), asked(**{"x-batch": "no"})] == [
+            *("vlm", "batch", "vlm")
+        ]
+
+
+def test_a_route_takes_the_requests_of_its_hours_and_days(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    now = time.localtime()
+    around = f"{(now.tm_hour - 2) % 24:02}:00-{(now.tm_hour + 2) % 24:02}:59"
+    before = f"{(now.tm_hour - 4) % 24:02}:00-{(now.tm_hour - 3) % 24:02}:59"
+    today = [DAYS[now.tm_wday], DAYS[(now.tm_wday + 1) % 7]]  # it may be midnight in a moment
+    routes = [
+        {"name": "past", "when": {"hours": before}, "to": "past"},
+        {"name": "another-day", "when": {"days": [*{*DAYS} - {*today}]}, "to": "past"},
+        {"name": "now", "when": {"hours": around, "stream": True}, "to": "now"},
+        {"name": "today", "when": {"days": today}, "to": "today"},
+        DEFAULT,
+    ]
+    pools = {name: {"lanes": "vlm"} for name in ("past", "now", "today", "vlm")}
+    with gateway_with(tmp_path, worker, routes=routes, pools=pools) as gateway:
+        assert pool_of(gateway.chat(stream=True)) == "now"
+        assert pool_of(gateway.chat()) == "today"
+
+
+def test_a_pool_takes_only_the_workers_that_it_names_and_status_shows_them(
+    tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    pools = {"vlm": {"lanes": "vlm", "workers": {"labels": ["fake-b"]}}}
+    with gateway_with(tmp_path, worker, second_worker, pools=pools) as gateway:
+        answers = [gateway.chat() for _ in range(5)]
+        assert {answer.headers["x-paceline-worker"] for answer in answers} == {"fake-b"}
+        status = gateway.status()
+        assert (status["pools"]["vlm"]["workers"], status["pools"]["vlm"]["slots"]) == (
+            *(["fake-b"], 4),
+        )
+        assert status["workers"]["fake-b"]["labels"] == ["fake-b"]
+        assert 'paceline_pool_slots{pool="vlm"} 4.0' in gateway.client.get("/metrics").text
+
+
+def test_a_heavier_worker_gets_more_of_the_requests(
+    tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
+    with gateway_with(tmp_path, worker, second_worker, pools=pools) as gateway:
+        for _ in range(10):
+            gateway.chat()
+    assert (len(worker.heard), len(second_worker.heard)) in ((10, 0), (9, 1))
+
+
+def test_a_pool_has_no_more_requests_than_its_own_slots(tmp_path: Path, worker: FakeWorker) -> None:
+    pools = {"vlm": {"lanes": "vlm", "slots": 2}}
+    worker.script = Script(hang=True)
+    with gateway_with(tmp_path, worker, pools=pools) as gateway, ThreadPoolExecutor(3) as aside:
+        asked = [aside.submit(gateway.chat) for _ in range(3)]
+        eventually(lambda: gateway.status()["pools"]["vlm"]["waiting"] == 1)
+        assert worker.answering == 2
+        assert gateway.status()["pools"]["vlm"]["slots"] == 2
+        assert gateway.status()["pools"]["vlm"]["in_flight"] == 2
+        worker.go_on.set()
+        assert {answer.result().status_code for answer in asked} == {200}
+
+
+def test_an_answer_gets_no_more_tokens_than_the_policy_lets_it_have(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    with gateway_with(tmp_path, worker, limits={"max_tokens": 99}) as gateway:
+        assert refused(gateway.chat(max_tokens=100)) == (
+            *(400, "max_tokens", "'max_tokens' may be at most 99 here."),
+        )
+        assert refused(gateway.chat(max_completion_tokens=100))[:2] == (400, "max_tokens")
+        assert gateway.chat().status_code == 200
+        assert gateway.chat(max_completion_tokens=7).status_code == 200
+    assert [heard.body.get("max_tokens") for heard in worker.heard] == [99, None]
+
+
+def test_a_prompt_is_no_longer_than_the_policy_lets_it_be(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    with gateway_with(tmp_path, worker, limits={"prompt_chars": 20}) as gateway:
+        assert gateway.chat(**words("x" * 20)).status_code == 200
+        status, param, message = refused(gateway.chat(**words("x" * 11, 2)))
+        assert (status, param) == (400, "messages")
+        assert "at most 20 characters" in message
+        prompt = gateway.client.post("/v1/completions", json={"model": "demo", "prompt": "x" * 21})
+        assert refused(prompt)[:2] == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("media", "pictures", "why"),
+    [
+        ({"kinds": []}, [picture(2, 2)], "'image' content is not taken here, only: text."),
+        ({"kinds": ["audio"]}, [picture(2, 2)], "only: text, audio."),
+        ({"pictures": 1}, [picture(2, 2)] * 2, "at most 1 pictures"),
+        ({"pixels": 99}, [picture(10, 10)], "at most 99 pixels"),
+    ],
+)
+def test_media_that_the_policy_does_not_take_are_refused(
+    tmp_path: Path, worker: FakeWorker, media: dict[str, Any], pictures: list[Any], why: str
+) -> None:
+    with gateway_with(tmp_path, worker, media=media) as gateway:
+        status, param, message = refused(gateway.chat(**with_pictures(*pictures)))
+        assert (status, param) == (400, "messages")
+        assert why in message
+        assert gateway.chat().status_code == 200
+    assert len(worker.heard) == 1
+
+
+def test_a_request_takes_no_longer_than_the_policy_lets_it_take(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    worker.script = Script(hang=True)
+    with gateway_with(tmp_path, worker, limits={"request_timeout_s": 0.1}) as gateway:
+        answer = gateway.chat()
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
+
+
+def test_a_policy_without_retries_has_none(
+    tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    worker.script = Script(status=503, headers=((b"retry-after", b"1"),))
+    pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
+    none = {"share": 0, "at_least": 0}
+    with gateway_with(tmp_path, worker, second_worker, pools=pools, retries=none) as gateway:
+        answer = gateway.chat()
+        assert (answer.status_code, answer.headers["x-paceline-attempts"]) == (503, "1")
+        assert gateway.status()["retries_denied"] == 1
+    assert second_worker.heard == []
+
+
+def test_a_listed_worker_has_the_labels_that_the_list_gives_it(
+    tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    pools = {"vlm": {"lanes": "vlm", "workers": {"labels": "big"}}, "rest": {"lanes": "vlm"}}
+    by_hand = (
+        listed(id="small", url=worker.url, pools=["vlm"]),
+        listed(id="large", url=second_worker.url, pools=["vlm"], labels=["big"]),
+    )
+    with gateway_with(tmp_path, by_hand=by_hand, pools=pools) as gateway:
+        assert gateway.status()["pools"]["rest"]["workers"] == ["large", "small"]
+        answers = {gateway.chat().headers["x-paceline-worker"] for _ in range(5)}
+        assert answers == {"large"}
+
+
+def test_a_policy_does_not_fit_a_listed_worker_that_no_pool_takes() -> None:
+    policy = read_policy(
+        {
+            "version": 1,
+            "routes": [{"name": "all", "to": "vision"}],
+            "pools": {"vision": {"lanes": "vlm", "workers": {"labels": "big"}}},
+        },
+        "test",
+    )
+    assert listed_problems((listed(pools=["vision", "vlm"], labels=["big"]),), policy) == []
+    (problem,) = listed_problems((listed(pools=["vlm"]),), policy)
+    assert "the pool 'vlm', but the policy has for it only: nothing" in problem
+
+
+def test_an_explanation_shows_who_the_policy_thinks_is_asking(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    routes = [{"name": "batch", "when": {"header": {"x-batch": "yes"}}, "to": "vlm"}, DEFAULT]
+    with gateway_with(tmp_path, worker, routes=routes) as gateway:
+        body = {"model": "demo", **words("Hi")}
+        told = gateway.client.post(
+            "/v1/route/explain", json=body, headers={"x-batch": "yes", "x-other": "z"}
+        ).json()
+        assert told["route"] == "batch"
+        assert told["asker"]["headers"] == {"x-batch": "yes"}

@@ -1,0 +1,178 @@
+"""What is refused before any worker is troubled, and how the refusal reads."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+
+from tests.support.running_gateway import Gateway, chat_body, settings_for_tests
+from tests.support.scripted_worker import FakeWorker
+
+
+def refusal(answer: Any) -> tuple[int, str, str | None]:
+    error = answer.json()["error"]
+    return answer.status_code, error["code"], error["param"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"text"',
+        b'{"model": "demo", "temperature": NaN}',
+        b'{"model": "demo", "temperature": Infinity}',
+        b'{"model": "\xff"}',
+        b'\xef\xbb\xbf{"model": "demo"}',
+        '{"model": "demo"}'.encode("utf-16"),
+        b'{"model": "\\ud800"}',
+        b'{"model":' + b"[" * 100_000 + b"}",
+    ],
+    ids=lambda body: repr(body[:24]),
+)
+def test_f42_what_is_no_strict_json_object_is_a_400(line: Gateway, body: bytes) -> None:
+    answer = line.client.post("/v1/chat/completions", content=body)
+    assert refusal(answer) == (400, "invalid_json", None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 3}, "temperature"),
+        ({"temperature": "0"}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"n": 0}, "n"),
+        ({"api_base": "http://evil.example"}, "api_base"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"model": 5}, "model"),
+        ({"model": None}, "model"),
+    ],
+)
+def test_f44_a_wrong_field_is_a_400_that_names_it(
+    line: Gateway, worker: FakeWorker, fields: dict[str, Any], param: str
+) -> None:
+    assert refusal(line.chat(**fields)) == (400, "invalid_value", param)
+    assert not worker.heard
+
+
+def test_an_unknown_model_is_a_404(line: Gateway) -> None:
+    assert refusal(line.chat(model="gpt-9")) == (404, "model_not_found", "model")
+
+
+def test_an_empty_fleet_calls_no_model_unknown(gateway: Gateway) -> None:
+    answer = gateway.chat(model="Qwen/Qwen3.5-4B")
+    assert refusal(answer) == (503, "no_worker", None)
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+def test_a_wrong_method_is_a_405_that_names_the_right_one(line: Gateway) -> None:
+    answer = line.client.get("/v1/chat/completions")
+    assert refusal(answer) == (405, "method_not_allowed", None)
+    assert answer.headers["allow"] == "POST"
+    answer = line.client.delete("/v1/status")
+    assert refusal(answer) == (405, "method_not_allowed", None)
+    assert answer.headers["allow"] == "GET"
+
+
+def test_an_unknown_path_is_a_404_in_openais_shape(line: Gateway) -> None:
+    for path in ("/v1/chat/completions/", "//v1/chat/completions", "/nothing", "/docs"):
+        assert refusal(line.client.post(path, json=chat_body()))[0] == 404
+
+
+def test_f39_a_declared_body_that_is_too_large_is_refused_unread(line: Gateway) -> None:
+    with socket.create_connection(("127.0.0.1", int(line.url.rpartition(":")[2]))) as raw:
+        raw.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-length: 99999999999\r\n\r\n"
+        )
+        assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_f39_a_body_is_counted_while_it_is_read(tmp_path: Path) -> None:
+    with Gateway(settings_for_tests(tmp_path, body_limit_bytes=1000)) as gateway:
+        chunked = (b"x" * 100 for _ in range(20))
+        answer = gateway.client.post("/v1/chat/completions", content=chunked)
+        assert refusal(answer) == (413, "body_too_large", None)
+
+
+def test_f11_a_body_that_never_ends_is_a_408(tmp_path: Path) -> None:
+    settings = settings_for_tests(tmp_path, body_timeout_s=0.05)
+    with Gateway(settings) as gateway:
+        port = int(gateway.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as raw:
+            raw.sendall(
+                b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 10\r\n\r\n{"
+            )
+            assert raw.recv(4096).startswith(b"HTTP/1.1 408 ")
+
+
+def test_f41_a_repeated_key_means_one_thing_to_gateway_and_worker(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    body = json.dumps(chat_body())[:-1] + ', "temperature": 1.0, "temperature": 0}'
+    answer = line.client.post("/v1/chat/completions", content=body)
+    assert answer.headers["x-paceline-pool"] == "text-mtp"
+    assert worker.heard[0].body["temperature"] == 0
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Any:
+    settings = settings_for_tests(
+        tmp_path, api_key=SecretStr("data-key"), admin_key=SecretStr("admin-key")
+    )
+    with Gateway(settings) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    "authorization",
+    [None, "", "Bearer", "Bearer wrong", "Basic data-key", "Bearer \xe9", "data-key"],
+)
+def test_without_the_key_nothing_of_the_data_plane_answers(
+    locked: Gateway, authorization: str | None
+) -> None:
+    headers = [(b"authorization", authorization.encode("latin-1"))] if authorization else []
+    client = locked.client
+    answers = [
+        client.post("/v1/chat/completions", json=chat_body(), headers=headers),
+        client.post("/v1/completions", json={}, headers=headers),
+        client.post("/v1/route/explain", json=chat_body(), headers=headers),
+        client.get("/v1/models", headers=headers),
+        client.get("/v1/models/demo", headers=headers),
+        client.get("/v1/status", headers=headers),
+        client.get("/admin/v1/workers", headers=headers),
+    ]
+    assert {refusal(answer) for answer in answers} == {(401, "invalid_api_key", None)}
+
+
+def test_each_key_opens_its_own_plane(locked: Gateway, worker: FakeWorker) -> None:
+    assert locked.join(worker).status_code == 200
+    data = {"authorization": "Bearer data-key"}
+    admin = {"authorization": "bearer admin-key"}
+    chat = locked.client.post("/v1/chat/completions", json=chat_body(), headers=data)
+    assert chat.status_code == 200
+    assert locked.client.get("/v1/status", headers=data).status_code == 200
+    assert locked.client.get("/v1/status", headers=admin).status_code == 401
+    assert locked.client.get("/admin/v1/workers", headers=admin).status_code == 200
+    assert locked.client.get("/admin/v1/workers", headers=data).status_code == 401
+    beat = locked.client.put("/admin/v1/workers/x", headers=admin, json={})
+    assert beat.status_code == 401
+
+
+@pytest.mark.parametrize(
+    "headers", [{"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=x"}, {"host": "192.168.1.5"}]
+)
+def test_without_an_admin_key_only_this_machine_sees_the_admin_plane(
+    line: Gateway, headers: dict[str, str]
+) -> None:
+    assert line.client.get("/admin/v1/workers").status_code == 200
+    answer = line.client.get("/admin/v1/workers", headers=headers)
+    assert refusal(answer) == (403, "not_allowed", None)

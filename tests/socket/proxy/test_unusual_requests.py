@@ -1,0 +1,65 @@
+"""Requests and answers that lie: too deep, told twice, or counted wrongly."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.support.raw_client import settles
+from tests.support.running_gateway import Gateway, chat_body
+from tests.support.scripted_worker import DONE, FakeWorker, event, stream_events, whole_answer
+
+
+@pytest.mark.parametrize("depth", [201, 100_000])
+@pytest.mark.parametrize("closed", [False, True])
+def test_f40_a_body_that_is_too_deep_is_a_400_and_reaches_no_worker(
+    line: Gateway, worker: FakeWorker, depth: int, closed: bool
+) -> None:
+    nested = b"[" * depth + (b"]" * depth if closed else b"")
+    answer = line.client.post("/v1/chat/completions", content=b'{"model": %b}' % nested)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert worker.heard == []
+
+
+LIES: dict[str, Any] = {
+    "missing": None,
+    "negative": {"prompt_tokens": -7, "completion_tokens": -3},
+    "text": {"prompt_tokens": "many", "completion_tokens": True},
+    "a list": [1, 2],
+    "fractions": {"prompt_tokens": 1.5, "completion_tokens": 2.5},
+}
+
+
+@pytest.mark.parametrize("told", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("stream", [False, True])
+def test_f53_usage_that_is_missing_or_makes_no_sense_fails_no_answer_and_no_sum(
+    line: Gateway, worker: FakeWorker, told: Any, stream: bool
+) -> None:
+    *events, _usage, done = stream_events(("one",))
+    trailing = [event({"choices": [], "usage": told})] if told is not None else []
+    worker.script.events = (*events, *trailing, done)
+    if not stream:
+        worker.script.body = json.dumps(whole_answer("one") | {"usage": told}).encode()
+    answer = line.chat(stream=stream)
+    assert answer.status_code == 200
+    assert not stream or answer.content.endswith(DONE)
+    settles(line, completed=1)
+    tokens = line.status()["models"]["demo"]["tokens"]
+    assert all(count >= 0 for count in tokens.values())
+
+
+def test_f58_two_requests_under_one_idempotency_key_are_two_requests(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    def ask(_: int) -> int:
+        headers = {"idempotency-key": "the-same"}
+        answer = line.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
+        return answer.status_code
+
+    with ThreadPoolExecutor(2) as aside:
+        assert list(aside.map(ask, range(2))) == [200, 200]
+    assert len(worker.heard) == 2
+    assert "idempotency-key" not in worker.heard[0].headers

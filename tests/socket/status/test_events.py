@@ -1,0 +1,153 @@
+"""`/v1/status/events`: the state once a second, for as long as somebody may and wants to see it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import BaseModel, SecretStr
+
+from gateway.errors import Stopping
+from gateway.status.events import VIEWERS_LIMIT, Feed
+from tests.support.running_gateway import Gateway, bearing, error_of, eventually, settings_for_tests
+from tests.support.scripted_worker import FakeWorker, Script
+
+EVENTS = "/v1/status/events"
+
+
+@contextlib.contextmanager
+def watching(line: Gateway, **headers: str) -> Iterator[Iterator[str]]:
+    """Watch as a client of its own; gives the lines that say something."""
+    with (
+        httpx.Client(base_url=line.url, timeout=30, headers=headers) as client,
+        client.stream("GET", EVENTS) as stream,
+    ):
+        assert stream.status_code == 200
+        assert stream.headers["content-type"] == "text/event-stream"
+        yield filter(None, stream.iter_lines())
+
+
+def told(line: str) -> dict[str, Any]:
+    assert line.startswith("data: ")
+    found: dict[str, Any] = json.loads(line.removeprefix("data: "))
+    return found
+
+
+def test_each_event_is_what_the_status_says(line: Gateway) -> None:
+    assert line.chat().status_code == 200
+    with watching(line) as events:
+        first, second = told(next(events)), told(next(events))
+    status = line.status()
+    assert first.keys() == second.keys() == status.keys()
+    assert first["decisions"] == status["decisions"]
+    assert first["workers"].keys() == {"fake-a"}
+    assert second["gateway"]["uptime_s"] > first["gateway"]["uptime_s"]
+
+
+def test_all_who_watch_see_the_same_snapshots(line: Gateway) -> None:
+    with watching(line) as one, watching(line) as other:
+        seen = [{next(events) for _ in range(4)} for events in (one, other)]
+    assert len(seen[0]) == len(seen[1]) == 4
+    assert seen[0] & seen[1]
+
+
+def test_a_viewer_that_leaves_makes_room_for_another(line: Gateway) -> None:
+    with contextlib.ExitStack() as viewers:
+        present = [viewers.enter_context(watching(line)) for _ in range(VIEWERS_LIMIT)]
+        for events in present:
+            next(events)
+        refused = line.client.get(EVENTS)
+        assert error_of(refused) == (503, "too_many_viewers")
+        assert refused.headers["retry-after"] == "10"
+        assert line.client.get("/v1/status").status_code == 200
+
+    def there_is_room() -> bool:
+        with line.client.stream("GET", EVENTS) as stream:
+            return stream.status_code == 200
+
+    eventually(there_is_room)
+
+
+def test_watching_needs_the_right_that_the_status_needs(line: Gateway) -> None:
+    everything, some = line.make_key(), line.make_key(models=["demo"])
+    assert error_of(line.client.get(EVENTS)) == (401, "invalid_api_key")
+    assert error_of(line.client.get(EVENTS, headers=bearing(some))) == (403, "not_allowed")
+    with watching(line, **bearing(everything)) as events:
+        assert "workers" in told(next(events))
+
+
+def test_who_loses_the_key_sees_nothing_more(line: Gateway) -> None:
+    key = line.make_key()
+    with watching(line, **bearing(key)) as events:
+        assert "workers" in told(next(events))
+        line.admin.delete(f"/admin/v1/keys/{key['id']}").raise_for_status()
+        *_, last = events
+    assert told(last)["error"]["code"] == "invalid_api_key"
+
+
+def test_the_first_key_shuts_out_who_watches_without_one(line: Gateway) -> None:
+    with watching(line) as events:
+        assert "workers" in told(next(events))
+        line.make_key()
+        *_, last = events
+    assert told(last)["error"]["code"] == "invalid_api_key"
+
+
+def test_what_breaks_the_state_is_an_event_in_our_words_and_stands_in_the_log(
+    line: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with watching(line) as events:
+        assert "workers" in told(next(events))
+        monkeypatch.setattr("gateway.status.mtp_of", lambda _lanes: 1 / 0)
+        *_, last = events
+    assert told(last)["error"]["code"] == "internal_error"
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_the_end_of_the_gateway_is_an_event_and_comes_after_the_answers(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    worker.script = Script(hang_after=1)
+    with watching(line) as events, line.stream() as answer:
+        words = answer.iter_lines()
+        next(words)
+        line.ask_to_end()
+        while not told(next(events))["gateway"]["stopping"]:
+            pass
+        threading.Timer(0.1, worker.go_on.set).start()
+        assert "data: [DONE]" in list(words)
+        *_, name, last = events
+    assert (name, last) == ("event: end", "data: {}")
+    line.wait_for_end()
+
+
+def test_nobody_begins_to_watch_a_gateway_that_has_ended(tmp_path: Path) -> None:
+    """Behind the last event the connection is closed, so that the gateway can end at once."""
+    settings = settings_for_tests(tmp_path, drain_timeout_s=60, admin_key=SecretStr("admin"))
+    with Gateway(settings) as running, watching(running) as events:
+        next(events)
+        running.ask_to_end()
+        assert list(events)[-2:] == ["event: end", "data: {}"]
+        running.wait_for_end()
+        with pytest.raises(httpx.ConnectError):
+            running.client.get(EVENTS)
+
+
+async def test_who_asks_on_a_kept_connection_behind_the_last_event_is_refused() -> None:
+    async def take() -> BaseModel:
+        raise AssertionError("nobody is to be shown anything")
+
+    async def allowed() -> None:
+        pass
+
+    feed = Feed(take)
+    feed.end()
+    with pytest.raises(Stopping):
+        await feed.show({}, allowed)
+    assert feed.viewers == 0

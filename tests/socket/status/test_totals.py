@@ -1,0 +1,223 @@
+"""Numbers that add up: what status and metrics tell of decisions, drafts, tokens and boots."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.fleet import health as control
+from tests.support.running_gateway import Gateway, serving
+from tests.support.scripted_worker import FakeWorker, lane_report, speculation
+from workers.protocol import Speculation, WorkerReport
+
+MORE_THAN_DRAFTED: dict[str, Any] = {"steps": 1, "drafted": 1, "accepted": 2}
+MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "histogram": [0, 5, 0]}
+
+
+def test_a_worker_whose_counts_do_not_add_up_breaks_nobodys_sums(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    for wrong in (MORE_THAN_DRAFTED, MORE_THAN_STEPS):
+        lane = lane_report("text-mtp").model_copy(update={"speculation": Speculation(**wrong)})
+        worker.reported = worker.report().model_copy(update={"lanes": (lane,)})
+        assert line.status()["mtp"]["attempted"] == 0, "what it says is not taken"
+
+
+def test_requests_that_stay_plain_since_drafting_does_not_pay_are_named_and_counted(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    lane = lane_report(
+        "text-mtp", draft_tokens_by_rows=(0, 0, 0, 0), bypass_counts={"mtp_not_paying": 3}
+    )
+    worker.reported = worker.report(lanes=[lane.model_dump()])
+    gateway.join(worker, lanes=[lane.model_dump()])
+    answer = gateway.chat(temperature=0)
+    status = gateway.status()
+    assert answer.headers["x-paceline-reason"] == "mtp_not_paying"
+    assert answer.headers["x-paceline-pool"] == "text-mtp"
+    assert status["decisions"]["bypass_counts"] == {"mtp_not_paying": 1}
+    assert status["decisions"]["reasons"] == {"mtp_not_paying": 1}
+    assert status["mtp"]["bypass_counts"] == {"mtp_not_paying": 3}, "as the worker counted"
+
+
+def test_what_is_kept_of_system_prompts_is_told_by_lane_and_summed_over_boots(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    prefix = {"hits": 3, "misses": 1, "cached_tokens": 600}
+    lane = lane_report("text-mtp", prefix=prefix)
+    for boot in ("one", "two"):
+        worker.boot_id = boot
+        told = {"lanes": [lane.model_dump()], "snapshot_bytes": 4096}
+        worker.reported = worker.report(**told)
+        gateway.join(worker, **told)
+    status = gateway.status()["workers"]["fake-a"]
+    assert status["snapshot_bytes"] == 4096
+    assert status["lanes"]["text-mtp"]["prefix"] == {name: 2 * n for name, n in prefix.items()}
+
+
+def test_decisions_are_counted_by_pool_route_and_every_reason(line: Gateway) -> None:
+    line.chat(temperature=0)
+    line.chat(temperature=0)
+    line.chat(n=2)
+    line.chat(temperature=9)
+    status = line.status()
+    assert status["decisions"] == {
+        "total": 3,
+        "pools": {"text-mtp": 2, "vlm": 1},
+        "routes": {"greedy-text": 2, "everything-else": 1},
+        "reasons": {"eligible": 2, "non_greedy_sampling": 1},
+        "bypass_counts": {"multiple_choices": 1, "non_greedy_sampling": 1},
+    }
+    assert status["outcomes"] == {"completed": 3, "refused": 1}
+    assert status["errors"] == {"invalid_value": 1}
+    assert status["models"]["demo"]["tokens"] == {"prompt": 21, "completion": 9, "cached": 6}
+    assert status["pools"]["text-mtp"]["recent"]["answer_s"]["count"] == 2
+
+
+def test_status_asks_the_workers_before_it_adds_up(line: Gateway, worker: FakeWorker) -> None:
+    lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6), requests=1)
+    worker.reported = worker.report(lanes=[lane.model_dump()])
+    status = line.status()
+    expected = {
+        "enabled": True,
+        "requested_draft_tokens": 2,
+        "effective_draft_tokens": 2,
+        "drafts": 10,
+        "attempted": 20,
+        "accepted": 14,
+        "rejected": 6,
+        "errors": 0,
+        "acceptance_rate": 0.7,
+        "mean_acceptance_length": 2.4,
+        "acceptance_rate_per_position": [0.8, 0.6],
+        "bypass_counts": {},
+    }
+    assert status["mtp"] == expected
+    assert status["pools"]["text-mtp"]["mtp"] == expected
+    assert status["models"]["demo"]["mtp"] == expected
+    assert status["workers"]["fake-a"]["mtp"] == expected
+    assert status["workers"]["fake-a"]["lanes"]["text-mtp"]["mtp"] == expected
+    assert status["pools"]["vlm"]["mtp"] == {"enabled": False}
+
+
+def test_a_worker_that_does_not_answer_keeps_its_last_report_and_holds_nobody_up(
+    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "REFRESH_TIMEOUT_S", 0.2)
+    lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        assert gateway.join(worker, url=url, lanes=[lane.model_dump()]).status_code == 200
+        assert gateway.status()["mtp"]["drafts"] == 10
+
+
+class Counting(FakeWorker):
+    """A worker that has done more each time that it tells of itself."""
+
+    _times = 0
+
+    def report(self, **changes: Any) -> WorkerReport:
+        self._times = done = self._times + 1
+        counts = {
+            "speculation": speculation(steps=4 * done, one=done, two=done),
+            "prefix": {"hits": done, "misses": 1, "cached_tokens": 9 * done},
+            "requests": done,
+        }
+        lanes = [lane_report(name, mtp_enabled=True, **counts) for name in self.lanes]
+        return super().report(lanes=[lane.model_dump() for lane in lanes], **changes)
+
+
+def test_every_snapshot_adds_up_while_workers_go_on_counting(gateway: Gateway) -> None:
+    workers = [Counting(worker_id=name) for name in ("one", "two")]
+    with contextlib.ExitStack() as running, ThreadPoolExecutor(3) as aside:
+        for worker in workers:
+            running.enter_context(serving(worker, sockets=[worker.socket]))
+            gateway.join(worker)
+        asked = [aside.submit(gateway.status) for _ in range(30)]
+        for _ in range(15):
+            for worker in workers:
+                gateway.join(worker)
+        snapshots = [one.result() for one in asked]
+    for status in snapshots:
+        lanes = [lane for told in status["workers"].values() for lane in told["lanes"].values()]
+        for parts in (*(status[by].values() for by in ("workers", "pools", "models")), lanes):
+            for count in ("drafts", "attempted", "accepted", "rejected", "errors"):
+                assert sum(part["mtp"][count] for part in parts) == status["mtp"][count]
+            for count in ("decode_steps", "prompt_tokens"):
+                assert sum(part["saved"][count] for part in parts) == status["saved"][count]
+            cached_tokens = sum(part["prefix"]["cached_tokens"] for part in parts)
+            assert cached_tokens == status["saved"]["prompt_tokens"]
+    assert len({status["mtp"]["drafts"] for status in snapshots}) > 1
+
+
+def test_counts_survive_the_restart_of_a_worker(line: Gateway, worker: FakeWorker) -> None:
+    for boot in range(40):
+        worker.boot_id = f"life-{boot}"
+        lane = lane_report("text-mtp", speculation=speculation(steps=3, one=1, two=1), requests=2)
+        worker.reported = worker.report(lanes=[lane.model_dump()])
+        line.join(worker, lanes=[lane.model_dump()])
+    status = line.status()
+    assert status["mtp"]["drafts"] == 120
+    assert status["mtp"]["accepted"] == 120
+    assert status["workers"]["fake-a"]["lanes"]["text-mtp"]["requests"] == 80
+    assert status["workers"]["fake-a"]["boots"] <= 20
+
+
+def test_of_a_life_that_is_over_only_the_counts_are_told(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    counts = {"speculation": speculation(steps=3, one=1, two=1), "requests": 2}
+    busy = lane_report("text-mtp", running=3, waiting=2, **counts)
+    idle = lane_report("text-mtp", requested_draft_tokens=1, effective_draft_tokens=0, **counts)
+    for boot, lane in (("one", busy), ("two", idle)):
+        worker.boot_id = boot
+        worker.reported = worker.report(lanes=[lane.model_dump()])
+        gateway.join(worker, lanes=[lane.model_dump()])
+    status = gateway.status()
+    told = status["workers"]["fake-a"]
+    for mtp in (status["mtp"], told["mtp"], status["pools"]["text-mtp"]["mtp"]):
+        assert (mtp["requested_draft_tokens"], mtp["effective_draft_tokens"]) == (1, 0)
+        assert (mtp["drafts"], mtp["accepted"]) == (6, 6)
+    lane_told = told["lanes"]["text-mtp"]
+    assert [lane_told[name] for name in ("running", "waiting", "slots", "requests")] == [0, 0, 4, 4]
+    gateway.leave(worker)
+    told = gateway.status()["workers"]["fake-a"]
+    assert (told["state"], told["mtp"]["effective_draft_tokens"]) == ("gone", 0)
+    assert told["lanes"]["text-mtp"]["slots"] == 0
+    assert told["mtp"]["drafts"] == 6
+
+
+def test_nothing_in_status_is_null(line: Gateway, worker: FakeWorker) -> None:
+    line.chat()
+    assert "null" not in line.client.get("/v1/status").text
+    line.leave(worker)
+    assert "null" not in line.client.get("/v1/status").text
+
+
+def test_metrics_speak_vllms_names_one_line_a_worker_and_model(
+    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+) -> None:
+    for one, steps in ((worker, 4), (second_worker, 6)):
+        lane = lane_report("text-mtp", speculation=speculation(steps=steps, one=1, two=1))
+        one.reported = one.report(lanes=[lane.model_dump()])
+        line.join(one)
+    with line.stream(temperature=0) as answer:
+        answer.read()
+    text = line.client.get("/metrics").text
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    by_name: dict[str, list[float]] = {}
+    for sample in samples:
+        by_name.setdefault(sample.name, []).append(sample.value)
+    assert by_name["vllm:spec_decode_num_drafts_total"] == [4, 6]
+    assert by_name["vllm:spec_decode_num_draft_tokens_total"] == [8, 12]
+    assert by_name["vllm:spec_decode_num_accepted_tokens_total"] == [3, 3]
+    assert by_name["vllm:spec_decode_num_accepted_tokens_per_pos_total"] == [2, 1, 2, 1]
+    assert by_name["paceline_requests_total"] == [1]
+    assert by_name["paceline_requests_in_flight"] == [0]
+    assert by_name["paceline_time_to_first_token_seconds_count"] == [1]
+    assert by_name["paceline_added_latency_seconds_count"] == [1]

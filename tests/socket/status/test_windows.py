@@ -1,0 +1,196 @@
+"""The last minutes in `/v1/status`: windows, their bounds, and what is in them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jsonschema_rs import validator_for
+
+from gateway.status.model import schema
+from gateway.telemetry.stats import (
+    BOUNDS_S,
+    LONGEST_S,
+    STEP_S,
+    Buckets,
+    Figures,
+    Place,
+    Windows,
+    percentile,
+)
+from tests.support.running_gateway import Gateway
+from tests.support.scripted_worker import FakeWorker, lane_report, speculation
+
+SCHEMA = (Path(__file__).parents[3] / "docs" / "status.schema.json").read_text()
+PUBLISHED = validator_for(json.loads(SCHEMA))
+PLACE = Place("vlm", "vlm", "a", "demo")
+
+
+def paths(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+    """List every value of a document, and where it stands."""
+    if isinstance(node, dict):
+        for name, inner in node.items():
+            yield from paths(inner, f"{at}/{name}")
+    elif isinstance(node, list):
+        for index, inner in enumerate(node):
+            yield from paths(inner, f"{at}/{index}")
+    else:
+        yield at, node
+
+
+def test_the_published_schema_is_the_models() -> None:
+    assert schema() == SCHEMA, "python -m gateway.status.model > docs/status.schema.json"
+
+
+def test_the_schema_knows_no_null_and_leaves_no_field_out() -> None:
+    written = json.loads(schema())
+    assert "null" not in [value for at, value in paths(written) if at.endswith("/type")]
+    for name, part in written["$defs"].items():
+        if "properties" in part:
+            assert sorted(part["required"]) == sorted(part["properties"]), name
+
+
+@pytest.mark.parametrize(
+    "window",
+    ["", "5", "5x", "0s", "9s", "16m", "901s", "-5m", "5m ", "1e2s", "5m5s", "\u0665m", "9" * 40],
+)
+def test_a_window_that_is_none_or_not_kept_is_a_400_that_names_it(
+    line: Gateway, window: str
+) -> None:
+    answer = line.client.get("/v1/status", params={"window": window})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "window")
+
+
+def test_there_is_one_parameter_once(line: Gateway) -> None:
+    for query in ("windw=5m", "window=5m&window=5m"):
+        assert line.client.get(f"/v1/status?{query}").status_code == 400
+
+
+@pytest.mark.parametrize(("window", "seconds"), [("10s", 10), ("90s", 90), ("15m", 900)])
+def test_a_window_says_what_was_asked_and_what_it_covers(
+    line: Gateway, window: str, seconds: float
+) -> None:
+    told = line.client.get("/v1/status", params={"window": window}).json()["window"]
+    assert (told["asked_s"], told["longest_s"]) == (seconds, LONGEST_S)
+    assert told["covered_s"] <= 10, "the gateway has just begun"
+
+
+def test_every_level_tells_what_its_requests_came_to(line: Gateway, worker: FakeWorker) -> None:
+    lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1), requests=1)
+    worker.reported = worker.report(lanes=[lane.model_dump()])
+    with line.stream(temperature=0) as answer:
+        answer.read()
+    line.chat(temperature=0)
+    line.chat(temperature=0.5)
+    line.chat(temperature=9)
+    status = line.status()
+    PUBLISHED.validate(status)
+    worker_told = status["workers"]["fake-a"]
+    for told, requests in (
+        (status["recent"], 3),
+        (status["models"]["demo"]["recent"], 3),
+        (worker_told["recent"], 3),
+        (status["pools"]["text-mtp"]["recent"], 2),
+        (worker_told["lanes"]["text-mtp"]["recent"], 2),
+    ):
+        assert (told["requests"], told["failed"]) == (requests, 0)
+        assert told["completion_tokens"] == 3 * requests
+        assert told["cached_tokens"] == 2 * requests
+        assert told["prefix"] == {"hit": 0, "miss": 0, "none": requests}
+        assert told["answer_s"]["count"] == requests
+        assert told["first_token_s"]["count"] == told["token_s"]["count"] == 1
+        speed = told["request_tokens_per_s"]
+        assert speed["p50"] == pytest.approx(1 / told["token_s"]["p50"])
+        assert told["tokens_per_s"] > 0
+        mtp = told["mtp"]
+        assert (mtp["drafts"], mtp["attempted"], mtp["accepted"]) == (
+            *(requests, 2 * requests, requests),
+        )
+        assert mtp["acceptance_rate_per_position"] == [1.0, 0.0]
+    assert status["pools"]["text-mtp"]["recent"]["reasons"] == {"eligible": 2}
+    assert status["pools"]["text-mtp"]["decisions"] == {"eligible": 2}
+    assert status["recent"]["mtp"]["bypass_counts"] == {"non_greedy_sampling": 1}
+    assert status["gateway"]["added_s"]["count"] == 3
+    (point,) = status["history"]
+    assert (point["requests"], point["attempted"], point["acceptance_rate"]) == (3, 6, 0.5)
+
+
+def test_nothing_is_null_or_missing_for_workers_that_are_gone_pools_that_are_empty_and_no_traffic(
+    gateway: Gateway, worker: FakeWorker
+) -> None:
+    PUBLISHED.validate(gateway.status())
+    gateway.join(worker)
+    gateway.chat()
+    gateway.leave(worker)
+    status = gateway.status()
+    PUBLISHED.validate(status)
+    assert [at for at, value in paths(status) if value is None] == []
+    assert status["workers"]["fake-a"]["boot_id"] == ""
+    assert status["workers"]["fake-a"]["last_beat_s_ago"] == 0
+
+
+@given(st.lists(st.floats(1e-6, 900), min_size=1), st.sampled_from([0.05, 0.5, 0.95]))
+def test_a_percentile_is_right_to_the_width_of_its_bucket(
+    durations_s: list[float], share: float
+) -> None:
+    buckets = Buckets()
+    for duration_s in durations_s:
+        buckets.add(duration_s)
+    rank = max(1, -(-round(share * len(durations_s) * 1000) // 1000))
+    true_s = sorted(durations_s)[rank - 1]
+    found_s = percentile(buckets.counts, share)
+    above = next((bound for bound in BOUNDS_S if bound >= true_s), BOUNDS_S[-1])
+    below = max((bound for bound in BOUNDS_S if bound < true_s), default=0.0)
+    assert below <= found_s <= above
+
+
+class Growing:
+    """Sums that a test grows, and a clock that it moves."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.requests = 0
+        self.windows = Windows(self.look, lambda: self.now_s)
+
+    def look(self) -> dict[Place, Figures]:
+        return {PLACE: Figures(requests=self.requests)} if self.requests else {}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.1, 120)), max_size=60), st.floats(10, 900))
+def test_a_window_counts_every_request_of_its_time_once_and_memory_is_bounded(
+    grown: list[tuple[int, float]], window_s: float
+) -> None:
+    sums = Growing()
+    begun = [(0.0, 0)]
+    for requests, seconds in grown:
+        sums.now_s += seconds
+        sums.requests += requests
+        sums.windows.keep()
+        begun.append((sums.now_s, sums.requests))
+    now = sums.windows.latest()
+    steps = sums.windows.reach_back(now, window_s)
+    counted = [b.since(a).get(PLACE, Figures()).requests for a, b in itertools.pairwise(steps)]
+    whole = now.since(steps[0]).get(PLACE, Figures()).requests
+    before = dict(begun)[steps[0].at_s]
+    assert sum(counted) == whole == sums.requests - before
+    covered_s = now.at_s - steps[0].at_s
+    kept_from_s = max(at_s for at_s, _ in begun if now.at_s - at_s >= LONGEST_S or at_s == 0)
+    assert covered_s >= min(window_s, now.at_s - kept_from_s)
+    assert len(steps) <= len(grown) + 2
+
+
+def test_windows_are_kept_for_a_quarter_of_an_hour_and_no_longer() -> None:
+    sums = Growing()
+    for _ in range(1000):
+        sums.now_s += STEP_S
+        sums.requests += 1
+        sums.windows.keep()
+    steps = sums.windows.reach_back(sums.windows.latest(), LONGEST_S)
+    assert steps[-1].at_s - steps[0].at_s == LONGEST_S
+    assert len(sums.windows._kept) == LONGEST_S / STEP_S + 1

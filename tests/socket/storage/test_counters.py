@@ -1,0 +1,126 @@
+"""What a store keeps of boots and counts: the same in memory and in Redis.
+
+What more there is to several gateways over one Redis is in test_redis_store.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.cluster.counters import RedisStore
+from gateway.cluster.redis import RedisLink
+from gateway.cluster.worker_reports import RedisBoots
+from gateway.storage.counters import Key, MemoryStore, Store
+from tests.support.boot_reports import report
+from workers.protocol import LaneReport
+
+
+class Kept(NamedTuple):
+    store: Store
+    turn: Callable[[], Awaitable[None]]
+    """What is done beside requests, twice a second."""
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def kept(request: pytest.FixtureRequest) -> AsyncIterator[Kept]:
+    if request.param == "memory":
+
+        async def nothing() -> None:
+            pass
+
+        yield Kept(MemoryStore(), nothing)
+        return
+    link = RedisLink(request.getfixturevalue("redis").url)
+    boots = RedisBoots(link)
+    store = RedisStore(link, boots)
+
+    async def turn() -> None:
+        await store.exchange()
+        await boots.exchange((), ())
+
+    yield Kept(store, turn)
+    await link.close()
+
+
+async def test_an_overtaken_report_does_not_turn_counts_back(kept: Kept) -> None:
+    for requests in (5, 3):
+        await kept.store.keep_report(report("a", requests))
+        await kept.turn()
+    assert [one.lanes[0].requests for one in await kept.store.reports()] == [5]
+
+
+async def test_a_crash_loop_costs_no_count_and_fills_no_memory(kept: Kept) -> None:
+    for boot in range(40):
+        await kept.store.keep_report(report(f"boot-{boot}", boot))
+        await kept.turn()
+    for _ in range(30):
+        await kept.turn()
+    reports = await kept.store.reports()
+    assert sum(one.lanes[0].requests for one in reports) == sum(range(40))
+    assert len(reports) <= 17
+
+
+async def test_counts_add_up_with_what_is_owed(kept: Kept) -> None:
+    kept.store.count({("outcomes", "completed"): 1, ("retries",): 2})
+    await kept.turn()
+    owed: list[dict[Key, int]] = [{("outcomes", "completed"): 1}]
+
+    def pay() -> None:
+        while owed:
+            kept.store.count(owed.pop())
+
+    kept.store.owing = pay
+    assert await kept.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
+    await kept.turn()
+    assert await kept.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["demo", "other"])), max_size=60))
+async def test_sums_over_any_number_of_boots_are_exact_and_memory_is_bounded(
+    lives: list[tuple[int, str]],
+) -> None:
+    store = MemoryStore()
+    for boot, (requests, model) in enumerate(lives):
+        await store.keep_report(report(f"boot-{boot}", requests, model))
+    kept = await store.reports()
+    for model in ("demo", "other"):
+        lanes = [one.lanes[0] for one in kept if one.model == model]
+        expected = sum(requests for requests, named in lives if named == model)
+        assert sum(lane.requests for lane in lanes) == expected
+        assert sum(lane.speculation.accepted for lane in lanes) == 2 * expected
+        assert sum(lane.bypass_counts.get("media", 0) for lane in lanes) == expected
+    assert len(kept) <= 18
+
+
+def test_every_field_of_a_lane_either_adds_up_or_is_of_the_moment() -> None:
+    """A count that somebody adds to the report must not get lost between two boots."""
+    of_the_moment = {
+        "name",
+        "running",
+        "waiting",
+        "slots",
+        "unread_tokens",
+        "read_tokens_s",
+        "write_tokens_s",
+        "mtp_enabled",
+        "requested_draft_tokens",
+        "effective_draft_tokens",
+        "draft_tokens_by_rows",
+        "head_healthy",
+    }
+    added = {
+        "speculation",
+        "bypass_counts",
+        "spec_prefill",
+        "prefix",
+        "saved",
+        "requests",
+        "prompt_tokens",
+        "completion_tokens",
+    }
+    assert set(LaneReport.model_fields) == of_the_moment | added

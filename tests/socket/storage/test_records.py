@@ -1,0 +1,121 @@
+"""What an admin makes is kept, whole, whoever else writes and whenever the process ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from gateway.cluster.records import RedisRecords
+from gateway.cluster.redis import RedisLink
+from gateway.errors import RecordsUnwritable, StartRefused
+from gateway.storage.records import FileRecords, Records
+from tests.support.memory_records import MemoryRecords
+
+
+@pytest.fixture(params=["memory", "file", "redis"])
+async def records(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Records]:
+    if request.param == "memory":
+        yield MemoryRecords()
+    elif request.param == "file":
+        yield FileRecords(tmp_path / "state.json")
+    else:
+        link = RedisLink(request.getfixturevalue("redis").url)
+        yield RedisRecords(link, tmp_path)
+        await link.close()
+
+
+async def test_records_come_back_by_kind_in_the_order_they_were_added(records: Records) -> None:
+    for name in ("b", "a", "c"):
+        assert await records.add("keys", name, json.dumps({"name": name}))
+    await records.add("versions", "1", "{}")
+
+    assert list(await records.all("keys")) == ["b", "a", "c"]
+    assert json.loads((await records.all("keys"))["a"]) == {"name": "a"}
+    assert await records.all("nothing of the kind") == {}
+
+
+async def test_of_two_that_add_one_name_the_first_is_kept(records: Records) -> None:
+    assert await records.add("versions", "7", '{"by": "ann"}')
+    assert not await records.add("versions", "7", '{"by": "bob"}')
+
+    assert json.loads((await records.all("versions"))["7"]) == {"by": "ann"}
+
+
+async def test_a_record_is_replaced_in_its_place_and_removed(records: Records) -> None:
+    await records.add("keys", "a", "1")
+    await records.add("keys", "b", "2")
+    await records.replace("keys", "a", "3")
+    await records.remove("keys", "b")
+    await records.remove("keys", "b")
+
+    assert await records.all("keys") == {"a": "3"}
+
+
+async def test_records_survive_the_process_and_are_for_their_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "state.json"
+    await FileRecords(path).add("keys", "a", '{"team": "Prüfer"}')
+
+    assert json.loads((await FileRecords(path).all("keys"))["a"]) == {"team": "Prüfer"}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in path.parent.iterdir() if not file.name.endswith(".lock")] == [
+        "state.json"
+    ]
+
+
+def test_writers_of_several_processes_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    adding = (
+        "import asyncio, sys; from pathlib import Path\n"
+        "from gateway.storage.records import FileRecords\n"
+        "async def add():\n"
+        "    for i in range(20):\n"
+        "        await FileRecords(Path(sys.argv[1])).add('keys', f'{sys.argv[2]}-{i}', '1')\n"
+        "asyncio.run(add())"
+    )
+    writers = [
+        subprocess.Popen([sys.executable, "-c", adding, str(path), name], env=os.environ)
+        for name in ("one", "two", "three")
+    ]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+
+    assert len(asyncio.run(FileRecords(path).all("keys"))) == 60
+
+
+async def test_a_change_that_cannot_be_kept_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    records = FileRecords(path)
+    await records.add("keys", "a", "1")
+    path.write_text("half a fi")
+
+    with pytest.raises(RecordsUnwritable):
+        await records.add("keys", "b", "2")
+    assert path.read_text() == "half a fi", "what a person may still mend is not overwritten"
+
+
+def test_a_damaged_file_stops_the_start_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "state.json"
+    FileRecords(path).check()
+    path.write_text("[]")
+
+    with pytest.raises(StartRefused, match=r"state\.json"):
+        FileRecords(path).check()
+
+
+async def test_what_another_process_writes_is_seen_at_the_next_look(tmp_path: Path) -> None:
+    here, there = (FileRecords(tmp_path / "state.json") for _ in range(2))
+    assert await here.all("keys") == {}
+    await there.add("keys", "a", "1")
+    assert await here.all("keys") == {"a": "1"}
+    await there.replace("keys", "a", "2")
+    assert await here.all("keys") == {"a": "2"}
+    (await here.all("keys")).clear()  # type: ignore[attr-defined]  # a copy, whatever its type
+    assert await here.all("keys") == {"a": "2"}
+    (tmp_path / "state.json").unlink()
+    assert await here.all("keys") == {}

@@ -1,0 +1,194 @@
+"""`/metrics`: read by Prometheus' own parser, linted by promtool's rules, bounded in its labels."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import string
+import subprocess
+from collections import Counter
+
+import pytest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+from policies.request.profile import Bypass
+from tests.support.running_gateway import Gateway, chat_body
+from tests.support.scripted_worker import FakeWorker, Script, lane_report, speculation
+
+# As in promlint, which is what `promtool check metrics` runs.
+ABBREVIATED = frozenset("s ms us ns sec b kb mb gb tb pb m h d".split())
+NOT_BASE = re.compile(
+    r"(milli|micro|nano|kilo|mega|giga|kibi|mebi|gibi)\w+|minutes?|hours?|days?|weeks?|bits?|fahrenheit"
+)
+KINDS = ("counter", "gauge", "histogram", "summary")
+VLLM = "vllm:"  # its names are not ours to mend
+
+
+def families(text: str) -> list[Metric]:
+    return list(text_string_to_metric_families(text))
+
+
+def problems(family: Metric) -> list[str]:
+    """Say what promtool would of one family, as the parser has read it."""
+    name = family.name
+    written = {sample.name for sample in family.samples} or {name}
+    labels = {label for sample in family.samples for label in sample.labels}
+    words = set(name.split("_"))
+    total = {one.endswith("_total") for one in written}
+    parts = any(one.endswith(("_bucket", "_count", "_sum")) for one in written)
+    found = (
+        ("no help text", not family.documentation),
+        ("the help is no sentence", not re.fullmatch(r"\S.*\.", family.documentation)),
+        ("no type", family.type not in KINDS),
+        (
+            "a counter without _total",
+            family.type == "counter" and family.samples and False in total,
+        ),
+        ("_total on what is no counter", family.type != "counter" and True in total),
+        ("a suffix of histograms", family.type != "histogram" and parts),
+        ("a label of histograms", family.type != "histogram" and "le" in labels),
+        ("capital letters", name != name.lower()),
+        ("a reserved character", ":" in name and not name.startswith(VLLM)),
+        ("no base unit", bool(words & ABBREVIATED) or any(map(NOT_BASE.fullmatch, words))),
+        ("its type in its name", bool(words & set(KINDS))),
+        ("a bad label", not all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in labels)),
+    )
+    return [problem for problem, holds in found if holds]
+
+
+def test_the_exposition_is_what_promtool_would_praise(busy: Gateway) -> None:
+    told = families(busy.client.get("/metrics").text)
+    found = {family.name: problems(family) for family in told}
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
+    assert len(told) == len(found), "a family stands once"
+
+
+def test_the_lint_finds_what_it_is_for() -> None:
+    text = "# TYPE paceline_wait_ms gauge\npaceline_wait_ms 1\n# TYPE a_total gauge\na_total 1\n"
+    wait, total = families(text)
+    assert problems(wait) == ["no help text", "the help is no sentence", "no base unit"]
+    assert "_total on what is no counter" in problems(total)
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+def test_promtool_itself_has_nothing_to_say(busy: Gateway) -> None:
+    text = busy.client.get("/metrics").text
+    ours = "\n".join(line for line in text.splitlines() if VLLM not in line) + "\n"
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"], input=ours, capture_output=True, text=True, check=False
+    )
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+
+
+def test_all_that_operators_ask_for_is_told(busy: Gateway) -> None:
+    told = {family.name: family for family in families(busy.client.get("/metrics").text)}
+    for name, kind, labels in (
+        ("paceline_requests", "counter", {"pool", "reason", "status"}),
+        ("paceline_bypasses", "counter", set()),
+        ("paceline_errors", "counter", {"code"}),
+        ("paceline_prefixes", "counter", {"result"}),
+        ("paceline_tokens", "counter", {"model_name", "kind"}),
+        ("paceline_retries", "counter", set()),
+        ("paceline_retries_denied", "counter", set()),
+        ("paceline_time_to_first_token_seconds", "histogram", {"pool", "le"}),
+        ("paceline_time_per_output_token_seconds", "histogram", {"pool", "le"}),
+        ("paceline_queue_wait_seconds", "histogram", {"pool", "le"}),
+        ("paceline_request_duration_seconds", "histogram", {"pool", "le"}),
+        ("paceline_added_latency_seconds", "histogram", {"le"}),
+        ("paceline_worker_open", "gauge", {"worker"}),
+        ("paceline_worker_ejections", "gauge", {"worker"}),
+        ("paceline_worker_prefix_hits", "counter", {"model_name", "worker"}),
+        ("paceline_worker_drafting_saved_seconds", "gauge", {"model_name", "worker"}),
+        ("paceline_store_degraded", "gauge", set()),
+        ("vllm:spec_decode_num_drafts", "counter", {"model_name", "worker"}),
+    ):
+        assert told[name].type == kind, name
+        assert {label for sample in told[name].samples for label in sample.labels} == labels, name
+
+
+@pytest.mark.parametrize(
+    ("name", "least_s", "most_s"),
+    [
+        ("added_latency", 0.00001, 1),
+        ("time_per_output_token", 0.0001, 10),
+        ("time_to_first_token", 0.001, 500),
+        ("queue_wait", 0.001, 500),
+        ("request_duration", 0.001, 500),
+    ],
+)
+def test_buckets_reach_from_the_least_to_the_most_and_are_cumulative(
+    busy: Gateway, name: str, least_s: float, most_s: float
+) -> None:
+    told = {family.name: family for family in families(busy.client.get("/metrics").text)}
+    family = told[f"paceline_{name}_seconds"]
+    buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
+    bounds_s = [float(sample.labels["le"]) for sample in buckets]
+    counts = [sample.value for sample in buckets]
+    (count,) = [sample.value for sample in family.samples if sample.name.endswith("_count")]
+    (sum_s,) = [sample.value for sample in family.samples if sample.name.endswith("_sum")]
+    assert (bounds_s[0], bounds_s[-2]) == (least_s, most_s)
+    assert bounds_s == sorted(bounds_s)
+    assert bounds_s[-1] == float("inf")
+    assert counts == sorted(counts)
+    assert counts[-1] == count > 0
+    assert sum_s > 0
+
+
+def test_no_client_and_no_worker_can_make_up_a_label(line: Gateway, worker: FakeWorker) -> None:
+    dice = random.Random(7)
+    worker.script = Script(
+        turns=tuple(
+            Script(status=400, body=b'{"error": {"message": "no", "code": "%d"}}' % number)
+            for number in range(30)
+        )
+    )
+
+    def word() -> str:
+        return "".join(dice.choices(string.ascii_letters, k=8))
+
+    for _ in range(30):
+        line.client.post(
+            "/v1/chat/completions",
+            json={"model": word(), "messages": [{"role": "user", "content": word()}]},
+            headers={"user-agent": word(), "x-request-id": word()},
+        )
+        line.client.post(
+            "/v1/chat/completions", json=chat_body(), headers={"x-paceline-priority": word()}
+        )
+        line.chat(user=word())
+        line.client.get(f"/{word()}")
+    told = families(line.client.get("/metrics").text)
+    series = Counter(family.name for family in told for _ in family.samples)
+    labels = {value for family in told for s in family.samples for value in s.labels.values()}
+    assert max(series.values()) < 40, series
+    reasons = {reason.value for reason in Bypass} | {"eligible", "policy", "spilled", "none"}
+    (errors,) = [family for family in told if family.name == "paceline_errors"]
+    codes = {"invalid_value", "model_not_found", "refused_by_worker"}
+    assert {s.labels["code"] for s in errors.samples} == codes
+    (requests,) = [family for family in told if family.name == "paceline_requests"]
+    assert {s.labels["reason"] for s in requests.samples} <= reasons
+    made_up = re.compile(r"[A-Za-z]{8}")
+    assert {label for label in labels if made_up.fullmatch(label)} <= {"eligible", "text-mtp"}
+    assert line.status()["errors"].keys() == codes
+
+
+def test_before_any_worker_has_come_a_name_of_a_model_is_counted_nowhere(gateway: Gateway) -> None:
+    for name in ("one", "two"):
+        assert gateway.chat(model=name).status_code == 503
+    assert gateway.status()["models"] == {}
+    text = gateway.client.get("/metrics").text
+    assert "one" not in re.findall(r'model_name="(\w+)"', text)
+
+
+def test_figures_begin_anew_with_a_gateway_and_vllms_do_not_with_a_worker(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    for boot in ("one", "two"):
+        worker.boot_id = boot
+        lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1))
+        worker.reported = worker.report(lanes=[lane.model_dump()])
+        line.join(worker)
+        text = line.client.get("/metrics").text
+    assert 'num_drafts_total{model_name="demo",worker="fake-a"} 8.0' in text

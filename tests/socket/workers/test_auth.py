@@ -1,0 +1,57 @@
+"""The join token guards every route but /livez."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from tests.support.scripted_engine import ScriptedEngine, serving, worker_of
+from workers.server.app import create_app
+
+PUBLIC = {"/livez"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {b"authorization": b"Bearer wrong"},
+        {b"authorization": b"Bearer \xe9\x80"},
+        {b"authorization": b"Basic right"},
+        {b"authorization": b"right"},
+    ],
+)
+async def test_every_route_but_livez_wants_the_token(headers: dict[bytes, bytes]) -> None:
+    worker = worker_of(ScriptedEngine())
+    routes = [route for route in create_app(worker, None).routes if isinstance(route, APIRoute)]
+    assert len(routes) > 6
+    async with (
+        serving(worker, token="right") as url,
+        httpx.AsyncClient(base_url=url, headers=headers) as client,
+    ):
+        for route in routes:
+            for method in route.methods or ():
+                answer = await client.request(method, route.path)
+                expected = 200 if route.path in PUBLIC else 401
+                assert answer.status_code == expected, route.path
+        unknown = await client.get("/v1/nothing")
+    assert (unknown.status_code, unknown.headers["www-authenticate"]) == (401, "Bearer")
+    assert unknown.json()["error"]["type"] == "authentication_error"
+
+
+async def test_right_token_opens_every_route() -> None:
+    headers = {"authorization": "Bearer right"}
+    async with (
+        serving(worker_of(ScriptedEngine()), token="right") as url,
+        httpx.AsyncClient(base_url=url, headers=headers) as client,
+    ):
+        assert (await client.get("/v1/status")).status_code == 200
+
+
+async def test_path_in_the_host_header_opens_nothing() -> None:
+    async with (
+        serving(worker_of(ScriptedEngine()), token="right") as url,
+        httpx.AsyncClient(base_url=url, headers={"host": "x/livez?"}) as client,
+    ):
+        assert (await client.get("/v1/status")).status_code == 401

@@ -1,0 +1,121 @@
+"""What a client sees when an answer cannot be made, or not be finished."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.support.scripted_engine import ScriptedEngine, serving, text_script, worker_of
+from workers.engine.types import (
+    Delta,
+    EngineBusy,
+    EngineStopped,
+    GenerationFailed,
+    InvalidGeneration,
+)
+
+QUESTION = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
+
+
+async def post(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        return await client.post("/v1/chat/completions", json={**QUESTION, **fields})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (InvalidGeneration("max_tokens", "Too many."), 400, "invalid_value"),
+        (EngineBusy(retry_after_s=1.5), 429, "queue_full"),
+        (EngineStopped("the thread is gone"), 503, "engine_stopped"),
+        (GenerationFailed("0xdeadbeef in /private/weights"), 500, "generation_failed"),
+        (RuntimeError("0xdeadbeef in /private/weights"), 500, "generation_failed"),
+    ],
+)
+async def test_error_before_the_first_token_gets_a_status_of_its_own(
+    error: Exception, status: int, code: str, stream: bool
+) -> None:
+    answer = await post(ScriptedEngine([error]), stream=stream)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+    assert answer.headers["x-request-id"]
+    assert "0x" not in answer.text
+
+
+async def test_busy_engine_says_when_to_come_again() -> None:
+    answer = await post(ScriptedEngine([EngineBusy(retry_after_s=1.5)]))
+    assert answer.headers["retry-after"] == "2"
+
+
+async def test_invalid_generation_names_the_field() -> None:
+    answer = await post(ScriptedEngine([InvalidGeneration("logit_bias", "No such token.")]))
+    assert answer.json() == {
+        "error": {
+            "message": "No such token.",
+            "type": "invalid_request_error",
+            "param": "logit_bias",
+            "code": "invalid_value",
+        }
+    }
+
+
+async def test_prompt_that_does_not_fit_is_named_as_the_endpoint_names_it() -> None:
+    too_long = InvalidGeneration("messages", "Too long.", code="context_length_exceeded")
+    body = {"model": "scripted", "prompt": "x"}
+    engine = ScriptedEngine([too_long])
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        completion = (await client.post("/v1/completions", json=body)).json()["error"]
+        chat = (await client.post("/v1/chat/completions", json=QUESTION)).json()["error"]
+    assert (completion["param"], chat["param"]) == ("prompt", "messages")
+    assert completion["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+async def test_stream_that_breaks_ends_in_an_error_event_without_done(choices: int) -> None:
+    engine = ScriptedEngine([Delta(text="Once"), GenerationFailed("/private/weights")])
+    answer = await post(engine, stream=True, n=choices)
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert answer.status_code == 200
+    assert json.loads(events[-1])["error"]["code"] == "generation_failed"
+    assert "[DONE]" not in answer.text
+    assert "/private" not in answer.text
+    assert engine.all_closed.is_set()
+
+
+async def test_generation_without_an_end_is_an_error_and_not_a_short_answer() -> None:
+    answer = await post(ScriptedEngine([Delta(text="Once")]))
+    assert answer.status_code == 500
+    answer = await post(ScriptedEngine([Delta(text="Once")]), stream=True)
+    assert "[DONE]" not in answer.text
+
+
+async def test_draining_worker_finishes_what_it_has_and_refuses_the_next() -> None:
+    gate = asyncio.Event()
+    engine = ScriptedEngine([Delta(text="A"), gate, *text_script("B")])
+    worker = worker_of(engine)
+    async with serving(worker) as url, httpx.AsyncClient(base_url=url) as client:
+        running = asyncio.create_task(client.post("/v1/chat/completions", json=QUESTION))
+        await engine.started.wait()
+        worker.drain()
+        refused = await client.post("/v1/chat/completions", json=QUESTION)
+        unready = await client.get("/readyz")
+        report = (await client.get("/v1/status")).json()["report"]
+        gate.set()
+        finished = await running
+        await worker.traffic.idle()
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert unready.status_code == 503
+    assert (report["ready"], report["draining"]) == (False, True)
+    assert finished.json()["choices"][0]["message"]["content"] == "AB"
+
+
+async def test_dead_engine_makes_the_worker_unready_but_alive() -> None:
+    engine = ScriptedEngine(alive=False)
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        assert (await client.get("/readyz")).status_code == 503
+        assert (await client.get("/livez")).status_code == 200
+        assert (await client.get("/v1/status")).json()["ready"] is False

@@ -1,0 +1,162 @@
+"""What a worker refuses, and that it names the field."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from policies.request.profile import Bypass
+from tests.support.scripted_engine import Prompts, ScriptedEngine, serving, text_script, worker_of
+from workers.engine.types import LaneName
+from workers.server import request as bodies
+
+CHAT = "/v1/chat/completions"
+QUESTION: dict[str, Any] = {
+    "model": "scripted",
+    "messages": [{"role": "user", "content": "hello"}],
+}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+VIDEO = [{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA"}}]
+REMOTE = [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/latest"}}]
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(text_script("ok"))
+
+
+@pytest.fixture
+async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        yield client
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"api_base": "http://evil"}, "api_base"),
+        ({"temperature": 3}, "temperature"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"thinking_budget": 10}, "thinking_budget"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"metrics": {"per_step": True}}, "metrics"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": "{{7*7}}"}}, "chat_template_kwargs"),
+        ({"messages": [{"role": "user", "content": VIDEO}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": REMOTE}]}, "messages[0].content[0].image_url"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "tool_calls": [{"function": {"name": "add", "arguments": "{1"}}],
+                    }
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
+    ],
+)
+async def test_field_that_cannot_be_done_is_a_400_that_names_it(
+    client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any], param: str
+) -> None:
+    answer = await client.post(CHAT, json={**QUESTION, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert engine.generations == []
+
+
+@pytest.mark.parametrize(("chars", "status"), [(0, 400), (1, 200), (128, 200), (129, 400)])
+async def test_prefix_key_that_no_report_can_hold_is_a_400_that_names_its_header(
+    client: httpx.AsyncClient, engine: ScriptedEngine, chars: int, status: int
+) -> None:
+    """Kept, it would stand in every report of the worker, and no gateway would take one again."""
+    headers = {"x-paceline-prefix-key": "k" * chars}
+    answer = await client.post(CHAT, json=QUESTION, headers=headers)
+    assert answer.status_code == status
+    if status == 400:
+        assert "'x-paceline-prefix-key'" in answer.json()["error"]["message"]
+        assert engine.generations == []
+
+
+async def test_echo_with_logprobs_is_a_400_that_names_echo(client: httpx.AsyncClient) -> None:
+    body = {"model": "scripted", "prompt": "x", "echo": True, "logprobs": 1}
+    answer = await client.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
+
+
+async def test_other_model_is_404_and_loads_nothing(client: httpx.AsyncClient) -> None:
+    answer = await client.post(CHAT, json={**QUESTION, "model": "/etc"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
+async def test_body_that_is_no_json_object_is_a_400(
+    client: httpx.AsyncClient, content: bytes
+) -> None:
+    answer = await client.post(CHAT, content=content)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_body_beyond_the_bound_is_413(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1000)
+    answer = await client.post(CHAT, content=b" " * 1001)
+    assert answer.status_code == 413
+
+
+async def test_wrong_method_and_unknown_path_answer_in_openais_shape(
+    client: httpx.AsyncClient,
+) -> None:
+    wrong_method, unknown = await client.get(CHAT), await client.get("/v1/nothing")
+    assert (wrong_method.status_code, wrong_method.headers["allow"]) == (405, "POST")
+    assert unknown.status_code == 404
+    assert set(wrong_method.json()["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_lane_follows_eligibility_when_nobody_names_it(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    for temperature in (0, 1):
+        await client.post(CHAT, json={**QUESTION, "temperature": temperature})
+    greedy, sampled = engine.generations
+    assert (greedy.lane, greedy.bypass) == (LaneName.TEXT_MTP, ())
+    assert (sampled.lane, sampled.bypass) == (LaneName.VLM, (Bypass.NON_GREEDY_SAMPLING,))
+
+
+async def test_lane_of_the_gateway_is_taken_as_decided(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    headers = {"x-paceline-lane": "vlm"}
+    await client.post(CHAT, json={**QUESTION, "temperature": 0}, headers=headers)
+    assert [generation.lane for generation in engine.generations] == [LaneName.VLM]
+
+
+@pytest.mark.parametrize("lane", ["text-mtp", "nonsense", ""])
+async def test_lane_that_does_not_run_here_is_a_400(
+    client: httpx.AsyncClient, engine: ScriptedEngine, lane: str
+) -> None:
+    engine.card = replace(engine.card, lanes=(LaneName.VLM,))
+    answer = await client.post(CHAT, json=QUESTION, headers={"x-paceline-lane": lane})
+    assert answer.status_code == 400
+
+
+async def test_worker_that_cannot_speculate_counts_that_as_the_reason(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.card = replace(engine.card, lanes=(LaneName.VLM,), mtp=False)
+    await client.post(CHAT, json={**QUESTION, "temperature": 0})
+    assert engine.generations[0].bypass == (Bypass.NO_MTP_WORKER,)
+
+
+async def test_tools_of_a_model_that_calls_none_are_a_400(
+    client: httpx.AsyncClient, engine: ScriptedEngine
+) -> None:
+    engine.prompts = Prompts(tool_parser_name=None)
+    answer = await client.post(CHAT, json={**QUESTION, "tools": TOOLS})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")

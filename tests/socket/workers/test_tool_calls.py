@@ -1,0 +1,211 @@
+"""Tool calls in the text of an answer become `tool_calls`, however the text is cut."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.scripted_engine import ScriptedEngine, serving, text_script, worker_of
+from workers.server.tool_calls import ToolCall, ToolCallSplitter, ToolFormat
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+
+
+def written(value: object) -> str:
+    return (
+        f"<tool_call>\n<function=add>\n<parameter=a>\n{value}\n</parameter>\n"
+        "</function>\n</tool_call>"
+    )
+
+
+def tools_of(schema: object) -> Any:
+    """Describe the same tool with another kind of argument."""
+    named = {
+        "Count": {"type": "integer"},
+        "Name": {"type": "string"},
+        "Place/~": {"$ref": "#/$defs/Name"},
+        "Loop": {"$ref": "#/$defs/Loop"},
+        **{f"Long{n}": {"$ref": f"#/$defs/Long{n + 1}"} for n in range(2000)},
+    }
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": named}
+    return [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
+
+
+def split(
+    pieces: list[str],
+    at_most: int | None = None,
+    tools: Any = TOOLS,
+    parser_name: str = "qwen3_coder",
+) -> list[str | tuple[str, Any]]:
+    """Feed pieces; join neighbouring text, and drop the random ids."""
+    splitter = ToolCallSplitter(ToolFormat(parser_name, tools), at_most=at_most)
+    out: list[str | tuple[str, Any]] = []
+    for part in [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]:
+        if isinstance(part, ToolCall):
+            out.append((part.name, json.loads(part.arguments)))
+        elif out and isinstance(out[-1], str):
+            out[-1] += part
+        else:
+            out.append(part)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("plain <b>text</b> \n", ["plain <b>text</b> \n"]),
+        (written(3), [("add", {"a": 3})]),
+        ("Adding.\n\n" + written(3), ["Adding.", ("add", {"a": 3})]),
+        (written(3) + "\n" + written(4) + "\n", [("add", {"a": 3}), ("add", {"a": 4})]),
+        (written(3).removesuffix("</tool_call>"), [("add", {"a": 3})]),
+        ("<tool_call>nonsense</tool_call>!", ["<tool_call>nonsense</tool_call>!"]),
+        ("see <tool_call>", ["see <tool_call>"]),
+    ],
+)
+def test_text_and_calls_are_told_apart(text: str, expected: list[Any]) -> None:
+    assert split([text]) == expected
+
+
+@given(cuts=st.sets(st.integers(1, 260)))
+def test_where_the_text_is_cut_changes_nothing(cuts: set[int]) -> None:
+    text = "Let me <think>. " + written(12) + "\n" + written(-5) + "\n"
+    bounds = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    pieces = [text[start:end] for start, end in pairwise(bounds)]
+    assert split(pieces) == ["Let me <think>.", ("add", {"a": 12}), ("add", {"a": -5})]
+
+
+def test_no_more_calls_than_asked_for() -> None:
+    assert split([written(1) + written(2)], at_most=1) == [("add", {"a": 1})]
+
+
+@pytest.mark.parametrize(
+    ("schema", "value", "expected"),
+    [
+        ({"type": ["string", "null"]}, "Paris", "Paris"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"type": ["string", "null"]}, '{"b": 1}', '{"b": 1}'),
+        ({"type": ["string", "null"], "enum": ["Paris", None]}, "Paris", "Paris"),
+        ({"type": ["null", "boolean"]}, "true", True),
+        ({"type": ["integer", "null"]}, "3", 3),
+        ({"type": ["array", "null"]}, "[1, 2]", [1, 2]),
+        ({"type": ["string", "integer"]}, "Paris", "Paris"),
+        ({"type": "any"}, "Paris", "Paris"),
+        ({"type": "any"}, "[1, 2]", [1, 2]),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "3", "3"),
+        ({"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]}, "3", "3"),
+        ({"anyOf": [{"$ref": "#/$defs/Count"}, {"type": "null"}]}, "3", 3),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]}, "Paris", "Paris"),
+        ({"$ref": "#/$defs/Name"}, "3", "3"),
+        ({"$ref": "#/$defs/Count", "description": "How many."}, "3", 3),
+        ({"$ref": "#/$defs/Place~1~0"}, "3", "3"),
+        ({"$ref": "#/$defs/Loop"}, "Paris", "Paris"),
+        ({"$ref": "#/$defs/Long0"}, "Paris", "Paris"),
+        ({"$ref": "#/$defs/Unknown"}, "Paris", "Paris"),
+        ({"anyOf": [{"$ref": "#/$defs/Unknown"}, {"type": "null"}]}, '{"b": 1}', {"b": 1}),
+        ({"$ref": "#/$defs/Unknown"}, '{"b": 1}', {"b": 1}),
+        ({"$ref": "https://elsewhere.test/schema"}, "Paris", "Paris"),
+        (True, "Paris", "Paris"),
+    ],
+)
+def test_arguments_are_read_by_any_way_to_write_their_type(
+    schema: object, value: str, expected: object
+) -> None:
+    """OpenAI's strict tools name what may be left out by a list of types."""
+    assert split([written(value)], tools=tools_of(schema)) == [("add", {"a": expected})]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": ["string", "null"]},
+        {"type": ["string", "null"], "enum": ["Paris", None]},
+        {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
+    ],
+)
+def test_an_argument_that_may_be_null_is_not_always_null(schema: object) -> None:
+    block = (
+        '<minimax:tool_call><invoke name="add"><parameter name="a">Paris</parameter>'
+        "</invoke></minimax:tool_call>"
+    )
+    parts = split([block], tools=tools_of(schema), parser_name="minimax_m2")
+    assert parts == [("add", {"a": "Paris"})]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("number", "inf"),
+        ("number", "1e999"),
+        ("number", "nan"),
+        ("object", '{"b": Infinity}'),
+        ("object", '{"b": "\\ud800"}'),
+        pytest.param("object", "-" * 20_000 + "1", id="deep"),
+    ],
+)
+def test_arguments_that_json_cannot_carry_are_text(kind: str, value: str) -> None:
+    assert split([written(value)], tools=tools_of({"type": kind})) == [written(value)]
+
+
+async def test_openai_package_reads_calls_whole_and_streamed() -> None:
+    engine = ScriptedEngine(text_script("Adding.\n<tool", *written(3)[5:], "\n"))
+    fields: Any = {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": "3?"}],
+        "tools": TOOLS,
+    }
+    async with (
+        serving(worker_of(engine)) as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        whole = await client.chat.completions.create(**fields)
+        async with client.chat.completions.stream(**fields) as stream:
+            streamed = await stream.get_final_completion()
+    for answer in (whole.choices[0], streamed.choices[0]):
+        assert answer.finish_reason == "tool_calls"
+        assert answer.message.content == "Adding."
+        call: Any = (answer.message.tool_calls or [])[0]
+        assert (call.type, call.function.name) == ("function", "add")
+        assert json.loads(call.function.arguments) == {"a": 3}
+        assert call.id.startswith("call_")
+
+
+async def test_answer_of_calls_alone_has_no_content() -> None:
+    engine = ScriptedEngine(text_script(written(3)))
+    body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        with_tools = await client.post("/v1/chat/completions", json=body)
+        declined = await client.post("/v1/chat/completions", json={**body, "tool_choice": "none"})
+    assert [generation.reads_calls for generation in engine.generations] == [True, False]
+    assert with_tools.json()["choices"][0]["message"]["content"] is None
+    assert declined.json()["choices"][0]["message"]["content"] == written(3)
+
+
+async def test_arguments_of_earlier_calls_reach_the_template_as_a_mapping() -> None:
+    engine = ScriptedEngine(text_script("5"))
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
+    messages = [
+        {"role": "user", "content": "3?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "5"},
+    ]
+    body = {"model": "scripted", "messages": messages, "tools": TOOLS}
+    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+        answer = await client.post("/v1/chat/completions", json=body)
+    assert answer.status_code == 200
+    assert "'arguments': {'a': 3}" in engine.generations[0].prompt.text

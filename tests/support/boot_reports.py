@@ -1,0 +1,20 @@
+"""What the boots of a worker report: counts that grow by the request."""
+
+from __future__ import annotations
+
+from tests.support.scripted_worker import FakeWorker, lane_report, speculation
+from workers.protocol import WorkerReport
+
+
+def report(boot_id: str, requests: int, model: str = "demo") -> WorkerReport:
+    """A report of a boot that has answered so many requests, and accepted both drafts of each."""
+    lane = lane_report(
+        "text-mtp",
+        requests=requests,
+        completion_tokens=5 * requests,
+        bypass_counts={"media": requests},
+        speculation=speculation(steps=requests, one=0, two=requests),
+    )
+    fake = FakeWorker(boot_id=boot_id, model=model)
+    fake.socket.close()
+    return fake.report(lanes=[lane.model_dump()])

@@ -1,0 +1,34 @@
+"""Workers that stay: on a slow machine a test takes longer than a worker may be silent."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+
+import httpx
+
+from tests.support.running_gateway import Gateway
+from tests.support.scripted_worker import FakeWorker
+
+_BEAT_S = 1.0
+
+
+@contextlib.contextmanager
+def beating(gateway: Gateway, worker: FakeWorker) -> Iterator[None]:
+    """Let a worker join, and beat for as long as the context lasts."""
+    assert gateway.join(worker).status_code == 200
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(_BEAT_S):
+            with contextlib.suppress(httpx.TransportError, RuntimeError):  # it may be at its end
+                gateway.join(worker)
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -1,0 +1,141 @@
+"""Real `paceline` processes for tests: started, listened to, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+
+from tests.support.worker_process import inherited
+
+LISTENS = r"listens on (http://\S+?)\.?$"
+STARTED = r"^Worker started \(process (\d+)\)"
+READY = r"^Paceline is ready on (\S+) \(model (\S+)\)"
+READY_AGAIN = r"^The worker is ready again"
+PATIENCE_S = 120.0
+
+
+class Paceline:
+    """One running `paceline` command and everything that it has said so far."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._heard = threading.Condition()
+        self._ended = False
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_for(self, pattern: str, *, times: int = 1) -> re.Match[str]:
+        """Return the match in the first line that holds it (or the nth one), once it is said."""
+        with self._heard:
+            found: list[re.Match[str]] = []
+            self._heard.wait_for(
+                lambda: len(self._matches(pattern, found)) >= times or self._ended, PATIENCE_S
+            )
+        assert len(found) >= times, f"never said {pattern!r}:\n" + "\n".join(self.lines)
+        return found[times - 1]
+
+    def wait_for_end(self) -> int:
+        """Return the exit code, once the process has ended and all it said is read."""
+        exit_code = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        return exit_code
+
+    def _matches(self, pattern: str, found: list[re.Match[str]]) -> list[re.Match[str]]:
+        found[:] = [match for line in self.lines if (match := re.search(pattern, line))]
+        return found
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with self._heard:
+                self.lines.append(line.rstrip("\n"))
+                self._heard.notify_all()
+        with self._heard:
+            self._ended = True
+            self._heard.notify_all()
+
+
+class Line(Paceline):
+    """A `paceline up` whose worker takes requests."""
+
+    def __init__(self, process: subprocess.Popen[str], state_dir: Path) -> None:
+        super().__init__(process)
+        self.state_dir = state_dir
+        ready = self.wait_for(READY)
+        self.url, self.model = ready[1], ready[2]
+
+    def worker_pid(self, life: int = 1) -> int:
+        return int(self.wait_for(STARTED, times=life)[1])
+
+    def workers(self) -> list[dict[str, str]]:
+        answer = httpx.get(f"{self.url}/admin/v1/workers").raise_for_status()
+        found: list[dict[str, str]] = answer.json()["workers"]
+        return found
+
+
+@contextlib.contextmanager
+def paceline(
+    *arguments: str, environment: Mapping[str, str], folder: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """Start `paceline ARGUMENTS` in a folder of its own; make sure that it is gone afterwards."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "gateway", *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env={**clean_environment(folder), **environment},
+    )
+    with process:
+        try:
+            yield process
+            process.send_signal(signal.SIGINT)  # SIGTERM would serve on for a while
+            process.wait(PATIENCE_S)
+        finally:
+            process.kill()  # before the wait for its end, which may follow a failed test
+
+
+@contextlib.contextmanager
+def running_line(folder: Path) -> Iterator[Line]:
+    """Run `paceline up` on a free port: without a model it takes the demo."""
+    with paceline("up", "--port", "0", environment={}, folder=folder) as process:
+        yield Line(process, _state_dir(folder))
+
+
+@contextlib.contextmanager
+def running_gateway(folder: Path, *, token: str) -> Iterator[Paceline]:
+    """Run `paceline gateway` alone on a free port."""
+    environment = {"PACELINE_JOIN_TOKEN": token}
+    with paceline("gateway", "--port", "0", environment=environment, folder=folder) as process:
+        yield Paceline(process)
+
+
+def clean_environment(folder: Path) -> dict[str, str]:
+    """Return this environment without the settings of a Paceline that its owner may run."""
+    root = str(Path(__file__).parents[2])
+    return inherited() | {"PACELINE_STATE_DIR": str(_state_dir(folder)), "PYTHONPATH": root}
+
+
+def _state_dir(folder: Path) -> Path:
+    return folder / "state"
+
+
+@contextlib.contextmanager
+def watched(url: str) -> Iterator[socket.socket]:
+    """Hold a connection to a process; reading from it returns nothing once the process ends."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname or "", address.port or 0)) as connection:
+        connection.settimeout(PATIENCE_S)
+        yield connection

@@ -1,0 +1,127 @@
+"""Small policies for tests, a book of them, a gateway that goes by one, and an admin of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from gateway.config.policy_store import PolicyBook, Source, open_book
+from gateway.config.policy_versions import Proposal, Reason, Signature, propose
+from gateway.config.static_workers import ListedWorker
+from gateway.storage.records import Records
+from tests.support.memory_records import MemoryRecords
+from tests.support.running_gateway import Gateway, eventually, settings_for_tests
+from tests.support.scripted_worker import FakeWorker
+
+BY_ANN = Signature("ann", "a test")
+BY_BOB = Signature("bob", "another test")
+DEFAULT = {"name": "rest", "to": "vlm"}
+"""The route that takes what no other one takes."""
+
+
+def document(pool: str = "vlm", *, lanes: tuple[str, ...] = ("vlm",), **queue: Any) -> Any:
+    """A policy that sends everything to one pool."""
+    return {
+        "version": 1,
+        "routes": [{"name": "all", "to": [pool]}],
+        "pools": {pool: {"lanes": list(lanes), **({"queue": queue} if queue else {})}},
+    }
+
+
+def as_yaml(written: Any) -> str:
+    return str(yaml.safe_dump(written, sort_keys=False))
+
+
+def proposal(pool: str = "vlm") -> Proposal:
+    return propose(document(pool))
+
+
+async def book_of(records: Records | None = None, pool: str = "vlm") -> PolicyBook:
+    """A book that begins with one pool, or goes on where the records end."""
+    source = Source(proposal(pool), Reason.START, BY_ANN)
+    return await open_book(records or MemoryRecords(), (), source, lambda: 0.0)
+
+
+@contextlib.contextmanager
+def gateway_with(
+    folder: Path, *workers: FakeWorker, by_hand: tuple[ListedWorker, ...] = (), **policy: Any
+) -> Iterator[Gateway]:
+    """A gateway with this policy; these workers have joined, each labelled with its own name."""
+    written = {"version": 1, "routes": [DEFAULT], "pools": {"vlm": {"lanes": "vlm"}}, **policy}
+    file = folder / "policy.yaml"
+    file.write_text(as_yaml(written))
+    with Gateway(settings_for_tests(folder, policy=file, workers=by_hand)) as gateway:
+        for worker in workers:
+            worker.reported = worker.report(labels=[worker.worker_id])
+            assert gateway.join(worker, labels=[worker.worker_id]).status_code == 200
+        if by_hand:
+            eventually(lambda: len(gateway.status()["workers"]) == len(by_hand))
+        yield gateway
+
+
+ROUTES = (
+    ("GET", ""),
+    ("PUT", ""),
+    ("PATCH", ""),
+    ("POST", "/validate"),
+    ("POST", "/diff"),
+    ("GET", "/history"),
+    ("GET", "/history/1"),
+    ("POST", "/rollback"),
+)
+"""Of the policy, behind `/admin/v1/policy`."""
+
+
+class Admin:
+    """An admin of a running gateway, who edits its policy over HTTP."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.client = httpx.Client(base_url=url, headers=headers, timeout=30)
+
+    def __enter__(self) -> Admin:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+
+    def request(self, method: str, path: str = "", **request: Any) -> httpx.Response:
+        """Ask a route of the policy."""
+        return self.client.request(method, f"/admin/v1/policy{path}", **request)
+
+    def get(self, path: str = "", **request: Any) -> httpx.Response:
+        return self.request("GET", path, **request)
+
+    def etag(self) -> str:
+        return str(self.get().headers["etag"])
+
+    def document(self) -> Any:
+        return self.get().json()
+
+    def edit(
+        self, method: str, written: Any, path: str = "", note: str = "a test", **headers: str
+    ) -> httpx.Response:
+        """Edit what is in force now, unless the headers say otherwise."""
+        given = {name.replace("_", "-"): value for name, value in headers.items()}
+        sent = {"if-match": self.etag(), "x-paceline-note": note, **given}
+        if isinstance(written, str):
+            sent.setdefault("content-type", "application/yaml")
+            return self.request(method, path, content=written, headers=sent)
+        return self.request(method, path, json=written, headers=sent)
+
+    def put(self, written: Any, **headers: str) -> httpx.Response:
+        return self.edit("PUT", written, **headers)
+
+    def patch(self, written: Any, **headers: str) -> httpx.Response:
+        return self.edit("PATCH", written, **headers)
+
+    def ask(self, path: str, written: Any, kind: str = "application/json") -> Any:
+        content = written if isinstance(written, str) else json.dumps(written)
+        headers = {"content-type": kind}
+        return self.request("POST", path, content=content, headers=headers).json()

@@ -1,0 +1,94 @@
+"""What a client sees and does at the socket, and what is left of it when it is gone."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tests.support.fault_proxy import RESET_AT_ONCE
+from tests.support.running_gateway import Gateway, chat_body, eventually
+from tests.support.scripted_worker import DONE
+
+
+class RawClient:
+    """A client that sends what it likes, when it likes, and leaves as it likes."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        port = int(gateway.url.rpartition(":")[2])
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=20)
+
+    def send(self, raw: bytes) -> None:
+        self._socket.sendall(raw)
+
+    def ask(self, **fields: Any) -> None:
+        """Send a whole chat request."""
+        self.send(request_bytes(json.dumps(chat_body(**fields)).encode()))
+
+    def read_until(self, mark: bytes) -> bytes:
+        """Read up to a mark, or to the end if it never comes."""
+        received = b""
+        while mark not in received and (piece := self._socket.recv(65536)):
+            received += piece
+        return received
+
+    def read_to_end(self) -> bytes:
+        """Read until the gateway closes the connection."""
+        received = b""
+        while piece := self._socket.recv(65536):
+            received += piece
+        return received
+
+    def half_close(self) -> None:
+        """Say that nothing more will be sent, and go on reading."""
+        self._socket.shutdown(socket.SHUT_WR)
+
+    def leave(self) -> None:
+        self._socket.close()
+
+    def leave_with_reset(self) -> None:
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_ONCE)
+        self._socket.close()
+
+
+@contextmanager
+def raw_client(gateway: Gateway) -> Iterator[RawClient]:
+    client = RawClient(gateway)
+    try:
+        yield client
+    finally:
+        client.leave()
+
+
+def request_bytes(body: bytes, *, path: str = "/v1/chat/completions", close: bool = False) -> bytes:
+    """Write a whole request; `close` asks for the end of the connection behind its answer."""
+    end = "connection: close\r\n" if close else ""
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{end}content-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def error_code(received: bytes) -> str:
+    """The code of the error event that ends a stream; fails if the stream ends otherwise."""
+    assert DONE not in received
+    *_, last, rest = received.split(b"\n\n")
+    assert rest == b"", "the last event is whole"
+    error = json.loads(last.removeprefix(b"data: "))["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    return str(error["code"])
+
+
+def in_flight(gateway: Gateway) -> int:
+    """Count what the gateway holds: its own requests, and the slots of all workers."""
+    status = gateway.status()
+    count: int = status["gateway"]["requests_in_flight"]
+    for one in status["workers"].values():
+        count += sum(lane["in_flight"] for lane in one["lanes"].values())
+    return count
+
+
+def settles(gateway: Gateway, **outcomes: int) -> None:
+    """Wait until nothing is held any more and every request is in the books, just so."""
+    eventually(lambda: in_flight(gateway) == 0)
+    assert gateway.status()["outcomes"] == outcomes

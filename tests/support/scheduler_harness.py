@@ -1,0 +1,86 @@
+"""A dispatch over one fleet in this process, the worker behind it, and those who wait."""
+
+from __future__ import annotations
+
+import asyncio
+from random import Random
+from typing import Any
+
+from gateway.fleet.registry import Fleet
+from gateway.fleet.scheduler import Dispatch
+from gateway.fleet.worker import Lease
+from gateway.routing.prefix_affinity import Prefixes
+from gateway.routing.select import Case
+from gateway.types import Caller
+from policies.compiler import SOMEBODY, Asker
+from policies.document import PolicyDocument, Priority
+from policies.request.profile import RequestProfile
+from tests.support.fake_clock import Clock
+from tests.support.request_profiles import SAMPLED
+from tests.support.scripted_worker import lane_report
+from workers.protocol import WorkerReport
+
+
+class Door:
+    """A dispatch over one fleet, and a short way to ask it."""
+
+    def __init__(self, policy: PolicyDocument) -> None:
+        self.policy = policy
+        """Of those who ask from now on."""
+        self.clock = Clock()
+        self.fleet = Fleet(self.clock, dice=lambda: 0.0)
+        self.dispatch = Dispatch(self.fleet, Prefixes(self.clock), self.clock, Random(0))
+
+    def ask(
+        self,
+        profile: RequestProfile = SAMPLED,
+        client: str = "a",
+        priority: Priority = Priority.DEFAULT,
+        tried: frozenset[str] = frozenset(),
+        asker: Asker = SOMEBODY,
+    ) -> asyncio.Task[Lease]:
+        """Ask for a slot, and for what the policy decides of it."""
+        case = Case(self.policy, profile, asker)
+        decision = self.dispatch.decide(case, tried)
+        caller = self.caller(client, priority)
+        return asyncio.create_task(self.dispatch.lease(case, decision, caller, tried))
+
+    @staticmethod
+    def caller(client: str, priority: Priority = Priority.DEFAULT) -> Caller:
+        """Name who asks."""
+        return Caller(client, priority)
+
+    async def waiting(self, pool: str = "vlm") -> int:
+        """Count who waits for a pool, once everybody who can has moved on."""
+        await settled()
+        return self.dispatch.waiting(pool)
+
+    def busy(self) -> int:
+        """Count the slots that are taken."""
+        return sum(sum(member.in_flight.values()) for member in self.fleet.members())
+
+
+def report(worker_id: str = "mac", *, slots: int = 1, **changes: Any) -> WorkerReport:
+    """Tell of a worker with both lanes and so many slots in each."""
+    values = {
+        "worker_id": worker_id,
+        "boot_id": "1",
+        "url": f"http://{worker_id}:9200",
+        "model": "demo",
+        "context_tokens": 100,
+        "lanes": [lane_report(name, slots=slots).model_dump() for name in ("text-mtp", "vlm")],
+    }
+    return WorkerReport.model_validate({**values, **changes})
+
+
+async def settled() -> None:
+    """Let every task that can run come to its next wait."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def cancelled(tasks: list[asyncio.Task[Lease]]) -> None:
+    """Let all who wait leave the line, and wait until they have."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)

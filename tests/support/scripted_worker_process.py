@@ -1,0 +1,134 @@
+"""A fake worker as a process of its own, so that a test can kill it. Faults come by its port."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+from pydantic import SecretStr
+
+from tests.support.running_gateway import Gateway, serving
+from tests.support.scripted_worker import FAULT_PATH, TOKEN, USAGE, FakeWorker, lane_report
+from workers.heartbeat import Membership, keep_joined
+from workers.protocol import WorkerReport
+
+_ROOT = Path(__file__).parents[2]
+
+
+class WorkerProcess:
+    """A running worker process."""
+
+    def __init__(self, worker_id: str, process: subprocess.Popen[str]) -> None:
+        self._process = process
+        self.worker_id = worker_id
+        assert process.stdout is not None
+        self.url = process.stdout.readline().strip()
+
+    def fault(self, **script: Any) -> None:
+        """Set the fields of `Script` for the answers from now on."""
+        httpx.post(f"{self.url}{FAULT_PATH}", json=script).raise_for_status()
+
+    def join(self, gateway: Gateway) -> None:
+        report = FakeWorker(worker_id=self.worker_id)
+        report.socket.close()
+        assert gateway.join(report, url=self.url).status_code == 200
+
+    def answering(self) -> int:
+        """Count the rows that are taken, as the worker sees it."""
+        count: int = httpx.get(f"{self.url}/v1/status").json()["answering"]
+        return count
+
+    def kill(self) -> None:
+        """End the process as a failed allocation on Metal does: at once, with all its answers."""
+        self._process.kill()
+        self._process.wait()
+
+
+class CountingWorker(FakeWorker):
+    """A fake worker that reports what it has answered in this life of it."""
+
+    def report(self, **changes: Any) -> WorkerReport:
+        answers = sum(heard.generated for heard in self.heard)
+        lane = lane_report(
+            "vlm",
+            slots=64,
+            running=self.answering,
+            requests=answers,
+            prompt_tokens=answers * USAGE["prompt_tokens"],
+            completion_tokens=answers * USAGE["completion_tokens"],
+        )
+        return super().report(lanes=[lane.model_dump()], **changes)
+
+
+@contextmanager
+def worker_process(
+    worker_id: str = "killable", joins: str = "", port: int = 0
+) -> Iterator[WorkerProcess]:
+    """Run a fake worker until the context ends, or the test kills it.
+
+    With `joins`, the URL of a gateway, it beats there as a real one does.
+    """
+    with subprocess.Popen(
+        [
+            sys.executable,
+            "-m",
+            "tests.support.scripted_worker_process",
+            worker_id,
+            joins,
+            str(port),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=_ROOT,
+        env={**os.environ, "PYTHONPATH": str(_ROOT)},
+    ) as process:
+        running = WorkerProcess(worker_id, process)
+        try:
+            yield running
+        finally:
+            running.kill()
+
+
+def main() -> None:
+    """Serve until standard input closes, or the process is killed."""
+    worker_id, gateway_url, port = sys.argv[1:]
+    worker = FakeWorker()
+    if gateway_url:
+        worker = CountingWorker(worker_id, boot_id=secrets.token_hex(4), port=int(port))
+    with serving(worker, sockets=[worker.socket]):
+        sys.stdout.write(worker.url + "\n")
+        sys.stdout.flush()
+        if gateway_url:
+            asyncio.run(_beat(worker, gateway_url))
+        sys.stdin.read()
+
+
+async def _beat(worker: FakeWorker, gateway_url: str) -> None:
+    """Beat as real workers do, until standard input closes."""
+    beats = asyncio.create_task(
+        keep_joined(
+            Membership(
+                gateway_url=gateway_url,
+                token=SecretStr(TOKEN),
+                worker_id=worker.worker_id,
+                report=worker.report,
+                changed=asyncio.Event(),
+            )
+        )
+    )
+    await asyncio.to_thread(sys.stdin.read)
+    beats.cancel()
+    await asyncio.wait((beats,))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""A simulated fleet over the real parts of gateways, and what every answer of it said."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from gateway.auth.usage import Ledger
+from gateway.cluster.counters import RedisStore
+from gateway.cluster.redis import RedisLink
+from gateway.cluster.worker_reports import RedisBoots
+from gateway.routing.select import Candidate, Decision
+from gateway.status.render import mtp_of
+from gateway.storage.counters import Store
+from gateway.telemetry.accounting import Accounting
+from gateway.telemetry.prometheus import WorkerFigures, exposition
+from gateway.telemetry.request_record import Served
+from gateway.types import Drafts, Inspected, Outcome, Usage
+from policies.request.profile import Endpoint, RequestProfile
+from tests.support.redis_server import RedisServer
+from tests.support.scripted_worker import lane_report
+from workers.protocol import LaneReport, PrefixCounts, Speculation, WorkerReport
+
+K = 2
+"""Tokens that are drafted in a step."""
+MODELS = {"a": "demo", "b": "demo", "c": "other"}
+PROFILES = {
+    model: Inspected(model, RequestProfile(Endpoint.CHAT, model), {}) for model in ("demo", "other")
+}
+
+
+class Worker:
+    """A worker that counts as the engine does; a boot's counts begin at nothing."""
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self.model = MODELS[worker_id]
+        self._boots = itertools.count()
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin another boot."""
+        self.boot_id = f"boot-{next(self._boots)}"
+        self.lane = lane_report("text-mtp")
+
+    def answer(self, dice: random.Random) -> tuple[Usage, Drafts]:
+        """Answer one request, and count what its own metrics say."""
+        accepted = [dice.randint(0, K) for _ in range(dice.randint(0, 5))]
+        histogram = tuple(accepted.count(count) for count in range(K + 1))
+        own = Speculation(
+            num_spec_tokens=K,
+            steps=len(accepted),
+            drafted=K * len(accepted),
+            accepted=sum(accepted),
+            histogram=histogram,
+        )
+        usage = Usage(dice.randint(1, 90), 1 + len(accepted) + sum(accepted), dice.randint(0, 40))
+        counted = {
+            "requests": self.lane.requests + 1,
+            "prompt_tokens": self.lane.prompt_tokens + usage.prompt_tokens,
+            "completion_tokens": self.lane.completion_tokens + usage.completion_tokens,
+            "speculation": self.lane.speculation + own,
+            "prefix": self.lane.prefix + PrefixCounts(hits=1, cached_tokens=usage.cached_tokens),
+            "bypass_counts": Counter(self.lane.bypass_counts) + Counter(media=1),
+        }
+        self.lane = LaneReport.model_validate({**dict(self.lane), **counted})
+        return usage, Drafts(own.steps, own.drafted, own.accepted, histogram)
+
+    def report(self) -> WorkerReport:
+        """Tell all that this boot has counted."""
+        return WorkerReport(
+            worker_id=self.worker_id,
+            boot_id=self.boot_id,
+            url=f"http://127.0.0.1/{self.worker_id}",
+            model=self.model,
+            context_tokens=4096,
+            lanes=(self.lane,),
+        )
+
+
+class Gateway:
+    """The books of one life of a gateway."""
+
+    def __init__(self, store: Store, wall: Any) -> None:
+        self.store = store
+        self.accounting = Accounting(store, Ledger("life"), None, wall)
+
+    async def turn(self) -> None:
+        """Tell the others, and hear of them."""
+
+    async def close(self) -> None:
+        """End it well."""
+
+
+class SharedGateway(Gateway):
+    """The same, in a Redis that others share."""
+
+    def __init__(self, server: RedisServer, wall: Any) -> None:
+        self._link = RedisLink(server.url)
+        self._boots = RedisBoots(self._link)
+        self._store = RedisStore(self._link, self._boots)
+        super().__init__(self._store, wall)
+
+    async def turn(self) -> None:
+        await self._store.exchange()
+        await self._boots.exchange((), ())
+
+    async def close(self) -> None:
+        await self._link.close()
+
+
+class Simulation:
+    """A fleet, its mail, and what every answer said."""
+
+    def __init__(self, gateways: list[Gateway], seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.unix_s = 1.0e9
+        self.gateways = gateways
+        self.workers = [Worker(worker_id) for worker_id in MODELS]
+        self.mail: list[WorkerReport] = []
+        self.said: Counter[tuple[str, ...]] = Counter()
+
+    def answer(self) -> None:
+        """Let a worker answer through a gateway; note what the answer says of itself."""
+        worker, gateway = self.dice.choice(self.workers), self.dice.choice(self.gateways)
+        usage, drafts = worker.answer(self.dice)
+        candidate = Candidate("text-mtp", "text-mtp", worker.worker_id, "eligible", 0.5)
+        gateway.accounting.account(
+            Served(
+                f"req-{self.dice.random()}",
+                Outcome.COMPLETED,
+                200,
+                self.dice.random(),
+                inspected=PROFILES[worker.model],
+                decision=Decision("greedy", (), (candidate,)),
+                candidate=candidate,
+                attempts=1,
+                usage=usage,
+                prefix="hit" if usage.cached_tokens else "miss",
+                drafts=drafts,
+            )
+        )
+        for place in (("fleet",), ("worker", worker.worker_id), ("model", worker.model)):
+            self.said[*place, "drafts"] += drafts.steps
+            self.said[*place, "attempted"] += drafts.drafted
+            self.said[*place, "accepted"] += drafts.accepted
+            self.said[*place, "bypass"] += 1
+            self.said[*place, "requests"] += 1
+            self.said[*place, "prompt"] += usage.prompt_tokens
+            self.said[*place, "completion"] += usage.completion_tokens
+            self.said[*place, "cached"] += usage.cached_tokens
+            for position in range(K):
+                above = sum(drafts.histogram[position + 1 :])
+                self.said[*place, f"position {position}"] += above
+
+    def beat(self) -> None:
+        """Send a report; the mail may be slow."""
+        self.mail.append(self.dice.choice(self.workers).report())
+
+    async def deliver(self) -> None:
+        """Deliver a report from anywhere in the mail, perhaps once more later."""
+        if self.mail:
+            report = self.mail[self.dice.randrange(len(self.mail))]
+            if self.dice.random() < 0.6:
+                self.mail.remove(report)
+            await self.dice.choice(self.gateways).store.keep_report(report)
+
+    def restart_worker(self) -> None:
+        """End a boot; its last words are in the mail."""
+        worker = self.dice.choice(self.workers)
+        self.mail.append(worker.report())
+        worker.restart()
+
+    def jump(self) -> None:
+        """Set the clock of the day to anything."""
+        self.unix_s = self.dice.choice([0.0, 1e9, 4e9, self.unix_s - 3600])
+
+    async def settle(self) -> None:
+        """Deliver everything, each report twice and in any order, and let all gateways turn."""
+        letters = 2 * [*self.mail, *(worker.report() for worker in self.workers)]
+        self.dice.shuffle(letters)
+        for letter in letters:
+            await self.dice.choice(self.gateways).store.keep_report(letter)
+        for _ in range(3):
+            for gateway in self.gateways:
+                await gateway.turn()
+
+    async def check(self) -> None:
+        """Compare what answers said with what every gateway tells."""
+        for gateway in self.gateways:
+            reports, counts = (
+                await gateway.store.reports(),
+                await gateway.store.counts(),
+            )
+            text = exposition(WorkerFigures(reports)).decode()
+            assert self._told(reports) == self._expected(), "status"
+            assert self._scraped(text) == self._expected(prometheus=True)
+            for model in ("demo", "other"):
+                for kind in ("prompt", "completion", "cached"):
+                    said = self.said["model", model, kind]
+                    assert counts.get(("tokens", model, kind), 0) == said, "counts"
+            assert counts.get(("outcomes", "completed"), 0) == self.said["fleet", "requests"]
+
+    def _expected(self, *, prometheus: bool = False) -> Counter[tuple[str, ...]]:
+        names = {"drafts", "attempted", "accepted", *(f"position {i}" for i in range(K))}
+        names |= set() if prometheus else {"requests", "prompt", "completion", "cached", "bypass"}
+        places = {"worker"} if prometheus else {"worker", "model", "fleet"}
+        return +Counter(
+            {
+                key: count
+                for key, count in self.said.items()
+                if key[-1] in names and key[0] in places
+            }
+        )
+
+    def _told(self, reports: tuple[WorkerReport, ...]) -> Counter[tuple[str, ...]]:
+        found: Counter[tuple[str, ...]] = Counter()
+        groups: dict[tuple[str, ...], list[LaneReport]] = {}
+        for report in reports:
+            groups.setdefault(("fleet",), []).extend(report.lanes)
+            groups.setdefault(("worker", report.worker_id), []).extend(report.lanes)
+            groups.setdefault(("model", report.model), []).extend(report.lanes)
+        for place, lanes in groups.items():
+            mtp = mtp_of(tuple(lanes))
+            assert mtp.enabled
+            assert mtp.attempted == mtp.accepted + mtp.rejected + mtp.errors
+            found[*place, "drafts"] = mtp.drafts
+            found[*place, "attempted"] = mtp.attempted
+            found[*place, "accepted"] = mtp.accepted
+            found[*place, "bypass"] = mtp.bypass_counts.get("media", 0)
+            for position, share in enumerate(mtp.acceptance_rate_per_position):
+                found[*place, f"position {position}"] = round(share * mtp.drafts)
+            found[*place, "requests"] = sum(lane.requests for lane in lanes)
+            found[*place, "prompt"] = sum(lane.prompt_tokens for lane in lanes)
+            found[*place, "completion"] = sum(lane.completion_tokens for lane in lanes)
+            found[*place, "cached"] = sum(lane.prefix.cached_tokens for lane in lanes)
+        return +found
+
+    def _scraped(self, text: str) -> Counter[tuple[str, ...]]:
+        names = {
+            "vllm:spec_decode_num_drafts_total": "drafts",
+            "vllm:spec_decode_num_draft_tokens_total": "attempted",
+            "vllm:spec_decode_num_accepted_tokens_total": "accepted",
+        }
+        found: Counter[tuple[str, ...]] = Counter()
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                worker = ("worker", sample.labels["worker"])
+                if sample.name in names:
+                    found[*worker, names[sample.name]] += int(sample.value)
+                elif "per_pos" in sample.name:
+                    found[*worker, f"position {sample.labels['position']}"] += int(sample.value)
+        return +found

@@ -1,0 +1,256 @@
+"""The live table under a clock of its own: who is in, who has room, who is left alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.errors import WorkerIdTaken
+from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.registry import BEAT_S, Fleet
+from gateway.fleet.worker import SILENT_AFTER_S, Lease
+from gateway.routing.select import Candidate
+from tests.support.fake_clock import Clock
+from tests.support.scripted_worker import lane_report
+from workers.protocol import WorkerReport
+
+
+def report(boot_id: str = "1", url: str = "http://mac:9200", **changes: object) -> WorkerReport:
+    values = {
+        "worker_id": "mac",
+        "boot_id": boot_id,
+        "url": url,
+        "model": "demo",
+        "context_tokens": 100,
+        "lanes": [lane_report("vlm").model_dump()],
+    }
+    return WorkerReport.model_validate({**values, **changes})
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def fleet(clock: Clock) -> Fleet:
+    return Fleet(clock, dice=lambda: 0.0)
+
+
+def ids(fleet: Fleet) -> list[str]:
+    return [one.worker_id for one in fleet.view().workers]
+
+
+def test_a_worker_that_stops_beating_is_out_within_ten_seconds(fleet: Fleet, clock: Clock) -> None:
+    assert SILENT_AFTER_S + BEAT_S < 10
+    fleet.beat(report())
+    clock.now_s = SILENT_AFTER_S
+    assert ids(fleet) == ["mac"]
+    clock.now_s += 0.001
+    assert ids(fleet) == []
+    assert fleet.view().known_models == {"demo"}, "its model is away, not unknown"
+
+
+def test_a_beat_keeps_a_worker_in(fleet: Fleet, clock: Clock) -> None:
+    for _ in range(10):
+        fleet.beat(report())
+        clock.now_s += 5
+    assert ids(fleet) == ["mac"]
+
+
+def test_f38_what_came_while_this_gateway_did_not_listen_is_held_against_nobody(
+    fleet: Fleet, clock: Clock
+) -> None:
+    two(fleet)
+    clock.now_s = 8.0
+    fleet.excuse(8.0)
+    assert ids(fleet) == ["a", "b"], "their heartbeats wait to be read"
+    fail(fleet, "a", 5, Verdict.UNREACHABLE)
+    assert ids(fleet) == ["a", "b"], "the limits on time ran out on us, not on them"
+    clock.now_s = 9.0
+    fail(fleet, "a", 3, Verdict.UNREACHABLE)
+    assert ids(fleet) == ["b"]
+
+
+def test_f38_nobody_is_found_silent_before_it_is_known_whether_we_listened(
+    fleet: Fleet, clock: Clock
+) -> None:
+    two(fleet)
+    fleet.excuse(0.0)
+    clock.now_s = 8.0
+    assert ids(fleet) == ["a", "b"]
+    fleet.excuse(0.0)
+    assert ids(fleet) == []
+
+
+def test_f38_a_short_delay_excuses_no_silence(fleet: Fleet, clock: Clock) -> None:
+    two(fleet)
+    clock.now_s = 7.5
+    fleet.excuse(0.9)
+    assert ids(fleet) == []
+
+
+def test_an_id_belongs_to_one_live_worker(fleet: Fleet, clock: Clock) -> None:
+    fleet.beat(report())
+    with pytest.raises(WorkerIdTaken):
+        fleet.beat(report("2", "http://other:9200"))
+    clock.now_s = SILENT_AFTER_S + 1
+    fleet.beat(report("2", "http://other:9200"))
+    assert ids(fleet) == ["mac"]
+
+
+def take(fleet: Fleet, worker_id: str = "mac", lane: str = "vlm") -> Lease | None:
+    return fleet.take(Candidate(lane, lane, worker_id, "policy", 0.0))
+
+
+def taken(fleet: Fleet, worker_id: str = "mac") -> Lease:
+    lease = take(fleet, worker_id)
+    assert lease is not None
+    return lease
+
+
+def in_flight(fleet: Fleet) -> int:
+    return fleet.view().workers[0].lanes[0].in_flight
+
+
+def test_a_new_boot_on_the_same_address_takes_over_at_once_with_no_load(fleet: Fleet) -> None:
+    fleet.beat(report())
+    lease = taken(fleet)
+    assert in_flight(fleet) == 1
+    fleet.beat(report("2"))
+    assert in_flight(fleet) == 0
+    fleet.give_back(lease, Verdict.FAILED)
+    assert in_flight(fleet) == 0, "released on the old boot, not the new"
+    assert fleet.members()[0].breaker.errors == 0, "and not held against the new one"
+
+
+def test_a_slot_is_counted_while_it_is_held_and_no_more_are_given_than_there_are(
+    fleet: Fleet,
+) -> None:
+    fleet.beat(report())
+    leases = [taken(fleet) for _ in range(4)]
+    assert fleet.view().workers[0].lanes[0].load == 1
+    assert take(fleet) is None
+    for lease in leases:
+        fleet.give_back(lease, Verdict.NONE)
+    assert fleet.view().workers[0].lanes[0].load == 0
+    assert take(fleet) is not None
+
+
+def test_nobody_and_unknown_lanes_have_no_slots(fleet: Fleet) -> None:
+    assert take(fleet) is None
+    fleet.beat(report())
+    assert take(fleet, lane="other") is None
+    fleet.leave("mac")
+    assert take(fleet) is None
+
+
+def two(fleet: Fleet) -> None:
+    fleet.beat(report(worker_id="a"))
+    fleet.beat(report(worker_id="b"))
+
+
+def fail(fleet: Fleet, worker_id: str, times: int, verdict: Verdict = Verdict.FAILED) -> None:
+    for _ in range(times):
+        fleet.give_back(taken(fleet, worker_id), verdict)
+
+
+def test_f20_a_worker_that_fails_five_times_is_out_for_ten_seconds(
+    fleet: Fleet, clock: Clock
+) -> None:
+    two(fleet)
+    fail(fleet, "a", 5)
+    assert ids(fleet) == ["b"]
+    assert take(fleet, "a") is None
+    clock.now_s = 5.0
+    two(fleet)
+    assert ids(fleet) == ["b"], "a heartbeat alone proves nothing"
+    clock.now_s = 10.0
+    two(fleet)
+    assert ids(fleet) == ["a", "b"]
+
+
+def test_f24_it_comes_back_with_one_request_then_two_then_all(fleet: Fleet, clock: Clock) -> None:
+    two(fleet)
+    fail(fleet, "a", 3, Verdict.UNREACHABLE)
+    clock.now_s = 10.0
+    two(fleet)
+    for at_a_time in (1, 2, 4):
+        leases = [taken(fleet, "a") for _ in range(at_a_time)]
+        assert take(fleet, "a") is None
+        for lease in leases:
+            fleet.give_back(lease, Verdict.ANSWERED)
+            break
+        for lease in leases[1:]:
+            fleet.give_back(lease, Verdict.NONE)
+    assert fleet.members()[0].breaker.at_a_time is None
+
+
+def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
+    fleet: Fleet, clock: Clock
+) -> None:
+    two(fleet)
+    fail(fleet, "a", 5)
+    clock.now_s = 10.0
+    two(fleet)
+    for _ in range(3):
+        lease = taken(fleet, "a")
+        assert take(fleet, "a") is None
+        fleet.give_back(lease, Verdict.NONE)
+    fleet.give_back(taken(fleet, "a"), Verdict.FAILED)
+    assert ids(fleet) == ["b"]
+    assert fleet.members()[0].breaker.ejections == 2
+
+
+def test_what_was_sent_before_an_ejection_has_no_more_to_say(fleet: Fleet, clock: Clock) -> None:
+    clock.now_s = 1.0
+    two(fleet)
+    slow, broken = taken(fleet, "a"), taken(fleet, "a")
+    fail(fleet, "a", 5)
+    clock.now_s = 11.0
+    two(fleet)
+    on_probation = taken(fleet, "a")
+    fleet.give_back(slow, Verdict.ANSWERED)
+    fleet.give_back(broken, Verdict.FAILED)
+    assert take(fleet, "a") is None, "one at a time still"
+    fleet.give_back(on_probation, Verdict.ANSWERED)
+    assert fleet.members()[0].breaker.at_a_time == 2
+
+
+def test_the_last_worker_of_a_model_is_never_left_alone(fleet: Fleet, clock: Clock) -> None:
+    two(fleet)
+    fail(fleet, "a", 5)
+    fail(fleet, "b", 50)
+    assert ids(fleet) == ["b"], "the last one stays"
+    fleet.leave("b")
+    assert ids(fleet) == ["a"], "an ejected one is better than none"
+    assert len([taken(fleet, "a") for _ in range(4)]) == 4, "with all its slots"
+    fleet.beat(report(worker_id="c", model="other"))
+    assert ids(fleet) == ["a", "c"], "a worker of another model is no help"
+
+
+def test_a_worker_that_asks_for_time_gets_it_and_is_not_broken(fleet: Fleet, clock: Clock) -> None:
+    two(fleet)
+    fleet.give_back(taken(fleet, "a"), Verdict.BUSY, 3.0)
+    assert ids(fleet) == ["b"]
+    assert fleet.opens_in_s("demo") == 3.0
+    fleet.give_back(taken(fleet, "b"), Verdict.BUSY, 2.0)
+    assert ids(fleet) == []
+    assert fleet.opens_in_s("demo") == 2.0
+    assert fleet.opens_in_s("demo", without=frozenset("b")) == 3.0
+    clock.now_s = 3.0
+    assert ids(fleet) == ["a", "b"]
+    assert [member.breaker.ejections for member in fleet.members()] == [0, 0]
+
+
+def test_an_answer_of_another_boot_changes_nothing(fleet: Fleet) -> None:
+    fleet.beat(report())
+    fleet.refresh(report("0", ready=False))
+    assert ids(fleet) == ["mac"]
+
+
+def test_a_snapshot_does_not_change_with_the_table(fleet: Fleet) -> None:
+    fleet.beat(report())
+    view = fleet.view()
+    taken(fleet)
+    fleet.leave("mac")
+    assert view.workers[0].lanes[0].in_flight == 0

@@ -1,0 +1,267 @@
+"""The policy document: what is taken, and how a mistake is named."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policies.document import (
+    PolicyInvalid,
+    Priority,
+    parse_policy,
+    read_policy,
+    shipped_policy,
+)
+from policies.sections import Queue
+
+GOOD: dict[str, Any] = {
+    "version": 1,
+    "models": {"demo": {"aliases": ["default"], "sampling": {"temperature": 0.5}}},
+    "routes": [
+        {"name": "media", "when": {"media": True}, "to": ["vlm"]},
+        {"name": "rest", "to": ["vlm"]},
+    ],
+    "pools": {"vlm": {"lanes": ["vlm"]}},
+}
+
+
+def changed(*path: Any, to: Any) -> dict[str, Any]:
+    document = copy.deepcopy(GOOD)
+    place: Any = document
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = to
+    return document
+
+
+def test_the_shipped_policy_is_the_one_of_the_design() -> None:
+    policy = shipped_policy()
+    assert [(route.name, route.to) for route in policy.routes] == [
+        ("pictures", ("vlm",)),
+        ("greedy-text", ("text-mtp", "vlm")),
+        ("everything-else", ("vlm",)),
+    ]
+    assert [route.spill and route.spill.after_wait_ms for route in policy.routes] == [
+        None,
+        250,
+        None,
+    ]
+    assert {pool.queue for pool in policy.pools.values()} == {Queue()}, "as said, the defaults"
+    assert policy.priorities == tuple(Priority)
+    assert policy.models["demo"].aliases == ("default", "gpt-4o-mini")
+    assert policy.models["demo"].sampling.defaults.temperature == 1.0
+
+
+def test_every_line_of_the_shipped_policy_is_explained() -> None:
+    lines = (Path(__file__).parents[3] / "policies" / "default.yaml").read_text().splitlines()
+    told = [line for line in lines if line.strip()]
+    assert [line for line in told if "#" not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("document", "field", "what"),
+    [
+        (changed("version", to=2), "version", "1"),
+        (changed("rotues", to=[]), "rotues", "no such field"),
+        (changed("routes", 0, "when", "colour", to=1), "routes.0.when.colour", "no such field"),
+        (changed("routes", 0, "when", "media", to="yes"), "routes.0.when.media", "true, false, or"),
+        (changed("routes", 0, "when", "media", to=[]), "routes.0.when.media", "some of: image"),
+        (changed("routes", 0, "when", "media", to=["gif"]), "routes.0.when.media", "image, video"),
+        (changed("routes", 0, "when", "media", to=None), "routes.0.when.media", "it is empty"),
+        (changed("routes", 0, "when", "stream", to="no"), "routes.0.when.stream", "true or false"),
+        (
+            changed("routes", 0, "when", to={"features": {}}),
+            "routes.0.when.features",
+            "at least one feature",
+        ),
+        (
+            changed("routes", 0, "when", to={"features": {"toolz": True}}),
+            "routes.0.when.features.toolz",
+            "no such field",
+        ),
+        (
+            changed("routes", 0, "when", to={"prompt_chars": {}}),
+            "routes.0.when.prompt_chars",
+            "'at_least', 'at_most' or both",
+        ),
+        (
+            changed("routes", 0, "when", to={"messages": {"at_least": 3, "at_most": 2}}),
+            "routes.0.when.messages",
+            "no number is in it",
+        ),
+        (
+            changed("routes", 0, "when", to={"max_tokens": {"at_least": -1}}),
+            "routes.0.when.max_tokens.at_least",
+            "it must be at least 0",
+        ),
+        (changed("routes", 0, "when", to={"model": []}), "routes.0.when.model", "at least 1"),
+        (changed("routes", 0, "when", to={"team": 7}), "routes.0.when.team", "a list"),
+        (changed("routes", 0, "when", to={"team": ["a", 7]}), "routes.0.when.team.1", "text"),
+        (changed("routes", 0, "when", to={"key": ""}), "routes.0.when.key", "at least 1"),
+        (changed("routes", 0, "when", to={"header": {}}), "routes.0.when.header", "at least 1"),
+        (
+            changed("routes", 0, "when", to={"header": {"X-Tier": "gold"}}),
+            "routes.0.when.header.X-Tier",
+            "it must match ^[a-z0-9]",
+        ),
+        (
+            changed("routes", 0, "when", to={"header": {"authorization": "Bearer x"}}),
+            "routes.0.when.header.authorization",
+            "it holds secrets",
+        ),
+        (changed("routes", 0, "when", to={"hours": "6-9"}), "routes.0.when.hours", "22:00-06:00"),
+        (changed("routes", 0, "when", to={"hours": 6}), "routes.0.when.hours", "22:00-06:00"),
+        (
+            changed("routes", 0, "when", to={"hours": "24:00-06:00"}),
+            "routes.0.when.hours",
+            "22:00-06:00",
+        ),
+        (
+            changed("routes", 0, "when", to={"hours": "06:00-06:00"}),
+            "routes.0.when.hours",
+            "same minute",
+        ),
+        (changed("routes", 0, "when", to={"days": "sunday"}), "routes.0.when.days", "'sun'"),
+        (changed("routes", to=[]), "routes", "at least 1"),
+        (changed("routes", 1, "to", to=[]), "routes.1.to", "at least 1"),
+        (changed("routes", 1, "to", to=["fast"]), "routes.1.to.0", "there is no pool 'fast'"),
+        (changed("routes", 1, "to", to="fast"), "routes.1.to", "there is no pool 'fast'"),
+        (changed("routes", 1, "to", to=["vlm", "vlm"]), "routes.1.to.1", "'vlm' stands twice"),
+        (changed("routes", 1, "name", to="media"), "routes.1.name", "'media' is used twice"),
+        (changed("routes", 1, to={"to": ["vlm"]}), "routes.1.name", "it is missing"),
+        (changed("routes", 0, "when", to={}), "routes.0", "it takes every request"),
+        (changed("routes", 1, "when", to={"greedy": True}), "routes.1.when", "the last route"),
+        (
+            changed("routes", 0, "when", to={"model": "default"}),
+            "routes.0.when.model",
+            "'default' is an alias",
+        ),
+        (
+            changed("routes", 0, "when", to={"model": ["demo", "default"]}),
+            "routes.0.when.model.1",
+            "'default' is an alias",
+        ),
+        (
+            changed("models", "other", to={"aliases": ["default"]}),
+            "models.other.aliases.0",
+            "already means 'demo'",
+        ),
+        (changed("models", "default", to={}), "models.demo.aliases.0", "is a model of its own"),
+        (
+            changed("models", "demo", "sampling", "temperature", to=3),
+            "models.demo.sampling.temperature",
+            "2",
+        ),
+        (changed("models", "demo", "sampling", "top_p", to=0), "models.demo.sampling.top_p", "0"),
+        (changed("pools", to={}), "pools", "at least 1"),
+        (changed("pools", "vlm", to={}), "pools.vlm.lanes", "it is missing"),
+        (changed("pools", "vlm", "workers", to={}), "pools.vlm.workers", "'labels', 'models' or"),
+        (
+            changed("pools", "vlm", "workers", to={"labels": ["-x"]}),
+            "pools.vlm.workers.labels.0",
+            "it must match",
+        ),
+        (changed("pools", "vlm", "weights", to={"big": 0}), "pools.vlm.weights.big", "than 0"),
+        (changed("pools", "vlm", "slots", to=0), "pools.vlm.slots", "1"),
+        (changed("limits", to={"max_tokens": 0}), "limits.max_tokens", "1"),
+        (changed("limits", to={"prompt_chars": 1.5}), "limits.prompt_chars", "whole number"),
+        (changed("limits", to={"request_timeout_s": 0}), "limits.request_timeout_s", "than 0"),
+        (changed("media", to={"kinds": ["gif"]}), "media.kinds.0", "'image'"),
+        (changed("media", to={"pictures": 33}), "media.pictures", "32"),
+        (changed("media", to={"pixels": 10**9}), "media.pixels", "64000000"),
+        (changed("retries", to={"share": 2}), "retries.share", "1"),
+        (changed("retries", to={"at_least": -1}), "retries.at_least", "0"),
+        (changed("routes", 0, "spill", to={"after_wait_ms": 1}), "routes.0.spill", "no second"),
+        (
+            changed("routes", 0, "spill", to={"after_wait_ms": -1}),
+            "routes.0.spill.after_wait_ms",
+            "0",
+        ),
+        (changed("pools", "vlm", "queue", to={"limit": -1}), "pools.vlm.queue.limit", "0"),
+        (
+            changed("pools", "vlm", "queue", to={"timeout_s": 0}),
+            "pools.vlm.queue.timeout_s",
+            "0",
+        ),
+        (changed("priorities", to=["urgent"]), "priorities.0", "interactive"),
+        ([], "", "mapping"),
+        (None, "", "mapping"),
+    ],
+)
+def test_a_mistake_is_named_by_field(document: Any, field: str, what: str) -> None:
+    with pytest.raises(PolicyInvalid) as invalid:
+        read_policy(document, "mine.yaml")
+    assert [one for one in invalid.value.problems if one.field == field and what in one.sentence]
+    assert "mine.yaml" in str(invalid.value)
+
+
+def test_two_mistakes_are_both_named() -> None:
+    document = changed("version", to=2)
+    document["x"] = 1
+    with pytest.raises(PolicyInvalid) as invalid:
+        read_policy(document, "mine.yaml")
+    assert {problem.field for problem in invalid.value.problems} == {"version", "x"}
+
+
+def test_two_mistakes_of_sense_are_both_named() -> None:
+    document = changed("routes", 1, "to", to=["fast"])
+    document["routes"][1]["name"] = "media"
+    with pytest.raises(PolicyInvalid) as invalid:
+        read_policy(document, "mine.yaml")
+    assert {problem.field for problem in invalid.value.problems} == {
+        *("routes.1.to.0", "routes.1.name")
+    }
+
+
+def test_of_very_many_mistakes_the_first_are_named_and_the_others_counted() -> None:
+    with pytest.raises(PolicyInvalid) as invalid:
+        read_policy(changed("routes", to=[{"name": "?"}] * 1000), "mine.yaml")
+    problems = invalid.value.problems
+    assert len(problems) == 32
+    assert problems[-1].field == "routes.15.to"
+    assert problems[-1].sentence == "it is missing; and 1968 mistakes more"
+
+
+def test_a_wrong_route_is_not_called_a_missing_one_too() -> None:
+    with pytest.raises(PolicyInvalid) as invalid:
+        read_policy(changed("routes", to=[{"name": "all", "to": ["vlm"], "x": 1}]), "mine.yaml")
+    assert [problem.field for problem in invalid.value.problems] == ["routes.0.x"]
+
+
+def test_one_name_may_stand_where_a_list_of_names_may() -> None:
+    one = {"team": "a", "model": "m", "header": {"x-tier": "gold"}, "days": "sat", "media": "image"}
+    listed = {name: [value] for name, value in one.items()} | {"header": {"x-tier": ["gold"]}}
+    assert read_policy(changed("routes", 0, "when", to=one), "x") == read_policy(
+        changed("routes", 0, "when", to=listed), "x"
+    )
+    assert read_policy(changed("routes", 1, "to", to="vlm"), "x") == read_policy(GOOD, "x")
+
+
+def test_a_policy_that_is_written_out_reads_as_the_same_policy() -> None:
+    when = {"media": ["image"], "hours": "22:00-06:00", "days": "sat", "team": "a"}
+    policy = read_policy(changed("routes", 0, "when", to=when), "x")
+    for only_what_was_said in (True, False):
+        written = policy.model_dump(mode="json", exclude_unset=only_what_was_said)
+        assert read_policy(written, "x") == policy
+    assert "stream" not in written["routes"][0]["when"]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("a: [", "it is not YAML"),
+        ("!!python/object:os.system {}", "it is not YAML"),
+        ("", "it must be a mapping"),
+    ],
+)
+def test_a_text_that_is_no_policy_is_refused_by_name(text: str, sentence: str) -> None:
+    with pytest.raises(PolicyInvalid, match=rf"mine\.yaml is not usable: .*{sentence}"):
+        parse_policy(text, "mine.yaml")
+
+
+def test_json_is_taken_as_well_as_yaml() -> None:
+    assert parse_policy(json.dumps(GOOD), "mine.json") == read_policy(GOOD, "x")

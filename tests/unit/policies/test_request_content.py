@@ -1,0 +1,78 @@
+"""The size of a picture, out of its header alone."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from policies.request.content import PictureInvalid, PictureSize, read_size
+from tests.support.images import data_url, encoded, png_header
+
+
+def noise(mode: str) -> Image.Image:
+    """A picture that does not compress to nothing."""
+    channels = len(Image.new(mode, (1, 1)).getbands())
+    return Image.frombytes(mode, (301, 203), random.Random(1).randbytes(301 * 203 * channels))
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "options"),
+    [
+        ("png", "RGB", {}),
+        ("png", "RGBA", {}),
+        ("gif", "P", {}),
+        ("jpeg", "RGB", {}),
+        ("jpeg", "L", {"progressive": True}),
+        ("jpeg", "RGB", {"exif": b"Exif\0\0" + bytes(60_000), "icc_profile": bytes(200_000)}),
+        ("webp", "RGB", {}),
+        ("webp", "RGB", {"lossless": True}),
+        ("webp", "RGBA", {"exif": b"Exif\0\0" + bytes(100)}),
+    ],
+)
+def test_the_size_is_what_a_decoder_finds(kind: str, mode: str, options: Any) -> None:
+    assert read_size(encoded(noise(mode), kind, **options)) == PictureSize(301, 203)
+
+
+def test_a_bomb_is_measured_and_not_decoded() -> None:
+    assert read_size(data_url(png_header(50_000, 50_000))).pixels == 2_500_000_000
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "",
+        "http://127.0.0.1/x.png",
+        "file:///etc/passwd",
+        "data:image/svg+xml;base64,PHN2Zz4=",
+        "data:image/png;base64,",
+        "data:image/png;base64,****",
+        data_url(b"no picture at all"),
+        data_url(b"II*\x00" + bytes(40)),
+        data_url(png_header(0, 5)),
+        data_url(png_header(5, 5)[:20]),
+        data_url(b"\xff\xd8\xff\xe0\0\x02" + b"\xff\xe0\0\x02" * 1000),
+        data_url(b"\xff\xd8" + b"\xff" * 1000),
+        data_url(b"RIFF\0\0\0\0WEBPVP8L" + bytes(20)),
+    ],
+    ids=lambda url: url[:40],
+)
+def test_what_is_no_picture_is_refused(url: str) -> None:
+    with pytest.raises(PictureInvalid):
+        read_size(url)
+
+
+MAGICS = st.sampled_from(
+    [b"\x89PNG\r\n\x1a\n\0\0\0\x0dIHDR", b"GIF89a", b"RIFF1234WEBPVP8 ", b"\xff\xd8\xff"]
+)
+
+
+@given(MAGICS, st.binary(max_size=60))
+def test_any_bytes_have_a_size_or_are_refused(magic: bytes, rest: bytes) -> None:
+    with contextlib.suppress(PictureInvalid):
+        assert read_size(data_url(magic + rest)).pixels > 0

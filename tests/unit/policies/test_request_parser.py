@@ -1,0 +1,194 @@
+"""The one table of fields: what is taken, what is refused, and by which name."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.request.content import PICTURES_LIMIT
+from policies.request.fields import FieldError
+from policies.request.parser import read_profile
+from policies.request.profile import Endpoint
+from tests.support.chat_bodies import PICTURE, TOOL, nested, read, read_parts, tool_of
+from tests.support.images import data_url, png_header
+
+
+@pytest.mark.parametrize(
+    "field",
+    "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty n "
+    "stop logit_bias logprobs max_tokens max_completion_tokens tools response_format stream "
+    "stream_options draft_tokens specprefill specprefill_keep_pct thinking_budget user".split(),
+)
+def test_an_explicit_null_counts_as_absent(field: str) -> None:
+    assert read(**{field: None}) == read()
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"model": None}, "model"),
+        ({"model": ""}, "model"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": 2.1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 1.5}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"seed": 2**63}, "seed"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": [1]}, "logit_bias"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"logit_bias": {"٣": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"5": float("nan")}}, "logit_bias"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 2**31}, "max_tokens"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
+        ({"n": 17}, "n"),
+        ({"stop": [1]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["x"] * 17}, "stop"),
+        ({"stop": "x" * 513}, "stop"),
+        ({"stream": 1}, "stream"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": 5}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0]"),
+        ({"tools": [TOOL] * 129}, "tools"),
+        ({"tools": [TOOL, tool_of(nested(31))]}, "tools[1]"),
+        ({"tools": [tool_of({"description": "x" * 65536})]}, "tools[0]"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": nested(32)}},
+            "response_format",
+        ),
+        ({"guided_json": nested(33)}, "guided_json"),
+        ({"guided_regex": "x" * 65537}, "guided_regex"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs"),
+        ({"response_format": "json"}, "response_format"),
+        ({"response_format": {"type": ["json_object"]}}, "response_format"),
+        ({"thinking_budget": -1}, "thinking_budget"),
+        ({"draft_tokens": 9}, "draft_tokens"),
+        ({"specprefill": 1}, "specprefill"),
+        ({"specprefill_keep_pct": 0}, "specprefill_keep_pct"),
+        ({"specprefill_keep_pct": 1.1}, "specprefill_keep_pct"),
+        ({"specprefill_keep_pct": True}, "specprefill_keep_pct"),
+        ({"messages": "Hi"}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": ["Hi"]}, "messages[0]"),
+        ({"messages": [{"role": "x", "content": "y"}]}, "messages[0].role"),
+        ({"messages": [{"role": ["user"], "content": "y"}]}, "messages[0].role"),
+        ({"messages": [{"role": {}, "content": "y"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"prompt": "x"}, "prompt"),
+        ({"api_base": "http://x"}, "api_base"),
+        ({"extra_body": {}}, "extra_body"),
+    ],
+)
+def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(FieldError) as wrong:
+        read(**fields)
+    assert wrong.value.param == param
+    assert len(wrong.value.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ("x", "messages[0].content[0].type"),
+        ({"type": "image_embeds"}, "messages[0].content[0].type"),
+        ({"type": ["image_url"]}, "messages[0].content[0].type"),
+        ({"type": "text"}, "messages[0].content[0].text"),
+        ({"type": "text", "text": 5}, "messages[0].content[0].text"),
+        ({"type": "image_url"}, "messages[0].content[0].image_url"),
+        ({"type": "image_url", "image_url": "http://a/x.png"}, "messages[0].content[0].image_url"),
+        ({"type": "image", "image": "/etc/passwd"}, "messages[0].content[0].image"),
+        ({"type": "input_image", "image_url": 5}, "messages[0].content[0].image_url"),
+        (
+            {"type": "video_url", "video_url": {"url": "file:///x"}},
+            "messages[0].content[0].video_url",
+        ),
+        ({"type": "audio", "audio": "/etc/passwd"}, "messages[0].content[0].audio"),
+    ],
+)
+def test_a_wrong_part_is_named(part: Any, param: str) -> None:
+    with pytest.raises(FieldError) as wrong:
+        read_parts(part)
+    assert wrong.value.param == param
+
+
+def test_pictures_are_bounded_in_number_and_in_pixels_all_together() -> None:
+    part = {"type": "image_url", "image_url": {"url": PICTURE}}
+    large = {"type": "image_url", "image_url": {"url": data_url(png_header(6000, 6000))}}
+    read_parts(*[part] * PICTURES_LIMIT)
+    read_parts(large)
+    with pytest.raises(FieldError, match="at most 32 pictures") as too_many:
+        read_parts(*[part] * PICTURES_LIMIT, part)
+    assert too_many.value.param == "messages[0].content[32].image_url"
+    with pytest.raises(FieldError, match="pixels in all") as too_large:
+        read_parts(large, large)
+    assert too_large.value.param == "messages[0].content[1].image_url"
+
+
+def test_a_deep_schema_of_everyday_size_is_taken() -> None:
+    assert read(tools=[tool_of(nested(30))] * 128).tools
+    assert read(chat_template_kwargs={"enable_thinking": True}) == read()
+
+
+def test_completions_have_openais_default_length_and_their_own_fields() -> None:
+    profile = read_profile({"model": "m", "prompt": "abc", "logprobs": 2}, Endpoint.COMPLETIONS)
+    assert (profile.max_tokens, profile.text_chars, profile.top_logprobs) == (16, 3, 2)
+    for fields, param in (
+        ({"prompt": ["a"]}, "prompt"),
+        ({}, "prompt"),
+        ({"prompt": "a", "tools": []}, "tools"),
+    ):
+        with pytest.raises(FieldError) as wrong:
+            read_profile({"model": "m", **fields}, Endpoint.COMPLETIONS)
+        assert wrong.value.param == param
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+FIELDS = st.sampled_from(
+    "model messages prompt temperature top_p top_k min_p seed n stop stream stream_options tools "
+    "tool_choice response_format logprobs top_logprobs logit_bias max_tokens".split()
+)
+
+
+@given(st.dictionaries(FIELDS, JSON), st.sampled_from(Endpoint))
+def test_any_json_is_read_or_refused_and_never_breaks_the_reader(
+    fields: dict[str, Any], endpoint: Endpoint
+) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
+    with contextlib.suppress(FieldError):
+        read_profile(body, endpoint)
+
+
+@given(st.lists(st.dictionaries(st.sampled_from(["role", "content", "tool_calls"]), JSON)))
+def test_any_messages_are_read_or_refused(messages: list[dict[str, Any]]) -> None:
+    with contextlib.suppress(FieldError):
+        read(messages=messages)

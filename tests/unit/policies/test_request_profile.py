@@ -1,0 +1,99 @@
+"""What is read of a good request: what it asks for, and what of that drafting cannot do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policies.request.parser import read_profile
+from policies.request.profile import Bypass, Endpoint, SamplingDefaults, bypass_reasons
+from tests.support.chat_bodies import PICTURE, TOOL, read, read_parts
+
+
+def test_an_absent_field_takes_its_default() -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    profile = read_profile(body, Endpoint.CHAT, SamplingDefaults(temperature=0.3, top_k=4))
+    assert (profile.sampling.temperature, profile.sampling.top_k) == (0.3, 4)
+    assert (profile.choices, profile.stream, profile.max_tokens, profile.stop) == (
+        1,
+        False,
+        None,
+        (),
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "counted"),
+    [
+        ({"type": "image_url", "image_url": {"url": PICTURE}}, "image"),
+        ({"type": "input_image", "image_url": PICTURE}, "image"),
+        ({"type": "image", "image": PICTURE}, "image"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AA"}}, "video"),
+        ({"type": "video"}, "video"),
+        ({"type": "audio_url"}, "audio"),
+        ({"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}, "audio"),
+        ({"type": "audio"}, "audio"),
+        ({"type": "file", "file": {"file_id": "file-1"}}, "file"),
+    ],
+)
+def test_every_kind_of_media_is_counted(part: dict[str, Any], counted: str) -> None:
+    profile = read_parts(part, {"type": "text", "text": "abc"}, part)
+    assert profile.media == ((counted, 2),)
+    assert profile.text_chars == 3
+    assert bypass_reasons(profile)[0] is Bypass.MEDIA
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, Bypass.NON_GREEDY_SAMPLING),
+        ({"temperature": 0.1}, Bypass.NON_GREEDY_SAMPLING),
+        ({"temperature": 0, "presence_penalty": 1}, Bypass.LOGITS_PROCESSORS),
+        ({"temperature": 0, "frequency_penalty": -1}, Bypass.LOGITS_PROCESSORS),
+        ({"temperature": 0, "repetition_penalty": 1.1}, Bypass.LOGITS_PROCESSORS),
+        ({"temperature": 0, "logit_bias": {"5": 1}}, Bypass.LOGITS_PROCESSORS),
+        ({"temperature": 0, "response_format": {"type": "json_object"}}, Bypass.STRUCTURED_OUTPUT),
+        ({"temperature": 0, "guided_json": {}}, Bypass.STRUCTURED_OUTPUT),
+        ({"temperature": 0, "logprobs": True}, Bypass.LOGPROBS),
+        ({"temperature": 0, "n": 2}, Bypass.MULTIPLE_CHOICES),
+        ({"temperature": 0, "thinking_budget": 0}, Bypass.THINKING_BUDGET),
+    ],
+)
+def test_what_speculation_lacks_is_a_named_reason(fields: dict[str, Any], reason: Bypass) -> None:
+    assert bypass_reasons(read(**fields)) == (reason,)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "top_p": 0.5, "min_p": 0.1, "seed": 3},
+        {"top_k": 1},
+        {"temperature": 0, "response_format": {"type": "text"}},
+        {"temperature": 0, "tools": [TOOL], "stop": "x", "stream": True, "max_tokens": 5},
+        {"temperature": 0, "n": 1, "presence_penalty": 0, "logit_bias": {}},
+    ],
+)
+def test_greedy_text_is_eligible(fields: dict[str, Any]) -> None:
+    assert bypass_reasons(read(**fields)) == ()
+
+
+def test_top_k_minus_one_is_the_whole_vocabulary() -> None:
+    assert read(top_k=-1).sampling.top_k == 0
+
+
+def test_the_usage_chunk_is_shown_only_to_who_asks() -> None:
+    assert read(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not read(stream=True, stream_options={}).include_usage
+
+
+def test_tools_that_may_not_be_chosen_do_not_count() -> None:
+    assert read(tools=[TOOL]).tools
+    assert not read(tools=[TOOL], tool_choice="none").tools
+
+
+def test_an_assistant_that_only_calls_tools_needs_no_content() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    profile = read(messages=[{"role": "assistant", "content": None, "tool_calls": calls}])
+    assert profile.messages == 1

@@ -1,0 +1,103 @@
+"""What stands beside the document: its schema for editors, the page for admins, the examples."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policies.document import PolicyInvalid, Problem, parse_policy
+from policies.schema import schema
+
+ROOT = Path(__file__).parents[3]
+
+
+def fields(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """List every field that the schema names, with what it says of it."""
+    if isinstance(node, dict):
+        yield from node.get("properties", {}).items()
+        node = list(node.values())
+    if isinstance(node, list):
+        for inner in node:
+            yield from fields(inner)
+
+
+def test_the_published_schema_is_the_documents() -> None:
+    published = (ROOT / "policies" / "schema.json").read_text()
+    assert published == schema(), "python -m policies.schema > policies/schema.json"
+
+
+def test_editors_can_say_what_every_field_is_for() -> None:
+    told = dict(fields(json.loads(schema())))
+    assert {"version", "prompt_chars", "labels", "at_most", "kinds"} <= told.keys()
+    assert [name for name, field in told.items() if not field.get("description")] == []
+
+
+def test_editors_refuse_what_the_document_refuses() -> None:
+    text = schema()
+    assert '"null"' not in text
+    assert text.count('"type": "object"') == text.count('"additionalProperties": false')
+
+
+def test_every_reference_of_the_schema_leads_somewhere() -> None:
+    made = json.loads(schema())
+    assert set(re.findall(r'"#/\$defs/(\w+)"', schema())) == set(made["$defs"])
+
+
+def test_the_shipped_policy_names_its_schema_first() -> None:
+    first = (ROOT / "policies" / "default.yaml").read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=schema.json"
+
+
+def test_the_page_for_admins_tells_every_field_and_shows_every_example() -> None:
+    page = (ROOT / "docs" / "policy.md").read_text()
+    named = set(re.findall(r"`(\w+)`", page))
+    assert {name for name, _ in fields(json.loads(schema()))} - named == set()
+    examples = {path.name for path in (ROOT / "policies" / "examples").glob("*.yaml")}
+    assert {name for name in examples if f"../policies/examples/{name}" in page} == examples
+
+
+def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """List every place of a document, down to the last value."""
+    inside = node.items() if isinstance(node, dict) else enumerate(node)
+    for name, inner in inside:
+        yield (*at, name)
+        if isinstance(inner, dict | list):
+            yield from places(inner, (*at, name))
+
+
+EXAMPLES = [
+    yaml.safe_load(path.read_text()) for path in sorted((ROOT / "policies").rglob("*.yaml"))
+]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text("ab:-1", max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.text("ab", max_size=3), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+@given(st.sampled_from([(n, at) for n, one in enumerate(EXAMPLES) for at in places(one)]), ANYTHING)
+def test_whatever_stands_in_a_field_it_is_taken_or_refused_with_its_line(
+    where: tuple[int, tuple[Any, ...]], value: Any
+) -> None:
+    example, (*outer, last) = where
+    document = copy.deepcopy(EXAMPLES[example])
+    place: Any = document
+    for step in outer:
+        place = place[step]
+    place[last] = value
+    problems: tuple[Problem, ...] = ()
+    try:
+        parse_policy(yaml.safe_dump(document), "mine.yaml")
+    except PolicyInvalid as invalid:
+        problems = invalid.problems
+    assert [problem for problem in problems if not (problem.sentence and problem.line)] == []

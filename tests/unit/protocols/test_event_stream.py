@@ -1,0 +1,172 @@
+"""The scanner: what passes, what is hidden, what is learnt, however the bytes are split."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.protocols.event_stream import Reading, Scanner
+from gateway.types import Drafts, Usage
+from tests.support.scripted_worker import DONE, chunk, event, stream_events, usage_chunk
+
+
+def scan(
+    pieces: list[bytes],
+    *,
+    hide_usage: bool = True,
+    hide_metrics: bool = True,
+    limit_bytes: int = 4096,
+) -> tuple[bytes, Reading]:
+    scanner = Scanner(hide_usage=hide_usage, hide_metrics=hide_metrics, limit_bytes=limit_bytes)
+    passed = b"".join([scanner.feed(piece) for piece in pieces] + [scanner.close()])
+    return passed, scanner.reading
+
+
+LINE_END = st.sampled_from([b"\n", b"\r\n", b"\r"])
+WORDS = st.text(max_size=12) | st.sampled_from(
+    ['"usage":{', "[DONE]", '"error":"x"', "\n\n", "usage", 'data: {"error": 1}', "\r"]
+)
+FRAMES = st.one_of(
+    WORDS.map(lambda word: chunk({"content": word})),
+    WORDS.map(lambda word: chunk({"reasoning_content": word})),
+    WORDS.map(lambda word: chunk({"reasoning": word})),
+    st.sampled_from(["stop", "length", "tool_calls"]).map(lambda why: chunk({}, why)),
+    st.just(usage_chunk()),
+    st.just(DONE),
+    st.just(b": keep alive\n\n"),
+    st.just(b"event: x\nid: 4\ndata: {}\n\n"),
+    st.just(b"\n\n"),
+    st.just(event({"error": {"message": "no"}})),
+    st.just(b"data: not json\n\n"),
+    st.just(b"data: 5\n\n"),
+    st.just(b'data: {"choices":\ndata: []}\n\n'),
+    st.just(event({"choices": [None, 5, {"delta": 1}], "usage": {"prompt_tokens": -1}})),
+    st.just(b"data: " + b"x" * 300 + b"\n\n"),
+)
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> bytes:
+    end = draw(LINE_END)
+    frames = draw(st.lists(FRAMES, max_size=8))
+    cut = draw(st.binary(max_size=3) | st.just(b"data: half"))
+    return b"".join(frames).replace(b"\n", end) + cut
+
+
+@given(streams(), st.data(), st.booleans(), st.booleans())
+def test_any_split_of_the_bytes_gives_the_same_bytes_and_the_same_reading(
+    stream: bytes, data: st.DataObject, hide_usage: bool, hide_metrics: bool
+) -> None:
+    places = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
+    pieces = [stream[a:b] for a, b in zip([0, *places], [*places, len(stream)], strict=True)]
+    one_by_one = [bytes([byte]) for byte in stream]
+    hidden: Any = {"hide_usage": hide_usage, "hide_metrics": hide_metrics, "limit_bytes": 256}
+    whole = scan([stream], **hidden)
+    assert scan(pieces, **hidden) == whole
+    assert scan(one_by_one, **hidden) == whole
+
+
+def test_an_event_in_two_parts_passes_in_order_whatever_its_second_part_looks_like() -> None:
+    first, second = chunk({"content": "one"}), chunk({"content": " two"})
+    for place in range(1, len(second)):
+        assert scan([first, second[:place], second[place:]])[0] == first + second
+
+
+@given(st.lists(WORDS, min_size=1, max_size=6), LINE_END)
+def test_a_good_stream_passes_byte_for_byte(words: list[str], end: bytes) -> None:
+    stream = b"".join(stream_events(words)).replace(b"\n", end)
+    passed, reading = scan([stream], hide_usage=False, hide_metrics=False)
+    assert passed == stream
+    assert reading.complete
+    assert not reading.broken
+    assert reading.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
+    assert reading.drafts == Drafts(steps=1, drafted=2, accepted=1, histogram=(0, 1, 0))
+
+
+def test_the_trailing_chunk_is_told_for_its_metrics_alone_or_told_without_them() -> None:
+    stream = b"".join(stream_events(["one"]))
+    usage = {**json.loads(usage_chunk().removeprefix(b"data: "))}
+    assert scan([stream], hide_metrics=False)[0] == stream
+    told, reading = scan([stream], hide_usage=False)
+    metrics = usage.pop("metrics")
+    assert told == stream.replace(usage_chunk(), event(usage))
+    assert metrics["speculative_decoding"]["num_spec_steps"] == 1
+    assert reading.drafts is not None, "what is not told is counted all the same"
+
+
+def test_a_chunk_without_metrics_is_not_told_to_who_asked_for_those_alone() -> None:
+    frame: dict[str, Any] = {"choices": [], "usage": {"prompt_tokens": 4}, "metrics": None}
+    stream = chunk({}, "stop") + event(frame) + DONE
+    assert scan([stream], hide_metrics=False)[0] == chunk({}, "stop") + DONE
+
+
+def test_only_the_trailing_usage_chunk_is_hidden() -> None:
+    carried = event(
+        {"choices": [{"index": 0, "delta": {"content": "x"}}], "usage": {"prompt_tokens": 4}}
+    )
+    passed, reading = scan([carried, chunk({}, "stop"), usage_chunk(), DONE])
+    assert passed == carried + chunk({}, "stop") + DONE
+    assert reading.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
+
+
+def test_words_of_the_model_are_never_taken_for_facts() -> None:
+    told = 'he said "finish_reason":"stop", "usage":{"prompt_tokens":9}, "error":{} and [DONE]'
+    passed, reading = scan([chunk({"content": told})])
+    assert passed == chunk({"content": told})
+    assert (reading.finished, reading.done, reading.usage, reading.broken) == (
+        False,
+        False,
+        None,
+        "",
+    )
+
+
+def test_nothing_passes_behind_an_error() -> None:
+    bad = event({"error": {"message": "no"}})
+    passed, reading = scan([chunk({"content": "a"}) + bad + chunk({"content": "b"}) + DONE])
+    assert passed == chunk({"content": "a"})
+    assert reading.broken
+    assert not reading.complete
+
+
+def test_nothing_passes_behind_done() -> None:
+    stream = [chunk({"content": "a"}, "stop"), DONE, chunk({"content": "b"}), DONE]
+    passed, _ = scan(stream)
+    assert passed == stream[0] + DONE
+
+
+def test_what_follows_done_cannot_break_the_answer_that_was_whole() -> None:
+    scanner = Scanner(hide_usage=True, hide_metrics=True, limit_bytes=300)
+    for piece in (chunk({"content": "a"}, "stop"), DONE, b"data: " + b"x" * 200, b"x" * 200):
+        scanner.feed(piece)
+    assert scanner.reading.complete
+    assert not scanner.reading.broken
+
+
+def test_an_event_without_end_is_bounded() -> None:
+    scanner = Scanner(hide_usage=True, hide_metrics=True, limit_bytes=100)
+    for _ in range(50):
+        assert scanner.feed(b"data: xxxx") == b""
+    assert scanner.reading.broken == "an event is too long"
+
+
+def test_a_tool_call_counts_as_content() -> None:
+    _, reading = scan([chunk({"role": "assistant", "content": ""})])
+    assert not reading.content_seen
+    _, reading = scan([chunk({"tool_calls": [{"index": 0}]})])
+    assert reading.content_seen
+
+
+def test_the_text_of_completions_counts_as_content() -> None:
+    _, reading = scan([event({"choices": [{"index": 0, "text": "x"}]})])
+    assert reading.content_seen
+
+
+@pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])
+def test_the_first_word_is_the_first_whether_it_is_thought_or_said(name: str) -> None:
+    assert not scan([chunk({"role": "assistant"})])[1].content_seen
+    assert scan([chunk({name: "Hm"})])[1].content_seen

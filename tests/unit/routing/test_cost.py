@@ -1,0 +1,265 @@
+"""What a request would cost at each worker, in seconds: wait, strain, reading, memory, batch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.registry import Fleet
+from gateway.fleet.worker import Lease
+from gateway.routing.cost import pace
+from gateway.routing.select import Candidate, Case, decide
+from gateway.routing.view import FleetView, LaneView, WorkerView
+from policies.document import shipped_policy
+from policies.request.profile import Endpoint, RequestProfile, Sampling
+from tests.support.scripted_worker import lane_report
+from workers.protocol import WorkerReport
+
+POLICY = shipped_policy()
+LONG = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=16_000)
+SHORT = LONG._replace(text_chars=400)
+GREEDY = SHORT._replace(sampling=Sampling(temperature=0))
+NOW_S = 1000.0
+Told = dict[str, Any]
+
+
+def report(name: str, *, lane: str = "vlm", memory: float = 0.0, **measured: Any) -> WorkerReport:
+    """A worker of one lane, and the share of its memory that is in use."""
+    return WorkerReport(
+        worker_id=name,
+        boot_id="1",
+        url=f"http://{name}:1",
+        model="demo",
+        context_tokens=4096,
+        memory_bytes=int(memory * 1000),
+        memory_limit_bytes=1000,
+        lanes=(lane_report(lane, **measured),),
+    )
+
+
+def mac(
+    name: str, busy: int = 0, *, reads_for_s: float = 0.0, heard_s: float = NOW_S, **told: Any
+) -> WorkerView:
+    """A worker that has so many requests, and reads for so long what it has."""
+    said = report(name, **told)
+    lanes = tuple(LaneView.of(lane, busy) for lane in said.lanes)
+    return WorkerView.of(name, ("demo",), lanes, (), "1", pace=pace(said), heard_s=heard_s,
+                         reads_until_s=NOW_S + reads_for_s)  # fmt: skip
+
+
+def seen(*macs: WorkerView, holders: str = "", shared_tokens: int = 0) -> FleetView:
+    return FleetView.of(macs, frozenset(("demo",)))._replace(
+        now_s=NOW_S,
+        holders=frozenset((name, "1") for name in holders),
+        shared_tokens=shared_tokens,
+    )
+
+
+def order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
+    found = decide(Case(POLICY, profile, prefix="p"), fleet, Random(seed)).candidates
+    return "".join(one.worker_id for one in found)
+
+
+def test_who_reads_faster_is_first_where_there_is_much_to_read() -> None:
+    fast: Told = {"read_tokens_s": 4000.0}
+    slow: Told = {"read_tokens_s": 500.0}
+    assert order(LONG, seen(mac("a", **slow), mac("b", **fast))) == "ba"
+    # Two requests in its way cost less than reading for six seconds more.
+    assert order(LONG, seen(mac("a", **slow), mac("b", 2, **fast))) == "ba"
+    assert order(SHORT, seen(mac("a", **slow), mac("b", 2, **fast))) == "ab"
+
+
+def test_prompts_that_are_still_to_be_read_are_waited_for() -> None:
+    assert order(SHORT, seen(mac("a", 1, reads_for_s=5), mac("b", 2))) == "ba"
+    assert order(SHORT, seen(mac("a", 1, reads_for_s=-5), mac("b", 2))) == "ab", "it has read them"
+
+
+def test_a_row_costs_most_where_answers_are_written_slowly() -> None:
+    quick: Told = {"write_tokens_s": 80.0}
+    slow: Told = {"write_tokens_s": 8.0}
+    assert order(SHORT, seen(mac("a", 1, **slow), mac("b", 3, **quick))) == "ba"
+
+
+def test_a_worker_whose_memory_is_nearly_full_comes_behind_others() -> None:
+    assert order(SHORT, seen(mac("a", memory=0.99), mac("b", 1))) == "ba"
+    assert order(SHORT, seen(mac("a", memory=0.79), mac("b", 1))) == "ab"
+
+
+def test_a_batch_for_which_drafting_pays_is_preferred_to_one_for_which_it_does_not() -> None:
+    pays, does_not = (2, 2, 2, 2), (2, 0, 0, 0)
+    told: Told = {"lane": "text-mtp", "write_tokens_s": 40.0}
+    a = mac("a", 1, draft_tokens_by_rows=does_not, **told)
+    b = mac("b", 1, draft_tokens_by_rows=pays, **told)
+    found = decide(Case(POLICY, GREEDY), seen(a, b), Random(0)).candidates
+    assert [(one.worker_id, one.reason) for one in found] == [
+        ("b", "eligible"),
+        ("a", "mtp_not_paying"),
+    ]
+
+
+def test_a_holder_is_worth_the_time_that_reading_would_take_and_no_more() -> None:
+    """At 500 tokens a second 4,000 tokens are eight seconds; 100 are a fifth of one."""
+    slow: Told = {"read_tokens_s": 500.0, "slots": 8}
+    for profile, shared_tokens, first in ((LONG, 3900, "a"), (SHORT, 90, "b")):
+        fleet = seen(mac("a", 2, **slow), mac("b", **slow), holders="a",
+                     shared_tokens=shared_tokens)  # fmt: skip
+        assert order(profile, fleet)[0] == first
+
+
+def test_a_holder_that_is_far_busier_than_the_best_is_as_any_other() -> None:
+    """However long the prompt: five eighths of a lane is what one may wait behind others."""
+    huge = LONG._replace(text_chars=4_000_000)
+    firsts = [
+        order(huge, seen(mac("a", busy, slots=8), mac("b", slots=8), holders="a"))[0]
+        for busy in range(9)
+    ]
+    assert firsts == ["a"] * 6 + ["b"] * 3
+
+
+def test_a_hot_prompt_gets_more_holders_and_a_cold_one_keeps_its_own() -> None:
+    for at_once, wanted in ((1, 1), (14, 3)):
+        busy, holders = Counter[str](), {"a"}
+        for number in range(at_once):
+            macs = [mac(name, busy[name], slots=8) for name in "abcd"]
+            fleet = seen(*macs, holders="".join(sorted(holders)), shared_tokens=3900)
+            first = order(LONG, fleet, seed=number)[0]
+            busy[first] += 1
+            holders.add(first)
+        assert len(holders) >= wanted
+        assert (len(holders) == 1) == (wanted == 1)
+
+
+def test_unequal_macs_fill_in_the_measure_of_their_capacity() -> None:
+    big = {"slots": 16, "read_tokens_s": 2000.0, "write_tokens_s": 80.0}
+    small = {"slots": 4, "read_tokens_s": 500.0, "write_tokens_s": 20.0}
+    busy = Counter[str]()
+    for number in range(12):
+        macs = (mac("a", busy["a"], **big), mac("b", busy["b"], **small))
+        busy[order(SHORT, seen(*macs), seed=number)[0]] += 1
+    assert busy["a"] >= 3 * busy["b"] > 0
+
+
+def test_one_of_a_hundred_goes_to_a_worker_that_was_not_heard_of_for_a_while() -> None:
+    quiet = seen(mac("a"), mac("b", 2, heard_s=NOW_S - 60))
+    news = seen(mac("a"), mac("b", 2, heard_s=NOW_S - 20))
+    firsts = Counter(order(SHORT, quiet, seed)[0] for seed in range(3000))
+    assert 10 <= firsts["b"] <= 60
+    assert {order(SHORT, news, seed)[0] for seed in range(1000)} == {"a"}
+    explored = next(seed for seed in range(3000) if order(SHORT, quiet, seed)[0] == "b")
+    found = decide(Case(POLICY, SHORT), quiet, Random(explored)).candidates
+    assert [one.explored for one in found] == [True, False]
+    full = seen(mac("a"), mac("b", 4, heard_s=NOW_S - 60))
+    assert {order(SHORT, full, seed)[0] for seed in range(1000)} == {"a"}, "nobody waits for that"
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 9),
+            st.floats(0, 30),
+            st.floats(0, 1),
+            st.floats(1, 9000),
+            st.floats(1, 200),
+        ),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sets(st.integers(0, 7)),
+    st.integers(0, 100_000),
+    st.integers(),
+)
+def test_every_score_is_in_seconds_and_the_least_that_may_be_had_is_first(
+    macs: list[tuple[int, float, float, float, float]], held: set[int], chars: int, seed: int
+) -> None:
+    fleet = seen(
+        *(
+            mac(str(n), busy, reads_for_s=reads_for_s, memory=memory, read_tokens_s=read,
+                write_tokens_s=write)
+            for n, (busy, reads_for_s, memory, read, write) in enumerate(macs)
+        ),
+        holders="".join(map(str, held)),
+    )  # fmt: skip
+    case = Case(POLICY, LONG._replace(text_chars=chars), prefix="p")
+    found = decide(case, fleet, Random(seed)).candidates
+    assert [one.score_s for one in found] == sorted(one.score_s for one in found)
+    assert all(one.score_s >= one.read_s - 1e-6 >= -1e-6 for one in found)
+    assert {one.worker_id for one in found if one.holder} == {str(n) for n in held if n < len(macs)}
+    assert len(found) == len(macs)
+
+
+class TestFleet:
+    """What the live table knows of a worker beside its heartbeats."""
+
+    @pytest.fixture
+    def clock(self) -> list[float]:
+        return [NOW_S]
+
+    @pytest.fixture
+    def fleet(self, clock: list[float]) -> Fleet:
+        made = Fleet(lambda: clock[0], lambda: 0.0)
+        made.beat(report("a"))
+        return made
+
+    def rows(self, fleet: Fleet) -> int:
+        return fleet.view().workers[0].lanes[0].rows
+
+    def reads_for_s(self, fleet: Fleet) -> float:
+        view = fleet.view()
+        return max(0.0, view.workers[0].rows[0][1] - view.now_s)
+
+    def test_rows_of_other_gateways_count_and_its_own_never_twice(self, fleet: Fleet) -> None:
+        leases = [fleet.take(Candidate("vlm", "vlm", "a", "", 0)) for _ in range(2)]
+        fleet.beat(report("a", running=2, waiting=3))
+        assert self.rows(fleet) == 5
+        for lease in leases:
+            assert lease is not None
+            fleet.give_back(lease, Verdict.ANSWERED)
+        assert self.rows(fleet) == 3
+        # Sent off while the two still ran: nobody else's.
+        fleet.beat(report("a", running=2))
+        assert self.rows(fleet) == 0
+
+    def test_what_is_sent_is_read_one_after_the_other(
+        self, fleet: Fleet, clock: list[float]
+    ) -> None:
+        lease = fleet.take(Candidate("vlm", "vlm", "a", "", 0, read_s=3.0))
+        assert lease is not None
+        clock[0] += 1
+        fleet.take(Candidate("vlm", "vlm", "a", "", 0, read_s=4.0))
+        assert self.reads_for_s(fleet) == pytest.approx(6.0)
+        fleet.give_back(lease, Verdict.ANSWERED)
+        assert self.reads_for_s(fleet) == pytest.approx(4.0), "it has read that, then"
+        fleet.beat(report("a", unread_tokens=1000, read_tokens_s=500.0))
+        assert self.reads_for_s(fleet) == pytest.approx(2.0), "it knows better"
+
+    def test_a_look_that_is_kept_is_the_one_that_would_be_made(
+        self, fleet: Fleet, clock: list[float]
+    ) -> None:
+        rng = Random(5)
+        leases: list[Lease] = []
+        for name in "bcd":
+            fleet.beat(report(name))
+        for step in range(400):
+            clock[0] += rng.random() / 10
+            name = rng.choice("abcd")
+            what = rng.randrange(6)
+            if what == 0:
+                fleet.beat(report(name, running=rng.randrange(4)))
+            elif what == 1:
+                fleet.cordon(frozenset(rng.sample("abcd", rng.randrange(3))))
+            elif what == 2 and leases:
+                verdict = rng.choice((Verdict.ANSWERED, Verdict.FAILED, Verdict.BUSY))
+                fleet.give_back(leases.pop(), verdict, 0.5)
+            elif (
+                lease := fleet.take(Candidate("vlm", "vlm", name, "", 0, read_s=0.1))
+            ) is not None:
+                leases.append(lease)
+            kept = fleet.view()
+            fleet._sight.until_s = float("-inf")
+            assert kept == fleet.view(), step

@@ -1,0 +1,143 @@
+"""Who holds a system prompt: how long that is believed, what proves it untrue, whom it draws."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.routing.prefix_affinity import KEYS_KEPT, Prefixes
+from gateway.routing.select import Case, decide
+from gateway.routing.view import FleetView, LaneView, WorkerView
+from gateway.types import Usage
+from policies.document import shipped_policy
+from policies.sections import PrefixPolicy
+from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, holders
+from tests.support.request_profiles import SAMPLED
+from tests.support.scripted_worker import FakeWorker, lane_report
+from workers.protocol import WorkerReport
+
+
+@pytest.fixture
+def clock() -> list[float]:
+    return [0.0]
+
+
+@pytest.fixture
+def prefixes(clock: list[float]) -> Prefixes:
+    return Prefixes(lambda: clock[0])
+
+
+def test_a_claim_ends_with_its_time(prefixes: Prefixes, clock: list[float]) -> None:
+    prefixes.sent("p", STUDIO, RULES)
+    clock[0] = RULES.ttl_s - 1
+    assert holders(prefixes) == {STUDIO}
+    clock[0] = RULES.ttl_s
+    assert holders(prefixes) == set()
+
+
+def test_the_last_that_had_it_are_remembered(prefixes: Prefixes) -> None:
+    two = PrefixPolicy(holders=2)
+    for holding in (STUDIO, LAPTOP, STUDIO, ("mini", "1")):
+        prefixes.sent("p", holding, two)
+    assert holders(prefixes) == {STUDIO, ("mini", "1")}
+    prefixes.sent("p", STUDIO, PrefixPolicy(holders=0))
+    assert holders(prefixes) == set()
+
+
+def test_a_flood_of_system_prompts_pushes_out_the_oldest(prefixes: Prefixes) -> None:
+    for number in range(KEYS_KEPT + 5):
+        prefixes.sent(str(number), STUDIO, RULES)
+    assert len(prefixes) == KEYS_KEPT
+    assert holders(prefixes, "4") == set()
+    assert holders(prefixes, "5") == {STUDIO}
+
+
+def test_what_a_worker_counted_confirms_or_drops_its_claim(prefixes: Prefixes) -> None:
+    prefixes.sent("p", STUDIO, RULES)
+    prefixes.told("p", STUDIO, Usage(100, 5, 0), expected=False)
+    assert holders(prefixes) == {STUDIO}, "it has read it now"
+    prefixes.told("p", STUDIO, Usage(100, 5, 90), expected=True)
+    prefixes.told("p", STUDIO, None, expected=True)
+    assert holders(prefixes) == {STUDIO}, "what failed later says nothing of it"
+    prefixes.told("p", STUDIO, Usage(100, 5, 0), expected=True)
+    assert holders(prefixes) == set()
+    assert prefixes.untrue == 1
+
+
+def announced(fake: FakeWorker, *names: str, held: int | None = None) -> WorkerReport:
+    return fake.report(prefixes=names, prefixes_held=len(names) if held is None else held)
+
+
+def test_what_a_worker_stored_and_evicted_is_learnt_from_its_reports(prefixes: Prefixes) -> None:
+    fake = FakeWorker(worker_id="studio", boot_id="1")
+    fake.socket.close()
+    prefixes.announced(announced(fake, "p", "q"))
+    assert holders(prefixes) == holders(prefixes, "q") == {STUDIO}
+    prefixes.sent("p", LAPTOP, RULES)
+    prefixes.announced(announced(fake, "q"))
+    assert holders(prefixes) == {LAPTOP}, "evicted there, and nowhere else"
+    # One that is only not among those that are told is not evicted.
+    prefixes.announced(announced(fake, "r", held=3))
+    assert holders(prefixes, "q") == holders(prefixes, "r") == {STUDIO}
+
+
+def test_what_is_being_read_is_not_forgotten_for_a_report_that_has_it_not_yet(
+    prefixes: Prefixes,
+) -> None:
+    fake = FakeWorker(worker_id="studio", boot_id="1")
+    fake.socket.close()
+    prefixes.announced(announced(fake, "q"))
+    prefixes.sent("p", STUDIO, RULES)
+    prefixes.announced(announced(fake, "q"))
+    assert holders(prefixes) == {STUDIO}
+
+
+def worker_of(holding: tuple[str, str], in_flight: int = 0) -> WorkerView:
+    lane = LaneView.of(lane_report("vlm"), in_flight)
+    return WorkerView.of(holding[0], ("demo",), (lane,), boot_id=holding[1])
+
+
+def first_of(*workers: WorkerView, seed: int = 0) -> str:
+    fleet = FleetView.of(workers, frozenset(("demo",)))._replace(holders=frozenset((STUDIO,)))
+    return decide(CASE, fleet, Random(seed)).candidates[0].worker_id
+
+
+CASE = Case(shipped_policy(), SAMPLED)
+
+
+def test_a_holder_is_first_until_it_is_much_busier() -> None:
+    """Of four rows: at two it is still asked, at three the other one reads the prompt too."""
+    found = [first_of(worker_of(STUDIO, busy), worker_of(LAPTOP)) for busy in range(5)]
+    assert found == ["studio"] * 3 + ["laptop"] * 2
+
+
+def test_a_full_holder_is_not_waited_for() -> None:
+    assert first_of(worker_of(STUDIO, 4), worker_of(LAPTOP, 3)) == "laptop"
+
+
+def test_what_a_worker_held_ends_with_its_life() -> None:
+    restarted = worker_of(("studio", "2"))
+    firsts = {first_of(restarted, worker_of(LAPTOP), seed=seed) for seed in range(50)}
+    assert firsts == {"studio", "laptop"}
+
+
+@given(
+    busy=st.lists(st.integers(0, 5), min_size=1, max_size=6),
+    held=st.sets(st.integers(0, 5)),
+    seed=st.integers(0, 99),
+)
+def test_holders_change_the_order_and_never_who_may_answer(
+    busy: list[int], held: set[int], seed: int
+) -> None:
+    workers = tuple(worker_of((f"mac-{n}", "1"), count) for n, count in enumerate(busy))
+    plain = FleetView.of(workers, frozenset(("demo",)))
+    marked = plain._replace(holders=frozenset((f"mac-{n}", "1") for n in held))
+    without, found = (decide(CASE, fleet, Random(seed)).candidates for fleet in (plain, marked))
+    assert {one.worker_id for one in without} == {one.worker_id for one in found}
+    assert {one.worker_id for one in found if one.holder} <= {f"mac-{n}" for n in held}
+    least = min(one.load for one in found)
+    assert found[0].load <= least + 0.625
+    assert not found[0].holder or found[0].load < 1 or found[0].load == least

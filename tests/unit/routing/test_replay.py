@@ -1,0 +1,69 @@
+"""What is remembered of the last requests: enough to decide again, bounded, and no text."""
+
+from __future__ import annotations
+
+from gateway.routing.replay import CASES_KEPT, RecentCases
+from gateway.routing.select import Case
+from gateway.routing.view import FleetView
+from policies.compiler import Asker
+from policies.document import read_policy, shipped_policy
+from policies.request.profile import bypass_reasons
+from tests.support.fleet_views import fleet, worker
+from tests.support.policies import document
+from tests.support.request_profiles import GREEDY, SAMPLED
+
+OLD = shipped_policy()
+NEW = read_policy(document("all", lanes=("text-mtp", "vlm")), "test")
+FLEET = fleet(worker("a"))
+NOBODY = FleetView.of((), frozenset())
+
+
+async def test_the_last_ten_thousand_are_replayed() -> None:
+    recent = RecentCases()
+    for number in range(CASES_KEPT + 500):
+        recent.remember(Case(OLD, GREEDY if number < CASES_KEPT else SAMPLED))
+    moves = await recent.moves(OLD, NEW, FLEET)
+    assert moves == {("text-mtp", "all"): CASES_KEPT - 500, ("vlm", "all"): 500}
+
+
+async def test_the_same_policy_moves_nothing_whatever_the_fleet_is() -> None:
+    recent = RecentCases()
+    for profile in (GREEDY, SAMPLED):
+        recent.remember(Case(OLD, profile))
+    for view in (FLEET, fleet(worker("a", text_mtp=9)), NOBODY):
+        moves = await recent.moves(OLD, OLD, view)
+        assert all(before == after for before, after in moves)
+    assert await recent.moves(OLD, NEW, NOBODY) == {("none", "none"): 2}
+
+
+async def test_who_asked_and_which_pools_their_key_may_use_are_replayed_too() -> None:
+    recent = RecentCases()
+    routes = [
+        {"name": "blue", "when": {"team": "blue"}, "to": "vlm"},
+        {"name": "rest", "to": ["text-mtp", "all"]},
+    ]
+    pools = {name: {"lanes": "vlm"} for name in ("vlm", "text-mtp", "all")}
+    by_team = read_policy({"version": 1, "routes": routes, "pools": pools}, "test")
+    recent.remember(Case(OLD, SAMPLED, Asker(team="blue")))
+    recent.remember(Case(OLD, SAMPLED, Asker(team="red"), frozenset({"vlm", "all"})))
+    recent.remember(Case(OLD, SAMPLED, Asker(team="red"), frozenset({"elsewhere"})))
+    assert await recent.moves(OLD, by_team, FLEET) == {
+        ("vlm", "vlm"): 1,
+        ("vlm", "all"): 1,
+        ("none", "none"): 1,
+    }
+
+
+def test_no_text_and_nothing_long_is_kept_and_the_case_is_decided_alike() -> None:
+    recent = RecentCases()
+    bias = tuple((token, 1.0) for token in range(1024))
+    profile = GREEDY._replace(
+        stop=("canary words",) * 16, sampling=GREEDY.sampling._replace(logit_bias=bias)
+    )
+    asker = Asker(key="k1", headers={"x-app": "batch"})
+    recent.remember(Case(OLD, profile, asker))
+    (kept,) = recent._cases
+    assert "canary" not in repr(kept)
+    assert len(kept.profile.sampling.logit_bias) == 1
+    assert bypass_reasons(kept.profile) == bypass_reasons(profile)
+    assert (kept.policy, kept.asker) == (OLD, asker)
