@@ -1,15 +1,20 @@
-"""The demo checkpoint on this thread, and lanes that a test steps itself."""
+"""The demo checkpoint on this thread, and lanes that a test steps itself.
+
+One running line for the tests that only ask it; those that break one start their own.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from openai import AsyncOpenAI, OpenAI
 
 from policies.request.profile import Bypass, Sampling
+from tests.support.paceline_process import Line, running_line
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
@@ -154,3 +159,24 @@ def run(lane: Lane) -> None:
     """Step a lane until nothing is left to do."""
     while lane.busy:
         lane.step()
+
+
+@pytest.fixture(scope="session")
+def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
+    """`paceline up` on the demo model."""
+    with running_line(tmp_path_factory.mktemp("line")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(line: Line) -> Iterator[OpenAI]:
+    """The `openai` package as it is, with a new base_url."""
+    with OpenAI(base_url=f"{line.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened
+
+
+@pytest.fixture
+async def async_client(line: Line) -> AsyncIterator[AsyncOpenAI]:
+    """The same, for many requests at a time."""
+    async with AsyncOpenAI(base_url=f"{line.url}/v1", api_key="none", max_retries=0) as opened:
+        yield opened

@@ -10,7 +10,7 @@ Where a model looks: the attention of some tokens over everything it has read.
 Duck-typed to mlx-vlm's Qwen3.5 language model, beside `seam.py` and in its manner: the model runs
 as it is, gives the inputs of its attention layers (`capture_layer_ids`), and what its queries would
 have seen in the caches is worked out from them. Nothing is patched, so the same weights may serve
-rows at the same time. `tests/engine/test_draft_attention.py` fails when mlx-vlm moves.
+rows at the same time. `tests/model/test_mlx_vlm_contract.py` fails when mlx-vlm moves.
 """
 
 from __future__ import annotations

@@ -1,19 +1,37 @@
-"""Keys are made once, shown once, kept as digests, and changed while it runs."""
+"""Keys are made once, shown once, kept as digests, and changed while it runs.
+
+A key that is revoked or expires ends its running answers too.
+
+A policy that lacks a pool which keys name: it is told of, and not refused.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from pydantic import SecretStr
 
+from gateway.cli import main
 from gateway.errors import StartRefused
 from gateway.server import Ending, serve
-from tests.support.running_gateway import Gateway, bearing, error_of, eventually, settings_for_tests
-from tests.support.scripted_worker import FakeWorker
+from tests.support.policies import Admin, as_yaml, document
+from tests.support.running_gateway import (
+    Gateway,
+    bearing,
+    chat_body,
+    error_of,
+    eventually,
+    settings_for_tests,
+)
+from tests.support.scripted_worker import DONE, FakeWorker, Script
 
 
 def test_a_key_is_shown_once_and_its_secret_is_kept_nowhere(line: Gateway, tmp_path: Path) -> None:
@@ -210,3 +228,190 @@ def test_a_key_that_is_damaged_while_it_runs_opens_nothing(
             record["models"] = "demo"
         (tmp_path / "state.json").write_text(json.dumps(state))
         eventually(lambda: gateway.chat().status_code == 401)
+
+
+def test_a_revoked_key_stops_at_once(line: Gateway) -> None:
+    made, other = line.make_key(), line.make_key()
+    line.bear(made["secret"])
+    assert line.chat().status_code == 200
+    revoked = line.admin.delete(f"/admin/v1/keys/{made['id']}").json()
+    assert revoked["state"] == "revoked"
+    assert error_of(line.chat()) == (401, "invalid_api_key")
+    line.bear(other["secret"])
+    assert line.chat().status_code == 200
+    again = line.admin.delete(f"/admin/v1/keys/{made['id']}").json()
+    assert again == revoked, "it was revoked when it was revoked"
+
+
+def test_f51_a_revoked_key_stops_a_running_stream(line: Gateway, worker: FakeWorker) -> None:
+    made, other = line.make_key(), line.make_key()
+    worker.script = Script(hang_after=3)
+    body = chat_body(stream=True)
+    path = "/v1/chat/completions"
+    with (
+        line.client.stream("POST", path, json=body, headers=bearing(made)) as ended,
+        line.client.stream("POST", path, json=body, headers=bearing(other)) as going,
+    ):
+        of_ended, of_going = ended.iter_raw(), going.iter_raw()
+        next(of_ended)
+        received = next(of_going)
+        line.admin.delete(f"/admin/v1/keys/{made['id']}")
+        rest = b"".join(of_ended)
+        worker.go_on.set()
+        received += b"".join(of_going)
+    assert b'"code":"key_revoked"' in rest
+    assert b"[DONE]" not in rest
+    assert received.endswith(DONE)
+
+
+def test_a_revoked_key_ends_an_answer_that_has_not_begun(line: Gateway, worker: FakeWorker) -> None:
+    made = line.make_key()
+    worker.script = Script(hang=True)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(
+            line.client.post, "/v1/chat/completions", json=chat_body(), headers=bearing(made)
+        )
+        assert worker.hearing.wait(10)
+        line.admin.delete(f"/admin/v1/keys/{made['id']}")
+        assert error_of(waiting.result(30)) == (401, "key_revoked")
+
+
+def test_an_expired_key_stops_and_so_does_its_stream(line: Gateway, worker: FakeWorker) -> None:
+    soon = datetime.now(UTC) + timedelta(seconds=1.5)
+    made = line.make_key(expires_at=soon.isoformat())
+    line.bear(made["secret"])
+    worker.script = Script(hang_after=3)
+    with line.stream() as answer:
+        received = b"".join(answer.iter_raw())
+    assert b'"code":"key_revoked"' in received
+    assert error_of(line.chat()) == (401, "invalid_api_key")
+    assert line.admin.get(f"/admin/v1/keys/{made['id']}").json()["state"] == "expired"
+
+
+def test_a_key_expires_also_while_the_state_cannot_be_read(line: Gateway, tmp_path: Path) -> None:
+    soon = datetime.now(UTC) + timedelta(seconds=1.5)
+    line.bear(line.make_key(expires_at=soon.isoformat())["secret"])
+    assert line.chat().status_code == 200
+    (tmp_path / "state.json").write_text("{")
+    eventually(lambda: line.chat().status_code == 401)
+
+
+def test_f50_a_key_that_another_gateway_revokes_stops_here_too(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    """S12 (LiteLLM #35535, #9820): no process goes on with what it remembers of a key."""
+    with (
+        Gateway(settings_for_tests(tmp_path)) as here,
+        Gateway(settings_for_tests(tmp_path)) as there,
+    ):
+        here.join(worker)
+        made = there.make_key()
+        here.bear(made["secret"])
+        eventually(lambda: httpx.get(f"{here.url}/v1/models").status_code == 401)
+        worker.script = Script(hang_after=3)
+        with here.stream() as answer:
+            pieces = answer.iter_raw()
+            next(pieces)
+            there.admin.delete(f"/admin/v1/keys/{made['id']}")
+            rest = b"".join(pieces)
+        assert b'"code":"key_revoked"' in rest
+        assert error_of(here.chat()) == (401, "invalid_api_key")
+
+
+def test_whoever_changes_a_revoked_key_does_not_bring_it_back(
+    tmp_path: Path, worker: FakeWorker
+) -> None:
+    """CVE-2026-12795 and LiteLLM #9820: an update and a revocation at the same moment."""
+    with Gateway(settings_for_tests(tmp_path)) as gateway:
+        gateway.join(worker)
+        made = gateway.make_key()
+        path = f"/admin/v1/keys/{made['id']}"
+        before = json.loads((tmp_path / "state.json").read_text())["keys"][made["id"]]
+        gateway.admin.delete(path)
+        # As another gateway would that read the key before: the whole record, written late.
+        state = json.loads((tmp_path / "state.json").read_text())
+        state["keys"][made["id"]] = {**before, "team": "late"}
+        (tmp_path / "state.json").write_text(json.dumps(state))
+        late = gateway.admin.get(path).json()
+        assert (late["team"], late["state"]) == ("late", "revoked")
+        assert error_of(gateway.admin.patch(path, json={"team": "x"})) == (409, "key_is_revoked")
+        gateway.bear(made["secret"])
+        assert error_of(gateway.chat()) == (401, "invalid_api_key")
+
+
+def sentences(told: dict[str, list[dict[str, str]]]) -> list[str]:
+    return [warning["sentence"] for warning in told["warnings"]]
+
+
+def test_a_policy_that_lacks_the_pools_of_a_key_is_applied_with_a_warning(
+    line: Gateway, admin: Admin
+) -> None:
+    line.make_key(name="everywhere")
+    gone = line.make_key(name="gone", pools=["text-mtp"])
+    line.admin.delete(f"/admin/v1/keys/{gone['id']}")
+    ann = line.make_key(name="Ann", pools=["text-mtp"])
+    bob = line.make_key(name="Bob", pools=["text-mtp", "vlm"])
+    told = [
+        f"the key {ann['id']} (Ann) names 'text-mtp', which is not there: it could use no pool at "
+        "all",
+        f"the key {bob['id']} (Bob) names 'text-mtp', which is not there: only vlm is left to it",
+    ]
+    assert sentences(admin.ask("/validate", document("vlm"))) == told
+    assert sentences(admin.ask("/diff", document("vlm"))) == told
+    applied = admin.put(document("vlm"))
+    assert (applied.status_code, sentences(applied.json())) == (200, told)
+    back = admin.edit("POST", {"version": 1}, "/rollback")
+    assert (back.status_code, sentences(back.json())) == (200, [])
+
+
+@pytest.mark.parametrize("way", ["an admin", "the file", "the file at a start"])
+def test_whoever_changes_the_policy_is_warned_aloud_of_keys_that_it_strands(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    way: str,
+) -> None:
+    monkeypatch.setattr("gateway.config.policy_file.LOOK_S", 0.05)
+    file = tmp_path / "policy.yaml"
+    file.write_text(as_yaml(document("a")))
+    settings = settings_for_tests(tmp_path, policy=file)
+
+    def warned() -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
+
+    with Gateway(settings) as gateway, Admin(gateway.url) as admin:
+        gateway.make_key(name="Ann", pools=["a"])
+        assert not warned()
+        if way == "an admin":
+            admin.put(document("b"))
+        elif way == "the file":
+            file.write_text(as_yaml(document("b")))
+            eventually(lambda: bool(warned()))
+    if way == "the file at a start":
+        file.write_text(as_yaml(document("b")))
+        with Gateway(settings):
+            pass
+    (warning,) = warned()
+    assert warning.startswith("policy.warning version=2 what=the key key-")
+    assert "(Ann) names 'a', which is not there" in warning
+
+
+def test_a_pool_gets_another_name_and_its_keys_follow(line: Gateway, admin: Admin) -> None:
+    ann = line.make_key(name="Ann", pools=["vlm"])
+    line.bear(ann["secret"])
+    assert len(admin.put(document("all")).json()["warnings"]) == 1
+    assert line.chat().json()["error"]["code"] == "pool_not_allowed"
+    follows = line.admin.patch(f"/admin/v1/keys/{ann['id']}", json={"pools": ["all"]})
+    assert follows.status_code == 200
+    assert line.chat().headers["x-paceline-pool"] == "all"
+
+
+def test_the_command_warns_too(
+    line: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line.make_key(name="Ann", pools=["text-mtp"])
+    file = tmp_path / "mine.yaml"
+    file.write_text(as_yaml(document("vlm")))
+    for command in (["validate"], ["diff"], ["apply", "--note", "x"]):
+        assert main(["policy", *command, str(file), "--url", line.url]) == 0
+        assert "(Ann) names 'text-mtp', which is not there" in capsys.readouterr().out

@@ -1,8 +1,16 @@
-"""Under which names a gateway answers, and which headers cross it: none."""
+"""Under which names a gateway answers, and which headers cross it: none.
+
+S22: a page of another site, open in a browser on this machine, gets nothing out of a gateway.
+
+A browser sends a form, or what looks like one, to any address and asks nobody before; where no key
+is asked for, the headers that no page can choose are all that tells.
+"""
 
 from __future__ import annotations
 
+import json
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -11,7 +19,7 @@ import pytest
 from gateway.auth.origins import Hosts
 from gateway.config.settings import Settings
 from gateway.errors import HostRefused
-from tests.support.running_gateway import Gateway, chat_body, settings_for_tests
+from tests.support.running_gateway import Gateway, bearing, chat_body, error_of, settings_for_tests
 from tests.support.scripted_worker import TOKEN, FakeWorker, Script
 
 ROUTES = ("/livez", "/v1/models", "/v1/status", "/admin/v1/workers", "/nothing")
@@ -117,3 +125,136 @@ def test_no_header_of_a_worker_reaches_the_client(
         *("content-type", "content-length", "x-request-id", "x-paceline-pool"),
         *("x-paceline-worker", "x-paceline-reason", "x-paceline-prefix", "x-paceline-attempts"),
     }
+
+
+ORIGINS = ("https://evil.example", "null", "http://localhost:1", "http://127.0.0.1", "file://", "")
+KINDS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")
+FOLLOWED = {
+    "sec-fetch-site": "cross-site",
+    "sec-fetch-mode": "navigate",
+    "sec-fetch-dest": "document",
+}
+ROUTES_test_foreign_pages = {
+    "/v1/chat/completions": chat_body(),
+    "/v1/completions": {"model": "demo", "prompt": "x"},
+    "/v1/route/explain": chat_body(),
+}
+
+
+def blind(
+    gateway: Gateway, path: str, kind: str = "text/plain", **headers: str
+) -> tuple[int, str, httpx.Headers]:
+    """Send what a page can send to another site; headers are named with underscores."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    named["content-type"] = kind
+    answer = httpx.post(
+        gateway.url + path, content=json.dumps(ROUTES_test_foreign_pages[path]), headers=named
+    )
+    told = answer.json()
+    return answer.status_code, told.get("error", {}).get("code", ""), answer.headers
+
+
+@pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_where_no_key_is_asked_for_a_page_of_another_site_is_refused(
+    line: Gateway, worker: FakeWorker, path: str, origin: str
+) -> None:
+    for kind in KINDS:
+        status, code, headers = blind(line, path, kind, origin=origin)
+        assert (status, code) == (403, "not_allowed")
+        assert not [name for name in headers if name.startswith("access-control")]
+    assert not worker.heard
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site"])
+@pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
+def test_a_page_that_hides_its_origin_is_refused_too(
+    line: Gateway, worker: FakeWorker, path: str, site: str
+) -> None:
+    assert blind(line, path, sec_fetch_site=site, sec_fetch_mode="no-cors")[0] == 403
+    assert not worker.heard
+
+
+@pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
+def test_programs_and_own_pages_are_served_as_ever(line: Gateway, path: str) -> None:
+    assert blind(line, path)[0] == 200
+    assert blind(line, path, sec_fetch_mode="cors")[0] == 200, "as Node's fetch says"
+    for site in ("same-origin", "none"):
+        assert blind(line, path, sec_fetch_site=site, sec_fetch_mode="cors")[0] == 200
+    own = blind(line, path, origin=line.url, sec_fetch_site="same-origin")
+    assert own[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/status"])
+def test_a_link_may_be_followed_from_anywhere_and_a_page_may_not_look(
+    line: Gateway, path: str
+) -> None:
+    assert line.client.get(path, headers=FOLLOWED).status_code == 200
+    looked = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+    assert error_of(line.client.get(path, headers=looked)) == (403, "not_allowed")
+
+
+@pytest.mark.parametrize(
+    "marks",
+    [
+        {"origin": "http://evil.example", "sec-fetch-mode": "cors", "sec-fetch-dest": "empty"},
+        {"sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"},
+        {"sec-fetch-mode": "navigate", "sec-fetch-dest": "iframe"},
+        {"sec-fetch-mode": "navigate", "sec-fetch-dest": "object"},
+    ],
+)
+def test_no_page_of_another_site_can_hold_a_stream_of_the_state_open(
+    line: Gateway, marks: dict[str, str]
+) -> None:
+    """An EventSource tells its origin, a picture or a frame only that it is of another site."""
+    headers = {"sec-fetch-site": "cross-site", **marks}
+    refused = line.client.get("/v1/status/events", headers=headers)
+    assert error_of(refused) == (403, "not_allowed")
+
+
+def test_who_shows_a_key_may_come_from_anywhere(line: Gateway) -> None:
+    """An extension of a browser has an origin of its own, and a key that was typed into it."""
+    headers = {"origin": "chrome-extension://abc", **bearing(line.make_key())}
+    assert line.client.post("/v1/chat/completions", json=chat_body()).status_code == 401
+    assert blind(line, "/v1/chat/completions", **headers)[0] == 200
+
+
+@pytest.fixture(params=[None, 0], ids=["one port", "a port for admins"])
+def unkeyed(
+    request: pytest.FixtureRequest, tmp_path: Path, worker: FakeWorker
+) -> Iterator[Gateway]:
+    with Gateway(settings_for_tests(tmp_path, admin_port=request.param)) as gateway:
+        assert gateway.join(worker).status_code == 200
+        yield gateway
+
+
+WORKER = "/admin/v1/workers/fake-a"
+EDITS = (
+    ("POST", "/admin/v1/keys"),
+    ("POST", "/admin/v1/policy/validate"),
+    ("POST", f"{WORKER}/drain"),
+)
+
+
+@pytest.mark.parametrize("origin", ORIGINS)
+def test_nothing_of_the_admin_plane_opens_to_a_page_of_another_site(
+    unkeyed: Gateway, origin: str
+) -> None:
+    marks = ({"origin": origin}, {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"})
+    for headers in marks:
+        for method, path in EDITS:
+            sent = headers | {"content-type": "text/plain"}
+            refused = unkeyed.admin.request(method, path, content=b'{"name": "x"}', headers=sent)
+            assert error_of(refused) == (403, "not_allowed")
+        looked = unkeyed.admin.get("/admin/v1/keys", headers=headers)
+        assert error_of(looked) == (403, "not_allowed")
+    assert unkeyed.admin.get("/admin/v1/keys").json() == {"keys": []}
+    (told,) = unkeyed.admin.get("/admin/v1/workers").json()["workers"]
+    assert told["state"] == "ready"
+
+
+def test_the_page_for_admins_opens_by_a_link_and_asks_its_own_gateway(unkeyed: Gateway) -> None:
+    assert unkeyed.admin.get("/admin", headers=FOLLOWED).status_code == 200
+    own = {"origin": str(unkeyed.admin.base_url).rstrip("/"), "sec-fetch-site": "same-origin"}
+    made = unkeyed.admin.post("/admin/v1/keys", json={"name": "own"}, headers=own)
+    assert made.status_code == 201

@@ -1,6 +1,13 @@
 """Advisories about what a request, or a worker, brings along: each a test that carries its number.
 
 Those about what a request may say are in test_advisories.py.
+
+Advisories about gateways and engines like these, each a test that carries its number.
+
+Those about keys, routes and secrets are in test_guards.py, test_foreign_pages.py,
+test_key_reach.py, test_key_endings.py and test_canary.py, those about what comes along with a
+request in test_hostile_input.py, S40 and S50 where control tokens and system prompts are; here are
+those about what a request may say.
 """
 
 from __future__ import annotations
@@ -9,12 +16,18 @@ import ast
 import gzip
 import importlib
 import inspect
+import itertools
 import json
 import pkgutil
+import re
 import socket
+import subprocess
+import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -24,7 +37,7 @@ import policies
 from tests.support.canary_listener import Trap, said
 from tests.support.http_server import Link, Request
 from tests.support.images import data_url, png_header
-from tests.support.policies import Admin
+from tests.support.policies import Admin, document
 from tests.support.running_gateway import Gateway, chat_body, error_of, serving, settings_for_tests
 from tests.support.scripted_worker import FakeWorker, Script, event, stream_events
 
@@ -224,3 +237,237 @@ def test_s46_schemas_leave_nothing_behind(
         assert line.chat(response_format=form).status_code == 200
     assert len(worker.heard) == 50
     assert kept() == before
+
+
+ROOT = Path(__file__).parents[3]
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/route/explain")
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("api_base", "base_url", "api_key", "headers", "extra_headers", "extra_body", "url"),
+        *("adapters", "draft_model", "model_file", "trust_remote_code", "model_path", "lora"),
+        *("best_of", "chat_template", "documents", "add_generation_prompt", "prompt_embeds"),
+    ],
+)
+def test_s07_s43_s48_no_body_says_where_or_with_what_a_model_runs(
+    line: Gateway, worker: FakeWorker, trap: Trap, path: str, field: str
+) -> None:
+    """CVE-2024-6587, GHSA-h7x2-h6g9-p789, CVE-2025-62426, CVE-2025-61620, CVE-2026-5843."""
+    body = {"model": "demo", "prompt": "x"} if path == "/v1/completions" else chat_body()
+    answer = line.client.post(path, json={**body, field: trap.url})
+    assert said(answer) == (400, "invalid_value", field)
+    assert trap.untouched()
+    assert not worker.heard
+
+
+def test_s08_an_address_that_comes_without_a_key_is_never_asked(line: Gateway, trap: Trap) -> None:
+    """CVE-2026-42271, CVE-2026-30623."""
+    for key in ("", "Bearer wrong"):
+        answer = line.client.put(
+            "/admin/v1/workers/evil",
+            json={"worker_id": "evil", "url": trap.url},
+            headers={"authorization": key},
+        )
+        assert said(answer) == (401, "invalid_api_key", None)
+    assert line.client.get("/metrics").status_code == 200
+    assert trap.untouched()
+
+
+TEMPLATES = ("{{7*7}}", "${7*7}", "{% for x in range(9) %}x{% endfor %}", "%(x)s", "{0.__class__}")
+
+
+@pytest.mark.parametrize("text", TEMPLATES)
+def test_s09_s47_text_is_no_template_and_arguments_are_no_code(
+    line: Gateway, worker: FakeWorker, text: str
+) -> None:
+    """CVE-2026-42203, CVE-2024-2952, CVE-2025-9141: what is said goes on as it was said."""
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": text}}
+    messages = [
+        {"role": "system", "content": text},
+        {"role": "user", "content": text},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": text},
+    ]
+    assert line.chat(messages=messages, tools=[TOOL]).status_code == 200
+    sent = worker.heard[0].body["messages"]
+    assert [message.get("content") for message in sent] == [text, text, None, text]
+    assert sent[2]["tool_calls"] == [call]
+    with Admin(line.url) as admin:
+        assert admin.put(document(), x_paceline_note=quote(text)).status_code == 200
+        assert admin.get("/history").json()["versions"][0]["note"] == text
+
+
+def test_s09_s16_s21_s49_the_gateway_loads_nothing_that_runs_or_unpacks_what_it_reads() -> None:
+    """CVE-2026-42203, CVE-2024-8984, CVE-2024-47874, CVE-2024-4264, CVE-2025-32444."""
+    listed = "import gateway.cli, gateway.server, sys; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", listed], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "gateway.app" in loaded
+    assert "jinja2" not in loaded
+    installed = (ROOT / "locks/gateway.txt").read_text()
+    assert not re.search(
+        r"^(jinja2==|python-multipart==|h11==0\.1[0-5]\.)", installed, re.MULTILINE
+    )
+    runs = re.compile(
+        r"(?<![\w.])(?:eval|exec|compile|__import__)\(|pickle|literal_eval|yaml\.load\("
+    )
+    for file in (*(ROOT / "gateway").rglob("*.py"), *(ROOT / "policies").rglob("*.py")):
+        assert not runs.search(file.read_text()), file
+    rules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
+    assert "S" in rules["select"]
+    assert not [glob for glob in rules["per-file-ignores"] if glob.startswith(("gateway", "polic"))]
+
+
+def test_s15_a_megabyte_of_headers_is_refused_before_it_is_all_read(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    """CVE-2025-48956."""
+    with socket.create_connection(("127.0.0.1", int(line.url.rpartition(":")[2]))) as raw:
+        raw.settimeout(10)
+        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx: ")
+        try:
+            for _ in range(64):
+                raw.sendall(b"a" * 16_384)
+        except ConnectionError:
+            pass  # it has heard enough
+        else:
+            assert raw.recv(100).startswith(b"HTTP/1.1 431 ")
+    assert line.chat().status_code == 200
+    assert len(worker.heard) == 1
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/admin/v1/keys", "/admin/v1/policy/validate"])
+@pytest.mark.parametrize("kind", ["multipart/form-data; boundary=x", "text/plain"])
+def test_s16_a_form_is_refused_and_none_of_its_parts_is_read(
+    line: Gateway, worker: FakeWorker, path: str, kind: str
+) -> None:
+    """CVE-2024-8984, CVE-2025-54121."""
+    form = (
+        b"--x" + b"-" * 100_000 + b'\r\ncontent-disposition: form-data; name="a"\r\n\r\n1\r\n--x--'
+    )
+    answer = line.client.post(path, content=form, headers={"content-type": kind})
+    assert answer.status_code in {400, 413, 415}
+    assert not worker.heard
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"transfer-encoding: chunked\r\n\r\n2\r\n{}XX0\r\n\r\n",
+        b"transfer-encoding: chunked\r\n\r\n2\n{}\n0\n\n",
+        b"transfer-encoding: chunked\r\n\r\n-2\r\n{}\r\n0\r\n\r\n",
+        b"transfer-encoding: chunked\r\n\r\n0x2\r\n{}\r\n0\r\n\r\n",
+        b"transfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"transfer-encoding: xchunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"transfer-encoding : chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+        b"content-length: +2\r\n\r\n{}",
+        b"content-length: 2, 2\r\n\r\n{}",
+    ],
+)
+def test_s18_a_body_whose_end_is_in_doubt_hides_no_second_request(
+    line: Gateway, worker: FakeWorker, body: bytes
+) -> None:
+    """CVE-2025-43859."""
+    hidden = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", int(line.url.rpartition(":")[2]))) as raw:
+        raw.settimeout(10)
+        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + body + hidden)
+        raw.shutdown(socket.SHUT_WR)
+        told = b""
+        while part := raw.recv(65_536):
+            told += part
+    assert b"alive" not in told
+    assert not told or told.startswith(b"HTTP/1.1 400 ")
+    assert not worker.heard
+
+
+REMOTE = (
+    *("http://127.0.0.1:{port}/", "http://localhost.:{port}/", "http://[::1]:{port}/"),
+    *("http://2130706433:{port}/", "http://0x7f000001:{port}/", "http://[::ffff:7f00:1]:{port}/"),
+    *("http://169.254.169.254/latest", "http://100.64.0.1/", "http://[64:ff9b::7f00:1]/"),
+    *("http://good.example\\@127.0.0.1:{port}/", "https://good.example@127.0.0.1:{port}/"),
+    *("https://good.example.evil.example/", "//127.0.0.1:{port}/", "ftp://127.0.0.1:{port}/"),
+    *("/etc/passwd", "file:///etc/passwd", "../x.png", "~/.ssh/id_rsa", "\\\\host\\share\\x.png"),
+    "DATA:",
+)
+NO_PICTURES = ("data:text/html;base64,PGI+", "data:video/jpeg;base64,AA==,AA==", "data:,x")
+PICTURES = ("image_url", "input_image", "image")
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        *itertools.product((*PICTURES, "video_url", "audio_url"), REMOTE),
+        *itertools.product(PICTURES, NO_PICTURES),
+    ],
+)
+def test_s30_s31_s33_s34_nothing_is_fetched_for_a_client(
+    line: Gateway, worker: FakeWorker, trap: Trap, kind: str, source: str
+) -> None:
+    """GHSA-3f6c-7fw2-ppm4, CVE-2026-24779, vllm-mlx #320, CVE-2025-3777."""
+    url = source.format(port=trap.port)
+    for told in (url, {"url": url}):
+        content = [{"type": "text", "text": "x"}, {"type": kind, kind: told}]
+        answer = line.chat(messages=[{"role": "user", "content": content}])
+        status, code, param = said(answer)
+        assert (status, code) == (400, "invalid_value")
+        assert (param or "").startswith("messages[0].content[1]")
+    assert trap.untouched()
+    assert not worker.heard
+
+
+def test_s38_s39_pictures_are_counted_before_any_is_decoded(
+    line: Gateway, worker: FakeWorker
+) -> None:
+    """CVE-2026-34755, CVE-2026-5497."""
+    small = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
+    large = {"type": "image_url", "image_url": {"url": data_url(png_header(30_000, 30_000))}}
+    for content in ([small] * 5_000, [large]):
+        answer = line.chat(messages=[{"role": "user", "content": content}])
+        assert said(answer)[:2] == (400, "invalid_value")
+    assert not worker.heard
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"n": 10**9}, "n"),
+        ({"n": 2**63}, "n"),
+        ({"logprobs": True, "top_logprobs": 10**9}, "top_logprobs"),
+        ({"max_tokens": 10**12}, "max_tokens"),
+        ({"max_completion_tokens": 10**400}, "max_tokens"),
+        ({"stop": ["x"] * 1000}, "stop"),
+        ({"logit_bias": {str(token): 1 for token in range(5000)}}, "logit_bias"),
+        ({"thinking_budget": 2**31}, "thinking_budget"),
+        ({"top_k": 2**40}, "top_k"),
+        ({"seed": 2**64}, "seed"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_embeds"}]}]}, None),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"chat_template": "{{x}}"}}, "chat_template_kwargs"),
+        ({"tools": [TOOL] * 10_000}, "tools"),
+        ({"guided_regex": "(a+)+" * 100_000}, "guided_regex"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_s41_s42_s43_s44_s49_what_would_break_an_engine_stops_here(
+    line: Gateway, worker: FakeWorker, fields: dict[str, Any], param: str | None
+) -> None:
+    """CVE-2026-34756, CVE-2024-8768, CVE-2025-62426, CVE-2025-48944, CVE-2025-62164."""
+    status, code, named = said(line.chat(**fields))
+    assert (status, code) == (400, "invalid_value")
+    assert param is None or named in {param, "max_completion_tokens"}
+    assert not worker.heard
+
+
+def test_s42_a_prompt_without_a_word_reaches_no_engine(line: Gateway, worker: FakeWorker) -> None:
+    """CVE-2024-8768."""
+    answer = line.client.post("/v1/completions", json={"model": "demo", "prompt": ""})
+    assert said(answer) == (400, "invalid_value", "prompt")
+    assert not worker.heard

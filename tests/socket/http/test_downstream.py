@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gateway.http.downstream import HEAD_LIMIT_BYTES, HEADERS_LIMIT
-from tests.gateway.raw_client import PATH, connected, request, streamed, told
+from tests.support.raw_client import PATH, connected, request, streamed, told
 from tests.support.running_gateway import Gateway, eventually, settings_for_tests
 from tests.support.scripted_worker import DONE, FakeWorker, chunk, stream_events
 

@@ -1,13 +1,19 @@
-"""One connection to a worker, over a real socket: whose bytes are whose, and when it is kept."""
+"""One connection to a worker, over a real socket: whose bytes are whose, and when it is kept.
+
+HTTP chunks of an answer that pass as they came, over a real socket.
+
+An answer that is poured into a sink as it comes, over a real socket.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from random import Random
 
 import pytest
 
-from gateway.http.upstream import HEAD_LIMIT_BYTES, LinkLost, LinkSilent
+from gateway.http.upstream import HEAD_LIMIT_BYTES, Link, LinkLost, LinkSilent
 from tests.support.upstream_connections import (
     BODY,
     CHUNKED,
@@ -210,4 +216,203 @@ async def test_a_reader_that_is_pressed_by_a_passing_chunk_is_no_silence_of_the_
         assert await link.pour(lambda _: True, through) == b""
         answer.close()
     assert passed == [second]
+    assert kept == [link]
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+END = b"0\r\n\r\n"
+
+
+class Taker:
+    """Takes pieces, and those of the chunks offered to it that it is told to."""
+
+    def __init__(self, takes: bool = True, random: Random | None = None) -> None:
+        self.passed: list[bytes] = []
+        self.content: list[bytes] = []
+        self._takes = takes
+        self._random = random
+
+    def piece(self, piece: bytes) -> bool:
+        self.content.append(piece)
+        return True
+
+    def chunk(self, chunk: bytes) -> bool:
+        takes = self._random.random() < 0.5 if self._random else self._takes
+        if takes:
+            self.passed.append(chunk)
+            size, _, rest = chunk.partition(b"\r\n")
+            assert len(rest) == int(size, 16) + 2
+            self.content.append(rest[:-2])
+        return takes
+
+    async def poured_from(self, link: Link) -> bytes:
+        """Ask, and return all of the answer."""
+        answer = await ask(link)
+        try:
+            last = await answer.pour(self.piece, self.chunk)
+        finally:
+            answer.close()
+        return b"".join((*self.content, last))
+
+
+async def test_whole_chunks_pass_as_they_came_and_the_answer_goes_on_behind_them() -> None:
+    words = (b"5\r\nfirst\r\n", b"3\r\none\r\n", b"B\r\n, and two!!\r\n", b"2\r\n..\r\n")
+    taker = Taker()
+    async with linked(answering(HEAD + words[0], *words[1:], END)) as (link, kept):
+        for number in (1, 2):
+            told = await taker.poured_from(link)
+            assert told == b"firstone, and two!!.." * number
+    assert taker.passed == [*words[1:], *words[1:]]
+    assert kept == [link, link]
+
+
+async def test_a_chunk_that_is_not_taken_comes_as_a_piece() -> None:
+    taker = Taker(takes=False)
+    async with linked(answering(HEAD + b"3\r\none\r\n", b"4\r\n two\r\n", END)) as (link, kept):
+        assert await taker.poured_from(link) == b"one two"
+    assert kept == [link]
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_an_answer_is_the_same_however_it_is_split_and_whatever_passes(seed: int) -> None:
+    random = Random(seed)
+    words = [bytes(random.choices(b"0123\r\n: abc", k=random.randint(1, 12))) for _ in range(60)]
+    framed = [b"%x\r\n%b\r\n" % (len(word), word) for word in words]
+    pieces = [HEAD + framed[0]]
+    for chunk in framed[1:]:
+        match random.randrange(4):
+            case 0:  # with what came before
+                pieces[-1] += chunk
+            case 1:  # in two
+                cut = random.randrange(1, len(chunk))
+                pieces += [chunk[:cut], chunk[cut:]]
+            case _:
+                pieces.append(chunk)
+    taker = Taker(random=random)
+    async with linked(answering(*pieces, END)) as (link, kept):
+        assert await taker.poured_from(link) == b"".join(words)
+    assert taker.passed
+    assert kept == [link]
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b"10\r\n", b"3\r\nabc\r\n", b"3\r\nabc\r\n\r\n"),  # the words of a chunk look like chunks
+        (b"3;x=y\r\nabc\r\n",),
+        (b"0003\r\nabc\r\n",),
+        (b"3\r\nabc\r\n3\r\nabc\r\n",),
+        (b"3\r\nabc\r", b"\n"),
+        (b"1", b"3\r\nabc\r\n", b"fourteen bytes\r\n"),  # the rest of a size looks like one
+    ],
+)
+async def test_what_is_not_one_whole_plain_chunk_is_not_offered(pieces: tuple[bytes, ...]) -> None:
+    taker = Taker()
+    async with linked(answering(HEAD + b"2\r\nok\r\n", *pieces, END)) as (link, kept):
+        await taker.poured_from(link)
+    assert not taker.passed
+    assert kept == [link]
+
+
+async def test_nothing_passes_behind_the_end() -> None:
+    taker = Taker()
+    end = b"2\r\nok\r\n" + END
+    async with linked(answering(HEAD, end + b"3\r\nabc\r\n", b"3\r\nabc\r\n")) as (link, kept):
+        assert await taker.poured_from(link) == b"ok"
+    assert not taker.passed
+    assert not kept
+
+
+async def test_a_body_that_is_not_chunked_never_passes_as_chunks() -> None:
+    taker = Taker()
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 16\r\n\r\n"
+    async with linked(answering(head, b"3\r\nabc\r\n", b"3\r\nabc\r\n")) as (link, kept):
+        assert await taker.poured_from(link) == b"3\r\nabc\r\n" * 2
+    assert not taker.passed
+    assert kept == [link]
+
+
+class Sink:
+    """Takes up to a number of pieces."""
+
+    def __init__(self, wanted: int | None = None) -> None:
+        self.taken: list[bytes] = []
+        self._wanted = wanted
+
+    def __call__(self, piece: bytes) -> bool:
+        self.taken.append(piece)
+        return len(self.taken) != self._wanted
+
+
+async def poured(link: Link, sink: Sink) -> bytes:
+    """Ask, and return what came with the end."""
+    answer = await ask(link)
+    try:
+        return await answer.pour(sink)
+    finally:
+        answer.close()
+
+
+async def test_an_answer_is_poured_as_it_comes_and_what_came_with_the_end_is_left() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n"
+    sink = Sink()
+    async with linked(answering(head + b"on", b"e ", b"tw")) as (link, kept):
+        last = await poured(link, sink)
+    assert b"".join(sink.taken) + last == b"one tw"
+    assert last.endswith(b"tw")
+    assert kept == [link]
+
+
+async def test_an_answer_of_one_packet_is_all_left() -> None:
+    sink = Sink()
+    async with linked(answering(CHUNKED)) as (link, kept):
+        assert await poured(link, sink) == b"one two"
+    assert (sink.taken, kept) == ([], [link])
+
+
+async def test_a_sink_that_wants_no_more_gets_no_more() -> None:
+    sink = Sink(wanted=1)
+    async with linked(answering(CHUNKED[:60], b"1\r\n!\r\n" * 20)) as (link, kept):
+        assert await poured(link, sink) == b""
+    assert len(sink.taken) == 1
+    assert not kept
+
+
+async def test_a_cut_answer_is_poured_up_to_the_cut() -> None:
+    cut = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\npart"
+    sink = Sink()
+    async with linked(answering_and_leaving(cut)) as (link, _):
+        with pytest.raises(LinkLost):
+            await poured(link, sink)
+    assert b"".join(sink.taken) == b"part"
+
+
+async def test_what_came_before_it_is_poured_is_poured_and_the_rest_behind_it() -> None:
+    size = 1_000_000
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
+    sink = Sink()
+    async with linked(answering(head + b"x" * size)) as (link, kept):
+        answer = await ask(link)
+        await asyncio.sleep(0.1)  # so much waits by now that the worker has to
+        last = await answer.pour(sink)
+        answer.close()
+    assert sum(map(len, sink.taken)) + len(last) == size
+    assert kept == [link]
+
+
+async def test_a_worker_that_is_made_to_wait_is_not_silent() -> None:
+    head = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"
+    sink = Sink()
+    async with linked(answering(head, b"on", b"e!")) as (link, kept):
+        answer = await ask(link)
+        pouring = asyncio.create_task(answer.pour(sink))
+        await asyncio.sleep(0)
+        answer.press(True)
+        answer.limit_silence(0.1)
+        await asyncio.sleep(0.5)
+        answer.limit_silence(30)
+        answer.press(False)
+        last = await pouring
+        answer.close()
+    assert b"".join(sink.taken) + last == b"one!"
     assert kept == [link]
