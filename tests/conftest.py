@@ -1,26 +1,20 @@
-"""What most tests need: one real worker, and one real engine in this process."""
+"""Hooks for all tests: marks by folder, order, and the hypothesis profile."""
 
 from __future__ import annotations
 
 import os
 import signal
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support.worker_process import RunningWorker, running_worker
-from workers.demo import CHECKPOINT
-
-if TYPE_CHECKING:
-    from workers.engine.engine import Engine
-
 # A machine that does other things beside the tests is slow, not wrong.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
-
-LONGEST_FIRST = ("e2e", "demo", "engine", "workers", "faults", "pages", "gateway")
+# The slowest first, so that no process ends with one of their files all alone.
+FOLDERS = ("model", "browser", "socket", "unit")
 
 
 def pytest_configure() -> None:
@@ -34,10 +28,13 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the folders of long tests, so that no process ends with one all alone."""
-    places = {folder: place for place, folder in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: places.get(item.path.parent.name, len(places)))
+    """Mark each test with its folder, so that `-m unit` selects it, and run slow folders first."""
+    root = Path(__file__).parent
+    for item in items:
+        item.add_marker(item.path.relative_to(root).parts[0])
+    items.sort(key=lambda item: FOLDERS.index(item.path.relative_to(root).parts[0]))
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,32 +44,3 @@ def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patched.delenv("SSL_CERT_FILE", raising=False)
         patched.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no_authorities")))
         yield
-
-
-@pytest.fixture(scope="session")
-def worker() -> Iterator[RunningWorker]:
-    """One real worker process on the demo checkpoint, both lanes, for the whole session.
-
-    Whoever stops, kills or floods a worker starts its own with `running_worker`.
-    """
-    with running_worker("--id", "session") as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def worker_url(worker: RunningWorker) -> str:
-    """Where the session's worker listens."""
-    return worker.url
-
-
-@pytest.fixture(scope="session")
-def engine() -> Iterator[Engine]:
-    """One real engine on the demo checkpoint, in this process."""
-    from workers.engine.engine import Engine  # noqa: PLC0415 - MLX only where it is used
-    from workers.engine.types import EngineSettings  # noqa: PLC0415
-
-    running = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
-    try:
-        yield running
-    finally:
-        running.stop()

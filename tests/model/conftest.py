@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from policies.request.profile import Bypass, Sampling
+from tests.support.engine_lane import GREEDY, PLENTY, Heard
 from tests.support.paceline_process import Line, running_line
+from tests.support.worker_process import RunningWorker, running_worker
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
@@ -27,36 +29,13 @@ from workers.engine.scheduler import Lane
 from workers.engine.sparse_prefill import OFF, SparseReading
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import (
-    Delta,
-    EngineError,
-    Event,
-    Finished,
     Generation,
     LaneName,
     Prompt,
-    TokenLogprob,
 )
 
-GREEDY = Sampling(temperature=0)
-PLENTY = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30)
-
-
-@dataclass
-class Heard:
-    """What a row's sink was told."""
-
-    row: Row = field(init=False)
-    text: str = ""
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    end: Finished | EngineError | None = None
-
-    def hear(self, event: Event | EngineError) -> None:
-        assert self.end is None, "nothing may follow the end"
-        if isinstance(event, Delta):
-            self.text += event.text
-            self.logprobs += event.logprobs
-        else:
-            self.end = event
+if TYPE_CHECKING:
+    from workers.engine.engine import Engine
 
 
 @pytest.fixture(scope="session")
@@ -155,12 +134,6 @@ def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
     return put
 
 
-def run(lane: Lane) -> None:
-    """Step a lane until nothing is left to do."""
-    while lane.busy:
-        lane.step()
-
-
 @pytest.fixture(scope="session")
 def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
     """`paceline up` on the demo model."""
@@ -180,3 +153,32 @@ async def async_client(line: Line) -> AsyncIterator[AsyncOpenAI]:
     """The same, for many requests at a time."""
     async with AsyncOpenAI(base_url=f"{line.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
+
+
+@pytest.fixture(scope="session")
+def worker() -> Iterator[RunningWorker]:
+    """One real worker process on the demo checkpoint, both lanes, for the whole session.
+
+    Whoever stops, kills or floods a worker starts its own with `running_worker`.
+    """
+    with running_worker("--id", "session") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def worker_url(worker: RunningWorker) -> str:
+    """Where the session's worker listens."""
+    return worker.url
+
+
+@pytest.fixture(scope="session")
+def engine() -> Iterator[Engine]:
+    """One real engine on the demo checkpoint, in this process."""
+    from workers.engine.engine import Engine  # noqa: PLC0415 - MLX only where it is used
+    from workers.engine.types import EngineSettings  # noqa: PLC0415
+
+    running = Engine.start(EngineSettings(model=CHECKPOINT, served_name="demo"))
+    try:
+        yield running
+    finally:
+        running.stop()

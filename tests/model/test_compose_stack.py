@@ -2,99 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
 import shutil
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from openai import OpenAI
 
-from tests.support.compose_file import SECRETS, read_compose
+from tests.support.compose_file import SECRETS
+from tests.support.compose_stack import AS_CLIENT, Stack
 from tests.support.openai_requests import ask, text_body
-from tests.support.paceline_process import LISTENS, PATIENCE_S, Paceline, paceline
+from tests.support.paceline_process import PATIENCE_S
 from tests.support.running_gateway import eventually
 from workers.protocol import READY_PREFIX
-
-SERVICES: dict[str, Any] = read_compose(SECRETS)["services"]
-AS_CLIENT = {"authorization": f"Bearer {SECRETS['PACELINE_API_KEY']}"}
-
-
-class Stack:
-    """Services as processes of this machine: the names of containers stand for ports here."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.ports: dict[str, int] = {}
-
-    @contextlib.contextmanager
-    def running(self, name: str) -> Iterator[Paceline]:
-        """Run a service whose command is `paceline ...` on a free port."""
-        service = SERVICES[name]
-        program, *arguments = service["command"]
-        assert program == "paceline"
-        arguments[arguments.index("--port") + 1] = "0"
-        folder = self.folder / name
-        folder.mkdir()
-        with paceline(*arguments, environment=self._environment(service), folder=folder) as process:
-            yield Paceline(process)
-
-    @contextlib.contextmanager
-    def gateway(self, name: str) -> Iterator[Paceline]:
-        """Run a gateway until it listens, and know its port."""
-        with self.running(name) as running:
-            self.ports[name] = httpx.URL(running.wait_for(LISTENS)[1]).port or 0
-            yield running
-
-    @contextlib.contextmanager
-    def redis(self) -> Iterator[None]:
-        """Run Redis with its own command."""
-        port = self.ports["redis"] = free_port()
-        here = ("--port", str(port), "--bind", "127.0.0.1", "--dir", str(self.folder))
-        with subprocess.Popen(
-            [*SERVICES["redis"]["command"], *here], stdout=subprocess.DEVNULL
-        ) as process:
-            try:
-                eventually(lambda: answers(port))
-                yield
-            finally:
-                process.terminate()
-
-    def url(self, name: str) -> str:
-        return f"http://127.0.0.1:{self.ports[name]}"
-
-    def ready(self, name: str) -> bool:
-        return httpx.get(f"{self.url(name)}/readyz").status_code == 200
-
-    def _environment(self, service: dict[str, Any]) -> dict[str, str]:
-        volumes = {volume.split(":")[1] for volume in service.get("volumes", ())}
-        return {
-            name: f"{self.folder}{value}" if value in volumes else self._addressed(value)
-            for name, value in service["environment"].items()
-        }
-
-    def _addressed(self, value: str) -> str:
-        def here(found: re.Match[str]) -> str:
-            return f"//127.0.0.1:{self.ports[found[1]]}"
-
-        return re.sub(r"//([\w-]+):\d+", here, value)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-    return port
-
-
-def answers(port: int) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
-        return True
-    return False
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from policies.request.profile import Bypass
-from tests.model.conftest import run
+from tests.support.engine_lane import run
 from tests.support.failing_model import Failing, assert_right
 from workers.engine.draft_head import ERRORS_IN_A_ROW
 from workers.engine.draft_length import SAMPLES

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from policies.request.profile import Sampling
-from tests.model.conftest import run
+from tests.support.engine_lane import run
 from tests.support.failing_model import Failing, assert_right
 from workers.engine.prefill import Prefill, begin_prefill, read_chunk
 from workers.engine.prefix_cache import Snapshots

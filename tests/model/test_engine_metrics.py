@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.model.conftest import run
+from tests.support.engine_lane import run
 from workers.engine.draft_length import SAMPLES
 
 LONG = "You answer in one short sentence. " * 12

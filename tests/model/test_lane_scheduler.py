@@ -3,7 +3,7 @@
 import pytest
 
 from policies.request.profile import Bypass
-from tests.model.conftest import run
+from tests.support.engine_lane import run
 from tests.support.reference_decoder import greedy_alone, near_tie
 from workers.engine.types import EngineStopped, Finished, FinishReason
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from policies.request.profile import Sampling
-from tests.model.conftest import run
+from tests.support.engine_lane import run
 from tests.support.reference_decoder import near_tie
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.prefix_cache import Snapshots

@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx_vlm.models.base import LanguageModelOutput
 
-from tests.model.conftest import run
+from tests.support.engine_lane import run
 from workers.engine.kv_cache import RecurrentSteps, RowCache, capacity
 from workers.engine.model import ArraysCache, Checkpoint, KVCache, Target
 from workers.engine.probes import probe_native_verify

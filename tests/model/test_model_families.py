@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.model.conftest import run
 from tests.support import model_families as families
+from tests.support.engine_lane import run
 from tests.support.failing_model import Failing
 from workers.demo import CHECKPOINT
 from workers.engine import engine as assembly

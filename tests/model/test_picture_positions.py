@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_vlm.models import ernie4_5_moe_vl, glm4v, glm_ocr, paddleocr_vl, qwen2_5_vl, qwen3_vl
 
-from tests.model.conftest import run
+from tests.support.engine_lane import run
 from workers.engine.model import Target
 from workers.engine.tokenizer import PreparedPrompt
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from policies.request.profile import Bypass
-from tests.model.conftest import run
+from tests.support.engine_lane import run
 from workers.demo import CHECKPOINT
 from workers.engine.prefix_cache import Snapshots
 from workers.engine.prefix_cache_files import HostSnapshot, SnapshotFiles, fingerprint

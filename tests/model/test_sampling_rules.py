@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from policies.request.profile import Bypass, Sampling
-from tests.model.conftest import run
+from tests.support.engine_lane import run
 from workers.engine.draft_length import SAMPLES, TASTE_STEPS, DraftLength
 from workers.engine.types import Finished, Generation, LaneName, Prompt
 

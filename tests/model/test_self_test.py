@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.model.conftest import run
+from tests.support.engine_lane import run
 from workers.engine.self_test import FEWEST_STEPS, HeadHealth, examine_head, warm_up
 
 

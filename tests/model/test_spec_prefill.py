@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.model.conftest import Heard, run
+from tests.support.engine_lane import Heard, run
 from workers.engine.model import Checkpoint
 from workers.engine.prefix_cache import Snapshots
 from workers.engine.prompt_scorer import PromptScorer, Scoring

@@ -36,3 +36,6 @@ def read_compose(given: Mapping[str, str]) -> dict[str, Any]:
 def demanded_variables() -> set[str]:
     """Name the variables that have no default."""
     return {found["name"] for found in _VARIABLE.finditer(FILE.read_text()) if found["kind"] == "?"}
+
+
+SERVICES: dict[str, Any] = read_compose(SECRETS)["services"]

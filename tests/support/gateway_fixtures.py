@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pydantic import SecretStr
 
 from gateway.fleet import health as control
 from tests.support.canary_listener import Trap
+from tests.support.fault_proxy import FaultProxy, proxying
 from tests.support.heartbeats import beating
 from tests.support.log_capture import Heard, hearing
 from tests.support.policies import Admin
@@ -151,3 +153,50 @@ def trap() -> Iterator[Trap]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         yield Trap(listener)
+
+
+Hasty = Callable[..., Gateway]
+Starts = Callable[..., Gateway]
+Joins = Callable[[Gateway], None]
+Break = Callable[[RedisServer], None]
+
+
+@pytest.fixture
+def proxy(worker: FakeWorker) -> Iterator[FaultProxy]:
+    """A proxy before the first worker, which says that it listens there."""
+    with proxying(worker.url) as running:
+        worker.url = running.url
+        yield running
+
+
+@pytest.fixture
+def proxied(gateway: Gateway, worker: FakeWorker, proxy: FaultProxy) -> Gateway:
+    """A gateway that reaches its only worker through the proxy."""
+    assert gateway.join(worker).status_code == 200
+    return gateway
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> Iterator[Hasty]:
+    """Make a gateway with settings of the test's own; it ends with the test."""
+    with ExitStack() as running:
+
+        def make(*workers: FakeWorker, **settings: object) -> Gateway:
+            made = running.enter_context(Gateway(settings_for_tests(tmp_path, **settings)))
+            for each in workers:
+                assert made.join(each).status_code == 200
+            return made
+
+        yield make
+
+
+@pytest.fixture
+def starts(own_redis: RedisServer, tmp_path: Path) -> Iterator[Starts]:
+    """Start a gateway by the name of its state folder; the same name is the same machine."""
+    with ExitStack() as running:
+
+        def one(name: str = "a", url: str = own_redis.url) -> Gateway:
+            settings = settings_for_tests(tmp_path / name, redis_url=SecretStr(url))
+            return running.enter_context(Gateway(settings))
+
+        yield one

@@ -2,7 +2,8 @@
 
 Public classes and functions only: loaders, model classes, caches, cache transactions. What is
 duck-typed (how a Qwen3.5 language model takes positions and gives hidden states, which modules its
-MTP head has) is used here and nowhere else, and `tests/model/test_mlx_vlm_contract.py` fails when it moves.
+MTP head has) is used here and nowhere else, and `tests/model/test_mlx_vlm_contract.py` fails when
+it moves.
 """
 
 from __future__ import annotations

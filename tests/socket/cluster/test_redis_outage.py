@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.socket.conftest import Break, Joins, Starts
 from tests.support.fault_proxy import HARMLESS, Fault, FaultProxy, proxying
+from tests.support.gateway_fixtures import Break, Joins, Starts
 from tests.support.redis_server import RedisServer
 from tests.support.redis_status import degraded, store, well
 from tests.support.running_gateway import Gateway, bearing, error_of, eventually

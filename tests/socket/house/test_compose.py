@@ -8,13 +8,18 @@ import shutil
 import stat
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support.compose_file import FILE, ROOT, SECRETS, demanded_variables, read_compose
+from tests.support.compose_file import (
+    FILE,
+    ROOT,
+    SECRETS,
+    SERVICES,
+    demanded_variables,
+    read_compose,
+)
 
-SERVICES: dict[str, Any] = read_compose(SECRETS)["services"]
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 OWN_IMAGES = {"paceline-gateway:0.1.0", "paceline-worker:0.1.0"}
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.model.test_compose_stack import AS_CLIENT, Stack, answers, free_port
 from tests.support.compose_file import ROOT, SECRETS
+from tests.support.compose_stack import AS_CLIENT, Stack, answers, free_port
 from tests.support.paceline_process import Paceline
 from tests.support.running_gateway import chat_body, eventually, serving
 from tests.support.scripted_worker import FakeWorker, Script

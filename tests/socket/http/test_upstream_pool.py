@@ -17,8 +17,8 @@ import uvloop
 
 from gateway.errors import Overloaded
 from gateway.http.upstream import Connections, retry_after_s
-from tests.socket.conftest import Hasty
 from tests.support.fault_proxy import Fault, FaultProxy, silent_port
+from tests.support.gateway_fixtures import Hasty
 from tests.support.raw_client import settles
 from tests.support.running_gateway import Gateway
 from tests.support.scripted_worker import FakeWorker, Script

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.socket.conftest import Hasty
+from tests.support.gateway_fixtures import Hasty
 from tests.support.raw_client import RawClient, in_flight, raw_client, request_bytes, settles
 from tests.support.running_gateway import Gateway, eventually
 from tests.support.scripted_worker import DONE, FakeWorker, Script, chunk, stream_events

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.socket.conftest import Hasty
 from tests.support.fault_proxy import Fault, FaultProxy
+from tests.support.gateway_fixtures import Hasty
 from tests.support.raw_client import error_code, in_flight, raw_client, settles
 from tests.support.running_gateway import Gateway, eventually, serving
 from tests.support.scripted_worker import DONE, FakeWorker, Script, chunk, event, stream_events

@@ -1,0 +1,44 @@
+"""Lanes of the engine that a test steps itself, and what a row reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from policies.request.profile import Sampling
+from workers.engine.memory import MemoryEstimate
+from workers.engine.row import Row
+from workers.engine.scheduler import Lane
+from workers.engine.types import (
+    Delta,
+    EngineError,
+    Event,
+    Finished,
+    TokenLogprob,
+)
+
+GREEDY = Sampling(temperature=0)
+PLENTY = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30)
+
+
+@dataclass
+class Heard:
+    """What a row's sink was told."""
+
+    row: Row = field(init=False)
+    text: str = ""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    end: Finished | EngineError | None = None
+
+    def hear(self, event: Event | EngineError) -> None:
+        assert self.end is None, "nothing may follow the end"
+        if isinstance(event, Delta):
+            self.text += event.text
+            self.logprobs += event.logprobs
+        else:
+            self.end = event
+
+
+def run(lane: Lane) -> None:
+    """Step a lane until nothing is left to do."""
+    while lane.busy:
+        lane.step()
