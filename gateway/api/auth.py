@@ -18,7 +18,7 @@ from fastapi import Security
 from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
-from gateway.api.openapi import parameter
+from gateway.api.openapi import DATA_KEY, parameter
 from gateway.assembly import Line
 from gateway.auth.api_keys import ANYBODY, Holder, bears
 from gateway.auth.origins import comes_from_foreign_page, comes_from_this_machine
@@ -33,7 +33,6 @@ def _named(name: str, meaning: str) -> HTTPBearer:
 
 
 # Only for the published OpenAPI: a guard judges the header itself.
-DATA_KEY = "dataKey"
 _DataKey = Annotated[object, Security(_named(DATA_KEY, "A key of the data plane."))]
 _AdminKey = Annotated[object, Security(_named("adminKey", "`PACELINE_ADMIN_KEY`."))]
 _JoinToken = Annotated[object, Security(_named("joinToken", "What workers join with."))]

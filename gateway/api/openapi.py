@@ -15,7 +15,6 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.api.auth import DATA_KEY
 from gateway.auth.records import KeyRecord, KeyTerms
 from gateway.errors import (
     BodyNotJson,
@@ -46,6 +45,9 @@ from policies.request.profile import Endpoint
 from policies.request.schema import request_schema
 from policies.schema import policy_schema
 from workers.protocol import WorkerReport
+
+DATA_KEY = "dataKey"
+"""The security scheme of data plane keys in the published OpenAPI."""
 
 JSON = "application/json"
 Responses = dict[int | str, dict[str, Any]]
