@@ -14,11 +14,12 @@ test: ## set up what is missing, then run the tests (ARGS="tests/gateway -k stre
 	@scripts/setup dev
 	@PATH="$(CURDIR)/$(BIN):$$PATH" exec scripts/with-blas $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-check: ## lint, format and types
+check: ## lint, format, types and import floors
 	@scripts/setup dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 bench: ## print the benchmarks
 	@scripts/setup dev

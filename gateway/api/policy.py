@@ -6,7 +6,9 @@ What a request about the policy says: a policy or a patch, onto which version, a
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping
+from random import Random
 from typing import Any, NamedTuple
 
 from fastapi import APIRouter, Depends
@@ -293,7 +295,13 @@ def proposals(line: Line) -> APIRouter:
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
         changes = await asyncio.to_thread(differences, base.document, proposal.document)
-        moves = await line.recent.moves(policy, proposal.policy, line.fleet.view())
+        moves = await line.recent.moves(
+            policy,
+            proposal.policy,
+            line.fleet.view(),
+            rng=Random(0),  # noqa: S311  # which worker of a pool does not matter here
+            pause=functools.partial(asyncio.sleep, 0),
+        )
         return {
             "onto": base.told(),
             "changes": [change.told() for change in changes],

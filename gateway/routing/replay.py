@@ -5,14 +5,17 @@ No text is kept: of a request only what policies decide by, and that in a bounde
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, deque
-from random import Random
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
 
 from gateway.routing.select import Case, decide
 from gateway.routing.view import FleetView
 from gateway.types import NOWHERE
 from policies.document import PolicyDocument
+
+if TYPE_CHECKING:
+    from random import Random
 
 CASES_KEPT = 10_000
 # A handful takes a millisecond or two: so long the requests of others wait at most.
@@ -35,18 +38,27 @@ class RecentCases:
             case = _without_lists(case)
         self._cases.append(case)
 
-    async def moves(self, old: PolicyDocument, new: PolicyDocument, fleet: FleetView) -> Moves:
+    async def moves(
+        self,
+        old: PolicyDocument,
+        new: PolicyDocument,
+        fleet: FleetView,
+        *,
+        rng: Random,
+        pause: Callable[[], Awaitable[None]],
+    ) -> Moves:
         """Count where they would go by the one and by the other policy, with this fleet.
+
+        `pause` lets other requests run; it is awaited before each 25 requests.
 
         Not where they went: that is also the work of full lanes and of workers that are gone. Each
         is taken as it was read when it came: under the names, defaults, limits and headers of the
         policy that was in force then.
         """
         moves = Moves()
-        rng = Random(0)  # noqa: S311  # which worker of a pool is nobody's question here
         for number, case in enumerate(tuple(self._cases)):
             if number % _AT_A_TIME == 0:
-                await asyncio.sleep(0)
+                await pause()
             moves[_pool(old, case, fleet, rng), _pool(new, case, fleet, rng)] += 1
         return moves
 

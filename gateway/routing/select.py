@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import log1p
-from random import Random
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.routing.view import FleetView, LaneView, Row, Seat
 from gateway.types import Holding
@@ -15,6 +14,9 @@ from policies.evaluate import judge
 from policies.request.profile import Bypass, RequestProfile
 from policies.sections import Pool
 from workers.protocol import MTP_LANE
+
+if TYPE_CHECKING:
+    from random import Random
 
 ELIGIBLE = "eligible"
 # The request may speculate and somebody could do it, but the policy sends it elsewhere.

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from gateway.routing.replay import CASES_KEPT, RecentCases
+import asyncio
+import functools
+from random import Random
+
+from gateway.routing.replay import CASES_KEPT, Moves, RecentCases
 from gateway.routing.select import Case
 from gateway.routing.view import FleetView
 from policies.compiler import Asker
-from policies.document import read_policy, shipped_policy
+from policies.document import PolicyDocument, read_policy, shipped_policy
 from policies.request.profile import bypass_reasons
 from tests.support.fleet_views import fleet, worker
 from tests.support.policies import document
@@ -18,12 +22,20 @@ FLEET = fleet(worker("a"))
 NOBODY = FleetView.of((), frozenset())
 
 
+async def moves(
+    recent: RecentCases, old: PolicyDocument, new: PolicyDocument, fleet: FleetView
+) -> Moves:
+    return await recent.moves(
+        old, new, fleet, rng=Random(0), pause=functools.partial(asyncio.sleep, 0)
+    )
+
+
 async def test_the_last_ten_thousand_are_replayed() -> None:
     recent = RecentCases()
     for number in range(CASES_KEPT + 500):
         recent.remember(Case(OLD, GREEDY if number < CASES_KEPT else SAMPLED))
-    moves = await recent.moves(OLD, NEW, FLEET)
-    assert moves == {("text-mtp", "all"): CASES_KEPT - 500, ("vlm", "all"): 500}
+    counted = await moves(recent, OLD, NEW, FLEET)
+    assert counted == {("text-mtp", "all"): CASES_KEPT - 500, ("vlm", "all"): 500}
 
 
 async def test_the_same_policy_moves_nothing_whatever_the_fleet_is() -> None:
@@ -31,9 +43,9 @@ async def test_the_same_policy_moves_nothing_whatever_the_fleet_is() -> None:
     for profile in (GREEDY, SAMPLED):
         recent.remember(Case(OLD, profile))
     for view in (FLEET, fleet(worker("a", text_mtp=9)), NOBODY):
-        moves = await recent.moves(OLD, OLD, view)
-        assert all(before == after for before, after in moves)
-    assert await recent.moves(OLD, NEW, NOBODY) == {("none", "none"): 2}
+        counted = await moves(recent, OLD, OLD, view)
+        assert all(before == after for before, after in counted)
+    assert await moves(recent, OLD, NEW, NOBODY) == {("none", "none"): 2}
 
 
 async def test_who_asked_and_which_pools_their_key_may_use_are_replayed_too() -> None:
@@ -47,7 +59,7 @@ async def test_who_asked_and_which_pools_their_key_may_use_are_replayed_too() ->
     recent.remember(Case(OLD, SAMPLED, Asker(team="blue")))
     recent.remember(Case(OLD, SAMPLED, Asker(team="red"), frozenset({"vlm", "all"})))
     recent.remember(Case(OLD, SAMPLED, Asker(team="red"), frozenset({"elsewhere"})))
-    assert await recent.moves(OLD, by_team, FLEET) == {
+    assert await moves(recent, OLD, by_team, FLEET) == {
         ("vlm", "vlm"): 1,
         ("vlm", "all"): 1,
         ("none", "none"): 1,
