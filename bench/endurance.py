@@ -25,8 +25,8 @@ from PIL import Image
 from rich.console import Console
 
 from bench.contenders import OURS
+from bench.grids import Grid
 from bench.servers import Server, running
-from bench.tables import Grid
 from workers.demo import CHECKPOINT
 from workers.engine.prefix_cache_files import fingerprint
 

@@ -27,10 +27,11 @@ from bench import tables
 from bench.bare import Bare, measure_bare
 from bench.blas import preload
 from bench.contenders import OURS, PEERS, Contender
+from bench.grids import Target
 from bench.samples import Samples
 from bench.servers import running
 from bench.session import FULL, QUICK, Plan, measure
-from bench.targets import Target, judge
+from bench.targets import judge
 from bench.venvs import PeerUnavailable, python_of
 from workers.demo import CHECKPOINT
 

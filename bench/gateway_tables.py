@@ -6,10 +6,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from bench.gateways import OURS
+from bench.grids import MISSING, Grid, Target
+from bench.grids import targets as targets_grid
 from bench.samples import Samples
-from bench.tables import MISSING, Grid
-from bench.tables import targets as targets_grid
-from bench.targets import Target
 
 DIRECT: Final = "worker alone"
 _CPU: Final = {

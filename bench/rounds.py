@@ -23,8 +23,8 @@ import mlx.core as mx
 from rich.console import Console
 
 from bench.bare import Bare, Rollback, Round
+from bench.grids import Grid
 from bench.measurements import LONG, STREAMS
-from bench.tables import Grid
 from bench.targets import ceiling
 from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT

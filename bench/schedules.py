@@ -20,7 +20,7 @@ from typing import Final
 from rich.console import Console
 
 from bench.blas import restart_with_fast_blas
-from bench.tables import Grid
+from bench.grids import Grid
 from tests.support.lane_schedules import Schedules
 from tests.support.schedule_rows import Found
 from workers.demo import CHECKPOINT

@@ -31,7 +31,7 @@ import httpx
 from rich.console import Console
 
 from bench.blas import preload
-from bench.tables import Grid
+from bench.grids import Grid
 from workers.demo import CHECKPOINT, held_out
 
 RESULTS: Final = Path(__file__).parent / "results" / "shared_prefix.md"

@@ -3,43 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
 
-from rich.table import Table
-
 from bench.bare import Round
+from bench.grids import MISSING, Grid
 from bench.measurements import LIVE_STREAMS, STREAMS
 from bench.samples import Samples
 from bench.session import DRAFT_LENGTHS
-from bench.targets import LONGEST_DRAFT, Target, ceiling
+from bench.targets import LONGEST_DRAFT, ceiling
 
 Cell = Callable[[Samples], str]
-MISSING = "-"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Grid:
-    """A table as text; the first column is a label."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-
-    def drawn(self) -> Table:
-        """Return it for a terminal."""
-        table = Table(title=self.title, title_justify="left")
-        for number, column in enumerate(self.columns):
-            table.add_column(column, justify="right" if number else "left")
-        for row in self.rows:
-            table.add_row(*row)
-        return table
-
-    def markdown(self) -> str:
-        """Return it for a page."""
-        lines = [self.columns, ("---", *("---:" for _ in self.columns[1:])), *self.rows]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return f"### {self.title}\n\n{table}\n"
 
 
 def engines(all_samples: Mapping[str, Samples]) -> Grid:
@@ -98,23 +71,6 @@ def draft_lengths(ours: Samples, rounds: Sequence[Round]) -> Grid:
             "gain",
         ),
         rows=tuple(rows),
-    )
-
-
-def targets(judged: Sequence[Target]) -> Grid:
-    """Show every promise beside what was reached."""
-    return Grid(
-        title="Targets",
-        columns=("", "reached", "wanted", "met"),
-        rows=tuple(
-            (
-                target.promise,
-                f"{target.reached:.2f}",
-                f"{'>=' if target.at_least else '<='} {target.bound:.2f}",
-                "yes" if target.met else "NO",
-            )
-            for target in judged
-        ),
     )
 
 

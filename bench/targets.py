@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Final
 
 from bench.bare import Bare, Round
 from bench.contenders import OURS, PEERS
+from bench.grids import Target
 from bench.measurements import STREAMS
 from bench.samples import Samples
 from workers.engine.types import EngineSettings
 
 _SETTINGS: Final = EngineSettings(model=Path(), served_name="")
 LONGEST_DRAFT: Final = _SETTINGS.draft_tokens
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """One promise: a ratio or a difference, and the bound it has to keep."""
-
-    promise: str
-    reached: float
-    bound: float
-    at_least: bool
-
-    @property
-    def met(self) -> bool:
-        """Say whether the promise was kept in this run."""
-        return self.reached >= self.bound if self.at_least else self.reached <= self.bound
 
 
 def judge(all_samples: Mapping[str, Samples], bare: Bare) -> list[Target]:

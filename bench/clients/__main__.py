@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bench.clients.place import ClientFailed, Place
 from bench.clients.tools import TOOLS, Tool
-from bench.tables import Grid
+from bench.grids import Grid
 from bench.venvs import PeerUnavailable, python_of
 from tests.support.paceline_process import running_line
 from workers.demo import CHECKPOINT
