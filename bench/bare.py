@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.blas import preload
+from bench.harness.blas import preload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,9 @@ import httpx
 from PIL import Image
 from rich.console import Console
 
-from bench.contenders import OURS
-from bench.grids import Grid
-from bench.servers import Server, running
+from bench.harness.contenders import OURS
+from bench.harness.servers import Server, running
+from bench.harness.tables import Grid
 from workers.demo import CHECKPOINT
 from workers.engine.prefix_cache_files import fingerprint
 

@@ -25,14 +25,14 @@ from tokenizers import Tokenizer
 
 from bench import tables
 from bench.bare import Bare, measure_bare
-from bench.blas import preload
-from bench.contenders import OURS, PEERS, Contender
-from bench.grids import Target
-from bench.samples import Samples
-from bench.servers import running
+from bench.harness.blas import preload
+from bench.harness.contenders import OURS, PEERS, Contender
+from bench.harness.samples import Samples
+from bench.harness.servers import running
+from bench.harness.tables import Target
+from bench.harness.venvs import PeerUnavailable, python_of
 from bench.session import FULL, QUICK, Plan, measure
 from bench.targets import judge
-from bench.venvs import PeerUnavailable, python_of
 from workers.demo import CHECKPOINT
 
 RESULTS: Final = Path(__file__).parent / "results"

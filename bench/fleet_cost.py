@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from rich.console import Console
 
-from bench.grids import Grid
+from bench.harness.tables import Grid
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.registry import Fleet
 from gateway.routing.prefix_affinity import KEYS_KEPT, Prefixes

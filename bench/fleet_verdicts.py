@@ -8,7 +8,7 @@ from statistics import mean, quantiles
 
 from bench.fleet_rules import LeastLoad, Oracle, Ours, RoundRobin
 from bench.fleet_world import Scenario
-from bench.grids import Grid
+from bench.harness.tables import Grid
 
 
 @dataclass

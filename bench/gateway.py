@@ -24,9 +24,9 @@ from rich.console import Console
 from bench import backend, gateway_tables
 from bench.gateway_load import Question, WrongAnswer, ask_many, ask_staggered
 from bench.gateways import OURS, PEERS, Running, running, running_backend
-from bench.process_cost import cpu_s
-from bench.samples import Samples
-from bench.venvs import PeerUnavailable
+from bench.harness.process_cost import cpu_s
+from bench.harness.samples import Samples
+from bench.harness.venvs import PeerUnavailable
 from gateway.server import run
 
 RESULTS: Final = Path(__file__).parent / "results" / "gateway.md"

@@ -21,9 +21,9 @@ from rich.progress import Progress
 
 from bench.gateway_load import Question, ask_many
 from bench.gateways import OURS, running, running_backend
-from bench.grids import Grid, Target
-from bench.grids import targets as targets_grid
-from bench.process_cost import resident_bytes
+from bench.harness.process_cost import resident_bytes
+from bench.harness.tables import Grid, Target
+from bench.harness.tables import targets as targets_grid
 from gateway.server import run
 
 RESULTS: Final = Path(__file__).parent / "results" / "gateway_memory.md"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Final
 
 from bench.gateways import OURS
-from bench.grids import MISSING, Grid, Target
-from bench.grids import targets as targets_grid
-from bench.samples import Samples
+from bench.harness.samples import Samples
+from bench.harness.tables import MISSING, Grid, Target
+from bench.harness.tables import targets as targets_grid
 
 DIRECT: Final = "worker alone"
 _CPU: Final = {

@@ -15,8 +15,8 @@ from typing import Final
 import httpx
 
 from bench import backend
-from bench.processes import end, free_port, inherited
-from bench.venvs import PeerUnavailable, Venv, last_words, python_of
+from bench.harness.processes import end, free_port, inherited
+from bench.harness.venvs import PeerUnavailable, Venv, last_words, python_of
 from gateway.fleet.registry import BEAT_S
 
 KEY: Final = "bench-key"

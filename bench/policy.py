@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from rich.console import Console
 
-from bench.grids import Grid
+from bench.harness.tables import Grid
 from policies.compiler import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
 from policies.evaluate import judge

@@ -23,7 +23,7 @@ import mlx.core as mx
 from rich.console import Console
 
 from bench.bare import Bare, Rollback, Round
-from bench.grids import Grid
+from bench.harness.tables import Grid
 from bench.measurements import LONG, STREAMS
 from bench.targets import ceiling
 from policies.request.profile import Sampling

@@ -25,7 +25,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import track
 
-from bench.grids import Grid
+from bench.harness.tables import Grid
 from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.demo.world import SYSTEM_OPENINGS

@@ -19,8 +19,8 @@ from typing import Final
 
 from rich.console import Console
 
-from bench.blas import restart_with_fast_blas
-from bench.grids import Grid
+from bench.harness.blas import restart_with_fast_blas
+from bench.harness.tables import Grid
 from tests.support.lane_schedules import Schedules
 from tests.support.schedule_rows import Found
 from workers.demo import CHECKPOINT

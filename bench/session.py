@@ -10,6 +10,8 @@ from typing import Any, Final
 
 import httpx
 
+from bench.harness.samples import Samples
+from bench.harness.servers import Server
 from bench.load import Answer, Caller, RequestFailed, calling
 from bench.measurements import (
     LIVE_STREAMS,
@@ -21,8 +23,6 @@ from bench.measurements import (
     stall,
     throughput,
 )
-from bench.samples import Samples
-from bench.servers import Server
 
 MEASUREMENT_TIMEOUT_S: Final = 600.0
 DRAFT_LENGTHS: Final = (0, 1, 2)

@@ -30,8 +30,8 @@ from typing import Any, Final, NamedTuple
 import httpx
 from rich.console import Console
 
-from bench.blas import preload
-from bench.grids import Grid
+from bench.harness.blas import preload
+from bench.harness.tables import Grid
 from workers.demo import CHECKPOINT, held_out
 
 RESULTS: Final = Path(__file__).parent / "results" / "shared_prefix.md"

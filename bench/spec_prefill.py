@@ -23,8 +23,8 @@ from mlx.utils import tree_flatten
 from rich.console import Console
 from rich.progress import track
 
-from bench.blas import restart_with_fast_blas
-from bench.grids import MISSING, Grid
+from bench.harness.blas import restart_with_fast_blas
+from bench.harness.tables import MISSING, Grid
 from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT, held_out
 from workers.demo.architecture import model_config, new_model

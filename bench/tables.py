@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
 from bench.bare import Round
-from bench.grids import MISSING, Grid
+from bench.harness.samples import Samples
+from bench.harness.tables import MISSING, Grid
 from bench.measurements import LIVE_STREAMS, STREAMS
-from bench.samples import Samples
 from bench.session import DRAFT_LENGTHS
 from bench.targets import LONGEST_DRAFT, ceiling
 

@@ -8,10 +8,10 @@ from statistics import median
 from typing import Final
 
 from bench.bare import Bare, Round
-from bench.contenders import OURS, PEERS
-from bench.grids import Target
+from bench.harness.contenders import OURS, PEERS
+from bench.harness.samples import Samples
+from bench.harness.tables import Target
 from bench.measurements import STREAMS
-from bench.samples import Samples
 from workers.engine.types import EngineSettings
 
 _SETTINGS: Final = EngineSettings(model=Path(), served_name="")

@@ -19,8 +19,8 @@ from rich.console import Console
 
 from bench.clients.place import ClientFailed, Place
 from bench.clients.tools import TOOLS, Tool
-from bench.grids import Grid
-from bench.venvs import PeerUnavailable, python_of
+from bench.harness.tables import Grid
+from bench.harness.venvs import PeerUnavailable, python_of
 from tests.support.paceline_process import running_line
 from workers.demo import CHECKPOINT
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from bench.clients.place import QUESTION, ClientFailed, Place
-from bench.venvs import Venv
+from bench.harness.venvs import Venv
 from gateway.loadgen.drafts import Drafts
 from gateway.loadgen.prompts import built_in
 

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Final
 
-from bench.venvs import Venv
+from bench.harness.venvs import Venv
 
 _MLX: Final = "mlx[cpu]==0.32.4" if sys.platform == "linux" else "mlx==0.32.4"
 _MLX_VLM: Final = Venv(name="mlx-vlm", pins=("mlx-vlm==0.7.10", _MLX))

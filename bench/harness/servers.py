@@ -12,11 +12,11 @@ from pathlib import Path
 
 import httpx
 
-from bench.blas import preload
-from bench.contenders import Contender
-from bench.process_cost import resident_bytes
-from bench.processes import end, free_port, inherited
-from bench.venvs import PeerUnavailable, last_words
+from bench.harness.blas import preload
+from bench.harness.contenders import Contender
+from bench.harness.process_cost import resident_bytes
+from bench.harness.processes import end, free_port, inherited
+from bench.harness.venvs import PeerUnavailable, last_words
 
 START_TIMEOUT_S = 300.0
 _ROOT = Path(__file__).parents[1]

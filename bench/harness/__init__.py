@@ -1,0 +1,1 @@
+"""What benchmarks share: peers in venvs of their own, servers, processes, samples, tables."""
