@@ -153,7 +153,7 @@ def test_a_beginning_is_not_kept_where_the_copy_would_not_fit(make_lane, ask, ch
 
 
 def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, ask) -> None:
-    """`bench.endurance` sends thousands to a whole worker."""
+    """`bench.engine.endurance` sends thousands to a whole worker."""
     snapshots = Snapshots(1 << 20)
     lane = make_lane(snapshots=snapshots)
     number = itertools.count()

@@ -6,7 +6,7 @@ from tests.support.lane_schedules import Schedules
 
 SEED = 3
 COUNT = int(os.environ.get("PACELINE_TEST_SCHEDULES", "15"))
-"""`bench.schedules` plays thousands; this many are played with every test run."""
+"""`bench.engine.schedules` plays thousands; this many are played with every test run."""
 
 
 def test_any_schedule_gives_every_row_its_answer_and_its_counts(checkpoint, prompts) -> None:

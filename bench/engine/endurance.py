@@ -1,6 +1,6 @@
 """Thousands of requests in a row to one worker: does its memory stay where it was?
 
-`python -m bench.endurance` sends short requests of every kind, a few at a time, to a real worker
+`python -m bench.engine.endurance` sends short requests of every kind, a few at a time, to a real worker
 over HTTP. After every hundred it waits until nothing runs, and reads what MLX holds and what the
 process holds. What is kept of system prompts is bounded by a setting and is shown apart.
 """
@@ -196,7 +196,7 @@ async def _run(model: Path, count: int, log: Path) -> list[Sample]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.endurance", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.engine.endurance", description=__doc__)
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of the demo model")
     parser.add_argument("--count", type=int, default=2000, help="requests to send")
     parser.add_argument(

@@ -10,10 +10,7 @@ from typing import Any, Final
 
 import httpx
 
-from bench.harness.samples import Samples
-from bench.harness.servers import Server
-from bench.load import Answer, Caller, RequestFailed, calling
-from bench.measurements import (
+from bench.engine.measurements import (
     LIVE_STREAMS,
     LONG,
     STREAMS,
@@ -23,6 +20,9 @@ from bench.measurements import (
     stall,
     throughput,
 )
+from bench.harness.samples import Samples
+from bench.harness.servers import Server
+from bench.load import Answer, Caller, RequestFailed, calling
 
 MEASUREMENT_TIMEOUT_S: Final = 600.0
 DRAFT_LENGTHS: Final = (0, 1, 2)

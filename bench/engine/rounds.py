@@ -1,6 +1,6 @@
 """What a round of our lane costs with nothing around it: no HTTP, no other process, no reader.
 
-`python -m bench.rounds --model FOLDER` prints one line of JSON. A round that drafts k tokens brings
+`python -m bench.engine.rounds --model FOLDER` prints one line of JSON. A round that drafts k tokens brings
 more than a plain one and costs more; tokens a round over relative cost is the ceiling of what
 drafting can bring on this machine, and `bench.engine` compares what the server reaches with it.
 
@@ -22,10 +22,10 @@ from typing import Final
 import mlx.core as mx
 from rich.console import Console
 
-from bench.bare import Bare, Rollback, Round
+from bench.engine.bare import Bare, Rollback, Round
+from bench.engine.measurements import LONG, STREAMS
+from bench.engine.targets import ceiling
 from bench.harness.tables import Grid
-from bench.measurements import LONG, STREAMS
-from bench.targets import ceiling
 from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
@@ -185,7 +185,7 @@ def _state_behind(target: Target, context_tokens: int) -> State:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.rounds", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.engine.rounds", description=__doc__)
     parser.add_argument("--model", type=Path, default=CHECKPOINT)
     parser.add_argument("--adaptive", action="store_true", help="the chosen k beside fixed ones")
     options = parser.parse_args(arguments)

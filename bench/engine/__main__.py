@@ -23,16 +23,16 @@ from typing import Any, Final
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from bench import tables
-from bench.bare import Bare, measure_bare
+from bench.engine import tables
+from bench.engine.bare import Bare, measure_bare
+from bench.engine.session import FULL, QUICK, Plan, measure
+from bench.engine.targets import judge
 from bench.harness.blas import preload
 from bench.harness.contenders import OURS, PEERS, Contender
 from bench.harness.samples import Samples
 from bench.harness.servers import running
 from bench.harness.tables import Target
 from bench.harness.venvs import PeerUnavailable, python_of
-from bench.session import FULL, QUICK, Plan, measure
-from bench.targets import judge
 from workers.demo import CHECKPOINT
 
 RESULTS: Final = Path(__file__).parent / "results"

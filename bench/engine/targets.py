@@ -7,11 +7,11 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-from bench.bare import Bare, Round
+from bench.engine.bare import Bare, Round
+from bench.engine.measurements import STREAMS
 from bench.harness.contenders import OURS, PEERS
 from bench.harness.samples import Samples
 from bench.harness.tables import Target
-from bench.measurements import STREAMS
 from workers.engine.types import EngineSettings
 
 _SETTINGS: Final = EngineSettings(model=Path(), served_name="")

@@ -1,6 +1,6 @@
 """What reading long prompts sparsely costs in right answers, and what it saves in waiting.
 
-`python -m bench.spec_prefill` asks the demo model for facts in long prompts, read in full and read
+`python -m bench.engine.spec_prefill` asks the demo model for facts in long prompts, read in full and read
 sparsely with the model as its own draft: that is what it costs. What it saves is measured on a
 target many times as large with random weights, since time does not depend on them.
 """
@@ -247,7 +247,9 @@ def _least_s(way: Way, of: Callable[[Asked], float]) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.spec_prefill", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.engine.spec_prefill", description=__doc__
+    )
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of the demo model")
     parser.add_argument("--questions", type=int, default=40, help="asked at each length")
     parser.add_argument("--repetitions", type=int, default=3, help="timings at each length")
@@ -273,5 +275,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    restart_with_fast_blas("bench.spec_prefill")
+    restart_with_fast_blas("bench.engine.spec_prefill")
     main()

@@ -1,6 +1,6 @@
 """Thousands of random schedules of a lane, each row replayed alone, each token explained.
 
-`python -m bench.schedules` plays what `tests/support/lane_schedules.py` describes, prints what
+`python -m bench.engine.schedules` plays what `tests/support/lane_schedules.py` describes, prints what
 they were made of, and ends at the first answer or count that is not as it must be.
 """
 
@@ -80,7 +80,7 @@ def table(found: Found) -> Grid:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.schedules", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.engine.schedules", description=__doc__)
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of the demo model")
     parser.add_argument("--count", type=int, default=2000, help="schedules to play")
     parser.add_argument("--seed", type=int, default=1)
@@ -101,5 +101,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    restart_with_fast_blas("bench.schedules")
+    restart_with_fast_blas("bench.engine.schedules")
     main()

@@ -1,4 +1,4 @@
-"""What `bench.rounds` finds in a process of its own: rounds and rollbacks, nothing around them."""
+"""What `bench.engine.rounds` finds in a process of its own: rounds and rollbacks, nothing around them."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Bare:
 
 
 async def measure_bare(model: Path) -> Bare:
-    """Run `bench.rounds` with the BLAS that the servers get."""
+    """Run `bench.engine.rounds` with the BLAS that the servers get."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.rounds", "--model", str(model)),
+        *(sys.executable, "-m", "bench.engine.rounds", "--model", str(model)),
         stdout=asyncio.subprocess.PIPE,
         cwd=Path(__file__).parents[1],
         env={**os.environ, **preload()},
@@ -52,7 +52,7 @@ async def measure_bare(model: Path) -> Bare:
         if process.returncode is None:
             process.kill()
     if process.returncode:
-        raise RuntimeError(f"bench.rounds ended with code {process.returncode}")
+        raise RuntimeError(f"bench.engine.rounds ended with code {process.returncode}")
     found = json.loads(output.splitlines()[-1])
     return Bare(
         rounds=[Round(**entry) for entry in found["rounds"]],

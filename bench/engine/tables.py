@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 
-from bench.bare import Round
+from bench.engine.bare import Round
+from bench.engine.measurements import LIVE_STREAMS, STREAMS
+from bench.engine.session import DRAFT_LENGTHS
+from bench.engine.targets import LONGEST_DRAFT, ceiling
 from bench.harness.samples import Samples
 from bench.harness.tables import MISSING, Grid
-from bench.measurements import LIVE_STREAMS, STREAMS
-from bench.session import DRAFT_LENGTHS
-from bench.targets import LONGEST_DRAFT, ceiling
 
 Cell = Callable[[Samples], str]
 

@@ -1,6 +1,6 @@
 """Does speculation leave sampled text as it is? Drawn many thousand times, not argued.
 
-`python -m bench.sampling_distribution` draws the first tokens of one answer from a small vocabulary
+`python -m bench.engine.sampling_distribution` draws the first tokens of one answer from a small vocabulary
 (top_k) with and without drafts, with other seeds, and compares how often each text came: total
 variation and a two-sample chi-square. The negative control, drafted as well but at another
 temperature, must be told apart. With equal seeds the texts must be equal one by one.
@@ -197,7 +197,7 @@ def _about(took_min: float) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.sampling_distribution")
+    parser = argparse.ArgumentParser(prog="python -m bench.engine.sampling_distribution")
     parser.add_argument("--model", type=Path, default=CHECKPOINT)
     parser.add_argument("--draws", type=int, default=20_000, help="of each kind")
     parser.add_argument("--quick", action="store_true", help="few draws; writes no results")
