@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from bench import gateway
+from bench.gateway import __main__ as gateway
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Does the memory of our gateway stay where it was over a million requests?
 
-`python -m bench.gateway_memory` sends whole answers and streams through it to a worker that answers
+`python -m bench.gateway.memory` sends whole answers and streams through it to a worker that answers
 from memory, and reads now and then what its process holds. The gateway runs with a key and all that
 is on by default (policy, accounting, metrics).
 """
@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 from rich.console import Console
 from rich.progress import Progress
 
-from bench.gateway_load import Question, ask_many
-from bench.gateways import OURS, running, running_backend
+from bench.gateway.contenders import OURS, running, running_backend
+from bench.gateway.load import Question, ask_many
 from bench.harness.process_cost import resident_bytes
 from bench.harness.tables import Grid, Target
 from bench.harness.tables import targets as targets_grid
@@ -99,7 +99,7 @@ def judged(samples: Sequence[Sample]) -> Grid:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.gateway_memory", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.gateway.memory", description=__doc__)
     parser.add_argument("--requests", type=int, default=REQUESTS, help="half of them streams")
     parser.add_argument(
         "--quick", action="store_true", help="see that all of it runs; writes no results"

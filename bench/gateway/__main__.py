@@ -21,9 +21,10 @@ from typing import Final
 
 from rich.console import Console
 
-from bench import backend, gateway_tables
-from bench.gateway_load import Question, WrongAnswer, ask_many, ask_staggered
-from bench.gateways import OURS, PEERS, Running, running, running_backend
+from bench.gateway import backend
+from bench.gateway import tables as gateway_tables
+from bench.gateway.contenders import OURS, PEERS, Running, running, running_backend
+from bench.gateway.load import Question, WrongAnswer, ask_many, ask_staggered
 from bench.harness.process_cost import cpu_s
 from bench.harness.samples import Samples
 from bench.harness.venvs import PeerUnavailable

@@ -1,6 +1,6 @@
 """A worker faster than any gateway: it looks for a few words, and answers from memory.
 
-Run as a process of its own (`python -m bench.backend`); it prints its port.
+Run as a process of its own (`python -m bench.gateway.backend`); it prints its port.
 """
 
 from __future__ import annotations

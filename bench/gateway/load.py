@@ -10,8 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, cast
 
-from bench import backend
-from bench.gateways import KEY
+from bench.gateway import backend
+from bench.gateway.contenders import KEY
 
 ANSWER_TIMEOUT_S: Final = 60.0
 _PROMPT: Final = "word " * 200

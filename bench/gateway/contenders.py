@@ -14,7 +14,7 @@ from typing import Final
 
 import httpx
 
-from bench import backend
+from bench.gateway import backend
 from bench.harness.processes import end, free_port, inherited
 from bench.harness.venvs import PeerUnavailable, Venv, last_words, python_of
 from gateway.fleet.registry import BEAT_S
@@ -130,7 +130,7 @@ PEERS: Final = (
 async def running_backend() -> AsyncIterator[int]:
     """Run the worker in a process of its own; give its port."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.backend"), stdout=asyncio.subprocess.PIPE, cwd=_ROOT
+        *(sys.executable, "-m", "bench.gateway.backend"), stdout=asyncio.subprocess.PIPE, cwd=_ROOT
     )
     try:
         assert process.stdout is not None

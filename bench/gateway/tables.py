@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from bench.gateways import OURS
+from bench.gateway.contenders import OURS
 from bench.harness.samples import Samples
 from bench.harness.tables import MISSING, Grid, Target
 from bench.harness.tables import targets as targets_grid

@@ -1,4 +1,4 @@
-"""What the policy costs a request, by how many routes it has: `python -m bench.policy`.
+"""What the policy costs a request, by how many routes it has: `python -m bench.gateway.policy`.
 
 Policies are made up, with conditions on everything that a condition can be on; so are the requests.
 What is timed is the whole question that a gateway asks of a policy.

@@ -1,0 +1,1 @@
+"""The gateway beside its peers, and its memory and policy."""
