@@ -26,7 +26,7 @@ SPILLED = "spilled"
 
 # What a worker need not read of a system prompt counts for it only while it has a free slot and is
 # at most so much busier (1 is a full lane) than the best other: a prompt that all share would pile
-# up on one machine. `bench.fleet_sim` says how much is good.
+# up on one machine. `bench.fleet.sim` says how much is good.
 _HOLDERS_LEAD = 0.625
 
 # Of so many requests one goes to a worker that was not heard of for so long, if there is one: how

@@ -10,7 +10,7 @@ from itertools import islice
 from random import Random
 from typing import Protocol
 
-from bench.fleet_world import Ask, Mac
+from bench.fleet.world import Ask, Mac
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.registry import BEAT_S, Fleet
 from gateway.fleet.worker import Lease

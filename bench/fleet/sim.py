@@ -1,6 +1,6 @@
 """Where system prompts are found again: our `decide` beside other rules, on simulated fleets.
 
-`python -m bench.fleet_sim` sends the same traffic through every rule, on the simulated clock. The
+`python -m bench.fleet.sim` sends the same traffic through every rule, on the simulated clock. The
 gateway's code is the real one; the Macs are not.
 """
 
@@ -17,17 +17,17 @@ from typing import Final
 from rich.console import Console
 from rich.progress import track
 
-from bench.fleet_plot import plotted
-from bench.fleet_rules import BoundedHashing, CacheAware, LeastLoad, Oracle, Ours, RoundRobin, Rule
-from bench.fleet_verdicts import Found, Judged, drawn, verdicts
-from bench.fleet_world import Ask, Kind, Mac, Row, Scenario, traffic
+from bench.fleet.plot import plotted
+from bench.fleet.rules import BoundedHashing, CacheAware, LeastLoad, Oracle, Ours, RoundRobin, Rule
+from bench.fleet.verdicts import Found, Judged, drawn, verdicts
+from bench.fleet.world import Ask, Kind, Mac, Row, Scenario, traffic
 
 RESULTS: Final = Path(__file__).parent / "results" / "fleet_sim.md"
 PLOT: Final = RESULTS.with_suffix(".svg")
 TUNED_ON: Final = (101, 102)
 REPORTED_ON: Final = (7, 8)
 _ABOUT: Final = """\
-`python -m bench.fleet_sim --requests {}`: simulated Macs and clock, the gateway's real `decide`,
+`python -m bench.fleet.sim --requests {}`: simulated Macs and clock, the gateway's real `decide`,
 `Fleet` and `Prefixes`, which know of the Macs what a gateway knows: what it has sent, and a
 heartbeat every two seconds, in which a Mac tells what it keeps (64 system prompts at most). Every
 rule gets the same traffic. The constants of `decide` were chosen on the seeds {}; this is on {}.
@@ -170,7 +170,7 @@ def compare(scenario: Scenario, requests: int, seeds: Sequence[int]) -> list[Fou
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.fleet_sim", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.fleet.sim", description=__doc__)
     parser.add_argument("--requests", type=int, default=4000, help="of each scenario and seed")
     parser.add_argument("--tune", action="store_true", help="on the seeds for that; no page")
     parser.add_argument("--only", help="scenarios whose name holds this")

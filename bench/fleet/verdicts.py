@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import mean, quantiles
 
-from bench.fleet_rules import LeastLoad, Oracle, Ours, RoundRobin
-from bench.fleet_world import Scenario
+from bench.fleet.rules import LeastLoad, Oracle, Ours, RoundRobin
+from bench.fleet.world import Scenario
 from bench.harness.tables import Grid
 
 

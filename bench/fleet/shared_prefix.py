@@ -1,4 +1,4 @@
-"""System prompts found again over two gateways and two workers: `python -m bench.shared_prefix`.
+"""System prompts found again over two gateways and two workers: `python -m bench.fleet.shared_prefix`.
 
 All is real: redis-server, two `paceline gateway`, two workers on the demo model. Each system prompt
 of 4,000 tokens is asked once through one gateway and once more through the other, in another order;
@@ -219,7 +219,9 @@ def _row(arm: Arm) -> tuple[str, ...]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.shared_prefix", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.fleet.shared_prefix", description=__doc__
+    )
     parser.add_argument("--prompts", type=int, default=48, help="for each of the two rules")
     options = parser.parse_args()
     with _fleet() as clients:

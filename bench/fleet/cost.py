@@ -1,4 +1,4 @@
-"""What a decision costs, by how many workers there are: `python -m bench.fleet_cost`.
+"""What a decision costs, by how many workers there are: `python -m bench.fleet.cost`.
 
 Timed is all that a request pays for where it goes: the look at the fleet, who holds its system
 prompt, the decision, its slot taken and given back. Each decision follows on a change of the fleet,
@@ -29,7 +29,7 @@ RESULTS: Final = Path(__file__).parent / "results" / "fleet_cost.md"
 _ABOUT: Final = """\
 # What a decision costs
 
-`python -m bench.fleet_cost`: the look at the fleet, who holds the system prompt, and the decision;
+`python -m bench.fleet.cost`: the look at the fleet, who holds the system prompt, and the decision;
 then the same after a change of the fleet, with a slot taken and given back, as under load. CPU time
 of one process, the quietest run and the middle one.
 """

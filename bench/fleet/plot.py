@@ -7,7 +7,7 @@ from math import log10
 from typing import Final, NamedTuple
 from xml.sax.saxutils import escape
 
-from bench.fleet_verdicts import Found
+from bench.fleet.verdicts import Found
 
 # Told apart by people who see fewer colours too (Okabe and Ito).
 _COLOURS: Final = ("#d55e00", "#999999", "#56b4e9", "#009e73", "#cc79a7", "#000000")

@@ -1,0 +1,1 @@
+"""Routing rules on simulated fleets, and two real gateways."""
