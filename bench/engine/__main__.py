@@ -31,11 +31,12 @@ from bench.harness.blas import preload
 from bench.harness.contenders import OURS, PEERS, Contender
 from bench.harness.samples import Samples
 from bench.harness.servers import running
-from bench.harness.tables import Target
+from bench.harness.tables import Grid, Target
+from bench.harness.tables import targets as targets_grid
 from bench.harness.venvs import PeerUnavailable, python_of
 from workers.demo import CHECKPOINT
 
-RESULTS: Final = Path(__file__).parent / "results"
+RESULTS: Final = Path(__file__).parents[1] / "results"
 _PEER_NAMES: Final = ",".join(peer.name for peer in PEERS)
 
 
@@ -120,7 +121,7 @@ def _about(repetitions: int) -> dict[str, Any]:
     }
 
 
-def _write(run: Run, about: dict[str, Any], judged: list[Target], grids: list[tables.Grid]) -> None:
+def _write(run: Run, about: dict[str, Any], judged: list[Target], grids: list[Grid]) -> None:
     RESULTS.mkdir(exist_ok=True)
     record = {
         **about,
@@ -164,7 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     grids = [
         tables.engines(run.samples),
         tables.draft_lengths(run.samples[OURS.name], run.bare.rounds),
-        tables.targets(judged),
+        targets_grid(judged),
     ]
     for grid in grids:
         console.print(grid.drawn())

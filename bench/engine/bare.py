@@ -43,7 +43,7 @@ async def measure_bare(model: Path) -> Bare:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.engine.rounds", "--model", str(model)),
         stdout=asyncio.subprocess.PIPE,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, **preload()},
     )
     try:

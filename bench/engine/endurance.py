@@ -30,7 +30,7 @@ from bench.harness.tables import Grid
 from workers.demo import CHECKPOINT
 from workers.engine.prefix_cache_files import fingerprint
 
-RESULTS: Final = Path(__file__).parent / "results"
+RESULTS: Final = Path(__file__).parents[1] / "results"
 SNAPSHOT_BYTES: Final = 8 << 20
 SAMPLE_EVERY: Final = 100
 AT_ONCE: Final = 6

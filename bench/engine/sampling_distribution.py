@@ -33,7 +33,7 @@ from workers.engine.engine import Engine
 from workers.engine.types import Delta, EngineSettings, Generation, LaneName, Prompt
 from workers.protocol import Speculation
 
-RESULTS: Final = Path(__file__).parent / "results"
+RESULTS: Final = Path(__file__).parents[1] / "results"
 TOKENS: Final = 7
 TOP_K: Final = 4
 TEMPERATURE: Final = 1.3

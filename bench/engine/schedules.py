@@ -28,7 +28,7 @@ from workers.engine.model import load_checkpoint
 from workers.engine.prefix_cache_files import fingerprint
 from workers.engine.tokenizer import PromptRenderer
 
-RESULTS: Final = Path(__file__).parent / "results"
+RESULTS: Final = Path(__file__).parents[1] / "results"
 VARIETY: Final = 8
 TELL_EVERY: Final = 100
 

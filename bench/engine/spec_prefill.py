@@ -44,7 +44,7 @@ from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import EngineSettings, Event, Generation, LaneName, Prompt
 from workers.protocol import Speculation
 
-RESULTS: Final = Path(__file__).parent / "results"
+RESULTS: Final = Path(__file__).parents[1] / "results"
 PROMPT_TOKENS: Final = (1024, 2048, 4096)
 KEEP_SHARES: Final = (0.1, 0.2, 0.3, 0.5, 1.0)
 IN_FULL: Final = Wish(sparse=False)

@@ -25,7 +25,7 @@ from policies.document import shipped_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 from workers.protocol import LaneReport, WorkerReport
 
-RESULTS: Final = Path(__file__).parent / "results" / "fleet_cost.md"
+RESULTS: Final = Path(__file__).parents[1] / "results" / "fleet_cost.md"
 _ABOUT: Final = """\
 # What a decision costs
 

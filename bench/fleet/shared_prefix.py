@@ -34,8 +34,8 @@ from bench.harness.blas import preload
 from bench.harness.tables import Grid
 from workers.demo import CHECKPOINT, held_out
 
-RESULTS: Final = Path(__file__).parent / "results" / "shared_prefix.md"
-_ROOT: Final = Path(__file__).parents[1]
+RESULTS: Final = Path(__file__).parents[1] / "results" / "shared_prefix.md"
+_ROOT: Final = Path(__file__).parents[2]
 _TOKENS: Final = 4000
 _ANSWER_TOKENS: Final = 4
 _BLOCKS: Final = 4

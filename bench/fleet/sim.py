@@ -22,7 +22,7 @@ from bench.fleet.rules import BoundedHashing, CacheAware, LeastLoad, Oracle, Our
 from bench.fleet.verdicts import Found, Judged, drawn, verdicts
 from bench.fleet.world import Ask, Kind, Mac, Row, Scenario, traffic
 
-RESULTS: Final = Path(__file__).parent / "results" / "fleet_sim.md"
+RESULTS: Final = Path(__file__).parents[1] / "results" / "fleet_sim.md"
 PLOT: Final = RESULTS.with_suffix(".svg")
 TUNED_ON: Final = (101, 102)
 REPORTED_ON: Final = (7, 8)

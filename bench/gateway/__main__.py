@@ -30,7 +30,7 @@ from bench.harness.samples import Samples
 from bench.harness.venvs import PeerUnavailable
 from gateway.server import run
 
-RESULTS: Final = Path(__file__).parent / "results" / "gateway.md"
+RESULTS: Final = Path(__file__).parents[1] / "results" / "gateway.md"
 _PEER_NAMES: Final = ",".join(peer.name for peer in PEERS)
 _AT_ONCE: Final = 16
 _WHOLE: Final = Question(stream=False)

@@ -22,7 +22,7 @@ from gateway.fleet.registry import BEAT_S
 KEY: Final = "bench-key"
 _JOIN_TOKEN: Final = "bench-join-token"
 _START_TIMEOUT_S: Final = 120.0
-_ROOT: Final = Path(__file__).parents[1]
+_ROOT: Final = Path(__file__).parents[2]
 
 _NGINX_CONF: Final = """
 daemon off; worker_processes 1; pid {home}/nginx.pid; error_log stderr crit;

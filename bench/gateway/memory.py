@@ -26,7 +26,7 @@ from bench.harness.tables import Grid, Target
 from bench.harness.tables import targets as targets_grid
 from gateway.server import run
 
-RESULTS: Final = Path(__file__).parent / "results" / "gateway_memory.md"
+RESULTS: Final = Path(__file__).parents[1] / "results" / "gateway_memory.md"
 REQUESTS: Final = 1_000_000
 QUICK_REQUESTS: Final = 1000
 _POINTS: Final = 20

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-_WITH_BLAS: Final = Path(__file__).parents[1] / "scripts" / "with-blas"
+_WITH_BLAS: Final = Path(__file__).parents[2] / "scripts" / "with-blas"
 _NAMES: Final = frozenset({"LD_PRELOAD", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORETYPE"})
 
 

@@ -19,7 +19,7 @@ from bench.harness.processes import end, free_port, inherited
 from bench.harness.venvs import PeerUnavailable, last_words
 
 START_TIMEOUT_S = 300.0
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
