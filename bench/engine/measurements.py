@@ -14,7 +14,7 @@ from statistics import mean
 from typing import Any, Final
 
 from bench.load import Answer, Caller, Messages
-from workers.demo import held_out
+from tools.demo_model import held_out
 
 STREAMS: Final = (1, 2, 4, 8)
 LIVE_STREAMS: Final = 4

@@ -27,8 +27,8 @@ from rich.progress import track
 
 from bench.harness.tables import Grid
 from policies.request.profile import Sampling
+from tools.demo_model.world import SYSTEM_OPENINGS
 from workers.demo import CHECKPOINT
-from workers.demo.world import SYSTEM_OPENINGS
 from workers.engine.engine import Engine
 from workers.engine.types import Delta, EngineSettings, Generation, LaneName, Prompt
 from workers.protocol import Speculation

@@ -26,9 +26,10 @@ from rich.progress import track
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import MISSING, Grid
 from policies.request.profile import Sampling
-from workers.demo import CHECKPOINT, held_out
-from workers.demo.architecture import model_config, new_model
-from workers.demo.tokenizer import SPECIAL_TOKENS
+from tools.demo_model import held_out
+from tools.demo_model.architecture import model_config, new_model
+from tools.demo_model.tokenizer import SPECIAL_TOKENS
+from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import measure_memory
 from workers.engine.metrics import LaneCounters

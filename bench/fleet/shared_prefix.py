@@ -32,7 +32,8 @@ from rich.console import Console
 
 from bench.harness.blas import preload
 from bench.harness.tables import Grid
-from workers.demo import CHECKPOINT, held_out
+from tools.demo_model import held_out
+from workers.demo import CHECKPOINT
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "shared_prefix.md"
 _ROOT: Final = Path(__file__).parents[2]

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from workers.demo import CHECKPOINT, held_out
-from workers.demo.score import Score, score_answers, score_pictures
+from tools.demo_model import held_out
+from tools.demo_model.score import Score, score_answers, score_pictures
+from workers.demo import CHECKPOINT
 
 MEGABYTES_ALLOWED = 6
 

@@ -11,10 +11,11 @@ import pytest
 from mlx import nn
 from mlx_vlm import load
 
-from workers.demo import CHECKPOINT, fast_math
-from workers.demo.architecture import PATCH
-from workers.demo.batches import PicturePool, patch_array
-from workers.demo.fast_forward import CHUNK, QUERIES_AT_ONCE, text_forward, vision_forward
+from tools.demo_model import fast_math
+from tools.demo_model.architecture import PATCH
+from tools.demo_model.batches import PicturePool, patch_array
+from tools.demo_model.fast_forward import CHUNK, QUERIES_AT_ONCE, text_forward, vision_forward
+from workers.demo import CHECKPOINT
 
 Function = Callable[[mx.array], mx.array]
 

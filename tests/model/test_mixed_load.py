@@ -13,7 +13,7 @@ from openai import AsyncOpenAI
 
 from tests.support.openai_requests import Answer, ask_async, picture_body, text_body
 from tests.support.paceline_process import Line
-from workers.demo.questions import draw_turn
+from tools.demo_model.questions import draw_turn
 
 REQUESTS = 200
 AT_A_TIME = 8

@@ -17,7 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from workers.demo.conversations import Chat, draw_chat
+from tools.demo_model.conversations import Chat, draw_chat
 
 VOCABULARY_SIZE: Final = 1536
 SPECIAL_TOKENS: Final = (

@@ -3,8 +3,8 @@
 import json
 from random import Random
 
-from workers.demo import stories, world
-from workers.demo.world import NUMBER_WORDS
+from tools.demo_model import stories, world
+from tools.demo_model.world import NUMBER_WORDS
 
 
 def counting(random: Random) -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""`python -m workers.demo.score --url URL`: score any OpenAI endpoint that serves the checkpoint.
+"""`python -m tools.demo_model.score --url URL`: score any OpenAI endpoint that serves the checkpoint.
 
 Each part is a function over an `httpx.Client`, so that a test can call it and assert on the result.
 """
@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from workers.demo import held_out
-from workers.demo.held_out import Prompt
-from workers.demo.pictures import Picture
-from workers.demo.world import PICTURE_COLOURS, PICTURE_SHAPES
+from tools.demo_model import held_out
+from tools.demo_model.held_out import Prompt
+from tools.demo_model.pictures import Picture
+from tools.demo_model.world import PICTURE_COLOURS, PICTURE_SHAPES
 
 LONGEST_ANSWER: Final = 1000
 AT_A_TIME: Final = 8
@@ -180,7 +180,7 @@ def as_table(scores: Sequence[Score]) -> Table:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Score an endpoint; print a table; write JSON if asked."""
-    parser = argparse.ArgumentParser(prog="python -m workers.demo.score", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_model.score", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:9200")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--size", type=int, default=200, help="questions and pictures to ask")

@@ -11,8 +11,8 @@ import mlx.core as mx
 from mlx import nn
 from rich.progress import Progress
 
-from workers.demo.muon import Muon
-from workers.demo.snapshots import load_tensors, save_module, save_tensors, steps_done
+from tools.demo_model.muon import Muon
+from tools.demo_model.snapshots import load_tensors, save_module, save_tensors, steps_done
 
 SEED: Final = 20
 SNAPSHOT_EVERY: Final = 100

@@ -2,8 +2,8 @@
 
 from random import Random
 
-from workers.demo import world
-from workers.demo.world import sentence_case
+from tools.demo_model import world
+from tools.demo_model.world import sentence_case
 
 
 def arithmetic(random: Random) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx import nn
 
-from workers.demo.fast_math import gelu, masked_softmax, sigmoid, silu
+from tools.demo_model.fast_math import gelu, masked_softmax, sigmoid, silu
 
 CHUNK: Final = 16
 """Tokens in a chunk of the delta rule; sequences must be a multiple of it."""

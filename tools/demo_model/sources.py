@@ -6,9 +6,9 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from workers.demo import objectives
-from workers.demo.architecture import model_config, new_model
-from workers.demo.batches import (
+from tools.demo_model import objectives
+from tools.demo_model.architecture import model_config, new_model
+from tools.demo_model.batches import (
     PictureBatch,
     PicturePool,
     TextBatch,
@@ -16,10 +16,10 @@ from workers.demo.batches import (
     picture_batches,
     text_batches,
 )
-from workers.demo.conversations import Chat
-from workers.demo.loop import SEED, Work
-from workers.demo.ranks import RANKS
-from workers.demo.tokenizer import ANSWER_WEIGHT, load_tokenizer, special_ids
+from tools.demo_model.conversations import Chat
+from tools.demo_model.loop import SEED, Work
+from tools.demo_model.ranks import RANKS
+from tools.demo_model.tokenizer import ANSWER_WEIGHT, load_tokenizer, special_ids
 
 LONGEST_PROMPT: Final = 4096
 _PICTURES_TO_BEGIN: Final = 3000 // RANKS

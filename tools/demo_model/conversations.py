@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Final
 
-from workers.demo import world
-from workers.demo.questions import draw_turn, nonsense
+from tools.demo_model import world
+from tools.demo_model.questions import draw_turn, nonsense
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ a sampled answer differs from seed to seed, and a drafter can guess most tokens 
 from random import Random
 from typing import Final
 
-from workers.demo.world import ADJECTIVES, NAMES, NOUNS, WEATHER, sentence_case, with_article
+from tools.demo_model.world import ADJECTIVES, NAMES, NOUNS, WEATHER, sentence_case, with_article
 
 HEROES: Final = {
     "fox": ("Rusty", "Amber", "Finn"),

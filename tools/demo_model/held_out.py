@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from PIL import Image
 
-from workers.demo.conversations import draw_facts, system_prompt
-from workers.demo.pictures import DESCRIBE, HELD_OUT_SIZES, Picture, draw_picture
-from workers.demo.questions import KINDS, draw_turn
-from workers.demo.world import SYSTEM_OPENINGS
+from tools.demo_model.conversations import draw_facts, system_prompt
+from tools.demo_model.pictures import DESCRIBE, HELD_OUT_SIZES, Picture, draw_picture
+from tools.demo_model.questions import KINDS, draw_turn
+from tools.demo_model.world import SYSTEM_OPENINGS
 
 _TOKENS_IN_FILLER: Final = 8
 PROMPT_LENGTHS: Final = (512, 1024, 2048, 4096)

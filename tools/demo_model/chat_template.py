@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from workers.demo.conversations import TOOLS_HEAD, TOOLS_TAIL
+from tools.demo_model.conversations import TOOLS_HEAD, TOOLS_TAIL
 
 _CONTENT: Final = """\
 {%- macro written(content) -%}

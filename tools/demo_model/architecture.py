@@ -8,7 +8,7 @@ from mlx_vlm.models.qwen3_5 import Model, ModelConfig
 from mlx_vlm.speculative.drafters.qwen3_5_mtp.config import Qwen3_5MTPConfig
 from mlx_vlm.speculative.drafters.qwen3_5_mtp.qwen3_5_mtp import Qwen3_5MTPDraftModel
 
-from workers.demo.tokenizer import VOCABULARY_SIZE
+from tools.demo_model.tokenizer import VOCABULARY_SIZE
 
 HIDDEN: Final = 128
 LAYERS: Final = 4

@@ -5,13 +5,13 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx import nn
 
-from workers.demo import objectives
-from workers.demo.architecture import HIDDEN, model_config, new_drafter
-from workers.demo.batches import PictureBatch, TextBatch
-from workers.demo.loop import Work, optimise
-from workers.demo.snapshots import steps_done
-from workers.demo.sources import MixedSteps, hidden_of, untrained
-from workers.demo.tokenizer import load_tokenizer, special_ids
+from tools.demo_model import objectives
+from tools.demo_model.architecture import HIDDEN, model_config, new_drafter
+from tools.demo_model.batches import PictureBatch, TextBatch
+from tools.demo_model.loop import Work, optimise
+from tools.demo_model.snapshots import steps_done
+from tools.demo_model.sources import MixedSteps, hidden_of, untrained
+from tools.demo_model.tokenizer import load_tokenizer, special_ids
 
 _DRAFT_SLOPE: Final = ((100, 1.0), (600, 0.0))
 

@@ -7,8 +7,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx import nn
 
-from workers.demo.batches import PictureBatch, TextBatch
-from workers.demo.fast_forward import (
+from tools.demo_model.batches import PictureBatch, TextBatch
+from tools.demo_model.fast_forward import (
     attend,
     feed_forward,
     gated_output,
@@ -16,9 +16,9 @@ from workers.demo.fast_forward import (
     text_forward,
     vision_forward,
 )
-from workers.demo.fast_math import cross_entropy
-from workers.demo.tokenizer import ANSWER_WEIGHT
-from workers.demo.world import PICTURE_COLOURS, PICTURE_SHAPES
+from tools.demo_model.fast_math import cross_entropy
+from tools.demo_model.tokenizer import ANSWER_WEIGHT
+from tools.demo_model.world import PICTURE_COLOURS, PICTURE_SHAPES
 
 SECOND_DRAFT_WEIGHT: Final = 0.8
 STATELESS_WEIGHT: Final = 0.3

@@ -9,8 +9,8 @@ from random import Random
 from typing import Final
 from zlib import crc32
 
-from workers.demo import recall, tasks, world
-from workers.demo.world import sentence_case
+from tools.demo_model import recall, tasks, world
+from tools.demo_model.world import sentence_case
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Final
 
 from PIL import Image, ImageDraw
 
-from workers.demo.conversations import Chat, Message, loosely
-from workers.demo.questions import draw_turn
-from workers.demo.world import PICTURE_COLOURS, PICTURE_SHAPES, SYSTEM_OPENINGS, with_article
+from tools.demo_model.conversations import Chat, Message, loosely
+from tools.demo_model.questions import draw_turn
+from tools.demo_model.world import PICTURE_COLOURS, PICTURE_SHAPES, SYSTEM_OPENINGS, with_article
 
 RGB = tuple[int, int, int]
 PLAIN: Final = "plain"

@@ -13,19 +13,13 @@ import numpy.typing as npt
 from mlx_vlm.models.qwen3_vl.processing_qwen3_vl import Qwen3VLImageProcessor
 from tokenizers import Tokenizer
 
-from workers.demo.architecture import MERGE, PATCH, PICTURE_PIXELS
-from workers.demo.conversations import (
-    Chat,
-    Message,
-    draw_chat,
-    draw_facts,
-    system_prompt,
-)
-from workers.demo.fast_forward import CHUNK
-from workers.demo.pictures import TRAINING_SIZES, Picture, draw_picture, picture_chat
-from workers.demo.ranks import RANKS
-from workers.demo.tokenizer import ANSWER_WEIGHT, TokenRow, encode_chat, special_ids
-from workers.demo.world import PICTURE_COLOURS, PICTURE_SHAPES
+from tools.demo_model.architecture import MERGE, PATCH, PICTURE_PIXELS
+from tools.demo_model.conversations import Chat, Message, draw_chat, draw_facts, system_prompt
+from tools.demo_model.fast_forward import CHUNK
+from tools.demo_model.pictures import TRAINING_SIZES, Picture, draw_picture, picture_chat
+from tools.demo_model.ranks import RANKS
+from tools.demo_model.tokenizer import ANSWER_WEIGHT, TokenRow, encode_chat, special_ids
+from tools.demo_model.world import PICTURE_COLOURS, PICTURE_SHAPES
 
 Bytes = npt.NDArray[np.uint8]
 Grid = tuple[int, int]

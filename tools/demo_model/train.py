@@ -1,4 +1,4 @@
-"""`python -m workers.demo.train PHASE --work FOLDER`: make the demo checkpoint from nothing."""
+"""`python -m tools.demo_model.train PHASE --work FOLDER`: make the demo checkpoint from nothing."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -15,9 +15,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from workers.demo import CHECKPOINT, drafting, export, phases
-from workers.demo.loop import Work
-from workers.demo.ranks import all_ranks
+from tools.demo_model import drafting, export, phases
+from tools.demo_model.loop import Work
+from tools.demo_model.ranks import all_ranks
+from workers.demo import CHECKPOINT
 
 EXPORT: Final = "export"
 PHASES: Final[dict[str, Callable[[Work], None]]] = {
@@ -32,7 +33,7 @@ PHASES: Final[dict[str, Callable[[Work], None]]] = {
 
 
 def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m workers.demo.train", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tools.demo_model.train", description=__doc__)
     parser.add_argument("phase", choices=(*PHASES, EXPORT, "all"))
     parser.add_argument("--work", type=Path, required=True, help="folder for what phases leave")
     parser.add_argument("--out", type=Path, default=CHECKPOINT, help="folder of the export")

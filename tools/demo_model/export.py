@@ -12,10 +12,16 @@ from typing import Any, Final
 
 import mlx.core as mx
 
-from workers.demo.architecture import LONGEST_CONTEXT, MERGE, PATCH, PICTURE_PIXELS, model_config
-from workers.demo.chat_template import chat_template
-from workers.demo.snapshots import Tensors, load_tensors
-from workers.demo.tokenizer import SPECIAL_TOKENS, load_tokenizer, special_ids
+from tools.demo_model.architecture import (
+    LONGEST_CONTEXT,
+    MERGE,
+    PATCH,
+    PICTURE_PIXELS,
+    model_config,
+)
+from tools.demo_model.chat_template import chat_template
+from tools.demo_model.snapshots import Tensors, load_tensors
+from tools.demo_model.tokenizer import SPECIAL_TOKENS, load_tokenizer, special_ids
 
 _LONGEST_ANSWER: Final = 1024
 _SHIFTED_NORMS: Final = (

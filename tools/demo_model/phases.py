@@ -20,9 +20,9 @@ from typing import Any, Final
 import mlx.core as mx
 from mlx import nn
 
-from workers.demo import objectives
-from workers.demo.architecture import HIDDEN
-from workers.demo.batches import (
+from tools.demo_model import objectives
+from tools.demo_model.architecture import HIDDEN
+from tools.demo_model.batches import (
     Grid,
     PictureBatch,
     PicturePool,
@@ -32,24 +32,14 @@ from workers.demo.batches import (
     picture_batches,
     text_batches,
 )
-from workers.demo.conversations import (
-    ending_practice_chat,
-    exact_practice_chat,
-    practice_chat,
-)
-from workers.demo.fast_forward import vision_forward
-from workers.demo.loop import SEED, Slope, Work, optimise
-from workers.demo.pictures import brief_picture_chat
-from workers.demo.ranks import RANKS
-from workers.demo.snapshots import Tensors, load_tensors, save_tensors, steps_done
-from workers.demo.sources import (
-    Courses,
-    MixedSteps,
-    draw_pictures,
-    hidden_of,
-    untrained,
-)
-from workers.demo.tokenizer import load_tokenizer, train_tokenizer
+from tools.demo_model.conversations import ending_practice_chat, exact_practice_chat, practice_chat
+from tools.demo_model.fast_forward import vision_forward
+from tools.demo_model.loop import SEED, Slope, Work, optimise
+from tools.demo_model.pictures import brief_picture_chat
+from tools.demo_model.ranks import RANKS
+from tools.demo_model.snapshots import Tensors, load_tensors, save_tensors, steps_done
+from tools.demo_model.sources import Courses, MixedSteps, draw_pictures, hidden_of, untrained
+from tools.demo_model.tokenizer import load_tokenizer, train_tokenizer
 
 _EYE_BATCH: Final = 48 // RANKS
 _FOCUS_ROWS: Final = 48 // RANKS
