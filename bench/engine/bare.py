@@ -1,4 +1,4 @@
-"""What `bench.engine.rounds` finds in a process of its own: rounds and rollbacks, nothing around them."""
+"""Rounds and rollbacks as `bench.engine.rounds` measures them in a process of its own."""
 
 from __future__ import annotations
 

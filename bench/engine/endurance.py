@@ -1,8 +1,8 @@
 """Thousands of requests in a row to one worker: does its memory stay where it was?
 
-`python -m bench.engine.endurance` sends short requests of every kind, a few at a time, to a real worker
-over HTTP. After every hundred it waits until nothing runs, and reads what MLX holds and what the
-process holds. What is kept of system prompts is bounded by a setting and is shown apart.
+`python -m bench.engine.endurance` sends short requests of every kind, a few at a time, to a real
+worker over HTTP. After every hundred it waits until nothing runs, and reads what MLX holds and what
+the process holds. What is kept of system prompts is bounded by a setting and is shown apart.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What a round of our lane costs with nothing around it: no HTTP, no other process, no reader.
 
-`python -m bench.engine.rounds --model FOLDER` prints one line of JSON. A round that drafts k tokens brings
-more than a plain one and costs more; tokens a round over relative cost is the ceiling of what
-drafting can bring on this machine, and `bench.engine` compares what the server reaches with it.
+`python -m bench.engine.rounds --model FOLDER` prints one line of JSON. A round that drafts k tokens
+brings more than a plain one and costs more; tokens a round over relative cost is the ceiling of
+what drafting can bring on this machine, and `bench.engine` compares what the server reaches with
+it.
 
 With `--adaptive` it prints a table instead: the k that the lane chooses beside each fixed one, in
 turns, on one lane in one process. The first turn is where the lane learns, and counts for nothing.

@@ -1,8 +1,8 @@
 """Does speculation leave sampled text as it is? Drawn many thousand times, not argued.
 
-`python -m bench.engine.sampling_distribution` draws the first tokens of one answer from a small vocabulary
-(top_k) with and without drafts, with other seeds, and compares how often each text came: total
-variation and a two-sample chi-square. The negative control, drafted as well but at another
+`python -m bench.engine.sampling_distribution` draws the first tokens of one answer from a small
+vocabulary (top_k) with and without drafts, with other seeds, and compares how often each text came:
+total variation and a two-sample chi-square. The negative control, drafted as well but at another
 temperature, must be told apart. With equal seeds the texts must be equal one by one.
 """
 

@@ -1,7 +1,7 @@
 """Thousands of random schedules of a lane, each row replayed alone, each token explained.
 
-`python -m bench.engine.schedules` plays what `tests/support/lane_schedules.py` describes, prints what
-they were made of, and ends at the first answer or count that is not as it must be.
+`python -m bench.engine.schedules` plays what `tests/support/lane_schedules.py` describes, prints
+what they were made of, and ends at the first answer or count that is not as it must be.
 """
 
 from __future__ import annotations

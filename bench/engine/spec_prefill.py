@@ -1,8 +1,8 @@
 """What reading long prompts sparsely costs in right answers, and what it saves in waiting.
 
-`python -m bench.engine.spec_prefill` asks the demo model for facts in long prompts, read in full and read
-sparsely with the model as its own draft: that is what it costs. What it saves is measured on a
-target many times as large with random weights, since time does not depend on them.
+`python -m bench.engine.spec_prefill` asks the demo model for facts in long prompts, read in full
+and read sparsely with the model as its own draft: that is what it costs. What it saves is measured
+on a target many times as large with random weights, since time does not depend on them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""System prompts found again over two gateways and two workers: `python -m bench.fleet.shared_prefix`.
+"""System prompts found again over two gateways and two workers.
+
+Run it by `python -m bench.fleet.shared_prefix`.
 
 All is real: redis-server, two `paceline gateway`, two workers on the demo model. Each system prompt
 of 4,000 tokens is asked once through one gateway and once more through the other, in another order;

@@ -1,4 +1,4 @@
-"""`python -m tools.demo_model.score --url URL`: score any OpenAI endpoint that serves the checkpoint.
+"""Score any OpenAI endpoint that serves the checkpoint: `python -m tools.demo_model.score --url URL`.
 
 Each part is a function over an `httpx.Client`, so that a test can call it and assert on the result.
 """

@@ -1,4 +1,4 @@
-"""The demo checkpoint, a tiny model of the Qwen3.5 architecture, and how it is made and scored."""
+"""The demo checkpoint, a tiny model of the Qwen3.5 architecture; tools/demo_model trains it."""
 
 from pathlib import Path
 from typing import Final
