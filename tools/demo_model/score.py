@@ -1,5 +1,6 @@
-"""Score any OpenAI endpoint that serves the checkpoint: `python -m tools.demo_model.score --url URL`.
+"""Score any OpenAI endpoint that serves the checkpoint.
 
+Run it by `python -m tools.demo_model.score --url URL`.
 Each part is a function over an `httpx.Client`, so that a test can call it and assert on the result.
 """
 
