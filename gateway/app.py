@@ -20,7 +20,7 @@ from gateway.api import explain, keys, models, openapi, policy, usage
 from gateway.api import pages as page
 from gateway.api import status as state
 from gateway.api import workers as admin
-from gateway.assembly import Line, build_line
+from gateway.assembly import Gateway, build_gateway
 from gateway.auth.origins import Hosts
 from gateway.config.settings import Settings
 from gateway.errors import (
@@ -32,8 +32,8 @@ from gateway.errors import (
     to_body,
     to_headers,
 )
-from gateway.http.downstream import Receive, Reply, Scope, Send
-from gateway.proxy.handler import ENDPOINTS, Relay
+from gateway.http.downstream import Receive, ResponseWriter, Scope, Send
+from gateway.proxy.handler import ENDPOINTS, ProxyHandler
 from gateway.status.events import Feed
 from gateway.status.render import DEFAULT_WINDOW, window_s
 
@@ -41,9 +41,9 @@ from gateway.status.render import DEFAULT_WINDOW, window_s
 class Front:
     """The whole gateway as one ASGI application, with a way to end it well."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Gateway) -> None:
         self.line = line
-        self.relay = Relay(line)
+        self.relay = ProxyHandler(line)
         self._hosts = Hosts(line.settings)
         take = state.snapshots(line, self.relay)
         self._feed = Feed(functools.partial(take, window_s(DEFAULT_WINDOW)))
@@ -59,7 +59,7 @@ class Front:
             try:
                 self._hosts.check(scope["headers"])
             except HostRefused as refused:
-                await Reply(scope).fail(refused)
+                await ResponseWriter(scope).fail(refused)
                 return
             # The raw path: what is routed by anything else can be fooled (CVE-2026-48710).
             endpoint = ENDPOINTS.get(scope["path"])
@@ -94,7 +94,7 @@ class Front:
 class AdminDoor:
     """The admin plane as an ASGI application of its own."""
 
-    def __init__(self, line: Line, hosts: Hosts) -> None:
+    def __init__(self, line: Gateway, hosts: Hosts) -> None:
         self._hosts = hosts
         self._panel = _bare_panel()
         _add_admin_routes(self._panel, line)
@@ -105,17 +105,17 @@ class AdminDoor:
         try:
             self._hosts.check(scope["headers"])
         except HostRefused as refused:
-            await Reply(scope).fail(refused)
+            await ResponseWriter(scope).fail(refused)
             return
         await self._panel(scope, receive, send)
 
 
 async def create_app(settings: Settings, rng: Random | None = None) -> Front:
     """Build the gateway; connections are opened by the lifespan. May raise `StartRefused`."""
-    return Front(await build_line(settings, rng))
+    return Front(await build_gateway(settings, rng))
 
 
-def _panel(line: Line, relay: Relay, take: state.Take, feed: Feed) -> FastAPI:
+def _panel(line: Gateway, relay: ProxyHandler, take: state.Take, feed: Feed) -> FastAPI:
     """Build what FastAPI holds; its lifespan holds the connections of the whole gateway."""
 
     @contextlib.asynccontextmanager
@@ -144,7 +144,7 @@ def _panel(line: Line, relay: Relay, take: state.Take, feed: Feed) -> FastAPI:
     return panel
 
 
-def _add_admin_routes(panel: FastAPI, line: Line) -> None:
+def _add_admin_routes(panel: FastAPI, line: Gateway) -> None:
     """Add what only admins may do; workers join where requests come in."""
     panel.include_router(page.admin_page())
     panel.include_router(admin.workers(line))

@@ -14,7 +14,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from gateway.auth.api_keys import Keyring, stranded_keys
-from gateway.auth.key_store import KeyBook
+from gateway.auth.key_store import KeyStore
 from gateway.auth.usage import Ledger
 from gateway.auth.usage_store import USAGE, Keeping
 from gateway.cluster.counters import RedisStore
@@ -22,21 +22,21 @@ from gateway.cluster.prefix_claims import RedisPrefixes
 from gateway.cluster.rate_limits import RedisLimits
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisLink
-from gateway.cluster.sync import Neighbours, Shared, Sharing
+from gateway.cluster.sync import ClusterSync, PeerWorkers, Shared
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.config.policy_file import PolicyWatch, read_source
-from gateway.config.policy_store import PolicyBook, open_book
+from gateway.config.policy_store import PolicyStore, open_book
 from gateway.config.policy_versions import all_told
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_listed, read_keys
-from gateway.errors import RecordsUnwritable, StartRefused
+from gateway.errors import RecordsUnwritable, StartupError
 from gateway.fleet.cordons import Cordons
 from gateway.fleet.health import Control, Probes
-from gateway.fleet.registry import Fleet
-from gateway.fleet.scheduler import Dispatch
+from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.scheduler import Scheduler
 from gateway.periodic import WeekClock
-from gateway.routing.prefix_affinity import Prefixes, PrefixNames
+from gateway.routing.prefix_affinity import PrefixIndex, PrefixNames
 from gateway.routing.replay import RecentCases
 from gateway.storage.counters import MemoryStore, Store
 from gateway.storage.records import FileRecords, Records
@@ -50,19 +50,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class Gateway:
     """Everything that the data plane and the admin plane share."""
 
     settings: Settings
-    book: PolicyBook
+    book: PolicyStore
     watch: PolicyWatch
     recent: RecentCases
-    fleet: Fleet
+    fleet: WorkerRegistry
     cordons: Cordons
     store: Store
     records: Records
     keyring: Keyring
-    keys: KeyBook
+    keys: KeyStore
     keeping: Keeping
     access_log: AbstractAsyncContextManager[object]
     """What is written of each request, where it is."""
@@ -70,13 +70,13 @@ class Line:
     """Where spans go, where they are asked for."""
     accounting: Accounting
     windows: Windows
-    dispatch: Dispatch
+    dispatch: Scheduler
     prefix_names: PrefixNames
-    prefixes: Prefixes
+    prefixes: PrefixIndex
     listed_keys: Mapping[str, str]
     """The secrets of listed workers, by the id of the worker."""
     control: Control
-    sharing: Sharing
+    sharing: ClusterSync
     redis: RedisLink | None
     """The one connection to Redis, where there is one."""
     probes: Probes
@@ -89,8 +89,8 @@ class Line:
     """Breaks ties between equal workers."""
 
 
-async def build_line(settings: Settings, rng: Random | None = None) -> Line:
-    """Put the parts together and read what is kept. Raise `StartRefused`."""
+async def build_gateway(settings: Settings, rng: Random | None = None) -> Gateway:
+    """Put the parts together and read what is kept. Raise `StartupError`."""
     check_listed(settings.workers)
     link = None if settings.redis_url is None else RedisLink(settings.redis_url.get_secret_value())
     try:
@@ -101,24 +101,24 @@ async def build_line(settings: Settings, rng: Random | None = None) -> Line:
         raise
 
 
-async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Line:
+async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Gateway:
     clock, wall = time.monotonic, time.time
     records = _records(settings, link)
     listed_keys = read_keys(settings.workers, os.environ)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
-    fleet = Fleet(clock, rng.random, listed_models)
-    prefixes = Prefixes(clock)
-    dispatch = Dispatch(fleet, prefixes, clock, rng)
+    fleet = WorkerRegistry(clock, rng.random, listed_models)
+    prefixes = PrefixIndex(clock)
+    dispatch = Scheduler(fleet, prefixes, clock, rng)
     # Gateways that share the token give one system prompt one name.
     token = settings.join_token
     secret = token.get_secret_value().encode() if token else secrets.token_bytes(32)
     ledger = Ledger(life=secrets.token_hex(4))
     keyring = Keyring(settings.api_key, clock, wall, ledger.used)
-    keys = KeyBook(records, keyring, wall)
+    keys = KeyStore(records, keyring, wall)
     shared = None if link is None else _shared(link, keyring, prefixes, clock)
     store: Store = MemoryStore() if shared is None else shared.store
     control = Control(settings, fleet, store)
-    neighbours = shared and Neighbours(
+    neighbours = shared and PeerWorkers(
         shared.boots, fleet, dispatch, control, prefixes, clock=clock
     )
     cordons = Cordons(records, fleet, dispatch, control, wall)
@@ -129,7 +129,7 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
     # Last of all that may refuse the start: it writes the first version.
     book = await _book(settings, records, keyring, wall)
     accounting = Accounting(store, ledger, access_log, wall)
-    return Line(
+    return Gateway(
         settings=settings,
         book=book,
         watch=PolicyWatch(book, settings.policy),
@@ -151,7 +151,7 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Lin
         listed_keys=listed_keys,
         control=control,
         redis=link,
-        sharing=Sharing(shared, neighbours),
+        sharing=ClusterSync(shared, neighbours),
         probes=Probes(settings.workers, listed_keys, fleet, dispatch, store),
         clock=clock,
         week=WeekClock(wall),
@@ -176,7 +176,7 @@ def _traces(settings: Settings) -> Traces | None:
     try:
         from gateway.telemetry.tracing import Traces  # noqa: PLC0415  # an extra
     except ImportError:
-        raise StartRefused(
+        raise StartupError(
             "PACELINE_TRACES needs what is not installed; `pip install -e '.[otel]'` brings it, in "
             "the folder of Paceline."
         ) from None
@@ -184,7 +184,7 @@ def _traces(settings: Settings) -> Traces | None:
 
 
 def _shared(
-    link: RedisLink, keyring: Keyring, prefixes: Prefixes, clock: Callable[[], float]
+    link: RedisLink, keyring: Keyring, prefixes: PrefixIndex, clock: Callable[[], float]
 ) -> Shared:
     boots = RedisBoots(link)
     limits = RedisLimits(link, keyring.allowances, clock)
@@ -193,7 +193,7 @@ def _shared(
 
 async def _book(
     settings: Settings, records: Records, keyring: Keyring, wall: Callable[[], float]
-) -> PolicyBook:
+) -> PolicyStore:
     def warnings(policy: PolicyDocument) -> list[Problem]:
         return stranded_keys(keyring.records.values(), policy, wall())
 
@@ -201,29 +201,29 @@ async def _book(
     try:
         return await open_book(records, settings.workers, source, wall, warnings)
     except PolicyInvalid as invalid:
-        raise StartRefused(
+        raise StartupError(
             f"The policy that would be in force is not usable: {all_told(invalid)}. Mend that, or "
             "name another file with PACELINE_POLICY."
         ) from None
     except ValueError:
-        raise StartRefused(
+        raise StartupError(
             f"The versions of the policy in {settings.state_dir} are damaged; mend them, or move "
             "them away to begin anew."
         ) from None
     except RecordsUnwritable:
-        raise StartRefused(
+        raise StartupError(
             f"The policy cannot be kept in {settings.state_dir}; make it writable, or name another "
             "folder with PACELINE_STATE_DIR."
         ) from None
 
 
 async def open_kept(
-    records: Records, ledger: Ledger, keys: KeyBook, cordons: Cordons, wall: Callable[[], float]
+    records: Records, ledger: Ledger, keys: KeyStore, cordons: Cordons, wall: Callable[[], float]
 ) -> None:
-    """Read what is kept, before the first request; raise `StartRefused`."""
+    """Read what is kept, before the first request; raise `StartupError`."""
     try:
         ledger.remember(await records.all(USAGE), wall())
         await keys.open()
         await cordons.open()
     except RecordsUnwritable:
-        raise StartRefused("What is kept of keys and their usage cannot be read.") from None
+        raise StartupError("What is kept of keys and their usage cannot be read.") from None

@@ -65,7 +65,7 @@ from pydantic_core import to_json
 from gateway.types import Headers
 
 
-class StartRefused(Exception):
+class StartupError(Exception):
     """The gateway cannot start; the message is one sentence that says what to change."""
 
 
@@ -130,7 +130,7 @@ class QueueTimeout(QueueFull):
     message = "No slot became free in the time that a request may wait for one."
 
 
-class Stopping(GatewayError):
+class ShuttingDown(GatewayError):
     """The gateway is ending and takes or finishes no more work."""
 
     status = 503
@@ -170,7 +170,7 @@ class RecordsUnwritable(GatewayError):
     retry_after_s = 2.0
 
 
-class EditUnanswered(RecordsUnwritable):
+class WriteUnconfirmed(RecordsUnwritable):
     """Nobody said in time whether an edit was kept, and it may be."""
 
     code = "edit_unanswered"
@@ -416,7 +416,7 @@ class KeyIsRevoked(RequestRefused):
         super().__init__(f"The key '{name[:100]}' is revoked for good; make a new one.")
 
 
-class EditOvertaken(RequestRefused):
+class VersionConflict(RequestRefused):
     """Another version came between the one that was edited and this edit."""
 
     status = 412

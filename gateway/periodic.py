@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 Work = Callable[[], Awaitable[None]]
 
 
-class Turns:
+class PeriodicTasks:
     """The context in which works take turns, each every so many seconds and none behind another.
 
     What goes wrong is told once, until a turn of the same work goes well, and tried again with the

@@ -19,9 +19,9 @@ from gateway.app import AdminDoor, Front, create_app
 from gateway.config import policy_file
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import base_url, check_secrets, ensure_join_token, is_loopback
-from gateway.errors import StartRefused
-from gateway.http.downstream import ClientLink, sweep
-from gateway.periodic import Turns
+from gateway.errors import StartupError
+from gateway.http.downstream import DownstreamProtocol, sweep
+from gateway.periodic import PeriodicTasks
 from gateway.proxy.load_shedding import keep_measuring
 from gateway.telemetry.stats import STEP_S
 
@@ -96,7 +96,7 @@ async def serve(
     admin_started: Callable[[str], None] | None = None,
     unkeyed: Callable[[], None] | None = None,
 ) -> None:
-    """Serve until `ending` is asked, then let running answers finish; raise `StartRefused` early.
+    """Serve until `ending` is asked, then let running answers finish; raise `StartupError` early.
 
     `started` is called once, with the base address (http://127.0.0.1:8000), when requests are
     answered; before that `admin_started`, where admins have a port of their own, and `unkeyed`,
@@ -152,7 +152,9 @@ async def _watching(app: Front, server: _Server) -> AsyncIterator[None]:
         asyncio.create_task(keep_measuring(app.relay.load.lag, line.fleet.excuse)),
     )
     try:
-        async with Turns([(line.watch.look, policy_file.LOOK_S), (line.windows.step, STEP_S)]):
+        async with PeriodicTasks(
+            [(line.watch.look, policy_file.LOOK_S), (line.windows.step, STEP_S)]
+        ):
             yield
     finally:
         for watch in watching:
@@ -205,7 +207,7 @@ def _config(
     app: Front | AdminDoor, settings: Settings, *, lifespan: Literal["on", "off"]
 ) -> uvicorn.Config:
     connection = functools.partial(
-        ClientLink,
+        DownstreamProtocol,
         head_timeout_s=settings.head_timeout_s,
         write_timeout_s=settings.write_timeout_s,
     )
@@ -230,7 +232,7 @@ def _listener(host: str, port: int, setting: str) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise StartRefused(
+        raise StartupError(
             f"Cannot listen on {host} port {port} ({os.strerror(error.errno or 0)}); "
             f"choose another with {setting}."
         ) from None

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from policies.document import Priority
 from policies.request.profile import RequestProfile
 
-Holding = tuple[str, str]
+WorkerBoot = tuple[str, str]
 """A worker by id and boot: what it keeps in memory ends with its life."""
 NOWHERE = "none"
 """The pool of a request that reached none."""

@@ -34,7 +34,7 @@ from workers.engine.engine import Assembly, assemble
 from workers.engine.kv_cache import RowCache, capacity
 from workers.engine.model import KVCache, Target
 from workers.engine.row import Row, SpeculationTally
-from workers.engine.scheduler import Lane
+from workers.engine.scheduler import LaneScheduler
 from workers.engine.step_graph import RoundGraph, State
 from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
 
@@ -133,7 +133,7 @@ def _run(assembly: Assembly, rows: int, k: int | None) -> Round:
     )
 
 
-def _row(assembly: Assembly, lane: Lane, number: int, k: int | None) -> Row:
+def _row(assembly: Assembly, lane: LaneScheduler, number: int, k: int | None) -> Row:
     longest = max(DRAFT_LENGTHS) if k is None else k
     prompt = Prompt(text=assembly.prompts.chat(LONG[number % len(LONG)]))
     return Row(

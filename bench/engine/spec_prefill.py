@@ -35,10 +35,10 @@ from workers.engine.memory import measure_memory
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, Target, load_checkpoint
 from workers.engine.prefill_budget import PrefillPace
-from workers.engine.prefix_cache import Snapshots
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prompt_scorer import PromptScorer
 from workers.engine.row import Row, SpeculationTally
-from workers.engine.scheduler import Lane
+from workers.engine.scheduler import LaneScheduler
 from workers.engine.sparse_prefill import SparseReading
 from workers.engine.spec_prefill import SpecPrefillSettings, Wish
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
@@ -81,12 +81,12 @@ class Bench:
     def __init__(self, checkpoint: Checkpoint, draft: Target, draft_tokens: int) -> None:
         self.prompts = PromptRenderer(checkpoint.processor)
         self._draft_tokens = draft_tokens if checkpoint.head else 0
-        self._lane = Lane(
+        self._lane = LaneScheduler(
             LaneName.TEXT_MTP,
             checkpoint,
             self.prompts,
             LaneCounters(LaneName.TEXT_MTP, slots=1, draft_tokens=self._draft_tokens),
-            snapshots=Snapshots(0),
+            snapshots=PrefixCache(0),
             draft_tokens=self._draft_tokens,
             max_rows=1,
             pace=PrefillPace(_SETTINGS.prefill_chunk_tokens, _SETTINGS.prefill_budget_s),

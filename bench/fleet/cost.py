@@ -18,9 +18,9 @@ from rich.console import Console
 
 from bench.harness.tables import Grid
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.fleet.registry import Fleet
-from gateway.routing.prefix_affinity import KEYS_KEPT, Prefixes
-from gateway.routing.select import Case, decide
+from gateway.fleet.registry import WorkerRegistry
+from gateway.routing.prefix_affinity import KEYS_KEPT, PrefixIndex
+from gateway.routing.select import RoutingRequest, decide
 from policies.document import shipped_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 from workers.protocol import LaneReport, WorkerReport
@@ -77,13 +77,16 @@ def _reports(workers: int) -> Iterator[WorkerReport]:
 def measure(workers: int, profile: RequestProfile) -> Cost:
     """Time decisions over a fleet, each with a system prompt that three workers hold."""
     rng, policy, reports = Random(2), shipped_policy(), tuple(_reports(workers))
-    fleet = Fleet(time.monotonic, rng.random)
-    prefixes = Prefixes(time.monotonic)
+    fleet = WorkerRegistry(time.monotonic, rng.random)
+    prefixes = PrefixIndex(time.monotonic)
     for number in range(KEYS_KEPT):
         for copy in range(min(3, workers)):
             holding = f"mac-{(number + copy) % workers}", "1"
             prefixes.sent(str(number), holding, policy.prefix)
-    cases = [Case(policy, profile, prefix=str(rng.randrange(KEYS_KEPT))) for _ in range(_DECISIONS)]
+    cases = [
+        RoutingRequest(policy, profile, prefix=str(rng.randrange(KEYS_KEPT)))
+        for _ in range(_DECISIONS)
+    ]
 
     def beat() -> None:
         for report in reports:

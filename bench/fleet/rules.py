@@ -12,10 +12,10 @@ from typing import Protocol
 
 from bench.fleet.world import Ask, Mac
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.fleet.registry import BEAT_S, Fleet
+from gateway.fleet.registry import BEAT_S, WorkerRegistry
 from gateway.fleet.worker import Lease
-from gateway.routing.prefix_affinity import Prefixes
-from gateway.routing.select import Case, decide
+from gateway.routing.prefix_affinity import PrefixIndex
+from gateway.routing.select import RoutingRequest, decide
 from gateway.types import Usage
 from policies.document import shipped_policy
 from policies.request.profile import Endpoint, RequestProfile
@@ -150,7 +150,7 @@ class Oracle(_Deaf):
 
 
 class Ours:
-    """The gateway's own `decide`, `Fleet` and `Prefixes`; what is not free waits in the gateway.
+    """The gateway's own `decide`, registry and prefix index; requests without a slot wait in it.
 
     Of Macs it knows what it sent and got back, and what their heartbeats tell. Several gateways
     take turns with the traffic and hear of each other's claims and heartbeats half a second later.
@@ -162,8 +162,8 @@ class Ours:
         self._now_s = 0.0
         self._rng = rng
         self._policy = shipped_policy()
-        self._fleets = [Fleet(lambda: self._now_s, rng.random) for _ in range(gateways)]
-        self._prefixes = [Prefixes(lambda: self._now_s) for _ in range(gateways)]
+        self._fleets = [WorkerRegistry(lambda: self._now_s, rng.random) for _ in range(gateways)]
+        self._prefixes = [PrefixIndex(lambda: self._now_s) for _ in range(gateways)]
         self._leases: dict[int, Lease] = {}
         self._beats_s: dict[tuple[str, int], float] = {}
         """When each boot of a Mac beat last."""
@@ -175,7 +175,7 @@ class Ours:
         fleet = self._fleets[ask.number % len(self._fleets)]
         prefixes = self._prefixes[ask.number % len(self._fleets)]
         profile = _profile(ask)
-        case = Case(self._policy, profile, prefix=str(ask.prefix))
+        case = RoutingRequest(self._policy, profile, prefix=str(ask.prefix))
         for briefly in (True, False):
             view = prefixes.mark(fleet.view(), case.prefix)
             decision = decide(case, view, self._rng, briefly=briefly)

@@ -19,7 +19,7 @@ from fastapi.security import HTTPBearer
 from starlette.requests import Request
 
 from gateway.api.openapi import DATA_KEY, parameter
-from gateway.assembly import Line
+from gateway.assembly import Gateway
 from gateway.auth.api_keys import ANYBODY, Holder, bears
 from gateway.auth.origins import comes_from_foreign_page, comes_from_this_machine
 from gateway.errors import FieldInvalid, KeyRefused, NotAllowedHere, PageRefused
@@ -38,7 +38,7 @@ _AdminKey = Annotated[object, Security(_named("adminKey", "`PACELINE_ADMIN_KEY`.
 _JoinToken = Annotated[object, Security(_named("joinToken", "What workers join with."))]
 
 
-def with_data_key(line: Line) -> Guard:
+def with_data_key(line: Gateway) -> Guard:
     """Demand a key of the data plane, once there is one; `holder_of` tells whose it was.
 
     Until then nothing is taken from a page of another site.
@@ -61,7 +61,7 @@ def holder_of(request: Request) -> Holder:
     return holder
 
 
-def with_join_token(line: Line) -> Guard:
+def with_join_token(line: Gateway) -> Guard:
     """Demand the secret that workers share with this gateway; without one nobody joins."""
 
     async def guard(request: Request, _told: _JoinToken = None) -> None:
@@ -71,7 +71,7 @@ def with_join_token(line: Line) -> Guard:
     return guard
 
 
-def with_admin_key(line: Line) -> Guard:
+def with_admin_key(line: Gateway) -> Guard:
     """Demand the admin key; without one this machine is trusted, unless it shows another kind."""
     settings = line.settings
 

@@ -10,12 +10,12 @@ from starlette.requests import Request
 
 from gateway.api.auth import holder_of, with_data_key
 from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
-from gateway.assembly import Line
+from gateway.assembly import Gateway
 from gateway.errors import ModelUnknown, PoolsNotAllowed
 from gateway.http.downstream import read_small_body
 from gateway.protocols.openai import inspect, parse
 from gateway.proxy.client import read_asker, read_caller
-from gateway.routing.select import Candidate, Case, Decision, decide
+from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
 from gateway.types import Inspected
@@ -23,7 +23,7 @@ from policies.compiler import Asker
 from policies.request.profile import Endpoint
 
 
-def explanation(line: Line) -> APIRouter:
+def explanation(line: Gateway) -> APIRouter:
     """Hold the route of the explanation."""
     router = APIRouter(dependencies=[Depends(with_data_key(line))])
 
@@ -46,7 +46,7 @@ def explanation(line: Line) -> APIRouter:
         inspected = inspect(raw, endpoint, policy, fleet)
         holder.check_model(inspected)
         prefix = line.prefix_names.name(inspected, caller, policy.prefix)
-        case = Case(policy, inspected.profile, asker, caller.pools, prefix)
+        case = RoutingRequest(policy, inspected.profile, asker, caller.pools, prefix)
         # The same dice as the next request, thrown without moving them.
         rng = Random()  # noqa: S311
         rng.setstate(line.rng.getstate())
@@ -58,7 +58,7 @@ def explanation(line: Line) -> APIRouter:
     return router
 
 
-def _left_out(line: Line, fleet: FleetView) -> dict[str, str]:
+def _left_out(line: Gateway, fleet: FleetView) -> dict[str, str]:
     """Say of the workers that take no request now why."""
     taking = {worker.worker_id for worker in fleet.workers}
     return {

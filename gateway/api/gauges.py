@@ -7,14 +7,14 @@ from collections.abc import Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.assembly import Line
-from gateway.proxy.handler import Relay
+from gateway.assembly import Gateway
+from gateway.proxy.handler import ProxyHandler
 
 
 class Gauges(Collector):
     """Read anew each time they are asked for, so that no request pays for them."""
 
-    def __init__(self, line: Line, relay: Relay) -> None:
+    def __init__(self, line: Gateway, relay: ProxyHandler) -> None:
         self._line = line
         self._load = relay.load
         self._upstream = relay.upstream

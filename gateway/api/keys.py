@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from gateway.api.auth import with_admin_key
 from gateway.api.openapi import FOR_ADMINS, KEPT, WITH_BODY, failures, ref, success, takes
-from gateway.assembly import Line
+from gateway.assembly import Gateway
 from gateway.auth.records import KeyRecord, KeyTerms
 from gateway.errors import FieldInvalid, KeyIsRevoked, KeyUnknown
 from gateway.http.downstream import read_small_body
@@ -23,7 +23,7 @@ from policies.error_messages import sentence
 _TERMS_LIMIT_BYTES = 64 * 1024
 
 
-def keys(line: Line) -> APIRouter:
+def keys(line: Gateway) -> APIRouter:
     """Hold the routes under /admin/v1/keys."""
     router = APIRouter(prefix="/admin/v1/keys", dependencies=[Depends(with_admin_key(line))])
 
@@ -85,7 +85,7 @@ def keys(line: Line) -> APIRouter:
     return router
 
 
-def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], line: Line) -> KeyTerms:
+def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], line: Gateway) -> KeyTerms:
     """Merge as JSON Merge Patch does, null for none; raise `FieldInvalid` naming what is wrong."""
     both = {**before, **patch}
     known = KeyTerms.model_fields
@@ -105,7 +105,7 @@ def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], line: Line) -> K
     raise FieldInvalid(f"{text}.", param=problems[0][0] or None)
 
 
-def _senseless(terms: KeyTerms, patch: Mapping[str, Any], line: Line) -> list[tuple[str, str]]:
+def _senseless(terms: KeyTerms, patch: Mapping[str, Any], line: Gateway) -> list[tuple[str, str]]:
     """Find what is said here, well written, and would do nothing, or not what was meant."""
     policy = line.book.current
     aliases = {alias: name for name, model in policy.models.items() for alias in model.aliases}
@@ -125,7 +125,7 @@ def _senseless(terms: KeyTerms, patch: Mapping[str, Any], line: Line) -> list[tu
     return problems
 
 
-def _told(record: KeyRecord, line: Line) -> dict[str, Any]:
+def _told(record: KeyRecord, line: Gateway) -> dict[str, Any]:
     """Tell all of a key but what opens anything."""
     state = record.ended(line.wall()) or "active"
     return {**record.model_dump(mode="json", exclude={"digest"}), "state": state}

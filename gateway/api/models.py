@@ -9,13 +9,13 @@ from starlette.requests import Request
 
 from gateway.api.auth import holder_of, with_data_key
 from gateway.api.openapi import FOR_CLIENTS, failures
-from gateway.assembly import Line
+from gateway.assembly import Gateway
 from gateway.auth.api_keys import Holder
 from gateway.errors import ModelUnknown
 from policies.evaluate import ANY_MODEL, resolve_model
 
 
-def models(line: Line) -> APIRouter:
+def models(line: Gateway) -> APIRouter:
     """Hold the routes under /v1/models."""
     router = APIRouter(prefix="/v1/models", dependencies=[Depends(with_data_key(line))])
 
@@ -35,7 +35,7 @@ def models(line: Line) -> APIRouter:
     return router
 
 
-def _names(line: Line, holder: Holder) -> dict[str, str]:
+def _names(line: Gateway, holder: Holder) -> dict[str, str]:
     """Map every name that would be answered now to the model behind it."""
     served = line.fleet.view().served_models
     policy = line.book.current

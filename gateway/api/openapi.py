@@ -20,7 +20,6 @@ from gateway.errors import (
     BodyNotJson,
     BodyTooLarge,
     BodyTooSlow,
-    EditUnanswered,
     FieldInvalid,
     GatewayError,
     HeadTooLarge,
@@ -37,6 +36,7 @@ from gateway.errors import (
     Quarantined,
     RecordsUnwritable,
     TokensOverLimit,
+    WriteUnconfirmed,
 )
 from gateway.proxy.client import PRIORITY_HEADER
 from gateway.proxy.handler import ENDPOINTS
@@ -77,7 +77,7 @@ EVERYWHERE: tuple[Error, ...] = (NotHttp, HeadTooSlow, HostRefused, HeadTooLarge
 WITH_BODY: tuple[Error, ...] = (BodyNotJson, FieldInvalid, BodyTooSlow, BodyTooLarge)
 FOR_CLIENTS: tuple[Error, ...] = (KeyRefused, PageRefused)
 FOR_ADMINS: tuple[Error, ...] = (KeyRefused, NotAllowedHere)
-KEPT: tuple[Error, ...] = (RecordsUnwritable, EditUnanswered)
+KEPT: tuple[Error, ...] = (RecordsUnwritable, WriteUnconfirmed)
 
 
 def failures(*errors: Error) -> Responses:
@@ -132,7 +132,7 @@ _NO_LONGER = "HTTPValidationError"
 _RELAYED = (
     *(*FOR_CLIENTS, KeyEnded, PoolsNotAllowed, ModelUnknown, *WITH_BODY, TokensOverLimit),
     *(Quarantined, LimitReached, errors.NoWorker, errors.QueueFull, errors.QueueTimeout),
-    *(errors.Stopping, errors.Overloaded, errors.RequestTooLong, errors.WorkerUnreachable),
+    *(errors.ShuttingDown, errors.Overloaded, errors.RequestTooLong, errors.WorkerUnreachable),
     *(errors.WorkerBusy, errors.WorkerLost, errors.WorkerFailed, errors.WorkerSilent),
     errors.WorkerStalled,
 )

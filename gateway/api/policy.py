@@ -28,8 +28,8 @@ from gateway.api.openapi import (
     success,
     takes,
 )
-from gateway.assembly import Line
-from gateway.config.policy_store import PolicyBook
+from gateway.assembly import Gateway
+from gateway.config.policy_store import PolicyStore
 from gateway.config.policy_versions import (
     Document,
     Proposal,
@@ -44,11 +44,11 @@ from gateway.errors import (
     BodyNotJson,
     BodyTooLarge,
     BodyTooSlow,
-    EditOvertaken,
     EditUnconditional,
     FieldInvalid,
     MediaTypeRefused,
     PolicyRefused,
+    VersionConflict,
     VersionUnknown,
 )
 from gateway.http.downstream import header, read_small_body
@@ -104,7 +104,7 @@ class Offer(NamedTuple):
             raise PolicyInvalid("", (Problem("", "it is not UTF-8"),)) from None
 
 
-async def read_offer(line: Line, request: Request, *kinds: str) -> Offer:
+async def read_offer(line: Gateway, request: Request, *kinds: str) -> Offer:
     """Read a body of one of these kinds; raise a `RequestRefused`."""
     named = (header(request.scope, b"content-type") or b"").decode("latin-1")
     kind = named.partition(";")[0].strip().lower()
@@ -123,7 +123,7 @@ async def read_proposal(offer: Offer, *, patched: Document | None) -> Proposal:
     return await asyncio.to_thread(offer.whole)
 
 
-async def read_number(line: Line, request: Request) -> int:
+async def read_number(line: Gateway, request: Request) -> int:
     """Read `{"version": 3}`; raise a `RequestRefused`."""
     try:
         body = from_json(await _body(line, request))
@@ -135,7 +135,7 @@ async def read_number(line: Line, request: Request) -> int:
     return number
 
 
-async def read_base(request: Request, book: PolicyBook) -> Version:
+async def read_base(request: Request, book: PolicyStore) -> Version:
     """Read from `If-Match` which version is edited; raise where it is not the one in force."""
     given = header(request.scope, b"if-match")
     if given is None:
@@ -157,7 +157,7 @@ def refused(invalid: PolicyInvalid) -> PolicyRefused:
     return PolicyRefused(all_told(invalid), param=invalid.problems[0].field or None)
 
 
-async def _body(line: Line, request: Request) -> bytes:
+async def _body(line: Gateway, request: Request) -> bytes:
     return await read_small_body(
         request.scope,
         request.receive,
@@ -177,14 +177,14 @@ _ROLLBACK = {
 }
 
 
-def versions(line: Line) -> APIRouter:
+def versions(line: Gateway) -> APIRouter:
     """Hold the routes that read and change the policy."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
     book = line.book
 
     version_told = {"type": "object", "required": ["number", "etag", "author", "note", "warnings"]}
     refusals = (*FOR_ADMINS, *KEPT, *WITH_POLICY)
-    edited = failures(*refusals, EditOvertaken, EditUnconditional) | success(version_told)
+    edited = failures(*refusals, VersionConflict, EditUnconditional) | success(version_told)
 
     @router.get("", responses=failures(*FOR_ADMINS) | success(ref("PolicyDocument"), YAML))
     async def whole(request: Request) -> Response:
@@ -224,7 +224,7 @@ def versions(line: Line) -> APIRouter:
         "/rollback",
         responses=failures(
             *(*FOR_ADMINS, *KEPT, *WITH_BODY, PolicyRefused),
-            *(VersionUnknown, EditOvertaken, EditUnconditional),
+            *(VersionUnknown, VersionConflict, EditUnconditional),
         )
         | success(version_told),
         openapi_extra=takes(_ROLLBACK, headers=ROLLBACK_HEADERS),
@@ -262,7 +262,7 @@ def versions(line: Line) -> APIRouter:
     return router
 
 
-def proposals(line: Line) -> APIRouter:
+def proposals(line: Gateway) -> APIRouter:
     """Hold the routes that tell what would become of a policy, or a patch, without applying it."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
     book = line.book
@@ -323,7 +323,7 @@ async def _as_yaml(version: Version, headers: Mapping[str, str]) -> Response:
     return Response(text, headers=headers, media_type=YAML)
 
 
-def _warnings(book: PolicyBook, proposal: Proposal) -> list[dict[str, Any]]:
+def _warnings(book: PolicyStore, proposal: Proposal) -> list[dict[str, Any]]:
     return [warning._asdict() for warning in book.warnings(proposal.policy)]
 
 

@@ -13,13 +13,13 @@ from starlette.responses import PlainTextResponse, Response
 from gateway.api.auth import holder_of, with_data_key
 from gateway.api.gauges import Gauges
 from gateway.api.openapi import FOR_CLIENTS, Responses, failures
-from gateway.assembly import Line
+from gateway.assembly import Gateway
 from gateway.config.policy_versions import Reason
-from gateway.errors import FieldInvalid, NotAllowedHere, Stopping, TooManyViewers
+from gateway.errors import FieldInvalid, NotAllowedHere, ShuttingDown, TooManyViewers
 from gateway.http.downstream import Receive, Scope, Send
-from gateway.proxy.handler import Relay
+from gateway.proxy.handler import ProxyHandler
 from gateway.status.events import Feed
-from gateway.status.model import Gateway, Policy, Status, Store
+from gateway.status.model import GatewayStatus, Policy, Status, Store
 from gateway.status.render import DEFAULT_WINDOW, Around, Recently, render, window_s
 from gateway.telemetry.prometheus import GatewayFigures, WorkerFigures, exposition
 
@@ -33,7 +33,7 @@ _SOURCES: Mapping[Reason, Literal["shipped", "file", "admin"]] = {
 }
 
 
-def probes(line: Line, relay: Relay) -> APIRouter:
+def probes(line: Gateway, relay: ProxyHandler) -> APIRouter:
     """Hold what load balancers and Prometheus ask: they have no key, and it tells no secret."""
     router = APIRouter()
 
@@ -83,7 +83,7 @@ class Watching(Response):
         await self._feed.show(scope, self._allowed)
 
 
-def snapshots(line: Line, relay: Relay) -> Take:
+def snapshots(line: Gateway, relay: ProxyHandler) -> Take:
     """Return what takes one snapshot of the whole state."""
     began_s = line.clock()
 
@@ -106,7 +106,7 @@ def snapshots(line: Line, relay: Relay) -> Take:
     return take
 
 
-def status(line: Line, take: Take, feed: Feed) -> APIRouter:
+def status(line: Gateway, take: Take, feed: Feed) -> APIRouter:
     """Hold the whole state, once and as a stream of events."""
     guard = with_data_key(line)
 
@@ -133,7 +133,7 @@ def status(line: Line, take: Take, feed: Feed) -> APIRouter:
         "/v1/status/events",
         status_code=200,
         response_class=Watching,
-        responses=failures(*refused, Stopping, TooManyViewers),
+        responses=failures(*refused, ShuttingDown, TooManyViewers),
     )
     async def events(request: Request) -> Response:
         return Watching(feed, lambda: still_may(request))
@@ -148,10 +148,10 @@ def _check_alone(request: Request, name: str) -> None:
         raise FieldInvalid(f"There is one query parameter, '{name}', once.", param=name)
 
 
-def _around(line: Line, relay: Relay, recently: Recently, uptime_s: float) -> Around:
+def _around(line: Gateway, relay: ProxyHandler, recently: Recently, uptime_s: float) -> Around:
     return Around(
         unix_s=round(line.wall(), 3),
-        gateway=Gateway(
+        gateway=GatewayStatus(
             ready=not relay.leaving and bool(line.fleet.view().workers),
             stopping=relay.leaving,
             uptime_s=round(uptime_s, 3),
@@ -168,7 +168,7 @@ def _around(line: Line, relay: Relay, recently: Recently, uptime_s: float) -> Ar
     )
 
 
-def _policy(line: Line) -> Policy:
+def _policy(line: Gateway) -> Policy:
     """Tell which version of the policy is in force, and what keeps the file from it."""
     version = line.book.version
     return Policy(

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.api.auth import with_admin_key
 from gateway.api.openapi import FOR_ADMINS, KEPT, failures, parameter, success
-from gateway.assembly import Line
+from gateway.assembly import Gateway
 from gateway.auth.rate_limits import day_of
 from gateway.auth.usage import UsageRow, date_of, summed
 from gateway.errors import FieldInvalid
@@ -23,7 +23,7 @@ _SHOWN_DAYS = 31
 _COUNTS = UsageRow._fields[2:]
 
 
-def usage(line: Line) -> APIRouter:
+def usage(line: Gateway) -> APIRouter:
     """Hold the route of the usage."""
     router = APIRouter(dependencies=[Depends(with_admin_key(line))])
 

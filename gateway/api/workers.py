@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from gateway.api.auth import AUTHOR, read_author, with_admin_key, with_join_token
 from gateway.api.openapi import FOR_ADMINS, KEPT, WITH_BODY, failures, parameter, ref, takes
-from gateway.assembly import Line
+from gateway.assembly import Gateway
 from gateway.errors import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
 from gateway.fleet.registry import BEAT_S
-from gateway.fleet.worker import Member
+from gateway.fleet.worker import WorkerState
 from gateway.http.downstream import read_small_body
 from gateway.status.render import worker_state
 from policies.error_messages import sentence
@@ -26,7 +26,7 @@ _REPORT_LIMIT_BYTES = 256 * 1024
 _LONGEST_DRAIN_S = 600
 
 
-def joining(line: Line) -> APIRouter:
+def joining(line: Gateway) -> APIRouter:
     """Hold the routes that workers use."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_join_token(line))])
 
@@ -68,7 +68,7 @@ def joining(line: Line) -> APIRouter:
     return router
 
 
-def workers(line: Line) -> APIRouter:
+def workers(line: Gateway) -> APIRouter:
     """Hold the routes in which admins look at workers, and keep new requests from them."""
     router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
 
@@ -105,12 +105,12 @@ def workers(line: Line) -> APIRouter:
     return router
 
 
-def _one(line: Line, worker_id: str) -> dict[str, Any]:
+def _one(line: Gateway, worker_id: str) -> dict[str, Any]:
     members = (member for member in line.fleet.members() if member.report.worker_id == worker_id)
     return _told(line, worker_id, next(members, None))
 
 
-def _told(line: Line, worker_id: str, member: Member | None) -> dict[str, Any]:
+def _told(line: Gateway, worker_id: str, member: WorkerState | None) -> dict[str, Any]:
     """Tell how a worker is; where it is gone there is only that it is cordoned."""
     told: dict[str, Any] = {
         "worker_id": worker_id,

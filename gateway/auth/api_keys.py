@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pydantic import SecretStr
 
-from gateway.auth.rate_limits import Allowance
+from gateway.auth.rate_limits import RateLimiter
 from gateway.auth.records import KeyRecord, digest_of
 from gateway.errors import KeyRefused, ModelUnknown
 from gateway.types import Caller, Inspected
@@ -33,7 +33,7 @@ class Holder:
     """None: all."""
     priorities: tuple[Priority, ...] = _HIGHEST_FIRST
     """Those that a request may ask for."""
-    allowance: Allowance | None = None
+    allowance: RateLimiter | None = None
     """None: nothing is limited."""
 
     @property
@@ -121,7 +121,7 @@ class Keyring:
         """Demand a key from now on, also where there is none."""
         self._keyed = self.demanding = True
 
-    def allowances(self) -> list[tuple[str, Allowance]]:
+    def allowances(self) -> list[tuple[str, RateLimiter]]:
         """List the limits of the keys that open something now, by the key's id."""
         holders = self._holders.items()
         return [(name, one.allowance) for name, one in holders if one.allowance is not None]
@@ -159,14 +159,14 @@ class Keyring:
             allowance=self._allowance(record, before.allowance if before else None),
         )
 
-    def _allowance(self, record: KeyRecord, before: Allowance | None) -> Allowance | None:
+    def _allowance(self, record: KeyRecord, before: RateLimiter | None) -> RateLimiter | None:
         """Go on with what was counted so far: other limits are no new budget."""
         if record.unlimited:
             return None
         unix_s = self._wall()
         limits = (record, self._clock(), unix_s, self._used_on_day(record.id, unix_s))
         if before is None:
-            return Allowance(*limits)
+            return RateLimiter(*limits)
         before.change(*limits)
         return before
 

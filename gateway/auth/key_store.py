@@ -12,7 +12,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from gateway.auth.api_keys import Keyring
 from gateway.auth.records import KeyRecord, KeyTerms, new_key
-from gateway.errors import KeyIsRevoked, KeyUnknown, StartRefused
+from gateway.errors import KeyIsRevoked, KeyUnknown, StartupError
 from gateway.storage.records import Records
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class _Revocation(BaseModel):
     revoked_at: AwareDatetime
 
 
-class KeyBook:
+class KeyStore:
     """All keys that were ever made; what it knows, its keyring holds."""
 
     def __init__(self, records: Records, keyring: Keyring, wall: Callable[[], float]) -> None:
@@ -43,11 +43,11 @@ class KeyBook:
         self._changing = asyncio.Lock()
 
     async def open(self) -> None:
-        """Read the keys; raise `StartRefused` where one cannot be understood."""
+        """Read the keys; raise `StartupError` where one cannot be understood."""
         self._texts = await self._records.all(_KIND)
         keys, wrong = _read(self._texts)
         if wrong:
-            raise StartRefused(
+            raise StartupError(
                 f"The key {wrong[0]} in the kept state cannot be understood; mend its record."
             )
         self._keyring.take(keys)

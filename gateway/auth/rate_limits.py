@@ -223,7 +223,7 @@ class Used(NamedTuple):
     running: int
 
 
-class Allowance:
+class RateLimiter:
     """All limits of one key. Whoever reserves settles, exactly once and however it ends."""
 
     def __init__(self, limits: Limits, now_s: float, unix_s: float, used_today: int = 0) -> None:

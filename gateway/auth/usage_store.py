@@ -8,7 +8,7 @@ from typing import Self
 
 from gateway.auth.rate_limits import day_of
 from gateway.auth.usage import Ledger, UsageRow, fold, tidied
-from gateway.periodic import Turns, Work
+from gateway.periodic import PeriodicTasks, Work
 from gateway.storage.records import Records
 
 USAGE = "usage"
@@ -35,7 +35,7 @@ class Keeping:
         self._ledger = ledger
         self._wall = wall
         self._tidied_on = -1
-        self._turns = Turns([*((look, _LOOK_S) for look in looks), (self._flush, _FLUSH_S)])
+        self._turns = PeriodicTasks([*((look, _LOOK_S) for look in looks), (self._flush, _FLUSH_S)])
 
     async def __aenter__(self) -> Self:
         await self._turns.__aenter__()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from gateway.cli import bench, explain, keys, policy, status, up, worker
 from gateway.cli import gateway as serve
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ended = run(options)
         sys.stdout.flush()
         return ended
-    except StartRefused as refused:
+    except StartupError as refused:
         sys.stderr.write(f"paceline: {refused}\n")
         return 2
     except KeyboardInterrupt:

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Sequence
 
 from gateway.cluster.redis import RedisLink
-from gateway.routing.prefix_affinity import KEYS_KEPT, NEWS_KEPT, Claim, Prefixes
+from gateway.routing.prefix_affinity import KEYS_KEPT, NEWS_KEPT, Claim, PrefixIndex
 
 _NEWS = "paceline:{prefixes}:news"
 _KEPT = 2 * KEYS_KEPT
@@ -37,7 +37,7 @@ return {now, redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], '+')}
 class RedisPrefixes:
     """The claims that gateways share. Only one task calls `exchange`."""
 
-    def __init__(self, link: RedisLink, prefixes: Prefixes) -> None:
+    def __init__(self, link: RedisLink, prefixes: PrefixIndex) -> None:
         self._link = link
         self._prefixes = prefixes
         self._exchange = link.script(_EXCHANGE)

@@ -12,7 +12,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 
-from gateway.auth.rate_limits import Allowance, Used
+from gateway.auth.rate_limits import RateLimiter, Used
 from gateway.cluster.redis import RedisLink
 from gateway.errors import RecordsUnwritable
 
@@ -52,7 +52,7 @@ class RedisLimits:
     def __init__(
         self,
         link: RedisLink,
-        allowances: Callable[[], Iterable[tuple[str, Allowance]]],
+        allowances: Callable[[], Iterable[tuple[str, RateLimiter]]],
         clock: Callable[[], float],
     ) -> None:
         self._link = link

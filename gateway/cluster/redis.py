@@ -32,7 +32,7 @@ from redis.exceptions import ConnectionError as RedisUnreachable
 from redis.exceptions import TimeoutError as RedisTimeout
 from redis.maint_notifications import MaintNotificationsConfig
 
-from gateway.errors import EditUnanswered, RecordsUnwritable, StartRefused
+from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class RedisLink:
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),
             )
         except (ValueError, TypeError):
-            raise StartRefused(
+            raise StartupError(
                 "PACELINE_REDIS_URL must be like redis://127.0.0.1:6379/0."
             ) from None
         self.redis: Redis = Redis(connection_pool=pool)
@@ -117,7 +117,7 @@ class RedisLink:
     async def edit(self, question: Callable[[], Awaitable[Answer]]) -> Answer:
         """Ask while an admin waits: not at all where Redis did not answer the last question.
 
-        What is not answered in that time may be kept all the same: raise `EditUnanswered`.
+        What is not answered in that time may be kept all the same: raise `WriteUnconfirmed`.
         """
         if self.away:
             raise RecordsUnwritable
@@ -131,14 +131,14 @@ class RedisLink:
                 asyncio.get_running_loop().call_later(DEADLINE_S, asking.cancel)
         if not answered:
             log.warning("redis.edit_late")
-            raise EditUnanswered
+            raise WriteUnconfirmed
         try:
             return asking.result()
         except _FAILURES as error:
             log.warning("redis.edit_failed why=%s", _sentence(error))
             # A connection may break behind the question as well as before it.
             unanswered = isinstance(error, _UNREACHABLE)
-            raise (EditUnanswered if unanswered else RecordsUnwritable) from None
+            raise (WriteUnconfirmed if unanswered else RecordsUnwritable) from None
 
     async def waited(self, asking: asyncio.Task[Any]) -> bool:
         """Wait as long as a request may; say whether that was long enough.

@@ -20,27 +20,27 @@ from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.errors import RecordsUnwritable
 from gateway.fleet.health import Control
-from gateway.fleet.registry import Fleet
-from gateway.fleet.scheduler import Dispatch
-from gateway.fleet.worker import SILENT_AFTER_S, Member
-from gateway.periodic import Turns, Work
-from gateway.routing.prefix_affinity import Prefixes
+from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.scheduler import Scheduler
+from gateway.fleet.worker import SILENT_AFTER_S, WorkerState
+from gateway.periodic import PeriodicTasks, Work
+from gateway.routing.prefix_affinity import PrefixIndex
 from workers.protocol import WorkerReport
 
 # One beat missed: its gateway may be gone, or Redis.
 _ASK_AFTER_S = 3.0
 
 
-class Neighbours:
+class PeerWorkers:
     """Keeps the workers of all gateways in the fleet of this one."""
 
     def __init__(
         self,
         boots: RedisBoots,
-        fleet: Fleet,
-        dispatch: Dispatch,
+        fleet: WorkerRegistry,
+        dispatch: Scheduler,
         control: Control,
-        prefixes: Prefixes,
+        prefixes: PrefixIndex,
         *,
         clock: Callable[[], float],
     ) -> None:
@@ -90,7 +90,7 @@ class Neighbours:
         ]
         await asyncio.gather(*(self._ask(member) for member in silent))
 
-    async def _ask(self, member: Member) -> None:
+    async def _ask(self, member: WorkerState) -> None:
         if await self._control.knock(member.report):
             self._dispatch.serve_waiting()
 
@@ -114,10 +114,10 @@ class Shared(NamedTuple):
     prefixes: RedisPrefixes
 
 
-class Sharing:
+class ClusterSync:
     """The context in which a gateway shares; without Redis it does nothing."""
 
-    def __init__(self, shared: Shared | None, neighbours: Neighbours | None) -> None:
+    def __init__(self, shared: Shared | None, neighbours: PeerWorkers | None) -> None:
         self._shared = shared
         works: tuple[Work, ...] = ()
         if shared is not None and neighbours is not None:
@@ -129,7 +129,7 @@ class Sharing:
                 neighbours.ask_silent,
             )
         # That records are unwritable the link tells, and how it is with Redis stands in the state.
-        self._turns = Turns([(work, TURN_S) for work in works], untold=(RecordsUnwritable,))
+        self._turns = PeriodicTasks([(work, TURN_S) for work in works], untold=(RecordsUnwritable,))
 
     def told(self) -> dict[str, Any]:
         """Tell, for `/v1/status`, where state is kept and how it is with that."""

@@ -7,9 +7,9 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from gateway.config.policy_store import PolicyBook, Source
+from gateway.config.policy_store import PolicyStore, Source
 from gateway.config.policy_versions import Proposal, Reason, Signature, all_told, propose_yaml
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 from policies.document import PolicyInvalid, Problem, shipped_policy
 
 log = logging.getLogger(__name__)
@@ -23,14 +23,14 @@ _SHIPPED = Signature("paceline", "the policy that comes with Paceline")
 def read_source(file: Path | None) -> Source:
     """Read the policy file, or what is shipped where there is none.
 
-    Raise `StartRefused` with the file, and the line and field of all that is wrong in it.
+    Raise `StartupError` with the file, and the line and field of all that is wrong in it.
     """
     if file is None:
         return Source(Proposal.of(shipped_policy()), Reason.START, _SHIPPED)
     try:
         return Source(_Look.at(file).proposal(), Reason.FILE, _BY_FILE)
     except PolicyInvalid as invalid:
-        raise StartRefused(f"The policy {file} is not usable: {all_told(invalid)}.") from None
+        raise StartupError(f"The policy {file} is not usable: {all_told(invalid)}.") from None
 
 
 class _Look(NamedTuple):
@@ -59,7 +59,7 @@ class _Look(NamedTuple):
 class PolicyWatch:
     """Follows the policy file, if there is one."""
 
-    def __init__(self, book: PolicyBook, file: Path | None) -> None:
+    def __init__(self, book: PolicyStore, file: Path | None) -> None:
         self._book = book
         self._file = file
         self._seen: _Look | None = None

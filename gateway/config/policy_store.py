@@ -26,7 +26,7 @@ from gateway.config.policy_versions import (
     propose,
 )
 from gateway.config.static_workers import ListedWorker
-from gateway.errors import EditOvertaken, RecordsUnwritable, VersionUnknown
+from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
 from gateway.storage.records import Records
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 
@@ -45,7 +45,7 @@ def no_warnings(_policy: PolicyDocument) -> Sequence[Problem]:
     return ()
 
 
-class PolicyBook:
+class PolicyStore:
     """The policy in force, and the only way to change it. `workers` are those listed by hand."""
 
     def __init__(
@@ -73,7 +73,7 @@ class PolicyBook:
         check_fits(proposal, self._workers)
 
     async def expect(self, etags: Collection[str]) -> Version:
-        """Return the version in force; raise `EditOvertaken` where it has none of these tags."""
+        """Return the version in force; raise `VersionConflict` where it has none of these tags."""
         if self.version.etag not in etags:
             await self.catch_up()  # who edits may have asked another gateway, which was ahead
         if self.version.etag not in etags:
@@ -83,7 +83,7 @@ class PolicyBook:
     async def apply(
         self, proposal: Proposal, reason: Reason, signature: Signature, *, onto: Version
     ) -> Version:
-        """Put a policy in force in place of this version; raise `EditOvertaken`."""
+        """Put a policy in force in place of this version; raise `VersionConflict`."""
         if onto.etag != self.version.etag:
             raise self._overtaken()
         return await self._add(proposal, reason, signature, onto)
@@ -94,7 +94,7 @@ class PolicyBook:
             last = max((self.version, *versions), key=lambda version: version.number)
             try:
                 await self._add(proposal, reason, signature, last)
-            except EditOvertaken:  # another gateway, which may have read the same file
+            except VersionConflict:  # another gateway, which may have read the same file
                 continue
 
     async def versions(self) -> tuple[Version, ...]:
@@ -154,8 +154,8 @@ class PolicyBook:
         self._turn_to(version, proposal.policy)
         return version
 
-    def _overtaken(self) -> EditOvertaken:
-        return EditOvertaken(self.version.number, self.version.author)
+    def _overtaken(self) -> VersionConflict:
+        return VersionConflict(self.version.number, self.version.author)
 
     def _turn_to(self, version: Version, policy: PolicyDocument) -> None:
         """Put a version in force, unless a later one is."""
@@ -180,7 +180,7 @@ async def open_book(
     source: Source,
     now: Now,
     warnings: Warnings = no_warnings,
-) -> PolicyBook:
+) -> PolicyStore:
     """Open the book at its newest version, or at what the source says where that is news.
 
     Raise `PolicyInvalid` where neither can be in force, `ValueError` where the book is damaged.
@@ -200,14 +200,14 @@ async def open_book(
             first = replace(first, number=0, etag=f"0-{first.etag}")
             added = True
         if added:
-            return PolicyBook(
+            return PolicyStore(
                 records, workers, now, first, source.proposal.policy, warnings=warnings
             )
         versions = await read_versions(records)  # another gateway begins at the same moment
     newest = versions[-1]
     if brings_news(versions, source.proposal.document, source.reason):
         # What is about to be replaced need not be good: a new file is the way out of a bad one.
-        book = PolicyBook(records, workers, now, newest, source.proposal.policy, warnings=warnings)
+        book = PolicyStore(records, workers, now, newest, source.proposal.policy, warnings=warnings)
         try:
             await book.take(*source)
             await book.catch_up()
@@ -219,7 +219,7 @@ async def open_book(
                 return book  # in force; the watch takes it as soon as it can be kept
     kept = propose(newest.document)
     check_fits(kept, workers)
-    return PolicyBook(records, workers, now, newest, kept.policy, warnings=warnings)
+    return PolicyStore(records, workers, now, newest, kept.policy, warnings=warnings)
 
 
 async def read_versions(records: Records) -> tuple[Version, ...]:

@@ -17,7 +17,7 @@ from pydantic_settings import (
 )
 
 from gateway.config.static_workers import ListedWorker
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 
 _DEFAULT_FILE = Path("paceline.yaml")
 # `paceline worker` reads the same file, and from it this section alone.
@@ -98,7 +98,7 @@ class Settings(BaseSettings):
 
 
 def load_settings(config: Path | None = None, **flags: object) -> Settings:
-    """Read flags (None: not given), environment and file; raise `StartRefused` naming the fault.
+    """Read flags (None: not given), environment and file; raise `StartupError` naming the fault.
 
     The file is `config`, else `PACELINE_CONFIG`, else `paceline.yaml` where it exists.
     """
@@ -107,7 +107,7 @@ def load_settings(config: Path | None = None, **flags: object) -> Settings:
     )
     file = named or _DEFAULT_FILE
     if named is not None and not named.is_file():
-        raise StartRefused(f"The configuration file {named} does not exist.")
+        raise StartupError(f"The configuration file {named} does not exist.")
     written = _read_file(file)
 
     class Layered(Settings):
@@ -130,7 +130,7 @@ def load_settings(config: Path | None = None, **flags: object) -> Settings:
     try:
         return Layered(**given)  # type: ignore[arg-type]  # checked by pydantic
     except ValidationError as invalid:
-        raise StartRefused(_sentence(invalid, given)) from None
+        raise StartupError(_sentence(invalid, given)) from None
 
 
 def _read_file(file: Path) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _read_file(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         written = ()
     if not isinstance(written, dict | None):
-        raise StartRefused(f"The configuration file {file} is not a YAML mapping.")
+        raise StartupError(f"The configuration file {file} is not a YAML mapping.")
     sections = written or {}
     return {str(name): sections[name] for name in sections if name not in _SECTIONS_OF_OTHERS}
 

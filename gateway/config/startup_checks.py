@@ -10,21 +10,21 @@ import secrets
 from pathlib import Path
 
 from gateway.config.settings import Settings
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 from gateway.types import fits_header
 
 
 def check_binding(settings: Settings, *, keyed: bool) -> None:
     """Refuse to listen beyond loopback unless clients need a key, and admins theirs."""
     if not is_loopback(settings.host) and not keyed:
-        raise StartRefused(
+        raise StartupError(
             f"Listening on {settings.host} would let anyone on the network use the models: "
             "set PACELINE_API_KEY first, or stay on 127.0.0.1 and make keys there with "
             "`paceline keys create`."
         )
     apart = settings.admin_port is not None
     if apart and not is_loopback(settings.admin_host) and settings.admin_key is None:
-        raise StartRefused(
+        raise StartupError(
             f"Listening on {settings.admin_host} for admins would let anyone on the network be "
             "one: set PACELINE_ADMIN_KEY first, or leave PACELINE_ADMIN_HOST at 127.0.0.1."
         )
@@ -40,12 +40,12 @@ def check_secrets(settings: Settings) -> None:
     given = {name: secret for name, secret in named.items() if secret is not None}
     for name, secret in given.items():
         if not fits_header(secret.get_secret_value()):
-            raise StartRefused(f"{name} holds what no HTTP header can.")
+            raise StartupError(f"{name} holds what no HTTP header can.")
     for (name, secret), (other, same) in itertools.combinations(given.items(), 2):
         if hmac.compare_digest(
             secret.get_secret_value().encode(), same.get_secret_value().encode()
         ):
-            raise StartRefused(f"{name} and {other} are the same; each must be one of its own.")
+            raise StartupError(f"{name} and {other} are the same; each must be one of its own.")
 
 
 def ensure_join_token(settings: Settings) -> Settings:
@@ -74,12 +74,12 @@ def _kept_token(folder: Path) -> str:
                 draft.unlink()
         token = path.read_text().strip()
     except OSError as error:
-        raise StartRefused(
+        raise StartupError(
             f"The join token in {path} cannot be read or made ({error.strerror}); "
             "set PACELINE_JOIN_TOKEN or PACELINE_STATE_DIR."
         ) from None
     if not token:
-        raise StartRefused(f"The join token in {path} is empty; delete the file to make a new one.")
+        raise StartupError(f"The join token in {path} is empty; delete the file to make a new one.")
     return token
 
 

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 from gateway.types import fits_header
 from policies.base import Label, Name
 from policies.document import PolicyDocument
@@ -69,19 +69,19 @@ class ListedWorker(BaseModel):
 
 
 def read_keys(workers: Iterable[ListedWorker], environment: Mapping[str, str]) -> dict[str, str]:
-    """Map the ids of workers to their keys; raise `StartRefused` where one is missing."""
+    """Map the ids of workers to their keys; raise `StartupError` where one is missing."""
     keys = {}
     for worker in workers:
         if worker.api_key_env:
             # Files of secrets like to end in the end of a line.
             key = environment.get(worker.api_key_env, "").strip()
             if not key:
-                raise StartRefused(
+                raise StartupError(
                     f"The worker '{worker.id}' needs its key in the environment variable "
                     f"{worker.api_key_env}, which is not set."
                 )
             if not fits_header(key):
-                raise StartRefused(
+                raise StartupError(
                     f"{worker.api_key_env}, the key of the worker '{worker.id}', holds what no "
                     "HTTP header can."
                 )
@@ -90,11 +90,11 @@ def read_keys(workers: Iterable[ListedWorker], environment: Mapping[str, str]) -
 
 
 def check_listed(workers: Iterable[ListedWorker]) -> None:
-    """Raise `StartRefused` where the list contradicts itself."""
+    """Raise `StartupError` where the list contradicts itself."""
     seen: set[str] = set()
     for worker in workers:
         if worker.id in seen:
-            raise StartRefused(f"Two workers of the list are called '{worker.id}'.")
+            raise StartupError(f"Two workers of the list are called '{worker.id}'.")
         seen.add(worker.id)
 
 

@@ -13,10 +13,10 @@ from datetime import UTC, datetime
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
-from gateway.errors import StartRefused, WorkerUnknown
+from gateway.errors import StartupError, WorkerUnknown
 from gateway.fleet.health import Control
-from gateway.fleet.registry import Fleet
-from gateway.fleet.scheduler import Dispatch
+from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.scheduler import Scheduler
 from gateway.storage.records import Records
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ class Cordons:
     def __init__(
         self,
         records: Records,
-        fleet: Fleet,
-        dispatch: Dispatch,
+        fleet: WorkerRegistry,
+        dispatch: Scheduler,
         control: Control,
         wall: Callable[[], float],
     ) -> None:
@@ -57,11 +57,11 @@ class Cordons:
         self.by_worker: Mapping[str, Cordon] = {}
 
     async def open(self) -> None:
-        """Read what is kept; raise `StartRefused` where it cannot be understood."""
+        """Read what is kept; raise `StartupError` where it cannot be understood."""
         try:
             await self.refresh()
         except ValidationError:
-            raise StartRefused(
+            raise StartupError(
                 "The kept state names cordons that cannot be understood; mend their records."
             ) from None
 

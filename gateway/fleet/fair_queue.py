@@ -20,7 +20,7 @@ Ticket = TypeVar("Ticket")
 _Flow = tuple[Priority, str]
 
 
-class FairLine(Generic[Ticket]):
+class FairQueue(Generic[Ticket]):
     """Tickets in the order in which they are to be served."""
 
     def __init__(self) -> None:

@@ -20,9 +20,9 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from gateway.config.settings import Settings
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import WorkerIdTaken
-from gateway.fleet.registry import BEAT_S, Fleet
-from gateway.fleet.scheduler import Dispatch
-from gateway.http.upstream import authorities
+from gateway.fleet.registry import BEAT_S, WorkerRegistry
+from gateway.fleet.scheduler import Scheduler
+from gateway.http.upstream import certificate_authorities
 from gateway.storage.counters import Store
 from workers.protocol import WorkerReport
 
@@ -54,7 +54,7 @@ REFRESH_TIMEOUT_S = 0.5
 class Control:
     """The control calls to workers. An async context: it holds the connections."""
 
-    def __init__(self, settings: Settings, fleet: Fleet, store: Store) -> None:
+    def __init__(self, settings: Settings, fleet: WorkerRegistry, store: Store) -> None:
         self._fleet = fleet
         self._store = store
         token = settings.join_token
@@ -66,7 +66,7 @@ class Control:
             timeout=REFRESH_TIMEOUT_S,
             # Nobody reads a connection between two questions, so nobody would see it end.
             limits=httpx.Limits(max_keepalive_connections=0),
-            verify=authorities(),
+            verify=certificate_authorities(),
             trust_env=False,
         )
         return self
@@ -131,8 +131,8 @@ class Probes:
         self,
         workers: Sequence[ListedWorker],
         keys: Mapping[str, str],
-        fleet: Fleet,
-        dispatch: Dispatch,
+        fleet: WorkerRegistry,
+        dispatch: Scheduler,
         store: Store,
     ) -> None:
         self._workers = workers
@@ -144,7 +144,7 @@ class Probes:
 
     async def __aenter__(self) -> Self:
         self._client = httpx.AsyncClient(
-            timeout=PROBE_TIMEOUT_S, verify=authorities(), trust_env=False
+            timeout=PROBE_TIMEOUT_S, verify=certificate_authorities(), trust_env=False
         )
         self._tasks = [
             asyncio.create_task(self._keep_asking(worker), name=f"probe {worker.id}")

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import WorkerIdTaken
 from gateway.fleet.circuit_breaker import HEALTHY, Verdict
-from gateway.fleet.worker import SILENT_AFTER_S, Lease, Member, serves_alike
+from gateway.fleet.worker import SILENT_AFTER_S, Lease, WorkerState, serves_alike
 from gateway.routing.select import Candidate
 from gateway.routing.view import FleetView, WorkerView, places_of, rows_of
 from policies.sections import Pool
@@ -61,7 +61,7 @@ _DEAF_S = 1.0
 _UNHEARD = frozenset((Verdict.SILENT, Verdict.UNREACHABLE))
 
 
-class Fleet:
+class WorkerRegistry:
     """Workers by id. `clock` is monotonic; one event loop owns the table, so nothing is locked.
 
     `dice` gives numbers in [0, 1): ejected workers do not all come back at the same moment.
@@ -75,13 +75,13 @@ class Fleet:
     ) -> None:
         self._clock = clock
         self._dice = dice
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, WorkerState] = {}
         self._known_models = known_models
         self._cordoned = NOBODY
         self._deaf_until_s = float("-inf")
         self._listened_at_s: float | None = None
         self._sight = Sight()
-        self._changed: set[Member] = set()
+        self._changed: set[WorkerState] = set()
         """Since the last look."""
 
     def beat(self, report: WorkerReport, listed: ListedWorker | None = None) -> None:
@@ -101,7 +101,7 @@ class Fleet:
             # A new boot starts with no requests and with a clean record; what runs on the old one
             # still counts on the old entry.
             cordoned = report.worker_id in self._cordoned
-            self._members[report.worker_id] = Member(report, now_s, listed, cordoned=cordoned)
+            self._members[report.worker_id] = WorkerState(report, now_s, listed, cordoned=cordoned)
             self._sight.until_s = LONG_AGO_S
         else:
             raise WorkerIdTaken
@@ -120,7 +120,7 @@ class Fleet:
             if member is not None and member.report.url != report.url and member.live(now_s):
                 return False  # two workers of one id: who was first here stays
             cordoned = report.worker_id in self._cordoned
-            self._members[report.worker_id] = Member(
+            self._members[report.worker_id] = WorkerState(
                 report, beaten_at_s, cordoned=cordoned, joined_here=False
             )
         elif member.listed is None:
@@ -216,12 +216,12 @@ class Fleet:
         if member.breaker is not before:
             self._sight.until_s = LONG_AGO_S
 
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[WorkerState, ...]:
         """List the live workers, also those that take nothing now."""
         self._expire(self._clock())
         return tuple(self._members.values())
 
-    def lanes(self, name: str, pool: Pool) -> tuple[tuple[Member, LaneReport], ...]:
+    def lanes(self, name: str, pool: Pool) -> tuple[tuple[WorkerState, LaneReport], ...]:
         """List the lanes of a pool over all live workers."""
         return tuple(
             (member, lane)
@@ -264,7 +264,7 @@ class Fleet:
         )
         self._changed.clear()
 
-    def opens(self, member: Member) -> bool:
+    def opens(self, member: WorkerState) -> bool:
         """Say whether a worker gets new requests now."""
         return self._open(member, self._clock())
 
@@ -288,26 +288,26 @@ class Fleet:
         member = self._members.get(worker_id)
         return 0 if member is None else member.in_flight.total() + sum(member.of_others.values())
 
-    def age_s(self, member: Member) -> float:
+    def age_s(self, member: WorkerState) -> float:
         """Tell how long ago a worker beat last."""
         return self._clock() - member.beaten_at_s
 
-    def ejected_for_s(self, member: Member) -> float:
+    def ejected_for_s(self, member: WorkerState) -> float:
         """Tell how long a worker is still left alone for what it did; 0 when it is not."""
         return max(0.0, member.breaker.ejected_until_s - self._clock())
 
-    def busy_for_s(self, member: Member) -> float:
+    def busy_for_s(self, member: WorkerState) -> float:
         """Tell how long a worker is still left alone because it asked for that."""
         return max(0.0, member.breaker.busy_until_s - self._clock())
 
-    def _open(self, member: Member, now_s: float) -> bool:
+    def _open(self, member: WorkerState, now_s: float) -> bool:
         breaker = member.breaker
         if not member.willing or breaker.busy(now_s):
             return False
         # An ejected one is better than none: the last worker of a model is never left alone.
         return not breaker.ejected(now_s) or self._is_last(member, now_s)
 
-    def _has_room(self, member: Member, lane: str, now_s: float) -> bool:
+    def _has_room(self, member: WorkerState, lane: str, now_s: float) -> bool:
         slots = member.slots.get(lane, 0)
         if member.occupied(lane) >= slots or member.cordoned:
             return False
@@ -319,7 +319,7 @@ class Fleet:
             at_a_time is None or member.on_probation < at_a_time or self._is_last(member, now_s)
         )
 
-    def _is_last(self, member: Member, now_s: float) -> bool:
+    def _is_last(self, member: WorkerState, now_s: float) -> bool:
         """Say whether no other worker of its model can be asked now."""
         return not any(
             other is not member

@@ -20,11 +20,11 @@ from random import Random
 
 from gateway.errors import GatewayError, NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.fleet.fair_queue import FairLine
-from gateway.fleet.registry import NOBODY, Fleet
+from gateway.fleet.fair_queue import FairQueue
+from gateway.fleet.registry import NOBODY, WorkerRegistry
 from gateway.fleet.worker import Lease
-from gateway.routing.prefix_affinity import Prefixes
-from gateway.routing.select import Candidate, Case, Decision, decide
+from gateway.routing.prefix_affinity import PrefixIndex
+from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
 from gateway.types import Caller
 from policies.document import PolicyDocument
 from policies.request.profile import RequestProfile, bypass_reasons
@@ -36,7 +36,7 @@ _RETRY_AFTER_RANGE_S = (1.0, 60.0)
 class _Waiter:
     """One request in line; it may stand in the lines of several pools."""
 
-    case: Case
+    case: RoutingRequest
     caller: Caller
     tried: frozenset[str]
     entered_s: float
@@ -49,7 +49,7 @@ class _Waiter:
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    line: FairLine[_Waiter] = field(default_factory=FairLine)
+    line: FairQueue[_Waiter] = field(default_factory=FairQueue)
     at_home: int = 0
     """Those in line whose preferred pool this is; the others are guests of a full one."""
     running: int = 0
@@ -58,11 +58,11 @@ class _Pool:
     """Of the last one served: the best guess for the next."""
 
 
-class Dispatch:
+class Scheduler:
     """Slots for requests. `clock` is monotonic and in seconds."""
 
     def __init__(
-        self, fleet: Fleet, prefixes: Prefixes, clock: Callable[[], float], rng: Random
+        self, fleet: WorkerRegistry, prefixes: PrefixIndex, clock: Callable[[], float], rng: Random
     ) -> None:
         self._fleet = fleet
         self._prefixes = prefixes
@@ -82,14 +82,16 @@ class Dispatch:
         """Count the requests that hold a slot through this pool."""
         return self._pools[pool].running
 
-    def decide(self, case: Case, tried: frozenset[str], *, briefly: bool = False) -> Decision:
+    def decide(
+        self, case: RoutingRequest, tried: frozenset[str], *, briefly: bool = False
+    ) -> Decision:
         """Decide as of now, leaving out workers that were tried already."""
         fleet = self._prefixes.mark(self._fleet.view(without=tried), case.prefix)
         return decide(case, fleet, self._rng, briefly=briefly)
 
     async def lease(
         self,
-        case: Case,
+        case: RoutingRequest,
         decision: Decision,
         caller: Caller,
         tried: frozenset[str] = NOBODY,
@@ -108,7 +110,7 @@ class Dispatch:
             raise self.nobody(case.profile, tried)
         return await self._wait(case, decision, caller, tried)
 
-    def _first_free(self, case: Case, decision: Decision) -> Lease | None:
+    def _first_free(self, case: RoutingRequest, decision: Decision) -> Lease | None:
         """Take a slot of the first that has one, of those that need not be waited for."""
         for candidate in decision.candidates:
             if candidate.spill and decision.spill_after_s != 0:
@@ -166,7 +168,7 @@ class Dispatch:
         return min(max(self._pools[pool].last_wait_s, low), high)
 
     async def _wait(
-        self, case: Case, decision: Decision, caller: Caller, tried: frozenset[str]
+        self, case: RoutingRequest, decision: Decision, caller: Caller, tried: frozenset[str]
     ) -> Lease:
         policy, profile, _, pools, _ = case
         for name in policy.pools:

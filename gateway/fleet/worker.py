@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 from gateway.config.static_workers import ListedWorker
 from gateway.fleet.circuit_breaker import HEALTHY, Breaker
-from gateway.routing.cost import Pace, pace
+from gateway.routing.cost import Throughput, throughput_of
 from gateway.routing.select import Candidate
 from gateway.routing.view import LaneView, WorkerView
-from gateway.types import Holding
+from gateway.types import WorkerBoot
 from workers.protocol import WorkerReport
 
 SILENT_AFTER_S = 7.0
@@ -18,7 +18,7 @@ SILENT_AFTER_S = 7.0
 
 
 @dataclass(slots=True, eq=False)
-class Member:
+class WorkerState:
     """One boot of one worker; only `Fleet` changes it."""
 
     report: WorkerReport
@@ -45,7 +45,7 @@ class Member:
     """How long it reads, in all, what this gateway has sent and got no answer to yet."""
     heard_s: float = 0.0
     """When it last answered a request of this gateway, or joined."""
-    pace: Pace = field(init=False)
+    throughput: Throughput = field(init=False)
     """How fast it is, by its last report."""
     slots: dict[str, int] = field(default_factory=dict)
     """By lane, by its last report."""
@@ -60,7 +60,7 @@ class Member:
     def learn(self, report: WorkerReport, now_s: float) -> None:
         """Take over what a report says, and work out once what each decision asks of it."""
         self.report = report
-        self.pace = pace(report)
+        self.throughput = throughput_of(report)
         self.slots = {lane.name: max(1, lane.slots) for lane in report.lanes}
         self._seen.clear()
         self.changed()
@@ -75,7 +75,7 @@ class Member:
             mine = max(in_flight, self.most_in_flight.get(lane.name, 0))
             self.of_others[lane.name] = max(0, lane.running + lane.waiting - mine)
             self.most_in_flight[lane.name] = in_flight
-        self.reads_until_s = now_s + unread_tokens * self.pace.read_s
+        self.reads_until_s = now_s + unread_tokens * self.throughput.read_s
 
     def live(self, now_s: float) -> bool:
         """Say whether it was heard of lately."""
@@ -117,7 +117,7 @@ class Member:
             tuple(lanes),
             report.labels,
             report.boot_id,
-            pace=self.pace,
+            throughput=self.throughput,
         )
 
     def changed(self) -> None:
@@ -130,7 +130,7 @@ class Lease:
     """One slot of one lane, held by one request from the decision to the last byte."""
 
     candidate: Candidate
-    member: Member
+    member: WorkerState
     ejected_at_s: float
     """Of the worker's last ejection before this request was sent."""
     on_probation: bool
@@ -144,7 +144,7 @@ class Lease:
         return self.member.report
 
     @property
-    def holding(self) -> Holding:
+    def holding(self) -> WorkerBoot:
         """The worker in this life of it, as one that holds system prompts."""
         return self.worker.worker_id, self.worker.boot_id
 

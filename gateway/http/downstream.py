@@ -180,7 +180,7 @@ _SWEEP_S = 1.0
 _UPGRADING = frozenset((b"connection", b"upgrade", b"http2-settings"))
 
 
-class ClientLink(HttpToolsProtocol):
+class DownstreamProtocol(HttpToolsProtocol):
     """HTTP/1.1 with a client. `head_timeout_s` and `write_timeout_s` as in the settings."""
 
     def __init__(self, *, head_timeout_s: float, write_timeout_s: float, **given: Any) -> None:
@@ -478,7 +478,7 @@ async def read_small_body(
         raise BodyTooSlow from None
 
 
-class Presence:
+class CancelScope:
     """A context that ends early, by `end`, by its deadline, or because the client left.
 
     Works as `asyncio.timeout` does: whatever is awaited inside is cancelled, and what it holds is
@@ -534,7 +534,7 @@ class Presence:
             self.end(self._overdue)
 
 
-class Reply:
+class ResponseWriter:
     """The one answer to a request: whole, or a stream that is started by its first bytes."""
 
     def __init__(self, scope: Scope) -> None:

@@ -108,7 +108,7 @@ Through = Callable[[bytes], bool]
 """Takes one HTTP chunk as it came, frame and all; says whether it did."""
 
 
-class LinkLost(Exception):
+class ConnectionLost(Exception):
     """The connection ended before the answer did, or what came is no HTTP."""
 
     def __init__(self, why: str, errno: int | None = None) -> None:
@@ -116,14 +116,14 @@ class LinkLost(Exception):
         self.errno = errno
 
 
-class LinkSilent(LinkLost):
+class ReadTimeout(ConnectionLost):
     """Nothing came for as long as the asker was ready to wait."""
 
 
-class Answer:
+class UpstreamResponse:
     """An answer as it comes in. Whoever got it closes it."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: UpstreamConnection) -> None:
         self._link = link
         self.status = 0
         self.retry_after: str | None = None
@@ -131,7 +131,7 @@ class Answer:
     async def chunk(self) -> bytes:
         """Return what came since the last call, at least a byte; nothing at the end.
 
-        Raise `LinkLost` where the end is missing, after all that came before it.
+        Raise `ConnectionLost` where the end is missing, after all that came before it.
         """
         return await self._link.take()
 
@@ -139,7 +139,7 @@ class Answer:
         """Hand each piece to a sink in the turn of the loop in which it comes, up to the end.
 
         What comes as one whole chunk is offered to `through` first. Return what came with the end
-        itself. Raise `LinkLost` where the end is missing.
+        itself. Raise `ConnectionLost` where the end is missing.
         """
         return await self._link.pour(sink, through)
 
@@ -185,19 +185,21 @@ def _beginnings(limit_bytes: int) -> list[tuple[bytes, ...]]:
 _BEGINNINGS = _beginnings(4096)
 
 
-class Link(asyncio.Protocol):
+class UpstreamConnection(asyncio.Protocol):
     """A connection that carries one request at a time. `on_free` is called when it may be kept."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_free: Callable[[Link], None]) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, on_free: Callable[[UpstreamConnection], None]
+    ) -> None:
         self._loop = loop
         self._on_free = on_free
         self._transport: asyncio.Transport
         self._parser = httptools.HttpResponseParser(self)
-        self._error: LinkLost | None = None
+        self._error: ConnectionLost | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
         self._through: Through | None = None
-        self._silence = Silence(loop, lambda: self._fail(LinkSilent("nothing came in time")))
+        self._silence = Silence(loop, lambda: self._fail(ReadTimeout("nothing came in time")))
         self._busy = False
         self._begin_answer()
         self.used = False
@@ -206,7 +208,7 @@ class Link(asyncio.Protocol):
         """Something came since the last request was sent."""
 
     def _begin_answer(self) -> None:
-        self._answer = Answer(self)
+        self._answer = UpstreamResponse(self)
         self._parts: list[bytes] = []
         self._head_bytes = 0
         self._headed = self._framed = self._complete = self._kept_alive = self._paused = False
@@ -219,8 +221,8 @@ class Link(asyncio.Protocol):
         """Say whether it can carry a request."""
         return self._error is None and not self._busy
 
-    async def ask(self, request: bytes, body: bytes, silence_s: float) -> Answer:
-        """Send a request and return its answer once the head is there; raise `LinkLost`."""
+    async def ask(self, request: bytes, body: bytes, silence_s: float) -> UpstreamResponse:
+        """Send a request and return its answer once the head is there; raise `ConnectionLost`."""
         self._begin_answer()
         self._busy = True
         self._silence.limit(silence_s)
@@ -278,7 +280,7 @@ class Link(asyncio.Protocol):
 
     def abort(self) -> None:
         """Close at once."""
-        self._fail(LinkLost("closed here"))
+        self._fail(ConnectionLost("closed here"))
         self._transport.abort()
 
     # Called by the transport.
@@ -318,7 +320,7 @@ class Link(asyncio.Protocol):
             wrong = "the head of the answer is too long"
         self._deliver()
         if wrong is not None:
-            self._fail(LinkLost(wrong))
+            self._fail(ConnectionLost(wrong))
             self._transport.abort()
 
     def eof_received(self) -> None:
@@ -329,14 +331,14 @@ class Link(asyncio.Protocol):
         if self._busy and self._headed and not self._framed and exc is None:
             self._complete = True  # HTTP/1.0: the end of the connection ends the answer
         why = f"the connection broke: {exc!r}" if exc else "the worker closed the connection"
-        self._fail(LinkLost(why, exc.errno if isinstance(exc, OSError) else None))
+        self._fail(ConnectionLost(why, exc.errno if isinstance(exc, OSError) else None))
 
     # Called by the parser.
 
     def on_message_begin(self) -> None:
         """Let nothing follow an answer: it would be taken for that of the next request."""
         if self._complete:
-            raise LinkLost("more came than one answer")
+            raise ConnectionLost("more came than one answer")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Note the few headers that matter here; none is passed on."""
@@ -353,7 +355,7 @@ class Link(asyncio.Protocol):
             self._headed = True
             self._kept_alive = self._parser.should_keep_alive()
         elif self._answer.status == _SWITCHING:
-            raise LinkLost("the worker wants another protocol")
+            raise ConnectionLost("the worker wants another protocol")
 
     def on_chunk_header(self) -> None:
         """Note that the next bytes are a chunk's, or what follows the last one."""
@@ -411,7 +413,7 @@ class Link(asyncio.Protocol):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    def _fail(self, error: LinkLost) -> None:
+    def _fail(self, error: ConnectionLost) -> None:
         self._error = self._error or error
         self._silence.end()
         self._wake()
@@ -441,13 +443,15 @@ class StaleConnection(WorkerLost):
     """An idle connection broke as we wrote into it, before any byte of an answer."""
 
 
-class Connections:
+class ConnectionPool:
     """Kept connections to all workers. An async context: it holds them."""
 
     def __init__(self, connect_timeout_s: float, answer_timeout_s: float) -> None:
         self._connect_timeout_s = connect_timeout_s
         self._answer_timeout_s = answer_timeout_s
-        self._idle: defaultdict[_Place, deque[tuple[float, Link]]] = defaultdict(deque)
+        self._idle: defaultdict[_Place, deque[tuple[float, UpstreamConnection]]] = defaultdict(
+            deque
+        )
         self._tidying: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
@@ -470,7 +474,7 @@ class Connections:
         on_begin: Callable[[], None],
         *,
         fresh: bool = False,
-    ) -> Answer:
+    ) -> UpstreamResponse:
         """Send a request and return its answer once the head is there; raise a `WorkerError`.
 
         `on_begin` is called when there is a connection, and before anything goes out on it.
@@ -491,9 +495,9 @@ class Connections:
             )
             answered = True
             return answer
-        except LinkSilent as error:
+        except ReadTimeout as error:
             raise WorkerSilent from error
-        except LinkLost as error:
+        except ConnectionLost as error:
             log.warning("attempt.lost url=%s error=%r", url, error)
             unheard = link.used and not link.heard
             stale = unheard and _never_read(error, self._loop.time() - began_s)
@@ -502,10 +506,10 @@ class Connections:
             if not answered:
                 link.abort()
 
-    async def _connected(self, place: _Place) -> Link:
+    async def _connected(self, place: _Place) -> UpstreamConnection:
         """Open a connection; raise `WorkerUnreachable`."""
 
-        def keep(link: Link) -> None:
+        def keep(link: UpstreamConnection) -> None:
             self._idle[place].append((self._loop.time(), link))
             if self._tidying is None:
                 self._tidying = self._loop.call_later(_IDLE_CONNECTION_S, self._tidy)
@@ -513,10 +517,10 @@ class Connections:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 transport, link = await self._loop.create_connection(
-                    lambda: Link(self._loop, keep),
+                    lambda: UpstreamConnection(self._loop, keep),
                     place.host,
                     place.port,
-                    ssl=authorities() if place.tls else None,
+                    ssl=certificate_authorities() if place.tls else None,
                 )
         except OSError as error:  # a timeout is one
             if error.errno in _OUT_OF_FILES:
@@ -526,7 +530,7 @@ class Connections:
         _probe(transport.get_extra_info("socket"))
         return link
 
-    def _kept(self, place: _Place) -> Link | None:
+    def _kept(self, place: _Place) -> UpstreamConnection | None:
         """Take the connection that was used last, if one is open and not idle for too long."""
         idle = self._idle.get(place)
         while idle:
@@ -551,7 +555,7 @@ class Connections:
                 del self._idle[place]  # a worker may have another port in its next life
 
 
-async def refusal(answer: Answer, timeout_s: float) -> GatewayError:
+async def refusal(answer: UpstreamResponse, timeout_s: float) -> GatewayError:
     """Read what a worker's refusal means for us."""
     if answer.status in _BUSY:
         return WorkerBusy(retry_after_s(answer.retry_after, time.time()))
@@ -568,7 +572,7 @@ async def refusal(answer: Answer, timeout_s: float) -> GatewayError:
             param=param if isinstance(param, str) else None,
             code=code if isinstance(code, str) else None,
         )
-    except (ValueError, TypeError, KeyError, AttributeError, LinkLost):
+    except (ValueError, TypeError, KeyError, AttributeError, ConnectionLost):
         return WorkerFailed()  # not in OpenAI's shape, so not meant for a client
 
 
@@ -617,7 +621,7 @@ def _head(path: str, place: _Place, headers: Mapping[str, str], body_bytes: int)
     return head.encode("latin-1")
 
 
-def _never_read(error: LinkLost, elapsed_s: float) -> bool:
+def _never_read(error: ConnectionLost, elapsed_s: float) -> bool:
     """Say whether the worker cannot have read the request from a connection that broke so."""
     # Timed out: nothing of it was ever acknowledged.
     return error.errno == errno.ETIMEDOUT or elapsed_s < _STALE_WITHIN_S
@@ -634,7 +638,7 @@ def _probe(opened: socket.socket) -> None:
 
 
 @cache
-def authorities() -> ssl.SSLContext:
+def certificate_authorities() -> ssl.SSLContext:
     """Return whom to believe about a server's name, read once: each reading takes 40 ms."""
     context = httpx.create_ssl_context()
     context.load_default_certs()  # the system's own too: a company's authority is known there alone

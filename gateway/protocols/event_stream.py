@@ -77,7 +77,7 @@ _CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 @dataclass(slots=True)
-class Reading:
+class StreamState:
     """What a stream has told so far."""
 
     usage: Usage | None = None
@@ -101,13 +101,13 @@ class Reading:
         return self.finished and self.done
 
 
-class Scanner:
+class StreamScanner:
     """Incremental and bounded; however the bytes are split, output and reading are the same."""
 
     def __init__(
         self, *, hide_usage: bool, hide_metrics: bool, limit_bytes: int = EVENT_LIMIT_BYTES
     ) -> None:
-        self.reading = Reading()
+        self.reading = StreamState()
         self._hide_usage = hide_usage
         self._hide_metrics = hide_metrics
         self._limit_bytes = limit_bytes

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import TracebackType
 
-from gateway.auth.rate_limits import Allowance
+from gateway.auth.rate_limits import RateLimiter
 from gateway.errors import (
     GatewayError,
     KeyEnded,
     NoWorker,
     RequestRefused,
     RequestTooLong,
-    Stopping,
+    ShuttingDown,
 )
 from gateway.http.downstream import ClientLeft
-from gateway.proxy.context import Trip
+from gateway.proxy.context import RequestContext
 from gateway.types import Headers, Spent
 from policies.request.profile import RequestProfile
 
@@ -24,7 +24,7 @@ ANSWER_TOKENS = 1024
 # Low for prose, so that a reservation is rarely too small.
 _CHARS_A_TOKEN = 3
 # They end a request, but not because a worker failed: what it did until then is owed.
-_ENDED_FROM_OUTSIDE = (ClientLeft, KeyEnded, RequestTooLong, Stopping)
+_ENDED_FROM_OUTSIDE = (ClientLeft, KeyEnded, RequestTooLong, ShuttingDown)
 
 
 NOTHING = Spent()
@@ -37,7 +37,7 @@ def estimate(profile: RequestProfile) -> int:
     return prompt + profile.choices * answer
 
 
-def spent(trip: Trip | None, failure: BaseException | None) -> Spent:
+def cost_of(trip: RequestContext | None, failure: BaseException | None) -> Spent:
     """Say what a request has cost that ended so.
 
     Nothing where no worker began; what the worker told of, where it did; and where it did not, the
@@ -62,13 +62,13 @@ def _never_began(failure: BaseException | None) -> bool:
     return nobody or isinstance(failure, RequestRefused)
 
 
-class Hold:
+class HeldTokens:
     """The context of a request with a limited key: let in at its beginning, settled at its end."""
 
     def __init__(
         self,
-        allowance: Allowance,
-        trip: Trip,
+        allowance: RateLimiter,
+        trip: RequestContext,
         clock: Callable[[], float],
         wall: Callable[[], float],
     ) -> None:
@@ -90,5 +90,5 @@ class Hold:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        cost = spent(self._trip, error)
+        cost = cost_of(self._trip, error)
         self._allowance.settle(self._taken, cost.requests, cost.tokens, self._clock(), self._wall())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gateway.routing.select import Candidate, Case
+from gateway.routing.select import Candidate, RoutingRequest
 from gateway.types import NO_PREFIX, UNUSED, Caller, Drafts, Headers, Inspected, Usage
 
 if TYPE_CHECKING:
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Trip:
+class RequestContext:
     """One request on its way, and what happened to it so far: kept here, read by accounting."""
 
     identity: str
     inspected: Inspected
-    case: Case
+    case: RoutingRequest
     began_s: float
     caller: Caller = field(default_factory=Caller)
     attempts: int = 0
@@ -50,7 +50,7 @@ class Trip:
         return "hit" if self.candidate and self.candidate.holder else "miss"
 
 
-def route_headers(trip: Trip) -> Headers:
+def route_headers(trip: RequestContext) -> Headers:
     """Say in headers where the request went and why."""
     if trip.candidate is None:
         return []

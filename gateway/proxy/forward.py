@@ -28,23 +28,23 @@ from gateway.errors import (
     WorkerUnreachable,
 )
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.fleet.scheduler import Dispatch
+from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.worker import Lease
-from gateway.http.downstream import Reply
+from gateway.http.downstream import ResponseWriter
 from gateway.http.upstream import (
-    Answer,
-    Connections,
-    LinkLost,
-    LinkSilent,
+    ConnectionLost,
+    ConnectionPool,
+    ReadTimeout,
     StaleConnection,
+    UpstreamResponse,
     refusal,
 )
-from gateway.protocols.event_stream import Scanner, is_telling, read_drafts, read_usage
+from gateway.protocols.event_stream import StreamScanner, is_telling, read_drafts, read_usage
 from gateway.protocols.openai import for_openai
-from gateway.proxy.context import Trip, route_headers
+from gateway.proxy.context import RequestContext, route_headers
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.retry_budget import RetryBudget
-from gateway.routing.prefix_affinity import Prefixes
+from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.select import Decision
 from gateway.types import UNUSED, Headers
 from policies.request.profile import Endpoint
@@ -58,10 +58,10 @@ class Splice:
 
     def __init__(
         self,
-        answer: Answer,
-        reply: Reply,
-        trip: Trip,
-        scanner: Scanner,
+        answer: UpstreamResponse,
+        reply: ResponseWriter,
+        trip: RequestContext,
+        scanner: StreamScanner,
         *,
         idle_timeout_s: float,
         clock: Callable[[], float],
@@ -79,7 +79,7 @@ class Splice:
     async def run(self, headers: Headers) -> bytes:
         """Pass events on up to the end, or to the first that must not be passed on.
 
-        Return what may be passed on with the end; raise `LinkLost`.
+        Return what may be passed on with the end; raise `ConnectionLost`.
         """
         await self._reply.open(headers, self._answer.press)
         last = await self._answer.pour(self._pass_on, self._pass_through)
@@ -133,15 +133,17 @@ class Answers:
         self._settings = settings
         self._clock = clock
 
-    async def whole(self, answer: Answer, reply: Reply, trip: Trip) -> None:
+    async def whole(
+        self, answer: UpstreamResponse, reply: ResponseWriter, trip: RequestContext
+    ) -> None:
         """Relay an answer that comes as one JSON object; raise a `WorkerError`."""
         answer.limit_silence(self._settings.idle_timeout_s)  # the rest is on its way
         try:
             body = await answer.read(_WHOLE_LIMIT_BYTES)
             content = from_json(body) if len(body) < _WHOLE_LIMIT_BYTES else None
-        except LinkSilent as error:
+        except ReadTimeout as error:
             raise WorkerStalled from error
-        except LinkLost as error:
+        except ConnectionLost as error:
             raise WorkerLost from error
         except ValueError as error:
             raise WorkerFailed from error
@@ -156,11 +158,13 @@ class Answers:
             body = to_json(content)
         await reply.whole(200, [(b"content-type", b"application/json"), *route_headers(trip)], body)
 
-    async def stream(self, answer: Answer, reply: Reply, trip: Trip) -> None:
+    async def stream(
+        self, answer: UpstreamResponse, reply: ResponseWriter, trip: RequestContext
+    ) -> None:
         """Relay events as they come; raise a `WorkerError` unless the last one was the last."""
         idle_timeout_s = self._settings.idle_timeout_s
         profile = trip.inspected.profile
-        scanner = Scanner(
+        scanner = StreamScanner(
             hide_usage=not profile.include_usage,
             hide_metrics=not _tells_metrics(trip, usage=profile.include_usage),
         )
@@ -173,9 +177,9 @@ class Answers:
         answer.limit_silence(self._settings.answer_timeout_s)
         try:
             last = await splice.run([*_STREAM_HEADERS, *route_headers(trip)])
-        except LinkSilent:
+        except ReadTimeout:
             lost = WorkerStalled() if reply.started else WorkerSilent()
-        except LinkLost as error:
+        except ConnectionLost as error:
             log.warning("stream.cut request=%s error=%r", trip.identity, error)
         finally:
             trip.usage = reading.usage or trip.usage
@@ -191,7 +195,7 @@ class Answers:
         raise lost
 
 
-def _tells_metrics(trip: Trip, *, usage: bool) -> bool:
+def _tells_metrics(trip: RequestContext, *, usage: bool) -> bool:
     """Say whether an answer may tell what drafting did for it."""
     return trip.case.policy.metrics.tells(asked=trip.inspected.profile.metrics, usage=usage)
 
@@ -201,15 +205,15 @@ _NEVER_BEGUN = (WorkerUnreachable, WorkerBusy)
 _PATHS = {Endpoint.CHAT: "/v1/chat/completions", Endpoint.COMPLETIONS: "/v1/completions"}
 
 
-class Upstream:
+class Forwarder:
     """The way to the workers. An async context: it holds the connections."""
 
     def __init__(
         self,
         settings: Settings,
         keys: Mapping[str, str],
-        dispatch: Dispatch,
-        prefixes: Prefixes,
+        dispatch: Scheduler,
+        prefixes: PrefixIndex,
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
@@ -217,7 +221,7 @@ class Upstream:
         self._dispatch = dispatch
         self._prefixes = prefixes
         self._clock = clock
-        self._connections = Connections(settings.connect_timeout_s, settings.answer_timeout_s)
+        self._connections = ConnectionPool(settings.connect_timeout_s, settings.answer_timeout_s)
         self._answers = Answers(settings, clock)
         self.retries = RetryBudget()
         self.quarantine = Quarantine()
@@ -236,7 +240,9 @@ class Upstream:
     ) -> None:
         await self._connections.__aexit__(kind, error, trace)
 
-    async def forward(self, trip: Trip, decision: Decision, reply: Reply) -> None:
+    async def forward(
+        self, trip: RequestContext, decision: Decision, reply: ResponseWriter
+    ) -> None:
         """Answer from the first worker that takes the request; raise a `GatewayError`."""
         # A number too large for a float reads as infinite, and JSON has no word for that.
         body = to_json(trip.inspected.body, inf_nan_mode="null")
@@ -248,7 +254,9 @@ class Upstream:
         finally:
             self.retries.active -= 1
 
-    async def _try_workers(self, trip: Trip, decision: Decision, body: bytes, reply: Reply) -> None:
+    async def _try_workers(
+        self, trip: RequestContext, decision: Decision, body: bytes, reply: ResponseWriter
+    ) -> None:
         """Ask one worker after another, each at most once, where none before can have started."""
         tried: frozenset[str] = frozenset()
         while True:
@@ -276,7 +284,9 @@ class Upstream:
                 busy = isinstance(failure, WorkerBusy)
                 raise self._dispatch.nobody(trip.inspected.profile) if busy else failure
 
-    async def _lease(self, trip: Trip, decision: Decision, tried: frozenset[str]) -> Lease:
+    async def _lease(
+        self, trip: RequestContext, decision: Decision, tried: frozenset[str]
+    ) -> Lease:
         """Take a slot, and note where and after how long."""
         lease = await self._dispatch.lease(trip.case, decision, trip.caller, tried)
         trip.candidate = lease.candidate
@@ -286,14 +296,14 @@ class Upstream:
             trip.waited_s = lease.waited_s
         return lease
 
-    def _learn(self, trip: Trip, lease: Lease) -> None:
+    def _learn(self, trip: RequestContext, lease: Lease) -> None:
         """Learn from the end of an attempt whether the worker holds the system prompt."""
         if trip.case.prefix:
             counted = None if trip.usage is UNUSED else trip.usage
             expected = lease.candidate.holder
             self._prefixes.told(trip.case.prefix, lease.holding, counted, expected=expected)
 
-    def _tries_again(self, error: GatewayError, lease: Lease, trip: Trip) -> bool:
+    def _tries_again(self, error: GatewayError, lease: Lease, trip: RequestContext) -> bool:
         """Say whether another worker may be asked: never where this one can have started.
 
         A request that tested a worker on probation is owed another; those are few by themselves.
@@ -310,7 +320,9 @@ class Upstream:
         )
         return again
 
-    async def _attempt(self, lease: Lease, body: bytes, reply: Reply, trip: Trip) -> None:
+    async def _attempt(
+        self, lease: Lease, body: bytes, reply: ResponseWriter, trip: RequestContext
+    ) -> None:
         """Ask one worker and relay its answer."""
         if lease.member.listed is not None:
             body = to_json(for_openai(trip.inspected.body), inf_nan_mode="null")
@@ -334,7 +346,9 @@ class Upstream:
         finally:
             answer.close()  # a no-op where the answer was read to its end
 
-    async def _send(self, lease: Lease, body: bytes, trip: Trip, *, fresh: bool = False) -> Answer:
+    async def _send(
+        self, lease: Lease, body: bytes, trip: RequestContext, *, fresh: bool = False
+    ) -> UpstreamResponse:
         """Send the request; further attempts count against the budget until the answer begins."""
         headers = self._headers(lease, trip)
         url = lease.worker.url + _PATHS[trip.inspected.profile.endpoint]
@@ -345,7 +359,7 @@ class Upstream:
         with self.retries.retry():
             return await self._connections.send(url, body, headers, trip.begin, fresh=fresh)
 
-    def _headers(self, lease: Lease, trip: Trip) -> dict[str, str]:
+    def _headers(self, lease: Lease, trip: RequestContext) -> dict[str, str]:
         """Say who asks and for which lane; the join token is for workers that joined alone."""
         headers = {"content-type": "application/json", "x-request-id": trip.identity}
         if lease.member.listed is None:

@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gateway.assembly import Line
+from gateway.assembly import Gateway
 from gateway.auth.api_keys import ANYBODY, Holder
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.errors import (
@@ -20,17 +20,25 @@ from gateway.errors import (
     PoolsNotAllowed,
     RequestRefused,
     RequestTooLong,
-    Stopping,
+    ShuttingDown,
 )
-from gateway.http.downstream import ClientLeft, Presence, Receive, Reply, Scope, header, read_body
+from gateway.http.downstream import (
+    CancelScope,
+    ClientLeft,
+    Receive,
+    ResponseWriter,
+    Scope,
+    header,
+    read_body,
+)
 from gateway.protocols.openai import inspect
-from gateway.proxy.billing import NOTHING, Hold, spent
+from gateway.proxy.billing import NOTHING, HeldTokens, cost_of
 from gateway.proxy.client import read_asker, read_caller
-from gateway.proxy.context import Trip, route_headers
-from gateway.proxy.forward import Upstream
+from gateway.proxy.context import RequestContext, route_headers
+from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load
-from gateway.routing.select import Case, Decision, decide
-from gateway.telemetry.request_record import Served
+from gateway.routing.select import Decision, RoutingRequest, decide
+from gateway.telemetry.request_record import RequestRecord
 from gateway.types import NO_PREFIX, UNUSED, Inspected, Outcome
 from policies.document import PolicyDocument
 from policies.request.profile import Endpoint
@@ -58,21 +66,21 @@ class _Steps:
     holder: Holder = ANYBODY
     inspected: Inspected | None = None
     decision: Decision | None = None
-    trip: Trip | None = None
+    trip: RequestContext | None = None
     trace: Trace | None = None
 
 
-class Relay:
+class ProxyHandler:
     """Answers generating requests; counts those that run, so that an ending can wait for them."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Gateway) -> None:
         self._line = line
-        self.upstream = Upstream(
+        self.upstream = Forwarder(
             line.settings, line.listed_keys, line.dispatch, line.prefixes, line.clock
         )
         line.keyring.on_end = self._end_keys
         self.load = Load(line.settings.requests_limit)
-        self._present: dict[Presence, _Steps] = {}
+        self._present: dict[CancelScope, _Steps] = {}
         self._leaving = False
         self._stopping = False
         self._idle = asyncio.Event()
@@ -108,19 +116,19 @@ class Relay:
         """End what still runs: whole answers with an error, streams with an error event."""
         self.stop_taking()
         for presence in tuple(self._present):
-            presence.end(Stopping())
+            presence.end(ShuttingDown())
 
     async def __call__(self, scope: Scope, receive: Receive, endpoint: Endpoint) -> None:
         """Answer one request, whatever comes, and account for it once."""
         self._enter()
-        reply = Reply(scope)
+        reply = ResponseWriter(scope)
         steps = _Steps(self._line.book.current)
         began_s = self._line.clock()
         if self._line.traces is not None:
             steps.trace = self._line.traces.begin(scope)
         outcome, error = Outcome.COMPLETED, None
         try:
-            with Presence(scope) as presence:
+            with CancelScope(scope) as presence:
                 self._present[presence] = steps
                 try:
                     raw = await self._body(scope, receive, steps, presence)
@@ -149,7 +157,7 @@ class Relay:
                 steps.trace.end(served)
 
     async def _body(
-        self, scope: Scope, receive: Receive, steps: _Steps, presence: Presence
+        self, scope: Scope, receive: Receive, steps: _Steps, presence: CancelScope
     ) -> bytes:
         """Read the body of a request that may be taken; from here on its time is limited."""
         settings = self._line.settings
@@ -160,7 +168,7 @@ class Relay:
         elif comes_from_foreign_page(scope["headers"]):
             raise PageRefused
         if self._stopping:
-            raise Stopping
+            raise ShuttingDown
         self.load.admit()
         presence.limit(settings.body_timeout_s, BodyTooSlow())
 
@@ -178,7 +186,7 @@ class Relay:
         scope: Scope,
         raw: bytes,
         endpoint: Endpoint,
-        reply: Reply,
+        reply: ResponseWriter,
         steps: _Steps,
     ) -> None:
         line, policy = self._line, steps.policy
@@ -189,14 +197,14 @@ class Relay:
         inspected = steps.inspected = inspect(raw, endpoint, policy, fleet)
         steps.holder.check_model(inspected)
         prefix = line.prefix_names.name(inspected, caller, policy.prefix)
-        case = Case(policy, inspected.profile, asker, caller.pools, prefix)
+        case = RoutingRequest(policy, inspected.profile, asker, caller.pools, prefix)
         decision = steps.decision = decide(
             case, line.prefixes.mark(fleet, prefix), line.rng, briefly=True
         )
         line.recent.remember(case)
         if decision.barred:
             raise PoolsNotAllowed
-        trip = steps.trip = Trip(
+        trip = steps.trip = RequestContext(
             identity=reply.identity,
             inspected=inspected,
             case=case,
@@ -208,7 +216,7 @@ class Relay:
         if allowance is None:
             await self.upstream.forward(trip, decision, reply)
             return
-        with Hold(allowance, trip, line.clock, line.wall) as reply.limits:
+        with HeldTokens(allowance, trip, line.clock, line.wall) as reply.limits:
             await self.upstream.forward(trip, decision, reply)
 
     def _served(
@@ -218,11 +226,11 @@ class Relay:
         error: GatewayError | None,
         steps: _Steps,
         began_s: float,
-    ) -> Served:
+    ) -> RequestRecord:
         status = _CLIENT_CLOSED if outcome is Outcome.CLIENT_LEFT else 200
         trip = steps.trip
         now_s = self._line.clock()
-        return Served(
+        return RequestRecord(
             request_id=identity,
             outcome=outcome,
             status=error.status if error else status,
@@ -239,7 +247,7 @@ class Relay:
             token_s=_token_s(trip, now_s) if trip and outcome is Outcome.COMPLETED else None,
             drafts=trip.drafts if trip else None,
             caller=steps.holder.caller,
-            spent=spent(trip, error) if steps.holder.caller.key else NOTHING,
+            spent=cost_of(trip, error) if steps.holder.caller.key else NOTHING,
             prefix=trip.prefix if trip else NO_PREFIX,
         )
 
@@ -261,7 +269,7 @@ def _outcome(error: GatewayError) -> Outcome:
     return Outcome.UNSERVED if nobody else Outcome.FAILED
 
 
-def _token_s(trip: Trip, ended_s: float) -> float | None:
+def _token_s(trip: RequestContext, ended_s: float) -> float | None:
     """Tell how long each token after the first one took; None where there is nothing to tell by."""
     further = trip.usage.completion_tokens - 1
     if trip.first_token_s is None or further < 1:

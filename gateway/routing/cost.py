@@ -29,7 +29,7 @@ _CROWDED = 0.8
 _CROWDED_S = 2.0
 
 
-class Pace(NamedTuple):
+class Throughput(NamedTuple):
     """How fast a worker is, by its last report."""
 
     read_s: float
@@ -42,14 +42,14 @@ class Pace(NamedTuple):
     """What it costs that its memory is nearly full."""
 
 
-def pace(report: WorkerReport) -> Pace:
+def throughput_of(report: WorkerReport) -> Throughput:
     """Read from a report how fast a worker is; once for each report."""
     rates = [lane.read_tokens_s for lane in report.lanes if lane.read_tokens_s]
     limit_bytes = report.memory_limit_bytes
     share = report.memory_bytes / limit_bytes if limit_bytes else 0.0
     crowded = min(max(share - _CROWDED, 0.0) / (1 - _CROWDED), 1.0)
     answers = {lane.name: _answer_s(lane) for lane in report.lanes}
-    return Pace(
+    return Throughput(
         1 / (max(rates) if rates else _READ_TOKENS_S),
         {lane.name: _row_s(lane, answers[lane.name]) for lane in report.lanes},
         answers,
@@ -57,7 +57,7 @@ def pace(report: WorkerReport) -> Pace:
     )
 
 
-UNMEASURED = Pace(1 / _READ_TOKENS_S, {}, {}, 0.0)
+UNMEASURED = Throughput(1 / _READ_TOKENS_S, {}, {}, 0.0)
 
 
 def _answer_s(lane: LaneReport) -> float:
@@ -68,11 +68,13 @@ def _row_s(lane: LaneReport, answer_s: float) -> float:
     return 2 * _ROW_SHARE * answer_s or _FULL_LANE_S / max(1, lane.slots)
 
 
-def strain_s(pace: Pace, lane: LaneReport, rows: float, others: int, *, pays: bool) -> float:
+def load_cost_s(
+    throughput: Throughput, lane: LaneReport, rows: float, others: int, *, pays: bool
+) -> float:
     """Tell what one more request on a lane costs, beside the reading of its own prompt.
 
     `rows` are those of the lane, `others` those of the worker's other lanes.
     """
-    row_s = pace.row_s.get(lane.name) or _row_s(lane, 0.0)
-    cost_s = pace.crowded_s + row_s * (rows + others * _OTHER_LANE_SHARE)
-    return cost_s if pays else cost_s + _NOT_PAYING_SHARE * pace.answer_s.get(lane.name, 0.0)
+    row_s = throughput.row_s.get(lane.name) or _row_s(lane, 0.0)
+    cost_s = throughput.crowded_s + row_s * (rows + others * _OTHER_LANE_SHARE)
+    return cost_s if pays else cost_s + _NOT_PAYING_SHARE * throughput.answer_s.get(lane.name, 0.0)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from pydantic_core import to_json
 
 from gateway.routing.view import FleetView
-from gateway.types import Caller, Holding, Inspected, Usage
+from gateway.types import Caller, Inspected, Usage, WorkerBoot
 from policies.sections import PrefixPolicy
 from workers.protocol import WorkerReport
 
@@ -64,18 +64,18 @@ class Claim(NamedTuple):
     for_s: float
 
 
-class Prefixes:
+class PrefixIndex:
     """Who holds which system prompt. `clock` is monotonic and in seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._claims: OrderedDict[str, dict[Holding, float]] = OrderedDict()
+        self._claims: OrderedDict[str, dict[WorkerBoot, float]] = OrderedDict()
         """Until when, the last one used at the end."""
         self._tokens: dict[str, int] = {}
         """What a worker that holds one need not read, as far as one has counted it here."""
         self._rules = PrefixPolicy()
         """Those of the last request."""
-        self._announced: OrderedDict[Holding, frozenset[str]] = OrderedDict()
+        self._announced: OrderedDict[WorkerBoot, frozenset[str]] = OrderedDict()
         """What workers told that they hold, by their last reports."""
         self._news: dict[tuple[str, str, str], Claim] = {}
         self.untrue = 0
@@ -96,7 +96,7 @@ class Prefixes:
         workers, known_models, rows, places, at_s, _, _ = fleet
         return FleetView(workers, known_models, rows, places, at_s, holders, tokens)
 
-    def sent(self, name: str, holding: Holding, rules: PrefixPolicy) -> None:
+    def sent(self, name: str, holding: WorkerBoot, rules: PrefixPolicy) -> None:
         """Learn that a worker is about to read it: who asks next is to find it there."""
         self._rules = rules
         if not rules.holders:
@@ -109,7 +109,7 @@ class Prefixes:
             del claims[next(iter(claims))]
         self._tell(Claim(name, *holding, rules.ttl_s))
 
-    def told(self, name: str, holding: Holding, usage: Usage | None, *, expected: bool) -> None:
+    def told(self, name: str, holding: WorkerBoot, usage: Usage | None, *, expected: bool) -> None:
         """Learn from how a request ended whether the worker holds it; `usage` is its own count.
 
         `expected` says that it was sent there for that.
@@ -164,7 +164,7 @@ class Prefixes:
         if len(self._news) > NEWS_KEPT:  # nobody hears them just now
             del self._news[next(iter(self._news))]
 
-    def _keep(self, name: str, holding: Holding, for_s: float) -> None:
+    def _keep(self, name: str, holding: WorkerBoot, for_s: float) -> None:
         claims = self._claims.setdefault(name, {})
         self._claims.move_to_end(name)
         claims.pop(holding, None)
@@ -172,7 +172,7 @@ class Prefixes:
         if len(self._claims) > KEYS_KEPT:
             self._tokens.pop(self._claims.popitem(last=False)[0], None)
 
-    def _drop(self, name: str, holding: Holding) -> None:
+    def _drop(self, name: str, holding: WorkerBoot) -> None:
         claims = self._claims.get(name)
         if claims is None:
             return

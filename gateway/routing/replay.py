@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
-from gateway.routing.select import Case, decide
+from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import FleetView
 from gateway.types import NOWHERE
 from policies.document import PolicyDocument
@@ -29,9 +29,9 @@ class RecentCases:
     """The last 10,000 requests that were decided."""
 
     def __init__(self) -> None:
-        self._cases: deque[Case] = deque(maxlen=CASES_KEPT)
+        self._cases: deque[RoutingRequest] = deque(maxlen=CASES_KEPT)
 
-    def remember(self, case: Case) -> None:
+    def remember(self, case: RoutingRequest) -> None:
         """Keep a case in place of the oldest one."""
         profile = case.profile
         if profile.stop or profile.sampling.logit_bias:
@@ -63,12 +63,12 @@ class RecentCases:
         return moves
 
 
-def _pool(policy: PolicyDocument, case: Case, fleet: FleetView, rng: Random) -> str:
+def _pool(policy: PolicyDocument, case: RoutingRequest, fleet: FleetView, rng: Random) -> str:
     decision = decide(case._replace(policy=policy), fleet, rng, briefly=True)
     return decision.candidates[0].pool if decision.candidates else NOWHERE
 
 
-def _without_lists(case: Case) -> Case:
+def _without_lists(case: RoutingRequest) -> RoutingRequest:
     """Let go of what is long: the words to stop at are text, and no policy looks at any of it.
 
     One bias stands for all: with it the profile is eligible for the same.

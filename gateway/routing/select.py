@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import log1p
 from typing import TYPE_CHECKING, NamedTuple
 
-from gateway.routing.view import FleetView, LaneView, Row, Seat
-from gateway.types import Holding
+from gateway.routing.view import FleetView, LaneCost, LaneRef, LaneView
+from gateway.types import WorkerBoot
 from policies.compiler import SOMEBODY, Asker
 from policies.document import PolicyDocument
 from policies.evaluate import judge
@@ -57,7 +57,9 @@ _ALONE = _Ranked(0, (0.0,), {})
 _ONE: Sequence[int] = (0,)
 
 
-def decide(case: Case, fleet: FleetView, rng: Random, *, briefly: bool = False) -> Decision:
+def decide(
+    case: RoutingRequest, fleet: FleetView, rng: Random, *, briefly: bool = False
+) -> Decision:
     """Rank the workers that may take this request: pools in the route's order, then by cost.
 
     A cost is in seconds: the wait, what the request takes from others, and the reading of what the
@@ -115,7 +117,7 @@ def decide(case: Case, fleet: FleetView, rng: Random, *, briefly: bool = False) 
     return Decision(route.name, bypass, (*found, *last_resort), spill_after_s, not allowed, whole)
 
 
-def _fleet_bypass(rows: Sequence[Row]) -> tuple[Bypass, ...]:
+def _fleet_bypass(rows: Sequence[LaneCost]) -> tuple[Bypass, ...]:
     """Say why no worker could speculate, though the request may."""
     for row in rows:
         if row[4].lane.drafts:
@@ -131,13 +133,13 @@ def _able(lane: LaneView) -> bool:
 
 def _rows(
     fleet: FleetView, model: str, name: str, pool: Pool, *, barred: bool
-) -> tuple[tuple[Row, ...], Mapping[str, int] | None]:
+) -> tuple[tuple[LaneCost, ...], Mapping[str, int] | None]:
     """List the lanes of a pool that may take the request, and where each worker stands there.
 
     `barred`: the request cannot speculate. No places are given where a pool has lanes of its own
     choice, since nobody has kept those.
     """
-    found: tuple[Row, ...] = ()
+    found: tuple[LaneCost, ...] = ()
     places = None
     # A lane named as the pool belongs to it: so it is with workers that are listed by hand.
     lanes = pool.lanes
@@ -155,7 +157,7 @@ def _rows(
 
 
 def _rank(
-    rows: Sequence[Row],
+    rows: Sequence[LaneCost],
     places: Mapping[str, int] | None,
     pool: Pool,
     profile: RequestProfile,
@@ -212,7 +214,7 @@ def _order(ranked: _Ranked, rng: Random) -> list[int]:
 
 
 def _weighted(
-    rows: Sequence[Row], pool: Pool, tokens: float, now_s: float, rng: Random
+    rows: Sequence[LaneCost], pool: Pool, tokens: float, now_s: float, rng: Random
 ) -> list[float]:
     """Score lanes so that of two workers the one of twice the weight has twice the load."""
     scores_s = []
@@ -226,11 +228,11 @@ def _weighted(
 
 
 def _saved_s(
-    rows: Sequence[Row],
+    rows: Sequence[LaneCost],
     places: Mapping[str, int] | None,
     best: float,
     shared_tokens: float,
-    holders: frozenset[Holding],
+    holders: frozenset[WorkerBoot],
 ) -> dict[int, float]:
     """Say what those who hold the system prompt need not read, by their places.
 
@@ -252,11 +254,11 @@ def _saved_s(
     return saved_s
 
 
-def _holds(seat: Seat, fleet: FleetView) -> bool:
+def _holds(seat: LaneRef, fleet: FleetView) -> bool:
     return (seat.worker_id, seat.boot_id) in fleet.holders
 
 
-def _quiet(rows: Sequence[Row], now_s: float, rng: Random) -> int:
+def _quiet(rows: Sequence[LaneCost], now_s: float, rng: Random) -> int:
     """Find one with a free slot that was not heard of for a while; -1 where there is none."""
     quiet = [
         at
@@ -275,7 +277,7 @@ def _reason(lane: LaneView, bypass: tuple[Bypass, ...]) -> str:
     return ELIGIBLE if lane.pays else Bypass.MTP_NOT_PAYING.value
 
 
-class Case(NamedTuple):
+class RoutingRequest(NamedTuple):
     """What one request is decided by to its end; a policy that comes later is for later ones."""
 
     policy: PolicyDocument

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Self
 
-from gateway.routing.cost import FULL, UNMEASURED, Pace, strain_s
-from gateway.types import Holding
+from gateway.routing.cost import FULL, UNMEASURED, Throughput, load_cost_s
+from gateway.types import WorkerBoot
 from workers.protocol import LaneReport
 
 
@@ -43,7 +43,7 @@ class LaneView(NamedTuple):
         )
 
 
-class Seat(NamedTuple):
+class LaneRef(NamedTuple):
     """One lane of one worker, with what decisions ask of the worker."""
 
     worker_id: str
@@ -53,11 +53,11 @@ class Seat(NamedTuple):
     lane: LaneView
 
 
-Row = tuple[float, float, float, float, Seat]
+LaneCost = tuple[float, float, float, float, LaneRef]
 """What a decision looks at of all lanes there are, and therefore a plain tuple: what one more
 request costs there beside its own reading, until when the worker reads what it has, how long it
 reads a token, when it answered last (all in seconds), and the seat."""
-Rows = Mapping[tuple[str, str], tuple[Row, ...]]
+LaneCosts = Mapping[tuple[str, str], tuple[LaneCost, ...]]
 """By model and lane."""
 Places = Mapping[tuple[str, str], Mapping[str, int]]
 """The same by worker: which of the rows is its own."""
@@ -69,7 +69,7 @@ class WorkerView(NamedTuple):
     worker_id: str
     models: tuple[str, ...]
     lanes: tuple[LaneView, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[LaneCost, ...]
     """One for each lane."""
     labels: tuple[str, ...] = ()
     boot_id: str = ""
@@ -83,7 +83,7 @@ class WorkerView(NamedTuple):
         labels: tuple[str, ...] = (),
         boot_id: str = "",
         *,
-        pace: Pace = UNMEASURED,
+        throughput: Throughput = UNMEASURED,
         reads_until_s: float = 0.0,
         heard_s: float = 0.0,
     ) -> Self:
@@ -93,19 +93,19 @@ class WorkerView(NamedTuple):
             busy += lane.rows
         rows = [
             (
-                strain_s(
-                    pace,
+                load_cost_s(
+                    throughput,
                     lane.report,
                     lane.rows if lane.in_flight < lane.slots else lane.rows * FULL,
                     busy - lane.rows,
                     pays=lane.pays,
                 )
                 if busy or not lane.pays
-                else pace.crowded_s,
+                else throughput.crowded_s,
                 reads_until_s,
-                pace.read_s,
+                throughput.read_s,
                 heard_s,
-                Seat(worker_id, boot_id, labels, models, lane),
+                LaneRef(worker_id, boot_id, labels, models, lane),
             )
             for lane in lanes
         ]
@@ -127,11 +127,11 @@ class FleetView(NamedTuple):
     """Those that take requests now."""
     known_models: frozenset[str]
     """All that were ever served here: a model whose only worker restarts is not unknown."""
-    rows: Rows
+    rows: LaneCosts
     places: Places
     now_s: float = 0.0
     """The moment, on the clock by which workers read and are heard."""
-    holders: frozenset[Holding] = frozenset()
+    holders: frozenset[WorkerBoot] = frozenset()
     """Those that hold the system prompt of the request that is to be decided."""
     shared_tokens: int = 0
     """What they need not read of it; 0 where no worker has counted it yet."""
@@ -150,9 +150,9 @@ class FleetView(NamedTuple):
         return frozenset([model for model, _ in self.rows])
 
 
-def rows_of(workers: Iterable[WorkerView]) -> Rows:
+def rows_of(workers: Iterable[WorkerView]) -> LaneCosts:
     """Sort the lanes of workers by what they are asked for."""
-    rows: dict[tuple[str, str], list[Row]] = {}
+    rows: dict[tuple[str, str], list[LaneCost]] = {}
     for worker in workers:
         for model in worker.models:
             for row in worker.rows:
@@ -160,7 +160,7 @@ def rows_of(workers: Iterable[WorkerView]) -> Rows:
     return {asked: tuple(found) for asked, found in rows.items()}
 
 
-def places_of(rows: Rows) -> Places:
+def places_of(rows: LaneCosts) -> Places:
     """Tell where among the rows each worker stands; that changes only with who is there."""
     return {
         asked: {row[4].worker_id: place for place, row in enumerate(found)}

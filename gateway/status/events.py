@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable
 
 from pydantic import BaseModel
 
-from gateway.errors import GatewayError, Stopping, TooManyViewers
-from gateway.http.downstream import ClientLeft, Presence, Reply, Scope
+from gateway.errors import GatewayError, ShuttingDown, TooManyViewers
+from gateway.http.downstream import CancelScope, ClientLeft, ResponseWriter, Scope
 
 log = logging.getLogger(__name__)
 
@@ -42,13 +42,13 @@ class Feed:
     async def show(self, scope: Scope, allowed: Callable[[], Awaitable[None]]) -> None:
         """Write to one viewer until it leaves, `allowed` raises, or all ends."""
         if self._ending.is_set():
-            raise Stopping
+            raise ShuttingDown
         if self.viewers >= VIEWERS_LIMIT:
             raise TooManyViewers
-        reply = Reply(scope)
+        reply = ResponseWriter(scope)
         self.viewers += 1
         try:
-            with Presence(scope):
+            with CancelScope(scope):
                 await self._stream(reply, allowed)
         except ClientLeft:
             pass
@@ -60,7 +60,7 @@ class Feed:
         finally:
             self.viewers -= 1
 
-    async def _stream(self, reply: Reply, allowed: Callable[[], Awaitable[None]]) -> None:
+    async def _stream(self, reply: ResponseWriter, allowed: Callable[[], Awaitable[None]]) -> None:
         behind = False
 
         def press(pressed: bool) -> None:

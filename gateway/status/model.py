@@ -271,7 +271,7 @@ class Model(Told):
     recent: Recent
 
 
-class Gateway(Told):
+class GatewayStatus(Told):
     """The gateway that answers."""
 
     ready: bool
@@ -332,7 +332,7 @@ class Status(Told):
     unix_s: NonNegativeFloat
     """The time of the day."""
     window: Window
-    gateway: Gateway
+    gateway: GatewayStatus
     store: Store
     policy: Policy
     mtp: Mtp

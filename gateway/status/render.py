@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from gateway.errors import FieldInvalid
-from gateway.fleet.registry import Fleet
-from gateway.fleet.worker import Member
+from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.worker import WorkerState
 from gateway.status import model as told
 from gateway.storage.counters import Key, by_name
 from gateway.telemetry.stats import (
@@ -174,7 +174,7 @@ _NO_VALUES = told.Percentiles(count=0, p50=0.0, p95=0.0)
 
 
 def as_of_now(
-    reports: Iterable[WorkerReport], members: Mapping[str, Member]
+    reports: Iterable[WorkerReport], members: Mapping[str, WorkerState]
 ) -> tuple[WorkerReport, ...]:
     """Leave of boots that are over their counts alone, and put them before those that live."""
     live, over = [], []
@@ -202,7 +202,7 @@ def lanes_of_pool(
     name: str,
     pool: Pool,
     reports: Iterable[WorkerReport],
-    members: Mapping[str, Member],
+    members: Mapping[str, WorkerState],
 ) -> tuple[LaneReport, ...]:
     """List the lanes of a pool, those of workers that are gone too."""
     models = {worker_id: member.models for worker_id, member in members.items()}
@@ -245,7 +245,7 @@ class Around(NamedTuple):
     """What is told of the gateway itself and of what it stands on."""
 
     unix_s: float
-    gateway: told.Gateway
+    gateway: told.GatewayStatus
     store: told.Store
     policy: told.Policy
     retries_denied: int
@@ -258,7 +258,7 @@ def render(
     *,
     around: Around,
     policy: PolicyDocument,
-    fleet: Fleet,
+    fleet: WorkerRegistry,
     in_line: Callable[[str], int],
     in_flight: Callable[[str], int],
     reports: tuple[WorkerReport, ...],
@@ -330,7 +330,7 @@ def render(
     )
 
 
-def worker_state(fleet: Fleet, member: Member | None) -> told.WorkerState:
+def worker_state(fleet: WorkerRegistry, member: WorkerState | None) -> told.WorkerState:
     """Name the state of a worker in one word."""
     if member is None:
         return "gone"
@@ -346,7 +346,10 @@ def worker_state(fleet: Fleet, member: Member | None) -> told.WorkerState:
 
 
 def _worker(
-    fleet: Fleet, member: Member | None, reports: tuple[WorkerReport, ...], recently: Recently
+    fleet: WorkerRegistry,
+    member: WorkerState | None,
+    reports: tuple[WorkerReport, ...],
+    recently: Recently,
 ) -> told.Worker:
     latest = member.report if member else reports[-1]
     worker_id = latest.worker_id
@@ -372,7 +375,7 @@ def _worker(
     )
 
 
-def _ejection(fleet: Fleet, member: Member | None) -> told.Ejection:
+def _ejection(fleet: WorkerRegistry, member: WorkerState | None) -> told.Ejection:
     for_s = fleet.ejected_for_s(member) if member else 0.0
     if member is None or not for_s:
         return told.Ejection(for_s=0.0, why="", times=0)
@@ -380,7 +383,9 @@ def _ejection(fleet: Fleet, member: Member | None) -> told.Ejection:
     return told.Ejection(for_s=round(for_s, 3), why=breaker.why, times=breaker.ejections)
 
 
-def _lane(lane: LaneReport, member: Member | None, worker_id: str, recently: Recently) -> told.Lane:
+def _lane(
+    lane: LaneReport, member: WorkerState | None, worker_id: str, recently: Recently
+) -> told.Lane:
     """Tell how busy a lane is now, and what it did over all boots."""
     mtp = mtp_of((lane,))
     return told.Lane(
@@ -402,7 +407,7 @@ def _lane(lane: LaneReport, member: Member | None, worker_id: str, recently: Rec
 
 
 def _pool(
-    fleet: Fleet,
+    fleet: WorkerRegistry,
     name: str,
     pool: Pool,
     lanes: tuple[LaneReport, ...],
@@ -438,7 +443,7 @@ def _pool(
 def _model(
     model: str,
     lanes: tuple[LaneReport, ...],
-    members: Iterable[Member],
+    members: Iterable[WorkerState],
     counts: Mapping[Key, int],
     recently: Recently,
 ) -> told.Model:

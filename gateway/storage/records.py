@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from gateway.errors import EditUnanswered, RecordsUnwritable, StartRefused
+from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 
 Shelf = dict[str, str]
 """Name of a record -> its JSON text, oldest first."""
@@ -64,11 +64,11 @@ class FileRecords:
         return True
 
     def check(self) -> None:
-        """Raise `StartRefused` where the file is there and cannot be read."""
+        """Raise `StartupError` where the file is there and cannot be read."""
         try:
             read_shelves(self._path)
         except (OSError, ValueError):
-            raise StartRefused(
+            raise StartupError(
                 f"The state in {self._path} cannot be read; mend it, or move it away to begin anew."
             ) from None
 
@@ -116,7 +116,7 @@ class FileRecords:
                     write_shelves(self._path, shelves)
                 return changed
 
-        return await _within_time(run, EditUnanswered)
+        return await _within_time(run, WriteUnconfirmed)
 
 
 async def _within_time(

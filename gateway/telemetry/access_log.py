@@ -22,8 +22,8 @@ from typing import Any, Self
 
 from pydantic_core import to_json
 
-from gateway.errors import StartRefused
-from gateway.telemetry.request_record import Served
+from gateway.errors import StartupError
+from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Drafts
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ _NO_DRAFTS = Drafts(0, 0, 0, ())
 class AccessLog:
     """An async context: it holds the file, and writes what is left when it ends.
 
-    `target` is a file that is added to, or `-` for standard output. Raise `StartRefused` where it
+    `target` is a file that is added to, or `-` for standard output. Raise `StartupError` where it
     cannot be opened. A file that was moved away is opened anew, so logs can be rotated.
     """
 
@@ -52,7 +52,7 @@ class AccessLog:
         """The end has come, and the thread still writes: the file is the thread's to close."""
         self._file = self._opened()
 
-    def write(self, served: Served, unix_s: float) -> None:
+    def write(self, served: RequestRecord, unix_s: float) -> None:
         """Add the line of one request."""
         if len(self._lines) < _LINES_HELD:
             self._lines.append(to_json(line_of(served, unix_s), inf_nan_mode="null"))
@@ -125,7 +125,7 @@ class AccessLog:
         try:
             return self._path.open("ab", buffering=0)
         except OSError as error:
-            raise StartRefused(
+            raise StartupError(
                 f"The access log {self._path} cannot be written ({error.strerror}); name another "
                 "file with PACELINE_ACCESS_LOG, or - for standard output."
             ) from None
@@ -158,7 +158,7 @@ async def _in_thread(work: Callable[[], None]) -> None:
     await done
 
 
-def line_of(served: Served, unix_s: float) -> dict[str, Any]:
+def line_of(served: RequestRecord, unix_s: float) -> dict[str, Any]:
     """Say what is told of a request: names of ours and numbers, nothing that a client wrote."""
     candidate, decision, usage = served.candidate, served.decision, served.usage
     drafts = served.drafts or _NO_DRAFTS

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from gateway.auth.usage import Ledger
 from gateway.storage.counters import Key, Store
 from gateway.telemetry.access_log import AccessLog
-from gateway.telemetry.request_record import Served
+from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.stats import Figures, Place, Sums
 from gateway.types import NOWHERE, UNUSED, Drafts, Outcome
 from policies.request.profile import Bypass
@@ -80,7 +80,7 @@ class Accounting:
         self._totals: Counter[Key] = Counter()
         store.owing = self.settle
 
-    def account(self, served: Served) -> None:
+    def account(self, served: RequestRecord) -> None:
         """Enter one finished request; never waits and never fails a request."""
         usage, candidate, decision = served.usage, served.candidate, served.decision
         counted = usage is not UNUSED
@@ -154,7 +154,7 @@ class Accounting:
         return sheet
 
 
-def _time(sums: Sums, served: Served) -> None:
+def _time(sums: Sums, served: RequestRecord) -> None:
     """Enter how long a request took, part by part."""
     if served.added_s is not None:
         sums.added_s.add(served.added_s)

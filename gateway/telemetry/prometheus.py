@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from gateway.storage.counters import Key
 from gateway.telemetry.accounting import Accounting
-from gateway.telemetry.stats import BOUNDS_S, Buckets, Sums, cumulative
+from gateway.telemetry.stats import BOUNDS_S, LogHistogram, Sums, cumulative
 from workers.protocol import LaneReport, PrefixCounts, SavedTime, Speculation, WorkerReport
 
 # Each is one of the bounds that are counted by.
@@ -148,7 +148,7 @@ def _histogram(
     text: str,
     bounds_s: tuple[float, ...],
     groups: Mapping[tuple[str, ...], Iterable[Sums]],
-    take: Callable[[Sums], Buckets],
+    take: Callable[[Sums], LogHistogram],
 ) -> HistogramMetricFamily:
     labels = ["pool"] if () not in groups else []
     metric = HistogramMetricFamily(f"paceline_{name}_seconds", text, labels=labels)

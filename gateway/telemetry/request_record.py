@@ -8,7 +8,7 @@ from gateway.routing.select import Candidate, Decision
 from gateway.types import Caller, Drafts, Inspected, Outcome, Spent, Usage
 
 
-class Served(NamedTuple):
+class RequestRecord(NamedTuple):
     """One finished request: all that accounting may know of it."""
 
     request_id: str

@@ -29,7 +29,7 @@ _ROUNDING = 1e-6
 NONE: Counts = (0,) * (len(BOUNDS_S) + 1)
 
 
-class Buckets:
+class LogHistogram:
     """Counts durations: two additions for each."""
 
     __slots__ = ("counts", "sum_s")
@@ -164,11 +164,11 @@ class Sums:
         self.prefix: Counter[str] = Counter()
         self.drafts = self.drafted = self.accepted = 0
         self.histogram: Counter[int] = Counter()
-        self.first_token_s = Buckets()
-        self.token_s = Buckets()
-        self.wait_s = Buckets()
-        self.answer_s = Buckets()
-        self.added_s = Buckets()
+        self.first_token_s = LogHistogram()
+        self.token_s = LogHistogram()
+        self.wait_s = LogHistogram()
+        self.answer_s = LogHistogram()
+        self.added_s = LogHistogram()
         self._frozen = Figures()
 
     def frozen(self) -> Figures:

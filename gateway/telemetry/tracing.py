@@ -23,7 +23,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from gateway.http.downstream import Scope, header
 from gateway.routing.select import Candidate
-from gateway.telemetry.request_record import Served
+from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Outcome
 from policies.request.profile import Endpoint, RequestProfile
 
@@ -116,7 +116,7 @@ class Trace:
         self._attempt = self._traces.attempt(self._span, profile, candidate)
         return self._traces.headers(self._attempt)
 
-    def end(self, served: Served) -> None:
+    def end(self, served: RequestRecord) -> None:
         """End all spans with what became of the request."""
         if self._attempt is not None:
             _close(self._attempt, served)
@@ -127,14 +127,14 @@ class Trace:
         self._span.end()
 
 
-def _close(span: Span, served: Served) -> None:
+def _close(span: Span, served: RequestRecord) -> None:
     if served.code:
         span.set_attribute("error.type", served.code)
     if served.outcome in (Outcome.FAILED, Outcome.UNSERVED):
         span.set_status(Status(StatusCode.ERROR))
 
 
-def _way(served: Served) -> dict[str, str | int | float]:
+def _way(served: RequestRecord) -> dict[str, str | int | float]:
     """Say where a request went and why."""
     told: dict[str, str | int | float] = {
         "http.response.status_code": served.status,
@@ -155,7 +155,7 @@ def _way(served: Served) -> dict[str, str | int | float]:
     return told
 
 
-def _usage(served: Served) -> dict[str, int | float]:
+def _usage(served: RequestRecord) -> dict[str, int | float]:
     """Say what a worker has counted."""
     told: dict[str, int | float] = {
         "gen_ai.usage.input_tokens": served.usage.prompt_tokens,

@@ -20,7 +20,7 @@ from tests.support.gateway_fixtures import (  # noqa: F401
     worker,
 )
 from tests.support.heartbeats import beating
-from tests.support.running_gateway import Gateway
+from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import FakeWorker
 
 # A machine that does other things beside the tests is slow, not wrong.
@@ -43,7 +43,7 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @pytest.fixture
-def line(gateway: Gateway, worker: FakeWorker) -> Iterator[Gateway]:  # noqa: F811
+def line(gateway: RunningGateway, worker: FakeWorker) -> Iterator[RunningGateway]:  # noqa: F811
     """A gateway that the fake worker has joined and stays with."""
     with beating(gateway, worker):
         yield gateway

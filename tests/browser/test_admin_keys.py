@@ -6,13 +6,13 @@ import pytest
 from playwright.async_api import expect
 
 from tests.support.browser_tab import Watched
-from tests.support.running_gateway import Gateway, error_of
+from tests.support.running_gateway import RunningGateway, error_of
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_a_key_is_shown_once_opens_what_it_may_and_is_revoked(
-    line: Gateway, watched: Watched
+    line: RunningGateway, watched: Watched
 ) -> None:
     page = watched.page
     await watched.visit(line.url, "#keys")
@@ -54,7 +54,9 @@ async def test_a_key_is_shown_once_opens_what_it_may_and_is_revoked(
     assert line.chat().status_code == 401
 
 
-async def test_terms_that_are_refused_are_told_in_the_form(line: Gateway, watched: Watched) -> None:
+async def test_terms_that_are_refused_are_told_in_the_form(
+    line: RunningGateway, watched: Watched
+) -> None:
     page = watched.page
     await watched.visit(line.url, "#keys")
     await watched.button("New key").click()

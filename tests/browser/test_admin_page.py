@@ -13,22 +13,22 @@ from pydantic import SecretStr
 from tests.support.browser_tab import Watched
 from tests.support.heartbeats import beating
 from tests.support.page_files import FOLDERS, files_of
-from tests.support.running_gateway import Gateway, settings_for_tests
+from tests.support.running_gateway import RunningGateway, settings_for_tests
 from tests.support.scripted_worker import FakeWorker
 
 IN_THE_BROWSER = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.fixture
-def locked(tmp_path: Path, worker: FakeWorker) -> Iterator[Gateway]:
+def locked(tmp_path: Path, worker: FakeWorker) -> Iterator[RunningGateway]:
     settings = settings_for_tests(tmp_path, admin_key=SecretStr("admin-key"))
-    with Gateway(settings) as running, beating(running, worker):
+    with RunningGateway(settings) as running, beating(running, worker):
         yield running
 
 
 @IN_THE_BROWSER
 async def test_a_wrong_key_is_one_clear_sentence_and_the_right_one_opens(
-    locked: Gateway, watched: Watched
+    locked: RunningGateway, watched: Watched
 ) -> None:
     page = watched.page
     await watched.visit(locked.url)
@@ -59,7 +59,7 @@ async def test_a_wrong_key_is_one_clear_sentence_and_the_right_one_opens(
 
 @IN_THE_BROWSER
 async def test_a_key_that_counts_no_more_leads_back_to_the_door(
-    locked: Gateway, watched: Watched
+    locked: RunningGateway, watched: Watched
 ) -> None:
     page = watched.page
     await watched.visit(locked.url)
@@ -71,7 +71,7 @@ async def test_a_key_that_counts_no_more_leads_back_to_the_door(
 
 @IN_THE_BROWSER
 async def test_where_this_machine_alone_is_trusted_others_are_told_so(
-    line: Gateway, watched: Watched
+    line: RunningGateway, watched: Watched
 ) -> None:
     await watched.context.set_extra_http_headers({"x-forwarded-for": "192.168.1.7"})
     await watched.visit(line.url)
@@ -81,7 +81,7 @@ async def test_where_this_machine_alone_is_trusted_others_are_told_so(
 
 @IN_THE_BROWSER
 async def test_no_section_is_wider_than_a_phone(
-    line: Gateway, browser: Browser, watched: Watched
+    line: RunningGateway, browser: Browser, watched: Watched
 ) -> None:
     page = watched.page
     line.make_key(name="A key with quite a long name for a phone", team="research and development")
@@ -105,7 +105,7 @@ async def test_no_section_is_wider_than_a_phone(
 
 
 @IN_THE_BROWSER
-async def test_it_can_be_used_with_a_keyboard_alone(line: Gateway, watched: Watched) -> None:
+async def test_it_can_be_used_with_a_keyboard_alone(line: RunningGateway, watched: Watched) -> None:
     page = watched.page
     await watched.visit(line.url)
     await expect(page.locator("#in-force")).to_contain_text("is in force")
@@ -122,7 +122,7 @@ async def test_it_can_be_used_with_a_keyboard_alone(line: Gateway, watched: Watc
 
 @IN_THE_BROWSER
 async def test_what_others_wrote_is_text_and_never_part_of_the_page(
-    line: Gateway, watched: Watched
+    line: RunningGateway, watched: Watched
 ) -> None:
     """An admin's note, and a worker's own words, cannot act for another admin."""
     evil = "<img src=x onerror=document.title='owned'>"
@@ -137,7 +137,9 @@ async def test_what_others_wrote_is_text_and_never_part_of_the_page(
 
 
 @pytest.mark.parametrize("page", FOLDERS)
-def test_every_file_of_a_page_comes_with_the_rules_that_bind_it(line: Gateway, page: str) -> None:
+def test_every_file_of_a_page_comes_with_the_rules_that_bind_it(
+    line: RunningGateway, page: str
+) -> None:
     paths = [f"/{page}", *(f"/{page}/page/{file.name}" for file in files_of(page))]
     paths.remove(f"/{page}/page/index.html")
     assert len(paths) > 5

@@ -10,14 +10,14 @@ from playwright.async_api import expect
 from policies.yaml_io import write_yaml
 from tests.support.browser_tab import Watched
 from tests.support.policies import Admin, as_yaml, document
-from tests.support.running_gateway import Gateway
+from tests.support.running_gateway import RunningGateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 ALL_TO_VLM = as_yaml(document("all", lanes=("vlm",)))
 
 
-def pool_of(gateway: Gateway, **fields: Any) -> str:
+def pool_of(gateway: RunningGateway, **fields: Any) -> str:
     answer = gateway.chat(**fields)
     assert answer.status_code == 200, answer.text
     return str(answer.headers["x-paceline-pool"])
@@ -30,7 +30,7 @@ async def shown(watched: Watched) -> str:
 
 
 async def test_a_bad_edit_is_refused_as_one_types_and_the_line_is_a_click_away(
-    line: Gateway, watched: Watched
+    line: RunningGateway, watched: Watched
 ) -> None:
     page = watched.page
     await watched.visit(line.url)
@@ -55,7 +55,7 @@ async def test_a_bad_edit_is_refused_as_one_types_and_the_line_is_a_click_away(
 
 
 async def test_an_edit_is_compared_applied_obeyed_and_taken_back(
-    line: Gateway, watched: Watched
+    line: RunningGateway, watched: Watched
 ) -> None:
     page = watched.page
     assert [pool_of(line, temperature=0) for _ in range(3)] == ["text-mtp"] * 3
@@ -95,7 +95,9 @@ async def test_an_edit_is_compared_applied_obeyed_and_taken_back(
     ]
 
 
-async def test_who_was_slower_is_told_and_loses_no_word(line: Gateway, watched: Watched) -> None:
+async def test_who_was_slower_is_told_and_loses_no_word(
+    line: RunningGateway, watched: Watched
+) -> None:
     page = watched.page
     await watched.visit(line.url)
     await shown(watched)
@@ -119,7 +121,7 @@ async def test_who_was_slower_is_told_and_loses_no_word(line: Gateway, watched: 
 
 
 async def test_another_admins_edit_shows_by_itself_where_nothing_was_typed(
-    line: Gateway, watched: Watched
+    line: RunningGateway, watched: Watched
 ) -> None:
     await watched.visit(line.url)
     await shown(watched)

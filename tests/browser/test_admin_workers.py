@@ -7,13 +7,13 @@ from playwright.async_api import expect
 
 from tests.support.browser_tab import Watched
 from tests.support.heartbeats import beating
-from tests.support.running_gateway import Gateway, eventually
+from tests.support.running_gateway import RunningGateway, eventually
 from tests.support.scripted_worker import FakeWorker, Script
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-def heard(line: Gateway, *workers: FakeWorker) -> list[int]:
+def heard(line: RunningGateway, *workers: FakeWorker) -> list[int]:
     """Send six requests and count who got how many."""
     before = [len(worker.heard) for worker in workers]
     for _ in range(6):
@@ -22,7 +22,7 @@ def heard(line: Gateway, *workers: FakeWorker) -> list[int]:
 
 
 async def test_a_cordoned_worker_gets_nothing_until_that_is_lifted(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker, watched: Watched
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker, watched: Watched
 ) -> None:
     page = watched.page
     with beating(line, second_worker):
@@ -40,7 +40,7 @@ async def test_a_cordoned_worker_gets_nothing_until_that_is_lifted(
 
 
 async def test_draining_lets_answers_finish_and_says_when_the_worker_is_empty(
-    line: Gateway, worker: FakeWorker, watched: Watched
+    line: RunningGateway, worker: FakeWorker, watched: Watched
 ) -> None:
     worker.script = Script(hang_after=1)
     page = watched.page

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from playwright.async_api import Browser
 
-from tests.support.running_gateway import Gateway
+from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import FakeWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -18,7 +18,7 @@ BODY = '{"model": "demo", "messages": [{"role": "user", "content": "x"}]}'
 
 
 async def test_what_a_page_of_another_site_posts_blindly_reaches_no_worker(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker, browser: Browser
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker, browser: Browser
 ) -> None:
     context = await browser.new_context()
     try:

@@ -18,7 +18,7 @@ from tests.support.browser_tab import Watched
 from tests.support.heartbeats import beating
 from tests.support.page_files import PAGES
 from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import Gateway, settings_for_tests
+from tests.support.running_gateway import RunningGateway, settings_for_tests
 from tests.support.scripted_worker import FakeWorker, Script, lane_report
 
 IN_THE_BROWSER = pytest.mark.asyncio(loop_scope="session")
@@ -26,7 +26,7 @@ IN_THE_BROWSER = pytest.mark.asyncio(loop_scope="session")
 
 @IN_THE_BROWSER
 async def test_before_the_first_request_the_page_says_what_is_missing(
-    gateway: Gateway, worker: FakeWorker, watched: Watched
+    gateway: RunningGateway, worker: FakeWorker, watched: Watched
 ) -> None:
     page = watched.page
     await watched.look(gateway.url)
@@ -43,7 +43,7 @@ async def test_before_the_first_request_the_page_says_what_is_missing(
 
 @IN_THE_BROWSER
 async def test_a_request_is_a_mark_on_the_track_of_its_lane_for_as_long_as_it_runs(
-    line: Gateway, worker: FakeWorker, watched: Watched
+    line: RunningGateway, worker: FakeWorker, watched: Watched
 ) -> None:
     worker.script = Script(hang_after=1)
     track = watched.page.get_by_role("article", name="text-mtp")
@@ -61,7 +61,9 @@ async def test_a_request_is_a_mark_on_the_track_of_its_lane_for_as_long_as_it_ru
 
 
 @IN_THE_BROWSER
-async def test_a_key_is_asked_for_and_stays_in_its_tab(line: Gateway, watched: Watched) -> None:
+async def test_a_key_is_asked_for_and_stays_in_its_tab(
+    line: RunningGateway, watched: Watched
+) -> None:
     page = watched.page
     key = line.make_key()
     some = line.make_key(models=["demo"])
@@ -86,7 +88,7 @@ async def test_a_key_is_asked_for_and_stays_in_its_tab(line: Gateway, watched: W
 
 @IN_THE_BROWSER
 async def test_the_page_fits_a_phone_and_follows_the_light_of_its_reader(
-    line: Gateway, watched: Watched
+    line: RunningGateway, watched: Watched
 ) -> None:
     page = watched.page
     await page.set_viewport_size({"width": 375, "height": 720})
@@ -107,7 +109,7 @@ async def test_the_page_fits_a_phone_and_follows_the_light_of_its_reader(
 
 @IN_THE_BROWSER
 async def test_a_page_that_is_closed_leaves_its_place_to_the_next(
-    line: Gateway, watched: Watched
+    line: RunningGateway, watched: Watched
 ) -> None:
     await watched.look(line.url)
     await expect(watched.page.locator("#live")).to_have_text("Live")
@@ -125,7 +127,7 @@ async def test_a_page_that_is_closed_leaves_its_place_to_the_next(
 
 
 @contextlib.asynccontextmanager
-async def viewer(line: Gateway) -> AsyncIterator[int]:
+async def viewer(line: RunningGateway) -> AsyncIterator[int]:
     """Watch as one who only looks at the status of the answer."""
     place = urlsplit(line.url)
     reader, writer = await asyncio.open_connection(place.hostname, place.port)
@@ -138,7 +140,7 @@ async def viewer(line: Gateway) -> AsyncIterator[int]:
 
 @IN_THE_BROWSER
 async def test_a_gateway_that_ends_is_told_of_and_looked_for_again(
-    gateway: Gateway, watched: Watched
+    gateway: RunningGateway, watched: Watched
 ) -> None:
     page = watched.page
     await watched.look(gateway.url)
@@ -157,7 +159,7 @@ async def test_a_gateway_that_ends_is_told_of_and_looked_for_again(
 
 @IN_THE_BROWSER
 async def test_of_several_gateways_the_page_says_whose_its_curves_are(
-    redis: RedisServer, tmp_path: Path, gateway: Gateway, watched: Watched
+    redis: RedisServer, tmp_path: Path, gateway: RunningGateway, watched: Watched
 ) -> None:
     shown = watched.page.locator("#whose")
     await watched.look(gateway.url)
@@ -166,7 +168,7 @@ async def test_of_several_gateways_the_page_says_whose_its_curves_are(
     with contextlib.ExitStack() as both:
         one, _ = (
             both.enter_context(
-                Gateway(settings_for_tests(tmp_path / name, redis_url=SecretStr(redis.url)))
+                RunningGateway(settings_for_tests(tmp_path / name, redis_url=SecretStr(redis.url)))
             )
             for name in ("one", "other")
         )
@@ -177,7 +179,7 @@ async def test_of_several_gateways_the_page_says_whose_its_curves_are(
 
 @IN_THE_BROWSER
 async def test_a_reason_counts_only_requests_that_were_really_not_drafted_for(
-    gateway: Gateway, worker: FakeWorker, watched: Watched
+    gateway: RunningGateway, worker: FakeWorker, watched: Watched
 ) -> None:
     """A picture is kept out of the speculative lane; the other one may draft for it."""
     reasons = watched.page.locator("#reasons")

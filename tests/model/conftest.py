@@ -23,9 +23,9 @@ from workers.engine.memory import MemoryEstimate
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, load_checkpoint
 from workers.engine.prefill_budget import PrefillPace
-from workers.engine.prefix_cache import Snapshots
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.row import Row, SpeculationTally
-from workers.engine.scheduler import Lane
+from workers.engine.scheduler import LaneScheduler
 from workers.engine.sparse_prefill import OFF, SparseReading
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import (
@@ -49,25 +49,25 @@ def prompts(checkpoint: Checkpoint) -> PromptRenderer:
 
 
 @pytest.fixture
-def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., Lane]:
+def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., LaneScheduler]:
     def make(
         name: LaneName = LaneName.TEXT_MTP,
         *,
         draft_tokens: int = 2,
         max_rows: int = 8,
         chunk_tokens: int = 512,
-        snapshots: Snapshots | None = None,
+        snapshots: PrefixCache | None = None,
         memory: MemoryEstimate | None = None,
         sparse_reading: SparseReading = OFF,
         clock: Callable[[], float] = time.perf_counter,
         **parts: Any,
-    ) -> Lane:
-        return Lane(
+    ) -> LaneScheduler:
+        return LaneScheduler(
             name,
             replace(checkpoint, **parts),
             prompts,
             LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens),
-            snapshots=Snapshots(1 << 30) if snapshots is None else snapshots,
+            snapshots=PrefixCache(1 << 30) if snapshots is None else snapshots,
             draft_tokens=draft_tokens,
             max_rows=max_rows,
             pace=PrefillPace(chunk_tokens, budget_s=60.0),
@@ -84,7 +84,7 @@ def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
     """Put a row of plain token ids, of a prompt as prepared, or of a chat question into a lane."""
 
     def put(
-        lane: Lane,
+        lane: LaneScheduler,
         prompt: str | list[int] | PreparedPrompt,
         *,
         system: str = "",

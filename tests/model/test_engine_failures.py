@@ -13,7 +13,7 @@ from policies.request.profile import Sampling
 from tests.support.engine_lane import run
 from tests.support.failing_model import Failing, assert_right
 from workers.engine.prefill import Prefill, begin_prefill, read_chunk
-from workers.engine.prefix_cache import Snapshots
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.thread import EngineThread
 from workers.engine.types import (
     EngineStopped,
@@ -116,7 +116,7 @@ def test_a_picture_and_its_answer_are_read_again_at_the_positions_they_had(
     def read(answer: list[int]) -> Prefill:
         row = ask(lane, [20]).row
         row.prompt, row.answer = prepared, answer
-        prefill = begin_prefill(row, target, None, Snapshots(0))
+        prefill = begin_prefill(row, target, None, PrefixCache(0))
         while not prefill.complete:
             read_chunk(prefill, target, 64)
         return prefill

@@ -11,8 +11,8 @@ from policies.request.profile import Sampling
 from tests.support.engine_lane import run
 from tests.support.reference_decoder import near_tie
 from workers.engine.memory import MemoryEstimate, measure_memory
-from workers.engine.prefix_cache import Snapshots
-from workers.engine.scheduler import Lane
+from workers.engine.prefix_cache import PrefixCache
+from workers.engine.scheduler import LaneScheduler
 from workers.engine.types import Finished, LaneName
 
 
@@ -62,13 +62,13 @@ def test_the_longest_row_fits_alone_and_one_token_more_does_not(room_bytes: int)
     assert estimate.takes_bytes([[longest + 1]]) > room_bytes
 
 
-def slots_held(lane: Lane) -> int:
+def slots_held(lane: LaneScheduler) -> int:
     """Count the slots that the batches of a lane really hold."""
     batches = [batch for batch in lane._decoding._batches if batch.rows]
     return sum(len(batch) * next(batch._rowwise()).slots for batch in batches)
 
 
-def run_within(lane: Lane, room_slots: int) -> int:
+def run_within(lane: LaneScheduler, room_slots: int) -> int:
     """Step a lane to its end within this room; say how many rows decoded side by side at most."""
     most = 0
     while lane.busy:
@@ -109,7 +109,7 @@ def test_rows_that_outgrow_the_room_together_wait_in_turn_and_lose_no_token(
 
 def test_rows_of_two_lanes_share_one_room(make_lane, ask) -> None:
     room = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=3 * 512)
-    lanes: list[Lane] = []
+    lanes: list[LaneScheduler] = []
     for name in LaneName:
         lanes.append(make_lane(name, memory=room, eos=frozenset()))
         lanes[-1]._siblings = lanes
@@ -125,7 +125,7 @@ def test_rows_of_two_lanes_share_one_room(make_lane, ask) -> None:
 def test_what_is_kept_of_prompts_gives_way_to_rows(make_lane, ask, checkpoint) -> None:
     measured = measure_memory(checkpoint.target, checkpoint.head)
     room_bytes = measured.takes_bytes([[400]])
-    snapshots = Snapshots(room_bytes)
+    snapshots = PrefixCache(room_bytes)
     lane = make_lane(snapshots=snapshots, memory=replace(measured, room_bytes=room_bytes))
     kept = ask(lane, "Hello", system="You are a clerk of few words. " * 10, max_tokens=8)
     run(lane)
@@ -142,7 +142,7 @@ def test_what_is_kept_of_prompts_gives_way_to_rows(make_lane, ask, checkpoint) -
 def test_a_beginning_is_not_kept_where_the_copy_would_not_fit(make_lane, ask, checkpoint) -> None:
     measured = measure_memory(checkpoint.target, checkpoint.head)
     room = replace(measured, room_bytes=measured.takes_bytes([[400]]))
-    snapshots = Snapshots(1 << 30)
+    snapshots = PrefixCache(1 << 30)
     lane = make_lane(snapshots=snapshots, memory=room)
     heard = ask(lane, "Hello", system="You are a clerk. " * 80, max_tokens=4)
     run(lane)
@@ -154,7 +154,7 @@ def test_a_beginning_is_not_kept_where_the_copy_would_not_fit(make_lane, ask, ch
 
 def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, ask) -> None:
     """`bench.engine.endurance` sends thousands to a whole worker."""
-    snapshots = Snapshots(1 << 20)
+    snapshots = PrefixCache(1 << 20)
     lane = make_lane(snapshots=snapshots)
     number = itertools.count()
 

@@ -14,7 +14,7 @@ from tests.support.failing_model import Failing
 from workers.demo import CHECKPOINT
 from workers.engine import engine as assembly
 from workers.engine.model import Target
-from workers.engine.prefix_cache import Snapshots
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.probes import probe_shared_rows
 from workers.engine.self_test import warm_up
 from workers.engine.types import EngineSettings, Finished, LaneName, ModelUnusable
@@ -91,7 +91,7 @@ def test_a_row_that_no_batch_can_hold_is_answered_in_the_caches_of_its_family(
 def test_a_shared_beginning_is_read_each_time_where_windows_move_over_it(
     other_lane, ask, checkpoint
 ) -> None:
-    snapshots = Snapshots(1 << 30)
+    snapshots = PrefixCache(1 << 30)
     target = families.llama_with_a_window(checkpoint.vocabulary)
     lane = other_lane(target, snapshots=snapshots)
     heard = [ask(lane, q, system=SYSTEM, max_tokens=ANSWER_TOKENS) for q in QUESTIONS]

@@ -10,9 +10,9 @@ import pytest
 from policies.request.profile import Bypass
 from tests.support.engine_lane import run
 from workers.demo import CHECKPOINT
-from workers.engine.prefix_cache import Snapshots
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import HostSnapshot, SnapshotFiles, fingerprint
-from workers.engine.scheduler import Lane
+from workers.engine.scheduler import LaneScheduler
 from workers.engine.types import LaneName
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
@@ -21,8 +21,8 @@ QUESTIONS = ["Hello", "What is 2 + 2?", "Tell me a story about a fox.", "Who are
 
 
 @pytest.fixture
-def snapshots() -> Snapshots:
-    return Snapshots(1 << 30)
+def snapshots() -> PrefixCache:
+    return PrefixCache(1 << 30)
 
 
 @pytest.mark.parametrize("name", list(LaneName))
@@ -83,7 +83,7 @@ def test_a_plain_rows_snapshot_serves_a_drafting_row(make_lane, ask, snapshots) 
 
 
 def test_two_lanes_read_a_prefix_once_between_them(make_lane, ask, snapshots) -> None:
-    lanes: list[Lane] = []
+    lanes: list[LaneScheduler] = []
     for name in LaneName:
         lane = make_lane(name, snapshots=snapshots, chunk_tokens=32)
         lane._siblings = lanes
@@ -111,11 +111,11 @@ def test_a_key_that_stands_for_other_tokens_is_a_miss(make_lane, ask, snapshots)
 
 
 def test_least_recently_used_snapshots_go_when_memory_is_full(make_lane, ask) -> None:
-    measured = Snapshots(1 << 30)
+    measured = PrefixCache(1 << 30)
     lane = make_lane(snapshots=measured)
     ask(lane, "Hello", system=SYSTEM)
     run(lane)
-    small = Snapshots(int(measured.size_bytes * 1.5))
+    small = PrefixCache(int(measured.size_bytes * 1.5))
     lane = make_lane(snapshots=small)
     for system in (SYSTEM, OTHER, SYSTEM):
         ask(lane, "Hello", system=system)
@@ -127,7 +127,7 @@ def test_least_recently_used_snapshots_go_when_memory_is_full(make_lane, ask) ->
 
 def test_snapshots_take_no_more_memory_than_they_are_counted_for(make_lane, ask) -> None:
     """An array that is a view keeps all of what it looks at: a chunk's states for its last one."""
-    snapshots = Snapshots(1 << 30)
+    snapshots = PrefixCache(1 << 30)
     lane = make_lane(snapshots=snapshots)
 
     def held_bytes(system: str) -> int:
@@ -160,7 +160,7 @@ def files(tmp_path: Path) -> SnapshotFiles:
 
 def restarted(make_lane, ask, files: SnapshotFiles, question: str = "Who are you?"):
     """Ask on a lane that has nothing in memory, as after a restart."""
-    snapshots = Snapshots(1 << 30, files)
+    snapshots = PrefixCache(1 << 30, files)
     lane = make_lane(snapshots=snapshots)
     heard = ask(lane, question, system=SYSTEM)
     prefix = heard.row.prompt.prefix

@@ -8,9 +8,9 @@ import pytest
 
 from tests.support.engine_lane import Heard, run
 from workers.engine.model import Checkpoint
-from workers.engine.prefix_cache import Snapshots
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prompt_scorer import PromptScorer, Scoring
-from workers.engine.scheduler import Lane
+from workers.engine.scheduler import LaneScheduler
 from workers.engine.sparse_prefill import SparseReading, load_sparse_reading
 from workers.engine.spec_prefill import ReadInFull, Scope, SpecPrefillSettings, Wish
 from workers.engine.tokenizer import PromptRenderer
@@ -36,17 +36,17 @@ def scorer(checkpoint: Checkpoint) -> PromptScorer:
 
 @pytest.fixture
 def sparse_lane(
-    make_lane: Callable[..., Lane], settings: SpecPrefillSettings, scorer: PromptScorer
-) -> Callable[..., Lane]:
+    make_lane: Callable[..., LaneScheduler], settings: SpecPrefillSettings, scorer: PromptScorer
+) -> Callable[..., LaneScheduler]:
     """Make a lane that reads prompts of 400 tokens and more sparsely, by the model itself."""
 
-    def make(*name: LaneName, scorer: PromptScorer | None = scorer, **wished: Any) -> Lane:
+    def make(*name: LaneName, scorer: PromptScorer | None = scorer, **wished: Any) -> LaneScheduler:
         return make_lane(*name, sparse_reading=SparseReading(settings, scorer), **wished)
 
     return make
 
 
-def counts(lane: Lane) -> Any:
+def counts(lane: LaneScheduler) -> Any:
     return lane.counters.report().spec_prefill
 
 
@@ -156,7 +156,7 @@ def test_a_row_that_leaves_while_it_is_scored_is_gone(sparse_lane, ask) -> None:
 
 
 def test_behind_a_snapshot_only_the_rest_is_scored(sparse_lane, ask) -> None:
-    snapshots = Snapshots(1 << 30)
+    snapshots = PrefixCache(1 << 30)
     cold_lane = sparse_lane()
     cold = ask(cold_lane, LONG, system=SYSTEM)
     run(cold_lane)
@@ -175,7 +175,7 @@ def test_behind_a_snapshot_only_the_rest_is_scored(sparse_lane, ask) -> None:
 
 
 def test_what_was_read_sparsely_is_never_kept_as_a_prefix(make_lane, sparse_lane, ask) -> None:
-    snapshots = Snapshots(1 << 30)
+    snapshots = PrefixCache(1 << 30)
     lane = sparse_lane(snapshots=snapshots)
     by_name = ask(lane, LONG, system=SYSTEM, spec_prefill=SPARSE)
     run(lane)
@@ -245,7 +245,7 @@ def test_a_prompt_is_read_sparsely_from_the_threshold_on_or_on_demand(
 
 
 def test_a_prompt_with_pictures_is_read_in_full(
-    sparse_lane: Callable[..., Lane], ask: Callable[..., Heard], prompts: PromptRenderer
+    sparse_lane: Callable[..., LaneScheduler], ask: Callable[..., Heard], prompts: PromptRenderer
 ) -> None:
     red = Picture(width_px=64, height_px=64, rgb=bytes([255, 0, 0]) * 64 * 64)
     content = [{"type": "image_url"}, {"type": "text", "text": LONG}]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from policies.request.profile import Sampling
 from workers.engine.memory import MemoryEstimate
 from workers.engine.row import Row
-from workers.engine.scheduler import Lane
+from workers.engine.scheduler import LaneScheduler
 from workers.engine.types import (
     Delta,
     EngineError,
@@ -38,7 +38,7 @@ class Heard:
             self.end = event
 
 
-def run(lane: Lane) -> None:
+def run(lane: LaneScheduler) -> None:
     """Step a lane until nothing is left to do."""
     while lane.busy:
         lane.step()

@@ -20,10 +20,10 @@ from tests.support.heartbeats import beating
 from tests.support.log_capture import Heard, hearing
 from tests.support.policies import Admin
 from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import Gateway, eventually, serving, settings_for_tests
+from tests.support.running_gateway import RunningGateway, eventually, serving, settings_for_tests
 from tests.support.scripted_worker import FakeWorker, lane_report, speculation
 
-Makes = Callable[[], Gateway]
+Makes = Callable[[], RunningGateway]
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def worker() -> Iterator[FakeWorker]:
 
 
 @pytest.fixture
-def joins(worker: FakeWorker) -> Iterator[Callable[[Gateway], None]]:
+def joins(worker: FakeWorker) -> Iterator[Callable[[RunningGateway], None]]:
     """Let the worker join a gateway and beat there until the test ends."""
     with contextlib.ExitStack() as beats:
         yield lambda gateway: beats.enter_context(beating(gateway, worker))
@@ -89,28 +89,28 @@ def second_worker() -> Iterator[FakeWorker]:
 
 
 @pytest.fixture
-def gateway(tmp_path: Path) -> Iterator[Gateway]:
+def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
     """A gateway that nobody has joined."""
-    with Gateway(settings_for_tests(tmp_path)) as running:
+    with RunningGateway(settings_for_tests(tmp_path)) as running:
         yield running
 
 
 @pytest.fixture
-def line(gateway: Gateway, worker: FakeWorker) -> Gateway:
+def line(gateway: RunningGateway, worker: FakeWorker) -> RunningGateway:
     """A gateway that the fake worker has joined."""
     assert gateway.join(worker).status_code == 200
     return gateway
 
 
 @pytest.fixture
-def admin(gateway: Gateway) -> Iterator[Admin]:
+def admin(gateway: RunningGateway) -> Iterator[Admin]:
     """An admin of the gateway, who needs no key."""
     with Admin(gateway.url) as one:
         yield one
 
 
 @pytest.fixture
-def busy(gateway: Gateway, worker: FakeWorker) -> Gateway:
+def busy(gateway: RunningGateway, worker: FakeWorker) -> RunningGateway:
     """A gateway that has something to tell of every figure: a wait, a retry, a limit, drafts."""
     lane = lane_report("text-mtp", slots=1, speculation=speculation(steps=4, one=1, two=1))
     worker.reported = worker.report(lanes=[lane.model_dump()])
@@ -129,12 +129,12 @@ def busy(gateway: Gateway, worker: FakeWorker) -> Gateway:
 def makes(redis: RedisServer, tmp_path: Path) -> Iterator[Makes]:
     """Start a gateway with a state folder of its own, as on a machine of its own."""
     with contextlib.ExitStack() as running:
-        made: list[Gateway] = []
+        made: list[RunningGateway] = []
 
-        def one() -> Gateway:
+        def one() -> RunningGateway:
             folder = tmp_path / f"gateway-{len(made)}"
             settings = settings_for_tests(folder, redis_url=SecretStr(redis.url))
-            made.append(running.enter_context(Gateway(settings)))
+            made.append(running.enter_context(RunningGateway(settings)))
             return made[-1]
 
         yield one
@@ -155,9 +155,9 @@ def trap() -> Iterator[Trap]:
         yield Trap(listener)
 
 
-Hasty = Callable[..., Gateway]
-Starts = Callable[..., Gateway]
-Joins = Callable[[Gateway], None]
+Hasty = Callable[..., RunningGateway]
+Starts = Callable[..., RunningGateway]
+Joins = Callable[[RunningGateway], None]
 Break = Callable[[RedisServer], None]
 
 
@@ -170,7 +170,7 @@ def proxy(worker: FakeWorker) -> Iterator[FaultProxy]:
 
 
 @pytest.fixture
-def proxied(gateway: Gateway, worker: FakeWorker, proxy: FaultProxy) -> Gateway:
+def proxied(gateway: RunningGateway, worker: FakeWorker, proxy: FaultProxy) -> RunningGateway:
     """A gateway that reaches its only worker through the proxy."""
     assert gateway.join(worker).status_code == 200
     return gateway
@@ -181,8 +181,8 @@ def hasty(tmp_path: Path) -> Iterator[Hasty]:
     """Make a gateway with settings of the test's own; it ends with the test."""
     with ExitStack() as running:
 
-        def make(*workers: FakeWorker, **settings: object) -> Gateway:
-            made = running.enter_context(Gateway(settings_for_tests(tmp_path, **settings)))
+        def make(*workers: FakeWorker, **settings: object) -> RunningGateway:
+            made = running.enter_context(RunningGateway(settings_for_tests(tmp_path, **settings)))
             for each in workers:
                 assert made.join(each).status_code == 200
             return made
@@ -195,8 +195,8 @@ def starts(own_redis: RedisServer, tmp_path: Path) -> Iterator[Starts]:
     """Start a gateway by the name of its state folder; the same name is the same machine."""
     with ExitStack() as running:
 
-        def one(name: str = "a", url: str = own_redis.url) -> Gateway:
+        def one(name: str = "a", url: str = own_redis.url) -> RunningGateway:
             settings = settings_for_tests(tmp_path / name, redis_url=SecretStr(url))
-            return running.enter_context(Gateway(settings))
+            return running.enter_context(RunningGateway(settings))
 
         yield one

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 
 import httpx
 
-from tests.support.running_gateway import Gateway
+from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import FakeWorker
 
 _BEAT_S = 1.0
 
 
 @contextlib.contextmanager
-def beating(gateway: Gateway, worker: FakeWorker) -> Iterator[None]:
+def beating(gateway: RunningGateway, worker: FakeWorker) -> Iterator[None]:
     """Let a worker join, and beat for as long as the context lasts."""
     assert gateway.join(worker).status_code == 200
     ended = threading.Event()

@@ -22,10 +22,10 @@ from workers.engine.memory import MemoryEstimate
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint
 from workers.engine.prefill_budget import PrefillPace
-from workers.engine.prefix_cache import Snapshots
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.row import Row, SpeculationTally
 from workers.engine.sampler import Chooser, choose
-from workers.engine.scheduler import Lane
+from workers.engine.scheduler import LaneScheduler
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Finished, FinishReason, Generation, LaneName, Prompt
 from workers.protocol import LaneReport
@@ -170,7 +170,7 @@ class Schedules:
             self._alone[key] = decode_alone(self._checkpoint, prompt, LONGEST_ANSWER, pick)
         return self._alone[key]
 
-    def _ask(self, lane: Lane, rng: random.Random) -> Asked:
+    def _ask(self, lane: LaneScheduler, rng: random.Random) -> Asked:
         plain = rng.random() < 0.7
         row = Row(
             generation=Generation(
@@ -217,18 +217,18 @@ class Schedules:
         chunk_tokens: int,
         snapshot_bytes: int,
         index: int | None = None,
-    ) -> Lane:
+    ) -> LaneScheduler:
         head = TroubledHead(self._checkpoint.head)
         if index is None:
             self._heads.append(head)
         else:
             self._heads[index] = head
-        return Lane(
+        return LaneScheduler(
             LaneName.TEXT_MTP,
             replace(self._checkpoint, head=head),  # type: ignore[arg-type]  # it behaves like one
             self._prompts,
             LaneCounters(LaneName.TEXT_MTP, slots=max_rows, draft_tokens=draft_tokens),
-            snapshots=Snapshots(snapshot_bytes),
+            snapshots=PrefixCache(snapshot_bytes),
             draft_tokens=draft_tokens,
             max_rows=max_rows,
             pace=PrefillPace(chunk_tokens, budget_s=60.0),

@@ -11,12 +11,12 @@ from typing import Any
 import httpx
 import yaml
 
-from gateway.config.policy_store import PolicyBook, Source, open_book
+from gateway.config.policy_store import PolicyStore, Source, open_book
 from gateway.config.policy_versions import Proposal, Reason, Signature, propose
 from gateway.config.static_workers import ListedWorker
 from gateway.storage.records import Records
 from tests.support.memory_records import MemoryRecords
-from tests.support.running_gateway import Gateway, eventually, settings_for_tests
+from tests.support.running_gateway import RunningGateway, eventually, settings_for_tests
 from tests.support.scripted_worker import FakeWorker
 
 BY_ANN = Signature("ann", "a test")
@@ -42,7 +42,7 @@ def proposal(pool: str = "vlm") -> Proposal:
     return propose(document(pool))
 
 
-async def book_of(records: Records | None = None, pool: str = "vlm") -> PolicyBook:
+async def book_of(records: Records | None = None, pool: str = "vlm") -> PolicyStore:
     """A book that begins with one pool, or goes on where the records end."""
     source = Source(proposal(pool), Reason.START, BY_ANN)
     return await open_book(records or MemoryRecords(), (), source, lambda: 0.0)
@@ -51,12 +51,12 @@ async def book_of(records: Records | None = None, pool: str = "vlm") -> PolicyBo
 @contextlib.contextmanager
 def gateway_with(
     folder: Path, *workers: FakeWorker, by_hand: tuple[ListedWorker, ...] = (), **policy: Any
-) -> Iterator[Gateway]:
+) -> Iterator[RunningGateway]:
     """A gateway with this policy; these workers have joined, each labelled with its own name."""
     written = {"version": 1, "routes": [DEFAULT], "pools": {"vlm": {"lanes": "vlm"}}, **policy}
     file = folder / "policy.yaml"
     file.write_text(as_yaml(written))
-    with Gateway(settings_for_tests(folder, policy=file, workers=by_hand)) as gateway:
+    with RunningGateway(settings_for_tests(folder, policy=file, workers=by_hand)) as gateway:
         for worker in workers:
             worker.reported = worker.report(labels=[worker.worker_id])
             assert gateway.join(worker, labels=[worker.worker_id]).status_code == 200

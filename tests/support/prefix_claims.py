@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.routing.prefix_affinity import Prefixes
+from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.view import FleetView
 from policies.sections import PrefixPolicy
 
@@ -11,6 +11,6 @@ STUDIO, LAPTOP = ("studio", "1"), ("laptop", "1")
 """Two workers, each by the life that it is in."""
 
 
-def holders(prefixes: Prefixes, name: str = "p") -> set[tuple[str, str]]:
+def holders(prefixes: PrefixIndex, name: str = "p") -> set[tuple[str, str]]:
     """Tell who is thought to hold a system prompt."""
     return set(prefixes.mark(FleetView.of((), frozenset()), name).holders)

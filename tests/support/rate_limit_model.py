@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from gateway.auth.rate_limits import DAY_S, Allowance, Reservation
+from gateway.auth.rate_limits import DAY_S, RateLimiter, Reservation
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
 
@@ -32,7 +32,7 @@ class Asked:
 class Day:
     """What a key was let use of its limits, and what of that was kept."""
 
-    allowance: Allowance
+    allowance: RateLimiter
     now_s: float = 0.0
     asked: list[Asked] = field(default_factory=list)
     over_tokens: int = 0

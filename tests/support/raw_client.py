@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.support.fault_proxy import RESET_AT_ONCE
-from tests.support.running_gateway import Gateway, chat_body, eventually
+from tests.support.running_gateway import RunningGateway, chat_body, eventually
 from tests.support.scripted_worker import DONE
 
 
 class RawClient:
     """A client that sends what it likes, when it likes, and leaves as it likes."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: RunningGateway) -> None:
         port = int(gateway.url.rpartition(":")[2])
         self._socket = socket.create_connection(("127.0.0.1", port), timeout=20)
 
@@ -58,7 +58,7 @@ class RawClient:
 
 
 @contextmanager
-def raw_client(gateway: Gateway) -> Iterator[RawClient]:
+def raw_client(gateway: RunningGateway) -> Iterator[RawClient]:
     client = RawClient(gateway)
     try:
         yield client
@@ -83,7 +83,7 @@ def error_code(received: bytes) -> str:
     return str(error["code"])
 
 
-def in_flight(gateway: Gateway) -> int:
+def in_flight(gateway: RunningGateway) -> int:
     """Count what the gateway holds: its own requests, and the slots of all workers."""
     status = gateway.status()
     count: int = status["gateway"]["requests_in_flight"]
@@ -92,7 +92,7 @@ def in_flight(gateway: Gateway) -> int:
     return count
 
 
-def settles(gateway: Gateway, **outcomes: int) -> None:
+def settles(gateway: RunningGateway, **outcomes: int) -> None:
     """Wait until nothing is held any more and every request is in the books, just so."""
     eventually(lambda: in_flight(gateway) == 0)
     assert gateway.status()["outcomes"] == outcomes
@@ -102,7 +102,7 @@ PATH = b"/v1/chat/completions"
 
 
 @contextlib.contextmanager
-def connected(gateway: Gateway) -> Iterator[socket.socket]:
+def connected(gateway: RunningGateway) -> Iterator[socket.socket]:
     port = int(gateway.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
         yield raw

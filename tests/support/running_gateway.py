@@ -57,7 +57,7 @@ def _await_end(thread: threading.Thread, loop: asyncio.AbstractEventLoop) -> Non
         raise AssertionError(f"it does not come to its end:\n{stacks.getvalue()}")
 
 
-class Gateway:
+class RunningGateway:
     """A gateway in a thread, as `paceline gateway` runs it, with a client and an admin."""
 
     def __init__(self, settings: Settings) -> None:
@@ -69,7 +69,7 @@ class Gateway:
         self._ending: Ending
         self._thread = threading.Thread(target=self._run, daemon=True)
 
-    def __enter__(self) -> Gateway:
+    def __enter__(self) -> RunningGateway:
         self._thread.start()
         self.url = self._address.result(timeout=30)
         self.client = httpx.Client(base_url=self.url, timeout=30)

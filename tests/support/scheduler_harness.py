@@ -6,11 +6,11 @@ import asyncio
 from random import Random
 from typing import Any
 
-from gateway.fleet.registry import Fleet
-from gateway.fleet.scheduler import Dispatch
+from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.worker import Lease
-from gateway.routing.prefix_affinity import Prefixes
-from gateway.routing.select import Case
+from gateway.routing.prefix_affinity import PrefixIndex
+from gateway.routing.select import RoutingRequest
 from gateway.types import Caller
 from policies.compiler import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority
@@ -28,8 +28,8 @@ class Door:
         self.policy = policy
         """Of those who ask from now on."""
         self.clock = Clock()
-        self.fleet = Fleet(self.clock, dice=lambda: 0.0)
-        self.dispatch = Dispatch(self.fleet, Prefixes(self.clock), self.clock, Random(0))
+        self.fleet = WorkerRegistry(self.clock, dice=lambda: 0.0)
+        self.dispatch = Scheduler(self.fleet, PrefixIndex(self.clock), self.clock, Random(0))
 
     def ask(
         self,
@@ -40,7 +40,7 @@ class Door:
         asker: Asker = SOMEBODY,
     ) -> asyncio.Task[Lease]:
         """Ask for a slot, and for what the policy decides of it."""
-        case = Case(self.policy, profile, asker)
+        case = RoutingRequest(self.policy, profile, asker)
         decision = self.dispatch.decide(case, tried)
         caller = self.caller(client, priority)
         return asyncio.create_task(self.dispatch.lease(case, decision, caller, tried))

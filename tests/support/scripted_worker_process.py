@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from pydantic import SecretStr
 
-from tests.support.running_gateway import Gateway, serving
+from tests.support.running_gateway import RunningGateway, serving
 from tests.support.scripted_worker import FAULT_PATH, TOKEN, USAGE, FakeWorker, lane_report
 from workers.heartbeat import Membership, keep_joined
 from workers.protocol import WorkerReport
@@ -36,7 +36,7 @@ class WorkerProcess:
         """Set the fields of `Script` for the answers from now on."""
         httpx.post(f"{self.url}{FAULT_PATH}", json=script).raise_for_status()
 
-    def join(self, gateway: Gateway) -> None:
+    def join(self, gateway: RunningGateway) -> None:
         report = FakeWorker(worker_id=self.worker_id)
         report.socket.close()
         assert gateway.join(report, url=self.url).status_code == 200

@@ -18,7 +18,7 @@ from gateway.status.render import mtp_of
 from gateway.storage.counters import Store
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.prometheus import WorkerFigures, exposition
-from gateway.telemetry.request_record import Served
+from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Drafts, Inspected, Outcome, Usage
 from policies.request.profile import Endpoint, RequestProfile
 from tests.support.redis_server import RedisServer
@@ -130,7 +130,7 @@ class Simulation:
         usage, drafts = worker.answer(self.dice)
         candidate = Candidate("text-mtp", "text-mtp", worker.worker_id, "eligible", 0.5)
         gateway.accounting.account(
-            Served(
+            RequestRecord(
                 f"req-{self.dice.random()}",
                 Outcome.COMPLETED,
                 200,

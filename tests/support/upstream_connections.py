@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from gateway.http.upstream import Answer, Link
+from gateway.http.upstream import UpstreamConnection, UpstreamResponse
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 REQUEST = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n"
@@ -20,9 +20,11 @@ CHUNKED = (
 
 
 @contextlib.asynccontextmanager
-async def linked(serve: Serve) -> AsyncIterator[tuple[Link, list[Link]]]:
+async def linked(
+    serve: Serve,
+) -> AsyncIterator[tuple[UpstreamConnection, list[UpstreamConnection]]]:
     """A link to a server, and the list of those that were given back for the next request."""
-    kept: list[Link] = []
+    kept: list[UpstreamConnection] = []
     loop = asyncio.get_running_loop()
     served = asyncio.Event()
 
@@ -35,7 +37,9 @@ async def linked(serve: Serve) -> AsyncIterator[tuple[Link, list[Link]]]:
     server = await asyncio.start_server(serve_and_close, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        _, link = await loop.create_connection(lambda: Link(loop, kept.append), "127.0.0.1", port)
+        _, link = await loop.create_connection(
+            lambda: UpstreamConnection(loop, kept.append), "127.0.0.1", port
+        )
         try:
             yield link, kept
         finally:
@@ -67,6 +71,6 @@ def answering_and_leaving(*pieces: bytes) -> Serve:
     return serve
 
 
-async def ask(link: Link) -> Answer:
+async def ask(link: UpstreamConnection) -> UpstreamResponse:
     """Send a request, and wait for the head of its answer."""
     return await link.ask(REQUEST, BODY, PATIENCE_S)

@@ -133,7 +133,7 @@ class Outcome:
     error: Exception | None = None
 
 
-class Decoding:
+class Decoder:
     """All rows of a lane that decode; the engine thread alone touches it."""
 
     def __init__(

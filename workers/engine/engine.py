@@ -18,11 +18,11 @@ from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, load_checkpoint
 from workers.engine.prefill_budget import PrefillPace
-from workers.engine.prefix_cache import Snapshots
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import SnapshotFiles, fingerprint
 from workers.engine.probes import probe_native_verify, probe_shared_rows
 from workers.engine.row import Row, Sink, SpeculationTally
-from workers.engine.scheduler import Lane
+from workers.engine.scheduler import LaneScheduler
 from workers.engine.self_test import HeadHealth, examine_head, warm_up
 from workers.engine.sparse_prefill import OFF, SparseReading, load_sparse_reading
 from workers.engine.thread import EngineThread
@@ -50,8 +50,8 @@ class Assembly:
 
     checkpoint: Checkpoint
     prompts: PromptRenderer
-    lanes: tuple[Lane, ...]
-    snapshots: Snapshots
+    lanes: tuple[LaneScheduler, ...]
+    snapshots: PrefixCache
     memory: MemoryEstimate
     card: ModelCard
 
@@ -67,10 +67,10 @@ def assemble(settings: EngineSettings) -> Assembly:
     if checkpoint.target.batches_rows and not checkpoint.target.explicit_positions:
         checkpoint.target.batches_rows = probe_shared_rows(checkpoint.target)
     memory = measure_memory(checkpoint.target, checkpoint.head)
-    snapshots = Snapshots(
+    snapshots = PrefixCache(
         min(settings.snapshot_bytes, memory.room_bytes // 2), _snapshot_files(settings)
     )
-    lanes: list[Lane] = []
+    lanes: list[LaneScheduler] = []
     for name in settings.lanes:
         # A lane that promises speculation and has no head for it would mislead the router.
         if name is not LaneName.TEXT_MTP or checkpoint.head is not None:
@@ -95,7 +95,7 @@ def assemble(settings: EngineSettings) -> Assembly:
         checkpoint=checkpoint,
         prompts=prompts,
         draft_tokens=draft_tokens,
-        snapshots=Snapshots(0),
+        snapshots=PrefixCache(0),
         siblings=(),
         memory=memory,
     )
@@ -134,13 +134,13 @@ def _make_lane(
     checkpoint: Checkpoint,
     prompts: PromptRenderer,
     draft_tokens: int,
-    snapshots: Snapshots,
-    siblings: Sequence[Lane],
+    snapshots: PrefixCache,
+    siblings: Sequence[LaneScheduler],
     memory: MemoryEstimate,
     sparse_reading: SparseReading = OFF,
-) -> Lane:
+) -> LaneScheduler:
     rows = checkpoint.target.rows_at_most(settings.max_rows)
-    return Lane(
+    return LaneScheduler(
         name,
         checkpoint,
         prompts,
@@ -158,7 +158,7 @@ def _make_lane(
 def _card(
     settings: EngineSettings,
     checkpoint: Checkpoint,
-    lanes: tuple[Lane, ...],
+    lanes: tuple[LaneScheduler, ...],
     prompts: PromptRenderer,
     health: HeadHealth | None,
     *,
@@ -209,7 +209,7 @@ class Engine:
         Blocks until the weights are in memory and the MTP head has been tested.
         """
 
-        def load() -> tuple[Assembly, tuple[Lane, ...]]:
+        def load() -> tuple[Assembly, tuple[LaneScheduler, ...]]:
             assembly = assemble(settings)
             return assembly, assembly.lanes
 

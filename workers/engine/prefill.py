@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 
 from workers.engine.model import Embedded, KVCache, LayerCache, MtpHead, Target
-from workers.engine.prefix_cache import Snapshot, Snapshots, alone, restore_caches, save_caches
+from workers.engine.prefix_cache import PrefixCache, Snapshot, alone, restore_caches, save_caches
 from workers.engine.prompt_scorer import Scoring
 from workers.engine.row import Row
 from workers.engine.types import InvalidGeneration
@@ -47,7 +47,9 @@ class Prefill:
         return self.done == len(self.reads)
 
 
-def begin_prefill(row: Row, target: Target, head: MtpHead | None, snapshots: Snapshots) -> Prefill:
+def begin_prefill(
+    row: Row, target: Target, head: MtpHead | None, snapshots: PrefixCache
+) -> Prefill:
     """Open the caches of a row, look at its pictures, and start from a snapshot if there is one."""
     caches, embedded = target.new_caches(), None
     if row.prompt.media:

@@ -58,7 +58,7 @@ class SnapshotCounts:
     tokens_saved: int = 0
 
 
-class Snapshots:
+class PrefixCache:
     """The least recently used go first when `limit_bytes` are exceeded.
 
     With `files`, every new one is also written to disk, by a thread that nobody waits for.

@@ -13,14 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from policies.request.profile import Bypass
-from workers.engine.decoder import Decoding, Outcome, prove_alive
+from workers.engine.decoder import Decoder, Outcome, prove_alive
 from workers.engine.draft_head import DraftingHead
 from workers.engine.memory import ROOM_TOKENS, MemoryEstimate
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint
 from workers.engine.prefill import Prefill, begin_prefill, read_chunk, take_snapshot
 from workers.engine.prefill_budget import PrefillPace
-from workers.engine.prefix_cache import Snapshots
+from workers.engine.prefix_cache import PrefixCache
 from workers.engine.row import Row
 from workers.engine.sampler import choose
 from workers.engine.sparse_prefill import OFF, SparseReading
@@ -48,7 +48,7 @@ this lane means it; pictures, since after its prefill a picture row is a text ro
 offset."""
 
 
-class Lane:
+class LaneScheduler:
     """Runs generations side by side on the engine thread; no method is safe from another."""
 
     def __init__(
@@ -58,8 +58,8 @@ class Lane:
         prompts: PromptRenderer,
         counters: LaneCounters,
         *,
-        snapshots: Snapshots,
-        siblings: Sequence[Lane] = (),
+        snapshots: PrefixCache,
+        siblings: Sequence[LaneScheduler] = (),
         draft_tokens: int,
         max_rows: int,
         pace: PrefillPace,
@@ -80,7 +80,7 @@ class Lane:
         self._sparse_reading = sparse_reading
         self._waiting: deque[Row] = deque()
         self._prefill: Prefill | None = None
-        self._decoding = Decoding(
+        self._decoding = Decoder(
             checkpoint.target,
             self._head,
             counters,

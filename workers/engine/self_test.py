@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from policies.request.profile import Bypass, Sampling
 from workers.engine.detokenizer import TextStream
 from workers.engine.row import Row, Sink, SpeculationTally
-from workers.engine.scheduler import Lane
+from workers.engine.scheduler import LaneScheduler
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import Finished, Generation, InvalidGeneration, ModelUnusable, Prompt
 from workers.protocol import Speculation
@@ -65,7 +65,7 @@ class HeadHealth:
         )
 
 
-def examine_head(lane: Lane, prompts: PromptRenderer) -> HeadHealth:
+def examine_head(lane: LaneScheduler, prompts: PromptRenderer) -> HeadHealth:
     """Answer a few questions on a lane of the test's own; must run on the engine thread."""
     rows = [_row(lane, prompts, question, 1, ANSWER_TOKENS) for question in QUESTIONS]
     for row in rows:
@@ -81,7 +81,7 @@ def examine_head(lane: Lane, prompts: PromptRenderer) -> HeadHealth:
     )
 
 
-def warm_up(lane: Lane, prompts: PromptRenderer, longest_draft: int) -> None:
+def warm_up(lane: LaneScheduler, prompts: PromptRenderer, longest_draft: int) -> None:
     """Run every kind of round once, alone and in company, before anybody waits for one.
 
     MLX compiles a kernel when it is first used; on Linux that takes a C++ compiler, and seconds.
@@ -102,7 +102,7 @@ def warm_up(lane: Lane, prompts: PromptRenderer, longest_draft: int) -> None:
 
 
 def _row(
-    lane: Lane,
+    lane: LaneScheduler,
     prompts: PromptRenderer,
     question: str,
     draft_tokens: int,

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import mlx.core as mx
 
 from workers.engine.row import Row
-from workers.engine.scheduler import Lane
+from workers.engine.scheduler import LaneScheduler
 from workers.engine.types import EngineStopped, LaneName
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class _Stop:
 class EngineThread(Generic[T]):
     """Loads the lanes, then steps every busy one in turn until it is told to stop."""
 
-    def __init__(self, load: Callable[[], tuple[T, Sequence[Lane]]]) -> None:
+    def __init__(self, load: Callable[[], tuple[T, Sequence[LaneScheduler]]]) -> None:
         self._load = load
         self._commands: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-mlx", daemon=True)
@@ -105,7 +105,7 @@ class EngineThread(Generic[T]):
                 lane.close(EngineStopped(_STOPPED))
             mx.clear_streams()  # a thread that ends with streams of its own aborts the process
 
-    def _obey(self, lanes: dict[LaneName, Lane]) -> bool:
+    def _obey(self, lanes: dict[LaneName, LaneScheduler]) -> bool:
         """Carry out the commands that wait; sleep while there is nothing to do at all."""
         while True:
             idle = not any(lane.busy for lane in lanes.values())

@@ -15,7 +15,7 @@ from gateway.app import create_app
 from gateway.config.settings import Settings
 from gateway.proxy.handler import ENDPOINTS
 from tests.support.gateway_routes import ADMIN_PAGE, PUBLIC, PUBLISHED, paths_of
-from tests.support.running_gateway import Gateway, chat_body, settings_for_tests
+from tests.support.running_gateway import RunningGateway, chat_body, settings_for_tests
 from tests.support.scripted_worker import TOKEN, FakeWorker
 
 ROOT = Path(__file__).parents[3]
@@ -62,9 +62,9 @@ def every_route(state_dir: Path) -> set[tuple[str, str]]:
 
 
 @pytest.fixture
-def locked(tmp_path: Path, worker: FakeWorker) -> Iterator[Gateway]:
+def locked(tmp_path: Path, worker: FakeWorker) -> Iterator[RunningGateway]:
     """A gateway with every kind of key."""
-    with Gateway(settings_with_keys(tmp_path)) as gateway:
+    with RunningGateway(settings_with_keys(tmp_path)) as gateway:
         gateway.join(worker)
         yield gateway
 
@@ -74,7 +74,7 @@ def settings_with_keys(state_dir: Path, **changes: Any) -> Settings:
     return settings_for_tests(state_dir, **keys, **changes)
 
 
-def asked(gateway: Gateway, method: str, path: str, secret: str | None) -> httpx.Response:
+def asked(gateway: RunningGateway, method: str, path: str, secret: str | None) -> httpx.Response:
     headers = {"authorization": f"Bearer {secret}"} if secret else {}
     body = chat_body() if "chat" in path or "explain" in path else {}
     with httpx.Client(base_url=gateway.url, headers=headers, timeout=30) as client:
@@ -92,7 +92,7 @@ def test_every_route_is_public_by_list_or_wants_a_key(
     every = every_route(tmp_path)
     assert len(every) > 12
     assert every > PUBLIC
-    with Gateway(settings) as gateway:
+    with RunningGateway(settings) as gateway:
         gateway.join(worker)
         doors = {gateway.url: paths_of(app) | {("POST", path) for path in ENDPOINTS}}
         if app.admin_door is not None:
@@ -128,7 +128,7 @@ def expected(method: str, path: str, here: set[tuple[str, str]]) -> int:
         *("/v1/chat/completions/", "/docs", "/tokenize", "/invocations", "/pause"),
     ],
 )
-def test_no_other_spelling_of_a_path_opens_anything(locked: Gateway, path: str) -> None:
+def test_no_other_spelling_of_a_path_opens_anything(locked: RunningGateway, path: str) -> None:
     """S01, S02, S03, S51 (CVE-2026-48710, CVE-2026-49468, CVE-2026-48746): the raw path decides,
     and there are no side doors."""
     url = httpx.URL(locked.url).copy_with(raw_path=path.encode())
@@ -166,7 +166,7 @@ def test_where_admins_have_a_port_what_only_they_may_do_is_there_and_nowhere_els
 
 @pytest.mark.parametrize(("method", "path", "status"), [*DATA_PLANE, *ADMIN_PLANE, *JOINING])
 def test_each_kind_of_key_opens_its_own_routes_and_no_other(
-    locked: Gateway, method: str, path: str, status: int
+    locked: RunningGateway, method: str, path: str, status: int
 ) -> None:
     """S08, S10 (CVE-2026-42271, CVE-2026-47101): roles by routes, and denied by default."""
     made = locked.make_key(name="made")
@@ -198,7 +198,7 @@ def test_each_kind_of_key_opens_its_own_routes_and_no_other(
 
 @pytest.mark.parametrize(("method", "path", "status"), ADMIN_PLANE)
 def test_without_an_admin_key_this_machine_needs_none_but_another_kind_opens_nothing(
-    line: Gateway, method: str, path: str, status: int
+    line: RunningGateway, method: str, path: str, status: int
 ) -> None:
     made = line.make_key()
     assert asked(line, method, path, None).status_code == status
@@ -206,14 +206,14 @@ def test_without_an_admin_key_this_machine_needs_none_but_another_kind_opens_not
     assert asked(line, method, path, TOKEN).status_code == 401
 
 
-def test_where_nobody_needs_a_key_the_planes_are_apart_all_the_same(line: Gateway) -> None:
+def test_where_nobody_needs_a_key_the_planes_are_apart_all_the_same(line: RunningGateway) -> None:
     assert asked(line, "GET", "/v1/models", None).status_code == 200
     beat: dict[str, Any] = {}
     assert line.client.put(WORKER, json=beat).status_code == 401
     assert asked(line, "GET", f"{WORKER}/joined", None).status_code == 401
 
 
-def test_no_answer_invites_a_page_of_another_site(locked: Gateway) -> None:
+def test_no_answer_invites_a_page_of_another_site(locked: RunningGateway) -> None:
     """S22: no CORS, on the admin plane neither."""
     headers = {
         "origin": "https://evil.example",
@@ -227,7 +227,7 @@ def test_no_answer_invites_a_page_of_another_site(locked: Gateway) -> None:
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1"])
-def test_a_form_on_another_page_makes_no_key(line: Gateway, origin: str) -> None:
+def test_a_form_on_another_page_makes_no_key(line: RunningGateway, origin: str) -> None:
     """S22: a browser sends such a form from this machine, and asks nobody before."""
     headers = {"origin": origin, "content-type": "text/plain"}
     sent = line.admin.post("/admin/v1/keys", content=b'{"name": "drive-by"}', headers=headers)
@@ -243,6 +243,6 @@ def test_no_decision_is_made_on_a_path_that_a_host_header_can_shift() -> None:
         assert ".url.path" not in file.read_text(), file
 
 
-def test_a_worker_that_nobody_knows_has_not_joined(locked: Gateway) -> None:
+def test_a_worker_that_nobody_knows_has_not_joined(locked: RunningGateway) -> None:
     answer = asked(locked, "GET", "/admin/v1/workers/nobody/joined", TOKEN)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "worker_not_found")

@@ -32,7 +32,7 @@ from policies.request.parser import KNOWN_FIELDS, read_profile
 from policies.request.profile import Endpoint
 from policies.request.schema import request_schema
 from tests.support.gateway_routes import PAGE, PUBLIC, paths_of
-from tests.support.running_gateway import Gateway, chat_body, settings_for_tests
+from tests.support.running_gateway import RunningGateway, chat_body, settings_for_tests
 from tests.support.scripted_worker import TOKEN, FakeWorker
 
 CHECKS = [
@@ -47,14 +47,14 @@ KEYS = {"dataKey": "static-key", "adminKey": "admin-key", "joinToken": TOKEN}
 
 
 @pytest.fixture
-def keyed(tmp_path: Path, worker: FakeWorker) -> Iterator[Gateway]:
+def keyed(tmp_path: Path, worker: FakeWorker) -> Iterator[RunningGateway]:
     secrets = {"api_key": SecretStr("static-key"), "admin_key": SecretStr("admin-key")}
-    with Gateway(settings_for_tests(tmp_path, admin_port=0, **secrets)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, admin_port=0, **secrets)) as gateway:
         assert gateway.join(worker).status_code == 200
         yield gateway
 
 
-def documents(gateway: Gateway) -> list[tuple[str, dict[str, Any]]]:
+def documents(gateway: RunningGateway) -> list[tuple[str, dict[str, Any]]]:
     urls = (gateway.url, gateway.admin_url)
     return [(url, httpx.get(f"{url}/openapi.json").json()) for url in urls]
 
@@ -71,7 +71,7 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
             yield method.upper(), path, operation
 
 
-def test_each_port_publishes_what_it_serves(keyed: Gateway, tmp_path: Path) -> None:
+def test_each_port_publishes_what_it_serves(keyed: RunningGateway, tmp_path: Path) -> None:
     app = asyncio.run(create_app(settings_for_tests(tmp_path, admin_port=0)))
     assert app.admin_door is not None
     (_, data), (_, admin) = documents(keyed)
@@ -90,7 +90,7 @@ def test_each_port_publishes_what_it_serves(keyed: Gateway, tmp_path: Path) -> N
             assert ("401" in operation["responses"]) == bool(operation.get("security"))
 
 
-def test_every_schema_that_is_pointed_to_is_there(keyed: Gateway) -> None:
+def test_every_schema_that_is_pointed_to_is_there(keyed: RunningGateway) -> None:
     for _, document in documents(keyed):
         assert document["openapi"].startswith("3.1")
         pointed = set(pointers(document))
@@ -144,7 +144,7 @@ def test_the_schema_of_a_body_names_every_field_and_its_bounds(endpoint: Endpoin
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("door", ["data", "admin"])
 def test_whatever_is_sent_the_answer_is_one_that_is_published(
-    keyed: Gateway, worker: FakeWorker, door: str, mode: GenerationMode
+    keyed: RunningGateway, worker: FakeWorker, door: str, mode: GenerationMode
 ) -> None:
     url = keyed.url if door == "data" else keyed.admin_url
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")

@@ -16,11 +16,11 @@ from pydantic import SecretStr
 from policies.document import shipped_policy
 from policies.yaml_io import read_yaml
 from tests.support.policies import ROUTES, Admin, as_yaml, document
-from tests.support.running_gateway import Gateway, chat_body, error_of, settings_for_tests
+from tests.support.running_gateway import RunningGateway, chat_body, error_of, settings_for_tests
 from tests.support.scripted_worker import TOKEN, FakeWorker
 
 
-def test_what_is_shipped_is_version_one(gateway: Gateway, admin: Admin) -> None:
+def test_what_is_shipped_is_version_one(gateway: RunningGateway, admin: Admin) -> None:
     shipped = shipped_policy().model_dump(mode="json", exclude_unset=True)
     assert admin.document() == shipped
     assert gateway.status()["policy"]["source"] == "shipped"
@@ -28,7 +28,7 @@ def test_what_is_shipped_is_version_one(gateway: Gateway, admin: Admin) -> None:
     assert (version["number"], version["reason"]) == (1, "start")
 
 
-def test_who_wants_yaml_gets_what_people_write(gateway: Gateway, admin: Admin) -> None:
+def test_who_wants_yaml_gets_what_people_write(gateway: RunningGateway, admin: Admin) -> None:
     admin.put(document("slow"))
     for path in ("", "/history/2"):
         answer = admin.get(path, headers={"accept": "application/yaml"})
@@ -62,7 +62,7 @@ def test_who_wants_yaml_gets_what_people_write(gateway: Gateway, admin: Admin) -
     ],
 )
 def test_f45_a_bad_policy_is_refused_by_field_and_changes_nothing(
-    gateway: Gateway, method: str, written: Any, param: str | None, says: str
+    gateway: RunningGateway, method: str, written: Any, param: str | None, says: str
 ) -> None:
     with Admin(gateway.url) as admin:
         before = admin.get()
@@ -75,7 +75,9 @@ def test_f45_a_bad_policy_is_refused_by_field_and_changes_nothing(
 
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b'{"version": NaN}', b"[" * 100_000, b""])
-def test_a_body_that_is_no_json_is_refused(gateway: Gateway, admin: Admin, body: bytes) -> None:
+def test_a_body_that_is_no_json_is_refused(
+    gateway: RunningGateway, admin: Admin, body: bytes
+) -> None:
     headers = {"if-match": admin.etag(), "x-paceline-note": "x", "content-type": "application/json"}
     answer = admin.request("PUT", "", content=body, headers=headers)
     assert error_of(answer) == (400, "invalid_policy")
@@ -83,7 +85,7 @@ def test_a_body_that_is_no_json_is_refused(gateway: Gateway, admin: Admin, body:
 
 
 def test_every_wrong_field_is_named_and_a_great_many_are_counted(
-    gateway: Gateway, admin: Admin
+    gateway: RunningGateway, admin: Admin
 ) -> None:
     answer = admin.put({**document("a"), **{f"wrong{number}": 1 for number in range(200)}})
     message = answer.json()["error"]["message"]
@@ -93,7 +95,7 @@ def test_every_wrong_field_is_named_and_a_great_many_are_counted(
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
 def test_a_body_of_another_kind_is_refused_unread(
-    gateway: Gateway, admin: Admin, kind: str
+    gateway: RunningGateway, admin: Admin, kind: str
 ) -> None:
     for method, path in (("PUT", ""), ("PATCH", ""), ("POST", "/validate"), ("POST", "/diff")):
         answer = admin.edit(method, "version: 1", path, content_type=kind)
@@ -102,12 +104,12 @@ def test_a_body_of_another_kind_is_refused_unread(
     assert error_of(answer) == (415, "media_type_not_supported")
 
 
-def test_a_policy_is_bounded(gateway: Gateway, admin: Admin) -> None:
+def test_a_policy_is_bounded(gateway: RunningGateway, admin: Admin) -> None:
     answer = admin.put("#" * 300_000)
     assert error_of(answer) == (413, "body_too_large")
 
 
-def test_a_policy_is_checked_without_being_applied(gateway: Gateway, admin: Admin) -> None:
+def test_a_policy_is_checked_without_being_applied(gateway: RunningGateway, admin: Admin) -> None:
     assert admin.ask("/validate", document("a")) == {
         "valid": True,
         "problems": [],
@@ -134,7 +136,7 @@ def test_a_policy_is_checked_without_being_applied(gateway: Gateway, admin: Admi
 
 
 def test_a_difference_tells_what_would_change_and_what_would_move(
-    line: Gateway, admin: Admin
+    line: RunningGateway, admin: Admin
 ) -> None:
     for _ in range(3):
         line.chat(temperature=0, stop=["canary stop"], logit_bias={"1": 5})
@@ -163,7 +165,7 @@ def test_a_difference_tells_what_would_change_and_what_would_move(
 
 def test_only_the_admin_key_opens_a_route_of_the_policy(tmp_path: Path) -> None:
     keys = {"api_key": SecretStr("data"), "admin_key": SecretStr("admin")}
-    with Gateway(settings_for_tests(tmp_path, **keys)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, **keys)) as gateway:
         for method, path in ROUTES:
             statuses = {}
             for key in ("", "data", TOKEN, "wrong", "admin"):
@@ -175,7 +177,7 @@ def test_only_the_admin_key_opens_a_route_of_the_policy(tmp_path: Path) -> None:
             assert statuses["admin"] not in (401, 403), (method, path)
 
 
-def test_without_an_admin_key_only_this_machine_is_trusted(gateway: Gateway) -> None:
+def test_without_an_admin_key_only_this_machine_is_trusted(gateway: RunningGateway) -> None:
     with Admin(gateway.url) as admin:
         assert admin.get().status_code == 200
         proxied = {"x-forwarded-for": "10.0.0.1"}
@@ -184,7 +186,7 @@ def test_without_an_admin_key_only_this_machine_is_trusted(gateway: Gateway) -> 
             assert error_of(answer) == (403, "not_allowed")
 
 
-def test_a_page_of_a_foreign_site_cannot_edit_through_its_reader(gateway: Gateway) -> None:
+def test_a_page_of_a_foreign_site_cannot_edit_through_its_reader(gateway: RunningGateway) -> None:
     """A browser tells where a page comes from, and a name of its own is no name of ours."""
     with Admin(gateway.url) as admin:
         plain = {"content-type": "text/plain", "origin": "http://evil.example"}
@@ -197,13 +199,13 @@ def test_a_page_of_a_foreign_site_cannot_edit_through_its_reader(gateway: Gatewa
         assert error_of(preflight) == (405, "method_not_allowed")
 
 
-def pool_of(gateway: Gateway, **fields: Any) -> str:
+def pool_of(gateway: RunningGateway, **fields: Any) -> str:
     answer = gateway.chat(**fields)
     assert answer.status_code == 200, answer.text
     return str(answer.headers["x-paceline-pool"])
 
 
-def test_an_edit_is_in_force_for_the_next_request(line: Gateway, admin: Admin) -> None:
+def test_an_edit_is_in_force_for_the_next_request(line: RunningGateway, admin: Admin) -> None:
     assert pool_of(line, temperature=0) == "text-mtp"
     before = admin.get()
     answer = admin.put(document("all", lanes=("vlm",)), x_paceline_author="ann")
@@ -231,7 +233,7 @@ def test_an_edit_is_in_force_for_the_next_request(line: Gateway, admin: Admin) -
     assert "paceline_policy_version 2.0" in line.client.get("/metrics").text
 
 
-def test_yaml_is_taken_as_json_is(gateway: Gateway, admin: Admin) -> None:
+def test_yaml_is_taken_as_json_is(gateway: RunningGateway, admin: Admin) -> None:
     written = f"# with a comment\n{as_yaml(document('slow'))}"
     assert admin.put(written).json()["number"] == 2
     assert admin.document() == document("slow")
@@ -241,20 +243,22 @@ def test_yaml_is_taken_as_json_is(gateway: Gateway, admin: Admin) -> None:
 
 
 @pytest.mark.parametrize("kind", ["application/merge-patch+json", "application/json"])
-def test_a_patch_changes_what_it_names(gateway: Gateway, admin: Admin, kind: str) -> None:
+def test_a_patch_changes_what_it_names(gateway: RunningGateway, admin: Admin, kind: str) -> None:
     admin.put(document("vlm", limit=5, timeout_s=9.0))
     patch = {"pools": {"vlm": {"queue": {"limit": 7, "timeout_s": None}}}}
     assert admin.patch(patch, content_type=kind).status_code == 200
     assert admin.document() == document("vlm", limit=7)
 
 
-def test_a_patch_may_be_yaml(gateway: Gateway, admin: Admin) -> None:
+def test_a_patch_may_be_yaml(gateway: RunningGateway, admin: Admin) -> None:
     admin.put(document("vlm", limit=5))
     assert admin.patch("pools: {vlm: {queue: null}}").status_code == 200
     assert admin.document() == document("vlm")
 
 
-def test_f47_of_many_who_edit_the_same_version_one_wins(gateway: Gateway, admin: Admin) -> None:
+def test_f47_of_many_who_edit_the_same_version_one_wins(
+    gateway: RunningGateway, admin: Admin
+) -> None:
     etag = admin.etag()
     with ThreadPoolExecutor(8) as aside:
         edits = [
@@ -271,7 +275,7 @@ def test_f47_of_many_who_edit_the_same_version_one_wins(gateway: Gateway, admin:
 
 @pytest.mark.parametrize(("method", "path"), [("PUT", ""), ("PATCH", ""), ("POST", "/rollback")])
 def test_f47_an_edit_says_which_version_it_was_made_from(
-    gateway: Gateway, admin: Admin, method: str, path: str
+    gateway: RunningGateway, admin: Admin, method: str, path: str
 ) -> None:
     first = admin.etag()
     admin.put(document("b"))
@@ -301,7 +305,7 @@ def test_f47_an_edit_says_which_version_it_was_made_from(
     ],
 )
 def test_notes_and_names_are_one_line_of_bounded_length(
-    gateway: Gateway, admin: Admin, header: str, value: bytes, param: str
+    gateway: RunningGateway, admin: Admin, header: str, value: bytes, param: str
 ) -> None:
     headers = {
         b"if-match": admin.etag().encode(),
@@ -313,7 +317,7 @@ def test_notes_and_names_are_one_line_of_bounded_length(
     assert answer.json()["error"]["param"] == param
 
 
-def test_notes_may_be_in_any_language(gateway: Gateway, admin: Admin) -> None:
+def test_notes_may_be_in_any_language(gateway: RunningGateway, admin: Admin) -> None:
     note = "für alle, 100% mehr — 猫"
     for sent in (note.encode(), "f%C3%BCr alle, 100%25 mehr — 猫".encode()):
         headers = [(b"if-match", admin.etag().encode()), (b"x-paceline-note", sent)]
@@ -321,7 +325,7 @@ def test_notes_may_be_in_any_language(gateway: Gateway, admin: Admin) -> None:
         assert answer.json()["note"] == note
 
 
-def test_the_way_back_is_a_new_version(line: Gateway, admin: Admin) -> None:
+def test_the_way_back_is_a_new_version(line: RunningGateway, admin: Admin) -> None:
     first = admin.document()
     admin.put(document("a"))
     admin.put(document("b"))
@@ -342,7 +346,7 @@ def test_the_way_back_is_a_new_version(line: Gateway, admin: Admin) -> None:
     assert again.json()["note"] == "back to version 4"
 
 
-def test_there_is_no_way_back_to_what_never_was(gateway: Gateway, admin: Admin) -> None:
+def test_there_is_no_way_back_to_what_never_was(gateway: RunningGateway, admin: Admin) -> None:
     for number in (0, 2, 99, -1):
         answer = admin.edit("POST", {"version": number}, "/rollback")
         assert error_of(answer) == (404, "unknown_version")
@@ -354,14 +358,14 @@ def test_there_is_no_way_back_to_what_never_was(gateway: Gateway, admin: Admin) 
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "POST"])
-def test_no_route_changes_a_version(gateway: Gateway, admin: Admin, method: str) -> None:
+def test_no_route_changes_a_version(gateway: RunningGateway, admin: Admin, method: str) -> None:
     for path in ("/history", "/history/1"):
         assert error_of(admin.edit(method, document("a"), path)) == (405, "method_not_allowed")
     assert error_of(admin.edit("DELETE", {})) == (405, "method_not_allowed")
 
 
 def test_models_answer_to_the_names_of_the_newest_policy(
-    line: Gateway, worker: FakeWorker, admin: Admin
+    line: RunningGateway, worker: FakeWorker, admin: Admin
 ) -> None:
     admin.patch({"models": {"demo": {"aliases": ["tiny"]}}})
     assert {one["id"] for one in line.client.get("/v1/models").json()["data"]} == {

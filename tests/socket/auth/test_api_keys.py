@@ -20,11 +20,11 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.cli import main
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 from gateway.server import Ending, serve
 from tests.support.policies import Admin, as_yaml, document
 from tests.support.running_gateway import (
-    Gateway,
+    RunningGateway,
     bearing,
     chat_body,
     error_of,
@@ -34,7 +34,9 @@ from tests.support.running_gateway import (
 from tests.support.scripted_worker import DONE, FakeWorker, Script
 
 
-def test_a_key_is_shown_once_and_its_secret_is_kept_nowhere(line: Gateway, tmp_path: Path) -> None:
+def test_a_key_is_shown_once_and_its_secret_is_kept_nowhere(
+    line: RunningGateway, tmp_path: Path
+) -> None:
     made = line.make_key(name="Ann", team="lab")
     assert re.fullmatch(r"pk-[A-Za-z0-9_-]{43}", made["secret"])
     assert made["secret"].startswith(made["prefix"])
@@ -48,7 +50,7 @@ def test_a_key_is_shown_once_and_its_secret_is_kept_nowhere(line: Gateway, tmp_p
     assert made["secret"] not in kept
 
 
-def test_the_answer_with_a_secret_may_be_stored_by_nobody(line: Gateway) -> None:
+def test_the_answer_with_a_secret_may_be_stored_by_nobody(line: RunningGateway) -> None:
     answer = line.admin.post("/admin/v1/keys", json={"name": "Ann"})
     assert answer.headers["cache-control"] == "no-store"
 
@@ -56,9 +58,9 @@ def test_the_answer_with_a_secret_may_be_stored_by_nobody(line: Gateway) -> None
 def test_a_key_opens_the_data_plane_and_survives_a_restart(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
-    with Gateway(settings_for_tests(tmp_path)) as first:
+    with RunningGateway(settings_for_tests(tmp_path)) as first:
         secret = first.make_key()["secret"]
-    with Gateway(settings_for_tests(tmp_path)) as second:
+    with RunningGateway(settings_for_tests(tmp_path)) as second:
         second.join(worker)
         assert error_of(second.chat()) == (401, "invalid_api_key")
         second.bear(secret)
@@ -66,7 +68,7 @@ def test_a_key_opens_the_data_plane_and_survives_a_restart(
         assert second.client.get("/v1/models").status_code == 200
 
 
-def test_with_the_first_key_nobody_is_served_without_one(line: Gateway) -> None:
+def test_with_the_first_key_nobody_is_served_without_one(line: RunningGateway) -> None:
     assert line.chat().status_code == 200
     made = line.make_key()
     assert error_of(line.chat()) == (401, "invalid_api_key")
@@ -74,7 +76,7 @@ def test_with_the_first_key_nobody_is_served_without_one(line: Gateway) -> None:
     assert error_of(line.chat()) == (401, "invalid_api_key"), "no way back to nobody needing one"
 
 
-def test_a_lost_state_opens_nothing(line: Gateway, tmp_path: Path) -> None:
+def test_a_lost_state_opens_nothing(line: RunningGateway, tmp_path: Path) -> None:
     made = line.make_key()
     (tmp_path / "state.json").unlink()
     eventually(lambda: line.client.get("/v1/models", headers=bearing(made)).status_code == 401)
@@ -102,7 +104,7 @@ def test_a_lost_state_opens_nothing(line: Gateway, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_terms_are_named_and_make_no_key(
-    gateway: Gateway, terms: dict[str, Any], param: str, word: str
+    gateway: RunningGateway, terms: dict[str, Any], param: str, word: str
 ) -> None:
     """CVE-2026-47102: what a caller may set is a list of fields, and no other is looked at."""
     answer = gateway.admin.post("/admin/v1/keys", json=terms)
@@ -112,13 +114,13 @@ def test_wrong_terms_are_named_and_make_no_key(
     assert gateway.admin.get("/admin/v1/keys").json() == {"keys": []}
 
 
-def test_every_wrong_field_is_named(gateway: Gateway) -> None:
+def test_every_wrong_field_is_named(gateway: RunningGateway) -> None:
     answer = gateway.admin.post("/admin/v1/keys", json={"team": "-", "tokens_a_day": -1})
     for field in ("name", "team", "tokens_a_day"):
         assert f"{field}: " in answer.json()["error"]["message"]
 
 
-def test_terms_are_changed_while_it_runs_and_null_takes_a_limit_away(line: Gateway) -> None:
+def test_terms_are_changed_while_it_runs_and_null_takes_a_limit_away(line: RunningGateway) -> None:
     made = line.make_key(requests_a_minute=1)
     line.bear(made["secret"])
     assert line.chat().status_code == 200
@@ -131,7 +133,7 @@ def test_terms_are_changed_while_it_runs_and_null_takes_a_limit_away(line: Gatew
     assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
 
 
-def test_a_change_keeps_what_was_used(line: Gateway) -> None:
+def test_a_change_keeps_what_was_used(line: RunningGateway) -> None:
     made = line.make_key(requests_a_minute=5)
     line.bear(made["secret"])
     for _ in range(3):
@@ -140,7 +142,7 @@ def test_a_change_keeps_what_was_used(line: Gateway) -> None:
     assert line.chat().headers["x-ratelimit-remaining-requests"] == "1"
 
 
-def test_there_is_no_way_to_a_key_that_was_never_made(gateway: Gateway) -> None:
+def test_there_is_no_way_to_a_key_that_was_never_made(gateway: RunningGateway) -> None:
     path = "/admin/v1/keys/key-000000000000"
     for answer in (
         gateway.admin.get(path),
@@ -154,7 +156,7 @@ async def test_one_secret_serves_one_purpose(tmp_path: Path) -> None:
     """CVE-2026-114612: a secret that is used twice opens what it was not made for."""
     same = SecretStr("the-same")
     settings = settings_for_tests(tmp_path, api_key=same, admin_key=same)
-    with pytest.raises(StartRefused, match="PACELINE_API_KEY and PACELINE_ADMIN_KEY are the same"):
+    with pytest.raises(StartupError, match="PACELINE_API_KEY and PACELINE_ADMIN_KEY are the same"):
         await serve(settings, ending=Ending())
 
 
@@ -164,13 +166,13 @@ async def test_a_secret_that_no_header_can_hold_stops_the_start_and_is_not_repea
 ) -> None:
     wrong = {name: SecretStr("a-secret\n")}
     settings = settings_for_tests(tmp_path).model_copy(update=wrong)
-    with pytest.raises(StartRefused, match=f"PACELINE_{name.upper()} holds what") as refused:
+    with pytest.raises(StartupError, match=f"PACELINE_{name.upper()} holds what") as refused:
         await serve(settings, ending=Ending())
     assert "a-secret" not in str(refused.value)
 
 
 async def test_a_made_key_lets_it_listen_beyond_loopback(tmp_path: Path) -> None:
-    with Gateway(settings_for_tests(tmp_path)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
         gateway.make_key()
     settings = settings_for_tests(tmp_path).model_copy(update={"host": "0.0.0.0"})
     ending = Ending()
@@ -201,7 +203,7 @@ async def test_without_a_key_it_says_so_at_the_start(tmp_path: Path) -> None:
 @pytest.fixture
 def damaged(tmp_path: Path) -> str:
     """A state whose one key nobody can read; its id."""
-    with Gateway(settings_for_tests(tmp_path)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
         made = gateway.make_key()
     state = json.loads((tmp_path / "state.json").read_text())
     state["keys"][made["id"]]["priorty"] = "bulk"
@@ -212,14 +214,14 @@ def damaged(tmp_path: Path) -> str:
 async def test_a_key_that_cannot_be_understood_stops_the_start_by_name(
     damaged: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(StartRefused, match=f"The key {damaged} "):
+    with pytest.raises(StartupError, match=f"The key {damaged} "):
         await serve(settings_for_tests(tmp_path), ending=Ending())
 
 
 def test_a_key_that_is_damaged_while_it_runs_opens_nothing(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
-    with Gateway(settings_for_tests(tmp_path)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
         gateway.join(worker)
         gateway.bear(gateway.make_key()["secret"])
         assert gateway.chat().status_code == 200
@@ -230,7 +232,7 @@ def test_a_key_that_is_damaged_while_it_runs_opens_nothing(
         eventually(lambda: gateway.chat().status_code == 401)
 
 
-def test_a_revoked_key_stops_at_once(line: Gateway) -> None:
+def test_a_revoked_key_stops_at_once(line: RunningGateway) -> None:
     made, other = line.make_key(), line.make_key()
     line.bear(made["secret"])
     assert line.chat().status_code == 200
@@ -243,7 +245,7 @@ def test_a_revoked_key_stops_at_once(line: Gateway) -> None:
     assert again == revoked, "it was revoked when it was revoked"
 
 
-def test_f51_a_revoked_key_stops_a_running_stream(line: Gateway, worker: FakeWorker) -> None:
+def test_f51_a_revoked_key_stops_a_running_stream(line: RunningGateway, worker: FakeWorker) -> None:
     made, other = line.make_key(), line.make_key()
     worker.script = Script(hang_after=3)
     body = chat_body(stream=True)
@@ -264,7 +266,9 @@ def test_f51_a_revoked_key_stops_a_running_stream(line: Gateway, worker: FakeWor
     assert received.endswith(DONE)
 
 
-def test_a_revoked_key_ends_an_answer_that_has_not_begun(line: Gateway, worker: FakeWorker) -> None:
+def test_a_revoked_key_ends_an_answer_that_has_not_begun(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     made = line.make_key()
     worker.script = Script(hang=True)
     with ThreadPoolExecutor(1) as pool:
@@ -276,7 +280,9 @@ def test_a_revoked_key_ends_an_answer_that_has_not_begun(line: Gateway, worker: 
         assert error_of(waiting.result(30)) == (401, "key_revoked")
 
 
-def test_an_expired_key_stops_and_so_does_its_stream(line: Gateway, worker: FakeWorker) -> None:
+def test_an_expired_key_stops_and_so_does_its_stream(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=1.5)
     made = line.make_key(expires_at=soon.isoformat())
     line.bear(made["secret"])
@@ -288,7 +294,9 @@ def test_an_expired_key_stops_and_so_does_its_stream(line: Gateway, worker: Fake
     assert line.admin.get(f"/admin/v1/keys/{made['id']}").json()["state"] == "expired"
 
 
-def test_a_key_expires_also_while_the_state_cannot_be_read(line: Gateway, tmp_path: Path) -> None:
+def test_a_key_expires_also_while_the_state_cannot_be_read(
+    line: RunningGateway, tmp_path: Path
+) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=1.5)
     line.bear(line.make_key(expires_at=soon.isoformat())["secret"])
     assert line.chat().status_code == 200
@@ -301,8 +309,8 @@ def test_f50_a_key_that_another_gateway_revokes_stops_here_too(
 ) -> None:
     """S12 (LiteLLM #35535, #9820): no process goes on with what it remembers of a key."""
     with (
-        Gateway(settings_for_tests(tmp_path)) as here,
-        Gateway(settings_for_tests(tmp_path)) as there,
+        RunningGateway(settings_for_tests(tmp_path)) as here,
+        RunningGateway(settings_for_tests(tmp_path)) as there,
     ):
         here.join(worker)
         made = there.make_key()
@@ -322,7 +330,7 @@ def test_whoever_changes_a_revoked_key_does_not_bring_it_back(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
     """CVE-2026-12795 and LiteLLM #9820: an update and a revocation at the same moment."""
-    with Gateway(settings_for_tests(tmp_path)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
         gateway.join(worker)
         made = gateway.make_key()
         path = f"/admin/v1/keys/{made['id']}"
@@ -344,7 +352,7 @@ def sentences(told: dict[str, list[dict[str, str]]]) -> list[str]:
 
 
 def test_a_policy_that_lacks_the_pools_of_a_key_is_applied_with_a_warning(
-    line: Gateway, admin: Admin
+    line: RunningGateway, admin: Admin
 ) -> None:
     line.make_key(name="everywhere")
     gone = line.make_key(name="gone", pools=["text-mtp"])
@@ -379,7 +387,7 @@ def test_whoever_changes_the_policy_is_warned_aloud_of_keys_that_it_strands(
     def warned() -> list[str]:
         return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
-    with Gateway(settings) as gateway, Admin(gateway.url) as admin:
+    with RunningGateway(settings) as gateway, Admin(gateway.url) as admin:
         gateway.make_key(name="Ann", pools=["a"])
         assert not warned()
         if way == "an admin":
@@ -389,14 +397,14 @@ def test_whoever_changes_the_policy_is_warned_aloud_of_keys_that_it_strands(
             eventually(lambda: bool(warned()))
     if way == "the file at a start":
         file.write_text(as_yaml(document("b")))
-        with Gateway(settings):
+        with RunningGateway(settings):
             pass
     (warning,) = warned()
     assert warning.startswith("policy.warning version=2 what=the key key-")
     assert "(Ann) names 'a', which is not there" in warning
 
 
-def test_a_pool_gets_another_name_and_its_keys_follow(line: Gateway, admin: Admin) -> None:
+def test_a_pool_gets_another_name_and_its_keys_follow(line: RunningGateway, admin: Admin) -> None:
     ann = line.make_key(name="Ann", pools=["vlm"])
     line.bear(ann["secret"])
     assert len(admin.put(document("all")).json()["warnings"]) == 1
@@ -407,7 +415,7 @@ def test_a_pool_gets_another_name_and_its_keys_follow(line: Gateway, admin: Admi
 
 
 def test_the_command_warns_too(
-    line: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    line: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line.make_key(name="Ann", pools=["text-mtp"])
     file = tmp_path / "mine.yaml"

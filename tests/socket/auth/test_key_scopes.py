@@ -16,7 +16,7 @@ from gateway.auth.records import KeyTerms, new_key
 from gateway.errors import KeyRefused
 from policies.document import Priority
 from tests.support.running_gateway import (
-    Gateway,
+    RunningGateway,
     chat_body,
     error_of,
     eventually,
@@ -57,7 +57,7 @@ def test_no_other_bytes_open_anything(offered: bytes) -> None:
                 ring.find(authorization)
 
 
-def test_unknown_wrong_expired_and_revoked_keys_get_one_answer(line: Gateway) -> None:
+def test_unknown_wrong_expired_and_revoked_keys_get_one_answer(line: RunningGateway) -> None:
     """S13 (CVE-2025-59425, CVE-2026-23996): the same words for all, and the same way there."""
     made = line.make_key()
     line.admin.delete(f"/admin/v1/keys/{made['id']}")
@@ -80,7 +80,7 @@ def test_unknown_wrong_expired_and_revoked_keys_get_one_answer(line: Gateway) ->
 
 def test_the_static_key_stays_a_key_without_limits(tmp_path: Path, worker: FakeWorker) -> None:
     settings = settings_for_tests(tmp_path, api_key=SecretStr("static-secret"))
-    with Gateway(settings) as gateway:
+    with RunningGateway(settings) as gateway:
         gateway.join(worker)
         made = gateway.make_key(requests_a_minute=1)
         gateway.bear("static-secret")
@@ -93,14 +93,14 @@ def test_the_static_key_stays_a_key_without_limits(tmp_path: Path, worker: FakeW
 
 
 @pytest.fixture
-def two_workers(line: Gateway, second_worker: FakeWorker) -> Gateway:
+def two_workers(line: RunningGateway, second_worker: FakeWorker) -> RunningGateway:
     """A gateway with the models `demo` and `other`."""
     second_worker.model = "other"
     assert line.join(second_worker).status_code == 200
     return line
 
 
-def test_a_model_that_a_key_may_not_use_does_not_exist_for_it(two_workers: Gateway) -> None:
+def test_a_model_that_a_key_may_not_use_does_not_exist_for_it(two_workers: RunningGateway) -> None:
     line = two_workers
     line.bear(line.make_key(models=["demo"])["secret"])
     assert line.chat().status_code == 200
@@ -117,7 +117,7 @@ def test_a_model_that_a_key_may_not_use_does_not_exist_for_it(two_workers: Gatew
     assert error_of(line.client.get("/v1/status")) == (403, "not_allowed")
 
 
-def test_pools_that_a_key_may_not_use_are_left_out(line: Gateway) -> None:
+def test_pools_that_a_key_may_not_use_are_left_out(line: RunningGateway) -> None:
     line.bear(line.make_key(pools=["vlm"])["secret"])
     greedy = line.chat(temperature=0)
     assert greedy.headers["x-paceline-pool"] == "vlm"
@@ -125,7 +125,9 @@ def test_pools_that_a_key_may_not_use_are_left_out(line: Gateway) -> None:
     assert {one["pool"] for one in explained["candidates"]} == {"vlm"}
 
 
-def test_a_key_with_no_pool_of_the_route_is_told_so(line: Gateway, worker: FakeWorker) -> None:
+def test_a_key_with_no_pool_of_the_route_is_told_so(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     line.bear(line.make_key(pools=["text-mtp"], requests_a_minute=5)["secret"])
     assert line.chat(temperature=0).status_code == 200
     sampled = line.chat(temperature=1)
@@ -136,7 +138,9 @@ def test_a_key_with_no_pool_of_the_route_is_told_so(line: Gateway, worker: FakeW
     assert len(worker.heard) == 1
 
 
-def test_no_request_ever_spills_to_a_pool_of_others(line: Gateway, worker: FakeWorker) -> None:
+def test_no_request_ever_spills_to_a_pool_of_others(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     """The key's pools hold in the waiting line too, where a request is decided on anew."""
     line.bear(line.make_key(pools=["text-mtp"])["secret"])
     worker.script = Script(hang_after=2)
@@ -166,7 +170,7 @@ def test_no_request_ever_spills_to_a_pool_of_others(line: Gateway, worker: FakeW
     ],
 )
 def test_a_request_asks_for_no_more_priority_than_its_key_has(
-    line: Gateway, highest: Priority, asked: Priority, status: int
+    line: RunningGateway, highest: Priority, asked: Priority, status: int
 ) -> None:
     line.bear(line.make_key(priority=highest)["secret"])
     headers = {"x-paceline-priority": asked}

@@ -19,7 +19,13 @@ import pytest
 from gateway.auth.origins import Hosts
 from gateway.config.settings import Settings
 from gateway.errors import HostRefused
-from tests.support.running_gateway import Gateway, bearing, chat_body, error_of, settings_for_tests
+from tests.support.running_gateway import (
+    RunningGateway,
+    bearing,
+    chat_body,
+    error_of,
+    settings_for_tests,
+)
 from tests.support.scripted_worker import TOKEN, FakeWorker, Script
 
 ROUTES = ("/livez", "/v1/models", "/v1/status", "/admin/v1/workers", "/nothing")
@@ -58,7 +64,7 @@ def test_no_name_and_two_names_are_refused() -> None:
             hosts.check(headers)
 
 
-def test_a_foreign_name_opens_no_route(line: Gateway, worker: FakeWorker) -> None:
+def test_a_foreign_name_opens_no_route(line: RunningGateway, worker: FakeWorker) -> None:
     headers = {"host": "evil.example"}
     answers = [line.client.get(route, headers=headers) for route in ROUTES]
     answers.append(line.client.post("/v1/chat/completions", json=chat_body(), headers=headers))
@@ -73,12 +79,12 @@ def test_names_are_configured_with_commas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: FakeWorker
 ) -> None:
     monkeypatch.setenv("PACELINE_ALLOWED_HOSTS", "line.example, other.example")
-    with Gateway(settings_for_tests(tmp_path)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
         answer = gateway.client.get("/livez", headers={"host": "other.example:8000"})
         assert answer.status_code == 200
 
 
-def test_no_header_of_the_client_reaches_a_worker(line: Gateway, worker: FakeWorker) -> None:
+def test_no_header_of_the_client_reaches_a_worker(line: RunningGateway, worker: FakeWorker) -> None:
     sent = {
         "authorization": "Bearer canary-key",
         "proxy-authorization": "Basic canary-proxy",
@@ -110,7 +116,7 @@ def test_no_header_of_the_client_reaches_a_worker(line: Gateway, worker: FakeWor
 
 @pytest.mark.parametrize("status", [200, 400, 500])
 def test_no_header_of_a_worker_reaches_the_client(
-    line: Gateway, worker: FakeWorker, status: int
+    line: RunningGateway, worker: FakeWorker, status: int
 ) -> None:
     canaries = ("set-cookie", "server", "x-secret", "www-authenticate", "location", "keep-alive")
     body = httpx.Response(200, json={"choices": [], "error": {"message": "no"}}).content
@@ -142,7 +148,7 @@ ROUTES_test_foreign_pages = {
 
 
 def blind(
-    gateway: Gateway, path: str, kind: str = "text/plain", **headers: str
+    gateway: RunningGateway, path: str, kind: str = "text/plain", **headers: str
 ) -> tuple[int, str, httpx.Headers]:
     """Send what a page can send to another site; headers are named with underscores."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -157,7 +163,7 @@ def blind(
 @pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_where_no_key_is_asked_for_a_page_of_another_site_is_refused(
-    line: Gateway, worker: FakeWorker, path: str, origin: str
+    line: RunningGateway, worker: FakeWorker, path: str, origin: str
 ) -> None:
     for kind in KINDS:
         status, code, headers = blind(line, path, kind, origin=origin)
@@ -169,14 +175,14 @@ def test_where_no_key_is_asked_for_a_page_of_another_site_is_refused(
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 @pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
 def test_a_page_that_hides_its_origin_is_refused_too(
-    line: Gateway, worker: FakeWorker, path: str, site: str
+    line: RunningGateway, worker: FakeWorker, path: str, site: str
 ) -> None:
     assert blind(line, path, sec_fetch_site=site, sec_fetch_mode="no-cors")[0] == 403
     assert not worker.heard
 
 
 @pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
-def test_programs_and_own_pages_are_served_as_ever(line: Gateway, path: str) -> None:
+def test_programs_and_own_pages_are_served_as_ever(line: RunningGateway, path: str) -> None:
     assert blind(line, path)[0] == 200
     assert blind(line, path, sec_fetch_mode="cors")[0] == 200, "as Node's fetch says"
     for site in ("same-origin", "none"):
@@ -187,7 +193,7 @@ def test_programs_and_own_pages_are_served_as_ever(line: Gateway, path: str) -> 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/status"])
 def test_a_link_may_be_followed_from_anywhere_and_a_page_may_not_look(
-    line: Gateway, path: str
+    line: RunningGateway, path: str
 ) -> None:
     assert line.client.get(path, headers=FOLLOWED).status_code == 200
     looked = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
@@ -204,7 +210,7 @@ def test_a_link_may_be_followed_from_anywhere_and_a_page_may_not_look(
     ],
 )
 def test_no_page_of_another_site_can_hold_a_stream_of_the_state_open(
-    line: Gateway, marks: dict[str, str]
+    line: RunningGateway, marks: dict[str, str]
 ) -> None:
     """An EventSource tells its origin, a picture or a frame only that it is of another site."""
     headers = {"sec-fetch-site": "cross-site", **marks}
@@ -212,7 +218,7 @@ def test_no_page_of_another_site_can_hold_a_stream_of_the_state_open(
     assert error_of(refused) == (403, "not_allowed")
 
 
-def test_who_shows_a_key_may_come_from_anywhere(line: Gateway) -> None:
+def test_who_shows_a_key_may_come_from_anywhere(line: RunningGateway) -> None:
     """An extension of a browser has an origin of its own, and a key that was typed into it."""
     headers = {"origin": "chrome-extension://abc", **bearing(line.make_key())}
     assert line.client.post("/v1/chat/completions", json=chat_body()).status_code == 401
@@ -222,8 +228,8 @@ def test_who_shows_a_key_may_come_from_anywhere(line: Gateway) -> None:
 @pytest.fixture(params=[None, 0], ids=["one port", "a port for admins"])
 def unkeyed(
     request: pytest.FixtureRequest, tmp_path: Path, worker: FakeWorker
-) -> Iterator[Gateway]:
-    with Gateway(settings_for_tests(tmp_path, admin_port=request.param)) as gateway:
+) -> Iterator[RunningGateway]:
+    with RunningGateway(settings_for_tests(tmp_path, admin_port=request.param)) as gateway:
         assert gateway.join(worker).status_code == 200
         yield gateway
 
@@ -238,7 +244,7 @@ EDITS = (
 
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_nothing_of_the_admin_plane_opens_to_a_page_of_another_site(
-    unkeyed: Gateway, origin: str
+    unkeyed: RunningGateway, origin: str
 ) -> None:
     marks = ({"origin": origin}, {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"})
     for headers in marks:
@@ -253,7 +259,9 @@ def test_nothing_of_the_admin_plane_opens_to_a_page_of_another_site(
     assert told["state"] == "ready"
 
 
-def test_the_page_for_admins_opens_by_a_link_and_asks_its_own_gateway(unkeyed: Gateway) -> None:
+def test_the_page_for_admins_opens_by_a_link_and_asks_its_own_gateway(
+    unkeyed: RunningGateway,
+) -> None:
     assert unkeyed.admin.get("/admin", headers=FOLLOWED).status_code == 200
     own = {"origin": str(unkeyed.admin.base_url).rstrip("/"), "sec-fetch-site": "same-origin"}
     made = unkeyed.admin.post("/admin/v1/keys", json={"name": "own"}, headers=own)

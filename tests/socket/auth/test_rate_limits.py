@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.support.running_gateway import (
-    Gateway,
+    RunningGateway,
     bearing,
     chat_body,
     error_of,
@@ -22,7 +22,7 @@ from tests.support.scripted_worker import DONE, USAGE, FakeWorker, Script, lane_
 USED_TOKENS = sum(cast("int", USAGE[name]) for name in ("prompt_tokens", "completion_tokens"))
 
 
-def test_a_limit_answers_in_openais_shape_and_says_when_to_come_back(line: Gateway) -> None:
+def test_a_limit_answers_in_openais_shape_and_says_when_to_come_back(line: RunningGateway) -> None:
     line.bear(line.make_key(requests_a_minute=2, tokens_a_minute=5000)["secret"])
     first = line.chat(max_tokens=100)
     assert first.headers["x-ratelimit-limit-requests"] == "2"
@@ -40,7 +40,7 @@ def test_a_limit_answers_in_openais_shape_and_says_when_to_come_back(line: Gatew
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
 
 
-def test_a_stream_and_an_error_tell_of_limits_too(line: Gateway, worker: FakeWorker) -> None:
+def test_a_stream_and_an_error_tell_of_limits_too(line: RunningGateway, worker: FakeWorker) -> None:
     line.bear(line.make_key(requests_a_minute=9)["secret"])
     with line.stream() as answer:
         assert answer.headers["x-ratelimit-remaining-requests"] == "8"
@@ -52,7 +52,7 @@ def test_a_stream_and_an_error_tell_of_limits_too(line: Gateway, worker: FakeWor
     assert broken.headers["x-ratelimit-remaining-requests"] == "7"
 
 
-def test_without_limits_nothing_is_told_of_them(line: Gateway) -> None:
+def test_without_limits_nothing_is_told_of_them(line: RunningGateway) -> None:
     line.bear(line.make_key()["secret"])
     assert not [name for name in line.chat().headers if name.startswith("x-ratelimit")]
 
@@ -62,7 +62,7 @@ def left_tokens(answer: httpx.Response) -> int:
 
 
 def test_f52_tokens_are_reserved_before_and_settled_after_with_what_the_worker_told(
-    line: Gateway,
+    line: RunningGateway,
 ) -> None:
     # A day, because a minute refills while the test runs.
     line.bear(line.make_key(tokens_a_day=2000)["secret"])
@@ -81,7 +81,7 @@ def test_f52_tokens_are_reserved_before_and_settled_after_with_what_the_worker_t
         {"nonsense": True},
     ],
 )
-def test_a_refused_request_costs_nothing(line: Gateway, refused: dict[str, Any]) -> None:
+def test_a_refused_request_costs_nothing(line: RunningGateway, refused: dict[str, Any]) -> None:
     line.bear(line.make_key(tokens_a_day=2000, requests_a_minute=50)["secret"])
     answer = line.chat(**refused)
     assert answer.status_code in {400, 404}
@@ -89,7 +89,7 @@ def test_a_refused_request_costs_nothing(line: Gateway, refused: dict[str, Any])
     assert answer.headers["x-ratelimit-remaining-requests"] == "50"
 
 
-def test_a_request_that_found_no_worker_costs_nothing(gateway: Gateway) -> None:
+def test_a_request_that_found_no_worker_costs_nothing(gateway: RunningGateway) -> None:
     gateway.bear(gateway.make_key(tokens_a_day=2000, requests_a_minute=50)["secret"])
     for _ in range(2):
         answer = gateway.chat(max_tokens=10)
@@ -99,7 +99,7 @@ def test_a_request_that_found_no_worker_costs_nothing(gateway: Gateway) -> None:
 
 
 def test_a_request_that_a_worker_broke_is_not_paid_by_guess(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     line.bear(line.make_key(tokens_a_day=2000)["secret"])
     worker.script = Script(cut_after=2)
@@ -109,7 +109,7 @@ def test_a_request_that_a_worker_broke_is_not_paid_by_guess(
     assert left_tokens(line.chat(max_tokens=100)) == 2000
 
 
-def test_who_leaves_early_pays_the_reservation(line: Gateway, worker: FakeWorker) -> None:
+def test_who_leaves_early_pays_the_reservation(line: RunningGateway, worker: FakeWorker) -> None:
     line.bear(line.make_key(tokens_a_day=2000)["secret"])
     worker.script = Script(hang_after=2)
     with line.stream(max_tokens=100) as answer:
@@ -122,7 +122,7 @@ def test_who_leaves_early_pays_the_reservation(line: Gateway, worker: FakeWorker
 
 
 def test_who_leaves_before_any_worker_began_pays_nothing(
-    gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     first, second = gateway.make_key(), gateway.make_key(tokens_a_day=2000)
     second_worker.script = Script(hang=True)
@@ -144,7 +144,9 @@ def test_who_leaves_before_any_worker_began_pays_nothing(
         assert running.result().status_code == 200
 
 
-def test_requests_at_a_time_are_counted_to_the_last_byte(line: Gateway, worker: FakeWorker) -> None:
+def test_requests_at_a_time_are_counted_to_the_last_byte(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     line.bear(line.make_key(concurrent_requests=2)["secret"])
     worker.script = Script(hang_after=2)
     with line.stream() as first, line.stream() as second:
@@ -158,7 +160,9 @@ def test_requests_at_a_time_are_counted_to_the_last_byte(line: Gateway, worker: 
     eventually(lambda: line.chat().status_code == 200)
 
 
-def test_many_at_once_never_get_more_than_the_limit(line: Gateway, worker: FakeWorker) -> None:
+def test_many_at_once_never_get_more_than_the_limit(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     key = line.make_key(requests_a_minute=7)
     url = f"{line.url}/v1/chat/completions"
     with ThreadPoolExecutor(16) as pool:
@@ -174,12 +178,12 @@ def test_many_at_once_never_get_more_than_the_limit(line: Gateway, worker: FakeW
 
 
 def test_a_budget_for_a_day_survives_a_restart(tmp_path: Path, worker: FakeWorker) -> None:
-    with Gateway(settings_for_tests(tmp_path)) as first:
+    with RunningGateway(settings_for_tests(tmp_path)) as first:
         first.join(worker)
         secret = first.make_key(tokens_a_day=2000)["secret"]
         first.bear(secret)
         assert first.chat(max_tokens=10).status_code == 200
-    with Gateway(settings_for_tests(tmp_path)) as second:
+    with RunningGateway(settings_for_tests(tmp_path)) as second:
         second.join(worker)
         second.bear(secret)
         assert left_tokens(second.chat(max_tokens=10)) == 2000 - USED_TOKENS - 14

@@ -17,7 +17,13 @@ from pydantic import SecretStr
 from gateway.auth.rate_limits import DAY_S
 from gateway.auth.usage import KEPT_DAYS, Ledger, UsageRow, date_of, fold, tidied
 from gateway.types import Caller, Spent, Usage
-from tests.support.running_gateway import Gateway, bearing, error_of, eventually, settings_for_tests
+from tests.support.running_gateway import (
+    RunningGateway,
+    bearing,
+    error_of,
+    eventually,
+    settings_for_tests,
+)
 from tests.support.scripted_worker import FakeWorker, Script
 
 TODAY = 20_000
@@ -117,7 +123,7 @@ def test_used_today_is_of_this_life_and_of_those_before() -> None:
     assert ledger.used("key-a", (TODAY + 1) * DAY_S) == 0
 
 
-def usage_of(gateway: Gateway, query: str = "") -> dict[str, Any]:
+def usage_of(gateway: RunningGateway, query: str = "") -> dict[str, Any]:
     told: dict[str, Any] = gateway.admin.get(f"/admin/v1/usage{query}").json()
     return told
 
@@ -127,7 +133,7 @@ def row(told: dict[str, Any], key: str) -> dict[str, Any]:
     return dict(found)
 
 
-def test_usage_is_told_by_key_and_by_team(line: Gateway, worker: FakeWorker) -> None:
+def test_usage_is_told_by_key_and_by_team(line: RunningGateway, worker: FakeWorker) -> None:
     ann = line.make_key(name="Ann", team="lab")
     bob = line.make_key(name="Bob", team="lab")
     eve = line.make_key(name="Eve")
@@ -154,7 +160,7 @@ def test_usage_is_told_by_key_and_by_team(line: Gateway, worker: FakeWorker) -> 
 
 
 def test_streams_count_and_who_leaves_is_counted_as_guessed(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     key = line.make_key()
     line.bear(key["secret"])
@@ -168,12 +174,12 @@ def test_streams_count_and_who_leaves_is_counted_as_guessed(
     assert (told["prompt_tokens"], told["guessed_tokens"]) == (7, 4 + 50)
 
 
-def test_nobody_is_counted_where_no_key_is_needed(line: Gateway) -> None:
+def test_nobody_is_counted_where_no_key_is_needed(line: RunningGateway) -> None:
     assert line.chat().status_code == 200
     assert usage_of(line)["rows"] == []
 
 
-def test_usage_comes_as_csv_by_name_or_by_wish(line: Gateway) -> None:
+def test_usage_comes_as_csv_by_name_or_by_wish(line: RunningGateway) -> None:
     key = line.make_key(name="Ann", team="lab")
     line.bear(key["secret"])
     line.chat()
@@ -198,13 +204,13 @@ def test_usage_comes_as_csv_by_name_or_by_wish(line: Gateway) -> None:
         ("?from=2026-02-02&to=2026-02-01", "from"),
     ],
 )
-def test_a_wrong_question_is_named(gateway: Gateway, query: str, param: str) -> None:
+def test_a_wrong_question_is_named(gateway: RunningGateway, query: str, param: str) -> None:
     answer = gateway.admin.get(f"/admin/v1/usage{query}")
     assert error_of(answer) == (400, "invalid_value")
     assert answer.json()["error"]["param"] == param
 
 
-def test_days_outside_the_question_are_left_out(line: Gateway) -> None:
+def test_days_outside_the_question_are_left_out(line: RunningGateway) -> None:
     line.bear(line.make_key()["secret"])
     line.chat()
     assert usage_of(line, "?from=2020-01-01&to=2020-12-31")["rows"] == []
@@ -214,7 +220,7 @@ def test_days_outside_the_question_are_left_out(line: Gateway) -> None:
 def test_usage_survives_a_restart_and_goes_on(tmp_path: Path, worker: FakeWorker) -> None:
     settings = settings_for_tests(tmp_path, api_key=SecretStr("static-key"))
     for times in (1, 2, 3):
-        with Gateway(settings) as gateway:
+        with RunningGateway(settings) as gateway:
             gateway.join(worker)
             gateway.bear("static-key")
             assert gateway.chat().status_code == 200
@@ -222,7 +228,7 @@ def test_usage_survives_a_restart_and_goes_on(tmp_path: Path, worker: FakeWorker
 
 
 def test_usage_is_kept_while_it_runs_so_that_a_crash_costs_seconds(
-    line: Gateway, tmp_path: Path
+    line: RunningGateway, tmp_path: Path
 ) -> None:
     key = line.make_key()
     line.bear(key["secret"])
@@ -234,7 +240,7 @@ def test_usage_is_kept_while_it_runs_so_that_a_crash_costs_seconds(
 
 
 def test_f54_a_disk_that_takes_nothing_stops_no_request_and_is_caught_up_with(
-    line: Gateway, tmp_path: Path
+    line: RunningGateway, tmp_path: Path
 ) -> None:
     key = line.make_key()
     line.bear(key["secret"])
@@ -252,7 +258,7 @@ def test_f54_a_disk_that_takes_nothing_stops_no_request_and_is_caught_up_with(
     eventually(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
 
 
-def test_a_team_keeps_what_its_key_used_before_it_changed_teams(line: Gateway) -> None:
+def test_a_team_keeps_what_its_key_used_before_it_changed_teams(line: RunningGateway) -> None:
     key = line.make_key(team="lab")
     for team in ("lab", "shop"):
         line.admin.patch(f"/admin/v1/keys/{key['id']}", json={"team": team})

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cli import main
-from tests.support.running_gateway import Gateway, eventually
+from tests.support.running_gateway import RunningGateway, eventually
 from tests.support.scripted_worker import DONE, USAGE, FakeWorker, Script, chunk, event
 
 ROOT = Path(__file__).parents[3]
@@ -67,18 +67,18 @@ VLLM_SAYS = (
 
 
 @pytest.fixture
-def drafting(line: Gateway, worker: FakeWorker) -> Gateway:
+def drafting(line: RunningGateway, worker: FakeWorker) -> RunningGateway:
     """A line whose worker tells of drafts."""
     worker.script = DRAFTED
     return line
 
 
-def bench(line: Gateway, *arguments: str) -> int:
+def bench(line: RunningGateway, *arguments: str) -> int:
     return main(["bench", "--url", line.url, *arguments])
 
 
 def test_figures_are_printed_written_and_drawn(
-    drafting: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drafting: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record, picture = tmp_path / "run.json", tmp_path / "run.svg"
     files = ("--json", str(record), "--plot", str(picture))
@@ -120,7 +120,7 @@ def test_figures_are_printed_written_and_drawn(
 
 
 def test_two_endpoints_are_measured_in_turn_with_the_same_prompts(
-    drafting: Gateway, worker: FakeWorker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    drafting: RunningGateway, worker: FakeWorker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "run.json"
     other = ("--compare", f"{drafting.url}/v1", "--compare-body", '{"max_tokens": 7}')
@@ -142,7 +142,7 @@ def test_two_endpoints_are_measured_in_turn_with_the_same_prompts(
 
 
 def test_requests_that_fail_are_counted_and_named(
-    line: Gateway, worker: FakeWorker, capsys: pytest.CaptureFixture[str]
+    line: RunningGateway, worker: FakeWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = Script()
     bad = Script(cut_after=2)
@@ -154,7 +154,7 @@ def test_requests_that_fail_are_counted_and_named(
 
 
 def test_an_interrupted_sweep_tells_what_it_has_measured(
-    line: Gateway, worker: FakeWorker, tmp_path: Path
+    line: RunningGateway, worker: FakeWorker, tmp_path: Path
 ) -> None:
     first_try_warm_up_and_level = 1 + 1 + 2
     worker.script = Script(
@@ -182,7 +182,7 @@ def test_an_interrupted_sweep_tells_what_it_has_measured(
 
 
 def test_without_any_draft_there_is_no_speculative_block(
-    line: Gateway, worker: FakeWorker, capsys: pytest.CaptureFixture[str]
+    line: RunningGateway, worker: FakeWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker.script = Script(
         events=(chunk({"content": "one"}), chunk({}, "stop"), event({**LAST, "usage": USAGE}), DONE)
@@ -193,7 +193,9 @@ def test_without_any_draft_there_is_no_speculative_block(
     assert "Speculative Decoding" not in printed
 
 
-def test_prompts_of_ones_own_are_asked(line: Gateway, worker: FakeWorker, tmp_path: Path) -> None:
+def test_prompts_of_ones_own_are_asked(
+    line: RunningGateway, worker: FakeWorker, tmp_path: Path
+) -> None:
     prompts = tmp_path / "prompts.jsonl"
     system = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Two?"}]
     lines = ({"prompt": "One?", "max_tokens": 9}, {"messages": system})
@@ -218,7 +220,7 @@ def test_prompts_of_ones_own_are_asked(line: Gateway, worker: FakeWorker, tmp_pa
     ],
 )
 def test_what_cannot_be_measured_is_told_in_one_sentence(
-    line: Gateway, arguments: tuple[str, ...], sentence: str
+    line: RunningGateway, arguments: tuple[str, ...], sentence: str
 ) -> None:
     with pytest.raises(SystemExit, match=sentence):
         bench(line, *arguments)

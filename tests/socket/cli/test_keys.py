@@ -9,12 +9,12 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.cli import main
-from tests.support.running_gateway import Gateway, settings_for_tests
+from tests.support.running_gateway import RunningGateway, settings_for_tests
 from tests.support.scripted_worker import FakeWorker
 
 
 def test_a_key_is_made_listed_used_told_of_and_revoked(
-    line: Gateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    line: RunningGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     url = ("--url", line.url)
@@ -50,7 +50,7 @@ def test_the_admin_key_comes_from_the_environment(
     settings = settings_for_tests(
         tmp_path, admin_key=SecretStr("admin-key"), api_key=SecretStr("static-key")
     )
-    with Gateway(settings) as gateway:
+    with RunningGateway(settings) as gateway:
         monkeypatch.setenv("PACELINE_API_KEY", "static-key")
         with pytest.raises(SystemExit, match="A valid key is needed"):
             main(["keys", "list", "--url", gateway.url])
@@ -60,7 +60,9 @@ def test_the_admin_key_comes_from_the_environment(
         assert main(["status", "--json", "--url", gateway.url]) == 1, "no worker"
 
 
-def test_a_refusal_is_one_sentence_that_names_the_field(line: Gateway, worker: FakeWorker) -> None:
+def test_a_refusal_is_one_sentence_that_names_the_field(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     with pytest.raises(SystemExit, match=r"refused: pools\.0: the policy has no pool 'vml'"):
         main(["keys", "create", "Ann", "--pool", "vml", "--url", line.url])
     with pytest.raises(SystemExit, match="There is no key 'key-x'"):

@@ -16,28 +16,28 @@ from rich.console import Console
 from gateway.cli import main
 from gateway.cli import policy as policy_view
 from tests.support.policies import Admin, as_yaml, document
-from tests.support.running_gateway import Gateway, settings_for_tests
+from tests.support.running_gateway import RunningGateway, settings_for_tests
 
 KEY = "canary-admin-key"
 Command = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gateway]:
+def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
     """A gateway with an admin key, which the command finds in its environment."""
     monkeypatch.setenv("PACELINE_ADMIN_KEY", KEY)
-    with Gateway(settings_for_tests(tmp_path, admin_key=SecretStr(KEY))) as running:
+    with RunningGateway(settings_for_tests(tmp_path, admin_key=SecretStr(KEY))) as running:
         yield running
 
 
 @pytest.fixture
-def admin(gateway: Gateway) -> Iterator[Admin]:
+def admin(gateway: RunningGateway) -> Iterator[Admin]:
     with Admin(gateway.url, KEY) as one:
         yield one
 
 
 @pytest.fixture
-def policy(gateway: Gateway, capsys: pytest.CaptureFixture[str]) -> Command:
+def policy(gateway: RunningGateway, capsys: pytest.CaptureFixture[str]) -> Command:
     """Run `paceline policy`, and return its exit code and what it printed."""
 
     def command(name: str, *arguments: str) -> tuple[int, str]:

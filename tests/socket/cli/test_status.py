@@ -19,7 +19,7 @@ from pydantic import SecretStr
 from gateway.cli import main
 from tests.support.fault_proxy import FaultProxy, proxying
 from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import Gateway, eventually, settings_for_tests
+from tests.support.running_gateway import RunningGateway, eventually, settings_for_tests
 
 ROOT = Path(__file__).parents[3]
 ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"
@@ -76,7 +76,7 @@ def watching(url: str, *arguments: str, terminal: bool) -> Iterator[Watch]:
 
 
 @pytest.fixture
-def proxy(line: Gateway) -> Iterator[FaultProxy]:
+def proxy(line: RunningGateway) -> Iterator[FaultProxy]:
     """A way to the gateway that can be closed and opened."""
     with proxying(line.url) as between:
         yield between
@@ -100,13 +100,13 @@ def test_a_watch_outlives_a_gateway_that_goes_away_and_returns(
     assert ("\x1b" in watch.written) == terminal
 
 
-def test_a_piped_watch_prints_again_and_again(line: Gateway) -> None:
+def test_a_piped_watch_prints_again_and_again(line: RunningGateway) -> None:
     with watching(line.url, terminal=False) as watch:
         eventually(lambda: watch.written.count("fake-a") >= 3, within_s=PATIENCE_S)
         assert watch.end() == (0, "")
 
 
-def test_a_watch_as_json_prints_a_line_each_time(line: Gateway) -> None:
+def test_a_watch_as_json_prints_a_line_each_time(line: RunningGateway) -> None:
     with watching(line.url, "--json", terminal=False) as watch:
         eventually(lambda: watch.written.count("\n") >= 2, within_s=PATIENCE_S)
         assert watch.end() == (0, "")
@@ -118,7 +118,7 @@ def test_the_table_says_what_is_wrong_with_what_gateways_share(
     own_redis: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = settings_for_tests(tmp_path, redis_url=SecretStr(own_redis.url))
-    with Gateway(settings) as gateway:
+    with RunningGateway(settings) as gateway:
         assert main(["status", "--url", gateway.url]) == 1, "no worker"
         assert "Not all is shared" not in capsys.readouterr().out
         own_redis.kill()
@@ -129,7 +129,7 @@ def test_the_table_says_what_is_wrong_with_what_gateways_share(
     )
 
 
-def test_a_reader_that_has_enough_ends_a_watch_without_a_word(line: Gateway) -> None:
+def test_a_reader_that_has_enough_ends_a_watch_without_a_word(line: RunningGateway) -> None:
     with subprocess.Popen(
         [sys.executable, "-m", "gateway", "status", "--json", "--watch", "0.1", "--url", line.url],
         stdout=subprocess.PIPE,

@@ -10,7 +10,7 @@ import pytest
 from gateway.cluster.prefix_claims import RedisPrefixes
 from gateway.cluster.redis import RedisLink
 from gateway.errors import RecordsUnwritable
-from gateway.routing.prefix_affinity import NEWS_KEPT, Prefixes
+from gateway.routing.prefix_affinity import NEWS_KEPT, PrefixIndex
 from gateway.types import Usage
 from policies.sections import PrefixPolicy
 from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, holders
@@ -22,7 +22,7 @@ class Neighbour:
 
     def __init__(self, url: str) -> None:
         self.now_s = 0.0
-        self.prefixes = Prefixes(lambda: self.now_s)
+        self.prefixes = PrefixIndex(lambda: self.now_s)
         self.link = RedisLink(url)
         self._shared = RedisPrefixes(self.link, self.prefixes)
 
@@ -135,7 +135,7 @@ async def test_an_entry_that_nobody_understands_stops_none_of_the_others(
 
 
 def test_news_that_nobody_hears_are_bounded() -> None:
-    prefixes = Prefixes(lambda: 0.0)
+    prefixes = PrefixIndex(lambda: 0.0)
     for number in range(NEWS_KEPT + 10):
         prefixes.sent(str(number), STUDIO, RULES)
     news = prefixes.take_news()

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisLink
-from gateway.errors import EditUnanswered, RecordsUnwritable
+from gateway.errors import RecordsUnwritable, WriteUnconfirmed
 from tests.support.redis_server import RedisServer
 
 Opens = Callable[[RedisServer], tuple[RedisRecords, RedisLink]]
@@ -168,7 +168,7 @@ async def test_nobody_waits_for_an_edit_that_redis_is_slow_to_answer_and_it_may_
     await records.add("keys", "a", "1")
     assert await records.all("keys") == {"a": "1"}
     own_redis.freeze()
-    with pytest.raises(EditUnanswered):
+    with pytest.raises(WriteUnconfirmed):
         await records.add("keys", "b", "2")
     assert link.away
     with pytest.raises(RecordsUnwritable) as refused:

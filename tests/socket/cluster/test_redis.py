@@ -9,7 +9,7 @@ from typing import NoReturn
 import pytest
 
 from gateway.cluster.redis import DEADLINE_S, RedisLink
-from gateway.errors import EditUnanswered, RecordsUnwritable
+from gateway.errors import RecordsUnwritable, WriteUnconfirmed
 from gateway.server import run
 from tests.support.redis_server import RedisServer
 
@@ -61,7 +61,7 @@ async def test_an_edit_that_nobody_waits_for_any_more_does_not_go_on_for_ever(
             ended.set()
 
     link = RedisLink(redis.url)
-    with pytest.raises(EditUnanswered):
+    with pytest.raises(WriteUnconfirmed):
         await link.edit(hangs)
     async with asyncio.timeout(60):
         await ended.wait()

@@ -14,10 +14,10 @@ from tests.support.fault_proxy import HARMLESS, Fault, FaultProxy, proxying
 from tests.support.gateway_fixtures import Break, Joins, Starts
 from tests.support.redis_server import RedisServer
 from tests.support.redis_status import degraded, store, well
-from tests.support.running_gateway import Gateway, bearing, error_of, eventually
+from tests.support.running_gateway import RunningGateway, bearing, error_of, eventually
 
 
-def metric(gateway: Gateway) -> str:
+def metric(gateway: RunningGateway) -> str:
     text = gateway.client.get("/metrics").text
     return next(line for line in text.splitlines() if line.startswith("paceline_store_degraded "))
 
@@ -142,7 +142,7 @@ def test_f30_without_redis_a_gateway_allows_its_share_and_never_everything(
     own_redis.kill()
     eventually(lambda: degraded(first) and degraded(second))
 
-    def left(gateway: Gateway) -> int:
+    def left(gateway: RunningGateway) -> int:
         told = gateway.client.post("/v1/chat/completions", json={}).headers
         return int(told["x-ratelimit-remaining-requests"])
 
@@ -220,7 +220,7 @@ def test_f32_a_gateway_that_is_cut_off_has_its_share_and_everything_adds_up_late
         eventually(lambda: store(second)["gateways"] == 2)
         eventually(lambda: second.client.get("/readyz").status_code == 200)
 
-        def left(gateway: Gateway) -> int:
+        def left(gateway: RunningGateway) -> int:
             told = gateway.client.post("/v1/chat/completions", json={}).headers
             return int(told["x-ratelimit-remaining-tokens"])
 

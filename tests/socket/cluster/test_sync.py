@@ -20,13 +20,13 @@ import httpx
 from tests.support.gateway_fixtures import Makes
 from tests.support.gateway_process import gateway_process
 from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import Gateway, chat_body, error_of, eventually, serving
+from tests.support.running_gateway import RunningGateway, chat_body, error_of, eventually, serving
 from tests.support.scripted_worker import DONE, FakeWorker, Script, lane_report
 
 ROOT = Path(__file__).parents[3]
 
 
-def completed(gateway: Gateway) -> int:
+def completed(gateway: RunningGateway) -> int:
     count: int = gateway.status()["outcomes"].get("completed", 0)
     return count
 
@@ -116,14 +116,14 @@ CORDON = "/admin/v1/workers/fake-a/cordon"
 DRAIN = "/admin/v1/workers/fake-a/drain"
 
 
-def state_of(gateway: Gateway, worker_id: str = "fake-a") -> str:
+def state_of(gateway: RunningGateway, worker_id: str = "fake-a") -> str:
     listed = gateway.admin.get("/admin/v1/workers").json()["workers"]
     states: dict[str, str] = {one["worker_id"]: one["state"] for one in listed}
     return states[worker_id]
 
 
 def test_of_two_gateways_the_last_word_on_a_cordon_counts_at_both(
-    makes: Makes, joins: Callable[[Gateway], None]
+    makes: Makes, joins: Callable[[RunningGateway], None]
 ) -> None:
     first, second = makes(), makes()
     joins(first)
@@ -161,7 +161,7 @@ def test_a_worker_is_drained_once_it_has_nothing_of_any_gateway(
 
 
 def test_a_drain_ends_where_the_cordon_is_lifted_at_another_gateway(
-    makes: Makes, worker: FakeWorker, joins: Callable[[Gateway], None]
+    makes: Makes, worker: FakeWorker, joins: Callable[[RunningGateway], None]
 ) -> None:
     first, second = makes(), makes()
     joins(first)
@@ -234,7 +234,7 @@ def test_gateways_that_are_killed_under_load_lose_and_double_nothing_that_was_to
     assert lost < answered
 
 
-def soon_at(gateway: Gateway, holds: Callable[[], bool]) -> None:
+def soon_at(gateway: RunningGateway, holds: Callable[[], bool]) -> None:
     """Wait for what is to hold within two seconds, not counting those in which Redis was away."""
     left_s, until_s, began_s = 2.0, time.monotonic() + 60, time.monotonic()
     while not holds():
@@ -281,7 +281,9 @@ def test_the_policy_of_one_is_the_policy_of_all(makes: Makes) -> None:
     soon_at(second, followed)
 
 
-def two_with_one_key(makes: Makes, worker: FakeWorker, **limits: int) -> tuple[Gateway, Gateway]:
+def two_with_one_key(
+    makes: Makes, worker: FakeWorker, **limits: int
+) -> tuple[RunningGateway, RunningGateway]:
     """Give two gateways that share a worker, and ask with a key of these limits from now on."""
     first, second = makes(), makes()
     first.join(worker)

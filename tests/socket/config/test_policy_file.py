@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from gateway.config.settings import Settings
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 from gateway.server import Ending, run, serve
 from tests.support.policies import Admin, as_yaml, document
-from tests.support.running_gateway import Gateway, eventually, settings_for_tests
+from tests.support.running_gateway import RunningGateway, eventually, settings_for_tests
 from tests.support.scripted_worker import FakeWorker
 
 
@@ -33,8 +33,8 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def running(file: Path | None, folder: Path, **settings: Any) -> Gateway:
-    return Gateway(settings_for_tests(folder, policy=file, **settings))
+def running(file: Path | None, folder: Path, **settings: Any) -> RunningGateway:
+    return RunningGateway(settings_for_tests(folder, policy=file, **settings))
 
 
 def start(settings: Settings) -> None:
@@ -44,21 +44,21 @@ def start(settings: Settings) -> None:
     run(serve(settings, ending=ending))
 
 
-def in_force(gateway: Gateway) -> tuple[int, list[str], str]:
+def in_force(gateway: RunningGateway) -> tuple[int, list[str], str]:
     """Tell version, pools and source of what is in force."""
     status = gateway.status()
     return status["policy"]["version"], list(status["pools"]), status["policy"]["source"]
 
 
-def says(gateway: Gateway, *expected: object) -> Callable[[], bool]:
+def says(gateway: RunningGateway, *expected: object) -> Callable[[], bool]:
     return lambda: in_force(gateway) == expected
 
 
-def problem(gateway: Gateway) -> str:
+def problem(gateway: RunningGateway) -> str:
     return str(gateway.status()["policy"].get("file_problem", ""))
 
 
-def tells(gateway: Gateway, sentence: str) -> bool:
+def tells(gateway: RunningGateway, sentence: str) -> bool:
     return sentence in problem(gateway)
 
 
@@ -122,7 +122,7 @@ def test_f45_a_bad_file_stops_the_start_with_file_line_and_field(
     with running(file, tmp_path):
         pass  # what is kept is good, and is not taken in its place
     file.write_text(text)
-    with pytest.raises(StartRefused, match=rf"policy\.yaml is not usable: .*{sentence}"):
+    with pytest.raises(StartupError, match=rf"policy\.yaml is not usable: .*{sentence}"):
         start(settings_for_tests(tmp_path, policy=file))
 
 
@@ -144,7 +144,7 @@ def test_a_start_that_is_refused_changes_no_policy(
         port = taken.getsockname()[1]
         settings = settings_for_tests(tmp_path, policy=file)
         changes = {name: port if value is None else value for name, value in wrong.items()}
-        with pytest.raises(StartRefused, match=r"set PACELINE_|Cannot listen on"):
+        with pytest.raises(StartupError, match=r"set PACELINE_|Cannot listen on"):
             start(settings.model_copy(update=changes))
     assert not (tmp_path / "state.json").exists()
 
@@ -154,13 +154,13 @@ def test_a_file_that_is_missing_or_no_text_or_huge_stops_the_start(
 ) -> None:
     settings = settings_for_tests(tmp_path, policy=file)
     file.write_bytes(b"\xff\xff")
-    with pytest.raises(StartRefused, match=r"policy\.yaml is not usable: the file cannot be read"):
+    with pytest.raises(StartupError, match=r"policy\.yaml is not usable: the file cannot be read"):
         start(settings)
     file.write_bytes(b"#" * 2_000_000)
-    with pytest.raises(StartRefused, match="larger than 1048576 bytes"):
+    with pytest.raises(StartupError, match="larger than 1048576 bytes"):
         start(settings)
     file.unlink()
-    with pytest.raises(StartRefused, match=r"policy\.yaml is not usable: the file cannot be read"):
+    with pytest.raises(StartupError, match=r"policy\.yaml is not usable: the file cannot be read"):
         start(settings)
 
 
@@ -168,10 +168,10 @@ def test_a_state_that_cannot_be_written_or_read_stops_the_start(file: Path, tmp_
     blocked = tmp_path / "blocked"
     blocked.write_text("no folder")
     settings = settings_for_tests(blocked / "state", policy=file)
-    with pytest.raises(StartRefused, match="cannot be read"):
+    with pytest.raises(StartupError, match="cannot be read"):
         start(settings)
     (tmp_path / "state.json").write_text('{"policy": {"1": {"number": 1}}}')
-    with pytest.raises(StartRefused, match=r"The versions of the policy in .* are damaged"):
+    with pytest.raises(StartupError, match=r"The versions of the policy in .* are damaged"):
         start(settings_for_tests(tmp_path, policy=file))
 
 
@@ -285,5 +285,5 @@ def test_listed_workers_are_held_against_what_is_in_force_and_not_against_the_fi
     with running(file, tmp_path, **listing("b")) as gateway:
         assert in_force(gateway) == (2, ["b"], "admin")
     settings = settings_for_tests(tmp_path, policy=file, **listing("a"))
-    with pytest.raises(StartRefused, match="'studio' is listed for the pool 'a'"):
+    with pytest.raises(StartupError, match="'studio' is listed for the pool 'a'"):
         start(settings)

@@ -16,21 +16,21 @@ from pydantic import ValidationError
 
 from gateway.config.settings import load_settings
 from gateway.config.static_workers import ListedWorker, check_listed, listed_problems, read_keys
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 from gateway.protocols.openai import for_openai
 from policies.document import shipped_policy
-from tests.support.running_gateway import Gateway, eventually, serving, settings_for_tests
+from tests.support.running_gateway import RunningGateway, eventually, serving, settings_for_tests
 from tests.support.scripted_worker import TOKEN, FakeWorker, Script
 from tests.support.static_workers import ENTRY, listed
 
 ROOT = Path(__file__).parents[3]
 
 
-def gateway_with(folder: Path, *workers: ListedWorker) -> Gateway:
-    return Gateway(settings_for_tests(folder, workers=workers))
+def gateway_with(folder: Path, *workers: ListedWorker) -> RunningGateway:
+    return RunningGateway(settings_for_tests(folder, workers=workers))
 
 
-def told_by_status(gateway: Gateway) -> str:
+def told_by_status(gateway: RunningGateway) -> str:
     """What `paceline status` prints."""
     asked = [sys.executable, "-m", "gateway", "status", "--url", gateway.url]
     ran = subprocess.run(
@@ -39,7 +39,7 @@ def told_by_status(gateway: Gateway) -> str:
     return ran.stdout.decode()
 
 
-def ready(gateway: Gateway) -> bool:
+def ready(gateway: RunningGateway) -> bool:
     return gateway.client.get("/readyz").status_code == 200
 
 
@@ -148,7 +148,7 @@ def test_the_file_lists_workers_and_may_hold_what_is_meant_for_a_worker(tmp_path
 
 
 def test_a_name_that_nobody_knows_stops_the_start_and_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StartRefused, match="'worker_list' in the configuration file: unknown"):
+    with pytest.raises(StartupError, match="'worker_list' in the configuration file: unknown"):
         load_settings(write(tmp_path, worker_list=[ENTRY]))
 
 
@@ -172,7 +172,7 @@ def test_a_name_that_nobody_knows_stops_the_start_and_is_named(tmp_path: Path) -
 def test_a_wrong_entry_is_named_by_field_and_its_value_is_not_repeated(
     tmp_path: Path, changes: dict[str, Any], field: str
 ) -> None:
-    with pytest.raises(StartRefused) as refused:
+    with pytest.raises(StartupError) as refused:
         load_settings(write(tmp_path, workers=[{**ENTRY, **changes}]))
     assert f"'workers.0.{field}' in the configuration file" in str(refused.value)
     assert "secret" not in str(refused.value)
@@ -198,7 +198,7 @@ def test_an_address_is_taken_as_people_write_it(written: str, base: str) -> None
 
 def test_the_list_must_fit_the_policy_and_itself() -> None:
     check_listed((listed(), listed(id="other", pools=["vlm"])))
-    with pytest.raises(StartRefused, match="Two workers of the list are called 'studio'"):
+    with pytest.raises(StartupError, match="Two workers of the list are called 'studio'"):
         check_listed((listed(), listed()))
     assert listed_problems((listed(),), shipped_policy()) == []
     (problem,) = listed_problems((listed(pools=["fast"]),), shipped_policy())
@@ -208,7 +208,7 @@ def test_the_list_must_fit_the_policy_and_itself() -> None:
 def test_a_key_that_is_not_set_is_named_by_its_variable() -> None:
     mine = listed(api_key_env="STUDIO_KEY")
     assert read_keys((mine, listed()), {"STUDIO_KEY": "x"}) == {"studio": "x"}
-    with pytest.raises(StartRefused, match="STUDIO_KEY"):
+    with pytest.raises(StartupError, match="STUDIO_KEY"):
         read_keys((mine,), {})
 
 
@@ -226,7 +226,7 @@ def test_a_key_is_taken_without_the_end_of_its_line() -> None:
 
 @pytest.mark.parametrize("key", ["sk-\nabc", "sk-äbc", "sk-\x00abc"])
 def test_a_key_that_no_header_can_hold_stops_the_start_and_is_not_repeated(key: str) -> None:
-    with pytest.raises(StartRefused, match="STUDIO_KEY, the key of the worker 'studio'") as refused:
+    with pytest.raises(StartupError, match="STUDIO_KEY, the key of the worker 'studio'") as refused:
         read_keys([listed(api_key_env="STUDIO_KEY")], {"STUDIO_KEY": key})
     assert key not in str(refused.value)
 

@@ -14,22 +14,22 @@ import pytest
 
 from tests.support.fault_proxy import FaultProxy
 from tests.support.raw_client import settles
-from tests.support.running_gateway import Gateway, eventually, serving
+from tests.support.running_gateway import RunningGateway, eventually, serving
 from tests.support.scripted_worker import DONE, TOKEN, FakeWorker, Script
 
 BROKEN = Script(status=500, body=b'{"error": {"message": "Traceback", "type": "x"}}')
 
 
-def state(gateway: Gateway, worker_id: str) -> dict[str, Any]:
+def state(gateway: RunningGateway, worker_id: str) -> dict[str, Any]:
     shown: dict[str, Any] = gateway.status()["workers"][worker_id]
     return shown
 
 
-def ejected(gateway: Gateway, worker_id: str) -> bool:
+def ejected(gateway: RunningGateway, worker_id: str) -> bool:
     return bool(state(gateway, worker_id)["state"] == "ejected")
 
 
-def ask_until_ejected(gateway: Gateway, worker_id: str) -> None:
+def ask_until_ejected(gateway: RunningGateway, worker_id: str) -> None:
     """Ask as often as chance wants it; the test's own time limit ends it otherwise."""
     while not ejected(gateway, worker_id):
         gateway.chat()
@@ -49,7 +49,7 @@ def ask_until_ejected(gateway: Gateway, worker_id: str) -> None:
 )
 @pytest.mark.parametrize("status", [429, 503])
 def test_f19_retry_after_is_heeded_within_reason_and_ejects_nobody(
-    line: Gateway, worker: FakeWorker, status: int, value: bytes, seconds: str
+    line: RunningGateway, worker: FakeWorker, status: int, value: bytes, seconds: str
 ) -> None:
     worker.script = Script(status=status, headers=((b"retry-after", value),))
     answer = line.chat()
@@ -61,7 +61,7 @@ def test_f19_retry_after_is_heeded_within_reason_and_ejects_nobody(
 
 
 def test_f19_while_a_worker_is_busy_the_other_is_asked_and_it_alone(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     worker.script = Script(status=429, headers=((b"retry-after", b"30"),))
     line.join(second_worker)
@@ -79,7 +79,7 @@ def test_f19_while_a_worker_is_busy_the_other_is_asked_and_it_alone(
 
 
 def test_f20_f24_an_ejected_worker_comes_back_by_real_answers_and_not_by_its_heartbeat(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     stays_broken = FakeWorker(worker_id="fake-c", script=BROKEN)
     worker.script = BROKEN
@@ -112,7 +112,7 @@ def test_f20_f24_an_ejected_worker_comes_back_by_real_answers_and_not_by_its_hea
 
 
 def test_f22_when_all_fail_the_last_one_is_still_asked_and_without_any_it_is_said_at_once(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     line.join(second_worker)
     worker.script = second_worker.script = BROKEN
@@ -133,7 +133,7 @@ def test_f22_when_all_fail_the_last_one_is_still_asked_and_without_any_it_is_sai
 
 
 def test_f28_no_more_than_a_fifth_and_three_are_tried_again_when_all_refuse(
-    gateway: Gateway,
+    gateway: RunningGateway,
 ) -> None:
     gone = [FakeWorker(worker_id=f"gone-{number}") for number in range(6)]
     for one in gone:
@@ -148,7 +148,7 @@ def test_f28_no_more_than_a_fifth_and_three_are_tried_again_when_all_refuse(
 
 
 def test_f49_a_worker_that_is_removed_finishes_its_stream_and_gets_nothing_new(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 2
     with line.stream() as answer:
@@ -163,7 +163,7 @@ def test_f49_a_worker_that_is_removed_finishes_its_stream_and_gets_nothing_new(
     assert len(worker.heard) == 1
 
 
-def state_test_ejection(gateway: Gateway, worker: FakeWorker) -> str:
+def state_test_ejection(gateway: RunningGateway, worker: FakeWorker) -> str:
     told: str = gateway.status()["workers"][worker.worker_id]["state"]
     return told
 
@@ -191,7 +191,7 @@ def busy(retry_after: str | None, status: int = 429) -> Script:
     ],
 )
 def test_f19_a_worker_that_asks_for_time_gets_it_within_reason_and_the_client_is_told(
-    line: Gateway,
+    line: RunningGateway,
     worker: FakeWorker,
     told: str | int | None,
     within_s: tuple[int, int],
@@ -213,7 +213,7 @@ def test_f19_a_worker_that_asks_for_time_gets_it_within_reason_and_the_client_is
 
 
 def test_f19_when_all_are_busy_the_client_is_told_the_least_time(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     line.join(second_worker)
     worker.script, second_worker.script = busy("50"), busy("20")
@@ -222,7 +222,7 @@ def test_f19_when_all_are_busy_the_client_is_told_the_least_time(
 
 
 def test_f20_a_worker_that_fails_five_times_in_a_row_gets_nothing_more(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     line.join(second_worker)
     worker.script = Script(status=500)
@@ -235,7 +235,7 @@ def test_f20_a_worker_that_fails_five_times_in_a_row_gets_nothing_more(
 
 
 def test_f22_when_none_can_be_connected_to_it_is_a_503_that_says_when_to_come_back(
-    proxied: Gateway, proxy: FaultProxy
+    proxied: RunningGateway, proxy: FaultProxy
 ) -> None:
     proxy.refuse()
     answers = [proxied.chat() for _ in range(8)]
@@ -246,7 +246,7 @@ def test_f22_when_none_can_be_connected_to_it_is_a_503_that_says_when_to_come_ba
 
 
 def test_f25_a_worker_that_was_restarted_begins_with_a_clean_record(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     line.join(second_worker)
     worker.script = Script(status=500)
@@ -259,7 +259,7 @@ def test_f25_a_worker_that_was_restarted_begins_with_a_clean_record(
 
 @pytest.mark.parametrize("goodbye", [True, False])
 def test_f49_a_worker_that_is_removed_finishes_its_streams_and_gets_nothing_new(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker, goodbye: bool
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker, goodbye: bool
 ) -> None:
     worker.script.hang_after = 2
     with line.stream() as answer:

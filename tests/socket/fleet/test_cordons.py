@@ -13,28 +13,28 @@ import httpx
 import pytest
 from pydantic import SecretStr
 
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 from gateway.server import Ending, serve
-from tests.support.running_gateway import Gateway, error_of, eventually, settings_for_tests
+from tests.support.running_gateway import RunningGateway, error_of, eventually, settings_for_tests
 from tests.support.scripted_worker import FakeWorker, Script
 
 PATH = "/admin/v1/workers"
 
 
-def workers(gateway: Gateway) -> dict[str, dict[str, Any]]:
+def workers(gateway: RunningGateway) -> dict[str, dict[str, Any]]:
     listed = gateway.admin.get(PATH).json()["workers"]
     return {worker["worker_id"]: worker for worker in listed}
 
 
-def cordon(gateway: Gateway, name: str = "fake-a") -> httpx.Response:
+def cordon(gateway: RunningGateway, name: str = "fake-a") -> httpx.Response:
     return gateway.admin.put(f"{PATH}/{name}/cordon")
 
 
-def uncordon(gateway: Gateway, name: str = "fake-a") -> httpx.Response:
+def uncordon(gateway: RunningGateway, name: str = "fake-a") -> httpx.Response:
     return gateway.admin.delete(f"{PATH}/{name}/cordon")
 
 
-def heard(gateway: Gateway, *fakes: FakeWorker) -> list[int]:
+def heard(gateway: RunningGateway, *fakes: FakeWorker) -> list[int]:
     """Send six requests and count who got how many."""
     before = [len(fake.heard) for fake in fakes]
     assert [gateway.chat().status_code for _ in range(6)] == [200] * 6
@@ -42,7 +42,7 @@ def heard(gateway: Gateway, *fakes: FakeWorker) -> list[int]:
 
 
 def test_a_cordoned_worker_gets_no_request_until_that_is_lifted(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     line.join(second_worker)
     told = cordon(line)
@@ -60,7 +60,7 @@ def test_a_cordon_tells_since_when_and_by_whom(tmp_path: Path, worker: FakeWorke
     settings = settings_for_tests(tmp_path)
     keyed = settings.model_copy(update={"admin_key": SecretStr("admin-key")})
     said = {"x-paceline-author": quote("Jörg")}
-    with Gateway(settings) as gateway:
+    with RunningGateway(settings) as gateway:
         gateway.join(worker)
         cordon(gateway)
         assert workers(gateway)["fake-a"]["cordoned_by"] == "loopback"
@@ -69,7 +69,7 @@ def test_a_cordon_tells_since_when_and_by_whom(tmp_path: Path, worker: FakeWorke
         uncordon(gateway)
         gateway.admin.post(f"{PATH}/fake-a/drain", headers=said)
         assert workers(gateway)["fake-a"]["cordoned_by"] == "Jörg"
-    with Gateway(keyed) as gateway:
+    with RunningGateway(keyed) as gateway:
         gateway.join(worker)
         kept = workers(gateway)["fake-a"]
         assert kept["cordoned_by"] == "Jörg"
@@ -87,14 +87,14 @@ def test_a_cordon_of_before_anybody_was_asked_who_they_are_still_holds(
 ) -> None:
     kept = '{"cordons": {"fake-a": {"since": "2026-11-01T08:00:00Z"}}}'
     (tmp_path / "state.json").write_text(kept)
-    with Gateway(settings_for_tests(tmp_path)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
         gateway.join(worker)
         assert workers(gateway)["fake-a"]["cordoned_by"] == "unknown"
         assert workers(gateway)["fake-a"]["state"] == "cordoned"
 
 
 def test_a_stream_that_runs_on_a_cordoned_worker_comes_to_its_end(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script = Script(hang_after=1)
     with line.stream() as stream:
@@ -105,7 +105,7 @@ def test_a_stream_that_runs_on_a_cordoned_worker_comes_to_its_end(
         assert "data: [DONE]" in list(lines)
 
 
-def test_where_all_are_cordoned_nobody_is_asked(line: Gateway, worker: FakeWorker) -> None:
+def test_where_all_are_cordoned_nobody_is_asked(line: RunningGateway, worker: FakeWorker) -> None:
     cordon(line)
     assert error_of(line.chat()) == (503, "no_worker")
     assert line.client.get("/readyz").status_code == 503
@@ -113,7 +113,7 @@ def test_where_all_are_cordoned_nobody_is_asked(line: Gateway, worker: FakeWorke
 
 
 def test_who_waits_in_line_is_served_once_the_cordon_is_lifted(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     """With every slot taken the fifth request stands in line; a cordon does not send it away."""
     worker.script = Script(hang=True)
@@ -130,7 +130,7 @@ def test_who_waits_in_line_is_served_once_the_cordon_is_lifted(
 
 def test_a_cordon_outlives_the_worker_and_the_gateway(tmp_path: Path, worker: FakeWorker) -> None:
     """It is for a worker that is stopped, changed and started again."""
-    with Gateway(settings_for_tests(tmp_path)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
         gateway.join(worker)
         cordon(gateway)
         gateway.leave(worker)
@@ -138,7 +138,7 @@ def test_a_cordon_outlives_the_worker_and_the_gateway(tmp_path: Path, worker: Fa
         assert (gone["state"], gone["lanes"]) == ("gone", [])
         gateway.join(worker, boot_id="boot-2")
         assert workers(gateway)["fake-a"]["state"] == "cordoned"
-    with Gateway(settings_for_tests(tmp_path)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
         gateway.join(worker)
         assert error_of(gateway.chat()) == (503, "no_worker")
         assert uncordon(gateway).status_code == 204
@@ -149,7 +149,7 @@ def test_gateways_that_share_their_state_share_the_cordons(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
     settings = settings_for_tests(tmp_path)
-    with Gateway(settings) as one, Gateway(settings) as other:
+    with RunningGateway(settings) as one, RunningGateway(settings) as other:
         one.join(worker)
         other.join(worker)
         cordon(one)
@@ -158,7 +158,7 @@ def test_gateways_that_share_their_state_share_the_cordons(
         eventually(lambda: workers(one)["fake-a"]["state"] == "ready")
 
 
-def test_draining_answers_once_nothing_runs_there(line: Gateway, worker: FakeWorker) -> None:
+def test_draining_answers_once_nothing_runs_there(line: RunningGateway, worker: FakeWorker) -> None:
     worker.script = Script(hang_after=1)
     with line.stream() as stream:
         lines = stream.iter_lines()
@@ -177,7 +177,7 @@ def test_draining_answers_once_nothing_runs_there(line: Gateway, worker: FakeWor
 
 
 def test_a_cordon_that_is_lifted_ends_the_wait_for_the_drain(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script = Script(hang_after=1)
     with line.stream() as stream:
@@ -202,13 +202,15 @@ def test_a_cordon_that_is_lifted_ends_the_wait_for_the_drain(
 @pytest.mark.parametrize(
     ("method", "what"), [("PUT", "cordon"), ("DELETE", "cordon"), ("POST", "drain")]
 )
-def test_a_worker_that_nobody_knows_is_404(line: Gateway, method: str, what: str) -> None:
+def test_a_worker_that_nobody_knows_is_404(line: RunningGateway, method: str, what: str) -> None:
     answer = line.admin.request(method, f"{PATH}/nobody/{what}")
     assert error_of(answer) == (404, "worker_not_found")
 
 
 @pytest.mark.parametrize("timeout_s", ["-1", "601", "1.5", "", "ten", "٣"])
-def test_a_time_to_wait_that_is_none_is_refused_by_name(line: Gateway, timeout_s: str) -> None:
+def test_a_time_to_wait_that_is_none_is_refused_by_name(
+    line: RunningGateway, timeout_s: str
+) -> None:
     answer = line.admin.post(f"{PATH}/fake-a/drain", params={"timeout_s": timeout_s})
     assert (error_of(answer), answer.json()["error"]["param"]) == (
         (400, "invalid_value"),
@@ -219,5 +221,5 @@ def test_a_time_to_wait_that_is_none_is_refused_by_name(line: Gateway, timeout_s
 
 async def test_a_cordon_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"cordons": {"fake-a": {"since": "yesterday"}}}')
-    with pytest.raises(StartRefused, match="cordons that cannot be understood"):
+    with pytest.raises(StartupError, match="cordons that cannot be understood"):
         await serve(settings_for_tests(tmp_path), ending=Ending())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from tests.support.running_gateway import Gateway
+from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import TOKEN, FakeWorker
 
 BEARER = {"authorization": f"Bearer {TOKEN}"}
@@ -16,7 +16,7 @@ def lane_with(**counts: Any) -> dict[str, Any]:
     return {"lanes": [{"name": "vlm", "speculation": counts}]}
 
 
-def test_a_heartbeat_needs_the_join_token(gateway: Gateway, worker: FakeWorker) -> None:
+def test_a_heartbeat_needs_the_join_token(gateway: RunningGateway, worker: FakeWorker) -> None:
     report = worker.report().model_dump(mode="json")
     for headers in ({}, {"authorization": "Bearer wrong"}):
         answer = gateway.client.put("/admin/v1/workers/fake-a", headers=headers, json=report)
@@ -27,7 +27,9 @@ def test_a_heartbeat_needs_the_join_token(gateway: Gateway, worker: FakeWorker) 
     assert answer.json() == {"beat_s": 2.0}
 
 
-def test_a_heartbeat_with_a_wrong_field_names_it(gateway: Gateway, worker: FakeWorker) -> None:
+def test_a_heartbeat_with_a_wrong_field_names_it(
+    gateway: RunningGateway, worker: FakeWorker
+) -> None:
     report = worker.report().model_dump(mode="json")
     for change, param in (
         ({"worker_id": "other"}, "worker_id"),
@@ -48,26 +50,28 @@ def test_a_heartbeat_with_a_wrong_field_names_it(gateway: Gateway, worker: FakeW
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_a_heartbeat_is_bounded(gateway: Gateway) -> None:
+def test_a_heartbeat_is_bounded(gateway: RunningGateway) -> None:
     answer = gateway.client.put("/admin/v1/workers/a", headers=BEARER, content=b" " * 300_000)
     assert answer.status_code == 413
 
 
-def test_a_worker_that_says_goodbye_gets_nothing_more(line: Gateway) -> None:
+def test_a_worker_that_says_goodbye_gets_nothing_more(line: RunningGateway) -> None:
     assert line.client.delete("/admin/v1/workers/fake-a", headers=BEARER).status_code == 204
     assert line.chat().status_code == 503
     assert line.client.get("/readyz").status_code == 503
     assert line.status()["workers"]["fake-a"]["state"] == "gone"
 
 
-def test_a_second_live_worker_with_the_same_id_is_a_409(line: Gateway) -> None:
+def test_a_second_live_worker_with_the_same_id_is_a_409(line: RunningGateway) -> None:
     other = FakeWorker(worker_id="fake-a", boot_id="boot-2")
     other.socket.close()
     answer = line.join(other)
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "worker_id_taken")
 
 
-def test_starting_and_draining_workers_get_nothing_new(line: Gateway, worker: FakeWorker) -> None:
+def test_starting_and_draining_workers_get_nothing_new(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     line.join(worker, ready=False)
     assert line.chat().status_code == 503
     line.join(worker, draining=True)
@@ -77,7 +81,7 @@ def test_starting_and_draining_workers_get_nothing_new(line: Gateway, worker: Fa
 
 
 def test_two_workers_share_the_load(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     line.join(second_worker)
     worker.script.hang = second_worker.script.hang = True
@@ -99,7 +103,7 @@ def test_two_workers_share_the_load(
 
 
 def test_without_an_mtp_worker_greedy_text_runs_on_vlm_and_says_so(
-    gateway: Gateway, worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.lanes = ("vlm",)
     gateway.join(worker)
@@ -108,7 +112,7 @@ def test_without_an_mtp_worker_greedy_text_runs_on_vlm_and_says_so(
     assert answer.headers["x-paceline-reason"] == "no_mtp_worker"
 
 
-def test_probes_tell_alive_from_ready(gateway: Gateway, worker: FakeWorker) -> None:
+def test_probes_tell_alive_from_ready(gateway: RunningGateway, worker: FakeWorker) -> None:
     assert gateway.client.get("/livez").status_code == 200
     assert gateway.client.get("/readyz").status_code == 503
     assert gateway.client.get("/health").status_code == 503

@@ -15,22 +15,22 @@ import pytest
 
 from gateway.errors import QueueFull, QueueTimeout
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.routing.select import Case
+from gateway.routing.select import RoutingRequest
 from policies.document import read_policy
 from tests.support.policies import Admin, document
 from tests.support.request_profiles import SAMPLED
-from tests.support.running_gateway import Gateway, chat_body, eventually
+from tests.support.running_gateway import RunningGateway, chat_body, eventually
 from tests.support.scheduler_harness import Door, cancelled, report, settled
 from tests.support.scripted_worker import FakeWorker, Script, lane_report
 
 
-def join(gateway: Gateway, worker: FakeWorker, *, slots: int) -> None:
+def join(gateway: RunningGateway, worker: FakeWorker, *, slots: int) -> None:
     lanes = [lane_report(name, slots=slots).model_dump() for name in ("text-mtp", "vlm")]
     worker.reported = worker.report(lanes=lanes)
     assert gateway.join(worker, lanes=lanes).status_code == 200
 
 
-def in_line(gateway: Gateway) -> int:
+def in_line(gateway: RunningGateway) -> int:
     """Count all who wait, whatever pools there are now."""
     status = gateway.status()
     running = sum(one["in_flight"] for one in status["workers"]["fake-a"]["lanes"].values())
@@ -43,7 +43,7 @@ def user(text: str) -> dict[str, Any]:
 
 
 def test_f48_who_waits_keeps_its_pool_and_who_comes_later_has_the_new_one(
-    gateway: Gateway, worker: FakeWorker, admin: Admin
+    gateway: RunningGateway, worker: FakeWorker, admin: Admin
 ) -> None:
     join(gateway, worker, slots=1)
     admin.put(document("before"))
@@ -64,7 +64,7 @@ def test_f48_who_waits_keeps_its_pool_and_who_comes_later_has_the_new_one(
 
 
 def test_f48_a_stream_goes_on_and_its_lane_is_free_again_after_it(
-    gateway: Gateway, worker: FakeWorker, admin: Admin
+    gateway: RunningGateway, worker: FakeWorker, admin: Admin
 ) -> None:
     join(gateway, worker, slots=1)
     worker.script = Script(words=("one", " two", " three"), hang_after=2)
@@ -80,7 +80,7 @@ def test_f48_a_stream_goes_on_and_its_lane_is_free_again_after_it(
 
 
 def test_f48_who_is_tried_again_is_tried_by_the_policy_it_began_with(
-    gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker, admin: Admin
+    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker, admin: Admin
 ) -> None:
     admin.put(document("before"))
     join(gateway, worker, slots=1)
@@ -99,7 +99,7 @@ def test_f48_who_is_tried_again_is_tried_by_the_policy_it_began_with(
 
 
 def test_f48_pools_come_and_go_under_load_and_every_request_is_answered(
-    gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker, admin: Admin
+    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker, admin: Admin
 ) -> None:
     workers = (worker, second_worker)
     documents = [document(name, limit=1000) for name in ("a", "b", "c")]
@@ -153,7 +153,7 @@ async def test_whatever_policies_come_every_slot_comes_back_and_nobody_waits_for
     door.fleet.beat(report(slots=2))
 
     async def one() -> str:
-        case = Case(rng.choice(policies), SAMPLED)
+        case = RoutingRequest(rng.choice(policies), SAMPLED)
         decision = door.dispatch.decide(case, frozenset())
         lease = await door.dispatch.lease(case, decision, door.caller(rng.choice("xyz")))
         try:

@@ -14,36 +14,42 @@ import pytest
 import yaml
 
 from policies.document import SHIPPED
-from tests.support.running_gateway import Gateway, error_of, eventually, serving, settings_for_tests
+from tests.support.running_gateway import (
+    RunningGateway,
+    error_of,
+    eventually,
+    serving,
+    settings_for_tests,
+)
 from tests.support.scripted_worker import FakeWorker, Script, lane_report
 
 Asked = Future[httpx.Response]
 
 
-def join(gateway: Gateway, worker: FakeWorker, *, slots: int = 1) -> None:
+def join(gateway: RunningGateway, worker: FakeWorker, *, slots: int = 1) -> None:
     """Let a worker join that says in every report that each lane has so many slots."""
     lanes = [lane_report(name, slots=slots).model_dump() for name in ("text-mtp", "vlm")]
     worker.reported = worker.report(lanes=lanes)
     assert gateway.join(worker, lanes=lanes).status_code == 200
 
 
-def waiting(gateway: Gateway, pool: str) -> int:
+def waiting(gateway: RunningGateway, pool: str) -> int:
     count: int = gateway.status()["pools"][pool]["waiting"]
     return count
 
 
-def with_policy(folder: Path, change: Callable[[dict[str, Any]], None]) -> Gateway:
+def with_policy(folder: Path, change: Callable[[dict[str, Any]], None]) -> RunningGateway:
     """A gateway with the shipped policy, changed."""
     shipped = Path(__file__).parents[3] / "policies" / SHIPPED
     document = yaml.safe_load(shipped.read_text())
     change(document)
     file = folder / "policy.yaml"
     file.write_text(yaml.safe_dump(document))
-    return Gateway(settings_for_tests(folder, policy=file))
+    return RunningGateway(settings_for_tests(folder, policy=file))
 
 
 def test_f27_no_more_requests_run_on_a_lane_than_it_has_slots(
-    gateway: Gateway, worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker
 ) -> None:
     join(gateway, worker, slots=2)
     worker.script.hang = True
@@ -59,7 +65,7 @@ def test_f27_no_more_requests_run_on_a_lane_than_it_has_slots(
 
 
 def test_f27_a_full_speculative_lane_spills_to_vlm_and_the_answer_says_so(
-    gateway: Gateway, worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker
 ) -> None:
     join(gateway, worker)
     worker.plans["hold"] = Script(hang=True)
@@ -74,7 +80,7 @@ def test_f27_a_full_speculative_lane_spills_to_vlm_and_the_answer_says_so(
     assert gateway.status()["decisions"]["reasons"] == {"eligible": 1, "spilled": 1}
 
 
-def waits(gateway: Gateway, number: int) -> bool:
+def waits(gateway: RunningGateway, number: int) -> bool:
     return waiting(gateway, "vlm") == number
 
 
@@ -105,7 +111,7 @@ def test_f27_past_the_bound_and_past_the_time_it_is_a_503_that_says_when_to_come
 
 
 def test_f08_a_client_that_leaves_the_line_frees_its_place(
-    gateway: Gateway, worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker
 ) -> None:
     join(gateway, worker)
     worker.script.hang = True
@@ -123,7 +129,7 @@ def test_f08_a_client_that_leaves_the_line_frees_its_place(
 
 
 def test_an_interactive_request_is_served_before_bulk_that_came_earlier(
-    gateway: Gateway, worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker
 ) -> None:
     join(gateway, worker)
     worker.plans["hold"] = Script(hang=True)
@@ -171,7 +177,7 @@ def test_a_priority_that_the_policy_does_not_offer_is_a_400_that_lists_those_it_
 
 
 def test_f14_a_stale_connection_is_tried_once_more_on_a_fresh_one(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.drop_reused = True
     answers = [line.chat() for _ in range(4)]
@@ -184,7 +190,7 @@ def test_f14_a_stale_connection_is_tried_once_more_on_a_fresh_one(
 
 
 def test_f02_a_body_that_two_workers_were_lost_over_is_not_sent_to_a_third(
-    gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     third = FakeWorker(worker_id="fake-c")
     with serving(third, sockets=[third.socket]):
@@ -204,7 +210,7 @@ def test_f02_a_body_that_two_workers_were_lost_over_is_not_sent_to_a_third(
 
 
 def test_f28_retries_are_bounded_however_much_fails(
-    gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     for one in (worker, second_worker):
         join(gateway, one, slots=64)
@@ -231,7 +237,7 @@ def test_f28_retries_are_bounded_however_much_fails(
 
 
 def test_f20_an_ejected_worker_is_shown_with_its_reason_and_gets_nothing(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     line.join(second_worker)
     worker.script = Script(status=500)

@@ -11,22 +11,22 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.cli import main
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 from gateway.server import Ending, serve
 from tests.support.policies import ROUTES, Admin, document
-from tests.support.running_gateway import Gateway, chat_body, error_of, settings_for_tests
+from tests.support.running_gateway import RunningGateway, chat_body, error_of, settings_for_tests
 from tests.support.scripted_worker import FakeWorker
 
 
 @pytest.fixture
-def apart(tmp_path: Path, worker: FakeWorker) -> Iterator[Gateway]:
+def apart(tmp_path: Path, worker: FakeWorker) -> Iterator[RunningGateway]:
     """A gateway with a port for admins, that the fake worker has joined."""
-    with Gateway(settings_for_tests(tmp_path, admin_port=0)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, admin_port=0)) as gateway:
         assert gateway.join(worker).status_code == 200
         yield gateway
 
 
-def test_what_only_admins_may_do_is_on_their_port_alone(apart: Gateway) -> None:
+def test_what_only_admins_may_do_is_on_their_port_alone(apart: RunningGateway) -> None:
     with Admin(apart.url) as outside, Admin(apart.admin_url) as admin:
         for method, path in ROUTES:
             assert error_of(outside.request(method, path)) == (404, "unknown_path")
@@ -35,7 +35,7 @@ def test_what_only_admins_may_do_is_on_their_port_alone(apart: Gateway) -> None:
     assert apart.chat().headers["x-paceline-pool"] == "moved"
 
 
-def test_keys_are_made_on_their_port_and_open_the_other(apart: Gateway) -> None:
+def test_keys_are_made_on_their_port_and_open_the_other(apart: RunningGateway) -> None:
     refused = apart.client.post("/admin/v1/keys", json={"name": "ann"})
     assert error_of(refused) == (404, "unknown_path")
     made = apart.make_key()
@@ -47,7 +47,7 @@ def test_keys_are_made_on_their_port_and_open_the_other(apart: Gateway) -> None:
         assert apart.admin.get(path).status_code == 200
 
 
-def test_nothing_else_is_on_the_port_of_admins(apart: Gateway) -> None:
+def test_nothing_else_is_on_the_port_of_admins(apart: RunningGateway) -> None:
     with httpx.Client(base_url=apart.admin_url) as client:
         for path in ("/v1/models", "/v1/status", "/metrics", "/livez", "/v1/route/explain"):
             assert error_of(client.get(path)) == (404, "unknown_path")
@@ -58,12 +58,12 @@ def test_nothing_else_is_on_the_port_of_admins(apart: Gateway) -> None:
         ]
 
 
-def test_a_foreign_name_opens_no_route_there_either(apart: Gateway) -> None:
+def test_a_foreign_name_opens_no_route_there_either(apart: RunningGateway) -> None:
     answer = httpx.get(f"{apart.admin_url}/admin/v1/policy", headers={"host": "evil.example"})
     assert error_of(answer) == (421, "host_not_allowed")
 
 
-def test_a_head_without_an_end_is_refused_there_too(apart: Gateway) -> None:
+def test_a_head_without_an_end_is_refused_there_too(apart: RunningGateway) -> None:
     url = httpx.URL(apart.admin_url)
     with socket.create_connection((url.host, url.port or 0)) as connection:
         connection.settimeout(10)
@@ -72,7 +72,7 @@ def test_a_head_without_an_end_is_refused_there_too(apart: Gateway) -> None:
 
 
 def test_commands_find_the_gateway_by_its_own_settings(
-    apart: Gateway,
+    apart: RunningGateway,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -94,7 +94,7 @@ def test_commands_find_the_gateway_by_its_own_settings(
 
 async def test_admins_beyond_this_machine_need_their_key(tmp_path: Path) -> None:
     settings = settings_for_tests(tmp_path, admin_port=0, admin_host="0.0.0.0")
-    with pytest.raises(StartRefused, match="set PACELINE_ADMIN_KEY first"):
+    with pytest.raises(StartupError, match="set PACELINE_ADMIN_KEY first"):
         await serve(settings, ending=Ending())
     ending = Ending()
     ending.ask()
@@ -109,6 +109,6 @@ async def test_a_port_of_admins_that_is_taken_is_one_clear_sentence(tmp_path: Pa
         port = taken.getsockname()[1]
         settings = settings_for_tests(tmp_path, admin_port=port)
         with pytest.raises(
-            StartRefused, match=rf"Cannot listen on 127\.0\.0\.1 port {port}.*PACELINE_ADMIN_PORT"
+            StartupError, match=rf"Cannot listen on 127\.0\.0\.1 port {port}.*PACELINE_ADMIN_PORT"
         ):
             await serve(settings, ending=Ending())

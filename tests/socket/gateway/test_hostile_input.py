@@ -38,7 +38,13 @@ from tests.support.canary_listener import Trap, said
 from tests.support.http_server import Link, Request
 from tests.support.images import data_url, png_header
 from tests.support.policies import Admin, document
-from tests.support.running_gateway import Gateway, chat_body, error_of, serving, settings_for_tests
+from tests.support.running_gateway import (
+    RunningGateway,
+    chat_body,
+    error_of,
+    serving,
+    settings_for_tests,
+)
 from tests.support.scripted_worker import FakeWorker, Script, event, stream_events
 
 _BOUND = 1000
@@ -53,7 +59,7 @@ def picturing(url: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_s32_no_redirect_of_a_worker_is_followed(
-    line: Gateway, worker: FakeWorker, trap: Trap, status: int, stream: bool
+    line: RunningGateway, worker: FakeWorker, trap: Trap, status: int, stream: bool
 ) -> None:
     """vllm-mlx #318: a redirect leads wherever its sender likes, with all that is sent along."""
     location = (b"location", f"{trap.url}/latest/meta-data".encode())
@@ -65,7 +71,7 @@ def test_s32_no_redirect_of_a_worker_is_followed(
 
 
 def test_s32_no_redirect_is_followed_where_a_worker_is_asked_how_it_is(
-    gateway: Gateway, trap: Trap
+    gateway: RunningGateway, trap: Trap
 ) -> None:
     async def elsewhere(link: Link, _request: Request) -> None:
         await link.begin(307, ((b"location", trap.url.encode()),), length=0)
@@ -79,7 +85,7 @@ def test_s32_no_redirect_is_followed_where_a_worker_is_asked_how_it_is(
 
 
 def test_s32_what_is_unsafe_is_refused_before_a_stream_begins(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     """vllm-mlx PR 490: within a stream an error looks like an answer."""
     answer = line.chat(stream=True, messages=picturing("http://169.254.169.254/latest"))
@@ -93,7 +99,7 @@ def test_s32_what_is_unsafe_is_refused_before_a_stream_begins(
     [("/v1/chat/completions", 400), ("/v1/route/explain", 400), ("/admin/v1/keys", 400)],
 )
 def test_s35_nothing_that_is_packed_is_unpacked(
-    line: Gateway, worker: FakeWorker, path: str, status: int
+    line: RunningGateway, worker: FakeWorker, path: str, status: int
 ) -> None:
     """Twenty megabytes fit into twenty kilobytes: here they stay there."""
     packed = gzip.compress(b" " * 20_000_000 + json.dumps(chat_body()).encode())
@@ -109,7 +115,7 @@ def test_s35_media_without_an_end_are_cut_where_their_bound_is(
     """A length that is declared proves nothing, and one that is not may never come."""
     limit_bytes = 100_000
     piece = b"A" * 16_384
-    with Gateway(settings_for_tests(tmp_path, body_limit_bytes=limit_bytes)) as small:
+    with RunningGateway(settings_for_tests(tmp_path, body_limit_bytes=limit_bytes)) as small:
         small.join(worker)
         with socket.create_connection(("127.0.0.1", httpx.URL(small.url).port or 0)) as raw:
             raw.settimeout(30)
@@ -141,7 +147,7 @@ OTHER_FORMATS = {
 @pytest.mark.parametrize("name", OTHER_FORMATS)
 @pytest.mark.parametrize("kind", ["png", "jpeg", "jp2", "svg+xml"])
 def test_s36_only_four_formats_are_pictures_whatever_they_are_called(
-    line: Gateway, worker: FakeWorker, name: str, kind: str
+    line: RunningGateway, worker: FakeWorker, name: str, kind: str
 ) -> None:
     """CVE-2026-22778: decoders that hardly anybody needs are those that break."""
     answer = line.chat(messages=picturing(data_url(OTHER_FORMATS[name], kind)))
@@ -151,7 +157,7 @@ def test_s36_only_four_formats_are_pictures_whatever_they_are_called(
 
 @pytest.mark.parametrize(("width_px", "height_px"), [(0, 5), (5, 0), (0, 0), (2**31, 1), (1, 201)])
 def test_s37_a_picture_of_no_size_or_of_hardly_a_width_reaches_no_engine(
-    line: Gateway, worker: FakeWorker, width_px: int, height_px: int
+    line: RunningGateway, worker: FakeWorker, width_px: int, height_px: int
 ) -> None:
     """CVE-2026-22773; what our own engine does with one pixel is in tests/workers."""
     answer = line.chat(messages=picturing(data_url(png_header(width_px, height_px))))
@@ -207,7 +213,7 @@ HOSTILE = (
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
 def test_s45_a_long_text_of_almost_matches_takes_its_way_like_any_other(
-    line: Gateway, worker: FakeWorker, text: str
+    line: RunningGateway, worker: FakeWorker, text: str
 ) -> None:
     worker.script = Script(words=(text, " end"))
     for stream in (False, True):
@@ -221,7 +227,7 @@ def test_s45_a_long_text_of_almost_matches_takes_its_way_like_any_other(
 
 
 def test_s46_schemas_leave_nothing_behind(
-    line: Gateway, worker: FakeWorker, tmp_path: Path
+    line: RunningGateway, worker: FakeWorker, tmp_path: Path
 ) -> None:
     """GHSA-mgrm-fgjv-mhv8: who sends a schema of its own each time fills no disk."""
 
@@ -254,7 +260,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
     ],
 )
 def test_s07_s43_s48_no_body_says_where_or_with_what_a_model_runs(
-    line: Gateway, worker: FakeWorker, trap: Trap, path: str, field: str
+    line: RunningGateway, worker: FakeWorker, trap: Trap, path: str, field: str
 ) -> None:
     """CVE-2024-6587, GHSA-h7x2-h6g9-p789, CVE-2025-62426, CVE-2025-61620, CVE-2026-5843."""
     body = {"model": "demo", "prompt": "x"} if path == "/v1/completions" else chat_body()
@@ -264,7 +270,9 @@ def test_s07_s43_s48_no_body_says_where_or_with_what_a_model_runs(
     assert not worker.heard
 
 
-def test_s08_an_address_that_comes_without_a_key_is_never_asked(line: Gateway, trap: Trap) -> None:
+def test_s08_an_address_that_comes_without_a_key_is_never_asked(
+    line: RunningGateway, trap: Trap
+) -> None:
     """CVE-2026-42271, CVE-2026-30623."""
     for key in ("", "Bearer wrong"):
         answer = line.client.put(
@@ -282,7 +290,7 @@ TEMPLATES = ("{{7*7}}", "${7*7}", "{% for x in range(9) %}x{% endfor %}", "%(x)s
 
 @pytest.mark.parametrize("text", TEMPLATES)
 def test_s09_s47_text_is_no_template_and_arguments_are_no_code(
-    line: Gateway, worker: FakeWorker, text: str
+    line: RunningGateway, worker: FakeWorker, text: str
 ) -> None:
     """CVE-2026-42203, CVE-2024-2952, CVE-2025-9141: what is said goes on as it was said."""
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": text}}
@@ -324,7 +332,7 @@ def test_s09_s16_s21_s49_the_gateway_loads_nothing_that_runs_or_unpacks_what_it_
 
 
 def test_s15_a_megabyte_of_headers_is_refused_before_it_is_all_read(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     """CVE-2025-48956."""
     with socket.create_connection(("127.0.0.1", int(line.url.rpartition(":")[2]))) as raw:
@@ -344,7 +352,7 @@ def test_s15_a_megabyte_of_headers_is_refused_before_it_is_all_read(
 @pytest.mark.parametrize("path", [*PATHS, "/admin/v1/keys", "/admin/v1/policy/validate"])
 @pytest.mark.parametrize("kind", ["multipart/form-data; boundary=x", "text/plain"])
 def test_s16_a_form_is_refused_and_none_of_its_parts_is_read(
-    line: Gateway, worker: FakeWorker, path: str, kind: str
+    line: RunningGateway, worker: FakeWorker, path: str, kind: str
 ) -> None:
     """CVE-2024-8984, CVE-2025-54121."""
     form = (
@@ -370,7 +378,7 @@ def test_s16_a_form_is_refused_and_none_of_its_parts_is_read(
     ],
 )
 def test_s18_a_body_whose_end_is_in_doubt_hides_no_second_request(
-    line: Gateway, worker: FakeWorker, body: bytes
+    line: RunningGateway, worker: FakeWorker, body: bytes
 ) -> None:
     """CVE-2025-43859."""
     hidden = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -407,7 +415,7 @@ PICTURES = ("image_url", "input_image", "image")
     ],
 )
 def test_s30_s31_s33_s34_nothing_is_fetched_for_a_client(
-    line: Gateway, worker: FakeWorker, trap: Trap, kind: str, source: str
+    line: RunningGateway, worker: FakeWorker, trap: Trap, kind: str, source: str
 ) -> None:
     """GHSA-3f6c-7fw2-ppm4, CVE-2026-24779, vllm-mlx #320, CVE-2025-3777."""
     url = source.format(port=trap.port)
@@ -422,7 +430,7 @@ def test_s30_s31_s33_s34_nothing_is_fetched_for_a_client(
 
 
 def test_s38_s39_pictures_are_counted_before_any_is_decoded(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     """CVE-2026-34755, CVE-2026-5497."""
     small = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
@@ -457,7 +465,7 @@ def test_s38_s39_pictures_are_counted_before_any_is_decoded(
     ids=lambda value: str(value)[:40],
 )
 def test_s41_s42_s43_s44_s49_what_would_break_an_engine_stops_here(
-    line: Gateway, worker: FakeWorker, fields: dict[str, Any], param: str | None
+    line: RunningGateway, worker: FakeWorker, fields: dict[str, Any], param: str | None
 ) -> None:
     """CVE-2026-34756, CVE-2024-8768, CVE-2025-62426, CVE-2025-48944, CVE-2025-62164."""
     status, code, named = said(line.chat(**fields))
@@ -466,7 +474,9 @@ def test_s41_s42_s43_s44_s49_what_would_break_an_engine_stops_here(
     assert not worker.heard
 
 
-def test_s42_a_prompt_without_a_word_reaches_no_engine(line: Gateway, worker: FakeWorker) -> None:
+def test_s42_a_prompt_without_a_word_reaches_no_engine(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     """CVE-2024-8768."""
     answer = line.client.post("/v1/completions", json={"model": "demo", "prompt": ""})
     assert said(answer) == (400, "invalid_value", "prompt")

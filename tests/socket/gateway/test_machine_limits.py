@@ -20,11 +20,11 @@ from tests.support.scripted_worker import FakeWorker
 
 GATEWAY = Path(__file__).parents[3] / "gateway"
 DATES = {
-    "connections.py": "reads the date of a Retry-After",
-    "line.py": "for what is a date by itself: a key's expiry, the day of a budget, the week",
+    "http/upstream.py": "reads the date of a Retry-After",
+    "assembly.py": "for what is a date by itself: a key's expiry, the day of a budget, the week",
     "cli/bench.py": "dates its record",
     "cli/keys.py": "makes an expiry of a time from now",
-    "cli/watching.py": "shows the time of each look",
+    "cli/status.py": "shows the time of each look",
 }
 """Who reads the wall clock, and for what; nothing else is measured by it."""
 

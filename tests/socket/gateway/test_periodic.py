@@ -9,9 +9,9 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.errors import RecordsUnwritable
-from gateway.periodic import Turns
+from gateway.periodic import PeriodicTasks
 from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import Gateway, settings_for_tests
+from tests.support.running_gateway import RunningGateway, settings_for_tests
 
 
 class Work:
@@ -42,21 +42,21 @@ async def test_a_fault_is_told_once_until_it_is_well_again(
     caplog: pytest.LogCaptureFixture, fault: Exception, told: str
 ) -> None:
     work = Work(*[fault] * 3, None, *[fault] * 3)
-    async with Turns([(work.turn, 0.001)]):
+    async with PeriodicTasks([(work.turn, 0.001)]):
         await asyncio.wait_for(work.done.wait(), 10)
     assert [one.getMessage() for one in caplog.records] == [told] * 2
 
 
 async def test_what_is_told_elsewhere_is_not_told_again(caplog: pytest.LogCaptureFixture) -> None:
     work = Work(RecordsUnwritable())
-    async with Turns([(work.turn, 0.001)], untold=(RecordsUnwritable,)):
+    async with PeriodicTasks([(work.turn, 0.001)], untold=(RecordsUnwritable,)):
         await asyncio.wait_for(work.done.wait(), 10)
     assert not caplog.records
 
 
 async def test_a_work_that_hangs_holds_up_no_other() -> None:
     work = Work()
-    async with Turns([(work.hang, 0.001), (work.turn, 0.001)]):
+    async with PeriodicTasks([(work.hang, 0.001), (work.turn, 0.001)]):
         await asyncio.wait_for(work.done.wait(), 10)
 
 
@@ -65,7 +65,7 @@ def test_nothing_is_asked_twice_of_what_gateways_share(
     tmp_path: Path, redis: RedisServer, shared: bool
 ) -> None:
     url = SecretStr(redis.url) if shared else None
-    with Gateway(settings_for_tests(tmp_path, redis_url=url)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, redis_url=url)) as gateway:
         names = [
             task.get_name()
             for task in asyncio.all_tasks(gateway.loop)

@@ -20,7 +20,7 @@ from pydantic import SecretStr
 from tests.support.images import data_url, png_header
 from tests.support.log_capture import Heard
 from tests.support.policies import Admin, document
-from tests.support.running_gateway import Gateway, chat_body, eventually, settings_for_tests
+from tests.support.running_gateway import RunningGateway, chat_body, eventually, settings_for_tests
 from tests.support.scripted_worker import DONE, FakeWorker, Script, chunk, event
 
 PROMPT = "canary-words-of-a-person"
@@ -55,7 +55,7 @@ def test_a_secret_and_a_prompt_are_in_no_log_metric_error_status_or_state(
         access_log=str(tmp_path / "access.jsonl"),
     )
     told: dict[str, str] = {}
-    with Gateway(settings) as gateway:
+    with RunningGateway(settings) as gateway:
         gateway.join(worker)
         made = gateway.make_key(name="Ann", requests_a_minute=30, tokens_a_minute=100_000)
         spent = gateway.make_key(name="Bob", requests_a_minute=1)
@@ -112,7 +112,7 @@ def test_a_secret_and_a_prompt_are_in_no_log_metric_error_status_or_state(
         assert leaks == []
 
 
-def _post(gateway: Gateway, secret: str, body: object) -> httpx.Response:
+def _post(gateway: RunningGateway, secret: str, body: object) -> httpx.Response:
     sent = {"content": body} if isinstance(body, bytes) else {"json": body}
     return httpx.post(
         f"{gateway.url}/v1/chat/completions",
@@ -220,7 +220,7 @@ def test_what_a_request_says_is_in_no_log_error_explanation_diff_metric_or_state
     settings = settings_for_tests(tmp_path, admin_key=SecretStr(ADMIN), access_log=str(access_log))
     settings = settings.with_join_token(JOIN)
     told = Told()
-    with Gateway(settings) as gateway, Admin(gateway.url, ADMIN) as admin:
+    with RunningGateway(settings) as gateway, Admin(gateway.url, ADMIN) as admin:
         beat = worker.report().model_dump(mode="json")
         told.take("join", put_worker(gateway, beat, JOIN))
         told.take("join wrong", put_worker(gateway, beat, WORD))
@@ -293,7 +293,7 @@ def edited(admin: Admin) -> Mapping[str, str]:
     return {"if-match": admin.etag(), "x-paceline-note": "x"}
 
 
-def put_worker(gateway: Gateway, beat: Mapping[str, Any], token: str) -> httpx.Response:
+def put_worker(gateway: RunningGateway, beat: Mapping[str, Any], token: str) -> httpx.Response:
     return gateway.client.put(
         "/admin/v1/workers/fake-a", json=beat, headers={"authorization": f"Bearer {token}"}
     )

@@ -16,15 +16,15 @@ from pydantic import SecretStr
 
 from gateway.config.settings import Settings, load_settings
 from gateway.config.startup_checks import ensure_join_token
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 from gateway.server import Ending, serve
 from tests.support.gateway_process import gateway_process
-from tests.support.running_gateway import Gateway, chat_body, eventually, settings_for_tests
+from tests.support.running_gateway import RunningGateway, chat_body, eventually, settings_for_tests
 from tests.support.scripted_worker import DONE, FakeWorker
 
 
 def test_f35_an_ending_gateway_lets_streams_finish_and_takes_nothing_new(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 3
     with line.stream() as answer:
@@ -41,7 +41,7 @@ def test_f35_an_ending_gateway_lets_streams_finish_and_takes_nothing_new(
 
 
 def test_f36_a_hurried_end_gives_running_streams_an_error_event(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 3
     with line.stream() as answer:
@@ -59,7 +59,7 @@ def test_f35_the_end_is_bounded_when_a_stream_does_not_finish(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 3
-    with Gateway(settings_for_tests(tmp_path, drain_timeout_s=0.1)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, drain_timeout_s=0.1)) as gateway:
         gateway.join(worker)
         with gateway.stream() as answer:
             pieces = answer.iter_raw()
@@ -74,13 +74,13 @@ async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         settings = settings_for_tests(tmp_path).model_copy(update={"port": port})
-        with pytest.raises(StartRefused, match=f"Cannot listen on 127.0.0.1 port {port}"):
+        with pytest.raises(StartupError, match=f"Cannot listen on 127.0.0.1 port {port}"):
             await serve(settings, ending=Ending())
 
 
 async def test_listening_beyond_loopback_needs_a_key(tmp_path: Path) -> None:
     settings = settings_for_tests(tmp_path).model_copy(update={"host": "0.0.0.0"})
-    with pytest.raises(StartRefused, match="set PACELINE_API_KEY first"):
+    with pytest.raises(StartupError, match="set PACELINE_API_KEY first"):
         await serve(settings, ending=Ending())
 
 
@@ -106,7 +106,7 @@ async def test_a_bad_policy_stops_the_start_and_names_file_and_field(tmp_path: P
         "version: 1\nroutes: [{name: a, to: [nowhere]}]\npools: {vlm: {lanes: [vlm]}}"
     )
     settings = settings_for_tests(tmp_path, policy=policy)
-    with pytest.raises(StartRefused, match=r"mine\.yaml .*line 2: routes\.0\.to\.0: there is no"):
+    with pytest.raises(StartupError, match=r"mine\.yaml .*line 2: routes\.0\.to\.0: there is no"):
         await serve(settings, ending=Ending())
 
 
@@ -133,7 +133,7 @@ def test_flags_come_before_environment_before_file_before_defaults(
 def test_a_wrong_file_is_named_with_its_field(tmp_path: Path, text: str, sentence: str) -> None:
     file = tmp_path / "other.yaml"
     file.write_text(text)
-    with pytest.raises(StartRefused, match=sentence):
+    with pytest.raises(StartupError, match=sentence):
         load_settings(file)
 
 
@@ -141,13 +141,13 @@ def test_a_wrong_variable_is_named_and_its_value_is_not_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PACELINE_PORT", "a-secret-by-mistake")
-    with pytest.raises(StartRefused, match="PACELINE_PORT: ") as refused:
+    with pytest.raises(StartupError, match="PACELINE_PORT: ") as refused:
         load_settings()
     assert "a-secret-by-mistake" not in str(refused.value)
 
 
 def test_a_named_file_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(StartRefused, match="does not exist"):
+    with pytest.raises(StartupError, match="does not exist"):
         load_settings(tmp_path / "nothing.yaml")
 
 

@@ -12,17 +12,17 @@ import pytest
 
 from gateway.http.downstream import HEAD_LIMIT_BYTES, HEADERS_LIMIT
 from tests.support.raw_client import PATH, connected, request, streamed, told
-from tests.support.running_gateway import Gateway, eventually, settings_for_tests
+from tests.support.running_gateway import RunningGateway, eventually, settings_for_tests
 from tests.support.scripted_worker import DONE, FakeWorker, chunk, stream_events
 
 
-def test_f43_a_head_that_never_ends_is_a_431(line: Gateway) -> None:
+def test_f43_a_head_that_never_ends_is_a_431(line: RunningGateway) -> None:
     with connected(line) as raw:
         raw.sendall(b"POST / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * HEAD_LIMIT_BYTES)
         assert told(raw) == (431, "headers_too_large", True)
 
 
-def test_f43_too_many_headers_are_a_431(line: Gateway) -> None:
+def test_f43_too_many_headers_are_a_431(line: RunningGateway) -> None:
     headers = b"".join(b"x-%d: y\r\n" % number for number in range(HEADERS_LIMIT))
     with connected(line) as raw:
         raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n")
@@ -31,7 +31,7 @@ def test_f43_too_many_headers_are_a_431(line: Gateway) -> None:
 
 def test_f10_a_head_that_dribbles_is_a_408_and_its_neighbour_is_served(tmp_path: Path) -> None:
     settings = settings_for_tests(tmp_path, head_timeout_s=0.2)
-    with Gateway(settings) as gateway, contextlib.ExitStack() as stack:
+    with RunningGateway(settings) as gateway, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(connected(gateway)) for _ in range(200)]
         for raw in slow:
             raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n")
@@ -41,7 +41,7 @@ def test_f10_a_head_that_dribbles_is_a_408_and_its_neighbour_is_served(tmp_path:
 
 def test_the_second_head_of_a_connection_is_bounded_too(tmp_path: Path) -> None:
     settings = settings_for_tests(tmp_path, head_timeout_s=0.2)
-    with Gateway(settings) as gateway, connected(gateway) as raw:
+    with RunningGateway(settings) as gateway, connected(gateway) as raw:
         raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert raw.recv(4096).endswith(b"alive\n")
         raw.sendall(b"GET /livez HTTP/1.1\r\n")
@@ -51,7 +51,7 @@ def test_the_second_head_of_a_connection_is_bounded_too(tmp_path: Path) -> None:
 def test_a_connection_that_asks_nothing_is_closed_without_a_word(tmp_path: Path) -> None:
     settings = settings_for_tests(tmp_path, head_timeout_s=0.2)
     with (
-        Gateway(settings) as gateway,
+        RunningGateway(settings) as gateway,
         connected(gateway) as raw,
         contextlib.suppress(ConnectionResetError),
     ):
@@ -72,7 +72,9 @@ def test_a_connection_that_asks_nothing_is_closed_without_a_word(tmp_path: Path)
     ],
     ids=["tls", "no-colon", "bare-cr", "two-framings", "two-lengths", "negative-length"],
 )
-def test_f43_what_is_no_clear_http_is_a_400(line: Gateway, worker: FakeWorker, sent: bytes) -> None:
+def test_f43_what_is_no_clear_http_is_a_400(
+    line: RunningGateway, worker: FakeWorker, sent: bytes
+) -> None:
     with connected(line) as raw:
         raw.sendall(sent)
         assert told(raw) == (400, "invalid_http", True)
@@ -81,7 +83,7 @@ def test_f43_what_is_no_clear_http_is_a_400(line: Gateway, worker: FakeWorker, s
 
 def test_f39_a_client_that_sends_on_can_read_why_its_body_was_refused(tmp_path: Path) -> None:
     settings = settings_for_tests(tmp_path, body_limit_bytes=1000)
-    with Gateway(settings) as gateway, connected(gateway) as raw:
+    with RunningGateway(settings) as gateway, connected(gateway) as raw:
         raw.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-length: 10000000\r\n\r\n"
@@ -91,7 +93,7 @@ def test_f39_a_client_that_sends_on_can_read_why_its_body_was_refused(tmp_path: 
         assert told(raw) == (413, "body_too_large", True)
 
 
-def test_two_requests_in_one_packet_are_answered_in_turn(line: Gateway) -> None:
+def test_two_requests_in_one_packet_are_answered_in_turn(line: RunningGateway) -> None:
     with connected(line) as raw:
         raw.sendall(
             request() + request(stream=True) + b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -103,7 +105,7 @@ def test_two_requests_in_one_packet_are_answered_in_turn(line: Gateway) -> None:
 
 
 def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_with_the_connection(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.pause_s = 0.01  # each word comes by itself, in a chunk of its own
     for stream in (False, True):
@@ -122,7 +124,7 @@ def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_with_the_connection(
             assert json.loads(body)["choices"]
 
 
-def test_a_refusal_of_head_has_no_body(line: Gateway) -> None:
+def test_a_refusal_of_head_has_no_body(line: RunningGateway) -> None:
     with connected(line) as raw:
         raw.sendall(b"HEAD %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % PATH)
         received = raw.recv(65536)
@@ -140,7 +142,7 @@ def test_a_reader_that_pauses_for_longer_than_a_worker_may_gets_every_word(
 ) -> None:
     word = "x" * word_bytes
     worker.script.events = (*[chunk({"content": word})] * words, *stream_events(("end",)))
-    with Gateway(settings_for_tests(tmp_path, idle_timeout_s=0.5)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, idle_timeout_s=0.5)) as gateway:
         gateway.join(worker)
         with connected(gateway) as raw:
             raw.sendall(request(stream=True))
@@ -158,7 +160,7 @@ def test_what_comes_behind_a_request_has_its_time_once_that_is_answered(
     tmp_path: Path, worker: FakeWorker, behind: bytes
 ) -> None:
     worker.script.pause_s = 0.6  # of four events: longer than a head may take, and a look besides
-    with Gateway(settings_for_tests(tmp_path, head_timeout_s=0.3)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, head_timeout_s=0.3)) as gateway:
         gateway.join(worker)
         with connected(gateway) as raw:
             raw.sendall(request(stream=True))
@@ -168,7 +170,7 @@ def test_what_comes_behind_a_request_has_its_time_once_that_is_answered(
 
 
 def test_garbage_behind_a_running_stream_never_gets_into_it(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 2
     with connected(line) as raw:
@@ -187,7 +189,7 @@ def test_f09_a_reader_that_stalls_is_cut_and_frees_the_worker(
 ) -> None:
     settings = settings_for_tests(tmp_path, write_timeout_s=0.5)
     worker.script.events = tuple(chunk({"content": "x" * 8000}) for _ in range(10_000))
-    with Gateway(settings) as gateway:
+    with RunningGateway(settings) as gateway:
         gateway.join(worker)
         with connected(gateway) as raw:
             raw.sendall(request(stream=True))
@@ -203,7 +205,7 @@ def test_f09_a_slow_reader_that_reads_is_not_cut(tmp_path: Path, worker: FakeWor
     settings = settings_for_tests(tmp_path, write_timeout_s=3)
     words = tuple("x" * 60_000 for _ in range(200))
     worker.script.words = words
-    with Gateway(settings) as gateway:
+    with RunningGateway(settings) as gateway:
         gateway.join(worker)
         with gateway.stream() as answer:
             received = b""
@@ -215,7 +217,7 @@ def test_f09_a_slow_reader_that_reads_is_not_cut(tmp_path: Path, worker: FakeWor
 
 def test_a_request_past_its_time_is_a_504(tmp_path: Path, worker: FakeWorker) -> None:
     worker.script.hang = True
-    with Gateway(settings_for_tests(tmp_path, request_timeout_s=0.2)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, request_timeout_s=0.2)) as gateway:
         gateway.join(worker)
         answer = gateway.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
@@ -224,7 +226,7 @@ def test_a_request_past_its_time_is_a_504(tmp_path: Path, worker: FakeWorker) ->
 
 def test_a_stream_past_its_time_ends_in_an_error_event(tmp_path: Path, worker: FakeWorker) -> None:
     worker.script.hang_after = 2
-    with Gateway(settings_for_tests(tmp_path, request_timeout_s=0.5)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, request_timeout_s=0.5)) as gateway:
         gateway.join(worker)
         with gateway.stream() as answer:
             received = answer.read()
@@ -235,7 +237,7 @@ def test_a_stream_past_its_time_ends_in_an_error_event(tmp_path: Path, worker: F
 
 @pytest.mark.parametrize("packets", [1, 2])
 def test_a_request_that_asks_for_another_protocol_is_served_in_this_one(
-    line: Gateway, packets: int
+    line: RunningGateway, packets: int
 ) -> None:
     asked = request(temperature=0).replace(
         b"host: localhost\r\n",
@@ -256,13 +258,13 @@ def test_a_request_that_asks_for_another_protocol_is_served_in_this_one(
         assert raw.recv(65536).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_no_tunnel_is_opened(line: Gateway) -> None:
+def test_no_tunnel_is_opened(line: RunningGateway) -> None:
     with connected(line) as raw:
         raw.sendall(b"CONNECT localhost:22 HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert told(raw) == (400, "invalid_http", True)
 
 
-def test_a_client_that_asks_first_whether_to_send_its_body_is_told_to(line: Gateway) -> None:
+def test_a_client_that_asks_first_whether_to_send_its_body_is_told_to(line: RunningGateway) -> None:
     head, _, body = request().partition(b"\r\n\r\n")
     with connected(line) as raw:
         raw.sendall(head + b"\r\nexpect: 100-continue\r\n\r\n")

@@ -13,7 +13,7 @@ from random import Random
 
 import pytest
 
-from gateway.http.upstream import HEAD_LIMIT_BYTES, Link, LinkLost, LinkSilent
+from gateway.http.upstream import HEAD_LIMIT_BYTES, ConnectionLost, ReadTimeout, UpstreamConnection
 from tests.support.upstream_connections import (
     BODY,
     CHUNKED,
@@ -72,7 +72,7 @@ async def test_a_cut_answer_gives_what_came_and_then_the_loss(cut: bytes) -> Non
     async with linked(answering_and_leaving(cut)) as (link, kept):
         answer = await ask(link)
         assert await answer.chunk() == b"part"
-        with pytest.raises(LinkLost):
+        with pytest.raises(ConnectionLost):
             await answer.chunk()
         answer.close()
     assert not kept
@@ -91,7 +91,7 @@ async def test_a_cut_answer_gives_what_came_and_then_the_loss(cut: bytes) -> Non
 )
 async def test_what_is_no_answer_is_a_loss(nonsense: bytes) -> None:
     async with linked(answering_and_leaving(nonsense)) as (link, _):
-        with pytest.raises(LinkLost):
+        with pytest.raises(ConnectionLost):
             await ask(link)
         assert link.heard == bool(nonsense)
 
@@ -109,7 +109,7 @@ async def test_bytes_that_nobody_asked_for_end_the_connection(pieces: tuple[byte
         async with asyncio.timeout(PATIENCE_S):
             while link.open:
                 await asyncio.sleep(0.001)
-        with pytest.raises(LinkLost):
+        with pytest.raises(ConnectionLost):
             await ask(link)
 
 
@@ -158,7 +158,7 @@ async def test_each_wait_is_bounded_and_not_the_whole() -> None:
             while part := await answer.chunk():
                 received.extend(part)
 
-        with pytest.raises(LinkSilent):
+        with pytest.raises(ReadTimeout):
             await receive()
         assert received == b"x" * 40
 
@@ -245,7 +245,7 @@ class Taker:
             self.content.append(rest[:-2])
         return takes
 
-    async def poured_from(self, link: Link) -> bytes:
+    async def poured_from(self, link: UpstreamConnection) -> bytes:
         """Ask, and return all of the answer."""
         answer = await ask(link)
         try:
@@ -344,7 +344,7 @@ class Sink:
         return len(self.taken) != self._wanted
 
 
-async def poured(link: Link, sink: Sink) -> bytes:
+async def poured(link: UpstreamConnection, sink: Sink) -> bytes:
     """Ask, and return what came with the end."""
     answer = await ask(link)
     try:
@@ -382,7 +382,7 @@ async def test_a_cut_answer_is_poured_up_to_the_cut() -> None:
     cut = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\npart"
     sink = Sink()
     async with linked(answering_and_leaving(cut)) as (link, _):
-        with pytest.raises(LinkLost):
+        with pytest.raises(ConnectionLost):
             await poured(link, sink)
     assert b"".join(sink.taken) == b"part"
 

@@ -16,16 +16,16 @@ import pytest
 import uvloop
 
 from gateway.errors import Overloaded
-from gateway.http.upstream import Connections, retry_after_s
+from gateway.http.upstream import ConnectionPool, retry_after_s
 from tests.support.fault_proxy import Fault, FaultProxy, silent_port
 from tests.support.gateway_fixtures import Hasty
 from tests.support.raw_client import settles
-from tests.support.running_gateway import Gateway
+from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import FakeWorker, Script
 
 
 def test_f01_a_refused_connection_goes_to_another_worker_and_the_client_sees_200(
-    proxied: Gateway, proxy: FaultProxy, second_worker: FakeWorker
+    proxied: RunningGateway, proxy: FaultProxy, second_worker: FakeWorker
 ) -> None:
     proxied.join(second_worker)
     proxy.refuse()
@@ -39,7 +39,7 @@ def test_f01_a_refused_connection_goes_to_another_worker_and_the_client_sees_200
 
 
 def test_f01_without_another_worker_it_is_a_503_that_says_when_to_come_back(
-    proxied: Gateway, proxy: FaultProxy
+    proxied: RunningGateway, proxy: FaultProxy
 ) -> None:
     proxy.refuse()
     answer = proxied.chat()
@@ -49,7 +49,7 @@ def test_f01_without_another_worker_it_is_a_503_that_says_when_to_come_back(
 
 
 def test_f01_a_connection_reset_at_once_is_an_error_that_says_so(
-    proxied: Gateway, worker: FakeWorker, proxy: FaultProxy
+    proxied: RunningGateway, worker: FakeWorker, proxy: FaultProxy
 ) -> None:
     proxy.fault = Fault(reset_at_connect=True)
     answer = proxied.chat()
@@ -86,7 +86,7 @@ def test_f13_a_connection_that_carries_nothing_ends_by_the_first_byte_limit(
 
 
 def test_f13_a_pooled_connection_that_died_does_not_fail_the_next_request(
-    proxied: Gateway, proxy: FaultProxy
+    proxied: RunningGateway, proxy: FaultProxy
 ) -> None:
     assert proxied.chat().status_code == 200
     proxy.reset_all()
@@ -94,7 +94,7 @@ def test_f13_a_pooled_connection_that_died_does_not_fail_the_next_request(
 
 
 def test_f14_a_fresh_connection_that_breaks_is_not_tried_again(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     line.join(second_worker)
     worker.script = second_worker.script = Script(drop=True)
@@ -105,7 +105,7 @@ def test_f14_a_fresh_connection_that_breaks_is_not_tried_again(
 
 @pytest.mark.parametrize("junk", [b"nothing like HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
 def test_f14_junk_on_a_used_connection_is_an_answer_and_is_not_asked_for_twice(
-    line: Gateway, worker: FakeWorker, junk: bytes
+    line: RunningGateway, worker: FakeWorker, junk: bytes
 ) -> None:
     assert line.chat().status_code == 200
     worker.script.raw = junk
@@ -115,7 +115,7 @@ def test_f14_junk_on_a_used_connection_is_an_answer_and_is_not_asked_for_twice(
 
 
 def test_f56_a_name_that_does_not_resolve_is_a_refused_connection(
-    gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     gateway.join(worker, url="http://worker.invalid:9200")
     answer = gateway.chat()
@@ -174,7 +174,7 @@ def test_f55_a_gateway_without_a_free_file_does_not_blame_the_worker(
     tmp_path: Path, worker: FakeWorker, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def ask() -> None:
-        async with Connections(connect_timeout_s=2.0, answer_timeout_s=10.0) as connections:
+        async with ConnectionPool(connect_timeout_s=2.0, answer_timeout_s=10.0) as connections:
             with no_file_left(), pytest.raises(Overloaded):
                 await connections.send(f"{worker.url}/v1/chat/completions", b"{}", {}, lambda: None)
 

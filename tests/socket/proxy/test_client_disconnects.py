@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.gateway_fixtures import Hasty
 from tests.support.raw_client import RawClient, in_flight, raw_client, request_bytes, settles
-from tests.support.running_gateway import Gateway, eventually
+from tests.support.running_gateway import RunningGateway, eventually
 from tests.support.scripted_worker import DONE, FakeWorker, Script, chunk, stream_events
 
 LEAVING: dict[str, Callable[[RawClient], None]] = {
@@ -21,7 +21,7 @@ leaving = pytest.mark.parametrize("leave", LEAVING.values(), ids=LEAVING)
 @leaving
 @pytest.mark.parametrize("events", range(1, 6))
 def test_f07_a_client_that_leaves_in_a_stream_frees_the_worker_and_blames_nobody(
-    line: Gateway, worker: FakeWorker, leave: Callable[[RawClient], None], events: int
+    line: RunningGateway, worker: FakeWorker, leave: Callable[[RawClient], None], events: int
 ) -> None:
     worker.script.hang_after = events
     sent = stream_events(worker.script.words)[:events]
@@ -41,7 +41,7 @@ def test_f07_a_client_that_leaves_in_a_stream_frees_the_worker_and_blames_nobody
 @leaving
 @pytest.mark.parametrize("stream", [False, True])
 def test_f08_a_client_that_leaves_before_the_first_byte_frees_the_worker(
-    line: Gateway, worker: FakeWorker, leave: Callable[[RawClient], None], stream: bool
+    line: RunningGateway, worker: FakeWorker, leave: Callable[[RawClient], None], stream: bool
 ) -> None:
     worker.script.hang = True
     with raw_client(line) as client:
@@ -54,7 +54,7 @@ def test_f08_a_client_that_leaves_before_the_first_byte_frees_the_worker(
 
 @leaving
 def test_f08_a_client_that_leaves_behind_the_head_of_a_whole_answer_frees_the_worker(
-    line: Gateway, worker: FakeWorker, leave: Callable[[RawClient], None]
+    line: RunningGateway, worker: FakeWorker, leave: Callable[[RawClient], None]
 ) -> None:
     worker.script = Script(events=(b'{"choices": [',), hang_after=1)
     with raw_client(line) as client:
@@ -68,7 +68,7 @@ def test_f08_a_client_that_leaves_behind_the_head_of_a_whole_answer_frees_the_wo
 @leaving
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
 def test_f08_a_client_that_leaves_in_its_own_request_reaches_no_worker(
-    line: Gateway, worker: FakeWorker, leave: Callable[[RawClient], None], part: float
+    line: RunningGateway, worker: FakeWorker, leave: Callable[[RawClient], None], part: float
 ) -> None:
     whole = request_bytes(b'{"model":"demo","messages":[{"role":"user","content":"x"}]}')
     with raw_client(line) as client:
@@ -80,7 +80,7 @@ def test_f08_a_client_that_leaves_in_its_own_request_reaches_no_worker(
 
 
 def test_f08_many_that_leave_at_once_leave_nothing_behind(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 2
     clients = [RawClient(line) for _ in range(24)]
@@ -113,7 +113,7 @@ def test_f09_a_reader_that_stalls_is_cut_and_its_neighbour_gets_every_word(
 
 
 def test_f12_a_client_that_half_closes_behind_its_request_counts_as_gone(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.hang = True
     with raw_client(line) as client:

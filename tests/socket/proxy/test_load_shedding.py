@@ -11,7 +11,7 @@ import pytest
 from gateway.errors import Overloaded
 from gateway.proxy import load_shedding as overload
 from gateway.proxy.load_shedding import Load, LoopLag
-from tests.support.running_gateway import Gateway, eventually, settings_for_tests
+from tests.support.running_gateway import RunningGateway, eventually, settings_for_tests
 from tests.support.scripted_worker import DONE, FakeWorker
 
 
@@ -19,7 +19,7 @@ def test_f27_one_request_too_many_is_shed_and_those_that_run_finish(
     tmp_path: Path, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = 2
-    with Gateway(settings_for_tests(tmp_path, requests_limit=1)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, requests_limit=1)) as gateway:
         gateway.join(worker)
         with gateway.stream() as running:
             pieces = running.iter_raw()
@@ -34,7 +34,7 @@ def test_f27_one_request_too_many_is_shed_and_those_that_run_finish(
         assert gateway.chat().status_code == 200
 
 
-def test_f38_the_lag_of_the_event_loop_is_shown(line: Gateway) -> None:
+def test_f38_the_lag_of_the_event_loop_is_shown(line: RunningGateway) -> None:
     assert line.status()["gateway"]["event_loop_lag_s"] >= 0
     assert "paceline_event_loop_lag_seconds " in line.client.get("/metrics").text
 
@@ -64,7 +64,9 @@ def test_f26_bodies_are_held_up_to_a_bound_and_given_back(monkeypatch: pytest.Mo
     load.hold(100)
 
 
-def test_f38_a_gateway_that_stood_still_ejects_nobody_and_serves_at_once(line: Gateway) -> None:
+def test_f38_a_gateway_that_stood_still_ejects_nobody_and_serves_at_once(
+    line: RunningGateway,
+) -> None:
     line.loop.call_soon_threadsafe(time.sleep, 8)  # longer than a worker may be silent
     answer = line.chat()
     assert answer.status_code == 200, answer.text

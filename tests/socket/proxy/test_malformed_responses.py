@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tests.support.raw_client import error_code, settles
-from tests.support.running_gateway import Gateway
+from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import (
     DONE,
     FakeWorker,
@@ -25,7 +25,7 @@ WHOLE = (FIRST, WORD, STOP, DONE)
 HTML = b"<html><body>502 Bad Gateway nginx</body></html>"
 
 
-def streamed(line: Gateway) -> tuple[int, bytes]:
+def streamed(line: RunningGateway) -> tuple[int, bytes]:
     with line.stream() as answer:
         return answer.status_code, answer.read()
 
@@ -66,7 +66,7 @@ def crlf(pieces: tuple[bytes, ...]) -> tuple[bytes, ...]:
     ids=lambda case: case[0].replace(" ", "_"),
 )
 def test_f15_odd_but_legal_events_are_relayed(
-    line: Gateway, worker: FakeWorker, pieces: tuple[str, tuple[bytes, ...]]
+    line: RunningGateway, worker: FakeWorker, pieces: tuple[str, tuple[bytes, ...]]
 ) -> None:
     sent = pieces[1]
     worker.script.events = sent
@@ -97,7 +97,7 @@ def test_f15_odd_but_legal_events_are_relayed(
     ids=lambda case: case[0].replace(" ", "_"),
 )
 def test_f15_a_broken_event_ends_the_stream_in_an_error_event(
-    line: Gateway, worker: FakeWorker, pieces: tuple[str, tuple[bytes, ...]]
+    line: RunningGateway, worker: FakeWorker, pieces: tuple[str, tuple[bytes, ...]]
 ) -> None:
     worker.script.events = pieces[1]
     status, received = streamed(line)
@@ -110,7 +110,7 @@ def test_f15_a_broken_event_ends_the_stream_in_an_error_event(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [HTML, b"", b"{}", b"[]", b"null", b'{"choices":[]}', b"{"])
 def test_f16_a_200_that_is_no_answer_is_a_502(
-    line: Gateway, worker: FakeWorker, body: bytes, stream: bool
+    line: RunningGateway, worker: FakeWorker, body: bytes, stream: bool
 ) -> None:
     worker.script = Script(body=body, headers=((b"x-note", b"html"),))
     answer = line.chat(stream=stream)
@@ -121,14 +121,16 @@ def test_f16_a_200_that_is_no_answer_is_a_502(
 
 
 def test_f16_a_whole_answer_to_a_stream_is_not_passed_off_as_one(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.body = json.dumps(whole_answer("all at once")).encode()
     status, _ = streamed(line)
     assert status == 502
 
 
-def test_f18_an_error_with_status_200_is_not_an_answer(line: Gateway, worker: FakeWorker) -> None:
+def test_f18_an_error_with_status_200_is_not_an_answer(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     worker.script.body = b'{"error": {"message": "/Users/me/model exploded"}}'
     answer = line.chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
@@ -136,7 +138,7 @@ def test_f18_an_error_with_status_200_is_not_an_answer(line: Gateway, worker: Fa
 
 
 def test_f21_a_404_of_the_worker_is_its_failure_and_its_words_stay_here(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     told = b'{"error": "[Errno 2] No such file: /Users/me/models/demo"}'
     worker.script = Script(status=404, body=told)
@@ -159,7 +161,7 @@ def test_f21_a_404_of_the_worker_is_its_failure_and_its_words_stay_here(
     ],
 )
 def test_f21_nonsense_of_a_worker_is_a_502_in_our_words(
-    line: Gateway, worker: FakeWorker, status: int, body: bytes
+    line: RunningGateway, worker: FakeWorker, status: int, body: bytes
 ) -> None:
     worker.script = Script(status=status, body=body)
     answer = line.chat()
@@ -173,7 +175,7 @@ def test_f21_nonsense_of_a_worker_is_a_502_in_our_words(
 
 
 def test_f21_a_400_in_openais_shape_is_the_requests_fault_and_is_relayed(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script = Script(
         status=400,
@@ -190,7 +192,7 @@ def test_f21_a_400_in_openais_shape_is_the_requests_fault_and_is_relayed(
     }
 
 
-def test_f57_an_http_1_0_worker_is_relayed(line: Gateway, worker: FakeWorker) -> None:
+def test_f57_an_http_1_0_worker_is_relayed(line: RunningGateway, worker: FakeWorker) -> None:
     worker.script.http_1_0 = True
     for _ in range(3):
         status, received = streamed(line)
@@ -202,7 +204,7 @@ def test_f57_an_http_1_0_worker_is_relayed(line: Gateway, worker: FakeWorker) ->
     "before", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early\r\n\r\n"]
 )
 def test_f57_an_informational_answer_is_passed_over(
-    line: Gateway, worker: FakeWorker, before: bytes
+    line: RunningGateway, worker: FakeWorker, before: bytes
 ) -> None:
     body = json.dumps(whole_answer("here")).encode()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -211,7 +213,7 @@ def test_f57_an_informational_answer_is_passed_over(
     assert answer.json()["choices"][0]["message"]["content"] == "here"
 
 
-def test_f57_trailers_do_not_reach_the_client(line: Gateway, worker: FakeWorker) -> None:
+def test_f57_trailers_do_not_reach_the_client(line: RunningGateway, worker: FakeWorker) -> None:
     events = b"".join(stream_events(("one",)))
     worker.script.raw = (
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
@@ -238,7 +240,7 @@ def test_f57_trailers_do_not_reach_the_client(line: Gateway, worker: FakeWorker)
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_f57_what_is_no_http_is_a_502(
-    line: Gateway, worker: FakeWorker, raw: bytes, stream: bool
+    line: RunningGateway, worker: FakeWorker, raw: bytes, stream: bool
 ) -> None:
     worker.script.raw = raw
     answer = line.chat(stream=stream)

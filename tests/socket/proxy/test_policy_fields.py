@@ -21,7 +21,7 @@ from policies.document import read_policy
 from policies.routes import DAYS
 from policies.sections import MetricsRules
 from tests.support.policies import DEFAULT, gateway_with
-from tests.support.running_gateway import Gateway, eventually
+from tests.support.running_gateway import RunningGateway, eventually
 from tests.support.scripted_worker import METRICS, USAGE, FakeWorker, Script
 from tests.support.static_workers import listed
 
@@ -279,7 +279,7 @@ ASKED = {"metrics": "summary"}
 WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
-def trailing(gateway: Gateway, **fields: Any) -> dict[str, Any]:
+def trailing(gateway: RunningGateway, **fields: Any) -> dict[str, Any]:
     """Return the last chunk of a stream if it is one that has no choices, else nothing."""
     with gateway.stream(**fields) as answer:
         text = answer.read().decode()
@@ -339,7 +339,7 @@ def test_a_stream_tells_in_its_last_chunk_when_asked_or_when_the_policy_says_so(
         assert gateway.status()["recent"]["mtp"]["accepted"] == 1, "counted all the same"
 
 
-def test_the_shipped_policy_tells_wherever_it_tells_usage(line: Gateway) -> None:
+def test_the_shipped_policy_tells_wherever_it_tells_usage(line: RunningGateway) -> None:
     assert MetricsRules().told == "with_usage"
     assert line.chat().json()["metrics"] == METRICS
     assert trailing(line) == {}
@@ -357,7 +357,7 @@ def test_the_shipped_policy_tells_wherever_it_tells_usage(line: Gateway) -> None
     ],
 )
 def test_nonsense_of_a_worker_breaks_no_answer_and_no_count(
-    line: Gateway, worker: FakeWorker, nonsense: Any
+    line: RunningGateway, worker: FakeWorker, nonsense: Any
 ) -> None:
     worker.script.body = json.dumps(
         {"choices": [{"message": {"content": "x"}}], "usage": USAGE, "metrics": nonsense}

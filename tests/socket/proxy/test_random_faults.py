@@ -22,7 +22,7 @@ from tests.support.fault_proxy import HARMLESS, FaultProxy, proxying
 from tests.support.fault_schedule import Blow, Manners, Plan, plans, strike
 from tests.support.raw_client import in_flight, request_bytes
 from tests.support.running_gateway import (
-    Gateway,
+    RunningGateway,
     chat_body,
     eventually,
     serving,
@@ -119,15 +119,15 @@ def _fleet(planned: list[Plan]) -> Iterator[_Fleet]:
 
 
 @contextlib.contextmanager
-def _gateway(tmp_path: Path) -> Iterator[Gateway]:
+def _gateway(tmp_path: Path) -> Iterator[RunningGateway]:
     settings = settings_for_tests(
         tmp_path, connect_timeout_s=0.4, answer_timeout_s=0.4, idle_timeout_s=0.3
     )
-    with Gateway(settings) as gateway:
+    with RunningGateway(settings) as gateway:
         yield gateway
 
 
-async def _beat(gateway: Gateway, fleet: _Fleet) -> None:
+async def _beat(gateway: RunningGateway, fleet: _Fleet) -> None:
     while True:
         for place, worker in enumerate(fleet.workers):
             if place not in fleet.away:
@@ -135,7 +135,7 @@ async def _beat(gateway: Gateway, fleet: _Fleet) -> None:
         await asyncio.sleep(0.2)
 
 
-async def _torment(rng: Random, gateway: Gateway, fleet: _Fleet) -> None:
+async def _torment(rng: Random, gateway: RunningGateway, fleet: _Fleet) -> None:
     while True:
         blow = strike(rng, fleet.workers)
         proxy = fleet.proxies[blow.place]
@@ -161,7 +161,7 @@ async def _torment(rng: Random, gateway: Gateway, fleet: _Fleet) -> None:
             fleet.away.discard(blow.place)
 
 
-async def _watch_slots(gateway: Gateway) -> int:
+async def _watch_slots(gateway: RunningGateway) -> int:
     """Return by how much a lane was ever over its slots."""
     worst = -1
     with contextlib.suppress(asyncio.CancelledError):
@@ -175,7 +175,7 @@ async def _watch_slots(gateway: Gateway) -> int:
     return worst
 
 
-async def _ask_all(gateway: Gateway, planned: list[Plan]) -> dict[str, str]:
+async def _ask_all(gateway: RunningGateway, planned: list[Plan]) -> dict[str, str]:
     """Ask them all, so many at once; return how each ended as its client saw it."""
     waiting = iter(planned)
     ends: dict[str, str] = {}
@@ -188,7 +188,7 @@ async def _ask_all(gateway: Gateway, planned: list[Plan]) -> dict[str, str]:
     return ends
 
 
-async def _ask(gateway: Gateway, plan: Plan) -> str:
+async def _ask(gateway: RunningGateway, plan: Plan) -> str:
     fields = {"stream": plan.stream, "temperature": plan.temperature}
     message = {"role": "user", "content": plan.identity}
     body = json.dumps(chat_body(**fields, messages=[message])).encode()
@@ -213,11 +213,11 @@ async def _ask(gateway: Gateway, plan: Plan) -> str:
         writer.close()
 
 
-def _all_answered(gateway: Gateway) -> bool:
+def _all_answered(gateway: RunningGateway) -> bool:
     return all(gateway.chat().status_code == 200 for _ in range(10))
 
 
-def _tasks(gateway: Gateway) -> int:
+def _tasks(gateway: RunningGateway) -> int:
     """Count the tasks of the gateway's event loop."""
 
     async def count() -> int:

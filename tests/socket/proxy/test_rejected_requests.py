@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from tests.support.running_gateway import Gateway, chat_body, settings_for_tests
+from tests.support.running_gateway import RunningGateway, chat_body, settings_for_tests
 from tests.support.scripted_worker import FakeWorker
 
 
@@ -36,7 +36,7 @@ def refusal(answer: Any) -> tuple[int, str, str | None]:
     ],
     ids=lambda body: repr(body[:24]),
 )
-def test_f42_what_is_no_strict_json_object_is_a_400(line: Gateway, body: bytes) -> None:
+def test_f42_what_is_no_strict_json_object_is_a_400(line: RunningGateway, body: bytes) -> None:
     answer = line.client.post("/v1/chat/completions", content=body)
     assert refusal(answer) == (400, "invalid_json", None)
 
@@ -57,23 +57,23 @@ def test_f42_what_is_no_strict_json_object_is_a_400(line: Gateway, body: bytes) 
     ],
 )
 def test_f44_a_wrong_field_is_a_400_that_names_it(
-    line: Gateway, worker: FakeWorker, fields: dict[str, Any], param: str
+    line: RunningGateway, worker: FakeWorker, fields: dict[str, Any], param: str
 ) -> None:
     assert refusal(line.chat(**fields)) == (400, "invalid_value", param)
     assert not worker.heard
 
 
-def test_an_unknown_model_is_a_404(line: Gateway) -> None:
+def test_an_unknown_model_is_a_404(line: RunningGateway) -> None:
     assert refusal(line.chat(model="gpt-9")) == (404, "model_not_found", "model")
 
 
-def test_an_empty_fleet_calls_no_model_unknown(gateway: Gateway) -> None:
+def test_an_empty_fleet_calls_no_model_unknown(gateway: RunningGateway) -> None:
     answer = gateway.chat(model="Qwen/Qwen3.5-4B")
     assert refusal(answer) == (503, "no_worker", None)
     assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_wrong_method_is_a_405_that_names_the_right_one(line: Gateway) -> None:
+def test_a_wrong_method_is_a_405_that_names_the_right_one(line: RunningGateway) -> None:
     answer = line.client.get("/v1/chat/completions")
     assert refusal(answer) == (405, "method_not_allowed", None)
     assert answer.headers["allow"] == "POST"
@@ -82,12 +82,12 @@ def test_a_wrong_method_is_a_405_that_names_the_right_one(line: Gateway) -> None
     assert answer.headers["allow"] == "GET"
 
 
-def test_an_unknown_path_is_a_404_in_openais_shape(line: Gateway) -> None:
+def test_an_unknown_path_is_a_404_in_openais_shape(line: RunningGateway) -> None:
     for path in ("/v1/chat/completions/", "//v1/chat/completions", "/nothing", "/docs"):
         assert refusal(line.client.post(path, json=chat_body()))[0] == 404
 
 
-def test_f39_a_declared_body_that_is_too_large_is_refused_unread(line: Gateway) -> None:
+def test_f39_a_declared_body_that_is_too_large_is_refused_unread(line: RunningGateway) -> None:
     with socket.create_connection(("127.0.0.1", int(line.url.rpartition(":")[2]))) as raw:
         raw.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
@@ -97,7 +97,7 @@ def test_f39_a_declared_body_that_is_too_large_is_refused_unread(line: Gateway) 
 
 
 def test_f39_a_body_is_counted_while_it_is_read(tmp_path: Path) -> None:
-    with Gateway(settings_for_tests(tmp_path, body_limit_bytes=1000)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, body_limit_bytes=1000)) as gateway:
         chunked = (b"x" * 100 for _ in range(20))
         answer = gateway.client.post("/v1/chat/completions", content=chunked)
         assert refusal(answer) == (413, "body_too_large", None)
@@ -105,7 +105,7 @@ def test_f39_a_body_is_counted_while_it_is_read(tmp_path: Path) -> None:
 
 def test_f11_a_body_that_never_ends_is_a_408(tmp_path: Path) -> None:
     settings = settings_for_tests(tmp_path, body_timeout_s=0.05)
-    with Gateway(settings) as gateway:
+    with RunningGateway(settings) as gateway:
         port = int(gateway.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as raw:
             raw.sendall(
@@ -115,7 +115,7 @@ def test_f11_a_body_that_never_ends_is_a_408(tmp_path: Path) -> None:
 
 
 def test_f41_a_repeated_key_means_one_thing_to_gateway_and_worker(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     body = json.dumps(chat_body())[:-1] + ', "temperature": 1.0, "temperature": 0}'
     answer = line.client.post("/v1/chat/completions", content=body)
@@ -128,7 +128,7 @@ def locked(tmp_path: Path) -> Any:
     settings = settings_for_tests(
         tmp_path, api_key=SecretStr("data-key"), admin_key=SecretStr("admin-key")
     )
-    with Gateway(settings) as running:
+    with RunningGateway(settings) as running:
         yield running
 
 
@@ -137,7 +137,7 @@ def locked(tmp_path: Path) -> Any:
     [None, "", "Bearer", "Bearer wrong", "Basic data-key", "Bearer \xe9", "data-key"],
 )
 def test_without_the_key_nothing_of_the_data_plane_answers(
-    locked: Gateway, authorization: str | None
+    locked: RunningGateway, authorization: str | None
 ) -> None:
     headers = [(b"authorization", authorization.encode("latin-1"))] if authorization else []
     client = locked.client
@@ -153,7 +153,7 @@ def test_without_the_key_nothing_of_the_data_plane_answers(
     assert {refusal(answer) for answer in answers} == {(401, "invalid_api_key", None)}
 
 
-def test_each_key_opens_its_own_plane(locked: Gateway, worker: FakeWorker) -> None:
+def test_each_key_opens_its_own_plane(locked: RunningGateway, worker: FakeWorker) -> None:
     assert locked.join(worker).status_code == 200
     data = {"authorization": "Bearer data-key"}
     admin = {"authorization": "bearer admin-key"}
@@ -171,7 +171,7 @@ def test_each_key_opens_its_own_plane(locked: Gateway, worker: FakeWorker) -> No
     "headers", [{"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=x"}, {"host": "192.168.1.5"}]
 )
 def test_without_an_admin_key_only_this_machine_sees_the_admin_plane(
-    line: Gateway, headers: dict[str, str]
+    line: RunningGateway, headers: dict[str, str]
 ) -> None:
     assert line.client.get("/admin/v1/workers").status_code == 200
     answer = line.client.get("/admin/v1/workers", headers=headers)

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.support.images import data_url, png_header
-from tests.support.running_gateway import Gateway, chat_body
+from tests.support.running_gateway import RunningGateway, chat_body
 from tests.support.scripted_worker import (
     DONE,
     METRICS,
@@ -20,7 +20,7 @@ from tests.support.scripted_worker import (
 )
 
 
-def test_a_sampled_question_goes_to_vlm_and_says_why(line: Gateway) -> None:
+def test_a_sampled_question_goes_to_vlm_and_says_why(line: RunningGateway) -> None:
     answer = line.chat()
     assert answer.status_code == 200
     assert answer.json()["choices"][0]["message"]["content"] == "one two three"
@@ -36,7 +36,7 @@ def test_a_sampled_question_goes_to_vlm_and_says_why(line: Gateway) -> None:
     assert answer.headers["x-request-id"].startswith("req-")
 
 
-def test_a_greedy_text_question_speculates(line: Gateway, worker: FakeWorker) -> None:
+def test_a_greedy_text_question_speculates(line: RunningGateway, worker: FakeWorker) -> None:
     answer = line.chat(temperature=0)
     assert answer.headers["x-paceline-pool"] == "text-mtp"
     assert answer.headers["x-paceline-reason"] == "eligible"
@@ -44,7 +44,7 @@ def test_a_greedy_text_question_speculates(line: Gateway, worker: FakeWorker) ->
     assert worker.heard[0].headers["x-paceline-lane"] == "text-mtp"
 
 
-def test_a_picture_goes_to_the_lane_that_sees(line: Gateway) -> None:
+def test_a_picture_goes_to_the_lane_that_sees(line: RunningGateway) -> None:
     picture = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
     messages = [{"role": "user", "content": [picture]}]
     answer = line.chat(temperature=0, messages=messages)
@@ -53,7 +53,7 @@ def test_a_picture_goes_to_the_lane_that_sees(line: Gateway) -> None:
 
 
 def test_the_worker_gets_effective_values_and_nothing_of_the_clients_headers(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     body = chat_body(model="gpt-4o-mini", top_k=None, seed=5, stream=True)
     headers = {"authorization": "Bearer secret-of-client", "cookie": "a=b", "x-request-id": "mine"}
@@ -75,7 +75,9 @@ def test_the_worker_gets_effective_values_and_nothing_of_the_clients_headers(
     assert "cookie" not in heard.headers
 
 
-def test_a_stream_passes_byte_for_byte_without_the_usage_nobody_asked_for(line: Gateway) -> None:
+def test_a_stream_passes_byte_for_byte_without_the_usage_nobody_asked_for(
+    line: RunningGateway,
+) -> None:
     with line.stream() as answer:
         received = answer.read()
     expected = stream_events(("one", " two", " three"))
@@ -84,13 +86,15 @@ def test_a_stream_passes_byte_for_byte_without_the_usage_nobody_asked_for(line: 
     assert answer.headers["x-paceline-pool"] == "vlm"
 
 
-def test_a_stream_shows_usage_and_metrics_to_who_asks(line: Gateway) -> None:
+def test_a_stream_shows_usage_and_metrics_to_who_asks(line: RunningGateway) -> None:
     with line.stream(stream_options={"include_usage": True}) as answer:
         received = answer.read()
     assert received == b"".join(stream_events(("one", " two", " three")))
 
 
-def test_the_first_event_arrives_before_the_last_is_made(line: Gateway, worker: FakeWorker) -> None:
+def test_the_first_event_arrives_before_the_last_is_made(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     worker.script.hang_after = 2
     with line.stream() as answer:
         pieces = answer.iter_raw()
@@ -102,28 +106,30 @@ def test_the_first_event_arrives_before_the_last_is_made(line: Gateway, worker: 
         assert b"".join(pieces).endswith(DONE)
 
 
-def test_a_large_picture_arrives_whole(line: Gateway, worker: FakeWorker) -> None:
+def test_a_large_picture_arrives_whole(line: RunningGateway, worker: FakeWorker) -> None:
     picture = {"url": data_url(png_header(8, 8) + b"ABC" * 1_000_000)}
     messages = [{"role": "user", "content": [{"type": "image_url", "image_url": picture}]}]
     assert line.chat(messages=messages).status_code == 200
     assert worker.heard[0].body["messages"] == messages
 
 
-def test_completions_are_relayed_too(line: Gateway, worker: FakeWorker) -> None:
+def test_completions_are_relayed_too(line: RunningGateway, worker: FakeWorker) -> None:
     answer = line.client.post("/v1/completions", json={"model": "demo", "prompt": "Say"})
     assert answer.status_code == 200
     assert worker.heard[0].path == "/v1/completions"
     assert worker.heard[0].body["prompt"] == "Say"
 
 
-def test_models_lists_what_is_served_and_its_other_names(line: Gateway) -> None:
+def test_models_lists_what_is_served_and_its_other_names(line: RunningGateway) -> None:
     names = {entry["id"] for entry in line.client.get("/v1/models").json()["data"]}
     assert names == {"demo", "default", "gpt-4o-mini"}
     assert line.client.get("/v1/models/default").json()["root"] == "demo"
     assert line.client.get("/v1/models/other").status_code == 404
 
 
-def test_default_means_the_only_model_of_the_fleet(gateway: Gateway, worker: FakeWorker) -> None:
+def test_default_means_the_only_model_of_the_fleet(
+    gateway: RunningGateway, worker: FakeWorker
+) -> None:
     worker.model = "Qwen/Qwen3.5-4B"
     gateway.join(worker)
     assert gateway.chat(model="default").status_code == 200
@@ -132,7 +138,9 @@ def test_default_means_the_only_model_of_the_fleet(gateway: Gateway, worker: Fak
     assert names == {"Qwen/Qwen3.5-4B", "default"}
 
 
-def test_the_explanation_names_the_lane_and_runs_nothing(line: Gateway, worker: FakeWorker) -> None:
+def test_the_explanation_names_the_lane_and_runs_nothing(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     told = line.client.post("/v1/route/explain", json=chat_body(temperature=0, n=2)).json()
     assert told["bypass"] == ["multiple_choices"]
     assert told["route"] == "everything-else"
@@ -144,7 +152,7 @@ def test_the_explanation_names_the_lane_and_runs_nothing(line: Gateway, worker: 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_unmodified_openai_client_reads_answers_and_streams(
-    line: Gateway, temperature: float
+    line: RunningGateway, temperature: float
 ) -> None:
     with openai.OpenAI(base_url=f"{line.url}/v1", api_key="unused", max_retries=0) as client:
         whole = client.chat.completions.create(
@@ -166,7 +174,7 @@ def test_the_unmodified_openai_client_reads_answers_and_streams(
     assert chunks[-1].usage.total_tokens == 10
 
 
-def test_the_access_headers_open_nothing_to_foreign_pages(line: Gateway) -> None:
+def test_the_access_headers_open_nothing_to_foreign_pages(line: RunningGateway) -> None:
     answer = line.client.options(
         "/v1/chat/completions",
         headers={"origin": "http://evil.example", "access-control-request-method": "POST"},
@@ -175,13 +183,13 @@ def test_the_access_headers_open_nothing_to_foreign_pages(line: Gateway) -> None
     assert not [name for name in answer.headers if name.startswith("access-control")]
 
 
-def test_error_text_is_json_in_openais_shape(line: Gateway) -> None:
+def test_error_text_is_json_in_openais_shape(line: RunningGateway) -> None:
     answer = line.client.post("/v1/chat/completions", content=b"{")
     assert json.loads(answer.content)["error"].keys() == {"message", "type", "param", "code"}
 
 
 def test_a_whole_answer_without_an_end_does_not_fill_the_memory(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     whole = b'{"choices": [{"message": {"content": "one"}}]}'
     worker.script.body = whole + b" " * 64 * 1024 * 1024

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.support.raw_client import settles
-from tests.support.running_gateway import Gateway, chat_body
+from tests.support.running_gateway import RunningGateway, chat_body
 from tests.support.scripted_worker import DONE, FakeWorker, event, stream_events, whole_answer
 
 
 @pytest.mark.parametrize("depth", [201, 100_000])
 @pytest.mark.parametrize("closed", [False, True])
 def test_f40_a_body_that_is_too_deep_is_a_400_and_reaches_no_worker(
-    line: Gateway, worker: FakeWorker, depth: int, closed: bool
+    line: RunningGateway, worker: FakeWorker, depth: int, closed: bool
 ) -> None:
     nested = b"[" * depth + (b"]" * depth if closed else b"")
     answer = line.client.post("/v1/chat/completions", content=b'{"model": %b}' % nested)
@@ -36,7 +36,7 @@ LIES: dict[str, Any] = {
 @pytest.mark.parametrize("told", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_f53_usage_that_is_missing_or_makes_no_sense_fails_no_answer_and_no_sum(
-    line: Gateway, worker: FakeWorker, told: Any, stream: bool
+    line: RunningGateway, worker: FakeWorker, told: Any, stream: bool
 ) -> None:
     *events, _usage, done = stream_events(("one",))
     trailing = [event({"choices": [], "usage": told})] if told is not None else []
@@ -52,7 +52,7 @@ def test_f53_usage_that_is_missing_or_makes_no_sense_fails_no_answer_and_no_sum(
 
 
 def test_f58_two_requests_under_one_idempotency_key_are_two_requests(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     def ask(_: int) -> int:
         headers = {"idempotency-key": "the-same"}

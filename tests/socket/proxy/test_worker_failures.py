@@ -9,7 +9,7 @@ import pytest
 from tests.support.fault_proxy import Fault, FaultProxy
 from tests.support.gateway_fixtures import Hasty
 from tests.support.raw_client import error_code, in_flight, raw_client, settles
-from tests.support.running_gateway import Gateway, eventually, serving
+from tests.support.running_gateway import RunningGateway, eventually, serving
 from tests.support.scripted_worker import DONE, FakeWorker, Script, chunk, event, stream_events
 from tests.support.scripted_worker_process import worker_process
 
@@ -18,7 +18,7 @@ HEAD = stream_events(())[0]
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_f02_a_worker_killed_before_its_answer_is_a_502_and_nobody_else_is_asked(
-    gateway: Gateway, worker: FakeWorker, stream: bool
+    gateway: RunningGateway, worker: FakeWorker, stream: bool
 ) -> None:
     with worker_process() as killable, raw_client(gateway) as client:
         killable.fault(hang=True)
@@ -35,7 +35,7 @@ def test_f02_a_worker_killed_before_its_answer_is_a_502_and_nobody_else_is_asked
 
 
 def test_f03_a_worker_killed_in_a_stream_ends_it_in_an_error_event_without_done(
-    gateway: Gateway, worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker
 ) -> None:
     with worker_process() as killable, raw_client(gateway) as client:
         killable.fault(hang_after=3)
@@ -53,7 +53,7 @@ def test_f03_a_worker_killed_in_a_stream_ends_it_in_an_error_event_without_done(
 
 
 def test_f03_a_reset_in_a_stream_keeps_what_was_said_and_tells_the_rest_is_missing(
-    proxied: Gateway, worker: FakeWorker, proxy: FaultProxy
+    proxied: RunningGateway, worker: FakeWorker, proxy: FaultProxy
 ) -> None:
     worker.script = Script(words=("word ",) * 200)
     proxy.fault = Fault(reset_after_bytes=8000)
@@ -68,7 +68,7 @@ def test_f03_a_reset_in_a_stream_keeps_what_was_said_and_tells_the_rest_is_missi
 
 @pytest.mark.parametrize("events", range(1, 6))
 def test_f03_a_stream_cut_anywhere_is_never_a_whole_answer(
-    line: Gateway, worker: FakeWorker, events: int
+    line: RunningGateway, worker: FakeWorker, events: int
 ) -> None:
     worker.script.cut_after = events
     with line.stream() as answer:
@@ -122,7 +122,7 @@ def test_f05_comments_keep_a_slow_stream_alive(hasty: Hasty, worker: FakeWorker)
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_f06_a_crawling_stream_is_relayed_byte_by_byte_as_it_is(
-    proxied: Gateway, worker: FakeWorker, proxy: FaultProxy, size: int
+    proxied: RunningGateway, worker: FakeWorker, proxy: FaultProxy, size: int
 ) -> None:
     worker.script = Script(words=("größer", " 🐎", " fin"))
     proxy.fault = Fault(drip_bytes=size, drip_pause_s=0.0)
@@ -133,7 +133,7 @@ def test_f06_a_crawling_stream_is_relayed_byte_by_byte_as_it_is(
 
 @pytest.mark.parametrize("events", range(1, 6))
 def test_f17_a_clean_end_without_finish_and_done_is_an_error(
-    line: Gateway, worker: FakeWorker, events: int
+    line: RunningGateway, worker: FakeWorker, events: int
 ) -> None:
     worker.script.end_after = events
     with line.stream() as answer:
@@ -144,7 +144,7 @@ def test_f17_a_clean_end_without_finish_and_done_is_an_error(
 
 @pytest.mark.parametrize("events", range(1, 6))
 def test_f17_a_dead_http_1_0_worker_looks_like_a_clean_end_and_is_an_error(
-    line: Gateway, worker: FakeWorker, events: int
+    line: RunningGateway, worker: FakeWorker, events: int
 ) -> None:
     worker.script = Script(http_1_0=True, cut_after=events)
     with line.stream() as answer:
@@ -153,7 +153,7 @@ def test_f17_a_dead_http_1_0_worker_looks_like_a_clean_end_and_is_an_error(
 
 
 def test_f17_done_without_a_finish_reason_is_not_passed_on(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.events = (HEAD, chunk({"content": "half"}), DONE)
     with line.stream() as answer:
@@ -162,7 +162,7 @@ def test_f17_done_without_a_finish_reason_is_not_passed_on(
 
 
 def test_f17_a_worker_lost_before_its_first_event_is_a_502_that_says_so(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.cut_after = 0
     with line.stream() as answer:
@@ -170,7 +170,9 @@ def test_f17_a_worker_lost_before_its_first_event_is_a_502_that_says_so(
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
 
 
-def test_f17_a_worker_that_dies_behind_done_has_answered(line: Gateway, worker: FakeWorker) -> None:
+def test_f17_a_worker_that_dies_behind_done_has_answered(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     worker.script.cut_after = len(stream_events(worker.script.words))
     with line.stream() as answer:
         received = answer.read()
@@ -179,7 +181,7 @@ def test_f17_a_worker_that_dies_behind_done_has_answered(line: Gateway, worker: 
 
 
 def test_f17_a_whole_answer_cut_in_its_body_is_a_502(
-    proxied: Gateway, worker: FakeWorker, proxy: FaultProxy
+    proxied: RunningGateway, worker: FakeWorker, proxy: FaultProxy
 ) -> None:
     worker.script = Script(words=("word ",) * 1000)
     for fault in (Fault(end_after_bytes=1000), Fault(reset_after_bytes=1000)):
@@ -190,7 +192,7 @@ def test_f17_a_whole_answer_cut_in_its_body_is_a_502(
 
 
 def test_f18_an_error_frame_becomes_our_event_without_the_workers_words(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     for frame in (
         {"error": {"message": "/Users/me/model exploded at 0x7f", "code": "x"}},
@@ -206,7 +208,7 @@ def test_f18_an_error_frame_becomes_our_event_without_the_workers_words(
 
 
 def test_f18_an_error_frame_that_comes_first_is_a_plain_502(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.events = (event({"error": {"message": "out of memory"}}), DONE)
     with line.stream() as answer:
@@ -215,7 +217,7 @@ def test_f18_an_error_frame_that_comes_first_is_a_plain_502(
 
 
 def test_f25_all_answers_of_a_worker_that_aborts_are_told_and_its_slots_come_back(
-    gateway: Gateway,
+    gateway: RunningGateway,
 ) -> None:
     with worker_process() as killable:
         killable.fault(hang_after=2)
@@ -234,7 +236,7 @@ def test_f25_all_answers_of_a_worker_that_aborts_are_told_and_its_slots_come_bac
 
 
 def test_f25_a_worker_killed_and_replaced_takes_requests_again(
-    gateway: Gateway, worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker
 ) -> None:
     first = FakeWorker(worker_id="fake-a", boot_id="boot-0")
     with serving(first, sockets=[first.socket]):
@@ -245,7 +247,7 @@ def test_f25_a_worker_killed_and_replaced_takes_requests_again(
 
 
 def test_f17_a_worker_that_does_not_end_its_stream_behind_done_is_not_waited_for(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script.hang_after = len(stream_events(worker.script.words))
     with line.stream() as answer:

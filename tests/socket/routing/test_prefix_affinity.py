@@ -13,7 +13,7 @@ from gateway.routing.prefix_affinity import PrefixNames
 from gateway.types import Caller, Inspected
 from policies.request.profile import Endpoint, RequestProfile
 from tests.support.prefix_claims import RULES
-from tests.support.running_gateway import Gateway, bearing, settings_for_tests
+from tests.support.running_gateway import RunningGateway, bearing, settings_for_tests
 from tests.support.scripted_worker import USAGE, FakeWorker, Script, whole_answer
 
 LONG = "You are the clerk of a small harbour and answer in one sentence. " * 8
@@ -31,14 +31,14 @@ def counted(cached: int) -> Script:
 
 
 @pytest.fixture
-def pair(line: Gateway, second_worker: FakeWorker) -> Gateway:
+def pair(line: RunningGateway, second_worker: FakeWorker) -> RunningGateway:
     """A gateway with two workers."""
     assert line.join(second_worker).status_code == 200
     return line
 
 
 def test_requests_follow_their_system_prompt_to_the_worker_that_holds_it(
-    pair: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    pair: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     first = {pair.chat(**asked(f"{n}. {LONG}")).headers["x-paceline-worker"] for n in range(20)}
     assert first == {"fake-a", "fake-b"}, "those that nobody holds are spread"
@@ -53,7 +53,9 @@ def test_requests_follow_their_system_prompt_to_the_worker_that_holds_it(
     assert len(names[0] | names[1]) == 20
 
 
-def test_the_header_tells_what_the_worker_has_counted(line: Gateway, worker: FakeWorker) -> None:
+def test_the_header_tells_what_the_worker_has_counted(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     worker.script = counted(0)
     assert line.chat(**asked()).headers["x-paceline-prefix"] == "miss"
     worker.script = counted(90)
@@ -63,7 +65,7 @@ def test_the_header_tells_what_the_worker_has_counted(line: Gateway, worker: Fak
     assert told == {"hit": 1, "miss": 1, "none": 1, "known": 1, "untrue": 0}
 
 
-def test_a_stream_tells_what_is_expected(line: Gateway) -> None:
+def test_a_stream_tells_what_is_expected(line: RunningGateway) -> None:
     expected = []
     for _ in range(2):
         with line.stream(**asked()) as answer:
@@ -73,7 +75,7 @@ def test_a_stream_tells_what_is_expected(line: Gateway) -> None:
 
 
 def test_a_claim_is_dropped_where_the_worker_has_counted_otherwise(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script = counted(0)
     for _ in range(2):
@@ -84,20 +86,20 @@ def test_a_claim_is_dropped_where_the_worker_has_counted_otherwise(
     assert not explained["candidates"][0]["holder"]
 
 
-def test_a_request_that_failed_leaves_no_claim(line: Gateway, worker: FakeWorker) -> None:
+def test_a_request_that_failed_leaves_no_claim(line: RunningGateway, worker: FakeWorker) -> None:
     worker.script = Script(drop=True)
     assert line.chat(**asked()).status_code >= 500
     assert line.status()["prefix"]["known"] == 0
 
 
-def test_an_explanation_says_who_holds_it(pair: Gateway) -> None:
+def test_an_explanation_says_who_holds_it(pair: RunningGateway) -> None:
     at = pair.chat(**asked()).headers["x-paceline-worker"]
     explained = pair.client.post("/v1/route/explain", json={"model": "demo", **asked()}).json()
     assert [one["holder"] for one in explained["candidates"]] == [True, False]
     assert explained["candidates"][0]["worker_id"] == at
 
 
-def test_an_explanation_tells_every_score_and_why_others_take_nothing(pair: Gateway) -> None:
+def test_an_explanation_tells_every_score_and_why_others_take_nothing(pair: RunningGateway) -> None:
     body = {"model": "demo", **asked()}
     told = pair.client.post("/v1/route/explain", json=body).json()
     assert {one["worker_id"] for one in told["candidates"]} == {"fake-a", "fake-b"}
@@ -117,7 +119,7 @@ def test_only_those_whom_the_policy_lets_share_have_one_name(
     tmp_path: Path, worker: FakeWorker, isolation: str, same_team: bool, other_team: bool
 ) -> None:
     """S50 (CVE-2025-46570): whoever may not share cannot learn by its time that somebody asked."""
-    with Gateway(settings_for_tests(tmp_path)) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
         gateway.join(worker)
         edit = {
             "if-match": gateway.admin.get("/admin/v1/policy").headers["etag"],
@@ -134,7 +136,7 @@ def test_only_those_whom_the_policy_lets_share_have_one_name(
     assert (ann == bob, ann == eve) == (same_team, other_team)
 
 
-def test_too_little_to_look_for_has_no_name(line: Gateway, worker: FakeWorker) -> None:
+def test_too_little_to_look_for_has_no_name(line: RunningGateway, worker: FakeWorker) -> None:
     line.chat(**asked("Be brief."))
     assert "x-paceline-prefix-key" not in worker.heard[0].headers
     assert line.status()["prefix"]["none"] == 1
@@ -174,7 +176,7 @@ def test_one_whose_key_has_no_team_shares_with_nobody_else() -> None:
 
 
 def test_a_gateway_that_starts_learns_from_heartbeats_who_holds_what(
-    gateway: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     gateway.join(worker)
     gateway.join(second_worker)

@@ -13,16 +13,22 @@ import httpx
 import pytest
 from pydantic import BaseModel, SecretStr
 
-from gateway.errors import Stopping
+from gateway.errors import ShuttingDown
 from gateway.status.events import VIEWERS_LIMIT, Feed
-from tests.support.running_gateway import Gateway, bearing, error_of, eventually, settings_for_tests
+from tests.support.running_gateway import (
+    RunningGateway,
+    bearing,
+    error_of,
+    eventually,
+    settings_for_tests,
+)
 from tests.support.scripted_worker import FakeWorker, Script
 
 EVENTS = "/v1/status/events"
 
 
 @contextlib.contextmanager
-def watching(line: Gateway, **headers: str) -> Iterator[Iterator[str]]:
+def watching(line: RunningGateway, **headers: str) -> Iterator[Iterator[str]]:
     """Watch as a client of its own; gives the lines that say something."""
     with (
         httpx.Client(base_url=line.url, timeout=30, headers=headers) as client,
@@ -39,7 +45,7 @@ def told(line: str) -> dict[str, Any]:
     return found
 
 
-def test_each_event_is_what_the_status_says(line: Gateway) -> None:
+def test_each_event_is_what_the_status_says(line: RunningGateway) -> None:
     assert line.chat().status_code == 200
     with watching(line) as events:
         first, second = told(next(events)), told(next(events))
@@ -50,14 +56,14 @@ def test_each_event_is_what_the_status_says(line: Gateway) -> None:
     assert second["gateway"]["uptime_s"] > first["gateway"]["uptime_s"]
 
 
-def test_all_who_watch_see_the_same_snapshots(line: Gateway) -> None:
+def test_all_who_watch_see_the_same_snapshots(line: RunningGateway) -> None:
     with watching(line) as one, watching(line) as other:
         seen = [{next(events) for _ in range(4)} for events in (one, other)]
     assert len(seen[0]) == len(seen[1]) == 4
     assert seen[0] & seen[1]
 
 
-def test_a_viewer_that_leaves_makes_room_for_another(line: Gateway) -> None:
+def test_a_viewer_that_leaves_makes_room_for_another(line: RunningGateway) -> None:
     with contextlib.ExitStack() as viewers:
         present = [viewers.enter_context(watching(line)) for _ in range(VIEWERS_LIMIT)]
         for events in present:
@@ -74,7 +80,7 @@ def test_a_viewer_that_leaves_makes_room_for_another(line: Gateway) -> None:
     eventually(there_is_room)
 
 
-def test_watching_needs_the_right_that_the_status_needs(line: Gateway) -> None:
+def test_watching_needs_the_right_that_the_status_needs(line: RunningGateway) -> None:
     everything, some = line.make_key(), line.make_key(models=["demo"])
     assert error_of(line.client.get(EVENTS)) == (401, "invalid_api_key")
     assert error_of(line.client.get(EVENTS, headers=bearing(some))) == (403, "not_allowed")
@@ -82,7 +88,7 @@ def test_watching_needs_the_right_that_the_status_needs(line: Gateway) -> None:
         assert "workers" in told(next(events))
 
 
-def test_who_loses_the_key_sees_nothing_more(line: Gateway) -> None:
+def test_who_loses_the_key_sees_nothing_more(line: RunningGateway) -> None:
     key = line.make_key()
     with watching(line, **bearing(key)) as events:
         assert "workers" in told(next(events))
@@ -91,7 +97,7 @@ def test_who_loses_the_key_sees_nothing_more(line: Gateway) -> None:
     assert told(last)["error"]["code"] == "invalid_api_key"
 
 
-def test_the_first_key_shuts_out_who_watches_without_one(line: Gateway) -> None:
+def test_the_first_key_shuts_out_who_watches_without_one(line: RunningGateway) -> None:
     with watching(line) as events:
         assert "workers" in told(next(events))
         line.make_key()
@@ -100,18 +106,18 @@ def test_the_first_key_shuts_out_who_watches_without_one(line: Gateway) -> None:
 
 
 def test_what_breaks_the_state_is_an_event_in_our_words_and_stands_in_the_log(
-    line: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    line: RunningGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with watching(line) as events:
         assert "workers" in told(next(events))
-        monkeypatch.setattr("gateway.status.mtp_of", lambda _lanes: 1 / 0)
+        monkeypatch.setattr("gateway.status.render.mtp_of", lambda _lanes: 1 / 0)
         *_, last = events
     assert told(last)["error"]["code"] == "internal_error"
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_the_end_of_the_gateway_is_an_event_and_comes_after_the_answers(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     worker.script = Script(hang_after=1)
     with watching(line) as events, line.stream() as answer:
@@ -130,7 +136,7 @@ def test_the_end_of_the_gateway_is_an_event_and_comes_after_the_answers(
 def test_nobody_begins_to_watch_a_gateway_that_has_ended(tmp_path: Path) -> None:
     """Behind the last event the connection is closed, so that the gateway can end at once."""
     settings = settings_for_tests(tmp_path, drain_timeout_s=60, admin_key=SecretStr("admin"))
-    with Gateway(settings) as running, watching(running) as events:
+    with RunningGateway(settings) as running, watching(running) as events:
         next(events)
         running.ask_to_end()
         assert list(events)[-2:] == ["event: end", "data: {}"]
@@ -148,6 +154,6 @@ async def test_who_asks_on_a_kept_connection_behind_the_last_event_is_refused() 
 
     feed = Feed(take)
     feed.end()
-    with pytest.raises(Stopping):
+    with pytest.raises(ShuttingDown):
         await feed.show({}, allowed)
     assert feed.viewers == 0

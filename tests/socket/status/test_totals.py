@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.fleet import health as control
-from tests.support.running_gateway import Gateway, serving
+from tests.support.running_gateway import RunningGateway, serving
 from tests.support.scripted_worker import FakeWorker, lane_report, speculation
 from workers.protocol import Speculation, WorkerReport
 
@@ -20,7 +20,7 @@ MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "his
 
 
 def test_a_worker_whose_counts_do_not_add_up_breaks_nobodys_sums(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     for wrong in (MORE_THAN_DRAFTED, MORE_THAN_STEPS):
         lane = lane_report("text-mtp").model_copy(update={"speculation": Speculation(**wrong)})
@@ -29,7 +29,7 @@ def test_a_worker_whose_counts_do_not_add_up_breaks_nobodys_sums(
 
 
 def test_requests_that_stay_plain_since_drafting_does_not_pay_are_named_and_counted(
-    gateway: Gateway, worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker
 ) -> None:
     lane = lane_report(
         "text-mtp", draft_tokens_by_rows=(0, 0, 0, 0), bypass_counts={"mtp_not_paying": 3}
@@ -46,7 +46,7 @@ def test_requests_that_stay_plain_since_drafting_does_not_pay_are_named_and_coun
 
 
 def test_what_is_kept_of_system_prompts_is_told_by_lane_and_summed_over_boots(
-    gateway: Gateway, worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker
 ) -> None:
     prefix = {"hits": 3, "misses": 1, "cached_tokens": 600}
     lane = lane_report("text-mtp", prefix=prefix)
@@ -60,7 +60,7 @@ def test_what_is_kept_of_system_prompts_is_told_by_lane_and_summed_over_boots(
     assert status["lanes"]["text-mtp"]["prefix"] == {name: 2 * n for name, n in prefix.items()}
 
 
-def test_decisions_are_counted_by_pool_route_and_every_reason(line: Gateway) -> None:
+def test_decisions_are_counted_by_pool_route_and_every_reason(line: RunningGateway) -> None:
     line.chat(temperature=0)
     line.chat(temperature=0)
     line.chat(n=2)
@@ -79,7 +79,9 @@ def test_decisions_are_counted_by_pool_route_and_every_reason(line: Gateway) -> 
     assert status["pools"]["text-mtp"]["recent"]["answer_s"]["count"] == 2
 
 
-def test_status_asks_the_workers_before_it_adds_up(line: Gateway, worker: FakeWorker) -> None:
+def test_status_asks_the_workers_before_it_adds_up(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6), requests=1)
     worker.reported = worker.report(lanes=[lane.model_dump()])
     status = line.status()
@@ -106,7 +108,7 @@ def test_status_asks_the_workers_before_it_adds_up(line: Gateway, worker: FakeWo
 
 
 def test_a_worker_that_does_not_answer_keeps_its_last_report_and_holds_nobody_up(
-    gateway: Gateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "REFRESH_TIMEOUT_S", 0.2)
     lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6))
@@ -132,7 +134,7 @@ class Counting(FakeWorker):
         return super().report(lanes=[lane.model_dump() for lane in lanes], **changes)
 
 
-def test_every_snapshot_adds_up_while_workers_go_on_counting(gateway: Gateway) -> None:
+def test_every_snapshot_adds_up_while_workers_go_on_counting(gateway: RunningGateway) -> None:
     workers = [Counting(worker_id=name) for name in ("one", "two")]
     with contextlib.ExitStack() as running, ThreadPoolExecutor(3) as aside:
         for worker in workers:
@@ -155,7 +157,7 @@ def test_every_snapshot_adds_up_while_workers_go_on_counting(gateway: Gateway) -
     assert len({status["mtp"]["drafts"] for status in snapshots}) > 1
 
 
-def test_counts_survive_the_restart_of_a_worker(line: Gateway, worker: FakeWorker) -> None:
+def test_counts_survive_the_restart_of_a_worker(line: RunningGateway, worker: FakeWorker) -> None:
     for boot in range(40):
         worker.boot_id = f"life-{boot}"
         lane = lane_report("text-mtp", speculation=speculation(steps=3, one=1, two=1), requests=2)
@@ -169,7 +171,7 @@ def test_counts_survive_the_restart_of_a_worker(line: Gateway, worker: FakeWorke
 
 
 def test_of_a_life_that_is_over_only_the_counts_are_told(
-    gateway: Gateway, worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker
 ) -> None:
     counts = {"speculation": speculation(steps=3, one=1, two=1), "requests": 2}
     busy = lane_report("text-mtp", running=3, waiting=2, **counts)
@@ -192,7 +194,7 @@ def test_of_a_life_that_is_over_only_the_counts_are_told(
     assert told["mtp"]["drafts"] == 6
 
 
-def test_nothing_in_status_is_null(line: Gateway, worker: FakeWorker) -> None:
+def test_nothing_in_status_is_null(line: RunningGateway, worker: FakeWorker) -> None:
     line.chat()
     assert "null" not in line.client.get("/v1/status").text
     line.leave(worker)
@@ -200,7 +202,7 @@ def test_nothing_in_status_is_null(line: Gateway, worker: FakeWorker) -> None:
 
 
 def test_metrics_speak_vllms_names_one_line_a_worker_and_model(
-    line: Gateway, worker: FakeWorker, second_worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
 ) -> None:
     for one, steps in ((worker, 4), (second_worker, 6)):
         lane = lane_report("text-mtp", speculation=speculation(steps=steps, one=1, two=1))

@@ -18,13 +18,13 @@ from gateway.telemetry.stats import (
     BOUNDS_S,
     LONGEST_S,
     STEP_S,
-    Buckets,
     Figures,
+    LogHistogram,
     Place,
     Windows,
     percentile,
 )
-from tests.support.running_gateway import Gateway
+from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import FakeWorker, lane_report, speculation
 
 SCHEMA = (Path(__file__).parents[3] / "docs" / "status.schema.json").read_text()
@@ -61,27 +61,29 @@ def test_the_schema_knows_no_null_and_leaves_no_field_out() -> None:
     ["", "5", "5x", "0s", "9s", "16m", "901s", "-5m", "5m ", "1e2s", "5m5s", "\u0665m", "9" * 40],
 )
 def test_a_window_that_is_none_or_not_kept_is_a_400_that_names_it(
-    line: Gateway, window: str
+    line: RunningGateway, window: str
 ) -> None:
     answer = line.client.get("/v1/status", params={"window": window})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "window")
 
 
-def test_there_is_one_parameter_once(line: Gateway) -> None:
+def test_there_is_one_parameter_once(line: RunningGateway) -> None:
     for query in ("windw=5m", "window=5m&window=5m"):
         assert line.client.get(f"/v1/status?{query}").status_code == 400
 
 
 @pytest.mark.parametrize(("window", "seconds"), [("10s", 10), ("90s", 90), ("15m", 900)])
 def test_a_window_says_what_was_asked_and_what_it_covers(
-    line: Gateway, window: str, seconds: float
+    line: RunningGateway, window: str, seconds: float
 ) -> None:
     told = line.client.get("/v1/status", params={"window": window}).json()["window"]
     assert (told["asked_s"], told["longest_s"]) == (seconds, LONGEST_S)
     assert told["covered_s"] <= 10, "the gateway has just begun"
 
 
-def test_every_level_tells_what_its_requests_came_to(line: Gateway, worker: FakeWorker) -> None:
+def test_every_level_tells_what_its_requests_came_to(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1), requests=1)
     worker.reported = worker.report(lanes=[lane.model_dump()])
     with line.stream(temperature=0) as answer:
@@ -122,7 +124,7 @@ def test_every_level_tells_what_its_requests_came_to(line: Gateway, worker: Fake
 
 
 def test_nothing_is_null_or_missing_for_workers_that_are_gone_pools_that_are_empty_and_no_traffic(
-    gateway: Gateway, worker: FakeWorker
+    gateway: RunningGateway, worker: FakeWorker
 ) -> None:
     PUBLISHED.validate(gateway.status())
     gateway.join(worker)
@@ -139,7 +141,7 @@ def test_nothing_is_null_or_missing_for_workers_that_are_gone_pools_that_are_emp
 def test_a_percentile_is_right_to_the_width_of_its_bucket(
     durations_s: list[float], share: float
 ) -> None:
-    buckets = Buckets()
+    buckets = LogHistogram()
     for duration_s in durations_s:
         buckets.add(duration_s)
     rank = max(1, -(-round(share * len(durations_s) * 1000) // 1000))

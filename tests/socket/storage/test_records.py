@@ -14,7 +14,7 @@ import pytest
 
 from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisLink
-from gateway.errors import RecordsUnwritable, StartRefused
+from gateway.errors import RecordsUnwritable, StartupError
 from gateway.storage.records import FileRecords, Records
 from tests.support.memory_records import MemoryRecords
 
@@ -104,7 +104,7 @@ def test_a_damaged_file_stops_the_start_by_name(tmp_path: Path) -> None:
     FileRecords(path).check()
     path.write_text("[]")
 
-    with pytest.raises(StartRefused, match=r"state\.json"):
+    with pytest.raises(StartupError, match=r"state\.json"):
         FileRecords(path).check()
 
 

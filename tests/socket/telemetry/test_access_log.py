@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from gateway.app import create_app
-from gateway.errors import StartRefused
+from gateway.errors import StartupError
 from gateway.telemetry import access_log
 from gateway.telemetry.access_log import AccessLog
-from gateway.telemetry.request_record import Served
+from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Outcome
-from tests.support.running_gateway import Gateway, eventually, settings_for_tests
+from tests.support.running_gateway import RunningGateway, eventually, settings_for_tests
 from tests.support.scripted_worker import FakeWorker, Script
 
 SECRET_WORDS = "the-words-of-a-user"
@@ -32,10 +32,10 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def logged(tmp_path: Path, file: Path, worker: FakeWorker) -> Iterator[Gateway]:
+def logged(tmp_path: Path, file: Path, worker: FakeWorker) -> Iterator[RunningGateway]:
     """A gateway that writes an access log, with a worker."""
     file.parent.mkdir()
-    with Gateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
         gateway.join(worker)
         yield gateway
 
@@ -49,7 +49,7 @@ def lines(file: Path, count: int) -> list[dict[str, Any]]:
 
 
 def test_a_line_tells_decision_reason_worker_prefix_times_tokens_and_acceptance(
-    logged: Gateway, file: Path
+    logged: RunningGateway, file: Path
 ) -> None:
     with logged.stream(temperature=0) as answer:
         answer.read()
@@ -89,7 +89,7 @@ def test_a_line_tells_decision_reason_worker_prefix_times_tokens_and_acceptance(
 
 
 def test_refused_failed_and_abandoned_requests_have_a_line_too_and_none_has_a_word_of_them(
-    logged: Gateway, file: Path, worker: FakeWorker
+    logged: RunningGateway, file: Path, worker: FakeWorker
 ) -> None:
     said = [{"role": "user", "content": SECRET_WORDS}]
     logged.chat(messages=said, temperature=9)
@@ -118,14 +118,16 @@ def test_until_a_worker_was_found_a_models_name_is_a_word_of_the_client(
     tmp_path: Path, file: Path
 ) -> None:
     file.parent.mkdir()
-    with Gateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
         assert gateway.chat(model=SECRET_WORDS).status_code == 503
         (told,) = lines(file, 1)
     assert (told["outcome"], told["code"], told["model"]) == ("unserved", "no_worker", "")
     assert SECRET_WORDS not in file.read_text()
 
 
-def test_a_log_that_was_moved_away_goes_on_in_a_new_file(logged: Gateway, file: Path) -> None:
+def test_a_log_that_was_moved_away_goes_on_in_a_new_file(
+    logged: RunningGateway, file: Path
+) -> None:
     logged.chat()
     lines(file, 1)
     file.rename(file.with_suffix(".1"))
@@ -135,7 +137,7 @@ def test_a_log_that_was_moved_away_goes_on_in_a_new_file(logged: Gateway, file: 
 
 
 def test_a_log_that_cannot_be_opened_anew_loses_lines_and_goes_on_once_it_can(
-    logged: Gateway, file: Path, caplog: pytest.LogCaptureFixture
+    logged: RunningGateway, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logged.chat()
     lines(file, 1)
@@ -152,7 +154,7 @@ def test_what_is_not_written_yet_is_written_at_the_end(
     tmp_path: Path, file: Path, worker: FakeWorker
 ) -> None:
     file.parent.mkdir()
-    with Gateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
+    with RunningGateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
         gateway.join(worker)
         for _ in range(3):
             gateway.chat()
@@ -163,7 +165,7 @@ async def test_a_log_that_cannot_be_opened_stops_the_start_before_anything_is_ke
     tmp_path: Path,
 ) -> None:
     settings = settings_for_tests(tmp_path, access_log=str(tmp_path / "no" / "folder" / "log"))
-    with pytest.raises(StartRefused, match="PACELINE_ACCESS_LOG"):
+    with pytest.raises(StartupError, match="PACELINE_ACCESS_LOG"):
         await create_app(settings)
     assert not (tmp_path / "state.json").exists()
 
@@ -171,11 +173,12 @@ async def test_a_log_that_cannot_be_opened_stops_the_start_before_anything_is_ke
 def test_a_dash_is_standard_output() -> None:
     program = """
 import asyncio
-from gateway.access_log import AccessLog
-from gateway.served import Outcome, Served
+from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.request_record import RequestRecord
+from gateway.types import Outcome
 async def main():
     async with AccessLog("-") as log:
-        log.write(Served("req-1", Outcome.REFUSED, 400, 0.1), 0.0)
+        log.write(RequestRecord("req-1", Outcome.REFUSED, 400, 0.1), 0.0)
 asyncio.run(main())
 """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
@@ -189,7 +192,7 @@ async def test_a_disk_that_cannot_follow_loses_lines_and_no_request(
     file.parent.mkdir()
     async with AccessLog(str(file)) as log:
         for number in range(5):
-            log.write(Served(f"req-{number}", Outcome.REFUSED, 400, 0.1), 0.0)
+            log.write(RequestRecord(f"req-{number}", Outcome.REFUSED, 400, 0.1), 0.0)
     assert len(lines(file, 2)) == 2
     assert "access_log.dropped lines=3" in caplog.text
 
@@ -204,7 +207,7 @@ async def test_a_reader_that_reads_nothing_holds_up_neither_requests_nor_the_end
     try:
         async with AccessLog(str(pipe)) as log:
             for number in range(1000):  # more than a pipe holds
-                log.write(Served(f"req-{number}", Outcome.REFUSED, 400, 0.1), 0.0)
+                log.write(RequestRecord(f"req-{number}", Outcome.REFUSED, 400, 0.1), 0.0)
         assert "access_log.unfinished" in caplog.text
         whole = b""
         while whole.count(b"\n") < 1000:  # the thread that hung goes on once it is read
@@ -221,12 +224,13 @@ async def test_a_reader_that_reads_nothing_holds_up_neither_requests_nor_the_end
 def test_a_process_ends_though_nobody_reads_its_log() -> None:
     program = """
 import asyncio
-from gateway.access_log import AccessLog
-from gateway.served import Outcome, Served
+from gateway.telemetry.access_log import AccessLog
+from gateway.telemetry.request_record import RequestRecord
+from gateway.types import Outcome
 async def main():
     async with AccessLog("-") as log:
         for number in range(1000):
-            log.write(Served(f"req-{number}", Outcome.REFUSED, 400, 0.1), 0.0)
+            log.write(RequestRecord(f"req-{number}", Outcome.REFUSED, 400, 0.1), 0.0)
 asyncio.run(main())
 """
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:

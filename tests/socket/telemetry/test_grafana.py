@@ -14,7 +14,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.running_gateway import Gateway
+from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import FakeWorker
 
 FOLDER = Path(__file__).parents[3] / "docs" / "grafana"
@@ -68,7 +68,7 @@ def words(expr: str) -> set[str]:
 
 
 @pytest.fixture
-def told(busy: Gateway, worker: FakeWorker) -> Mapping[str, set[str]]:
+def told(busy: RunningGateway, worker: FakeWorker) -> Mapping[str, set[str]]:
     """The labels of all that a gateway tells, by name, after some of everything."""
     busy.join(worker)  # with a lane for the others
     assert busy.chat(temperature=0.5).status_code == 200

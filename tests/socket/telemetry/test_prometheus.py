@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from policies.request.profile import Bypass
-from tests.support.running_gateway import Gateway, chat_body
+from tests.support.running_gateway import RunningGateway, chat_body
 from tests.support.scripted_worker import FakeWorker, Script, lane_report, speculation
 
 # As in promlint, which is what `promtool check metrics` runs.
@@ -58,7 +58,7 @@ def problems(family: Metric) -> list[str]:
     return [problem for problem, holds in found if holds]
 
 
-def test_the_exposition_is_what_promtool_would_praise(busy: Gateway) -> None:
+def test_the_exposition_is_what_promtool_would_praise(busy: RunningGateway) -> None:
     told = families(busy.client.get("/metrics").text)
     found = {family.name: problems(family) for family in told}
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
@@ -73,7 +73,7 @@ def test_the_lint_finds_what_it_is_for() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
-def test_promtool_itself_has_nothing_to_say(busy: Gateway) -> None:
+def test_promtool_itself_has_nothing_to_say(busy: RunningGateway) -> None:
     text = busy.client.get("/metrics").text
     ours = "\n".join(line for line in text.splitlines() if VLLM not in line) + "\n"
     checked = subprocess.run(
@@ -82,7 +82,7 @@ def test_promtool_itself_has_nothing_to_say(busy: Gateway) -> None:
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
 
 
-def test_all_that_operators_ask_for_is_told(busy: Gateway) -> None:
+def test_all_that_operators_ask_for_is_told(busy: RunningGateway) -> None:
     told = {family.name: family for family in families(busy.client.get("/metrics").text)}
     for name, kind, labels in (
         ("paceline_requests", "counter", {"pool", "reason", "status"}),
@@ -119,7 +119,7 @@ def test_all_that_operators_ask_for_is_told(busy: Gateway) -> None:
     ],
 )
 def test_buckets_reach_from_the_least_to_the_most_and_are_cumulative(
-    busy: Gateway, name: str, least_s: float, most_s: float
+    busy: RunningGateway, name: str, least_s: float, most_s: float
 ) -> None:
     told = {family.name: family for family in families(busy.client.get("/metrics").text)}
     family = told[f"paceline_{name}_seconds"]
@@ -136,7 +136,9 @@ def test_buckets_reach_from_the_least_to_the_most_and_are_cumulative(
     assert sum_s > 0
 
 
-def test_no_client_and_no_worker_can_make_up_a_label(line: Gateway, worker: FakeWorker) -> None:
+def test_no_client_and_no_worker_can_make_up_a_label(
+    line: RunningGateway, worker: FakeWorker
+) -> None:
     dice = random.Random(7)
     worker.script = Script(
         turns=tuple(
@@ -174,7 +176,9 @@ def test_no_client_and_no_worker_can_make_up_a_label(line: Gateway, worker: Fake
     assert line.status()["errors"].keys() == codes
 
 
-def test_before_any_worker_has_come_a_name_of_a_model_is_counted_nowhere(gateway: Gateway) -> None:
+def test_before_any_worker_has_come_a_name_of_a_model_is_counted_nowhere(
+    gateway: RunningGateway,
+) -> None:
     for name in ("one", "two"):
         assert gateway.chat(model=name).status_code == 503
     assert gateway.status()["models"] == {}
@@ -183,7 +187,7 @@ def test_before_any_worker_has_come_a_name_of_a_model_is_counted_nowhere(gateway
 
 
 def test_figures_begin_anew_with_a_gateway_and_vllms_do_not_with_a_worker(
-    line: Gateway, worker: FakeWorker
+    line: RunningGateway, worker: FakeWorker
 ) -> None:
     for boot in ("one", "two"):
         worker.boot_id = boot

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.http_server import Link, Request
 from tests.support.running_gateway import (
-    Gateway,
+    RunningGateway,
     chat_body,
     eventually,
     serving,
@@ -81,8 +81,8 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
 
 
 @contextlib.contextmanager
-def traced(folder: Path, *workers: FakeWorker) -> Iterator[Gateway]:
-    with Gateway(settings_for_tests(folder, traces="otlp")) as gateway:
+def traced(folder: Path, *workers: FakeWorker) -> Iterator[RunningGateway]:
+    with RunningGateway(settings_for_tests(folder, traces="otlp")) as gateway:
         for worker in workers:
             gateway.join(worker)
         yield gateway
@@ -192,7 +192,7 @@ def test_a_collector_that_is_away_costs_no_request_and_not_the_end(
 
 
 def test_without_traces_nothing_is_loaded_and_no_context_is_passed_on(
-    line: Gateway, worker: FakeWorker, tmp_path: Path
+    line: RunningGateway, worker: FakeWorker, tmp_path: Path
 ) -> None:
     httpx.post(
         f"{line.url}/v1/chat/completions", json=chat_body(), headers={"traceparent": PARENT}
@@ -201,7 +201,7 @@ def test_without_traces_nothing_is_loaded_and_no_context_is_passed_on(
     program = """
 import asyncio, sys
 from gateway.app import create_app
-from gateway.settings import Settings
+from gateway.config.settings import Settings
 async def main():
     app = await create_app(Settings(state_dir=sys.argv[1]))
     await app.aclose()
@@ -217,11 +217,11 @@ def test_without_the_extra_the_start_says_what_to_install(tmp_path: Path) -> Non
 import asyncio, sys
 sys.modules["opentelemetry.exporter"] = None
 from gateway.app import create_app
-from gateway.errors import StartRefused
-from gateway.settings import Settings
+from gateway.errors import StartupError
+from gateway.config.settings import Settings
 try:
     asyncio.run(create_app(Settings(traces="otlp", state_dir=sys.argv[1])))
-except StartRefused as refused:
+except StartupError as refused:
     sys.stdout.write(str(refused))
 """
     ran = subprocess.run(

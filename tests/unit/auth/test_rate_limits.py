@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.auth.rate_limits import DAY_S, Allowance, Bucket
+from gateway.auth.rate_limits import DAY_S, Bucket, RateLimiter
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
 from tests.support.rate_limit_model import ALL, MINUTE_S, NOON, Day
@@ -30,7 +30,7 @@ def test_no_window_ever_holds_more_than_the_limit_and_one_burst(
     steps: list[tuple[str, float, int, int]], at_once: int | None
 ) -> None:
     limits = ALL.model_copy(update={"concurrent_requests": at_once})
-    day = Day(Allowance(limits, 0.0, NOON))
+    day = Day(RateLimiter(limits, 0.0, NOON))
     for step, *values in steps:
         match step:
             case "ask":
@@ -54,7 +54,7 @@ def test_no_window_ever_holds_more_than_the_limit_and_one_burst(
 
 @given(STEPS)
 def test_in_the_end_nothing_stays_reserved(steps: list[tuple[str, float, int, int]]) -> None:
-    day = Day(Allowance(ALL, 0.0, NOON))
+    day = Day(RateLimiter(ALL, 0.0, NOON))
     for step, *values in steps:
         if step == "ask":
             day.ask(int(values[0]))
@@ -84,7 +84,7 @@ def test_in_the_end_nothing_stays_reserved(steps: list[tuple[str, float, int, in
 
 @given(st.integers(1, 600), st.floats(0, 60))
 def test_what_is_given_back_at_once_leaves_no_trace(tokens: int, waited_s: float) -> None:
-    day = Day(Allowance(ALL, 0.0, NOON))
+    day = Day(RateLimiter(ALL, 0.0, NOON))
     day.ask(100)
     day.now_s += waited_s
     before = day.left()
@@ -111,7 +111,7 @@ def test_a_refund_after_a_refill_is_no_second_burst() -> None:
 
 
 def test_who_comes_back_when_told_gets_in() -> None:
-    allowance = Allowance(Limits(requests_a_minute=7), 0.0, NOON)
+    allowance = RateLimiter(Limits(requests_a_minute=7), 0.0, NOON)
     now_s = 0.0
     for _ in range(50):
         for _ in range(8):
@@ -126,7 +126,7 @@ def test_who_comes_back_when_told_gets_in() -> None:
 
 
 def test_what_was_used_beyond_a_reservation_is_waited_for() -> None:
-    allowance = Allowance(Limits(tokens_a_minute=600), 0.0, NOON)
+    allowance = RateLimiter(Limits(tokens_a_minute=600), 0.0, NOON)
     taken = allowance.reserve(100, 0.0, NOON)
     allowance.settle(taken, 1, 900, 0.0, NOON)
     with pytest.raises(LimitReached) as reached:
@@ -138,11 +138,11 @@ def test_what_was_used_beyond_a_reservation_is_waited_for() -> None:
 def test_a_request_that_no_wait_would_let_in_is_told_so() -> None:
     for limits in (Limits(tokens_a_minute=600), Limits(tokens_a_day=600)):
         with pytest.raises(TokensOverLimit, match="601 tokens"):
-            Allowance(limits, 0.0, NOON).reserve(601, 0.0, NOON)
+            RateLimiter(limits, 0.0, NOON).reserve(601, 0.0, NOON)
 
 
 def test_a_day_ends_at_midnight_in_utc_and_a_clock_that_is_set_back_gives_nothing() -> None:
-    allowance = Allowance(Limits(tokens_a_day=100), 0.0, NOON, used_today=40)
+    allowance = RateLimiter(Limits(tokens_a_day=100), 0.0, NOON, used_today=40)
 
     def left(unix_s: float) -> bytes:
         return dict(allowance.headers(0.0, unix_s))[b"x-ratelimit-remaining-tokens"]
@@ -158,7 +158,7 @@ def test_a_day_ends_at_midnight_in_utc_and_a_clock_that_is_set_back_gives_nothin
 
 
 def test_a_day_that_is_used_up_says_when_the_next_one_begins() -> None:
-    allowance = Allowance(Limits(tokens_a_day=100), 0.0, NOON, used_today=90)
+    allowance = RateLimiter(Limits(tokens_a_day=100), 0.0, NOON, used_today=90)
     with pytest.raises(LimitReached) as reached:
         allowance.reserve(11, 0.0, NOON)
     assert reached.value.retry_after_s == DAY_S / 2
@@ -167,7 +167,7 @@ def test_a_day_that_is_used_up_says_when_the_next_one_begins() -> None:
 
 
 def test_headers_are_openais_and_tell_of_the_limit_that_is_nearest() -> None:
-    allowance = Allowance(ALL, 0.0, NOON, used_today=1450)
+    allowance = RateLimiter(ALL, 0.0, NOON, used_today=1450)
     allowance.reserve(500, 0.0, NOON)
     told = {name.decode(): value.decode() for name, value in allowance.headers(0.5, NOON)}
     assert told == {
@@ -178,7 +178,7 @@ def test_headers_are_openais_and_tell_of_the_limit_that_is_nearest() -> None:
         "x-ratelimit-remaining-tokens": "50",
         "x-ratelimit-reset-tokens": "12h0m0s",
     }
-    allowance = Allowance(Limits(tokens_a_minute=600), 0.0, NOON)
+    allowance = RateLimiter(Limits(tokens_a_minute=600), 0.0, NOON)
     allowance.reserve(600, 0.0, NOON)
     told = {name.decode(): value.decode() for name, value in allowance.headers(59.95, NOON)}
     assert told == {
@@ -186,11 +186,11 @@ def test_headers_are_openais_and_tell_of_the_limit_that_is_nearest() -> None:
         "x-ratelimit-remaining-tokens": "599",
         "x-ratelimit-reset-tokens": "50ms",
     }
-    assert Allowance(Limits(concurrent_requests=1), 0.0, NOON).headers(0.0, NOON) == []
+    assert RateLimiter(Limits(concurrent_requests=1), 0.0, NOON).headers(0.0, NOON) == []
 
 
 def test_other_limits_are_no_new_budget_and_what_runs_is_settled_where_it_was_taken() -> None:
-    allowance = Allowance(Limits(requests_a_minute=2, tokens_a_minute=100), 0.0, NOON)
+    allowance = RateLimiter(Limits(requests_a_minute=2, tokens_a_minute=100), 0.0, NOON)
     running = allowance.reserve(90, 0.0, NOON)
     allowance.change(Limits(requests_a_minute=1, tokens_a_day=50), 0.0, NOON, used_today=0)
     allowance.settle(running, 1, 90, 0.0, NOON)  # taken when nothing limited a day

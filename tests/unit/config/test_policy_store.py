@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.config.policy_store import KIND, PolicyBook, Source, open_book
+from gateway.config.policy_store import KIND, PolicyStore, Source, open_book
 from gateway.config.policy_versions import (
     Proposal,
     Reason,
@@ -25,7 +25,7 @@ from gateway.config.policy_versions import (
     propose_yaml,
 )
 from gateway.config.static_workers import ListedWorker
-from gateway.errors import EditOvertaken, RecordsUnwritable, VersionUnknown
+from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
 from gateway.storage.records import FileRecords
 from policies.diff import merge_patch
 from policies.document import PolicyInvalid, parse_policy, read_policy, shipped_policy
@@ -106,7 +106,7 @@ async def test_of_two_who_edit_the_same_version_the_second_is_told() -> None:
     book = await book_of()
     first = book.version
     await book.apply(proposal("b"), Reason.EDIT, BY_ANN, onto=first)
-    with pytest.raises(EditOvertaken, match="version 2 of the policy, by ann"):
+    with pytest.raises(VersionConflict, match="version 2 of the policy, by ann"):
         await book.apply(proposal("c"), Reason.EDIT, BY_BOB, onto=first)
     assert book.current == proposal("b").policy
 
@@ -115,7 +115,7 @@ async def test_of_two_who_edit_at_two_gateways_the_second_is_told_and_follows() 
     records = MemoryRecords()
     here, there = await book_of(records), await book_of(records)
     await there.apply(proposal("b"), Reason.EDIT, BY_BOB, onto=there.version)
-    with pytest.raises(EditOvertaken, match="by bob"):
+    with pytest.raises(VersionConflict, match="by bob"):
         await here.apply(proposal("c"), Reason.EDIT, BY_ANN, onto=here.version)
     assert here.version == there.version
     assert here.current == proposal("b").policy
@@ -127,9 +127,9 @@ async def test_an_edit_of_what_another_gateway_has_already_is_no_lost_race() -> 
     ahead = await there.apply(proposal("b"), Reason.EDIT, BY_BOB, onto=there.version)
     assert await here.expect({ahead.etag}) == ahead
     await here.apply(proposal("c"), Reason.EDIT, BY_ANN, onto=ahead)
-    with pytest.raises(EditOvertaken):
+    with pytest.raises(VersionConflict):
         await there.apply(proposal("d"), Reason.EDIT, BY_BOB, onto=await there.expect({ahead.etag}))
-    with pytest.raises(EditOvertaken):
+    with pytest.raises(VersionConflict):
         await there.expect({ahead.etag, "another"})
 
 
@@ -227,7 +227,7 @@ def test_a_policy_in_yaml_says_the_same_as_in_json() -> None:
 
 
 def test_a_book_is_changed_in_no_other_way() -> None:
-    changing = {name for name in vars(PolicyBook) if not name.startswith("_")}
+    changing = {name for name in vars(PolicyStore) if not name.startswith("_")}
     assert changing == {"apply", "catch_up", "check", "expect", "find", "take", "versions"}
 
 
@@ -282,7 +282,7 @@ class BookMachine(RuleBasedStateMachine):
             made = self.runner.run(book.apply(good, reason, BY_ANN, onto=onto))
         except PolicyInvalid:
             pass
-        except EditOvertaken:
+        except VersionConflict:
             assert behind
         else:
             assert not behind
@@ -345,7 +345,7 @@ class BookMachine(RuleBasedStateMachine):
         ends = self.runner.run(both())
         won = [end for end in ends if isinstance(end, Version)]
         assert len(won) == current
-        assert all(isinstance(end, Version | EditOvertaken) for end in ends)
+        assert all(isinstance(end, Version | VersionConflict) for end in ends)
         self.kept += [one.written() for one in won]
 
     @rule(at=st.sampled_from((0, 1)))

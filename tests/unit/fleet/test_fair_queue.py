@@ -7,21 +7,21 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.fair_queue import WEIGHTS, FairLine
+from gateway.fleet.fair_queue import WEIGHTS, FairQueue
 from policies.document import Priority
 
 INTERACTIVE, DEFAULT, BULK = Priority
 
 
-def line_of(*tickets: tuple[str, Priority]) -> FairLine[str]:
+def line_of(*tickets: tuple[str, Priority]) -> FairQueue[str]:
     """A line in which tickets named "client-number" stand."""
-    line: FairLine[str] = FairLine()
+    line: FairQueue[str] = FairQueue()
     for number, (client, priority) in enumerate(tickets):
         line.enter(f"{client}-{number}", priority, client)
     return line
 
 
-def served(line: FairLine[str], count: int) -> list[str]:
+def served(line: FairQueue[str], count: int) -> list[str]:
     """Serve so many; return their clients in order."""
     order = []
     for _ in range(count):
@@ -85,7 +85,7 @@ MOVES = st.lists(
 
 @given(MOVES, st.randoms())
 def test_nobody_is_lost_doubled_or_starved(moves: list[tuple[str, str, Priority]], rng) -> None:
-    line: FairLine[tuple[int, str, Priority]] = FairLine()
+    line: FairQueue[tuple[int, str, Priority]] = FairQueue()
     inside: list[tuple[int, str, Priority]] = []
     for number, (move, client, priority) in enumerate(moves):
         if move == "enter":
@@ -107,7 +107,7 @@ def test_nobody_is_lost_doubled_or_starved(moves: list[tuple[str, str, Priority]
 def test_a_ticket_is_served_after_at_most_its_share_of_others(
     clients: int, priority: Priority
 ) -> None:
-    line: FairLine[str] = FairLine()
+    line: FairQueue[str] = FairQueue()
     for number in range(200):
         for client in range(clients):
             line.enter(f"{client}-{number}", INTERACTIVE, str(client))

@@ -6,7 +6,7 @@ import pytest
 
 from gateway.errors import WorkerIdTaken
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.fleet.registry import BEAT_S, Fleet
+from gateway.fleet.registry import BEAT_S, WorkerRegistry
 from gateway.fleet.worker import SILENT_AFTER_S, Lease
 from gateway.routing.select import Candidate
 from tests.support.fake_clock import Clock
@@ -32,15 +32,17 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def fleet(clock: Clock) -> Fleet:
-    return Fleet(clock, dice=lambda: 0.0)
+def fleet(clock: Clock) -> WorkerRegistry:
+    return WorkerRegistry(clock, dice=lambda: 0.0)
 
 
-def ids(fleet: Fleet) -> list[str]:
+def ids(fleet: WorkerRegistry) -> list[str]:
     return [one.worker_id for one in fleet.view().workers]
 
 
-def test_a_worker_that_stops_beating_is_out_within_ten_seconds(fleet: Fleet, clock: Clock) -> None:
+def test_a_worker_that_stops_beating_is_out_within_ten_seconds(
+    fleet: WorkerRegistry, clock: Clock
+) -> None:
     assert SILENT_AFTER_S + BEAT_S < 10
     fleet.beat(report())
     clock.now_s = SILENT_AFTER_S
@@ -50,7 +52,7 @@ def test_a_worker_that_stops_beating_is_out_within_ten_seconds(fleet: Fleet, clo
     assert fleet.view().known_models == {"demo"}, "its model is away, not unknown"
 
 
-def test_a_beat_keeps_a_worker_in(fleet: Fleet, clock: Clock) -> None:
+def test_a_beat_keeps_a_worker_in(fleet: WorkerRegistry, clock: Clock) -> None:
     for _ in range(10):
         fleet.beat(report())
         clock.now_s += 5
@@ -58,7 +60,7 @@ def test_a_beat_keeps_a_worker_in(fleet: Fleet, clock: Clock) -> None:
 
 
 def test_f38_what_came_while_this_gateway_did_not_listen_is_held_against_nobody(
-    fleet: Fleet, clock: Clock
+    fleet: WorkerRegistry, clock: Clock
 ) -> None:
     two(fleet)
     clock.now_s = 8.0
@@ -72,7 +74,7 @@ def test_f38_what_came_while_this_gateway_did_not_listen_is_held_against_nobody(
 
 
 def test_f38_nobody_is_found_silent_before_it_is_known_whether_we_listened(
-    fleet: Fleet, clock: Clock
+    fleet: WorkerRegistry, clock: Clock
 ) -> None:
     two(fleet)
     fleet.excuse(0.0)
@@ -82,14 +84,14 @@ def test_f38_nobody_is_found_silent_before_it_is_known_whether_we_listened(
     assert ids(fleet) == []
 
 
-def test_f38_a_short_delay_excuses_no_silence(fleet: Fleet, clock: Clock) -> None:
+def test_f38_a_short_delay_excuses_no_silence(fleet: WorkerRegistry, clock: Clock) -> None:
     two(fleet)
     clock.now_s = 7.5
     fleet.excuse(0.9)
     assert ids(fleet) == []
 
 
-def test_an_id_belongs_to_one_live_worker(fleet: Fleet, clock: Clock) -> None:
+def test_an_id_belongs_to_one_live_worker(fleet: WorkerRegistry, clock: Clock) -> None:
     fleet.beat(report())
     with pytest.raises(WorkerIdTaken):
         fleet.beat(report("2", "http://other:9200"))
@@ -98,21 +100,23 @@ def test_an_id_belongs_to_one_live_worker(fleet: Fleet, clock: Clock) -> None:
     assert ids(fleet) == ["mac"]
 
 
-def take(fleet: Fleet, worker_id: str = "mac", lane: str = "vlm") -> Lease | None:
+def take(fleet: WorkerRegistry, worker_id: str = "mac", lane: str = "vlm") -> Lease | None:
     return fleet.take(Candidate(lane, lane, worker_id, "policy", 0.0))
 
 
-def taken(fleet: Fleet, worker_id: str = "mac") -> Lease:
+def taken(fleet: WorkerRegistry, worker_id: str = "mac") -> Lease:
     lease = take(fleet, worker_id)
     assert lease is not None
     return lease
 
 
-def in_flight(fleet: Fleet) -> int:
+def in_flight(fleet: WorkerRegistry) -> int:
     return fleet.view().workers[0].lanes[0].in_flight
 
 
-def test_a_new_boot_on_the_same_address_takes_over_at_once_with_no_load(fleet: Fleet) -> None:
+def test_a_new_boot_on_the_same_address_takes_over_at_once_with_no_load(
+    fleet: WorkerRegistry,
+) -> None:
     fleet.beat(report())
     lease = taken(fleet)
     assert in_flight(fleet) == 1
@@ -124,7 +128,7 @@ def test_a_new_boot_on_the_same_address_takes_over_at_once_with_no_load(fleet: F
 
 
 def test_a_slot_is_counted_while_it_is_held_and_no_more_are_given_than_there_are(
-    fleet: Fleet,
+    fleet: WorkerRegistry,
 ) -> None:
     fleet.beat(report())
     leases = [taken(fleet) for _ in range(4)]
@@ -136,7 +140,7 @@ def test_a_slot_is_counted_while_it_is_held_and_no_more_are_given_than_there_are
     assert take(fleet) is not None
 
 
-def test_nobody_and_unknown_lanes_have_no_slots(fleet: Fleet) -> None:
+def test_nobody_and_unknown_lanes_have_no_slots(fleet: WorkerRegistry) -> None:
     assert take(fleet) is None
     fleet.beat(report())
     assert take(fleet, lane="other") is None
@@ -144,18 +148,20 @@ def test_nobody_and_unknown_lanes_have_no_slots(fleet: Fleet) -> None:
     assert take(fleet) is None
 
 
-def two(fleet: Fleet) -> None:
+def two(fleet: WorkerRegistry) -> None:
     fleet.beat(report(worker_id="a"))
     fleet.beat(report(worker_id="b"))
 
 
-def fail(fleet: Fleet, worker_id: str, times: int, verdict: Verdict = Verdict.FAILED) -> None:
+def fail(
+    fleet: WorkerRegistry, worker_id: str, times: int, verdict: Verdict = Verdict.FAILED
+) -> None:
     for _ in range(times):
         fleet.give_back(taken(fleet, worker_id), verdict)
 
 
 def test_f20_a_worker_that_fails_five_times_is_out_for_ten_seconds(
-    fleet: Fleet, clock: Clock
+    fleet: WorkerRegistry, clock: Clock
 ) -> None:
     two(fleet)
     fail(fleet, "a", 5)
@@ -169,7 +175,9 @@ def test_f20_a_worker_that_fails_five_times_is_out_for_ten_seconds(
     assert ids(fleet) == ["a", "b"]
 
 
-def test_f24_it_comes_back_with_one_request_then_two_then_all(fleet: Fleet, clock: Clock) -> None:
+def test_f24_it_comes_back_with_one_request_then_two_then_all(
+    fleet: WorkerRegistry, clock: Clock
+) -> None:
     two(fleet)
     fail(fleet, "a", 3, Verdict.UNREACHABLE)
     clock.now_s = 10.0
@@ -186,7 +194,7 @@ def test_f24_it_comes_back_with_one_request_then_two_then_all(fleet: Fleet, cloc
 
 
 def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
-    fleet: Fleet, clock: Clock
+    fleet: WorkerRegistry, clock: Clock
 ) -> None:
     two(fleet)
     fail(fleet, "a", 5)
@@ -201,7 +209,9 @@ def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
     assert fleet.members()[0].breaker.ejections == 2
 
 
-def test_what_was_sent_before_an_ejection_has_no_more_to_say(fleet: Fleet, clock: Clock) -> None:
+def test_what_was_sent_before_an_ejection_has_no_more_to_say(
+    fleet: WorkerRegistry, clock: Clock
+) -> None:
     clock.now_s = 1.0
     two(fleet)
     slow, broken = taken(fleet, "a"), taken(fleet, "a")
@@ -216,7 +226,9 @@ def test_what_was_sent_before_an_ejection_has_no_more_to_say(fleet: Fleet, clock
     assert fleet.members()[0].breaker.at_a_time == 2
 
 
-def test_the_last_worker_of_a_model_is_never_left_alone(fleet: Fleet, clock: Clock) -> None:
+def test_the_last_worker_of_a_model_is_never_left_alone(
+    fleet: WorkerRegistry, clock: Clock
+) -> None:
     two(fleet)
     fail(fleet, "a", 5)
     fail(fleet, "b", 50)
@@ -228,7 +240,9 @@ def test_the_last_worker_of_a_model_is_never_left_alone(fleet: Fleet, clock: Clo
     assert ids(fleet) == ["a", "c"], "a worker of another model is no help"
 
 
-def test_a_worker_that_asks_for_time_gets_it_and_is_not_broken(fleet: Fleet, clock: Clock) -> None:
+def test_a_worker_that_asks_for_time_gets_it_and_is_not_broken(
+    fleet: WorkerRegistry, clock: Clock
+) -> None:
     two(fleet)
     fleet.give_back(taken(fleet, "a"), Verdict.BUSY, 3.0)
     assert ids(fleet) == ["b"]
@@ -242,13 +256,13 @@ def test_a_worker_that_asks_for_time_gets_it_and_is_not_broken(fleet: Fleet, clo
     assert [member.breaker.ejections for member in fleet.members()] == [0, 0]
 
 
-def test_an_answer_of_another_boot_changes_nothing(fleet: Fleet) -> None:
+def test_an_answer_of_another_boot_changes_nothing(fleet: WorkerRegistry) -> None:
     fleet.beat(report())
     fleet.refresh(report("0", ready=False))
     assert ids(fleet) == ["mac"]
 
 
-def test_a_snapshot_does_not_change_with_the_table(fleet: Fleet) -> None:
+def test_a_snapshot_does_not_change_with_the_table(fleet: WorkerRegistry) -> None:
     fleet.beat(report())
     view = fleet.view()
     taken(fleet)

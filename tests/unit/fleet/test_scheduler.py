@@ -14,7 +14,7 @@ import pytest
 
 from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.routing.select import Case
+from gateway.routing.select import RoutingRequest
 from gateway.types import Caller
 from policies.compiler import Asker
 from policies.document import PolicyDocument, Priority, read_policy
@@ -242,7 +242,7 @@ async def test_whatever_happens_every_slot_comes_back_and_none_is_given_twice(se
 
     async def one() -> None:
         nonlocal most
-        case = Case(door.policy, rng.choice((SAMPLED, GREEDY)))
+        case = RoutingRequest(door.policy, rng.choice((SAMPLED, GREEDY)))
         decision = door.dispatch.decide(case, frozenset())
         caller = Caller(rng.choice("xyz"), rng.choice(list(Priority)))
         lease = await door.dispatch.lease(case, decision, caller)

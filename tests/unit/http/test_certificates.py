@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.http.upstream import authorities
+from gateway.http.upstream import certificate_authorities
 
 OF_A_COMPANY = """\
 -----BEGIN CERTIFICATE-----
@@ -29,4 +29,4 @@ def test_an_authority_that_the_system_knows_is_believed(
     (tmp_path / "ca.pem").write_text(OF_A_COMPANY)
     monkeypatch.delenv("SSL_CERT_DIR")
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
-    assert "A company's own authority" in str(authorities.__wrapped__().get_ca_certs())
+    assert "A company's own authority" in str(certificate_authorities.__wrapped__().get_ca_certs())

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from gateway.routing.select import Case, decide
+from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
 from policies.compiler import SOMEBODY, Asker
 from policies.document import PolicyDocument, parse_policy
@@ -60,7 +60,7 @@ def test_an_example_decides_as_it_promises(
     example: str, profile: RequestProfile, asker: Asker, macs: list[str], decided: str
 ) -> None:
     policy = policy_of(example)
-    decision = decide(Case(policy, profile, asker), fleet(*macs), Random(0))
+    decision = decide(RoutingRequest(policy, profile, asker), fleet(*macs), Random(0))
     found = ", ".join(f"{one.pool} {one.worker_id}" for one in decision.candidates)
     assert f"{decision.route}: {found or 'nobody'}".startswith(decided)
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.protocols.event_stream import Reading, Scanner
+from gateway.protocols.event_stream import StreamScanner, StreamState
 from gateway.types import Drafts, Usage
 from tests.support.scripted_worker import DONE, chunk, event, stream_events, usage_chunk
 
@@ -20,8 +20,10 @@ def scan(
     hide_usage: bool = True,
     hide_metrics: bool = True,
     limit_bytes: int = 4096,
-) -> tuple[bytes, Reading]:
-    scanner = Scanner(hide_usage=hide_usage, hide_metrics=hide_metrics, limit_bytes=limit_bytes)
+) -> tuple[bytes, StreamState]:
+    scanner = StreamScanner(
+        hide_usage=hide_usage, hide_metrics=hide_metrics, limit_bytes=limit_bytes
+    )
     passed = b"".join([scanner.feed(piece) for piece in pieces] + [scanner.close()])
     return passed, scanner.reading
 
@@ -140,7 +142,7 @@ def test_nothing_passes_behind_done() -> None:
 
 
 def test_what_follows_done_cannot_break_the_answer_that_was_whole() -> None:
-    scanner = Scanner(hide_usage=True, hide_metrics=True, limit_bytes=300)
+    scanner = StreamScanner(hide_usage=True, hide_metrics=True, limit_bytes=300)
     for piece in (chunk({"content": "a"}, "stop"), DONE, b"data: " + b"x" * 200, b"x" * 200):
         scanner.feed(piece)
     assert scanner.reading.complete
@@ -148,7 +150,7 @@ def test_what_follows_done_cannot_break_the_answer_that_was_whole() -> None:
 
 
 def test_an_event_without_end_is_bounded() -> None:
-    scanner = Scanner(hide_usage=True, hide_metrics=True, limit_bytes=100)
+    scanner = StreamScanner(hide_usage=True, hide_metrics=True, limit_bytes=100)
     for _ in range(50):
         assert scanner.feed(b"data: xxxx") == b""
     assert scanner.reading.broken == "an event is too long"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gateway.auth.rate_limits import Allowance
+from gateway.auth.rate_limits import RateLimiter
 from gateway.errors import (
     KeyEnded,
     NoWorker,
@@ -16,25 +16,27 @@ from gateway.errors import (
     QueueFull,
     RefusedByWorker,
     RequestTooLong,
-    Stopping,
+    ShuttingDown,
     WorkerBusy,
     WorkerLost,
     WorkerUnreachable,
 )
 from gateway.http.downstream import ClientLeft
-from gateway.proxy.billing import ANSWER_TOKENS, Hold, estimate, spent
-from gateway.proxy.context import Trip
-from gateway.routing.select import Case
+from gateway.proxy.billing import ANSWER_TOKENS, HeldTokens, cost_of, estimate
+from gateway.proxy.context import RequestContext
+from gateway.routing.select import RoutingRequest
 from gateway.types import UNUSED, Inspected, Spent, Usage
 from policies.document import shipped_policy
 from policies.request.profile import Endpoint, RequestProfile
 from tests.support.rate_limit_model import ALL, NOON
 
 
-def trip(*, begun: bool = True, usage: Usage = UNUSED, **fields: Any) -> Trip:
+def trip(*, begun: bool = True, usage: Usage = UNUSED, **fields: Any) -> RequestContext:
     profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, **fields)
-    case = Case(shipped_policy(), profile)
-    made = Trip(identity="r", inspected=Inspected("demo", profile, {}), case=case, began_s=0.0)
+    case = RoutingRequest(shipped_policy(), profile)
+    made = RequestContext(
+        identity="r", inspected=Inspected("demo", profile, {}), case=case, began_s=0.0
+    )
     made.begun = begun
     made.usage = usage
     return made
@@ -55,7 +57,7 @@ def test_a_request_is_guessed_rather_too_large() -> None:
         (asyncio.CancelledError(), Spent(1, 10, 10), Spent(1, 7)),
         (RequestTooLong(), Spent(1, 10, 10), Spent(1, 7)),
         (KeyEnded(), Spent(1, 10, 10), Spent(1, 7)),
-        (Stopping(), Spent(1, 10, 10), Spent(1, 7)),
+        (ShuttingDown(), Spent(1, 10, 10), Spent(1, 7)),
         # A worker broke it: nobody pays by guess.
         (WorkerLost(), Spent(1, 0), Spent(1, 7)),
         (RuntimeError(), Spent(1, 0), Spent(1, 7)),
@@ -69,22 +71,22 @@ def test_a_request_is_guessed_rather_too_large() -> None:
     ],
 )
 def test_each_end_has_its_cost(failure: BaseException | None, untold: Spent, told: Spent) -> None:
-    assert spent(trip(max_tokens=6), failure) == untold
-    assert spent(trip(max_tokens=6, usage=Usage(5, 2, 1)), failure) == told
-    assert spent(trip(max_tokens=6, begun=False), failure) == Spent()
-    assert spent(None, failure) == Spent()
+    assert cost_of(trip(max_tokens=6), failure) == untold
+    assert cost_of(trip(max_tokens=6, usage=Usage(5, 2, 1)), failure) == told
+    assert cost_of(trip(max_tokens=6, begun=False), failure) == Spent()
+    assert cost_of(None, failure) == Spent()
 
 
 @pytest.mark.parametrize("failure", [None, WorkerLost(), NoWorker(), asyncio.CancelledError()])
 def test_a_hold_settles_once_however_it_ends(failure: BaseException | None) -> None:
-    allowance = Allowance(ALL, 0.0, NOON)
+    allowance = RateLimiter(ALL, 0.0, NOON)
     going = trip(max_tokens=6, usage=Usage(5, 2, 1))
     expected = contextlib.nullcontext() if failure is None else pytest.raises(type(failure))
-    with expected, Hold(allowance, going, clock=lambda: 0.0, wall=lambda: NOON):
+    with expected, HeldTokens(allowance, going, clock=lambda: 0.0, wall=lambda: NOON):
         assert allowance.running == 1
         if failure is not None:
             raise failure
-    cost = spent(going, failure)
+    cost = cost_of(going, failure)
     left = dict(allowance.headers(0.0, NOON))
     assert allowance.running == 0
     assert left[b"x-ratelimit-remaining-requests"] == b"%d" % (6 - cost.requests)

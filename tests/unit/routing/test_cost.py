@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.fleet.registry import Fleet
+from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import Lease
-from gateway.routing.cost import pace
-from gateway.routing.select import Candidate, Case, decide
+from gateway.routing.cost import throughput_of
+from gateway.routing.select import Candidate, RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
 from policies.document import shipped_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
@@ -49,8 +49,8 @@ def mac(
     """A worker that has so many requests, and reads for so long what it has."""
     said = report(name, **told)
     lanes = tuple(LaneView.of(lane, busy) for lane in said.lanes)
-    return WorkerView.of(name, ("demo",), lanes, (), "1", pace=pace(said), heard_s=heard_s,
-                         reads_until_s=NOW_S + reads_for_s)  # fmt: skip
+    return WorkerView.of(name, ("demo",), lanes, (), "1", throughput=throughput_of(said),
+                         heard_s=heard_s, reads_until_s=NOW_S + reads_for_s)  # fmt: skip
 
 
 def seen(*macs: WorkerView, holders: str = "", shared_tokens: int = 0) -> FleetView:
@@ -62,7 +62,7 @@ def seen(*macs: WorkerView, holders: str = "", shared_tokens: int = 0) -> FleetV
 
 
 def order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
-    found = decide(Case(POLICY, profile, prefix="p"), fleet, Random(seed)).candidates
+    found = decide(RoutingRequest(POLICY, profile, prefix="p"), fleet, Random(seed)).candidates
     return "".join(one.worker_id for one in found)
 
 
@@ -96,7 +96,7 @@ def test_a_batch_for_which_drafting_pays_is_preferred_to_one_for_which_it_does_n
     told: Told = {"lane": "text-mtp", "write_tokens_s": 40.0}
     a = mac("a", 1, draft_tokens_by_rows=does_not, **told)
     b = mac("b", 1, draft_tokens_by_rows=pays, **told)
-    found = decide(Case(POLICY, GREEDY), seen(a, b), Random(0)).candidates
+    found = decide(RoutingRequest(POLICY, GREEDY), seen(a, b), Random(0)).candidates
     assert [(one.worker_id, one.reason) for one in found] == [
         ("b", "eligible"),
         ("a", "mtp_not_paying"),
@@ -152,7 +152,7 @@ def test_one_of_a_hundred_goes_to_a_worker_that_was_not_heard_of_for_a_while() -
     assert 10 <= firsts["b"] <= 60
     assert {order(SHORT, news, seed)[0] for seed in range(1000)} == {"a"}
     explored = next(seed for seed in range(3000) if order(SHORT, quiet, seed)[0] == "b")
-    found = decide(Case(POLICY, SHORT), quiet, Random(explored)).candidates
+    found = decide(RoutingRequest(POLICY, SHORT), quiet, Random(explored)).candidates
     assert [one.explored for one in found] == [True, False]
     full = seen(mac("a"), mac("b", 4, heard_s=NOW_S - 60))
     assert {order(SHORT, full, seed)[0] for seed in range(1000)} == {"a"}, "nobody waits for that"
@@ -185,7 +185,7 @@ def test_every_score_is_in_seconds_and_the_least_that_may_be_had_is_first(
         ),
         holders="".join(map(str, held)),
     )  # fmt: skip
-    case = Case(POLICY, LONG._replace(text_chars=chars), prefix="p")
+    case = RoutingRequest(POLICY, LONG._replace(text_chars=chars), prefix="p")
     found = decide(case, fleet, Random(seed)).candidates
     assert [one.score_s for one in found] == sorted(one.score_s for one in found)
     assert all(one.score_s >= one.read_s - 1e-6 >= -1e-6 for one in found)
@@ -201,19 +201,21 @@ class TestFleet:
         return [NOW_S]
 
     @pytest.fixture
-    def fleet(self, clock: list[float]) -> Fleet:
-        made = Fleet(lambda: clock[0], lambda: 0.0)
+    def fleet(self, clock: list[float]) -> WorkerRegistry:
+        made = WorkerRegistry(lambda: clock[0], lambda: 0.0)
         made.beat(report("a"))
         return made
 
-    def rows(self, fleet: Fleet) -> int:
+    def rows(self, fleet: WorkerRegistry) -> int:
         return fleet.view().workers[0].lanes[0].rows
 
-    def reads_for_s(self, fleet: Fleet) -> float:
+    def reads_for_s(self, fleet: WorkerRegistry) -> float:
         view = fleet.view()
         return max(0.0, view.workers[0].rows[0][1] - view.now_s)
 
-    def test_rows_of_other_gateways_count_and_its_own_never_twice(self, fleet: Fleet) -> None:
+    def test_rows_of_other_gateways_count_and_its_own_never_twice(
+        self, fleet: WorkerRegistry
+    ) -> None:
         leases = [fleet.take(Candidate("vlm", "vlm", "a", "", 0)) for _ in range(2)]
         fleet.beat(report("a", running=2, waiting=3))
         assert self.rows(fleet) == 5
@@ -226,7 +228,7 @@ class TestFleet:
         assert self.rows(fleet) == 0
 
     def test_what_is_sent_is_read_one_after_the_other(
-        self, fleet: Fleet, clock: list[float]
+        self, fleet: WorkerRegistry, clock: list[float]
     ) -> None:
         lease = fleet.take(Candidate("vlm", "vlm", "a", "", 0, read_s=3.0))
         assert lease is not None
@@ -239,7 +241,7 @@ class TestFleet:
         assert self.reads_for_s(fleet) == pytest.approx(2.0), "it knows better"
 
     def test_a_look_that_is_kept_is_the_one_that_would_be_made(
-        self, fleet: Fleet, clock: list[float]
+        self, fleet: WorkerRegistry, clock: list[float]
     ) -> None:
         rng = Random(5)
         leases: list[Lease] = []

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.prefix_affinity import KEYS_KEPT, Prefixes
-from gateway.routing.select import Case, decide
+from gateway.routing.prefix_affinity import KEYS_KEPT, PrefixIndex
+from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
 from gateway.types import Usage
 from policies.document import shipped_policy
@@ -26,11 +26,11 @@ def clock() -> list[float]:
 
 
 @pytest.fixture
-def prefixes(clock: list[float]) -> Prefixes:
-    return Prefixes(lambda: clock[0])
+def prefixes(clock: list[float]) -> PrefixIndex:
+    return PrefixIndex(lambda: clock[0])
 
 
-def test_a_claim_ends_with_its_time(prefixes: Prefixes, clock: list[float]) -> None:
+def test_a_claim_ends_with_its_time(prefixes: PrefixIndex, clock: list[float]) -> None:
     prefixes.sent("p", STUDIO, RULES)
     clock[0] = RULES.ttl_s - 1
     assert holders(prefixes) == {STUDIO}
@@ -38,7 +38,7 @@ def test_a_claim_ends_with_its_time(prefixes: Prefixes, clock: list[float]) -> N
     assert holders(prefixes) == set()
 
 
-def test_the_last_that_had_it_are_remembered(prefixes: Prefixes) -> None:
+def test_the_last_that_had_it_are_remembered(prefixes: PrefixIndex) -> None:
     two = PrefixPolicy(holders=2)
     for holding in (STUDIO, LAPTOP, STUDIO, ("mini", "1")):
         prefixes.sent("p", holding, two)
@@ -47,7 +47,7 @@ def test_the_last_that_had_it_are_remembered(prefixes: Prefixes) -> None:
     assert holders(prefixes) == set()
 
 
-def test_a_flood_of_system_prompts_pushes_out_the_oldest(prefixes: Prefixes) -> None:
+def test_a_flood_of_system_prompts_pushes_out_the_oldest(prefixes: PrefixIndex) -> None:
     for number in range(KEYS_KEPT + 5):
         prefixes.sent(str(number), STUDIO, RULES)
     assert len(prefixes) == KEYS_KEPT
@@ -55,7 +55,7 @@ def test_a_flood_of_system_prompts_pushes_out_the_oldest(prefixes: Prefixes) -> 
     assert holders(prefixes, "5") == {STUDIO}
 
 
-def test_what_a_worker_counted_confirms_or_drops_its_claim(prefixes: Prefixes) -> None:
+def test_what_a_worker_counted_confirms_or_drops_its_claim(prefixes: PrefixIndex) -> None:
     prefixes.sent("p", STUDIO, RULES)
     prefixes.told("p", STUDIO, Usage(100, 5, 0), expected=False)
     assert holders(prefixes) == {STUDIO}, "it has read it now"
@@ -71,7 +71,7 @@ def announced(fake: FakeWorker, *names: str, held: int | None = None) -> WorkerR
     return fake.report(prefixes=names, prefixes_held=len(names) if held is None else held)
 
 
-def test_what_a_worker_stored_and_evicted_is_learnt_from_its_reports(prefixes: Prefixes) -> None:
+def test_what_a_worker_stored_and_evicted_is_learnt_from_its_reports(prefixes: PrefixIndex) -> None:
     fake = FakeWorker(worker_id="studio", boot_id="1")
     fake.socket.close()
     prefixes.announced(announced(fake, "p", "q"))
@@ -85,7 +85,7 @@ def test_what_a_worker_stored_and_evicted_is_learnt_from_its_reports(prefixes: P
 
 
 def test_what_is_being_read_is_not_forgotten_for_a_report_that_has_it_not_yet(
-    prefixes: Prefixes,
+    prefixes: PrefixIndex,
 ) -> None:
     fake = FakeWorker(worker_id="studio", boot_id="1")
     fake.socket.close()
@@ -105,7 +105,7 @@ def first_of(*workers: WorkerView, seed: int = 0) -> str:
     return decide(CASE, fleet, Random(seed)).candidates[0].worker_id
 
 
-CASE = Case(shipped_policy(), SAMPLED)
+CASE = RoutingRequest(shipped_policy(), SAMPLED)
 
 
 def test_a_holder_is_first_until_it_is_much_busier() -> None:

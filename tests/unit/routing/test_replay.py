@@ -7,7 +7,7 @@ import functools
 from random import Random
 
 from gateway.routing.replay import CASES_KEPT, Moves, RecentCases
-from gateway.routing.select import Case
+from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from policies.compiler import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
@@ -33,7 +33,7 @@ async def moves(
 async def test_the_last_ten_thousand_are_replayed() -> None:
     recent = RecentCases()
     for number in range(CASES_KEPT + 500):
-        recent.remember(Case(OLD, GREEDY if number < CASES_KEPT else SAMPLED))
+        recent.remember(RoutingRequest(OLD, GREEDY if number < CASES_KEPT else SAMPLED))
     counted = await moves(recent, OLD, NEW, FLEET)
     assert counted == {("text-mtp", "all"): CASES_KEPT - 500, ("vlm", "all"): 500}
 
@@ -41,7 +41,7 @@ async def test_the_last_ten_thousand_are_replayed() -> None:
 async def test_the_same_policy_moves_nothing_whatever_the_fleet_is() -> None:
     recent = RecentCases()
     for profile in (GREEDY, SAMPLED):
-        recent.remember(Case(OLD, profile))
+        recent.remember(RoutingRequest(OLD, profile))
     for view in (FLEET, fleet(worker("a", text_mtp=9)), NOBODY):
         counted = await moves(recent, OLD, OLD, view)
         assert all(before == after for before, after in counted)
@@ -56,9 +56,9 @@ async def test_who_asked_and_which_pools_their_key_may_use_are_replayed_too() ->
     ]
     pools = {name: {"lanes": "vlm"} for name in ("vlm", "text-mtp", "all")}
     by_team = read_policy({"version": 1, "routes": routes, "pools": pools}, "test")
-    recent.remember(Case(OLD, SAMPLED, Asker(team="blue")))
-    recent.remember(Case(OLD, SAMPLED, Asker(team="red"), frozenset({"vlm", "all"})))
-    recent.remember(Case(OLD, SAMPLED, Asker(team="red"), frozenset({"elsewhere"})))
+    recent.remember(RoutingRequest(OLD, SAMPLED, Asker(team="blue")))
+    recent.remember(RoutingRequest(OLD, SAMPLED, Asker(team="red"), frozenset({"vlm", "all"})))
+    recent.remember(RoutingRequest(OLD, SAMPLED, Asker(team="red"), frozenset({"elsewhere"})))
     assert await moves(recent, OLD, by_team, FLEET) == {
         ("vlm", "vlm"): 1,
         ("vlm", "all"): 1,
@@ -73,7 +73,7 @@ def test_no_text_and_nothing_long_is_kept_and_the_case_is_decided_alike() -> Non
         stop=("canary words",) * 16, sampling=GREEDY.sampling._replace(logit_bias=bias)
     )
     asker = Asker(key="k1", headers={"x-app": "batch"})
-    recent.remember(Case(OLD, profile, asker))
+    recent.remember(RoutingRequest(OLD, profile, asker))
     (kept,) = recent._cases
     assert "canary" not in repr(kept)
     assert len(kept.profile.sampling.logit_bias) == 1

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.select import Case, decide
+from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import LaneView, WorkerView
 from policies.compiler import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
@@ -24,7 +24,7 @@ PICTURE = GREEDY._replace(media=(("image", 1),))
 
 
 def chosen(profile: RequestProfile, *workers: WorkerView, seed: int = 0) -> tuple[str, str, str]:
-    first = decide(Case(POLICY, profile), fleet(*workers), Random(seed)).candidates[0]
+    first = decide(RoutingRequest(POLICY, profile), fleet(*workers), Random(seed)).candidates[0]
     return first.pool, first.worker_id, first.reason
 
 
@@ -54,7 +54,9 @@ def test_ties_are_broken_by_the_dice_that_are_passed_in() -> None:
 
 
 def test_the_second_pool_comes_behind_all_of_the_first() -> None:
-    decision = decide(Case(POLICY, GREEDY), fleet(worker("a", text_mtp=9), worker("b")), Random(0))
+    decision = decide(
+        RoutingRequest(POLICY, GREEDY), fleet(worker("a", text_mtp=9), worker("b")), Random(0)
+    )
     assert [(one.pool, one.worker_id) for one in decision.candidates] == [
         ("text-mtp", "b"),
         ("text-mtp", "a"),
@@ -96,7 +98,7 @@ def test_drafting_that_does_not_pay_for_the_batch_it_would_join_is_the_reason() 
 
 def test_only_workers_of_the_model_are_asked() -> None:
     assert chosen(GREEDY, worker("a", model="other"), worker("b"))[1] == "b"
-    nobody = decide(Case(POLICY, GREEDY), fleet(worker("a", model="other")), Random(0))
+    nobody = decide(RoutingRequest(POLICY, GREEDY), fleet(worker("a", model="other")), Random(0))
     assert nobody.candidates == ()
 
 
@@ -154,7 +156,9 @@ def labelled(name: str, *labels: str, busy: int = 0, model: str = "demo") -> Wor
 )
 def test_a_pool_takes_the_workers_that_it_names(workers: dict[str, Any], taken: str) -> None:
     macs = fleet(labelled("a", "big"), labelled("b", "new"), labelled("c"))
-    found = decide(Case(pools_of({"workers": workers}), SAMPLED), macs, Random(0)).candidates
+    found = decide(
+        RoutingRequest(pools_of({"workers": workers}), SAMPLED), macs, Random(0)
+    ).candidates
     assert sorted(one.worker_id for one in found) == [*taken]
 
 
@@ -162,7 +166,7 @@ def test_an_idle_worker_of_weight_two_gets_twice_the_requests() -> None:
     policy = pools_of({"weights": {"big": 2}})
     macs = fleet(labelled("a", "big"), labelled("b"), labelled("c"))
     firsts = Counter(
-        decide(Case(policy, SAMPLED), macs, Random(seed)).candidates[0].worker_id
+        decide(RoutingRequest(policy, SAMPLED), macs, Random(seed)).candidates[0].worker_id
         for seed in range(4000)
     )
     assert 0.47 < firsts["a"] / 4000 < 0.53
@@ -176,7 +180,7 @@ def test_a_busy_worker_of_weight_two_carries_twice_the_requests() -> None:
     rng = Random(0)
     for _ in range(1100):
         macs = fleet(*(labelled(name, *labels[name], busy=busy[name]) for name in labels))
-        busy[decide(Case(policy, SAMPLED), macs, rng).candidates[0].worker_id] += 1
+        busy[decide(RoutingRequest(policy, SAMPLED), macs, rng).candidates[0].worker_id] += 1
     assert busy == {"a": 400, "b": 200, "c": 100, "d": 400}, "of two weights the larger counts"
 
 
@@ -194,7 +198,7 @@ def test_a_route_may_depend_on_who_asks_and_when() -> None:
     )
     macs = fleet(labelled("a", "old", busy=1), labelled("b"))
     decisions = [
-        decide(Case(policy, SAMPLED, asker), macs, Random(0))
+        decide(RoutingRequest(policy, SAMPLED, asker), macs, Random(0))
         for asker in (Asker(team="a", minute_of_week=1), Asker(team="a", minute_of_week=720))
     ]
     assert [(one.route, one.candidates[0].worker_id) for one in decisions] == [
@@ -203,7 +207,7 @@ def test_a_route_may_depend_on_who_asks_and_when() -> None:
 
 
 def candidates(policy: PolicyDocument, profile: RequestProfile) -> tuple[Any, ...]:
-    return decide(Case(policy, profile), fleet(worker("mac")), Random(0)).candidates
+    return decide(RoutingRequest(policy, profile), fleet(worker("mac")), Random(0)).candidates
 
 
 PROFILES = st.builds(
@@ -236,8 +240,8 @@ def test_every_decision_is_possible_ranked_and_reasoned(
     profile: RequestProfile, workers: list[WorkerView], seed: int
 ) -> None:
     view = fleet(*workers)
-    decision = decide(Case(POLICY, profile), view, Random(seed))
-    assert decision == decide(Case(POLICY, profile), view, Random(seed))
+    decision = decide(RoutingRequest(POLICY, profile), view, Random(seed))
+    assert decision == decide(RoutingRequest(POLICY, profile), view, Random(seed))
     by_id = {one.worker_id: one for one in workers}
     scores_s: dict[str, list[float]] = {}
     for one in decision.candidates:
@@ -251,7 +255,7 @@ def test_every_decision_is_possible_ranked_and_reasoned(
         assert one.spill == (one.reason == "spilled") == (one.pool != decision.candidates[0].pool)
     for ranked in scores_s.values():
         assert ranked == sorted(ranked)
-    brief = decide(Case(POLICY, profile), view, Random(seed), briefly=True)
+    brief = decide(RoutingRequest(POLICY, profile), view, Random(seed), briefly=True)
     assert (brief.route, brief.bypass, brief.barred) == (*decision[:2], decision.barred)
     assert [one[:3] for one in brief.candidates[:1]] == [one[:3] for one in decision.candidates[:1]]
     left_out = {one[:3] for one in decision.candidates} - {one[:3] for one in brief.candidates}
