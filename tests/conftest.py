@@ -38,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def no_authorities(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+def no_ca_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No client here meets a certificate; reading the world's takes each of them 40 ms."""
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("SSL_CERT_FILE", raising=False)

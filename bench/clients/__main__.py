@@ -21,7 +21,7 @@ from bench.clients.place import ClientFailed, Place
 from bench.clients.tools import TOOLS, Tool
 from bench.harness.tables import Grid
 from bench.harness.venvs import PeerUnavailable, python_of
-from tests.support.paceline_process import running_line
+from tests.support.paceline_process import running_up
 from workers.demo import CHECKPOINT
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "clients.md"
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worked = True
     with (
         tempfile.TemporaryDirectory(prefix="paceline-clients-") as folder,
-        running_line(Path(folder)) as line,
+        running_up(Path(folder)) as line,
     ):
         for tool in tools:
             console.print(f"{tool.name}, installed where it is missing")

@@ -21,8 +21,8 @@ from rich.console import Console
 
 from bench.harness.blas import restart_with_fast_blas
 from bench.harness.tables import Grid
-from tests.support.lane_schedules import Schedules
-from tests.support.schedule_rows import Found
+from tests.support.lane_schedules import ScheduleRunner
+from tests.support.schedule_rows import ScheduleStats
 from workers.demo import CHECKPOINT
 from workers.engine.model import load_checkpoint
 from workers.engine.prefix_cache_files import fingerprint
@@ -33,24 +33,24 @@ VARIETY: Final = 8
 TELL_EVERY: Final = 100
 
 
-def play(model: Path, seed: int, count: int) -> Found:
+def play(model: Path, seed: int, count: int) -> ScheduleStats:
     """Play so many schedules; raise AssertionError, with the number of the schedule, at a fault."""
     checkpoint = load_checkpoint(model)
-    schedules = Schedules(checkpoint, PromptRenderer(checkpoint.processor), seed, VARIETY)
+    schedules = ScheduleRunner(checkpoint, PromptRenderer(checkpoint.processor), seed, VARIETY)
     begun_s = time.perf_counter()
     for number in range(count):
         try:
-            schedules.play(number)
+            schedules.run(number)
         except AssertionError as error:
             raise AssertionError(f"schedule {number} of seed {seed}: {error}") from error
         if (number + 1) % TELL_EVERY == 0:
             spent_s = time.perf_counter() - begun_s
-            told = f"{number + 1} schedules, {schedules.found.rows} rows, {spent_s:.0f} s"
+            told = f"{number + 1} schedules, {schedules.stats.rows} rows, {spent_s:.0f} s"
             sys.stderr.write(told + "\n")
-    return schedules.found
+    return schedules.stats
 
 
-def table(found: Found) -> Grid:
+def table(found: ScheduleStats) -> Grid:
     """List what the schedules were made of."""
     counts = found.speculation
     lines = (

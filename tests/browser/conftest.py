@@ -10,18 +10,18 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, async_playwright, expect
 
-from tests.support.browser_tab import Watched
+from tests.support.browser_tab import BrowserTab
 from tests.support.gateway_fixtures import (  # noqa: F401
-    any_redis,
     clean_environment,
     gateway,
     redis,
     second_worker,
+    session_redis,
     worker,
 )
-from tests.support.heartbeats import beating
+from tests.support.heartbeats import send_heartbeats
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import FakeWorker
+from tests.support.scripted_worker import ScriptedWorker
 
 # A machine that does other things beside the tests is slow, not wrong.
 expect.set_options(timeout=20_000)
@@ -43,16 +43,19 @@ async def browser() -> AsyncIterator[Browser]:
 
 
 @pytest.fixture
-def line(gateway: RunningGateway, worker: FakeWorker) -> Iterator[RunningGateway]:  # noqa: F811
+def gateway_with_worker(
+    gateway: RunningGateway,  # noqa: F811
+    worker: ScriptedWorker,  # noqa: F811
+) -> Iterator[RunningGateway]:
     """A gateway that the fake worker has joined and stays with."""
-    with beating(gateway, worker):
+    with send_heartbeats(gateway, worker):
         yield gateway
 
 
 @pytest_asyncio.fixture(loop_scope="session")
-async def watched(browser: Browser) -> AsyncIterator[Watched]:
+async def tab(browser: Browser) -> AsyncIterator[BrowserTab]:
     """A tab of its own; at the end nothing may have left its origin, and no rule been broken."""
-    tab = await Watched.opened(browser)
+    tab = await BrowserTab.open(browser)
     yield tab
     await tab.context.close()
-    assert tab.faults == []
+    assert tab.errors == []

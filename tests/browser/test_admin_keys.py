@@ -5,64 +5,64 @@ from __future__ import annotations
 import pytest
 from playwright.async_api import expect
 
-from tests.support.browser_tab import Watched
-from tests.support.running_gateway import RunningGateway, error_of
+from tests.support.browser_tab import BrowserTab
+from tests.support.running_gateway import RunningGateway, status_and_code
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 async def test_a_key_is_shown_once_opens_what_it_may_and_is_revoked(
-    line: RunningGateway, watched: Watched
+    gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    await watched.visit(line.url, "#keys")
+    page = tab.page
+    await tab.open_admin(gateway_with_worker.url, "#keys")
     await expect(page.locator("#keys")).to_contain_text("There is no key yet")
-    await watched.button("New key").click()
+    await tab.button("New key").click()
     form = page.get_by_role("dialog")
     await form.get_by_label("Name").fill("Ann")
     await form.get_by_label("Team").fill("lab")
     await form.get_by_label("Requests a minute").fill("2")
     await form.get_by_label("vlm").check()
-    await watched.button("Make the key").click()
+    await tab.button("Make the key").click()
     secret = await page.get_by_label("The key", exact=True).input_value()
     assert secret.startswith("pk-")
-    await watched.button("Close").click()
+    await tab.button("Close").click()
     row = page.locator("#keys tbody tr")
     await expect(row).to_contain_text("2 requests/min")
     await expect(row).to_contain_text("pool vlm")
     assert secret not in await page.content()
 
-    assert error_of(line.chat()) == (401, "invalid_api_key")
-    line.bear(secret)
-    assert line.chat(temperature=0).headers["x-paceline-pool"] == "vlm"
+    assert status_and_code(gateway_with_worker.chat()) == (401, "invalid_api_key")
+    gateway_with_worker.use_key(secret)
+    assert gateway_with_worker.chat(temperature=0).headers["x-paceline-pool"] == "vlm"
 
-    await watched.button("Edit the key Ann").click()
+    await tab.button("Edit the key Ann").click()
     await form.get_by_label("Requests a minute").fill("")
-    await watched.button("Save").click()
+    await tab.button("Save").click()
     await expect(row).not_to_contain_text("requests/min")
-    assert [line.chat().status_code for _ in range(3)] == [200] * 3
+    assert [gateway_with_worker.chat().status_code for _ in range(3)] == [200] * 3
 
     await page.reload()
     await expect(page.locator("#usage tbody tr").first).to_contain_text("Ann4")
     async with page.expect_download() as loading:
-        await watched.button("Download CSV").click()
+        await tab.button("Download CSV").click()
     assert "Ann,lab,4," in (await (await loading.value).path()).read_text()
 
-    await watched.button("Revoke the key Ann").click()
-    await watched.button("Revoke the key").click()
+    await tab.button("Revoke the key Ann").click()
+    await tab.button("Revoke the key").click()
     await expect(row).to_contain_text("revoked")
-    assert line.chat().status_code == 401
+    assert gateway_with_worker.chat().status_code == 401
 
 
 async def test_terms_that_are_refused_are_told_in_the_form(
-    line: RunningGateway, watched: Watched
+    gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    await watched.visit(line.url, "#keys")
-    await watched.button("New key").click()
+    page = tab.page
+    await tab.open_admin(gateway_with_worker.url, "#keys")
+    await tab.button("New key").click()
     form = page.get_by_role("dialog")
     await form.get_by_label("Name").fill("Ann")
     await form.get_by_label("Models").fill("gpt-4o-mini")
-    await watched.button("Make the key").click()
+    await tab.button("Make the key").click()
     await expect(form.get_by_role("alert")).to_contain_text("is an alias; say 'demo'")
     await expect(form.get_by_label("Name")).to_have_value("Ann")

@@ -10,32 +10,32 @@ import pytest
 from playwright.async_api import Browser, expect
 from pydantic import SecretStr
 
-from tests.support.browser_tab import Watched
-from tests.support.heartbeats import beating
-from tests.support.page_files import FOLDERS, files_of
-from tests.support.running_gateway import RunningGateway, settings_for_tests
-from tests.support.scripted_worker import FakeWorker
+from tests.support.browser_tab import BrowserTab
+from tests.support.heartbeats import send_heartbeats
+from tests.support.page_files import FOLDERS, page_files
+from tests.support.running_gateway import RunningGateway, make_settings
+from tests.support.scripted_worker import ScriptedWorker
 
 IN_THE_BROWSER = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.fixture
-def locked(tmp_path: Path, worker: FakeWorker) -> Iterator[RunningGateway]:
-    settings = settings_for_tests(tmp_path, admin_key=SecretStr("admin-key"))
-    with RunningGateway(settings) as running, beating(running, worker):
+def gateway_with_keys(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
+    settings = make_settings(tmp_path, admin_key=SecretStr("admin-key"))
+    with RunningGateway(settings) as running, send_heartbeats(running, worker):
         yield running
 
 
 @IN_THE_BROWSER
 async def test_a_wrong_key_is_one_clear_sentence_and_the_right_one_opens(
-    locked: RunningGateway, watched: Watched
+    gateway_with_keys: RunningGateway, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    await watched.visit(locked.url)
+    page = tab.page
+    await tab.open_admin(gateway_with_keys.url)
     refusal = page.locator("#sign-in-refusal")
     for wrong in ("wrong", "schlüssel", "two words"):
         await page.get_by_label("Admin key").fill(wrong)
-        await watched.button("Sign in").click()
+        await tab.button("Sign in").click()
         await expect(refusal).to_contain_text("This is not the admin key of this gateway.")
         await expect(page.get_by_label("Admin key")).to_have_value("")
     await page.get_by_label("Admin key").fill("admin-key")
@@ -44,14 +44,14 @@ async def test_a_wrong_key_is_one_clear_sentence_and_the_right_one_opens(
     await page.reload()
     await expect(page.locator("#in-force")).to_contain_text("Version 1 is in force")
 
-    assert not [url for url in watched.asked if "admin-key" in url]
+    assert not [url for url in tab.requested_urls if "admin-key" in url]
     kept = "[document.cookie, JSON.stringify({...localStorage}), location.href].join()"
     assert "admin-key" not in await page.evaluate(kept)
-    other = await watched.context.new_page()
-    await other.goto(f"{locked.url}/admin")
+    other = await tab.context.new_page()
+    await other.goto(f"{gateway_with_keys.url}/admin")
     await expect(other.get_by_role("heading", name="Sign in")).to_be_visible()
 
-    await watched.button("Sign out").click()
+    await tab.button("Sign out").click()
     await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
     await page.reload()
     await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
@@ -59,10 +59,10 @@ async def test_a_wrong_key_is_one_clear_sentence_and_the_right_one_opens(
 
 @IN_THE_BROWSER
 async def test_a_key_that_counts_no_more_leads_back_to_the_door(
-    locked: RunningGateway, watched: Watched
+    gateway_with_keys: RunningGateway, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    await watched.visit(locked.url)
+    page = tab.page
+    await tab.open_admin(gateway_with_keys.url)
     await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
     await page.evaluate("sessionStorage.setItem('paceline-admin-key', 'of-yesterday')")
     await page.reload()
@@ -71,20 +71,22 @@ async def test_a_key_that_counts_no_more_leads_back_to_the_door(
 
 @IN_THE_BROWSER
 async def test_where_this_machine_alone_is_trusted_others_are_told_so(
-    line: RunningGateway, watched: Watched
+    gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    await watched.context.set_extra_http_headers({"x-forwarded-for": "192.168.1.7"})
-    await watched.visit(line.url)
-    refusal = watched.page.locator("#sign-in-refusal")
+    await tab.context.set_extra_http_headers({"x-forwarded-for": "192.168.1.7"})
+    await tab.open_admin(gateway_with_worker.url)
+    refusal = tab.page.locator("#sign-in-refusal")
     await expect(refusal).to_contain_text("answers only on the gateway's own machine")
 
 
 @IN_THE_BROWSER
 async def test_no_section_is_wider_than_a_phone(
-    line: RunningGateway, browser: Browser, watched: Watched
+    gateway_with_worker: RunningGateway, browser: Browser, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    line.make_key(name="A key with quite a long name for a phone", team="research and development")
+    page = tab.page
+    gateway_with_worker.create_key(
+        name="A key with quite a long name for a phone", team="research and development"
+    )
     await page.set_viewport_size({"width": 375, "height": 720})
     wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
     for section, ready in (
@@ -92,12 +94,12 @@ async def test_no_section_is_wider_than_a_phone(
         ("#keys", "#keys tbody tr"),
         ("#workers", "article"),
     ):
-        await watched.visit(line.url, section)
+        await tab.open_admin(gateway_with_worker.url, section)
         await page.reload()
         await expect(page.locator(ready).first).to_be_visible()
         assert not await page.evaluate(wide), section
-    await watched.visit(line.url, "#keys")
-    await watched.button("New key").click()
+    await tab.open_admin(gateway_with_worker.url, "#keys")
+    await tab.button("New key").click()
     dialog = page.get_by_role("dialog")
     await expect(dialog).to_be_visible()
     assert not await page.evaluate(wide)
@@ -105,9 +107,11 @@ async def test_no_section_is_wider_than_a_phone(
 
 
 @IN_THE_BROWSER
-async def test_it_can_be_used_with_a_keyboard_alone(line: RunningGateway, watched: Watched) -> None:
-    page = watched.page
-    await watched.visit(line.url)
+async def test_it_can_be_used_with_a_keyboard_alone(
+    gateway_with_worker: RunningGateway, tab: BrowserTab
+) -> None:
+    page = tab.page
+    await tab.open_admin(gateway_with_worker.url)
     await expect(page.locator("#in-force")).to_contain_text("is in force")
     focused = "document.activeElement.textContent.trim() || document.activeElement.id"
     reached = []
@@ -122,29 +126,32 @@ async def test_it_can_be_used_with_a_keyboard_alone(line: RunningGateway, watche
 
 @IN_THE_BROWSER
 async def test_what_others_wrote_is_text_and_never_part_of_the_page(
-    line: RunningGateway, watched: Watched
+    gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     """An admin's note, and a worker's own words, cannot act for another admin."""
     evil = "<img src=x onerror=document.title='owned'>"
-    etag = line.admin.get("/admin/v1/policy").headers["etag"]
+    etag = gateway_with_worker.admin.get("/admin/v1/policy").headers["etag"]
     headers = {"if-match": etag, "x-paceline-note": evil, "x-paceline-author": evil}
     patch = {"pools": {"text-mtp": {"queue": {"limit": 7}}}}
-    assert line.admin.patch("/admin/v1/policy", json=patch, headers=headers).status_code == 200
-    await watched.visit(line.url)
-    await expect(watched.page.locator("#history li").first).to_contain_text(evil)
-    assert await watched.page.locator("main img").count() == 0
-    assert "owned" not in await watched.page.title()
+    assert (
+        gateway_with_worker.admin.patch("/admin/v1/policy", json=patch, headers=headers).status_code
+        == 200
+    )
+    await tab.open_admin(gateway_with_worker.url)
+    await expect(tab.page.locator("#history li").first).to_contain_text(evil)
+    assert await tab.page.locator("main img").count() == 0
+    assert "owned" not in await tab.page.title()
 
 
 @pytest.mark.parametrize("page", FOLDERS)
 def test_every_file_of_a_page_comes_with_the_rules_that_bind_it(
-    line: RunningGateway, page: str
+    gateway_with_worker: RunningGateway, page: str
 ) -> None:
-    paths = [f"/{page}", *(f"/{page}/page/{file.name}" for file in files_of(page))]
+    paths = [f"/{page}", *(f"/{page}/page/{file.name}" for file in page_files(page))]
     paths.remove(f"/{page}/page/index.html")
     assert len(paths) > 5
     for path in paths:
-        answer = line.client.get(path)
+        answer = gateway_with_worker.client.get(path)
         assert answer.status_code == 200
         rules = answer.headers["content-security-policy"].split("; ")
         assert {
@@ -153,12 +160,14 @@ def test_every_file_of_a_page_comes_with_the_rules_that_bind_it(
         } <= {*rules}
         assert answer.headers["x-content-type-options"] == "nosniff"
         assert answer.headers["referrer-policy"] == "no-referrer"
-        kept = line.client.get(path, headers={"if-none-match": answer.headers["etag"]})
+        kept = gateway_with_worker.client.get(
+            path, headers={"if-none-match": answer.headers["etag"]}
+        )
         assert (kept.status_code, kept.content) == (304, b"")
 
 
 def test_pages_name_no_other_place_and_hold_nothing_inline() -> None:
-    for file in files_of("admin") + files_of("dashboard"):
+    for file in page_files("admin") + page_files("dashboard"):
         if file.parent.name == "uplot":
             continue  # as its makers wrote it; what it does is seen in the browser
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")

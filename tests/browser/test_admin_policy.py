@@ -8,13 +8,13 @@ import pytest
 from playwright.async_api import expect
 
 from policies.yaml_io import write_yaml
-from tests.support.browser_tab import Watched
-from tests.support.policies import Admin, as_yaml, document
+from tests.support.browser_tab import BrowserTab
+from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
-ALL_TO_VLM = as_yaml(document("all", lanes=("vlm",)))
+ALL_TO_VLM = to_yaml(single_pool_policy("all", lanes=("vlm",)))
 
 
 def pool_of(gateway: RunningGateway, **fields: Any) -> str:
@@ -23,47 +23,47 @@ def pool_of(gateway: RunningGateway, **fields: Any) -> str:
     return str(answer.headers["x-paceline-pool"])
 
 
-async def shown(watched: Watched) -> str:
+async def shown(watched: BrowserTab) -> str:
     """Wait for the policy in the editor, and read it there."""
     await expect(watched.page.locator("#in-force")).to_contain_text("is in force")
     return await watched.page.get_by_label("Document").input_value()
 
 
 async def test_a_bad_edit_is_refused_as_one_types_and_the_line_is_a_click_away(
-    line: RunningGateway, watched: Watched
+    gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    await watched.visit(line.url)
-    assert "text-mtp" in await shown(watched)
+    page = tab.page
+    await tab.open_admin(gateway_with_worker.url)
+    assert "text-mtp" in await shown(tab)
     bad = ALL_TO_VLM.replace("- all", "- fast")
-    await watched.write(bad)
+    await tab.fill_policy(bad)
     problem = page.locator("#problems li")
     await expect(problem).to_contain_text("there is no pool 'fast'")
     await expect(problem).to_contain_text("routes.0.to.0")
     place = 1 + bad[: bad.index("- fast")].count("\n")
     await expect(problem).to_contain_text(f"Line {place}")
     await expect(page.locator("#check")).to_have_text("1 problem")
-    await expect(watched.button("Apply")).to_be_disabled()
+    await expect(tab.button("Apply")).to_be_disabled()
     await problem.get_by_role("button").click()
     selected = "text => text.value.slice(text.selectionStart, text.selectionEnd)"
     assert await page.get_by_label("Document").evaluate(selected) == "  - fast"
-    await watched.write("a: 1\na: 2\n")
+    await tab.fill_policy("a: 1\na: 2\n")
     await expect(problem).to_contain_text("'a' stands twice")
-    await watched.write(ALL_TO_VLM)
+    await tab.fill_policy(ALL_TO_VLM)
     await expect(page.locator("#check")).to_have_text("Good")
     await expect(problem).to_have_count(0)
 
 
 async def test_an_edit_is_compared_applied_obeyed_and_taken_back(
-    line: RunningGateway, watched: Watched
+    gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    assert [pool_of(line, temperature=0) for _ in range(3)] == ["text-mtp"] * 3
-    await watched.visit(line.url)
-    await shown(watched)
+    page = tab.page
+    assert [pool_of(gateway_with_worker, temperature=0) for _ in range(3)] == ["text-mtp"] * 3
+    await tab.open_admin(gateway_with_worker.url)
+    await shown(tab)
 
-    await watched.write(ALL_TO_VLM)
-    await watched.button("Compare").click()
+    await tab.fill_policy(ALL_TO_VLM)
+    await tab.button("Compare").click()
     difference = page.locator("#difference")
     await expect(difference).to_contain_text("Of the last 3 requests, 3 would go elsewhere.")
     await expect(difference.locator("tr.goes")).to_have_text(["text-mtpall3"])
@@ -71,24 +71,24 @@ async def test_an_edit_is_compared_applied_obeyed_and_taken_back(
 
     await page.get_by_label("Your name").fill("Änne")
     await page.get_by_label("What is it for?").fill("ünder test <b>")
-    await watched.button("Apply as version 2").click()
+    await tab.button("Apply as version 2").click()
     await expect(page.locator("#in-force")).to_contain_text("Version 2 is in force · Änne")
     newest = page.locator("#history li").first
     await expect(newest).to_contain_text("ünder test <b>")
-    assert pool_of(line, temperature=0) == "all"
+    assert pool_of(gateway_with_worker, temperature=0) == "all"
 
     await page.get_by_role("button", name="View version 1", exact=True).click()
     await expect(page.get_by_role("dialog")).to_contain_text("text-mtp")
-    await watched.button("Close").click()
+    await tab.button("Close").click()
     await page.get_by_role("button", name="Roll back to version 1", exact=True).click()
     asked = page.get_by_role("dialog")
     await expect(asked.locator("tr.goes")).to_have_text(["alltext-mtp4"])
     await asked.get_by_label("What is it for?").fill("too slow")
     await asked.get_by_role("button", name="Roll back to version 1").click()
     await expect(page.locator("#in-force")).to_contain_text("Version 3 is in force · Änne")
-    assert "text-mtp" in await shown(watched)
-    assert pool_of(line, temperature=0) == "text-mtp"
-    told = line.admin.get("/admin/v1/policy/history").json()["versions"]
+    assert "text-mtp" in await shown(tab)
+    assert pool_of(gateway_with_worker, temperature=0) == "text-mtp"
+    told = gateway_with_worker.admin.get("/admin/v1/policy/history").json()["versions"]
     assert [(one["reason"], one["note"]) for one in told[:2]] == [
         ("rollback", "back to version 1: too slow"),
         ("edit", "ünder test <b>"),
@@ -96,36 +96,38 @@ async def test_an_edit_is_compared_applied_obeyed_and_taken_back(
 
 
 async def test_who_was_slower_is_told_and_loses_no_word(
-    line: RunningGateway, watched: Watched
+    gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    await watched.visit(line.url)
-    await shown(watched)
-    await watched.write(ALL_TO_VLM)
+    page = tab.page
+    await tab.open_admin(gateway_with_worker.url)
+    await shown(tab)
+    await tab.fill_policy(ALL_TO_VLM)
     await expect(page.locator("#check")).to_have_text("Good")
-    with Admin(line.url) as bob:
-        assert bob.put(document("slow"), x_paceline_author="bob").status_code == 200
+    with PolicyAdmin(gateway_with_worker.url) as bob:
+        assert bob.put(single_pool_policy("slow"), x_paceline_author="bob").status_code == 200
     await page.get_by_label("What is it for?").fill("mine")
-    await watched.button("Apply as version 2").click()
+    await tab.button("Apply as version 2").click()
     overtaken = page.locator("#overtaken")
     await expect(overtaken).to_contain_text("Somebody was faster. Version 2 is in force")
-    assert pool_of(line) == "slow", "nothing of bob's was overwritten"
+    assert pool_of(gateway_with_worker) == "slow", "nothing of bob's was overwritten"
 
-    await watched.button("Load theirs, keep my text aside").click()
-    await expect(page.get_by_label("Document")).to_have_value(write_yaml(document("slow")))
-    await watched.button("Bring my text back").click()
+    await tab.button("Load theirs, keep my text aside").click()
+    await expect(page.get_by_label("Document")).to_have_value(
+        write_yaml(single_pool_policy("slow"))
+    )
+    await tab.button("Bring my text back").click()
     await expect(page.get_by_label("Document")).to_have_value(ALL_TO_VLM)
-    await watched.button("Apply as version 3").click()
+    await tab.button("Apply as version 3").click()
     await expect(page.locator("#in-force")).to_contain_text("Version 3 is in force")
-    assert pool_of(line) == "all"
+    assert pool_of(gateway_with_worker) == "all"
 
 
 async def test_another_admins_edit_shows_by_itself_where_nothing_was_typed(
-    line: RunningGateway, watched: Watched
+    gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    await watched.visit(line.url)
-    await shown(watched)
-    with Admin(line.url) as bob:
-        bob.put(document("slow"), x_paceline_author="bob")
-    await expect(watched.page.locator("#in-force")).to_contain_text("Version 2 is in force · bob")
-    assert await shown(watched) == write_yaml(document("slow"))
+    await tab.open_admin(gateway_with_worker.url)
+    await shown(tab)
+    with PolicyAdmin(gateway_with_worker.url) as bob:
+        bob.put(single_pool_policy("slow"), x_paceline_author="bob")
+    await expect(tab.page.locator("#in-force")).to_contain_text("Version 2 is in force · bob")
+    assert await shown(tab) == write_yaml(single_pool_policy("slow"))

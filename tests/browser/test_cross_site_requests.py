@@ -6,7 +6,7 @@ import pytest
 from playwright.async_api import Browser
 
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import FakeWorker
+from tests.support.scripted_worker import ScriptedWorker
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -18,15 +18,21 @@ BODY = '{"model": "demo", "messages": [{"role": "user", "content": "x"}]}'
 
 
 async def test_what_a_page_of_another_site_posts_blindly_reaches_no_worker(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker, browser: Browser
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    browser: Browser,
 ) -> None:
     context = await browser.new_context()
     try:
         page = await context.new_page()
         # Whatever is shown there: what counts is that it is another site.
         await page.goto(second_worker.url.replace("127.0.0.1", "localhost"))
-        assert await page.evaluate(POST, [f"{line.url}/v1/chat/completions", BODY]) == "opaque"
+        assert (
+            await page.evaluate(POST, [f"{gateway_with_worker.url}/v1/chat/completions", BODY])
+            == "opaque"
+        )
     finally:
         await context.close()
-    assert line.status()["outcomes"] == {"refused": 1}
-    assert not worker.heard
+    assert gateway_with_worker.status()["outcomes"] == {"refused": 1}
+    assert not worker.requests

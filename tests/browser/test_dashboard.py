@@ -14,25 +14,25 @@ from pydantic import SecretStr
 
 from gateway.status.events import VIEWERS_LIMIT
 from policies.request.profile import Bypass
-from tests.support.browser_tab import Watched
-from tests.support.heartbeats import beating
+from tests.support.browser_tab import BrowserTab
+from tests.support.heartbeats import send_heartbeats
 from tests.support.page_files import PAGES
 from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import RunningGateway, settings_for_tests
-from tests.support.scripted_worker import FakeWorker, Script, lane_report
+from tests.support.running_gateway import RunningGateway, make_settings
+from tests.support.scripted_worker import Script, ScriptedWorker, lane_report
 
 IN_THE_BROWSER = pytest.mark.asyncio(loop_scope="session")
 
 
 @IN_THE_BROWSER
 async def test_before_the_first_request_the_page_says_what_is_missing(
-    gateway: RunningGateway, worker: FakeWorker, watched: Watched
+    gateway: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    await watched.look(gateway.url)
+    page = tab.page
+    await tab.open_dashboard(gateway.url)
     await expect(page.locator("#live")).to_have_text("Live")
     await expect(page.locator("#trouble")).to_contain_text("No worker has joined")
-    assert gateway.join(worker).status_code == 200
+    assert gateway.send_heartbeat(worker).status_code == 200
     await expect(page.locator("#trouble")).to_be_hidden()
     for fact in ("saved-mtp", "accepted", "saved-prompts", "now"):
         await expect(page.locator(f"#{fact}-line")).to_have_text("No request yet")
@@ -43,17 +43,20 @@ async def test_before_the_first_request_the_page_says_what_is_missing(
 
 @IN_THE_BROWSER
 async def test_a_request_is_a_mark_on_the_track_of_its_lane_for_as_long_as_it_runs(
-    line: RunningGateway, worker: FakeWorker, watched: Watched
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
     worker.script = Script(hang_after=1)
-    track = watched.page.get_by_role("article", name="text-mtp")
-    await watched.look(line.url)
+    track = tab.page.get_by_role("article", name="text-mtp")
+    await tab.open_dashboard(gateway_with_worker.url)
     await expect(track).to_contain_text("0 of 4")
-    with line.stream(temperature=0) as first, line.stream(temperature=0) as second:
+    with (
+        gateway_with_worker.stream(temperature=0) as first,
+        gateway_with_worker.stream(temperature=0) as second,
+    ):
         await expect(track).to_contain_text("2 of 4")
         assert await track.locator(".mark").count() == 2
-        await expect(watched.page.locator("#now")).to_have_text("2 running")
-        worker.go_on.set()
+        await expect(tab.page.locator("#now")).to_have_text("2 running")
+        worker.resume.set()
         for stream in (first, second):
             stream.read()
     await expect(track.locator(".mark")).to_have_count(0)
@@ -62,12 +65,12 @@ async def test_a_request_is_a_mark_on_the_track_of_its_lane_for_as_long_as_it_ru
 
 @IN_THE_BROWSER
 async def test_a_key_is_asked_for_and_stays_in_its_tab(
-    line: RunningGateway, watched: Watched
+    gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    key = line.make_key()
-    some = line.make_key(models=["demo"])
-    await watched.look(line.url)
+    page = tab.page
+    key = gateway_with_worker.create_key()
+    some = gateway_with_worker.create_key(models=["demo"])
+    await tab.open_dashboard(gateway_with_worker.url)
     await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
     refusal = page.locator("#sign-in-refusal")
     for secret, why in (("wrong", "not known"), (some["secret"], "may not see the whole fleet")):
@@ -75,31 +78,31 @@ async def test_a_key_is_asked_for_and_stays_in_its_tab(
         await page.keyboard.press("Enter")
         await expect(refusal).to_contain_text(why)
     await page.get_by_label("Key").fill(key["secret"])
-    await watched.button("Sign in").click()
+    await tab.button("Sign in").click()
     await expect(page.locator("#live")).to_have_text("Live")
-    assert not [url for url in watched.asked if key["secret"] in url]
+    assert not [url for url in tab.requested_urls if key["secret"] in url]
     kept = "[document.cookie, JSON.stringify({...localStorage}), location.href].join()"
     assert key["secret"] not in await page.evaluate(kept)
 
-    line.admin.delete(f"/admin/v1/keys/{key['id']}").raise_for_status()
+    gateway_with_worker.admin.delete(f"/admin/v1/keys/{key['id']}").raise_for_status()
     await expect(refusal).to_contain_text("not known to this gateway, or no longer")
     await expect(page.locator("#view-line")).to_be_hidden()
 
 
 @IN_THE_BROWSER
 async def test_the_page_fits_a_phone_and_follows_the_light_of_its_reader(
-    line: RunningGateway, watched: Watched
+    gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    page = watched.page
+    page = tab.page
     await page.set_viewport_size({"width": 375, "height": 720})
-    assert line.chat(temperature=0).status_code == 200
-    assert line.chat(temperature=1).status_code == 200
+    assert gateway_with_worker.chat(temperature=0).status_code == 200
+    assert gateway_with_worker.chat(temperature=1).status_code == 200
     wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
     ground = "getComputedStyle(document.body).backgroundColor"
     seen = []
     for scheme in ("light", "dark"):
         await page.emulate_media(color_scheme=scheme)
-        await watched.look(line.url)
+        await tab.open_dashboard(gateway_with_worker.url)
         await expect(page.get_by_role("article", name="fake-a")).to_be_visible()
         await expect(page.locator("#chart-answer canvas")).to_be_visible()
         assert not await page.evaluate(wide), scheme
@@ -109,19 +112,19 @@ async def test_the_page_fits_a_phone_and_follows_the_light_of_its_reader(
 
 @IN_THE_BROWSER
 async def test_a_page_that_is_closed_leaves_its_place_to_the_next(
-    line: RunningGateway, watched: Watched
+    gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    await watched.look(line.url)
-    await expect(watched.page.locator("#live")).to_have_text("Live")
+    await tab.open_dashboard(gateway_with_worker.url)
+    await expect(tab.page.locator("#live")).to_have_text("Live")
     async with contextlib.AsyncExitStack() as viewers:
         for _ in range(VIEWERS_LIMIT - 1):
-            assert await viewers.enter_async_context(viewer(line)) == 200
-        async with viewer(line) as status:
+            assert await viewers.enter_async_context(viewer(gateway_with_worker)) == 200
+        async with viewer(gateway_with_worker) as status:
             assert status == 503
-        await watched.page.close()
+        await tab.page.close()
         async with asyncio.timeout(20):
             while True:
-                async with viewer(line) as status:
+                async with viewer(gateway_with_worker) as status:
                     if status == 200:
                         return
 
@@ -140,56 +143,56 @@ async def viewer(line: RunningGateway) -> AsyncIterator[int]:
 
 @IN_THE_BROWSER
 async def test_a_gateway_that_ends_is_told_of_and_looked_for_again(
-    gateway: RunningGateway, watched: Watched
+    gateway: RunningGateway, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    await watched.look(gateway.url)
+    page = tab.page
+    await tab.open_dashboard(gateway.url)
     await expect(page.locator("#live")).to_have_text("Live")
-    gateway.ask_to_end()
+    gateway.request_shutdown()
     await expect(page.locator("#live")).to_have_text("Not connected")
     await expect(page.locator("#view-line")).to_be_visible()
-    asked = len(watched.asked)
+    asked = len(tab.requested_urls)
     async with asyncio.timeout(20):
-        while len(watched.asked) < asked + 2:
+        while len(tab.requested_urls) < asked + 2:
             await asyncio.sleep(0.1)
     await page.goto("about:blank")  # it asks no more
     refused = "Failed to load resource: net::ERR_CONNECTION_REFUSED"
-    watched.faults[:] = [fault for fault in watched.faults if fault != refused]
+    tab.errors[:] = [fault for fault in tab.errors if fault != refused]
 
 
 @IN_THE_BROWSER
 async def test_of_several_gateways_the_page_says_whose_its_curves_are(
-    redis: RedisServer, tmp_path: Path, gateway: RunningGateway, watched: Watched
+    redis: RedisServer, tmp_path: Path, gateway: RunningGateway, tab: BrowserTab
 ) -> None:
-    shown = watched.page.locator("#whose")
-    await watched.look(gateway.url)
-    await expect(watched.page.locator("#live")).to_have_text("Live")
+    shown = tab.page.locator("#whose")
+    await tab.open_dashboard(gateway.url)
+    await expect(tab.page.locator("#live")).to_have_text("Live")
     await expect(shown).to_be_hidden()
     with contextlib.ExitStack() as both:
         one, _ = (
             both.enter_context(
-                RunningGateway(settings_for_tests(tmp_path / name, redis_url=SecretStr(redis.url)))
+                RunningGateway(make_settings(tmp_path / name, redis_url=SecretStr(redis.url)))
             )
             for name in ("one", "other")
         )
-        await watched.look(one.url)
+        await tab.open_dashboard(one.url)
         await expect(shown).to_contain_text("this gateway sent, one of 2")
-        await watched.page.goto("about:blank")
+        await tab.page.goto("about:blank")
 
 
 @IN_THE_BROWSER
 async def test_a_reason_counts_only_requests_that_were_really_not_drafted_for(
-    gateway: RunningGateway, worker: FakeWorker, watched: Watched
+    gateway: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
     """A picture is kept out of the speculative lane; the other one may draft for it."""
-    reasons = watched.page.locator("#reasons")
+    reasons = tab.page.locator("#reasons")
     worker.lanes = ("vlm",)
-    with beating(gateway, worker):
+    with send_heartbeats(gateway, worker):
         assert gateway.chat(temperature=0.5).status_code == 200
-        await watched.look(gateway.url)
+        await tab.open_dashboard(gateway.url)
         await expect(reasons).to_contain_text("non greedy sampling")
         drafting = lane_report("vlm", mtp_enabled=True, bypass_counts={"logprobs": 2})
-        worker.reported = worker.report(lanes=[drafting.model_dump()])
+        worker.status_report = worker.report(lanes=[drafting.model_dump()])
         await expect(reasons).to_contain_text("logprobs")
         await expect(reasons).not_to_contain_text("non greedy sampling")
 

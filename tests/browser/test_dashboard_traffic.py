@@ -11,9 +11,9 @@ import httpx
 import pytest
 from playwright.async_api import expect
 
-from tests.support.browser_tab import Watched
+from tests.support.browser_tab import BrowserTab
 from tests.support.openai_requests import picture_body, text_body
-from tests.support.paceline_process import Line, running_line
+from tests.support.paceline_process import UpProcess, running_up
 
 pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
@@ -25,9 +25,9 @@ CLOCKS = {"gateway/uptime_s"}
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     """`paceline up` on the demo model."""
-    with running_line(tmp_path_factory.mktemp("demo")) as running:
+    with running_up(tmp_path_factory.mktemp("demo")) as running:
         yield running
 
 
@@ -44,7 +44,7 @@ def mixed(model: str) -> list[dict[str, Any]]:
     ]
 
 
-async def ask_all(line: Line, bodies: list[dict[str, Any]], *, at_a_time: int) -> None:
+async def ask_all(line: UpProcess, bodies: list[dict[str, Any]], *, at_a_time: int) -> None:
     room = asyncio.Semaphore(at_a_time)
     async with httpx.AsyncClient(base_url=line.url, timeout=120) as client:
 
@@ -63,18 +63,18 @@ def at(status: Any, path: str) -> Any:
 
 
 async def test_the_numbers_on_the_page_are_those_of_the_status(
-    demo: Line, watched: Watched
+    up: UpProcess, tab: BrowserTab
 ) -> None:
-    page = watched.page
-    await watched.look(demo.url)
+    page = tab.page
+    await tab.open_dashboard(up.url)
     await expect(page.locator("#saved-mtp-line")).to_have_text("No request yet")
 
-    bodies = mixed(demo.model)
-    asking = asyncio.create_task(ask_all(demo, bodies * 3, at_a_time=4))
+    bodies = mixed(up.model)
+    asking = asyncio.create_task(ask_all(up, bodies * 3, at_a_time=4))
     await expect(page.locator("#tracks .mark").first).to_be_attached()
     await asking
 
-    async with httpx.AsyncClient(base_url=demo.url) as client:
+    async with httpx.AsyncClient(base_url=up.url) as client:
         different: list[Any] = ["not looked yet"]
         for _ in range(100):  # the last counts come with the worker's next word
             status = (await client.get("/v1/status")).json()
@@ -110,11 +110,11 @@ async def test_the_numbers_on_the_page_are_those_of_the_status(
     await expect(page.locator(".position")).to_have_count(len(positions))
 
 
-async def test_who_comes_later_sees_what_was_before(demo: Line, watched: Watched) -> None:
+async def test_who_comes_later_sees_what_was_before(up: UpProcess, tab: BrowserTab) -> None:
     """The gateway tells of its window, so that nobody begins with an empty page."""
-    await ask_all(demo, mixed(demo.model), at_a_time=4)
-    await watched.look(demo.url)
-    await expect(watched.page.locator("#accepted-line")).to_contain_text("tokens a step")
+    await ask_all(up, mixed(up.model), at_a_time=4)
+    await tab.open_dashboard(up.url)
+    await expect(tab.page.locator("#accepted-line")).to_contain_text("tokens a step")
     for chart in ("acceptance", "tokens", "first-token", "answer"):
-        await expect(watched.page.locator(f"#chart-{chart} .nothing")).to_be_hidden()
-    await expect(watched.page.locator("#speeds tbody tr")).to_have_count(5)
+        await expect(tab.page.locator(f"#chart-{chart} .nothing")).to_be_hidden()
+    await expect(tab.page.locator("#speeds tbody tr")).to_have_count(5)

@@ -14,8 +14,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from policies.request.profile import Bypass, Sampling
-from tests.support.engine_lane import GREEDY, PLENTY, Heard
-from tests.support.paceline_process import Line, running_line
+from tests.support.engine_lane import GREEDY, UNLIMITED_MEMORY, RowEvents
+from tests.support.paceline_process import UpProcess, running_up
 from tests.support.worker_process import RunningWorker, running_worker
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
@@ -44,12 +44,14 @@ def checkpoint() -> Checkpoint:
 
 
 @pytest.fixture(scope="session")
-def prompts(checkpoint: Checkpoint) -> PromptRenderer:
+def prompt_renderer(checkpoint: Checkpoint) -> PromptRenderer:
     return PromptRenderer(checkpoint.processor)
 
 
 @pytest.fixture
-def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., LaneScheduler]:
+def make_lane(
+    checkpoint: Checkpoint, prompt_renderer: PromptRenderer
+) -> Callable[..., LaneScheduler]:
     def make(
         name: LaneName = LaneName.TEXT_MTP,
         *,
@@ -65,13 +67,13 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
         return LaneScheduler(
             name,
             replace(checkpoint, **parts),
-            prompts,
+            prompt_renderer,
             LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens),
             snapshots=PrefixCache(1 << 30) if snapshots is None else snapshots,
             draft_tokens=draft_tokens,
             max_rows=max_rows,
             pace=PrefillPace(chunk_tokens, budget_s=60.0),
-            memory=memory or PLENTY,
+            memory=memory or UNLIMITED_MEMORY,
             sparse_reading=sparse_reading,
             clock=clock,
         )
@@ -80,7 +82,7 @@ def make_lane(checkpoint: Checkpoint, prompts: PromptRenderer) -> Callable[..., 
 
 
 @pytest.fixture
-def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
+def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
     """Put a row of plain token ids, of a prompt as prepared, or of a chat question into a lane."""
 
     def put(
@@ -96,19 +98,19 @@ def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
         bypass: tuple[Bypass, ...] = (),
         adaptive: bool = False,
         **asked: Any,
-    ) -> Heard:
+    ) -> RowEvents:
         text = ""
         if isinstance(prompt, str):
             messages = [{"role": "system", "content": system}] if system else []
             messages.append({"role": "user", "content": prompt})
-            text = prompts.chat(messages)
-            prefix_text = prompts.shared_prefix(messages)
-            prepared = prompts.prepare(Prompt(text=text, prefix_text=prefix_text))
+            text = prompt_renderer.chat(messages)
+            prefix_text = prompt_renderer.shared_prefix(messages)
+            prepared = prompt_renderer.prepare(Prompt(text=text, prefix_text=prefix_text))
         elif isinstance(prompt, PreparedPrompt):
             prepared = prompt
         else:
             prepared = PreparedPrompt(tokens=tuple(prompt))
-        heard = Heard()
+        heard = RowEvents()
         draft_tokens = draft_tokens if lane.speculates and not bypass else 0
         heard.row = Row(
             generation=Generation(
@@ -124,9 +126,9 @@ def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
             draft_tokens=draft_tokens,
             draft_tokens_asked=not adaptive,
             bypass=bypass,
-            text=TextStream(prompts.decode, stop),
+            text=TextStream(prompt_renderer.decode, stop),
             tally=SpeculationTally(draft_tokens),
-            sink=heard.hear,
+            sink=heard.on_event,
         )
         lane.add(heard.row)
         return heard
@@ -135,28 +137,28 @@ def ask(prompts: PromptRenderer) -> Callable[..., Heard]:
 
 
 @pytest.fixture(scope="session")
-def line(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Line]:
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
     """`paceline up` on the demo model."""
-    with running_line(tmp_path_factory.mktemp("line")) as running:
+    with running_up(tmp_path_factory.mktemp("line")) as running:
         yield running
 
 
 @pytest.fixture
-def client(line: Line) -> Iterator[OpenAI]:
+def openai_client(up: UpProcess) -> Iterator[OpenAI]:
     """The `openai` package as it is, with a new base_url."""
-    with OpenAI(base_url=f"{line.url}/v1", api_key="none", max_retries=0) as opened:
+    with OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
 
 
 @pytest.fixture
-async def async_client(line: Line) -> AsyncIterator[AsyncOpenAI]:
+async def async_openai_client(up: UpProcess) -> AsyncIterator[AsyncOpenAI]:
     """The same, for many requests at a time."""
-    async with AsyncOpenAI(base_url=f"{line.url}/v1", api_key="none", max_retries=0) as opened:
+    async with AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as opened:
         yield opened
 
 
 @pytest.fixture(scope="session")
-def worker() -> Iterator[RunningWorker]:
+def real_worker() -> Iterator[RunningWorker]:
     """One real worker process on the demo checkpoint, both lanes, for the whole session.
 
     Whoever stops, kills or floods a worker starts its own with `running_worker`.
@@ -166,9 +168,9 @@ def worker() -> Iterator[RunningWorker]:
 
 
 @pytest.fixture(scope="session")
-def worker_url(worker: RunningWorker) -> str:
+def worker_url(real_worker: RunningWorker) -> str:
     """Where the session's worker listens."""
-    return worker.url
+    return real_worker.url
 
 
 @pytest.fixture(scope="session")

@@ -14,11 +14,11 @@ from gateway.loadgen.client import Target, opened, read_answer
 from gateway.loadgen.drafts import Drafts
 from gateway.loadgen.prompts import built_in, drawn
 from gateway.loadgen.runner import Level, send_all
-from tests.support.paceline_process import Line
+from tests.support.paceline_process import UpProcess
 
 
-async def test_the_drafts_of_the_answers_are_those_that_the_line_counted(line: Line) -> None:
-    target = Target(url=line.url, fields={"temperature": 0, "max_tokens": 48})
+async def test_the_drafts_of_the_answers_are_those_that_the_line_counted(up: UpProcess) -> None:
+    target = Target(url=up.url, fields={"temperature": 0, "max_tokens": 48})
     prompts = drawn(built_in(), 6, Random(1))
     async with opened(target) as endpoint:
         before = await endpoint.counters()
@@ -37,13 +37,13 @@ async def test_the_drafts_of_the_answers_are_those_that_the_line_counted(line: L
 
 
 def test_a_bench_of_the_demo_model_adds_up(
-    line: Line, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    up: UpProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    status = f"{line.url}/v1/status"
+    status = f"{up.url}/v1/status"
     routed = httpx.get(status).json()["decisions"]["total"]
     record = tmp_path / "run.json"
     load = ("--requests", "4", "--max-tokens", "32", "--concurrency", "2")
-    assert main(["bench", "--url", line.url, *load, "--json", str(record)]) == 0
+    assert main(["bench", "--url", up.url, *load, "--json", str(record)]) == 0
     (told,) = json.loads(record.read_text())["runs"]
     assert (told["completed"], told["failed"]) == (4, 0)
     assert 4 <= told["total_output_tokens"] <= 4 * 32

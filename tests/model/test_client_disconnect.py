@@ -10,14 +10,14 @@ import httpx
 import pytest
 
 from tests.support.openai_requests import text_body
-from tests.support.paceline_process import Line
-from tests.support.running_gateway import eventually
-from tests.support.worker_process import NO_END
+from tests.support.paceline_process import UpProcess
+from tests.support.running_gateway import wait_until
+from tests.support.worker_process import SUPPRESS_END_TOKENS
 
-ENDLESS = {"temperature": 0, "max_tokens": 20_000, "logit_bias": NO_END}
+ENDLESS = {"temperature": 0, "max_tokens": 20_000, "logit_bias": SUPPRESS_END_TOKENS}
 
 
-def rows_in_use(line: Line) -> int:
+def rows_in_use(line: UpProcess) -> int:
     """Requests at the worker as it says itself, and at the gateway as that says."""
     status = httpx.get(f"{line.url}/v1/status").json()
     lanes = [lane for worker in status["workers"].values() for lane in worker["lanes"].values()]
@@ -29,9 +29,9 @@ def rows_in_use(line: Line) -> int:
     ("stream", "waits_for"),
     [(False, "the whole answer"), (True, "the first event"), (True, "the next event")],
 )
-def test_a_client_that_leaves_frees_its_row(line: Line, stream: bool, waits_for: str) -> None:
-    body = json.dumps(text_body(line.model, "Tell me a story.", stream=stream, **ENDLESS)).encode()
-    address = urlsplit(line.url)
+def test_a_client_that_leaves_frees_its_row(up: UpProcess, stream: bool, waits_for: str) -> None:
+    body = json.dumps(text_body(up.model, "Tell me a story.", stream=stream, **ENDLESS)).encode()
+    address = urlsplit(up.url)
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as raw:
         raw.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
@@ -39,7 +39,7 @@ def test_a_client_that_leaves_frees_its_row(line: Line, stream: bool, waits_for:
         )
         if waits_for == "the next event":
             assert b"data: " in raw.recv(65536)
-        eventually(lambda: rows_in_use(line) == 2)
-    eventually(lambda: rows_in_use(line) == 0)
-    workers = httpx.get(f"{line.url}/v1/status").json()["workers"].values()
+        wait_until(lambda: rows_in_use(up) == 2)
+    wait_until(lambda: rows_in_use(up) == 0)
+    workers = httpx.get(f"{up.url}/v1/status").json()["workers"].values()
     assert {worker["state"] for worker in workers} == {"ready"}, "the worker is not to blame"

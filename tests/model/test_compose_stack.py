@@ -12,9 +12,9 @@ from openai import OpenAI
 
 from tests.support.compose_file import SECRETS
 from tests.support.compose_stack import AS_CLIENT, Stack
-from tests.support.openai_requests import ask, text_body
-from tests.support.paceline_process import PATIENCE_S
-from tests.support.running_gateway import eventually
+from tests.support.openai_requests import send_chat, text_body
+from tests.support.paceline_process import TIMEOUT_S
+from tests.support.running_gateway import wait_until
 from workers.protocol import READY_PREFIX
 
 
@@ -33,10 +33,10 @@ def test_the_stack_answers_a_greedy_question_on_the_lane_that_speculates(stack: 
         stack.ports["front"] = stack.ports["gateway-1"]  # what stands in front: test_front.py
         with stack.running("worker") as worker:
             worker.wait_for(f"^{READY_PREFIX}")
-            eventually(lambda: stack.ready("front"), within_s=PATIENCE_S)
+            wait_until(lambda: stack.ready("front"), within_s=TIMEOUT_S)
             base, key = f"{stack.url('front')}/v1", SECRETS["PACELINE_API_KEY"]
             with OpenAI(base_url=base, api_key=key, max_retries=0) as client:
-                answer = ask(client, text_body("demo", temperature=0), stream=True)
+                answer = send_chat(client, text_body("demo", temperature=0), stream=True)
     assert answer.headers["x-paceline-pool"] == "text-mtp"
     assert answer.headers["x-paceline-worker"] == "demo"
     assert answer.text == ", ".join(map(str, range(1, 21))) + "."
@@ -55,4 +55,4 @@ def test_both_gateways_of_the_stack_want_its_key_and_share_what_admins_make(stac
         ).raise_for_status()
         with_it = {"authorization": f"Bearer {made.json()['secret']}"}
         other = f"{stack.url('gateway-2')}/v1/models"
-        eventually(lambda: httpx.get(other, headers=with_it).status_code == 200)
+        wait_until(lambda: httpx.get(other, headers=with_it).status_code == 200)

@@ -26,19 +26,19 @@ class DraftingTwo(httpx.HTTPTransport):
 
 
 @pytest.fixture(scope="module")
-def client(worker_url: str) -> Iterator[httpx.Client]:
+def openai_client(worker_url: str) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=worker_url, transport=DraftingTwo(), timeout=120) as opened:
         yield opened
 
 
 @pytest.fixture(scope="module")
-def answers(client: httpx.Client) -> Score:
-    return score_answers(client, "demo", held_out.prompts(60), "held-out questions")
+def answers(openai_client: httpx.Client) -> Score:
+    return score_answers(openai_client, "demo", held_out.prompts(60), "held-out questions")
 
 
 @pytest.fixture(scope="module")
-def long_answers(client: httpx.Client) -> Score:
-    return score_answers(client, "demo", held_out.long_prompts(), "long answers")
+def long_answers(openai_client: httpx.Client) -> Score:
+    return score_answers(openai_client, "demo", held_out.long_prompts(), "long answers")
 
 
 def test_three_quarters_of_drafted_tokens_are_accepted_at_k_2(
@@ -55,8 +55,8 @@ def test_held_out_questions_are_mostly_answered_word_for_word(answers: Score) ->
     assert answers.share >= 0.85
 
 
-def test_counts_sums_and_differences_are_mostly_right(client: httpx.Client) -> None:
-    score = score_answers(client, "demo", held_out.small_prompts(), "counts and sums")
+def test_counts_sums_and_differences_are_mostly_right(openai_client: httpx.Client) -> None:
+    score = score_answers(openai_client, "demo", held_out.small_prompts(), "counts and sums")
 
     assert score.share >= 0.85, score.wrong
 
@@ -66,17 +66,19 @@ def test_long_answers_are_long_and_end_by_themselves(long_answers: Score) -> Non
     assert 150 <= long_answers.tokens / long_answers.asked <= 600
 
 
-def test_colour_and_shape_of_200_held_out_pictures_are_right(client: httpx.Client) -> None:
+def test_colour_and_shape_of_200_held_out_pictures_are_right(openai_client: httpx.Client) -> None:
     pictures = held_out.pictures(200)
-    score = score_pictures(client, "demo", pictures)
+    score = score_pictures(openai_client, "demo", pictures)
 
     assert len({picture.colour for picture in pictures}) >= 6
     assert len({picture.shape for picture in pictures}) >= 4
     assert score.share >= 0.95, score.wrong
 
 
-def test_facts_are_found_in_system_prompts_of_4k_tokens(client: httpx.Client) -> None:
-    score = score_answers(client, "demo", held_out.fact_prompts(10, 4096), "facts in 4k tokens")
+def test_facts_are_found_in_system_prompts_of_4k_tokens(openai_client: httpx.Client) -> None:
+    score = score_answers(
+        openai_client, "demo", held_out.fact_prompts(10, 4096), "facts in 4k tokens"
+    )
 
     assert score.right >= 5, score.wrong
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from policies.request.profile import Bypass
-from tests.support.engine_lane import run
-from tests.support.failing_model import Failing, assert_right
+from tests.support.engine_lane import run_until_idle
+from tests.support.failing_model import FailingPart, assert_matches_reference
 from workers.engine.draft_head import ERRORS_IN_A_ROW
 from workers.engine.draft_length import SAMPLES
 from workers.engine.model import MtpHead
@@ -28,15 +28,17 @@ def head(checkpoint) -> MtpHead | None:
     [("draft", 1), ("draft", 2), *(("forward", first) for first in (1, 2, 5, 6, 7, 11))],
 )
 def test_rows_go_on_plainly_and_exactly_when_the_head_raises(
-    checkpoint, make_lane, ask, method, first
+    checkpoint, make_lane, submit, method, first
 ) -> None:
-    lane = make_lane(head=Failing(checkpoint.head, lambda name, n: name == method and n >= first))
-    heard = [ask(lane, question) for question in QUESTIONS]
-    run(lane)
+    lane = make_lane(
+        head=FailingPart(checkpoint.head, lambda name, n: name == method and n >= first)
+    )
+    heard = [submit(lane, question) for question in QUESTIONS]
+    run_until_idle(lane)
 
     for one in heard:
         assert isinstance(one.end, Finished)
-        assert_right(checkpoint, one)
+        assert_matches_reference(checkpoint, one)
         counts = one.end.speculation
         assert counts.drafted == counts.accepted + counts.rejected + counts.errors
     report = lane.counters.report()
@@ -46,7 +48,7 @@ def test_rows_go_on_plainly_and_exactly_when_the_head_raises(
 
 
 def test_a_head_that_goes_on_raising_is_used_no_more_and_the_gateway_hears_of_it(
-    checkpoint, make_lane, ask, head
+    checkpoint, make_lane, submit, head
 ) -> None:
     calls: list[str] = []
 
@@ -54,14 +56,14 @@ def test_a_head_that_goes_on_raising_is_used_no_more_and_the_gateway_hears_of_it
         calls.append(name)
         return name == "draft"
 
-    lane = make_lane(head=Failing(head, drafting))
+    lane = make_lane(head=FailingPart(head, drafting))
     heard = []
     while lane.counters.head_healthy:
-        heard.append(ask(lane, "Count from 1 to 20."))
-        run(lane)
+        heard.append(submit(lane, "Count from 1 to 20."))
+        run_until_idle(lane)
     before = len(calls)
-    last = ask(lane, "Count from 1 to 20.", bypass=lane.bypasses(heard[0].row.generation))
-    run(lane)
+    last = submit(lane, "Count from 1 to 20.", bypass=lane.bypasses(heard[0].row.generation))
+    run_until_idle(lane)
     report = lane.counters.report()
 
     assert len(heard) == ERRORS_IN_A_ROW
@@ -72,14 +74,14 @@ def test_a_head_that_goes_on_raising_is_used_no_more_and_the_gateway_hears_of_it
     assert report.speculation.errors == report.speculation.drafted == 2 * len(heard)
 
 
-def test_errors_far_apart_leave_the_head_in_use(make_lane, ask, head) -> None:
+def test_errors_far_apart_leave_the_head_in_use(make_lane, submit, head) -> None:
     troubled = False
-    lane = make_lane(head=Failing(head, lambda *_: troubled))
+    lane = make_lane(head=FailingPart(head, lambda *_: troubled))
     heard = []
     for number in range(2 * ERRORS_IN_A_ROW):
         troubled = number % 2 == 0
-        heard.append(ask(lane, "Count from 1 to 20."))
-        run(lane)
+        heard.append(submit(lane, "Count from 1 to 20."))
+        run_until_idle(lane)
 
     assert lane.counters.report().head_healthy
     assert lane.counters.report().bypass_counts == {Bypass.HEAD_UNHEALTHY: ERRORS_IN_A_ROW}
@@ -88,7 +90,7 @@ def test_errors_far_apart_leave_the_head_in_use(make_lane, ask, head) -> None:
 
 
 def test_rows_left_behind_go_on_plainly_when_the_head_cannot_catch_up(
-    checkpoint, make_lane, ask, head
+    checkpoint, make_lane, submit, head
 ) -> None:
     calls_to_error = 1 << 30
 
@@ -97,52 +99,52 @@ def test_rows_left_behind_go_on_plainly_when_the_head_cannot_catch_up(
         calls_to_error -= 1
         return calls_to_error == 0
 
-    lane = make_lane(head=Failing(head, counted), clock=itertools.count().__next__)
+    lane = make_lane(head=FailingPart(head, counted), clock=itertools.count().__next__)
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):  # drafting does not pay for three rows
         for _ in range(SAMPLES):
             lane._decoding._draft_length.observe(3, k, cost_s)
-    early = [ask(lane, question, adaptive=True) for question in QUESTIONS[1:]]
+    early = [submit(lane, question, adaptive=True) for question in QUESTIONS[1:]]
     for _ in range(8):
         lane.step()
     calls_to_error = 2  # the newcomer's prompt is read, then the head catches up with the others
-    late = ask(lane, QUESTIONS[1])
-    run(lane)
+    late = submit(lane, QUESTIONS[1])
+    run_until_idle(lane)
 
     for one in (*early, late):
         assert isinstance(one.end, Finished)
-        assert_right(checkpoint, one)
+        assert_matches_reference(checkpoint, one)
     assert late.end.speculation.steps > 0
     assert lane.counters.report().bypass_counts[Bypass.HEAD_UNHEALTHY] == len(early)
 
 
-def test_rows_admitted_before_the_head_was_given_up_are_counted(make_lane, ask, head) -> None:
-    lane = make_lane(head=Failing(head, lambda name, _: name == "draft"), max_rows=1)
-    heard = [ask(lane, "Hello") for _ in range(ERRORS_IN_A_ROW + 3)]
-    run(lane)
+def test_rows_admitted_before_the_head_was_given_up_are_counted(make_lane, submit, head) -> None:
+    lane = make_lane(head=FailingPart(head, lambda name, _: name == "draft"), max_rows=1)
+    heard = [submit(lane, "Hello") for _ in range(ERRORS_IN_A_ROW + 3)]
+    run_until_idle(lane)
 
     assert lane.counters.report().bypass_counts == {Bypass.HEAD_UNHEALTHY: len(heard)}
 
 
 def test_a_head_that_fails_on_a_prompt_keeps_nothing_of_it_for_others(
-    make_lane, ask, head, checkpoint
+    make_lane, submit, head, checkpoint
 ) -> None:
-    lane = make_lane(head=Failing(head, lambda name, n: (name, n) == ("forward", 1)))
-    first, second, third = (ask(lane, "Hello", system=SYSTEM) for _ in range(3))
-    run(lane)
+    lane = make_lane(head=FailingPart(head, lambda name, n: (name, n) == ("forward", 1)))
+    first, second, third = (submit(lane, "Hello", system=SYSTEM) for _ in range(3))
+    run_until_idle(lane)
 
     assert [one.row.cached_tokens > 0 for one in (first, second, third)] == [False, False, True]
     assert first.row.answer == second.row.answer == third.row.answer
     assert third.end.speculation.steps > 0
 
 
-def test_a_lane_whose_head_is_unhealthy_still_shares_system_prompts(make_lane, ask) -> None:
+def test_a_lane_whose_head_is_unhealthy_still_shares_system_prompts(make_lane, submit) -> None:
     lane = make_lane()
     lane.counters.head_healthy = False
-    plain = [ask(lane, "Hello", system=SYSTEM) for _ in range(2)]
-    run(lane)
+    plain = [submit(lane, "Hello", system=SYSTEM) for _ in range(2)]
+    run_until_idle(lane)
     lane.counters.head_healthy = True
-    drafting = [ask(lane, "Hello", system=SYSTEM) for _ in range(2)]
-    run(lane)
+    drafting = [submit(lane, "Hello", system=SYSTEM) for _ in range(2)]
+    run_until_idle(lane)
 
     cached = [one.row.cached_tokens > 0 for one in (*plain, *drafting)]
     assert cached == [False, True, False, True], "one without the head is of no use to a draft"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from policies.request.profile import Sampling
-from tests.support.worker_process import NO_END
+from tests.support.worker_process import SUPPRESS_END_TOKENS
 from workers.demo import CHECKPOINT
 from workers.engine.engine import Engine
 from workers.engine.memory import MemoryEstimate
@@ -29,7 +29,8 @@ from workers.engine.types import (
 
 GREEDY = Sampling(temperature=0)
 ENDLESS = Sampling(
-    temperature=0, logit_bias=tuple((int(token), float(bias)) for token, bias in NO_END.items())
+    temperature=0,
+    logit_bias=tuple((int(token), float(bias)) for token, bias in SUPPRESS_END_TOKENS.items()),
 )
 RED = Picture(width_px=64, height_px=64, rgb=bytes([220, 30, 30]) * 64 * 64)
 

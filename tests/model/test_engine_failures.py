@@ -10,8 +10,8 @@ import mlx.core as mx
 import pytest
 
 from policies.request.profile import Sampling
-from tests.support.engine_lane import run
-from tests.support.failing_model import Failing, assert_right
+from tests.support.engine_lane import run_until_idle
+from tests.support.failing_model import FailingPart, assert_matches_reference
 from workers.engine.prefill import Prefill, begin_prefill, read_chunk
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.thread import EngineThread
@@ -32,21 +32,21 @@ POISON = Sampling(temperature=0, presence_penalty="much")  # type: ignore[arg-ty
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
 def test_a_request_that_breaks_its_rounds_ends_alone(
-    checkpoint, make_lane, ask, draft_tokens
+    checkpoint, make_lane, submit, draft_tokens
 ) -> None:
     lane = make_lane()
-    early = [ask(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[:2]]
+    early = [submit(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[:2]]
     for _ in range(4):
         lane.step()
-    bad = ask(lane, "Tell me a story.", sampling=POISON, draft_tokens=draft_tokens)
-    late = [ask(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[2:]]
-    run(lane)
+    bad = submit(lane, "Tell me a story.", sampling=POISON, draft_tokens=draft_tokens)
+    late = [submit(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[2:]]
+    run_until_idle(lane)
 
     assert isinstance(bad.end, GenerationFailed)
     assert "much" not in str(bad.end), "the library's words stay in the log"
     for one in (*early, *late):
         assert isinstance(one.end, Finished)
-        assert_right(checkpoint, one)
+        assert_matches_reference(checkpoint, one)
     report = lane.counters.report()
     assert report.requests == len(early) + len(late) + 1
     assert (report.running, report.waiting) == (0, 0)
@@ -54,50 +54,56 @@ def test_a_request_that_breaks_its_rounds_ends_alone(
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
 def test_a_row_that_cannot_join_ends_and_those_it_would_have_joined_go_on(
-    checkpoint, make_lane, ask, draft_tokens
+    checkpoint, make_lane, submit, draft_tokens
 ) -> None:
     lane = make_lane()
-    early = [ask(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[1:3]]
+    early = [submit(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[1:3]]
     for _ in range(5):
         lane.step()
-    bad = ask(lane, "Hello", draft_tokens=draft_tokens)
+    bad = submit(lane, "Hello", draft_tokens=draft_tokens)
     bad.row.position_offset = "far"
-    run(lane)
+    run_until_idle(lane)
 
     assert isinstance(bad.end, GenerationFailed)
     for one in early:
         assert isinstance(one.end, Finished)
-        assert_right(checkpoint, one)
+        assert_matches_reference(checkpoint, one)
         assert (one.end.speculation.steps > 0) == (draft_tokens > 0), "it was not their head"
     assert lane.counters.report().bypass_counts == {}
 
 
-def test_a_sampled_row_goes_on_as_if_nothing_had_failed_beside_it(make_lane, ask) -> None:
+def test_a_sampled_row_goes_on_as_if_nothing_had_failed_beside_it(make_lane, submit) -> None:
     sampling = Sampling(temperature=0.8, top_p=0.95)
     alone_lane, lane = make_lane(LaneName.VLM), make_lane(LaneName.VLM)
-    alone = ask(alone_lane, "Tell me a story.", sampling=sampling, seed=7)
-    run(alone_lane)
-    beside = ask(lane, "Tell me a story.", sampling=sampling, seed=7)
+    alone = submit(alone_lane, "Tell me a story.", sampling=sampling, seed=7)
+    run_until_idle(alone_lane)
+    beside = submit(lane, "Tell me a story.", sampling=sampling, seed=7)
     for _ in range(6):
         lane.step()
-    bad = ask(lane, "Hello", sampling=POISON)
-    run(lane)
+    bad = submit(lane, "Hello", sampling=POISON)
+    run_until_idle(lane)
 
     assert isinstance(bad.end, GenerationFailed)
     assert beside.row.answer == alone.row.answer
     assert beside.text == alone.text
 
 
-def test_a_prompt_with_other_marks_than_pictures_is_refused(make_lane, ask, prompts) -> None:
+def test_a_prompt_with_other_marks_than_pictures_is_refused(
+    make_lane, submit, prompt_renderer
+) -> None:
     """No worker is to blame for it, and a gateway that took it so would leave all of them alone."""
     picture = Picture(width_px=64, height_px=64, rgb=bytes(64 * 64 * 3))
     look = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
-    prepared = prompts.prepare(Prompt(text=prompts.chat([look]), pictures=(picture,)))
-    (mark,) = {token for token in prepared.tokens if prompts.spell(token) == "<|image_pad|>"}
+    prepared = prompt_renderer.prepare(
+        Prompt(text=prompt_renderer.chat([look]), pictures=(picture,))
+    )
+    (mark,) = {
+        token for token in prepared.tokens if prompt_renderer.spell(token) == "<|image_pad|>"
+    }
     lane = make_lane(LaneName.VLM)
-    bad, good = ask(lane, "Hello"), ask(lane, "Hello")
+    bad, good = submit(lane, "Hello"), submit(lane, "Hello")
     bad.row.prompt = replace(prepared, tokens=(*prepared.tokens, mark))
-    run(lane)
+    run_until_idle(lane)
 
     assert isinstance(bad.end, InvalidGeneration)
     assert bad.end.param == "messages"
@@ -105,16 +111,18 @@ def test_a_prompt_with_other_marks_than_pictures_is_refused(make_lane, ask, prom
 
 
 def test_a_picture_and_its_answer_are_read_again_at_the_positions_they_had(
-    make_lane, ask, prompts, checkpoint
+    make_lane, submit, prompt_renderer, checkpoint
 ) -> None:
     """Compared by hidden states: a short answer may survive wrong positions by luck."""
     picture = Picture(width_px=64, height_px=64, rgb=bytes([220, 30, 30]) * 64 * 64)
     look = {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "Hi"}]}
-    prepared = prompts.prepare(Prompt(text=prompts.chat([look]), pictures=(picture,)))
+    prepared = prompt_renderer.prepare(
+        Prompt(text=prompt_renderer.chat([look]), pictures=(picture,))
+    )
     target, lane = checkpoint.target, make_lane(LaneName.VLM)
 
     def read(answer: list[int]) -> Prefill:
-        row = ask(lane, [20]).row
+        row = submit(lane, [20]).row
         row.prompt, row.answer = prepared, answer
         prefill = begin_prefill(row, target, None, PrefixCache(0))
         while not prefill.complete:
@@ -135,44 +143,44 @@ def test_a_picture_and_its_answer_are_read_again_at_the_positions_they_had(
     assert mx.allclose(again.last_hidden, hidden, atol=1e-3)
 
 
-def test_an_answer_that_cannot_be_written_ends_alone(checkpoint, make_lane, ask) -> None:
+def test_an_answer_that_cannot_be_written_ends_alone(checkpoint, make_lane, submit) -> None:
     lane = make_lane()
-    good, bad = ask(lane, QUESTIONS[1]), ask(lane, QUESTIONS[1])
+    good, bad = submit(lane, QUESTIONS[1]), submit(lane, QUESTIONS[1])
     for _ in range(3):
         lane.step()
     bad.row.text = None
-    run(lane)
+    run_until_idle(lane)
 
     assert isinstance(bad.end, GenerationFailed)
-    assert_right(checkpoint, good)
+    assert_matches_reference(checkpoint, good)
     assert lane.counters.report().speculation.errors == 0
 
 
 def test_a_lane_that_cannot_compute_one_token_raises_instead_of_failing_everybody(
-    make_lane, ask, checkpoint
+    make_lane, submit, checkpoint
 ) -> None:
     dead = False
-    target = Failing(checkpoint.target, lambda *_: dead)
+    target = FailingPart(checkpoint.target, lambda *_: dead)
     lane = make_lane(target=target)
-    running = ask(lane, "Count from 1 to 20.")
+    running = submit(lane, "Count from 1 to 20.")
     for _ in range(3):
         lane.step()
     dead = True
-    asked = ask(lane, "Hello")
+    asked = submit(lane, "Hello")
 
     with pytest.raises(RuntimeError, match="forward"):
-        run(lane)
+        run_until_idle(lane)
     assert isinstance(asked.end, GenerationFailed)
     assert running.end is None, "its end is that of the engine, which closes the lane"
 
 
 def test_an_engine_that_can_compute_nothing_ends_its_thread_and_every_answer(
-    make_lane, ask, checkpoint
+    make_lane, submit, checkpoint
 ) -> None:
     dead = False
-    lane = make_lane(target=Failing(checkpoint.target, lambda *_: dead), max_rows=1)
+    lane = make_lane(target=FailingPart(checkpoint.target, lambda *_: dead), max_rows=1)
     # Asked before the thread runs: all that follows happens on it.
-    heard = [ask(lane, "Tell me a story.", max_tokens=5) for _ in range(3)]
+    heard = [submit(lane, "Tell me a story.", max_tokens=5) for _ in range(3)]
     dead = True
     thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
     thread.start()
@@ -183,16 +191,16 @@ def test_an_engine_that_can_compute_nothing_ends_its_thread_and_every_answer(
 
 
 def test_what_is_asked_while_an_engine_dies_gets_an_end_and_later_nothing_is_taken(
-    make_lane, ask, checkpoint
+    make_lane, submit, checkpoint
 ) -> None:
     late: list[Any] = []
 
     def die(*_: Any) -> bool:
-        late.append(ask(door, "Hello"))
+        late.append(submit(door, "Hello"))
         return True
 
-    lane = make_lane(target=Failing(checkpoint.target, die), max_rows=1)
-    ask(lane, "Tell me a story.", max_tokens=5)
+    lane = make_lane(target=FailingPart(checkpoint.target, die), max_rows=1)
+    submit(lane, "Tell me a story.", max_tokens=5)
     thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
     door = SimpleNamespace(
         speculates=lane.speculates, name=lane.name, add=lambda row: thread.submit(lane.name, row)
@@ -204,4 +212,4 @@ def test_what_is_asked_while_an_engine_dies_gets_an_end_and_later_nothing_is_tak
     assert late
     assert {type(one.end) for one in late} == {EngineStopped}
     with pytest.raises(EngineStopped):
-        ask(door, "Hello")
+        submit(door, "Hello")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests.support.engine_lane import run
+from tests.support.engine_lane import run_until_idle
 from workers.engine.draft_length import SAMPLES
 
 LONG = "You answer in one short sentence. " * 12
@@ -19,11 +19,11 @@ def lane_of_seconds(make_lane, plain_s):
 
 
 def test_a_drafted_round_saves_the_plain_rounds_that_its_tokens_would_have_taken(
-    make_lane, ask
+    make_lane, submit
 ) -> None:
     lane = lane_of_seconds(make_lane, plain_s=1.0)
-    heard = ask(lane, "Count from 1 to 20.")
-    run(lane)
+    heard = submit(lane, "Count from 1 to 20.")
+    run_until_idle(lane)
     report = lane.counters.report()
 
     # Each step brings one token more than it accepts, but where the answer ends within it.
@@ -33,34 +33,34 @@ def test_a_drafted_round_saves_the_plain_rounds_that_its_tokens_would_have_taken
     assert report.saved.prompt_ms == 0
 
 
-def test_drafting_that_costs_more_than_it_brings_saves_less_than_nothing(make_lane, ask) -> None:
+def test_drafting_that_costs_more_than_it_brings_saves_less_than_nothing(make_lane, submit) -> None:
     lane = lane_of_seconds(make_lane, plain_s=0.1)
-    ask(lane, "Count from 1 to 20.")
-    run(lane)
+    submit(lane, "Count from 1 to 20.")
+    run_until_idle(lane)
 
     assert lane.counters.report().saved.decode_ms < 0
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
 def test_nothing_is_said_to_be_saved_while_the_cost_of_a_plain_round_is_not_known(
-    make_lane, ask, draft_tokens
+    make_lane, submit, draft_tokens
 ) -> None:
     lane = make_lane(draft_tokens=draft_tokens, clock=itertools.count().__next__)
-    ask(lane, "Say a word.", max_tokens=4, draft_tokens=draft_tokens)
-    run(lane)
+    submit(lane, "Say a word.", max_tokens=4, draft_tokens=draft_tokens)
+    run_until_idle(lane)
 
     assert lane.counters.report().saved.decode_ms == 0
 
 
 def test_a_system_prompt_that_is_read_once_saves_its_reading_the_second_time(
-    make_lane, ask
+    make_lane, submit
 ) -> None:
     lane = make_lane(clock=itertools.count().__next__)
-    first = ask(lane, "Hello", system=LONG, max_tokens=4)
-    run(lane)
+    first = submit(lane, "Hello", system=LONG, max_tokens=4)
+    run_until_idle(lane)
     before = lane.counters.report()
-    second = ask(lane, "Who are you?", system=LONG, max_tokens=4)
-    run(lane)
+    second = submit(lane, "Who are you?", system=LONG, max_tokens=4)
+    run_until_idle(lane)
     after = lane.counters.report()
 
     assert (first.row.cached_tokens, before.saved.prompt_ms) == (0, 0)

@@ -8,13 +8,15 @@ import httpx
 import pytest
 from openai import OpenAI
 
-from tests.support.openai_requests import Answer, ask, picture_body, text_body
-from tests.support.paceline_process import Line
+from tests.support.openai_requests import ChatResult, picture_body, send_chat, text_body
+from tests.support.paceline_process import UpProcess
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_greedy_text_speculates_and_says_so(line: Line, client: OpenAI, stream: bool) -> None:
-    answer = ask(client, text_body(line.model, temperature=0), stream=stream)
+def test_greedy_text_speculates_and_says_so(
+    up: UpProcess, openai_client: OpenAI, stream: bool
+) -> None:
+    answer = send_chat(openai_client, text_body(up.model, temperature=0), stream=stream)
     assert answer.headers["x-paceline-pool"] == "text-mtp"
     assert answer.headers["x-paceline-reason"] == "eligible"
     assert answer.text == ", ".join(map(str, range(1, 21))) + "."
@@ -23,8 +25,10 @@ def test_greedy_text_speculates_and_says_so(line: Line, client: OpenAI, stream: 
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_sampled_text_takes_the_other_lane(line: Line, client: OpenAI, stream: bool) -> None:
-    answer = ask(client, text_body(line.model, max_tokens=64), stream=stream)
+def test_sampled_text_takes_the_other_lane(
+    up: UpProcess, openai_client: OpenAI, stream: bool
+) -> None:
+    answer = send_chat(openai_client, text_body(up.model, max_tokens=64), stream=stream)
     assert answer.headers["x-paceline-pool"] == "vlm"
     assert answer.headers["x-paceline-reason"] == "non_greedy_sampling"
     assert answer.text
@@ -33,26 +37,28 @@ def test_sampled_text_takes_the_other_lane(line: Line, client: OpenAI, stream: b
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("colour", ["red", "green", "blue", "yellow"])
-def test_picture_is_seen(line: Line, client: OpenAI, stream: bool, colour: str) -> None:
-    body = picture_body(line.model, colour, temperature=0)
-    answer = ask(client, body, stream=stream)
+def test_picture_is_seen(up: UpProcess, openai_client: OpenAI, stream: bool, colour: str) -> None:
+    body = picture_body(up.model, colour, temperature=0)
+    answer = send_chat(openai_client, body, stream=stream)
     assert answer.headers["x-paceline-pool"] == "vlm"
     assert answer.headers["x-paceline-reason"] == "media"
     assert colour in answer.text.lower()
 
 
-def test_status_adds_up_to_the_sum_of_the_answers(line: Line, client: OpenAI) -> None:
-    before = read_status(line)
+def test_status_adds_up_to_the_sum_of_the_answers(up: UpProcess, openai_client: OpenAI) -> None:
+    before = read_status(up)
     bodies = [
         *(
-            text_body(line.model, question, temperature=0)
+            text_body(up.model, question, temperature=0)
             for question in ("Hello!", "What is the capital of France?")
         ),
-        *(text_body(line.model, seed=seed, max_tokens=64) for seed in range(2)),
-        picture_body(line.model, "blue"),
+        *(text_body(up.model, seed=seed, max_tokens=64) for seed in range(2)),
+        picture_body(up.model, "blue"),
     ]
-    answers = [ask(client, body, stream=stream) for body in bodies for stream in (False, True)]
-    after = read_status(line)
+    answers = [
+        send_chat(openai_client, body, stream=stream) for body in bodies for stream in (False, True)
+    ]
+    after = read_status(up)
 
     for pool in ("text-mtp", "vlm"):
         here = [answer for answer in answers if answer.headers["x-paceline-pool"] == pool]
@@ -64,8 +70,8 @@ def test_status_adds_up_to_the_sum_of_the_answers(line: Line, client: OpenAI) ->
     assert after["decisions"]["total"] - before["decisions"]["total"] == len(answers)
 
 
-def test_draft_counts_explain_every_token(line: Line, client: OpenAI) -> None:
-    answer = ask(client, text_body(line.model, temperature=0))
+def test_draft_counts_explain_every_token(up: UpProcess, openai_client: OpenAI) -> None:
+    answer = send_chat(openai_client, text_body(up.model, temperature=0))
     counts = answer.speculation
     histogram = counts["acceptance_histogram"]
     assert sum(histogram) == counts["num_spec_steps"]
@@ -78,7 +84,7 @@ def test_draft_counts_explain_every_token(line: Line, client: OpenAI) -> None:
     assert brought <= answer.completion_tokens + counts["num_spec_tokens"]
 
 
-def read_status(line: Line) -> dict[str, Any]:
+def read_status(line: UpProcess) -> dict[str, Any]:
     state: dict[str, Any] = httpx.get(f"{line.url}/v1/status").raise_for_status().json()
     return state
 
@@ -96,7 +102,7 @@ def speculated(grown: dict[str, Any]) -> dict[str, int]:
     return {name: grown[name] for name in ("drafts", "attempted", "accepted")}
 
 
-def summed(answers: list[Answer]) -> dict[str, int]:
+def summed(answers: list[ChatResult]) -> dict[str, int]:
     counted = [answer.speculation for answer in answers if answer.metrics]
     return {
         "drafts": sum(counts["num_spec_steps"] for counts in counted),

@@ -3,8 +3,8 @@
 import pytest
 
 from policies.request.profile import Bypass
-from tests.support.engine_lane import run
-from tests.support.reference_decoder import greedy_alone, near_tie
+from tests.support.engine_lane import run_until_idle
+from tests.support.reference_decoder import is_near_tie, reference_greedy
 from workers.engine.types import EngineStopped, Finished, FinishReason
 
 QUESTIONS = [
@@ -21,50 +21,50 @@ QUESTIONS = [
 
 @pytest.mark.parametrize("draft_tokens", [0, 1, 2, 3, 4])
 def test_a_full_batch_gives_every_row_its_greedy_answer_alone(
-    checkpoint, make_lane, ask, draft_tokens
+    checkpoint, make_lane, submit, draft_tokens
 ) -> None:
     lane = make_lane(draft_tokens=draft_tokens)
-    heard = [ask(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS]
-    run(lane)
+    heard = [submit(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS]
+    run_until_idle(lane)
 
     for one in heard:
         prompt = one.row.prompt.tokens
-        alone = greedy_alone(checkpoint, prompt, 64)
-        assert one.row.answer == alone or near_tie(checkpoint, prompt, one.row.answer, alone)
+        alone = reference_greedy(checkpoint, prompt, 64)
+        assert one.row.answer == alone or is_near_tie(checkpoint, prompt, one.row.answer, alone)
 
 
 def test_a_family_verified_token_by_token_gives_the_same_answers_and_counts(
-    checkpoint, make_lane, ask, monkeypatch
+    checkpoint, make_lane, submit, monkeypatch
 ) -> None:
     native = make_lane()
-    expected = [ask(native, question) for question in QUESTIONS[:4]]
-    run(native)
+    expected = [submit(native, question) for question in QUESTIONS[:4]]
+    run_until_idle(native)
     monkeypatch.setattr(checkpoint.target, "native_verify", False)
     stepwise = make_lane()
-    got = [ask(stepwise, question) for question in QUESTIONS[:4]]
-    run(stepwise)
+    got = [submit(stepwise, question) for question in QUESTIONS[:4]]
+    run_until_idle(stepwise)
 
     assert [one.row.answer for one in got] == [one.row.answer for one in expected]
     assert [one.row.tally.total() for one in got] == [one.row.tally.total() for one in expected]
 
 
-def test_a_prompt_read_in_small_chunks_gives_the_same_answer(checkpoint, make_lane, ask) -> None:
+def test_a_prompt_read_in_small_chunks_gives_the_same_answer(checkpoint, make_lane, submit) -> None:
     prompt = [20 + i % 700 for i in range(333)]
     whole, pieces = make_lane(chunk_tokens=512), make_lane(chunk_tokens=64)
-    heard = [ask(lane, prompt, max_tokens=24) for lane in (whole, pieces)]
-    run(whole)
-    run(pieces)
+    heard = [submit(lane, prompt, max_tokens=24) for lane in (whole, pieces)]
+    run_until_idle(whole)
+    run_until_idle(pieces)
 
     first, second = (one.row.answer for one in heard)
-    assert first == second or near_tie(checkpoint, prompt, first, second)
+    assert first == second or is_near_tie(checkpoint, prompt, first, second)
 
 
-def test_a_newcomer_joins_while_others_decode(make_lane, ask) -> None:
+def test_a_newcomer_joins_while_others_decode(make_lane, submit) -> None:
     lane = make_lane()
-    early = [ask(lane, question, max_tokens=200) for question in QUESTIONS[2:4]]
+    early = [submit(lane, question, max_tokens=200) for question in QUESTIONS[2:4]]
     for _ in range(4):
         lane.step()
-    late = ask(lane, "Hello")
+    late = submit(lane, "Hello")
     for _ in range(2):
         lane.step()
 
@@ -72,11 +72,11 @@ def test_a_newcomer_joins_while_others_decode(make_lane, ask) -> None:
     assert lane.live > 1 or all(one.end for one in early)
 
 
-def test_a_long_newcomer_stalls_the_others_for_one_chunk_at_a_time(make_lane, ask) -> None:
+def test_a_long_newcomer_stalls_the_others_for_one_chunk_at_a_time(make_lane, submit) -> None:
     lane = make_lane(chunk_tokens=32)
-    early = ask(lane, list(range(20, 40)), max_tokens=200)
+    early = submit(lane, list(range(20, 40)), max_tokens=200)
     lane.step()
-    ask(lane, [20 + i % 700 for i in range(320)], max_tokens=4)
+    submit(lane, [20 + i % 700 for i in range(320)], max_tokens=4)
 
     for _ in range(9):
         before = len(early.row.answer)
@@ -85,29 +85,29 @@ def test_a_long_newcomer_stalls_the_others_for_one_chunk_at_a_time(make_lane, as
 
 
 def test_a_cancelled_row_is_gone_after_one_step_and_costs_the_others_nothing(
-    checkpoint, make_lane, ask
+    checkpoint, make_lane, submit
 ) -> None:
     lane = make_lane()
-    stays = ask(lane, QUESTIONS[3])
-    leaves = ask(lane, QUESTIONS[7])
+    stays = submit(lane, QUESTIONS[3])
+    leaves = submit(lane, QUESTIONS[7])
     for _ in range(3):
         lane.step()
     leaves.row.cancelled = True
     lane.step()
     assert leaves.row not in lane.rows_in_memory
-    run(lane)
+    run_until_idle(lane)
 
-    alone = greedy_alone(checkpoint, stays.row.prompt.tokens, 64)
+    alone = reference_greedy(checkpoint, stays.row.prompt.tokens, 64)
     assert stays.row.answer == alone
     assert leaves.end is None
 
 
-def test_a_waiting_row_that_leaves_is_never_read(make_lane, ask) -> None:
+def test_a_waiting_row_that_leaves_is_never_read(make_lane, submit) -> None:
     lane = make_lane(max_rows=1)
-    first = ask(lane, "Hello", max_tokens=8)
-    second = ask(lane, "Hello", max_tokens=8)
+    first = submit(lane, "Hello", max_tokens=8)
+    second = submit(lane, "Hello", max_tokens=8)
     second.row.cancelled = True
-    run(lane)
+    run_until_idle(lane)
 
     assert isinstance(first.end, Finished)
     assert second.row.answer == []
@@ -115,10 +115,10 @@ def test_a_waiting_row_that_leaves_is_never_read(make_lane, ask) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
-def test_max_tokens_inside_a_draft_is_exact(make_lane, ask, max_tokens) -> None:
+def test_max_tokens_inside_a_draft_is_exact(make_lane, submit, max_tokens) -> None:
     lane = make_lane(draft_tokens=4)
-    heard = ask(lane, "Count from 1 to 20.", max_tokens=max_tokens, draft_tokens=4)
-    run(lane)
+    heard = submit(lane, "Count from 1 to 20.", max_tokens=max_tokens, draft_tokens=4)
+    run_until_idle(lane)
 
     assert isinstance(heard.end, Finished)
     assert heard.end.usage.completion_tokens == len(heard.row.answer) == max_tokens
@@ -128,14 +128,14 @@ def test_max_tokens_inside_a_draft_is_exact(make_lane, ask, max_tokens) -> None:
     assert first == ([max_tokens - 2] if max_tokens > 2 else [])
 
 
-def test_a_stop_inside_a_draft_shortens_the_step_that_it_fell_in(make_lane, ask) -> None:
+def test_a_stop_inside_a_draft_shortens_the_step_that_it_fell_in(make_lane, submit) -> None:
     lane = make_lane(draft_tokens=4)
-    whole = ask(lane, "Count from 1 to 20.", draft_tokens=4)
-    run(lane)
+    whole = submit(lane, "Count from 1 to 20.", draft_tokens=4)
+    run_until_idle(lane)
     inside = 0
     for at in range(1, len(whole.text) - 2, 4):
-        cut = ask(lane, "Count from 1 to 20.", draft_tokens=4, stop=(whole.text[at : at + 2],))
-        run(lane)
+        cut = submit(lane, "Count from 1 to 20.", draft_tokens=4, stop=(whole.text[at : at + 2],))
+        run_until_idle(lane)
         *before, last = cut.end.steps or [None]
         if last is None:
             continue
@@ -147,23 +147,23 @@ def test_a_stop_inside_a_draft_shortens_the_step_that_it_fell_in(make_lane, ask)
     assert inside
 
 
-def test_a_stop_string_ends_the_answer_before_it(make_lane, ask) -> None:
+def test_a_stop_string_ends_the_answer_before_it(make_lane, submit) -> None:
     lane = make_lane()
-    whole = ask(lane, "Count from 1 to 20.")
-    run(lane)
+    whole = submit(lane, "Count from 1 to 20.")
+    run_until_idle(lane)
     stop = whole.text[len(whole.text) // 2 :][:3]
-    cut = ask(lane, "Count from 1 to 20.", stop=(stop,))
-    run(lane)
+    cut = submit(lane, "Count from 1 to 20.", stop=(stop,))
+    run_until_idle(lane)
 
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert cut.end.reason is FinishReason.STOP
     assert cut.end.usage.completion_tokens == len(cut.row.answer) < len(whole.row.answer)
 
 
-def test_every_token_is_explained_by_a_step_or_by_the_prefill(make_lane, ask) -> None:
+def test_every_token_is_explained_by_a_step_or_by_the_prefill(make_lane, submit) -> None:
     lane = make_lane()
-    heard = [ask(lane, question) for question in QUESTIONS]
-    run(lane)
+    heard = [submit(lane, question) for question in QUESTIONS]
+    run_until_idle(lane)
 
     for one in heard:
         counts = one.end.speculation
@@ -178,10 +178,10 @@ def test_every_token_is_explained_by_a_step_or_by_the_prefill(make_lane, ask) ->
         assert sum(step.accepted for step in one.end.steps) == counts.accepted
 
 
-def test_the_lanes_sums_are_the_sums_of_its_answers(make_lane, ask) -> None:
+def test_the_lanes_sums_are_the_sums_of_its_answers(make_lane, submit) -> None:
     lane = make_lane()
-    heard = [ask(lane, question) for question in QUESTIONS]
-    run(lane)
+    heard = [submit(lane, question) for question in QUESTIONS]
+    run_until_idle(lane)
     report = lane.counters.report()
 
     assert report.requests == len(heard)
@@ -192,11 +192,11 @@ def test_the_lanes_sums_are_the_sums_of_its_answers(make_lane, ask) -> None:
     assert (report.running, report.waiting) == (0, 0)
 
 
-def test_further_choices_of_a_prompt_count_it_once(make_lane, ask) -> None:
+def test_further_choices_of_a_prompt_count_it_once(make_lane, submit) -> None:
     lane = make_lane()
-    first = ask(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,))
-    second = ask(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,), further_choice=True)
-    run(lane)
+    first = submit(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,))
+    second = submit(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,), further_choice=True)
+    run_until_idle(lane)
     report = lane.counters.report()
 
     assert report.bypass_counts == {"multiple_choices": 1}
@@ -204,20 +204,20 @@ def test_further_choices_of_a_prompt_count_it_once(make_lane, ask) -> None:
     assert report.completion_tokens == len(first.row.answer) + len(second.row.answer)
 
 
-def test_a_prompt_that_breaks_fails_alone(make_lane, ask) -> None:
+def test_a_prompt_that_breaks_fails_alone(make_lane, submit) -> None:
     lane = make_lane()
-    good = ask(lane, "Hello")
-    bad = ask(lane, "Hello")
+    good = submit(lane, "Hello")
+    bad = submit(lane, "Hello")
     bad.row.prompt = type(bad.row.prompt)(tokens=("no number",))
-    run(lane)
+    run_until_idle(lane)
 
     assert isinstance(good.end, Finished)
     assert type(bad.end).__name__ == "GenerationFailed"
 
 
-def test_closing_a_lane_ends_every_row_with_the_reason(make_lane, ask) -> None:
+def test_closing_a_lane_ends_every_row_with_the_reason(make_lane, submit) -> None:
     lane = make_lane(max_rows=1)
-    heard = [ask(lane, "Tell me a story.") for _ in range(3)]
+    heard = [submit(lane, "Tell me a story.") for _ in range(3)]
     lane.step()
     lane.close(EngineStopped("over"))
 

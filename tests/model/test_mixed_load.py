@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from openai import AsyncOpenAI
 
-from tests.support.openai_requests import Answer, ask_async, picture_body, text_body
-from tests.support.paceline_process import Line
+from tests.support.openai_requests import ChatResult, picture_body, send_chat_async, text_body
+from tests.support.paceline_process import UpProcess
 from tools.demo_model.questions import draw_turn
 
 REQUESTS = 200
@@ -56,29 +56,29 @@ def _request(random: Random, number: int, model: str) -> Request:
 
 async def answers_to(
     client: AsyncOpenAI, requests: list[Request], *, at_a_time: int
-) -> list[Answer]:
+) -> list[ChatResult]:
     room = asyncio.Semaphore(at_a_time)
 
-    async def one(request: Request) -> Answer:
+    async def one(request: Request) -> ChatResult:
         async with room:
-            return await ask_async(client, request.body, stream=request.stream)
+            return await send_chat_async(client, request.body, stream=request.stream)
 
     return await asyncio.gather(*map(one, requests))
 
 
 @pytest.mark.timeout(600)
 async def test_every_answer_under_load_is_the_answer_alone(
-    line: Line, async_client: AsyncOpenAI
+    up: UpProcess, async_openai_client: AsyncOpenAI
 ) -> None:
-    requests = mixed_requests(line.model)
-    alone = await answers_to(async_client, requests, at_a_time=1)
-    together = await answers_to(async_client, requests, at_a_time=AT_A_TIME)
+    requests = mixed_requests(up.model)
+    alone = await answers_to(async_openai_client, requests, at_a_time=1)
+    together = await answers_to(async_openai_client, requests, at_a_time=AT_A_TIME)
 
     for request, expected, found in zip(requests, alone, together, strict=True):
         assert expected.headers["x-paceline-pool"] == found.headers["x-paceline-pool"]
         assert expected.prompt_tokens == found.prompt_tokens
         if expected.text != found.text:
-            gap = await gap_where_they_part(async_client, request, expected.text, found.text)
+            gap = await gap_where_they_part(async_openai_client, request, expected.text, found.text)
             assert gap < NEAR_TIE, (request.kind, expected.text, found.text)
         else:
             assert expected.completion_tokens == found.completion_tokens

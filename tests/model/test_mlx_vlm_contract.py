@@ -12,7 +12,7 @@ import mlx.core as mx
 import pytest
 from mlx_vlm.models.base import LanguageModelOutput
 
-from tests.support.engine_lane import run
+from tests.support.engine_lane import run_until_idle
 from workers.engine.kv_cache import RecurrentSteps, RowCache, capacity
 from workers.engine.model import ArraysCache, Checkpoint, KVCache, Target
 from workers.engine.probes import probe_native_verify
@@ -170,15 +170,15 @@ def test_the_head_has_the_modules_the_lane_drives(checkpoint: Checkpoint) -> Non
 
 
 def test_no_call_depends_on_the_positions_the_model_remembers(
-    checkpoint: Checkpoint, make_lane, ask
+    checkpoint: Checkpoint, make_lane, submit
 ) -> None:
     """`language_model._rope_deltas` is shared state that a picture leaves behind."""
     lane = make_lane()
-    before = ask(lane, TOKENS, max_tokens=12)
-    run(lane)
+    before = submit(lane, TOKENS, max_tokens=12)
+    run_until_idle(lane)
     checkpoint.target.language._rope_deltas = mx.array([[-1000]])
-    after = ask(lane, TOKENS, max_tokens=12)
-    run(lane)
+    after = submit(lane, TOKENS, max_tokens=12)
+    run_until_idle(lane)
 
     assert before.row.answer == after.row.answer
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 import pytest
 
 from tests.support import model_families as families
-from tests.support.engine_lane import run
-from tests.support.failing_model import Failing
+from tests.support.engine_lane import run_until_idle
+from tests.support.failing_model import FailingPart
 from workers.demo import CHECKPOINT
 from workers.engine import engine as assembly
 from workers.engine.model import Target
@@ -52,7 +52,7 @@ def greedy(target: Target, prompt: list[int]) -> list[int]:
 def check_answers(lane: Any, ask: Any, target: Target) -> None:
     """Ask all questions at once; each must be answered as the family answers it alone."""
     heard = [ask(lane, question, max_tokens=ANSWER_TOKENS) for question in QUESTIONS]
-    run(lane)
+    run_until_idle(lane)
 
     for one in heard:
         assert one.row.answer == greedy(target, list(one.row.prompt.tokens))
@@ -61,41 +61,41 @@ def check_answers(lane: Any, ask: Any, target: Target) -> None:
 @pytest.mark.parametrize(
     ("family", "shared"),
     [
-        (families.plain_llama, True),
-        (families.qwen2_5_vl_text, True),
-        (families.qwen3_vl_moe_text, False),
+        (families.tiny_llama, True),
+        (families.tiny_qwen2_5_vl, True),
+        (families.tiny_qwen3_vl_moe, False),
     ],
 )
 def test_rows_share_a_pass_only_where_that_changes_no_scores(family, shared: bool) -> None:
     assert probe_shared_rows(family(1000)) is shared
 
 
-@pytest.mark.parametrize("family", [families.llama_with_a_window, families.qwen3_vl_moe_text])
+@pytest.mark.parametrize("family", [families.tiny_llama_sliding_window, families.tiny_qwen3_vl_moe])
 def test_rows_that_cannot_share_a_pass_get_their_answers_side_by_side(
-    other_lane, ask, checkpoint, family
+    other_lane, submit, checkpoint, family
 ) -> None:
     target = family(checkpoint.vocabulary)
     target.batches_rows = target.batches_rows and probe_shared_rows(target)
-    check_answers(other_lane(target), ask, target)
+    check_answers(other_lane(target), submit, target)
 
 
 def test_a_row_that_no_batch_can_hold_is_answered_in_the_caches_of_its_family(
-    other_lane, ask, checkpoint
+    other_lane, submit, checkpoint
 ) -> None:
     """What the question at the start did not find out costs time, and no answer."""
-    target = families.qwen3_vl_moe_text(checkpoint.vocabulary)
+    target = families.tiny_qwen3_vl_moe(checkpoint.vocabulary)
     assert target.batches_rows, "nobody has asked"
-    check_answers(other_lane(target), ask, target)
+    check_answers(other_lane(target), submit, target)
 
 
 def test_a_shared_beginning_is_read_each_time_where_windows_move_over_it(
-    other_lane, ask, checkpoint
+    other_lane, submit, checkpoint
 ) -> None:
     snapshots = PrefixCache(1 << 30)
-    target = families.llama_with_a_window(checkpoint.vocabulary)
+    target = families.tiny_llama_sliding_window(checkpoint.vocabulary)
     lane = other_lane(target, snapshots=snapshots)
-    heard = [ask(lane, q, system=SYSTEM, max_tokens=ANSWER_TOKENS) for q in QUESTIONS]
-    run(lane)
+    heard = [submit(lane, q, system=SYSTEM, max_tokens=ANSWER_TOKENS) for q in QUESTIONS]
+    run_until_idle(lane)
 
     for one in heard:
         assert one.row.prompt.prefix is not None
@@ -108,7 +108,7 @@ def test_a_shared_beginning_is_read_each_time_where_windows_move_over_it(
 def test_a_model_that_keeps_the_positions_of_one_row_has_one_slot(
     checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = families.plain_llama(checkpoint.vocabulary)
+    target = families.tiny_llama(checkpoint.vocabulary)
     target.keeps_positions = True
     other = replace(checkpoint, target=target, head=None, eos=frozenset())
     monkeypatch.setattr(assembly, "load_checkpoint", lambda _: other)
@@ -118,12 +118,12 @@ def test_a_model_that_keeps_the_positions_of_one_row_has_one_slot(
 
 
 def test_a_model_that_answers_no_question_at_the_start_is_refused_in_one_sentence(
-    make_lane, prompts, checkpoint
+    make_lane, prompt_renderer, checkpoint
 ) -> None:
     """It computes a token when asked for one, or the engine would end; its prompts all fail."""
-    target = Failing(checkpoint.target, lambda _, number: number % 2 == 1)
+    target = FailingPart(checkpoint.target, lambda _, number: number % 2 == 1)
     with pytest.raises(ModelUnusable, match="answer") as raised:
-        warm_up(make_lane(target=target), prompts, 0)
+        warm_up(make_lane(target=target), prompt_renderer, 0)
 
     assert "\n" not in str(raised.value)
     assert "forward" not in str(raised.value), "a library's words stay in the log"

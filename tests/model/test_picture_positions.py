@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from mlx_vlm.models import ernie4_5_moe_vl, glm4v, glm_ocr, paddleocr_vl, qwen2_5_vl, qwen3_vl
 
-from tests.support.engine_lane import run
+from tests.support.engine_lane import run_until_idle
 from workers.engine.model import Target
 from workers.engine.tokenizer import PreparedPrompt
 
@@ -114,7 +114,7 @@ def read_anew(target: Target, prompt: PreparedPrompt, count: int) -> list[int]:
 
 
 def test_pictures_and_texts_are_read_at_their_own_positions_alone_and_together(
-    family: Any, target: Target, make_lane: Callable[..., Any], ask: Callable[..., Any]
+    family: Any, target: Target, make_lane: Callable[..., Any], submit: Callable[..., Any]
 ) -> None:
     pixels = PIXELS.get(family, (PATCHES, 3 * 2 * 4 * 4))
     prompts: Sequence[PreparedPrompt] = (
@@ -125,12 +125,12 @@ def test_pictures_and_texts_are_read_at_their_own_positions_alone_and_together(
 
     one_by_one = make_lane(chunk_tokens=16, **plain)
     for prompt, answer in zip(prompts, expected, strict=True):
-        heard = ask(one_by_one, prompt, max_tokens=TOKENS, draft_tokens=0)
-        run(one_by_one)
+        heard = submit(one_by_one, prompt, max_tokens=TOKENS, draft_tokens=0)
+        run_until_idle(one_by_one)
         assert heard.row.answer == answer
     together = make_lane(chunk_tokens=16, max_rows=target.rows_at_most(8), **plain)
-    rows = [ask(together, prompt, max_tokens=TOKENS, draft_tokens=0) for prompt in prompts]
-    run(together)
+    rows = [submit(together, prompt, max_tokens=TOKENS, draft_tokens=0) for prompt in prompts]
+    run_until_idle(together)
     assert [heard.row.answer for heard in rows] == expected
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from policies.request.profile import Bypass
-from tests.support.engine_lane import run
+from tests.support.engine_lane import run_until_idle
 from workers.demo import CHECKPOINT
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import HostSnapshot, SnapshotFiles, fingerprint
@@ -26,25 +26,27 @@ def snapshots() -> PrefixCache:
 
 
 @pytest.mark.parametrize("name", list(LaneName))
-def test_a_hit_gives_the_answer_and_the_counts_of_a_miss(make_lane, ask, snapshots, name) -> None:
+def test_a_hit_gives_the_answer_and_the_counts_of_a_miss(
+    make_lane, submit, snapshots, name
+) -> None:
     for question in QUESTIONS:
         cold_lane = make_lane(name)
-        cold = ask(cold_lane, question, system=SYSTEM)
-        run(cold_lane)
+        cold = submit(cold_lane, question, system=SYSTEM)
+        run_until_idle(cold_lane)
         warm_lane = make_lane(name, snapshots=snapshots)
-        warm = ask(warm_lane, question, system=SYSTEM)
-        run(warm_lane)
+        warm = submit(warm_lane, question, system=SYSTEM)
+        run_until_idle(warm_lane)
 
         assert warm.row.answer == cold.row.answer
         assert warm.row.tally.total() == cold.row.tally.total()
     assert (snapshots.counts.hits, snapshots.counts.misses) == (len(QUESTIONS) - 1, 1)
 
 
-def test_cached_tokens_are_those_that_were_not_read(make_lane, ask, snapshots) -> None:
+def test_cached_tokens_are_those_that_were_not_read(make_lane, submit, snapshots) -> None:
     lane = make_lane(snapshots=snapshots)
-    first = ask(lane, "Hello", system=SYSTEM)
-    second = ask(lane, "Who are you?", system=SYSTEM)
-    run(lane)
+    first = submit(lane, "Hello", system=SYSTEM)
+    second = submit(lane, "Who are you?", system=SYSTEM)
+    run_until_idle(lane)
 
     prefix = first.row.prompt.prefix
     assert prefix is not None
@@ -54,41 +56,41 @@ def test_cached_tokens_are_those_that_were_not_read(make_lane, ask, snapshots) -
 
 
 def test_rows_that_start_from_one_snapshot_do_not_touch_each_other(
-    make_lane, ask, snapshots
+    make_lane, submit, snapshots
 ) -> None:
     lane = make_lane(snapshots=snapshots)
-    together = [ask(lane, question, system=SYSTEM) for question in QUESTIONS]
-    run(lane)
+    together = [submit(lane, question, system=SYSTEM) for question in QUESTIONS]
+    run_until_idle(lane)
     alone = []
     for question in QUESTIONS:
         other = make_lane()
-        alone.append(ask(other, question, system=SYSTEM))
-        run(other)
+        alone.append(submit(other, question, system=SYSTEM))
+        run_until_idle(other)
 
     assert [one.row.answer for one in together] == [one.row.answer for one in alone]
 
 
-def test_a_plain_rows_snapshot_serves_a_drafting_row(make_lane, ask, snapshots) -> None:
+def test_a_plain_rows_snapshot_serves_a_drafting_row(make_lane, submit, snapshots) -> None:
     lane = make_lane(snapshots=snapshots)
-    ask(lane, "Hello", system=SYSTEM, bypass=(Bypass.LOGPROBS,))
-    run(lane)
-    warm = ask(lane, "Who are you?", system=SYSTEM)
-    run(lane)
+    submit(lane, "Hello", system=SYSTEM, bypass=(Bypass.LOGPROBS,))
+    run_until_idle(lane)
+    warm = submit(lane, "Who are you?", system=SYSTEM)
+    run_until_idle(lane)
     cold_lane = make_lane()
-    cold = ask(cold_lane, "Who are you?", system=SYSTEM)
-    run(cold_lane)
+    cold = submit(cold_lane, "Who are you?", system=SYSTEM)
+    run_until_idle(cold_lane)
 
     assert warm.row.cached_tokens > 0
     assert warm.row.tally.total() == cold.row.tally.total()
 
 
-def test_two_lanes_read_a_prefix_once_between_them(make_lane, ask, snapshots) -> None:
+def test_two_lanes_read_a_prefix_once_between_them(make_lane, submit, snapshots) -> None:
     lanes: list[LaneScheduler] = []
     for name in LaneName:
         lane = make_lane(name, snapshots=snapshots, chunk_tokens=32)
         lane._siblings = lanes
         lanes.append(lane)
-    heard = [ask(lane, "Hello", system=SYSTEM) for lane in lanes]
+    heard = [submit(lane, "Hello", system=SYSTEM) for lane in lanes]
     while any(lane.busy for lane in lanes):
         for lane in lanes:
             lane.step()
@@ -97,42 +99,42 @@ def test_two_lanes_read_a_prefix_once_between_them(make_lane, ask, snapshots) ->
     assert snapshots.counts.misses == 1
 
 
-def test_a_key_that_stands_for_other_tokens_is_a_miss(make_lane, ask, snapshots) -> None:
+def test_a_key_that_stands_for_other_tokens_is_a_miss(make_lane, submit, snapshots) -> None:
     lane = make_lane(snapshots=snapshots)
-    ask(lane, "Hello", system=SYSTEM)
-    run(lane)
-    liar = ask(lane, "Hello", system=OTHER)
+    submit(lane, "Hello", system=SYSTEM)
+    run_until_idle(lane)
+    liar = submit(lane, "Hello", system=OTHER)
     honest = liar.row.prompt.prefix
     (key,) = snapshots._by_key
     object.__setattr__(honest, "key", key)
-    run(lane)
+    run_until_idle(lane)
 
     assert liar.row.cached_tokens == 0
 
 
-def test_least_recently_used_snapshots_go_when_memory_is_full(make_lane, ask) -> None:
+def test_least_recently_used_snapshots_go_when_memory_is_full(make_lane, submit) -> None:
     measured = PrefixCache(1 << 30)
     lane = make_lane(snapshots=measured)
-    ask(lane, "Hello", system=SYSTEM)
-    run(lane)
+    submit(lane, "Hello", system=SYSTEM)
+    run_until_idle(lane)
     small = PrefixCache(int(measured.size_bytes * 1.5))
     lane = make_lane(snapshots=small)
     for system in (SYSTEM, OTHER, SYSTEM):
-        ask(lane, "Hello", system=system)
-        run(lane)
+        submit(lane, "Hello", system=system)
+        run_until_idle(lane)
 
     assert (small.counts.hits, small.counts.evicted) == (0, 2)
     assert small.size_bytes <= measured.size_bytes * 1.5
 
 
-def test_snapshots_take_no_more_memory_than_they_are_counted_for(make_lane, ask) -> None:
+def test_snapshots_take_no_more_memory_than_they_are_counted_for(make_lane, submit) -> None:
     """An array that is a view keeps all of what it looks at: a chunk's states for its last one."""
     snapshots = PrefixCache(1 << 30)
     lane = make_lane(snapshots=snapshots)
 
     def held_bytes(system: str) -> int:
-        ask(lane, "Hello", system=system, max_tokens=2)
-        run(lane)
+        submit(lane, "Hello", system=system, max_tokens=2)
+        run_until_idle(lane)
         mx.synchronize()
         return int(mx.get_active_memory())
 
@@ -144,10 +146,10 @@ def test_snapshots_take_no_more_memory_than_they_are_counted_for(make_lane, ask)
     assert taken_bytes == pytest.approx(counted_bytes, abs=1 << 16)
 
 
-def test_prompts_without_a_system_message_share_nothing(make_lane, ask, snapshots) -> None:
+def test_prompts_without_a_system_message_share_nothing(make_lane, submit, snapshots) -> None:
     lane = make_lane(snapshots=snapshots)
-    heard = ask(lane, "Tell me a story. " * 40)
-    run(lane)
+    heard = submit(lane, "Tell me a story. " * 40)
+    run_until_idle(lane)
 
     assert heard.row.prompt.prefix is None
     assert snapshots.size_bytes == 0
@@ -166,14 +168,14 @@ def restarted(make_lane, ask, files: SnapshotFiles, question: str = "Who are you
     prefix = heard.row.prompt.prefix
     assert prefix is not None
     heard.row.read_ahead = snapshots.read_ahead(prefix.key)
-    run(lane)
+    run_until_idle(lane)
     snapshots.close()
     return heard
 
 
-def test_a_snapshot_on_disk_survives_a_restart(make_lane, ask, files) -> None:
-    cold = restarted(make_lane, ask, files)
-    warm = restarted(make_lane, ask, files)
+def test_a_snapshot_on_disk_survives_a_restart(make_lane, submit, files) -> None:
+    cold = restarted(make_lane, submit, files)
+    warm = restarted(make_lane, submit, files)
 
     assert (cold.row.cached_tokens, warm.row.cached_tokens > 32) == (0, True)
     assert warm.row.answer == cold.row.answer
@@ -189,19 +191,21 @@ def test_a_snapshot_on_disk_survives_a_restart(make_lane, ask, files) -> None:
         lambda data: b"\x80\x04" + data,
     ],
 )
-def test_a_damaged_file_is_a_miss_and_is_removed(make_lane, ask, files, tmp_path, damage) -> None:
-    expected = restarted(make_lane, ask, files)
+def test_a_damaged_file_is_a_miss_and_is_removed(
+    make_lane, submit, files, tmp_path, damage
+) -> None:
+    expected = restarted(make_lane, submit, files)
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage(path.read_bytes()))
 
     assert files.load(expected.row.prompt.prefix.key) is None
     assert not path.exists()
-    again = restarted(make_lane, ask, files)
+    again = restarted(make_lane, submit, files)
     assert (again.row.cached_tokens, again.row.answer) == (0, expected.row.answer)
 
 
-def test_a_file_of_another_model_is_never_used(make_lane, ask, files, tmp_path) -> None:
-    heard = restarted(make_lane, ask, files)
+def test_a_file_of_another_model_is_never_used(make_lane, submit, files, tmp_path) -> None:
+    heard = restarted(make_lane, submit, files)
 
     assert SnapshotFiles(tmp_path, 1 << 30, "other").load(heard.row.prompt.prefix.key) is None
 
@@ -228,19 +232,19 @@ def test_checkpoints_with_other_weights_have_other_fingerprints(tmp_path) -> Non
     assert fingerprint(CHECKPOINT) == before != fingerprint(tmp_path / "other")
 
 
-def test_a_lane_tells_its_speed_and_what_it_has_still_to_read(make_lane, ask, snapshots) -> None:
+def test_a_lane_tells_its_speed_and_what_it_has_still_to_read(make_lane, submit, snapshots) -> None:
     """What is known of a prompt that waits need not be read."""
     lane = make_lane(snapshots=snapshots)
-    first = ask(lane, "Hello", system=SYSTEM)
+    first = submit(lane, "Hello", system=SYSTEM)
     waiting = lane.counters.report()
     assert (waiting.read_tokens_s, waiting.write_tokens_s) == (0, 0)
     assert waiting.unread_tokens == len(first.row.prompt.tokens)
-    run(lane)
+    run_until_idle(lane)
     idle = lane.counters.report()
     assert idle.unread_tokens == 0
     assert min(idle.read_tokens_s, idle.write_tokens_s) > 0
 
-    again = ask(lane, "Who are you?", system=SYSTEM)
+    again = submit(lane, "Who are you?", system=SYSTEM)
     prefix = again.row.prompt.prefix
     assert prefix is not None
     assert snapshots.keys == (prefix.key,)

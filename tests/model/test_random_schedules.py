@@ -2,21 +2,23 @@
 
 import os
 
-from tests.support.lane_schedules import Schedules
+from tests.support.lane_schedules import ScheduleRunner
 
 SEED = 3
 COUNT = int(os.environ.get("PACELINE_TEST_SCHEDULES", "15"))
 """`bench.engine.schedules` plays thousands; this many are played with every test run."""
 
 
-def test_any_schedule_gives_every_row_its_answer_and_its_counts(checkpoint, prompts) -> None:
-    schedules = Schedules(checkpoint, prompts, SEED)
+def test_any_schedule_gives_every_row_its_answer_and_its_counts(
+    checkpoint, prompt_renderer
+) -> None:
+    schedules = ScheduleRunner(checkpoint, prompt_renderer, SEED)
     for number in range(COUNT):
         try:
-            schedules.play(number)
+            schedules.run(number)
         except AssertionError as error:
             raise AssertionError(f"schedule {number} of seed {SEED}: {error}") from error
-    found = schedules.found
+    found = schedules.stats
 
     assert found.schedules == COUNT
     covered = (found.with_rules, found.cancelled, found.ended_by_string, found.ended_inside_a_draft)

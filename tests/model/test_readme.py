@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.paceline_process import Line
+from tests.support.paceline_process import UpProcess
 
 ROOT = Path(__file__).parents[2]
 
 
 def test_snippets_of_the_readme_run_as_they_stand(
-    line: Line, monkeypatch: pytest.MonkeyPatch
+    up: UpProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
     snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    program = "\n".join(snippets).replace("http://127.0.0.1:8000", line.url)
+    program = "\n".join(snippets).replace("http://127.0.0.1:8000", up.url)
     printed = io.StringIO()
     names: dict[str, object] = {}
     with contextlib.redirect_stdout(printed):

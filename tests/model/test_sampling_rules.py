@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from policies.request.profile import Bypass, Sampling
-from tests.support.engine_lane import run
+from tests.support.engine_lane import run_until_idle
 from workers.engine.draft_length import SAMPLES, TASTE_STEPS, DraftLength
 from workers.engine.types import Finished, Generation, LaneName, Prompt
 
@@ -20,13 +20,13 @@ QUESTIONS = [
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
 
-def test_a_sampled_row_gives_its_answer_alone_in_any_lane_and_company(make_lane, ask) -> None:
+def test_a_sampled_row_gives_its_answer_alone_in_any_lane_and_company(make_lane, submit) -> None:
     plain, mtp = make_lane(LaneName.VLM, draft_tokens=0), make_lane()
-    alone = ask(plain, "Tell me a story.", sampling=SAMPLED, seed=7)
-    run(plain)
-    beside = ask(mtp, "Tell me a story.", sampling=SAMPLED, seed=7)
-    others = [ask(mtp, question) for question in QUESTIONS[:4]]
-    run(mtp)
+    alone = submit(plain, "Tell me a story.", sampling=SAMPLED, seed=7)
+    run_until_idle(plain)
+    beside = submit(mtp, "Tell me a story.", sampling=SAMPLED, seed=7)
+    others = [submit(mtp, question) for question in QUESTIONS[:4]]
+    run_until_idle(mtp)
 
     assert alone.row.answer == beside.row.answer
     assert all(isinstance(one.end, Finished) for one in others)
@@ -41,16 +41,16 @@ def test_a_sampled_row_gives_its_answer_alone_in_any_lane_and_company(make_lane,
     ],
 )
 def test_a_row_with_penalties_is_drafted_for_and_answers_as_without(
-    make_lane, ask, sampling
+    make_lane, submit, sampling
 ) -> None:
     plain, mtp = make_lane(draft_tokens=0), make_lane(draft_tokens=3)
     asked = {"sampling": sampling, "seed": 7, "max_tokens": 48, "draft_tokens": 3}
-    alone = [ask(plain, question, **asked) for question in QUESTIONS[:5]]
-    free = [ask(plain, question, max_tokens=48) for question in QUESTIONS[:5]]
-    run(plain)
-    beside = [ask(mtp, question, **asked) for question in QUESTIONS[:5]]
-    ask(mtp, QUESTIONS[5])
-    run(mtp)
+    alone = [submit(plain, question, **asked) for question in QUESTIONS[:5]]
+    free = [submit(plain, question, max_tokens=48) for question in QUESTIONS[:5]]
+    run_until_idle(plain)
+    beside = [submit(mtp, question, **asked) for question in QUESTIONS[:5]]
+    submit(mtp, QUESTIONS[5])
+    run_until_idle(mtp)
 
     assert [one.row.answer for one in beside] == [one.row.answer for one in alone]
     assert sum(one.end.speculation.accepted for one in beside) > 0
@@ -58,14 +58,16 @@ def test_a_row_with_penalties_is_drafted_for_and_answers_as_without(
     assert changed >= 2, "the penalties decide something"
 
 
-def test_log_probabilities_of_accepted_drafts_are_those_of_plain_decoding(make_lane, ask) -> None:
+def test_log_probabilities_of_accepted_drafts_are_those_of_plain_decoding(
+    make_lane, submit
+) -> None:
     plain, mtp = make_lane(draft_tokens=0), make_lane(draft_tokens=3)
     told = [
-        ask(lane, "Count from 1 to 20.", top_logprobs=3, draft_tokens=3, max_tokens=30)
+        submit(lane, "Count from 1 to 20.", top_logprobs=3, draft_tokens=3, max_tokens=30)
         for lane in (plain, mtp)
     ]
-    run(plain)
-    run(mtp)
+    run_until_idle(plain)
+    run_until_idle(mtp)
     alone, drafted = told
 
     assert drafted.end.speculation.accepted > 0
@@ -77,11 +79,11 @@ def test_log_probabilities_of_accepted_drafts_are_those_of_plain_decoding(make_l
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
 
 
-def test_no_log_probability_is_told_of_drafts_behind_the_end(make_lane, ask) -> None:
+def test_no_log_probability_is_told_of_drafts_behind_the_end(make_lane, submit) -> None:
     lane = make_lane(draft_tokens=4)
     asked = {"top_logprobs": 0, "draft_tokens": 4, "max_tokens": 60}
-    heard = [ask(lane, "Count from 1 to 20.", stop=(f"{n},",), **asked) for n in range(3, 9)]
-    run(lane)
+    heard = [submit(lane, "Count from 1 to 20.", stop=(f"{n},",), **asked) for n in range(3, 9)]
+    run_until_idle(lane)
 
     assert sum(one.end.speculation.accepted for one in heard) > 0
     assert [len(one.logprobs) for one in heard] == [len(one.row.answer) for one in heard]
@@ -100,23 +102,23 @@ def test_only_what_the_text_lane_may_draft_for_keeps_nothing_from_it(make_lane) 
     assert pictures.bypasses(asked) == asked.bypass
 
 
-def test_a_bypassed_row_speculates_nothing_and_is_counted_by_its_reason(make_lane, ask) -> None:
+def test_a_bypassed_row_speculates_nothing_and_is_counted_by_its_reason(make_lane, submit) -> None:
     lane = make_lane()
-    biased = ask(
+    biased = submit(
         lane,
         "Hello",
         sampling=Sampling(temperature=0, logit_bias=((30, 1.0),)),
         bypass=(Bypass.LOGITS_PROCESSORS,),
     )
-    beside = ask(lane, "Count from 1 to 20.")
-    run(lane)
+    beside = submit(lane, "Count from 1 to 20.")
+    run_until_idle(lane)
 
     assert biased.end.speculation.steps == 0
     assert beside.end.speculation.steps > 0
     assert lane.counters.report().bypass_counts == {"logits_processors": 1}
 
 
-def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, ask) -> None:
+def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, submit) -> None:
     lane = make_lane(clock=itertools.count().__next__)  # every round takes one second
     measured = lane._decoding._draft_length
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
@@ -124,9 +126,10 @@ def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, as
             measured.observe(3, k, cost_s)
     # The first two are drafted for while they are nearly alone; with the third it does not pay.
     heard = [
-        ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=limit) for limit in (60, 60, 12)
+        submit(lane, "Count from 1 to 20.", adaptive=True, max_tokens=limit)
+        for limit in (60, 60, 12)
     ]
-    run(lane)
+    run_until_idle(lane)
     report = lane.counters.report()
 
     assert [one.end.speculation.steps > 0 for one in heard] == [True, True, False]
@@ -136,13 +139,13 @@ def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, as
     assert report.effective_draft_tokens == report.draft_tokens_by_rows[0], "idle: of one row"
 
 
-def test_a_request_that_names_its_k_is_drafted_for_where_it_does_not_pay(make_lane, ask) -> None:
+def test_a_request_that_names_its_k_is_drafted_for_where_it_does_not_pay(make_lane, submit) -> None:
     lane = make_lane(clock=itertools.count().__next__)
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
         for _ in range(SAMPLES):
             lane._decoding._draft_length.observe(3, k, cost_s)
-    heard = [ask(lane, "Count from 1 to 20.", adaptive=number < 2) for number in range(3)]
-    run(lane)
+    heard = [submit(lane, "Count from 1 to 20.", adaptive=number < 2) for number in range(3)]
+    run_until_idle(lane)
 
     assert heard[2].end.speculation.steps > 0
     assert lane.counters.report().bypass_counts == {}
@@ -177,21 +180,21 @@ def drafted_by(policy: Watched, lane, ask) -> list[int]:
     """Let a policy choose for one answer, and list how much each step drafted."""
     lane._decoding._draft_length = policy
     heard = ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
-    run(lane)
+    run_until_idle(lane)
     return [step.drafted for step in heard.end.steps]
 
 
-def test_a_round_that_first_reads_what_plain_ones_left_teaches_nothing(make_lane, ask) -> None:
+def test_a_round_that_first_reads_what_plain_ones_left_teaches_nothing(make_lane, submit) -> None:
     policy = Scripted(0, 0, 0, 2, 2, 0, 1)
 
-    assert drafted_by(policy, make_lane(), ask) == [2, 2, 1]
+    assert drafted_by(policy, make_lane(), submit) == [2, 2, 1]
     assert policy.learnt[:5] == [0, 0, 0, 2, 0]
     assert 1 not in policy.learnt
 
 
-def test_the_first_rounds_of_an_answer_teach_nothing_of_costs(make_lane, ask) -> None:
+def test_the_first_rounds_of_an_answer_teach_nothing_of_costs(make_lane, submit) -> None:
     policy = Watched()
-    whole = drafted_by(policy, make_lane(), ask).count(2)
+    whole = drafted_by(policy, make_lane(), submit).count(2)
 
     assert whole > TASTE_STEPS
     assert policy.learnt == [2] * (whole - TASTE_STEPS)

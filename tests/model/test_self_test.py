@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.support.engine_lane import run
+from tests.support.engine_lane import run_until_idle
 from workers.engine.self_test import FEWEST_STEPS, HeadHealth, examine_head, warm_up
 
 
@@ -29,10 +29,12 @@ class SpoiltHead:
         return spoilt
 
 
-def test_the_demos_head_is_sound_and_says_how_often_it_was_right(make_lane, prompts) -> None:
+def test_the_demos_head_is_sound_and_says_how_often_it_was_right(
+    make_lane, prompt_renderer
+) -> None:
     lane = make_lane()
-    warm_up(lane, prompts, 2)
-    health = examine_head(lane, prompts)
+    warm_up(lane, prompt_renderer, 2)
+    health = examine_head(lane, prompt_renderer)
 
     assert health.sound
     assert health.steps > FEWEST_STEPS
@@ -40,10 +42,10 @@ def test_the_demos_head_is_sound_and_says_how_often_it_was_right(make_lane, prom
 
 
 def test_a_head_that_guesses_wrong_is_unhealthy_and_the_sentence_says_where_to_look(
-    make_lane, prompts, checkpoint
+    make_lane, prompt_renderer, checkpoint
 ) -> None:
     wrong = SpoiltHead(checkpoint.head, guess=lambda token: (token + 1) % checkpoint.vocabulary)
-    health = examine_head(make_lane(head=wrong), prompts)
+    health = examine_head(make_lane(head=wrong), prompt_renderer)
 
     assert not health.sound
     for cause in ("RMSNorm", "missing", "revision", "quantised"):
@@ -51,13 +53,13 @@ def test_a_head_that_guesses_wrong_is_unhealthy_and_the_sentence_says_where_to_l
 
 
 def test_a_head_that_raises_is_unhealthy_and_the_model_starts_without_it(
-    make_lane, prompts, checkpoint, ask
+    make_lane, prompt_renderer, checkpoint, submit
 ) -> None:
     lane = make_lane(head=SpoiltHead(checkpoint.head))
-    warm_up(lane, prompts, 2)
-    health = examine_head(lane, prompts)
-    heard = ask(lane, "Hello")
-    run(lane)
+    warm_up(lane, prompt_renderer, 2)
+    health = examine_head(lane, prompt_renderer)
+    heard = submit(lane, "Hello")
+    run_until_idle(lane)
 
     assert not health.sound
     assert "it failed in" in health.sentence

@@ -6,7 +6,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tests.support.engine_lane import Heard, run
+from tests.support.engine_lane import RowEvents, run_until_idle
 from workers.engine.model import Checkpoint
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prompt_scorer import PromptScorer, Scoring
@@ -67,11 +67,11 @@ def greedy_behind(
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
 def test_what_is_kept_is_read_and_continued_at_its_true_positions(
-    checkpoint, sparse_lane, ask, scorer, draft_tokens
+    checkpoint, sparse_lane, submit, scorer, draft_tokens
 ) -> None:
     lane = sparse_lane(draft_tokens=draft_tokens)
-    heard = ask(lane, LONG, draft_tokens=draft_tokens)
-    run(lane)
+    heard = submit(lane, LONG, draft_tokens=draft_tokens)
+    run_until_idle(lane)
     prompt = heard.row.prompt.tokens
     scoring = scorer.begin(prompt, Scope(begin=0, end=len(prompt), keep_share=0.3))
     while scoring.reads is None:
@@ -84,23 +84,25 @@ def test_what_is_kept_is_read_and_continued_at_its_true_positions(
 
 @pytest.mark.parametrize("keep_share", [1.0, 0.9999])
 def test_keeping_everything_gives_exactly_the_full_answer(
-    make_lane, sparse_lane, ask, keep_share
+    make_lane, sparse_lane, submit, keep_share
 ) -> None:
     plain, lane = make_lane(), sparse_lane()
-    expected = ask(plain, LONG)
-    heard = ask(lane, LONG, spec_prefill=Wish(keep_share=keep_share))
-    run(plain)
-    run(lane)
+    expected = submit(plain, LONG)
+    heard = submit(lane, LONG, spec_prefill=Wish(keep_share=keep_share))
+    run_until_idle(plain)
+    run_until_idle(lane)
 
     assert heard.row.answer == expected.row.answer
     assert heard.row.tally.total() == expected.row.tally.total()
     assert counts(lane).kept_tokens == counts(lane).scored_tokens
 
 
-def test_usage_tells_the_true_prompt_length_and_what_of_it_was_never_read(sparse_lane, ask) -> None:
+def test_usage_tells_the_true_prompt_length_and_what_of_it_was_never_read(
+    sparse_lane, submit
+) -> None:
     lane = sparse_lane()
-    heard = ask(lane, LONG)
-    run(lane)
+    heard = submit(lane, LONG)
+    run_until_idle(lane)
 
     assert isinstance(heard.end, Finished)
     usage = heard.end.usage
@@ -110,30 +112,30 @@ def test_usage_tells_the_true_prompt_length_and_what_of_it_was_never_read(sparse
     assert counts(lane).scored_tokens - counts(lane).kept_tokens == usage.skipped_tokens
 
 
-def test_rows_beside_a_sparse_one_give_the_answers_they_give_alone(sparse_lane, ask) -> None:
+def test_rows_beside_a_sparse_one_give_the_answers_they_give_alone(sparse_lane, submit) -> None:
     def alone(question: str) -> list[int]:
         lane = sparse_lane()
-        heard = ask(lane, question)
-        run(lane)
+        heard = submit(lane, question)
+        run_until_idle(lane)
         return list(heard.row.answer)
 
     lane = sparse_lane(chunk_tokens=64)
-    early = [ask(lane, question) for question in QUESTIONS[:2]]
+    early = [submit(lane, question) for question in QUESTIONS[:2]]
     lane.step()
-    sparse_one = ask(lane, LONG)
-    late = ask(lane, QUESTIONS[2])
-    run(lane)
+    sparse_one = submit(lane, LONG)
+    late = submit(lane, QUESTIONS[2])
+    run_until_idle(lane)
 
     assert sparse_one.row.skipped_tokens
     assert sparse_one.row.answer == alone(LONG)
     assert [one.row.answer for one in [*early, late]] == [alone(one) for one in QUESTIONS]
 
 
-def test_others_go_on_while_a_prompt_is_scored(sparse_lane, ask) -> None:
+def test_others_go_on_while_a_prompt_is_scored(sparse_lane, submit) -> None:
     lane = sparse_lane(chunk_tokens=64)
-    early = ask(lane, QUESTIONS[2], max_tokens=200)
+    early = submit(lane, QUESTIONS[2], max_tokens=200)
     lane.step()
-    heard = ask(lane, LONG)
+    heard = submit(lane, LONG)
     grown = []
     while not heard.row.skipped_tokens and early.end is None:
         before = len(early.row.answer)
@@ -144,9 +146,9 @@ def test_others_go_on_while_a_prompt_is_scored(sparse_lane, ask) -> None:
     assert all(grown)
 
 
-def test_a_row_that_leaves_while_it_is_scored_is_gone(sparse_lane, ask) -> None:
+def test_a_row_that_leaves_while_it_is_scored_is_gone(sparse_lane, submit) -> None:
     lane = sparse_lane(chunk_tokens=64)
-    heard = ask(lane, LONG)
+    heard = submit(lane, LONG)
     lane.step()
     heard.row.cancelled = True
     lane.step()
@@ -155,16 +157,16 @@ def test_a_row_that_leaves_while_it_is_scored_is_gone(sparse_lane, ask) -> None:
     assert heard.row.answer == []
 
 
-def test_behind_a_snapshot_only_the_rest_is_scored(sparse_lane, ask) -> None:
+def test_behind_a_snapshot_only_the_rest_is_scored(sparse_lane, submit) -> None:
     snapshots = PrefixCache(1 << 30)
     cold_lane = sparse_lane()
-    cold = ask(cold_lane, LONG, system=SYSTEM)
-    run(cold_lane)
+    cold = submit(cold_lane, LONG, system=SYSTEM)
+    run_until_idle(cold_lane)
     lane = sparse_lane(snapshots=snapshots)
-    ask(lane, "Hello", system=SYSTEM)
-    run(lane)
-    warm = ask(lane, LONG, system=SYSTEM)
-    run(lane)
+    submit(lane, "Hello", system=SYSTEM)
+    run_until_idle(lane)
+    warm = submit(lane, LONG, system=SYSTEM)
+    run_until_idle(lane)
 
     prefix = warm.row.prompt.prefix
     assert prefix is not None
@@ -174,21 +176,21 @@ def test_behind_a_snapshot_only_the_rest_is_scored(sparse_lane, ask) -> None:
     assert warm.row.answer == cold.row.answer
 
 
-def test_what_was_read_sparsely_is_never_kept_as_a_prefix(make_lane, sparse_lane, ask) -> None:
+def test_what_was_read_sparsely_is_never_kept_as_a_prefix(make_lane, sparse_lane, submit) -> None:
     snapshots = PrefixCache(1 << 30)
     lane = sparse_lane(snapshots=snapshots)
-    by_name = ask(lane, LONG, system=SYSTEM, spec_prefill=SPARSE)
-    run(lane)
+    by_name = submit(lane, LONG, system=SYSTEM, spec_prefill=SPARSE)
+    run_until_idle(lane)
     assert by_name.row.skipped_tokens
     assert snapshots.counts.stored == 0
 
     # Left to the worker, the shared part is read in full, and kept for all who come after.
-    ask(lane, LONG, system=SYSTEM)
-    after = ask(lane, "Hello", system=SYSTEM)
+    submit(lane, LONG, system=SYSTEM)
+    after = submit(lane, "Hello", system=SYSTEM)
     plain_lane = make_lane()
-    plain = ask(plain_lane, "Hello", system=SYSTEM)
-    run(lane)
-    run(plain_lane)
+    plain = submit(plain_lane, "Hello", system=SYSTEM)
+    run_until_idle(lane)
+    run_until_idle(plain_lane)
     assert snapshots.counts.stored == 1
     assert after.row.cached_tokens > 0
     assert after.row.answer == plain.row.answer
@@ -214,14 +216,14 @@ class Broken(PromptScorer):
     ],
 )
 def test_any_doubt_ends_in_the_full_answer_and_is_counted(
-    checkpoint, make_lane, sparse_lane, ask, doubt
+    checkpoint, make_lane, sparse_lane, submit, doubt
 ) -> None:
     wish, scorer_of, reason = doubt
     scorer = scorer_of(checkpoint.target, checkpoint.context_tokens)
     lane, plain = sparse_lane(scorer=scorer), make_lane()
-    heard, expected = ask(lane, LONG, spec_prefill=wish), ask(plain, LONG)
-    run(lane)
-    run(plain)
+    heard, expected = submit(lane, LONG, spec_prefill=wish), submit(plain, LONG)
+    run_until_idle(lane)
+    run_until_idle(plain)
 
     assert heard.row.answer == expected.row.answer
     assert heard.row.skipped_tokens == 0
@@ -234,47 +236,49 @@ def test_any_doubt_ends_in_the_full_answer_and_is_counted(
     [(Wish(), 399, False), (Wish(), 400, True), (SPARSE, 255, False), (SPARSE, 256, True)],
 )
 def test_a_prompt_is_read_sparsely_from_the_threshold_on_or_on_demand(
-    sparse_lane, ask, wish, tokens, sparse_read
+    sparse_lane, submit, wish, tokens, sparse_read
 ) -> None:
     lane = sparse_lane()
-    heard = ask(lane, [20 + i % 700 for i in range(tokens)], max_tokens=1, spec_prefill=wish)
-    run(lane)
+    heard = submit(lane, [20 + i % 700 for i in range(tokens)], max_tokens=1, spec_prefill=wish)
+    run_until_idle(lane)
 
     assert bool(heard.row.skipped_tokens) is sparse_read
     assert counts(lane).read_in_full == ({} if sparse_read else {ReadInFull.TOO_SHORT: 1})
 
 
 def test_a_prompt_with_pictures_is_read_in_full(
-    sparse_lane: Callable[..., LaneScheduler], ask: Callable[..., Heard], prompts: PromptRenderer
+    sparse_lane: Callable[..., LaneScheduler],
+    submit: Callable[..., RowEvents],
+    prompt_renderer: PromptRenderer,
 ) -> None:
     red = Picture(width_px=64, height_px=64, rgb=bytes([255, 0, 0]) * 64 * 64)
     content = [{"type": "image_url"}, {"type": "text", "text": LONG}]
-    text = prompts.chat([{"role": "user", "content": content}])
+    text = prompt_renderer.chat([{"role": "user", "content": content}])
     lane = sparse_lane(LaneName.VLM)
-    heard = ask(lane, "Hello", max_tokens=2, spec_prefill=SPARSE)
-    heard.row.prompt = prompts.prepare(Prompt(text=text, pictures=(red,)))
-    run(lane)
+    heard = submit(lane, "Hello", max_tokens=2, spec_prefill=SPARSE)
+    heard.row.prompt = prompt_renderer.prepare(Prompt(text=text, pictures=(red,)))
+    run_until_idle(lane)
 
     assert isinstance(heard.end, Finished)
     assert counts(lane).read_in_full == {ReadInFull.PICTURES: 1}
 
 
-def test_a_worker_without_a_draft_model_counts_only_who_asked_for_one(make_lane, ask) -> None:
+def test_a_worker_without_a_draft_model_counts_only_who_asked_for_one(make_lane, submit) -> None:
     lane = make_lane()
-    heard = [ask(lane, "Hello"), ask(lane, "Hello", spec_prefill=SPARSE)]
-    run(lane)
+    heard = [submit(lane, "Hello"), submit(lane, "Hello", spec_prefill=SPARSE)]
+    run_until_idle(lane)
 
     assert heard[0].row.answer == heard[1].row.answer
     assert counts(lane).read_in_full == {ReadInFull.NO_DRAFT: 1}
 
 
 def test_a_draft_model_that_cannot_be_loaded_leaves_the_worker_serving(
-    checkpoint, make_lane, ask, settings
+    checkpoint, make_lane, submit, settings
 ) -> None:
     reading = load_sparse_reading(settings, checkpoint)  # an empty folder
     lane = make_lane(sparse_reading=reading)
-    heard = ask(lane, LONG)
-    run(lane)
+    heard = submit(lane, LONG)
+    run_until_idle(lane)
 
     assert reading.sentence is not None
     assert "in full" in reading.sentence

@@ -30,18 +30,20 @@ def control_tokens(prompts: PromptRenderer, text: str, *pictures: Picture) -> li
 
 
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_no_message_writes_a_control_token(prompts: PromptRenderer, role: str) -> None:
+def test_no_message_writes_a_control_token(prompt_renderer: PromptRenderer, role: str) -> None:
     """S40 (CVE-2026-44222): nor the mark of a picture that is not there."""
 
     def rendered(content: Any) -> str:
-        return prompts.chat([{"role": role, "content": content}, {"role": "user", "content": "?"}])
+        return prompt_renderer.chat(
+            [{"role": role, "content": content}, {"role": "user", "content": "?"}]
+        )
 
-    calm = control_tokens(prompts, rendered(CALM))
-    assert control_tokens(prompts, rendered(ESCAPE)) == calm
-    assert control_tokens(prompts, rendered([{"type": "text", "text": ESCAPE}])) == calm
+    calm = control_tokens(prompt_renderer, rendered(CALM))
+    assert control_tokens(prompt_renderer, rendered(ESCAPE)) == calm
+    assert control_tokens(prompt_renderer, rendered([{"type": "text", "text": ESCAPE}])) == calm
 
 
-def test_no_tool_and_no_call_writes_a_control_token(prompts: PromptRenderer) -> None:
+def test_no_tool_and_no_call_writes_a_control_token(prompt_renderer: PromptRenderer) -> None:
     def rendered(words: str) -> str:
         call = {"name": "look", "arguments": {words: [words, {"at": words}]}}
         messages: list[dict[str, Any]] = [
@@ -49,39 +51,44 @@ def test_no_tool_and_no_call_writes_a_control_token(prompts: PromptRenderer) -> 
             {"role": "assistant", "content": "", "tool_calls": [{"function": call}]},
         ]
         tool = {"type": "function", "function": {"name": "look", "description": words}}
-        return prompts.chat(messages, [tool])
+        return prompt_renderer.chat(messages, [tool])
 
-    assert control_tokens(prompts, rendered(ESCAPE)) == control_tokens(prompts, rendered(CALM))
+    assert control_tokens(prompt_renderer, rendered(ESCAPE)) == control_tokens(
+        prompt_renderer, rendered(CALM)
+    )
 
 
 @pytest.mark.parametrize("words", [ESCAPE, PLACEHOLDERS])
 def test_no_text_beside_a_picture_writes_a_control_token(
-    prompts: PromptRenderer, words: str
+    prompt_renderer: PromptRenderer, words: str
 ) -> None:
     def rendered(words: str) -> str:
         parts = [{"type": "image"}, {"type": "text", "text": words}]
-        return prompts.chat([{"role": "user", "content": parts}])
+        return prompt_renderer.chat([{"role": "user", "content": parts}])
 
-    calm = control_tokens(prompts, rendered(CALM), PICTURE)
-    assert control_tokens(prompts, rendered(words), PICTURE) == calm
+    calm = control_tokens(prompt_renderer, rendered(CALM), PICTURE)
+    assert control_tokens(prompt_renderer, rendered(words), PICTURE) == calm
 
 
-def test_pictures_that_a_template_leaves_out_are_refused(prompts: PromptRenderer) -> None:
+def test_pictures_that_a_template_leaves_out_are_refused(prompt_renderer: PromptRenderer) -> None:
     with pytest.raises(InvalidGeneration) as refused:
-        prompts.prepare(Prompt(text="A prompt without a mark.", pictures=(PICTURE,)))
+        prompt_renderer.prepare(Prompt(text="A prompt without a mark.", pictures=(PICTURE,)))
     assert refused.value.param == "messages"
     assert "placeholder" not in refused.value.message, "the library's words stay in the log"
 
 
-def test_the_model_reads_the_very_characters(prompts: PromptRenderer) -> None:
-    tokens = prompts.prepare(
-        Prompt(text=prompts.chat([{"role": "user", "content": ESCAPE}]))
+def test_the_model_reads_the_very_characters(prompt_renderer: PromptRenderer) -> None:
+    tokens = prompt_renderer.prepare(
+        Prompt(text=prompt_renderer.chat([{"role": "user", "content": ESCAPE}]))
     ).tokens
-    assert ESCAPE in "".join(prompts.spell(token) for token in tokens)
+    assert ESCAPE in "".join(prompt_renderer.spell(token) for token in tokens)
 
 
-def test_everyday_text_is_tokenized_in_one_piece(prompts: PromptRenderer) -> None:
-    assert len(pieces(prompts.chat([{"role": "user", "content": "a < b | c > d"}], [TOOL]))) == 1
+def test_everyday_text_is_tokenized_in_one_piece(prompt_renderer: PromptRenderer) -> None:
+    assert (
+        len(pieces(prompt_renderer.chat([{"role": "user", "content": "a < b | c > d"}], [TOOL])))
+        == 1
+    )
 
 
 def test_the_mark_of_a_parting_cannot_be_smuggled_in() -> None:
@@ -92,12 +99,14 @@ def test_the_mark_of_a_parting_cannot_be_smuggled_in() -> None:
 
 
 def test_the_shared_beginning_of_a_system_message_is_found_as_before(
-    prompts: PromptRenderer,
+    prompt_renderer: PromptRenderer,
 ) -> None:
     system = {"role": "system", "content": ESCAPE + " And be kind." * 20}
     messages = [system, {"role": "user", "content": "Hello"}]
-    prompt = Prompt(text=prompts.chat(messages), prefix_text=prompts.shared_prefix(messages))
-    prefix = prompts.prepare(prompt).prefix
+    prompt = Prompt(
+        text=prompt_renderer.chat(messages), prefix_text=prompt_renderer.shared_prefix(messages)
+    )
+    prefix = prompt_renderer.prepare(prompt).prefix
     assert prefix is not None
     assert prefix.tokens > 32
 
@@ -105,18 +114,18 @@ def test_the_shared_beginning_of_a_system_message_is_found_as_before(
 TEXT = "Gr\u00fc\u00dfe \U0001f642,  \u65e5\u672c <0xE2> ok\n"
 
 
-def test_bytes_of_a_byte_level_vocabulary_join_to_the_text(prompts: PromptRenderer) -> None:
-    tokens = prompts.prepare(Prompt(text=TEXT)).tokens
-    pieces = [prompts.raw(token) for token in tokens]
+def test_bytes_of_a_byte_level_vocabulary_join_to_the_text(prompt_renderer: PromptRenderer) -> None:
+    tokens = prompt_renderer.prepare(Prompt(text=TEXT)).tokens
+    pieces = [prompt_renderer.raw(token) for token in tokens]
     assert b"".join(pieces).decode() == TEXT
     assert bytes([0xF0]) in {piece[:1] for piece in pieces}
 
 
 def test_bytes_and_spelling_of_every_token_agree(
-    prompts: PromptRenderer, checkpoint: Checkpoint
+    prompt_renderer: PromptRenderer, checkpoint: Checkpoint
 ) -> None:
     for token in range(checkpoint.vocabulary):
-        assert prompts.raw(token).decode(errors="replace") == prompts.spell(token)
+        assert prompt_renderer.raw(token).decode(errors="replace") == prompt_renderer.spell(token)
 
 
 def test_bytes_of_a_sentencepiece_vocabulary_join_to_the_text() -> None:

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 from tests.support.openai_requests import LONG_TEXT, TEXT, text_body
-from tests.support.paceline_process import LISTENS, PATIENCE_S, running_gateway
-from tests.support.running_gateway import eventually
-from tests.support.worker_process import RunningWorker, until_ready, worker_process
+from tests.support.paceline_process import LISTENS, TIMEOUT_S, running_gateway_only
+from tests.support.running_gateway import wait_until
+from tests.support.worker_process import RunningWorker, wait_until_ready, worker_process
 from workers.demo import CHECKPOINT
 
 TOKEN = "of-the-fleet"
@@ -54,7 +54,7 @@ class Stream:
 def running_fleet(folder: Path) -> Iterator[Fleet]:
     """Run a gateway and two workers that have joined it."""
     with contextlib.ExitStack() as opened:
-        gateway = opened.enter_context(running_gateway(folder, token=TOKEN))
+        gateway = opened.enter_context(running_gateway_only(folder, token=TOKEN))
         url = gateway.wait_for(LISTENS)[1]
         flags = ("--model", str(CHECKPOINT), "--port", "0", "--join", url)
         environment = {"PACELINE_JOIN_TOKEN": TOKEN}
@@ -64,7 +64,7 @@ def running_fleet(folder: Path) -> Iterator[Fleet]:
             )
             for name in ("a", "b")
         }
-        workers = {name: until_ready(process) for name, process in started.items()}
+        workers = {name: wait_until_ready(process) for name, process in started.items()}
         wait_until_members(url, set(workers))
         yield Fleet(url=url, workers=workers)
 
@@ -84,7 +84,7 @@ def wait_until_members(url: str, wanted: set[str]) -> None:
             answer = client.get("/admin/v1/workers").raise_for_status()
             return {worker["worker_id"] for worker in answer.json()["workers"]}
 
-        eventually(lambda: listed() == wanted, within_s=PATIENCE_S)
+        wait_until(lambda: listed() == wanted, within_s=TIMEOUT_S)
 
 
 @contextlib.asynccontextmanager

@@ -16,10 +16,10 @@ import httpx
 from tests.support.openai_requests import LONG_TEXT, text_body
 from tests.support.paceline_process import (
     READY_AGAIN,
-    Line,
-    clean_environment,
-    running_line,
-    watched,
+    UpProcess,
+    connection_to,
+    process_environment,
+    running_up,
 )
 
 
@@ -27,7 +27,7 @@ def run_paceline(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
     return subprocess.run(
         [sys.executable, "-m", "gateway", *arguments],
         cwd=folder,
-        env=clean_environment(folder),
+        env=process_environment(folder),
         capture_output=True,
         text=True,
         timeout=120,
@@ -35,8 +35,8 @@ def run_paceline(folder: Path, *arguments: str) -> subprocess.CompletedProcess[s
     )
 
 
-def test_up_prints_a_snippet_that_runs_as_it_stands(line: Line) -> None:
-    said = "\n".join(line.lines)
+def test_up_prints_a_snippet_that_runs_as_it_stands(up: UpProcess) -> None:
+    said = "\n".join(up.lines)
     snippet = said[said.index("from openai") : said.index("print(answer")]
     names: dict[str, object] = {}
     exec(snippet, names)
@@ -44,22 +44,22 @@ def test_up_prints_a_snippet_that_runs_as_it_stands(line: Line) -> None:
     names["client"].close()  # type: ignore[attr-defined]
 
 
-def test_up_says_that_the_demo_is_a_toy(line: Line) -> None:
-    assert any("toy model" in text and "--model" in text for text in line.lines)
+def test_up_says_that_the_demo_is_a_toy(up: UpProcess) -> None:
+    assert any("toy model" in text and "--model" in text for text in up.lines)
 
 
-def test_up_tells_how_another_mac_joins_and_keeps_the_token_private(line: Line) -> None:
-    (join,) = [text for text in line.lines if " worker --join " in text]
-    kept = line.state_dir / "join-token"
+def test_up_tells_how_another_mac_joins_and_keeps_the_token_private(up: UpProcess) -> None:
+    (join,) = [text for text in up.lines if " worker --join " in text]
+    kept = up.state_dir / "join-token"
     assert f"--token {kept.read_text()}" in join
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    arguments = Path(f"/proc/{line.worker_pid()}/cmdline")
+    arguments = Path(f"/proc/{up.worker_pid()}/cmdline")
     if arguments.exists():  # macOS has no such file
         assert kept.read_text() not in arguments.read_text()
 
 
 def test_killed_worker_is_started_again_and_its_counts_are_kept(tmp_path: Path) -> None:
-    with running_line(tmp_path) as line:
+    with running_up(tmp_path) as line:
         body = text_body(line.model, "Hello!", temperature=0)
         assert httpx.post(f"{line.url}/v1/chat/completions", json=body, timeout=60).is_success
         before = httpx.get(f"{line.url}/v1/status").json()
@@ -73,11 +73,11 @@ def test_killed_worker_is_started_again_and_its_counts_are_kept(tmp_path: Path) 
 
 
 def test_ctrl_c_lets_the_running_stream_end_and_leaves_no_worker(tmp_path: Path) -> None:
-    with running_line(tmp_path) as line:
+    with running_up(tmp_path) as line:
         (worker,) = line.workers()
         body = text_body(line.model, LONG_TEXT, temperature=0, stream=True)
         with (
-            watched(worker["url"]) as connection,
+            connection_to(worker["url"]) as connection,
             httpx.stream(
                 "POST", f"{line.url}/v1/chat/completions", json=body, timeout=60
             ) as answer,
@@ -91,9 +91,9 @@ def test_ctrl_c_lets_the_running_stream_end_and_leaves_no_worker(tmp_path: Path)
 
 
 def test_worker_ends_with_a_gateway_that_was_killed(tmp_path: Path) -> None:
-    with running_line(tmp_path) as line:
+    with running_up(tmp_path) as line:
         (worker,) = line.workers()
-        with watched(worker["url"]) as connection:
+        with connection_to(worker["url"]) as connection:
             line.process.kill()
             assert connection.recv(1) == b""
 
@@ -106,8 +106,8 @@ def test_up_with_an_unusable_model_ends_with_one_sentence(tmp_path: Path) -> Non
     assert "Traceback" not in ended.stdout + ended.stderr
 
 
-def test_up_on_a_taken_port_ends_with_one_sentence(line: Line, tmp_path: Path) -> None:
-    port = line.url.rpartition(":")[2]
+def test_up_on_a_taken_port_ends_with_one_sentence(up: UpProcess, tmp_path: Path) -> None:
+    port = up.url.rpartition(":")[2]
     ended = run_paceline(tmp_path, "up", "--port", port)
     assert ended.returncode == 2
     assert re.fullmatch(r"paceline: Cannot listen on [^\n]*\n", ended.stderr)
@@ -119,12 +119,12 @@ def test_up_beyond_this_machine_needs_a_key(tmp_path: Path) -> None:
     assert "PACELINE_API_KEY" in ended.stderr
 
 
-def test_status_shows_lanes_workers_and_acceptance(line: Line, tmp_path: Path) -> None:
-    shown = run_paceline(tmp_path, "status", "--url", line.url)
+def test_status_shows_lanes_workers_and_acceptance(up: UpProcess, tmp_path: Path) -> None:
+    shown = run_paceline(tmp_path, "status", "--url", up.url)
     assert shown.returncode == 0
-    for name in ("text-mtp", "vlm", line.workers()[0]["worker_id"], "Accepted"):
+    for name in ("text-mtp", "vlm", up.workers()[0]["worker_id"], "Accepted"):
         assert name in shown.stdout
-    told = run_paceline(tmp_path, "status", "--url", line.url, "--json")
+    told = run_paceline(tmp_path, "status", "--url", up.url, "--json")
     assert json.loads(told.stdout)["gateway"]["ready"] is True
 
 
@@ -134,9 +134,9 @@ def test_status_without_a_gateway_is_one_sentence(tmp_path: Path) -> None:
     assert re.fullmatch(r"paceline: no gateway answers at [^\n]*\n", shown.stderr)
 
 
-def test_explain_says_where_a_request_would_go(line: Line, tmp_path: Path) -> None:
+def test_explain_says_where_a_request_would_go(up: UpProcess, tmp_path: Path) -> None:
     for temperature, pool in ((0, "text-mtp"), (1, "vlm")):
         request = tmp_path / "request.json"
-        request.write_text(json.dumps(text_body(line.model, temperature=temperature)))
-        told = run_paceline(tmp_path, "explain", str(request), "--url", line.url)
+        request.write_text(json.dumps(text_body(up.model, temperature=temperature)))
+        told = run_paceline(tmp_path, "explain", str(request), "--url", up.url)
         assert json.loads(told.stdout)["pool"] == pool

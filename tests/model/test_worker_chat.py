@@ -11,22 +11,22 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionChunk
 
-from tests.support.worker_process import NO_END, RunningWorker, token_of_byte
+from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker, byte_token
 
 QUESTION: Any = [{"role": "user", "content": "What is two plus three?"}]
 
 
 @pytest.fixture
-async def client(worker: RunningWorker) -> AsyncIterator[openai.AsyncOpenAI]:
+async def openai_client(real_worker: RunningWorker) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(
-        base_url=f"{worker.url}/v1", api_key="none", max_retries=0
+        base_url=f"{real_worker.url}/v1", api_key="none", max_retries=0
     ) as client:
         yield client
 
 
 @pytest.fixture
-def model(worker: RunningWorker) -> str:
-    return worker.model
+def model(real_worker: RunningWorker) -> str:
+    return real_worker.model
 
 
 async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> list[ChatCompletionChunk]:
@@ -44,9 +44,9 @@ def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
 
 
 async def test_greedy_answer_carries_usage_and_the_metrics_of_its_speculation(
-    client: openai.AsyncOpenAI, model: str
+    openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    answer = await client.chat.completions.create(
+    answer = await openai_client.chat.completions.create(
         model=model, messages=QUESTION, temperature=0, max_tokens=24
     )
     assert answer.model == model
@@ -66,12 +66,14 @@ async def test_greedy_answer_carries_usage_and_the_metrics_of_its_speculation(
 
 @pytest.mark.parametrize("end", [{"max_tokens": 24}, {"max_tokens": 23, "stop": ["three"]}])
 async def test_detailed_metrics_tell_of_every_step_in_order(
-    client: openai.AsyncOpenAI, model: str, end: dict[str, Any]
+    openai_client: openai.AsyncOpenAI, model: str, end: dict[str, Any]
 ) -> None:
     asked = {"model": model, "temperature": 0, **end}
     detailed = {"metrics": "detailed", "draft_tokens": 2}
-    whole = await client.chat.completions.create(messages=QUESTION, extra_body=detailed, **asked)
-    chunks = await streamed(client, extra_body=detailed, **asked)
+    whole = await openai_client.chat.completions.create(
+        messages=QUESTION, extra_body=detailed, **asked
+    )
+    chunks = await streamed(openai_client, extra_body=detailed, **asked)
     assert whole.model_extra is not None
     told = whole.model_extra["metrics"]["speculative_decoding"]
     accepted, drafted = told["per_step_accepted"], told["per_step_drafted"]
@@ -87,9 +89,9 @@ async def test_detailed_metrics_tell_of_every_step_in_order(
 
 @pytest.mark.parametrize("metrics", [None, "summary"])
 async def test_steps_are_told_only_where_they_were_asked_for(
-    client: openai.AsyncOpenAI, model: str, metrics: str | None
+    openai_client: openai.AsyncOpenAI, model: str, metrics: str | None
 ) -> None:
-    answer = await client.chat.completions.create(
+    answer = await openai_client.chat.completions.create(
         model=model,
         messages=QUESTION,
         temperature=0,
@@ -102,9 +104,9 @@ async def test_steps_are_told_only_where_they_were_asked_for(
 
 
 async def test_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(
-    client: openai.AsyncOpenAI, model: str
+    openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    chunks = await streamed(client, model=model, temperature=0, max_tokens=12)
+    chunks = await streamed(openai_client, model=model, temperature=0, max_tokens=12)
     first, last, before_last = chunks[0], chunks[-1], chunks[-2]
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
     assert before_last.choices[0].finish_reason in ("stop", "length")
@@ -118,20 +120,20 @@ async def test_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 7}])
 async def test_stream_says_what_the_whole_answer_says(
-    client: openai.AsyncOpenAI, model: str, sampling: dict[str, Any]
+    openai_client: openai.AsyncOpenAI, model: str, sampling: dict[str, Any]
 ) -> None:
-    whole = await client.chat.completions.create(
+    whole = await openai_client.chat.completions.create(
         model=model, messages=QUESTION, max_tokens=20, **sampling
     )
-    chunks = await streamed(client, model=model, max_tokens=20, **sampling)
+    chunks = await streamed(openai_client, model=model, max_tokens=20, **sampling)
     assert text_of(chunks) == whole.choices[0].message.content
     assert chunks[-1].usage == whole.usage
 
 
 async def test_stream_without_include_usage_has_no_usage_chunk(
-    client: openai.AsyncOpenAI, model: str
+    openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    stream = await client.chat.completions.create(
+    stream = await openai_client.chat.completions.create(
         model=model, messages=QUESTION, temperature=0, max_tokens=4, stream=True
     )
     chunks = [chunk async for chunk in stream]
@@ -139,20 +141,22 @@ async def test_stream_without_include_usage_has_no_usage_chunk(
 
 
 async def test_sampled_answer_has_no_metrics_of_a_speculation_that_did_not_happen(
-    client: openai.AsyncOpenAI, model: str
+    openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    answer = await client.chat.completions.create(model=model, messages=QUESTION, max_tokens=4)
+    answer = await openai_client.chat.completions.create(
+        model=model, messages=QUESTION, max_tokens=4
+    )
     assert answer.model_extra == {}
 
 
 async def test_each_of_several_choices_equals_the_choice_alone_with_its_seed(
-    client: openai.AsyncOpenAI, model: str
+    openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    together = await client.chat.completions.create(
+    together = await openai_client.chat.completions.create(
         model=model, messages=QUESTION, max_tokens=12, n=3, seed=40
     )
     alone = [
-        await client.chat.completions.create(
+        await openai_client.chat.completions.create(
             model=model, messages=QUESTION, max_tokens=12, seed=40 + index
         )
         for index in range(3)
@@ -165,19 +169,19 @@ async def test_each_of_several_choices_equals_the_choice_alone_with_its_seed(
     assert together.usage is not None
     assert together.usage.prompt_tokens == usages[0].prompt_tokens
     assert together.usage.completion_tokens == sum(usage.completion_tokens for usage in usages)
-    chunks = await streamed(client, model=model, max_tokens=12, n=3, seed=40)
+    chunks = await streamed(openai_client, model=model, max_tokens=12, n=3, seed=40)
     assert [text_of(chunks, index) for index in range(3)] == [
         choice.message.content for choice in together.choices
     ]
 
 
 async def test_logprobs_cover_every_token_in_both_forms(
-    client: openai.AsyncOpenAI, model: str
+    openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     fields: Any = {"temperature": 0, "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
-    fields["logit_bias"] = NO_END
-    whole = await client.chat.completions.create(model=model, messages=QUESTION, **fields)
-    chunks = await streamed(client, model=model, **fields)
+    fields["logit_bias"] = SUPPRESS_END_TOKENS
+    whole = await openai_client.chat.completions.create(model=model, messages=QUESTION, **fields)
+    chunks = await streamed(openai_client, model=model, **fields)
     assert whole.choices[0].logprobs is not None
     tokens = whole.choices[0].logprobs.content or []
     pieces = [
@@ -194,16 +198,16 @@ async def test_logprobs_cover_every_token_in_both_forms(
 
 
 async def test_bytes_of_logprobs_are_those_of_the_token_where_it_is_no_whole_character(
-    client: openai.AsyncOpenAI, model: str
+    openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     """OpenAI gives bytes so that those of several tokens can be joined to one character."""
-    answer = await client.chat.completions.create(
+    answer = await openai_client.chat.completions.create(
         model=model,
         messages=QUESTION,
         max_tokens=3,
         temperature=0,
         logprobs=True,
-        logit_bias={str(token_of_byte(0xF0)): 100},
+        logit_bias={str(byte_token(0xF0)): 100},
     )
     assert answer.choices[0].logprobs is not None
     tokens = answer.choices[0].logprobs.content or []
@@ -211,22 +215,22 @@ async def test_bytes_of_logprobs_are_those_of_the_token_where_it_is_no_whole_cha
 
 
 async def test_stop_string_ends_the_answer_before_it(
-    client: openai.AsyncOpenAI, model: str
+    openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    fields: Any = {"temperature": 0, "max_tokens": 40, "logit_bias": NO_END}
-    whole = await client.chat.completions.create(model=model, messages=QUESTION, **fields)
+    fields: Any = {"temperature": 0, "max_tokens": 40, "logit_bias": SUPPRESS_END_TOKENS}
+    whole = await openai_client.chat.completions.create(model=model, messages=QUESTION, **fields)
     text = whole.choices[0].message.content or ""
     stop = text[len(text) // 2 :][:4]
-    stopped = await client.chat.completions.create(
+    stopped = await openai_client.chat.completions.create(
         model=model, messages=QUESTION, stop=stop, **fields
     )
     assert stopped.choices[0].message.content == text[: text.index(stop)]
     assert stopped.choices[0].finish_reason == "stop"
 
 
-async def test_request_id_of_the_caller_is_kept(worker: RunningWorker) -> None:
-    body = {"model": worker.model, "messages": QUESTION, "max_tokens": 1}
-    async with httpx.AsyncClient(base_url=worker.url) as client:
+async def test_request_id_of_the_caller_is_kept(real_worker: RunningWorker) -> None:
+    body = {"model": real_worker.model, "messages": QUESTION, "max_tokens": 1}
+    async with httpx.AsyncClient(base_url=real_worker.url) as client:
         answer = await client.post(
             "/v1/chat/completions", json=body, headers={"x-request-id": "abc-1"}
         )
@@ -234,11 +238,13 @@ async def test_request_id_of_the_caller_is_kept(worker: RunningWorker) -> None:
     assert answer.json()["id"] == "chatcmpl-abc-1"
 
 
-async def test_many_at_once_get_their_own_answers(client: openai.AsyncOpenAI, model: str) -> None:
+async def test_many_at_once_get_their_own_answers(
+    openai_client: openai.AsyncOpenAI, model: str
+) -> None:
     questions: list[Any] = [[{"role": "user", "content": f"Count to {n}."}] for n in range(2, 10)]
 
     async def ask(question: Any) -> str | None:
-        answer = await client.chat.completions.create(
+        answer = await openai_client.chat.completions.create(
             model=model, messages=question, temperature=0, max_tokens=16
         )
         return answer.choices[0].message.content

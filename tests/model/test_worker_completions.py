@@ -9,26 +9,26 @@ import httpx
 import openai
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine, serving, text_script, worker_of
-from tests.support.worker_process import NO_END, RunningWorker, token_of_byte
+from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
+from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker, byte_token
 from workers.engine.types import Delta, ScoredToken, TokenLogprob
 
-NEVER_ENDING: Any = {"temperature": 0, "max_tokens": 6, "logit_bias": NO_END}
+NEVER_ENDING: Any = {"temperature": 0, "max_tokens": 6, "logit_bias": SUPPRESS_END_TOKENS}
 
 
 @pytest.fixture
-async def client(worker: RunningWorker) -> AsyncIterator[openai.AsyncOpenAI]:
+async def openai_client(real_worker: RunningWorker) -> AsyncIterator[openai.AsyncOpenAI]:
     async with openai.AsyncOpenAI(
-        base_url=f"{worker.url}/v1", api_key="none", max_retries=0
+        base_url=f"{real_worker.url}/v1", api_key="none", max_retries=0
     ) as client:
         yield client
 
 
 async def test_completion_defaults_to_sixteen_tokens_and_speculates_when_greedy(
-    client: openai.AsyncOpenAI, worker: RunningWorker
+    openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
-    answer = await client.completions.create(
-        model=worker.model, prompt="Once upon a time", temperature=0
+    answer = await openai_client.completions.create(
+        model=real_worker.model, prompt="Once upon a time", temperature=0
     )
     assert answer.object == "text_completion"
     assert answer.id.startswith("cmpl-")
@@ -39,11 +39,11 @@ async def test_completion_defaults_to_sixteen_tokens_and_speculates_when_greedy(
 
 
 async def test_completion_stream_says_what_the_whole_says(
-    client: openai.AsyncOpenAI, worker: RunningWorker
+    openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
-    fields: Any = {"model": worker.model, "prompt": "Once", "seed": 5, "max_tokens": 12}
-    whole = await client.completions.create(**fields)
-    stream = await client.completions.create(
+    fields: Any = {"model": real_worker.model, "prompt": "Once", "seed": 5, "max_tokens": 12}
+    whole = await openai_client.completions.create(**fields)
+    stream = await openai_client.completions.create(
         stream=True, stream_options={"include_usage": True}, **fields
     )
     chunks = [chunk async for chunk in stream]
@@ -55,22 +55,22 @@ async def test_completion_stream_says_what_the_whole_says(
 
 
 async def test_echo_repeats_the_prompt_in_front(
-    client: openai.AsyncOpenAI, worker: RunningWorker
+    openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
-    fields: Any = {"model": worker.model, "prompt": "Once", "temperature": 0, "max_tokens": 4}
-    plain = await client.completions.create(**fields)
-    echoed = await client.completions.create(echo=True, **fields)
-    stream = await client.completions.create(echo=True, stream=True, **fields)
+    fields: Any = {"model": real_worker.model, "prompt": "Once", "temperature": 0, "max_tokens": 4}
+    plain = await openai_client.completions.create(**fields)
+    echoed = await openai_client.completions.create(echo=True, **fields)
+    stream = await openai_client.completions.create(echo=True, stream=True, **fields)
     text = "".join([choice.text async for chunk in stream for choice in chunk.choices])
     assert echoed.choices[0].text == "Once" + plain.choices[0].text == text
 
 
 async def test_logprobs_have_the_old_shape_and_equal_offsets_in_a_stream(
-    client: openai.AsyncOpenAI, worker: RunningWorker
+    openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
-    fields: Any = {"model": worker.model, "prompt": "Once", "logprobs": 2, **NEVER_ENDING}
-    whole = (await client.completions.create(**fields)).choices[0].logprobs
-    stream = await client.completions.create(stream=True, **fields)
+    fields: Any = {"model": real_worker.model, "prompt": "Once", "logprobs": 2, **NEVER_ENDING}
+    whole = (await openai_client.completions.create(**fields)).choices[0].logprobs
+    stream = await openai_client.completions.create(stream=True, **fields)
     pieces = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices[0].logprobs]
     assert whole is not None
     assert len(whole.tokens or []) == 6
@@ -80,15 +80,15 @@ async def test_logprobs_have_the_old_shape_and_equal_offsets_in_a_stream(
 
 
 async def test_offsets_wait_at_a_character_whose_bytes_are_still_coming(
-    client: openai.AsyncOpenAI, worker: RunningWorker
+    openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
-    answer = await client.completions.create(
-        model=worker.model,
+    answer = await openai_client.completions.create(
+        model=real_worker.model,
         prompt="Once",
         max_tokens=3,
         temperature=0,
         logprobs=1,
-        logit_bias={str(token_of_byte(0xF0)): 100},
+        logit_bias={str(byte_token(0xF0)): 100},
     )
     assert answer.choices[0].text == "\ufffd" * 3
     assert answer.choices[0].logprobs is not None
@@ -102,9 +102,9 @@ async def test_alternatives_that_are_no_whole_character_are_told_apart() -> None
         for at, byte in enumerate((0xF0, 0xE2))
     )
     token = TokenLogprob(token_id=0xF0, raw=b"\xf0", logprob=0.0, top=likeliest)
-    engine = ScriptedEngine([Delta(text="", logprobs=(token,)), *text_script("\U0001f642")])
+    engine = ScriptedEngine([Delta(text="", logprobs=(token,)), *text_events("\U0001f642")])
     body = {"model": "scripted", "prompt": "x", "logprobs": 2}
-    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as http:
+    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as http:
         answer = await http.post("/v1/completions", json=body)
     (choice,) = answer.json()["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"\\xf0": 0.0, "\\xe2": -1.0}]

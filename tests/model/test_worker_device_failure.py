@@ -13,14 +13,14 @@ from typing import Any
 import httpx
 
 from gateway.cli.supervisor import Supervisor
-from tests.support.worker_process import NO_END
+from tests.support.worker_process import SUPPRESS_END_TOKENS
 from workers.demo import CHECKPOINT
 from workers.protocol import ExitCode
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
 QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "What is two plus three?"}]}
-ENDLESS = QUESTION | {"max_tokens": 20_000, "logit_bias": NO_END}
+ENDLESS = QUESTION | {"max_tokens": 20_000, "logit_bias": SUPPRESS_END_TOKENS}
 ANSWERS: tuple[dict[str, Any], ...] = (
     {"stream": True, "temperature": 0},
     {"stream": True, "temperature": 1, "seed": 3},

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine, serving, worker_of
-from tests.support.worker_process import NO_END, RunningWorker
+from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker
+from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker
 from workers.engine.types import Delta
 from workers.server import response as answers
 
@@ -18,7 +18,7 @@ ENDLESS = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
     "temperature": 0,
     "max_tokens": 20_000,
-    "logit_bias": NO_END,
+    "logit_bias": SUPPRESS_END_TOKENS,
 }
 
 
@@ -26,7 +26,7 @@ ENDLESS = {
 async def test_whole_answer_stops_generating_when_its_client_leaves(choices: int) -> None:
     engine = ScriptedEngine([asyncio.Event()])
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "n": choices}
-    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         await engine.started.wait()
         asking.cancel()
@@ -41,8 +41,8 @@ async def test_stream_stops_generating_when_its_client_leaves(
 ) -> None:
     engine = ScriptedEngine([*[Delta(text="A")] * begun, asyncio.Event()])
     body = {"model": "scripted", "prompt": "x", "stream": True, "n": choices}
-    worker = worker_of(engine)
-    async with serving(worker) as url:
+    worker = make_worker(engine)
+    async with serve_worker(worker) as url:
         reader, writer = await _send(url, "/v1/completions", body)
         await engine.started.wait()
         if begun:
@@ -57,8 +57,8 @@ async def test_reader_that_stops_reading_loses_its_row(monkeypatch: pytest.Monke
     monkeypatch.setattr(answers, "WRITE_STALL_S", 0.05)
     more_than_sockets_hold = [Delta(text="A" * 100_000)] * 200
     engine = ScriptedEngine([*more_than_sockets_hold, asyncio.Event()])
-    worker = worker_of(engine)
-    async with serving(worker) as url:
+    worker = make_worker(engine)
+    async with serve_worker(worker) as url:
         body = {"model": "scripted", "prompt": "x", "stream": True}
         reader, writer = await _send(url, "/v1/completions", body)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
@@ -70,11 +70,11 @@ async def test_reader_that_stops_reading_loses_its_row(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_row_of_a_client_that_left_is_free_on_the_real_engine(
-    worker: RunningWorker, stream: bool
+    real_worker: RunningWorker, stream: bool
 ) -> None:
-    body = {"model": worker.model, "stream": stream, **ENDLESS}
-    async with httpx.AsyncClient(base_url=worker.url) as client:
-        _, writer = await _send(worker.url, "/v1/chat/completions", body)
+    body = {"model": real_worker.model, "stream": stream, **ENDLESS}
+    async with httpx.AsyncClient(base_url=real_worker.url) as client:
+        _, writer = await _send(real_worker.url, "/v1/chat/completions", body)
         await _until_running(client, 1)
         writer.close()
         await _until_running(client, 0)

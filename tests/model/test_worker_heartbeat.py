@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import SecretStr
 
-from tests.support.scripted_engine import ScriptedEngine, listening, worker_of
+from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
 from tests.support.worker_process import running_worker
 from workers import heartbeat as join
 from workers.heartbeat import Membership, keep_joined
@@ -79,8 +79,8 @@ async def joined(
 
 async def test_report_is_sent_with_the_token_and_the_worker_leaves_in_the_end() -> None:
     gateway = Gateway()
-    async with listening(gateway.app()) as url:
-        async with joined(worker_of(ScriptedEngine()), url):
+    async with serve_app(gateway.app()) as url:
+        async with joined(make_worker(ScriptedEngine()), url):
             await gateway.reports_reach(1)
             assert gateway.left == []
         assert gateway.left == ["scripted-1"]
@@ -90,13 +90,13 @@ async def test_report_is_sent_with_the_token_and_the_worker_leaves_in_the_end() 
 
 async def test_beats_follow_the_interval_the_gateway_wishes() -> None:
     gateway = Gateway(beat_s=0.01)
-    async with listening(gateway.app()) as url, joined(worker_of(ScriptedEngine()), url):
+    async with serve_app(gateway.app()) as url, joined(make_worker(ScriptedEngine()), url):
         await gateway.reports_reach(5)
 
 
 async def test_draining_is_told_at_once() -> None:
-    gateway, worker = Gateway(beat_s=5), worker_of(ScriptedEngine())
-    async with listening(gateway.app()) as url, joined(worker, url):
+    gateway, worker = Gateway(beat_s=5), make_worker(ScriptedEngine())
+    async with serve_app(gateway.app()) as url, joined(worker, url):
         await gateway.reports_reach(1)
         worker.drain()
         await gateway.reports_reach(2)
@@ -109,7 +109,7 @@ async def test_refused_beat_is_tried_again(
 ) -> None:
     monkeypatch.setattr(join, "FIRST_RETRY_S", 0.001)
     gateway = Gateway(status_of_beat=lambda count: status if count < 3 else 200)
-    async with listening(gateway.app()) as url, joined(worker_of(ScriptedEngine()), url):
+    async with serve_app(gateway.app()) as url, joined(make_worker(ScriptedEngine()), url):
         await gateway.reports_reach(3)
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1  # an outage is one event in the log
@@ -119,7 +119,7 @@ async def test_refused_beat_is_tried_again(
 async def test_a_beat_that_fails_by_a_fault_of_our_own_is_not_the_last_one(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gateway, worker = Gateway(), worker_of(ScriptedEngine())
+    gateway, worker = Gateway(), make_worker(ScriptedEngine())
     faults = [ZeroDivisionError("odd")]
 
     def report() -> WorkerReport:
@@ -127,19 +127,19 @@ async def test_a_beat_that_fails_by_a_fault_of_our_own_is_not_the_last_one(
             raise faults.pop()
         return worker.report()
 
-    async with listening(gateway.app()) as url, joined(worker, url, report):
+    async with serve_app(gateway.app()) as url, joined(worker, url, report):
         await gateway.reports_reach(1)
     assert "trying again until heard: odd" in caplog.text
 
 
 async def test_worker_joins_again_after_the_gateway_came_back() -> None:
     before, after = Gateway(beat_s=0.01), Gateway()
-    async with listening(before.app()) as url:
+    async with serve_app(before.app()) as url:
         port = httpx.URL(url).port or 0
-        joining = joined(worker_of(ScriptedEngine()), url)
+        joining = joined(make_worker(ScriptedEngine()), url)
         await joining.__aenter__()
         await before.reports_reach(1)
-    async with listening(after.app(), port):
+    async with serve_app(after.app(), port):
         await after.reports_reach(1)
         await joining.__aexit__(None, None, None)
     assert after.left == ["scripted-1"]
@@ -147,7 +147,7 @@ async def test_worker_joins_again_after_the_gateway_came_back() -> None:
 
 async def test_real_worker_joins_and_leaves_a_gateway() -> None:
     gateway = Gateway()
-    async with listening(gateway.app()) as url:
+    async with serve_app(gateway.app()) as url:
         environment = {"PACELINE_JOIN_TOKEN": "secret"}
         named = ("--id", "studio", "--label", "big")
         starting = running_worker("--join", url, *named, environment=environment)

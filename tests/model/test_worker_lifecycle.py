@@ -12,13 +12,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine, worker_of
+from tests.support.scripted_engine import ScriptedEngine, make_worker
 from tests.support.worker_process import (
-    NO_END,
     STOP_TIMEOUT_S,
-    completed_worker,
+    SUPPRESS_END_TOKENS,
+    run_worker,
     running_worker,
-    until_ready,
+    wait_until_ready,
     worker_process,
 )
 from workers.demo import CHECKPOINT
@@ -29,7 +29,7 @@ STORY = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
     "temperature": 0,
     "max_tokens": 400,
-    "logit_bias": NO_END,
+    "logit_bias": SUPPRESS_END_TOKENS,
     "stream": True,
     "stream_options": {"include_usage": True},
 }
@@ -84,7 +84,7 @@ async def test_worker_whose_engine_died_ends_and_says_so_to_who_started_it() -> 
 
     with listener:
         alive = await serve(
-            worker_of(engine),
+            make_worker(engine),
             listener,
             token=None,
             gateway_url="",
@@ -98,7 +98,7 @@ def test_worker_runs_what_its_flags_say_until_its_leash_is_let_go() -> None:
     flags = ("--lanes", "text-mtp", "--draft-tokens", "1", "--leash")
     arguments = ("--model", str(CHECKPOINT), "--port", "0", *flags)
     with worker_process(*arguments, stdin=subprocess.PIPE) as process:
-        worker = until_ready(process)
+        worker = wait_until_ready(process)
         assert worker.lanes == ("text-mtp",)
         assert "draft tokens requested 1, effective 1" in worker.start_lines[-1]
         assert process.stdin is not None
@@ -111,7 +111,7 @@ def test_taken_port_is_one_sentence_before_any_weights_are_loaded() -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        ended = completed_worker("--model", "/nowhere", "--port", port)
+        ended = run_worker("--model", "/nowhere", "--port", port)
     assert ended.returncode == 2
     assert ended.stderr.startswith(f"paceline worker: Cannot listen on 127.0.0.1 port {port}")
     assert ended.stderr.count("\n") == 1
@@ -132,7 +132,7 @@ async def test_a_port_that_another_worker_took_while_the_weights_loaded_is_told_
         first.listen()
         with pytest.raises(UnusableSettings, match=f"Cannot listen on {host} port {port}: "):
             await serve(
-                worker_of(ScriptedEngine()),
+                make_worker(ScriptedEngine()),
                 second,
                 token=None,
                 gateway_url="",
@@ -157,13 +157,13 @@ def test_of_two_workers_started_on_one_port_one_serves_and_the_other_says_why_no
         assert first.stderr is not None
         assert first.returncode == 2
         assert f"Cannot listen on 127.0.0.1 port {port}: " in first.stderr.read().splitlines()[-1]
-        assert until_ready(other).url.endswith(port)
+        assert wait_until_ready(other).url.endswith(port)
         other.terminate()
 
 
 @pytest.mark.parametrize("model", ["/nowhere", "no such model"])
 def test_model_that_is_not_there_is_one_sentence(model: str) -> None:
-    ended = completed_worker("--model", model, "--port", "0")
+    ended = run_worker("--model", model, "--port", "0")
     assert ended.returncode == 3
     assert model in ended.stderr
     assert "Traceback" not in ended.stderr
@@ -171,12 +171,12 @@ def test_model_that_is_not_there_is_one_sentence(model: str) -> None:
 
 def test_folder_that_is_no_model_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    ended = completed_worker("--model", str(tmp_path), "--port", "0")
+    ended = run_worker("--model", str(tmp_path), "--port", "0")
     assert ended.returncode == 3
     assert "Traceback" not in ended.stderr
 
 
 def test_listening_beyond_loopback_without_a_token_is_refused() -> None:
-    ended = completed_worker("--host", "0.0.0.0", "--port", "0")
+    ended = run_worker("--host", "0.0.0.0", "--port", "0")
     assert ended.returncode == 2
     assert "join token" in ended.stderr

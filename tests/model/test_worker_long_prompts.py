@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.scripted_engine import ScriptedEngine, serving, text_script, worker_of
+from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
 from tests.support.worker_process import running_worker
 from workers.demo import CHECKPOINT
 from workers.engine.spec_prefill import Wish
@@ -31,13 +31,13 @@ LONG = "The red fox sees the old tree. " * 80 + "What does the fox see?"
 async def test_the_wish_of_a_request_reaches_the_engine_and_its_usage_tells_what_was_skipped(
     fields: dict[str, object], wish: Wish
 ) -> None:
-    *texts, end = text_script("read")
+    *texts, end = text_events("read")
     assert isinstance(end, Finished)
     skipped = 5 if wish.sparse else 0
     engine = ScriptedEngine(
         [*texts, replace(end, usage=replace(end.usage, skipped_tokens=skipped))]
     )
-    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         body = {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}], **fields}
         answer = (await client.post("/v1/chat/completions", json=body)).json()
 

@@ -10,8 +10,14 @@ import pytest
 from PIL import Image
 
 from policies.request.content import PICTURE_LIMIT_BYTES
-from tests.support.images import data_url, encoded, png_header
-from tests.support.scripted_engine import CARD, ScriptedEngine, serving, text_script, worker_of
+from tests.support.images import data_url, encode_image, png_header
+from tests.support.scripted_engine import (
+    CARD,
+    ScriptedEngine,
+    make_worker,
+    serve_worker,
+    text_events,
+)
 from tests.support.worker_process import RunningWorker
 from workers.server.errors import BadRequest
 from workers.server.request import decode_pictures
@@ -28,7 +34,7 @@ def question(*urls: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", ["png", "gif", "webp", "jpeg"])
 def test_picture_arrives_as_rgb_rows(kind: str) -> None:
     image = Image.new("RGB", (3, 2), (250, 0, 0))
-    (picture,) = decode_pictures([(FIELD, encoded(image, kind))])
+    (picture,) = decode_pictures([(FIELD, encode_image(image, kind))])
     assert (picture.width_px, picture.height_px, len(picture.rgb)) == (3, 2, 18)
     assert picture.rgb[0] > 200
     assert picture.rgb[1] < 50
@@ -37,7 +43,9 @@ def test_picture_arrives_as_rgb_rows(kind: str) -> None:
 def test_picture_is_turned_upright() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # lies on its side
-    (picture,) = decode_pictures([(FIELD, encoded(Image.new("RGB", (3, 2)), "jpeg", exif=exif))])
+    (picture,) = decode_pictures(
+        [(FIELD, encode_image(Image.new("RGB", (3, 2)), "jpeg", exif=exif))]
+    )
     assert (picture.width_px, picture.height_px) == (2, 3)
 
 
@@ -68,16 +76,16 @@ def test_bomb_is_refused_from_its_header() -> None:
 
 
 def test_bound_on_pixels_holds_for_all_pictures_together() -> None:
-    url = encoded(Image.new("L", (6000, 6000)))
+    url = encode_image(Image.new("L", (6000, 6000)))
     with pytest.raises(BadRequest, match="pixels in all"):
         decode_pictures([("first", url), (FIELD, url)])
 
 
 async def test_pictures_reach_the_engine_in_order() -> None:
-    engine = ScriptedEngine(text_script("ok"))
-    urls = [encoded(Image.new("RGB", (width, 1))) for width in (5, 3)]
+    engine = ScriptedEngine(text_events("ok"))
+    urls = [encode_image(Image.new("RGB", (width, 1))) for width in (5, 3)]
     body = {"model": "scripted", "messages": question(*urls), "temperature": 0}
-    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         answer = await client.post("/v1/chat/completions", json=body)
         forced = await client.post(
             "/v1/chat/completions", json=body, headers={"x-paceline-lane": "text-mtp"}
@@ -89,22 +97,24 @@ async def test_pictures_reach_the_engine_in_order() -> None:
 
 
 async def test_blind_model_names_the_picture_it_cannot_see() -> None:
-    engine = ScriptedEngine(text_script("ok"), card=replace(CARD, vision=False))
+    engine = ScriptedEngine(text_events("ok"), card=replace(CARD, vision=False))
     body = {"model": "scripted", "messages": question("data:image/png;base64,AA")}
-    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         answer = await client.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, FIELD)
 
 
-async def test_real_model_answers_about_a_picture_in_the_vlm_lane(worker: RunningWorker) -> None:
+async def test_real_model_answers_about_a_picture_in_the_vlm_lane(
+    real_worker: RunningWorker,
+) -> None:
     body = {
-        "model": worker.model,
-        "messages": question(encoded(Image.new("RGB", (128, 128), (200, 30, 30)))),
+        "model": real_worker.model,
+        "messages": question(encode_image(Image.new("RGB", (128, 128), (200, 30, 30)))),
         "temperature": 0,
         "max_tokens": 8,
     }
     plain = {**body, "messages": [{"role": "user", "content": "What is it?"}]}
-    async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         before = (await client.get("/v1/status")).json()["lanes"]["vlm"]
         answer = (await client.post("/v1/chat/completions", json=body)).json()
         without = (await client.post("/v1/chat/completions", json=plain)).json()
@@ -114,25 +124,25 @@ async def test_real_model_answers_about_a_picture_in_the_vlm_lane(worker: Runnin
 
 
 async def test_text_beside_a_picture_is_text_even_where_it_spells_a_processors_mark(
-    worker: RunningWorker,
+    real_worker: RunningWorker,
 ) -> None:
     """One such text broke its request, and a gateway ejected worker after worker over it."""
-    (message,) = question(encoded(Image.new("RGB", (128, 128), (200, 30, 30))))
+    (message,) = question(encode_image(Image.new("RGB", (128, 128), (200, 30, 30))))
     message["content"][0]["text"] = "What is <|placeholder|>?"
-    body = {"model": worker.model, "messages": [message], "temperature": 0, "max_tokens": 2}
-    async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
+    body = {"model": real_worker.model, "messages": [message], "temperature": 0, "max_tokens": 2}
+    async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize(("width_px", "height_px"), [(1, 1), (2, 2), (1, 200), (1, 201), (1500, 1)])
 async def test_s37_the_smallest_and_narrowest_pictures_break_no_engine(
-    worker: RunningWorker, width_px: int, height_px: int
+    real_worker: RunningWorker, width_px: int, height_px: int
 ) -> None:
     """CVE-2026-22773: they are answered, or refused by name, and the next one is served."""
-    thin = question(encoded(Image.new("RGB", (width_px, height_px))))
-    body = {"model": worker.model, "temperature": 0, "max_tokens": 2}
-    async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
+    thin = question(encode_image(Image.new("RGB", (width_px, height_px))))
+    body = {"model": real_worker.model, "temperature": 0, "max_tokens": 2}
+    async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         answer = await client.post("/v1/chat/completions", json={**body, "messages": thin})
         refused = max(width_px, height_px) > 200
         assert answer.status_code == (400 if refused else 200), answer.text

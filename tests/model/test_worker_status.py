@@ -14,14 +14,14 @@ from workers.protocol import Speculation, WorkerReport
 QUESTION = {"messages": [{"role": "user", "content": "Count to five."}], "max_tokens": 12}
 
 
-async def test_status_grows_by_exactly_what_the_answers_say(worker: RunningWorker) -> None:
-    async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
+async def test_status_grows_by_exactly_what_the_answers_say(real_worker: RunningWorker) -> None:
+    async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         before = (await client.get("/v1/status")).json()
         answers = await asyncio.gather(
             *(
                 client.post(
                     "/v1/chat/completions",
-                    json={"model": worker.model, "temperature": n % 2, **QUESTION},
+                    json={"model": real_worker.model, "temperature": n % 2, **QUESTION},
                 )
                 for n in range(6)
             )
@@ -30,7 +30,7 @@ async def test_status_grows_by_exactly_what_the_answers_say(worker: RunningWorke
     bodies = [answer.json() for answer in answers]
     for name in ("prompt_tokens", "completion_tokens"):
         grown = sum(
-            after["lanes"][lane][name] - before["lanes"][lane][name] for lane in worker.lanes
+            after["lanes"][lane][name] - before["lanes"][lane][name] for lane in real_worker.lanes
         )
         assert grown == sum(body["usage"][name] for body in bodies)
     speculated = [body["metrics"]["speculative_decoding"] for body in bodies if "metrics" in body]
@@ -47,14 +47,14 @@ async def test_status_grows_by_exactly_what_the_answers_say(worker: RunningWorke
 
 
 async def test_status_names_lanes_memory_and_a_report_that_others_can_read(
-    worker: RunningWorker,
+    real_worker: RunningWorker,
 ) -> None:
-    async with httpx.AsyncClient(base_url=worker.url) as client:
+    async with httpx.AsyncClient(base_url=real_worker.url) as client:
         status = (await client.get("/v1/status")).json()
     report = WorkerReport.model_validate(status["report"])
     assert (status["worker_id"], status["boot_id"]) == (report.worker_id, report.boot_id)
-    assert status["worker_id"] == worker.worker_id == "session"
-    assert report.url == worker.url
+    assert status["worker_id"] == real_worker.worker_id == "session"
+    assert report.url == real_worker.url
     assert set(status["lanes"]) == {"text-mtp", "vlm"}
     assert status["lanes"]["text-mtp"]["mtp"]["requested_draft_tokens"] == 2
     # One copy of the weights for both lanes: two would not fit into this.
@@ -65,11 +65,11 @@ async def test_status_names_lanes_memory_and_a_report_that_others_can_read(
 
 
 async def test_metrics_carry_vllms_counters_once_and_agree_with_status(
-    worker: RunningWorker,
+    real_worker: RunningWorker,
 ) -> None:
-    async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
+    async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         await client.post(
-            "/v1/chat/completions", json={"model": worker.model, "temperature": 0, **QUESTION}
+            "/v1/chat/completions", json={"model": real_worker.model, "temperature": 0, **QUESTION}
         )
         text = (await client.get("/metrics")).text
         report = WorkerReport.model_validate((await client.get("/v1/status")).json()["report"])
@@ -84,7 +84,7 @@ async def test_metrics_carry_vllms_counters_once_and_agree_with_status(
         ("num_accepted_tokens", total.accepted),
     ):
         (sample,) = samples[f"vllm:spec_decode_{name}_total"]
-        assert (sample.labels, sample.value) == ({"model_name": worker.model}, count)
+        assert (sample.labels, sample.value) == ({"model_name": real_worker.model}, count)
     per_position = samples["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
     assert [sample.labels["position"] for sample in per_position] == ["0", "1"]
     assert tuple(sample.value for sample in per_position) == total.accepted_per_position
@@ -93,11 +93,11 @@ async def test_metrics_carry_vllms_counters_once_and_agree_with_status(
 
 
 async def test_system_prompts_read_once_are_counted_and_told_in_the_answer(
-    worker: RunningWorker,
+    real_worker: RunningWorker,
 ) -> None:
     system = {"role": "system", "content": "You sell boats. " + "The blue boat is warm. " * 20}
-    body = {"model": worker.model, "temperature": 0, "max_tokens": 8}
-    async with httpx.AsyncClient(base_url=worker.url, timeout=60) as client:
+    body = {"model": real_worker.model, "temperature": 0, "max_tokens": 8}
+    async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         before = (await client.get("/v1/status")).json()
         answers = await asyncio.gather(
             *(
@@ -121,30 +121,33 @@ async def test_system_prompts_read_once_are_counted_and_told_in_the_answer(
     drafts = [answer.json()["metrics"]["speculative_decoding"] for answer in answers]
     assert all(counts["num_draft_tokens"] > 0 for counts in drafts), "with speculation on"
     assert after["memory"]["snapshot_bytes"] > before["memory"]["snapshot_bytes"]
-    assert f'paceline_worker_prefix_hits_total{{lane="text-mtp",model_name="{worker.model}"}}' in (
-        metrics
+    assert (
+        f'paceline_worker_prefix_hits_total{{lane="text-mtp",model_name="{real_worker.model}"}}'
+        in (metrics)
     )
     assert "paceline_worker_snapshot_bytes{" in metrics
 
 
-async def test_models_lists_the_one_that_is_served(worker: RunningWorker) -> None:
-    async with httpx.AsyncClient(base_url=worker.url) as client:
+async def test_models_lists_the_one_that_is_served(real_worker: RunningWorker) -> None:
+    async with httpx.AsyncClient(base_url=real_worker.url) as client:
         listed = (await client.get("/v1/models")).json()["data"]
-        one = (await client.get(f"/v1/models/{worker.model}")).json()
+        one = (await client.get(f"/v1/models/{real_worker.model}")).json()
         other = await client.get("/v1/models/some/other")
     assert listed == [one]
-    assert one["id"] == worker.model
+    assert one["id"] == real_worker.model
     assert other.status_code == 404
 
 
-async def test_toy_model_is_called_one_before_anything_else(worker: RunningWorker) -> None:
-    assert "toy model" in worker.start_lines[0]
-    assert "--model" in worker.start_lines[0]
+async def test_toy_model_is_called_one_before_anything_else(real_worker: RunningWorker) -> None:
+    assert "toy model" in real_worker.start_lines[0]
+    assert "--model" in real_worker.start_lines[0]
 
 
-async def test_start_line_says_model_lanes_memory_and_draft_tokens(worker: RunningWorker) -> None:
-    line = worker.start_lines[-1]
-    assert worker.model in line
+async def test_start_line_says_model_lanes_memory_and_draft_tokens(
+    real_worker: RunningWorker,
+) -> None:
+    line = real_worker.start_lines[-1]
+    assert real_worker.model in line
     assert "text-mtp and vlm share one copy of the weights" in line
     assert "MB in use" in line
     assert "draft tokens requested 2, effective 2" in line

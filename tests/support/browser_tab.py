@@ -19,32 +19,32 @@ from playwright.async_api import (
 _REFUSED = "Failed to load resource: the server responded with a status of "
 
 
-class Watched:
+class BrowserTab:
     """One tab: where it asks, what it complains of, and short words for what a person does."""
 
     def __init__(self, context: BrowserContext, page: Page) -> None:
         self.context = context
         self.page = page
-        self.faults: list[str] = []
-        self.asked: list[str] = []
+        self.errors: list[str] = []
+        self.requested_urls: list[str] = []
         """Every address that the page asked for."""
         self._origin = ""
         page.on("request", self._hear)
         page.on("console", self._read)
-        page.on("pageerror", lambda error: self.faults.append(str(error)))
+        page.on("pageerror", lambda error: self.errors.append(str(error)))
         page.on("dialog", self._leave)
 
     @classmethod
-    async def opened(cls, browser: Browser, **context: Any) -> Watched:
+    async def open(cls, browser: Browser, **context: Any) -> BrowserTab:
         made = await browser.new_context(viewport={"width": 1280, "height": 800}, **context)
         made.set_default_timeout(20_000)
         return cls(made, await made.new_page())
 
-    async def visit(self, url: str, section: str = "") -> None:
+    async def open_admin(self, url: str, section: str = "") -> None:
         """Open the page for admins of a gateway."""
         await self._go(url, f"/admin{section}")
 
-    async def look(self, url: str) -> None:
+    async def open_dashboard(self, url: str) -> None:
         """Open the page that shows what a gateway does."""
         await self._go(url, "/dashboard")
 
@@ -53,7 +53,7 @@ class Watched:
         self._origin = f"{parts.scheme}://{parts.netloc}"
         await self.page.goto(url + path)
 
-    async def write(self, text: str) -> None:
+    async def fill_policy(self, text: str) -> None:
         """Replace the policy in the editor."""
         await self.page.get_by_label("Document").fill(text)
 
@@ -61,13 +61,13 @@ class Watched:
         return self.page.get_by_role("button", name=name, exact=True)
 
     def _hear(self, request: Request) -> None:
-        self.asked.append(request.url)
+        self.requested_urls.append(request.url)
         if not request.url.startswith((self._origin + "/", "blob:", "data:")):
-            self.faults.append(f"left its origin: {request.url}")
+            self.errors.append(f"left its origin: {request.url}")
 
     def _read(self, message: ConsoleMessage) -> None:
         if message.type in {"error", "warning"} and not message.text.startswith(_REFUSED):
-            self.faults.append(message.text)
+            self.errors.append(message.text)
 
     @staticmethod
     async def _leave(dialog: Dialog) -> None:

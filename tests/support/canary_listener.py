@@ -8,7 +8,7 @@ import socket
 import httpx
 
 
-class Trap:
+class CanaryListener:
     """A listening socket at which nobody must ever ask for anything."""
 
     def __init__(self, listener: socket.socket) -> None:
@@ -16,7 +16,7 @@ class Trap:
         self.port = listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
 
-    def untouched(self) -> bool:
+    def has_no_connections(self) -> bool:
         """Say whether nobody has connected to it."""
         try:
             self._listener.accept()
@@ -25,7 +25,7 @@ class Trap:
         return False
 
 
-def said(answer: httpx.Response) -> tuple[int, str, str | None]:
+def error_fields(answer: httpx.Response) -> tuple[int, str, str | None]:
     """Read status, code and field of an error, whose words tell nothing of the process."""
     error = answer.json()["error"]
     assert not re.search(r"0x[0-9a-f]{4,}", error["message"]), (

@@ -12,12 +12,12 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
 PICTURE = data_url(png_header(20, 10))
 
 
-def tool_of(parameters: Any) -> dict[str, Any]:
+def make_tool(parameters: Any) -> dict[str, Any]:
     """A tool whose arguments are of this schema."""
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
-def nested(levels: int) -> Any:
+def nested_json(levels: int) -> Any:
     """A schema that is so many levels deep."""
     schema: Any = "string"
     for _ in range(levels - 1):
@@ -25,12 +25,12 @@ def nested(levels: int) -> Any:
     return schema
 
 
-def read(**fields: Any) -> RequestProfile:
+def read_chat(**fields: Any) -> RequestProfile:
     """Read a chat request that has these fields beside the two that each one needs."""
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
     return read_profile(body, Endpoint.CHAT)
 
 
-def read_parts(*parts: Any) -> RequestProfile:
+def read_content_parts(*parts: Any) -> RequestProfile:
     """Read a chat request whose one message is of these parts."""
-    return read(messages=[{"role": "user", "content": list(parts)}])
+    return read_chat(messages=[{"role": "user", "content": list(parts)}])

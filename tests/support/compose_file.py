@@ -33,7 +33,7 @@ def read_compose(given: Mapping[str, str]) -> dict[str, Any]:
     return whole
 
 
-def demanded_variables() -> set[str]:
+def required_variables() -> set[str]:
     """Name the variables that have no default."""
     return {found["name"] for found in _VARIABLE.finditer(FILE.read_text()) if found["kind"] == "?"}
 

@@ -13,8 +13,8 @@ from typing import Any
 import httpx
 
 from tests.support.compose_file import SECRETS, SERVICES
-from tests.support.paceline_process import LISTENS, Paceline, paceline
-from tests.support.running_gateway import eventually
+from tests.support.paceline_process import LISTENS, PacelineProcess, start_paceline
+from tests.support.running_gateway import wait_until
 
 AS_CLIENT = {"authorization": f"Bearer {SECRETS['PACELINE_API_KEY']}"}
 
@@ -27,19 +27,21 @@ class Stack:
         self.ports: dict[str, int] = {}
 
     @contextlib.contextmanager
-    def running(self, name: str) -> Iterator[Paceline]:
-        """Run a service whose command is `paceline ...` on a free port."""
+    def running(self, name: str) -> Iterator[PacelineProcess]:
+        """Run a service whose command is `start_paceline ...` on a free port."""
         service = SERVICES[name]
         program, *arguments = service["command"]
         assert program == "paceline"
         arguments[arguments.index("--port") + 1] = "0"
         folder = self.folder / name
         folder.mkdir()
-        with paceline(*arguments, environment=self._environment(service), folder=folder) as process:
-            yield Paceline(process)
+        with start_paceline(
+            *arguments, environment=self._environment(service), folder=folder
+        ) as process:
+            yield PacelineProcess(process)
 
     @contextlib.contextmanager
-    def gateway(self, name: str) -> Iterator[Paceline]:
+    def gateway(self, name: str) -> Iterator[PacelineProcess]:
         """Run a gateway until it listens, and know its port."""
         with self.running(name) as running:
             self.ports[name] = httpx.URL(running.wait_for(LISTENS)[1]).port or 0
@@ -54,7 +56,7 @@ class Stack:
             [*SERVICES["redis"]["command"], *here], stdout=subprocess.DEVNULL
         ) as process:
             try:
-                eventually(lambda: answers(port))
+                wait_until(lambda: answers(port))
                 yield
             finally:
                 process.terminate()

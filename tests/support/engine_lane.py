@@ -17,11 +17,11 @@ from workers.engine.types import (
 )
 
 GREEDY = Sampling(temperature=0)
-PLENTY = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30)
+UNLIMITED_MEMORY = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30)
 
 
 @dataclass
-class Heard:
+class RowEvents:
     """What a row's sink was told."""
 
     row: Row = field(init=False)
@@ -29,7 +29,7 @@ class Heard:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     end: Finished | EngineError | None = None
 
-    def hear(self, event: Event | EngineError) -> None:
+    def on_event(self, event: Event | EngineError) -> None:
         assert self.end is None, "nothing may follow the end"
         if isinstance(event, Delta):
             self.text += event.text
@@ -38,7 +38,7 @@ class Heard:
             self.end = event
 
 
-def run(lane: LaneScheduler) -> None:
+def run_until_idle(lane: LaneScheduler) -> None:
     """Step a lane until nothing is left to do."""
     while lane.busy:
         lane.step()

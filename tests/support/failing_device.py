@@ -17,7 +17,7 @@ import mlx.core as mx
 from workers.server.main import main
 
 
-def dying(evaluate: Callable[..., None], broken: Path) -> Callable[..., None]:
+def fail_while_file_exists(evaluate: Callable[..., None], broken: Path) -> Callable[..., None]:
     """Return the same function, but raising while the file exists."""
 
     def evaluate_or_die(*results: Any) -> None:
@@ -30,5 +30,8 @@ def dying(evaluate: Callable[..., None], broken: Path) -> Callable[..., None]:
 
 if __name__ == "__main__":
     broken = Path(sys.argv[1])
-    mx.eval, mx.async_eval = dying(mx.eval, broken), dying(mx.async_eval, broken)
+    mx.eval, mx.async_eval = (
+        fail_while_file_exists(mx.eval, broken),
+        fail_while_file_exists(mx.async_eval, broken),
+    )
     sys.exit(main(sys.argv[2:]))

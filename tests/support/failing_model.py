@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.support.reference_decoder import greedy_alone, near_tie
+from tests.support.reference_decoder import is_near_tie, reference_greedy
 from workers.engine.model import Checkpoint
 
 
-class Failing:
+class FailingPart:
     """A part of a checkpoint that raises in the calls that `when` names by method and number."""
 
     def __init__(self, part: Any, when: Callable[[str, int], bool]) -> None:
@@ -31,8 +31,8 @@ class Failing:
         return call
 
 
-def assert_right(checkpoint: Checkpoint, one: Any) -> None:
+def assert_matches_reference(checkpoint: Checkpoint, one: Any) -> None:
     """Hold the answer of a row against that of its prompt alone."""
     prompt, answer = one.row.prompt.tokens, one.row.answer
-    alone = greedy_alone(checkpoint, prompt, one.row.max_tokens)
-    assert answer == alone or near_tie(checkpoint, prompt, answer, alone)
+    alone = reference_greedy(checkpoint, prompt, one.row.max_tokens)
+    assert answer == alone or is_near_tie(checkpoint, prompt, answer, alone)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-class Clock:
+class FakeClock:
     """Begins at nothing, and tells the second that it was last set to."""
 
     def __init__(self) -> None:

@@ -34,14 +34,14 @@ class Fault:
     drip_pause_s: float = 0.001
 
 
-HARMLESS = Fault()
+NO_FAULT = Fault()
 
 
 class FaultProxy:
     """A port that leads to another one. Set `fault` for the connections that come from then on."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, target_port: int) -> None:
-        self.fault = HARMLESS
+        self.fault = NO_FAULT
         self.connections = 0
         """How many were made so far."""
         self._loop = loop
@@ -105,8 +105,8 @@ class FaultProxy:
             answers, onward = await asyncio.open_connection("127.0.0.1", self._target_port)
             self._open.add(onward)
             try:
-                there = asyncio.create_task(_questions(reader, onward, fault))
-                here = asyncio.create_task(_answers(answers, writer, fault))
+                there = asyncio.create_task(_forward_requests(reader, onward, fault))
+                here = asyncio.create_task(_forward_responses(answers, writer, fault))
                 # Either end that is gone takes the other along; a half-closed one does not.
                 await asyncio.wait((there, here), return_when=asyncio.FIRST_COMPLETED)
                 if not there.done():
@@ -133,7 +133,7 @@ class FaultProxy:
 
 
 @contextlib.contextmanager
-def proxying(target_url: str) -> Iterator[FaultProxy]:
+def running_proxy(target_url: str) -> Iterator[FaultProxy]:
     """Run a proxy to this address, in a thread, while the context lasts."""
     loop = asyncio.new_event_loop()
     running: Future[None] = Future()
@@ -153,7 +153,7 @@ def proxying(target_url: str) -> Iterator[FaultProxy]:
 
 
 @contextlib.contextmanager
-def silent_port() -> Iterator[str]:
+def unresponsive_port() -> Iterator[str]:
     """Give the address of a port where no connection is ever made, and none is refused."""
     with contextlib.ExitStack() as held:
         listener = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
@@ -164,7 +164,7 @@ def silent_port() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-async def _questions(
+async def _forward_requests(
     reader: asyncio.StreamReader, onward: asyncio.StreamWriter, fault: Fault
 ) -> None:
     with contextlib.suppress(OSError):
@@ -174,7 +174,7 @@ async def _questions(
                 await onward.drain()
 
 
-async def _answers(
+async def _forward_responses(
     answers: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
 ) -> None:
     """Carry what comes back, up to where the fault strikes."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from random import Random
 
-from tests.support.fault_proxy import HARMLESS, Fault
+from tests.support.fault_proxy import NO_FAULT, Fault
 from tests.support.scripted_worker import DONE, Script, chunk, event, stream_events, usage_chunk
 
 WORDS = ("one", " two", " three")
@@ -27,7 +27,7 @@ _RETRY_AFTER = (
 )
 
 
-class Manners(Enum):
+class ClientBehavior(Enum):
     """What a client does."""
 
     STAYS = auto()
@@ -39,30 +39,30 @@ class Manners(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class PlannedRequest:
     """One request: its identity is the text of its message."""
 
     identity: str
     stream: bool
     temperature: int
-    manners: Manners
+    manners: ClientBehavior
     patience_s: float
     script: Script
     at_one: bool
     """Only one worker answers so, the others well."""
 
 
-def plans(rng: Random, count: int) -> list[Plan]:
+def plan_requests(rng: Random, count: int) -> list[PlannedRequest]:
     """Plan so many requests; the same generator gives the same ones."""
     return [_plan(rng, number) for number in range(count)]
 
 
-def _plan(rng: Random, number: int) -> Plan:
-    manners = Manners.STAYS
+def _plan(rng: Random, number: int) -> PlannedRequest:
+    manners = ClientBehavior.STAYS
     if rng.random() < 0.2:
-        manners = rng.choice([each for each in Manners if each is not Manners.STAYS])
+        manners = rng.choice([each for each in ClientBehavior if each is not ClientBehavior.STAYS])
     script = _script(rng)
-    return Plan(
+    return PlannedRequest(
         identity=f"request {number}",
         stream=rng.random() < 0.7,
         temperature=rng.randrange(2),
@@ -80,16 +80,16 @@ def _script(rng: Random) -> Script:
         told = ((b"retry-after", rng.choice(_RETRY_AFTER)),)
         return Script(status=rng.choice((429, 503)), headers=told)
     if chance < 0.7:
-        return Script(words=WORDS)
+        return Script(tokens=WORDS)
     place = rng.randrange(_EVENTS + 1)
     ways = (
-        Script(words=WORDS, cut_after=place),
-        Script(words=WORDS, end_after=place),
-        Script(words=WORDS, hang_after=place),
-        Script(words=WORDS, http_1_0=True, cut_after=place),
-        Script(words=WORDS, http_1_0=True),
-        Script(words=WORDS, pause_s=rng.uniform(0.0, 0.03)),
-        Script(words=WORDS, drop_reused=True),
+        Script(tokens=WORDS, cut_after=place),
+        Script(tokens=WORDS, end_after=place),
+        Script(tokens=WORDS, hang_after=place),
+        Script(tokens=WORDS, http_1_0=True, cut_after=place),
+        Script(tokens=WORDS, http_1_0=True),
+        Script(tokens=WORDS, pause_s=rng.uniform(0.0, 0.03)),
+        Script(tokens=WORDS, drop_reused=True),
         Script(hang=True),
         Script(drop=True),
         Script(status=500, body=b'{"error": {"message": "boom"}}'),
@@ -107,7 +107,7 @@ def _script(rng: Random) -> Script:
     return rng.choice(ways)
 
 
-class Blow(Enum):
+class WorkerFault(Enum):
     """What befalls one worker."""
 
     NONE = auto()
@@ -123,16 +123,16 @@ class Blow(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Strike:
+class FaultEvent:
     """One blow, and how long it lasts."""
 
     place: int
-    blow: Blow
+    blow: WorkerFault
     lasts_s: float
-    fault: Fault = HARMLESS
+    fault: Fault = NO_FAULT
 
 
-def strike(rng: Random, workers: Sequence[object]) -> Strike:
+def draw_fault(rng: Random, workers: Sequence[object]) -> FaultEvent:
     """Choose what happens next."""
     size = rng.randrange(1, 2000)
     faults = (
@@ -143,9 +143,9 @@ def strike(rng: Random, workers: Sequence[object]) -> Strike:
         Fault(blackhole=True),
         Fault(reset_at_connect=True),
     )
-    return Strike(
+    return FaultEvent(
         place=rng.randrange(len(workers)),
-        blow=rng.choice(list(Blow)),
+        blow=rng.choice(list(WorkerFault)),
         lasts_s=rng.uniform(0.05, 0.3),
         fault=rng.choice(faults),
     )

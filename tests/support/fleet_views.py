@@ -6,7 +6,7 @@ from gateway.routing.view import FleetView, LaneView, WorkerView
 from tests.support.scripted_worker import lane_report
 
 
-def worker(name: str, model: str = "demo", **in_flight: int) -> WorkerView:
+def worker_view(name: str, model: str = "demo", **in_flight: int) -> WorkerView:
     """A worker of four rows a lane; `text_mtp=2` means two requests run there."""
     busy = {"text_mtp": 0, "vlm": 0, **in_flight}
     lanes = tuple(
@@ -15,6 +15,6 @@ def worker(name: str, model: str = "demo", **in_flight: int) -> WorkerView:
     return WorkerView.of(name, (model,), lanes)
 
 
-def fleet(*workers: WorkerView) -> FleetView:
+def fleet_view(*workers: WorkerView) -> FleetView:
     """These workers, and no model that none of them has."""
     return FleetView.of(workers, frozenset(model for one in workers for model in one.models))

@@ -8,22 +8,24 @@ from pathlib import Path
 
 import httpx
 
-from tests.support.paceline_process import PATIENCE_S, Paceline, paceline
-from tests.support.scripted_worker import TOKEN, FakeWorker
+from tests.support.paceline_process import TIMEOUT_S, PacelineProcess, start_paceline
+from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
 
 @contextlib.contextmanager
-def gateway_process(
-    folder: Path, worker: FakeWorker, **settings: str
-) -> Iterator[tuple[Paceline, httpx.Client]]:
-    """Run `paceline gateway` with a worker that has joined it."""
+def running_gateway_process(
+    folder: Path, worker: ScriptedWorker, **settings: str
+) -> Iterator[tuple[PacelineProcess, httpx.Client]]:
+    """Run `start_paceline gateway` with a worker that has joined it."""
     environment = {f"PACELINE_{name}": value for name, value in settings.items()}
-    environment["PACELINE_JOIN_TOKEN"] = TOKEN
-    with paceline("gateway", "--port", "0", environment=environment, folder=folder) as process:
-        running = Paceline(process)
+    environment["PACELINE_JOIN_TOKEN"] = JOIN_TOKEN
+    with start_paceline(
+        "gateway", "--port", "0", environment=environment, folder=folder
+    ) as process:
+        running = PacelineProcess(process)
         url = running.wait_for(r"Paceline listens on (\S+)")[1]
-        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+        with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client:
             report = worker.report().model_dump(mode="json")
-            headers = {"authorization": f"Bearer {TOKEN}"}
+            headers = {"authorization": f"Bearer {JOIN_TOKEN}"}
             client.put(f"/admin/v1/workers/{worker.worker_id}", json=report, headers=headers)
             yield running, client

@@ -8,39 +8,39 @@ from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
 from gateway.app import AdminDoor, Front
-from tests.support.page_files import files_of
+from tests.support.page_files import page_files
 
 
-def page_at(page: str) -> set[tuple[str, str]]:
+def page_routes(page: str) -> set[tuple[str, str]]:
     """Name the routes of a page."""
-    names = {file.name for file in files_of(page)} - {"index.html"}
+    names = {file.name for file in page_files(page)} - {"index.html"}
     return {("GET", f"/{page}")} | {("GET", f"/{page}/page/{name}") for name in names}
 
 
 PROBES = {("GET", path) for path in ("/livez", "/readyz", "/health", "/metrics")}
 """For load balancers and Prometheus; they tell no secret."""
-PUBLISHED = ("GET", "/openapi.json")
+OPENAPI_ROUTE = ("GET", "/openapi.json")
 """For who writes a client; each port tells of itself."""
-ADMIN_PAGE = page_at("admin")
-PAGE = ADMIN_PAGE | page_at("dashboard")
+ADMIN_PAGE = page_routes("admin")
+PAGE = ADMIN_PAGE | page_routes("dashboard")
 """Pages for people; they tell nothing until a key is typed into them."""
-PUBLIC = PROBES | PAGE | {PUBLISHED}
+PUBLIC = PROBES | PAGE | {OPENAPI_ROUTE}
 
 
-def routes_of(routes: list[BaseRoute]) -> Iterator[APIRoute]:
+def iter_routes(routes: list[BaseRoute]) -> Iterator[APIRoute]:
     """List what is really there; a kind of route that is not known here is a fault."""
     for route in routes:
         if (router := getattr(route, "original_router", None)) is not None:
-            yield from routes_of(router.routes)
+            yield from iter_routes(router.routes)
         else:
             assert isinstance(route, APIRoute), f"{route} serves something else"
             yield route
 
 
-def paths_of(app: Front | AdminDoor) -> set[tuple[str, str]]:
+def route_paths(app: Front | AdminDoor) -> set[tuple[str, str]]:
     """Name the routes that the gateway itself answers at a door; it relays the others."""
     return {
         (method, route.path)
-        for route in routes_of(app._panel.routes)
+        for route in iter_routes(app._panel.routes)
         for method in route.methods or ()
     }

@@ -9,21 +9,21 @@ from collections.abc import Iterator
 import httpx
 
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import FakeWorker
+from tests.support.scripted_worker import ScriptedWorker
 
 _BEAT_S = 1.0
 
 
 @contextlib.contextmanager
-def beating(gateway: RunningGateway, worker: FakeWorker) -> Iterator[None]:
+def send_heartbeats(gateway: RunningGateway, worker: ScriptedWorker) -> Iterator[None]:
     """Let a worker join, and beat for as long as the context lasts."""
-    assert gateway.join(worker).status_code == 200
+    assert gateway.send_heartbeat(worker).status_code == 200
     ended = threading.Event()
 
     def beat() -> None:
         while not ended.wait(_BEAT_S):
             with contextlib.suppress(httpx.TransportError, RuntimeError):  # it may be at its end
-                gateway.join(worker)
+                gateway.send_heartbeat(worker)
 
     thread = threading.Thread(target=beat)
     thread.start()

@@ -29,16 +29,16 @@ class Request:
         return read
 
 
-class Link(asyncio.StreamReaderProtocol):
+class ServerConnection(asyncio.StreamReaderProtocol):
     """One connection of a client: its requests in turn, and the bytes that answer them."""
 
-    def __init__(self, answer: Callable[[Link, Request], Awaitable[None]]) -> None:
+    def __init__(self, answer: Callable[[ServerConnection, Request], Awaitable[None]]) -> None:
         self._answer = answer
-        self.used = 0
+        self.request_count = 0
         """Requests that came on this connection, the one being answered included."""
-        self.left = asyncio.Event()
+        self.client_closed = asyncio.Event()
         """The client closed the connection."""
-        self.lost = False
+        self.closed = False
         self._chunked = False
         super().__init__(asyncio.StreamReader(), self._converse)
 
@@ -48,15 +48,15 @@ class Link(asyncio.StreamReaderProtocol):
         super().connection_made(transport)
 
     def eof_received(self) -> bool:
-        self.left.set()
+        self.client_closed.set()
         return bool(super().eof_received())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.lost = True
-        self.left.set()
+        self.closed = True
+        self.client_closed.set()
         super().connection_lost(exc)
 
-    async def begin(
+    async def send_head(
         self, status: int, headers: Headers, *, length: int | None, http_1_0: bool = False
     ) -> None:
         """Send the head; a body without a length is chunked, or in HTTP/1.0 ends with the link."""
@@ -68,11 +68,11 @@ class Link(asyncio.StreamReaderProtocol):
         lines += [name + b": " + value for name, value in (*headers, *framing)]
         await self.send(b"\r\n".join(lines) + b"\r\n\r\n")
 
-    async def part(self, piece: bytes) -> None:
+    async def send_body(self, piece: bytes) -> None:
         """Send a piece of a body that was begun."""
         await self.send(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
 
-    async def end(self) -> None:
+    async def end_body(self) -> None:
         """End a body of unknown length."""
         if self._chunked:
             await self.send(b"0\r\n\r\n")
@@ -102,20 +102,20 @@ class Link(asyncio.StreamReaderProtocol):
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while not writer.is_closing():
                 request = await _read(reader)
-                self.used += 1
+                self.request_count += 1
                 await self._answer(self, request)
         writer.close()
 
 
 @contextlib.asynccontextmanager
-async def listening(
-    listener: socket.socket, answer: Callable[[Link, Request], Awaitable[None]]
+async def serve_connections(
+    listener: socket.socket, answer: Callable[[ServerConnection, Request], Awaitable[None]]
 ) -> AsyncIterator[None]:
     """Answer on a listening socket while the context lasts; what is open then is cut."""
-    links: weakref.WeakSet[Link] = weakref.WeakSet()
+    links: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
 
-    def link() -> Link:
-        made = Link(answer)
+    def link() -> ServerConnection:
+        made = ServerConnection(answer)
         links.add(made)
         return made
 
@@ -125,7 +125,7 @@ async def listening(
     finally:
         server.close()
         for open_link in tuple(links):
-            if not open_link.lost:
+            if not open_link.closed:
                 open_link.close()
         await asyncio.sleep(0)
 

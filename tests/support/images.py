@@ -11,7 +11,7 @@ from typing import Any
 from PIL import Image
 
 
-def encoded(image: Image.Image, kind: str = "png", **options: Any) -> str:
+def encode_image(image: Image.Image, kind: str = "png", **options: Any) -> str:
     buffer = BytesIO()
     image.save(buffer, kind, **options)
     return data_url(buffer.getvalue(), kind)

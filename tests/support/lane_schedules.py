@@ -15,8 +15,8 @@ from dataclasses import replace
 import mlx.core as mx
 
 from policies.request.profile import Sampling
-from tests.support.reference_decoder import decode_alone, near_tie
-from tests.support.schedule_rows import Asked, Found, TroubledHead
+from tests.support.reference_decoder import is_near_tie, reference_decode
+from tests.support.schedule_rows import FailingHead, ScheduledRow, ScheduleStats
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
 from workers.engine.metrics import LaneCounters
@@ -50,14 +50,14 @@ SETTINGS = (
 )
 
 
-class Schedules:
-    """Plays schedules on a few lanes, one after another; `found` says what happened in them."""
+class ScheduleRunner:
+    """Plays schedules on a few lanes, one after another; `stats` says what happened in them."""
 
     def __init__(
         self, checkpoint: Checkpoint, prompts: PromptRenderer, seed: int, variety: int = 1
     ) -> None:
         """Draw `variety` prompts of each length; a replay of each costs as much as a schedule."""
-        self.found = Found()
+        self.stats = ScheduleStats()
         self._checkpoint = checkpoint
         self._prompts = prompts
         self._seed = seed
@@ -69,10 +69,10 @@ class Schedules:
         ]
         self._pool += [self._chat(system, ask) for system in ("", *SYSTEMS) for ask in QUESTIONS]
         self._alone: dict[tuple[object, ...], list[int]] = {}
-        self._heads: list[TroubledHead] = []
+        self._heads: list[FailingHead] = []
         self._lanes = [self._make_lane(**settings) for settings in SETTINGS]
 
-    def play(self, number: int) -> None:
+    def run(self, number: int) -> None:
         """Play one schedule to its end; an AssertionError names what was not as it must be."""
         rng = random.Random(f"{self._seed} {number}")
         index = rng.randrange(len(self._lanes))
@@ -81,7 +81,7 @@ class Schedules:
         lane, head = self._lanes[index], self._heads[index]
         before = lane.counters.report()
         head.calls_left = rng.randrange(12) if rng.random() < 0.25 else None
-        asked: list[Asked] = []
+        asked: list[ScheduledRow] = []
         to_come, eagerness = rng.randint(1, 12), rng.choice([0.1, 0.4, 1.0])
         while to_come or lane.busy:
             while to_come and rng.random() < eagerness:
@@ -92,15 +92,15 @@ class Schedules:
                 rng.choice(running).row.cancelled = True
             lane.step()
             for one in asked:
-                one.explain()
+                one.check_step()
         head.calls_left = None
         for one in asked:
             self._check(one)
         self._check_sums(before, lane.counters.report(), asked)
-        self.found.schedules += 1
+        self.stats.schedules += 1
 
-    def _check(self, one: Asked) -> None:
-        row, found = one.row, self.found
+    def _check(self, one: ScheduledRow) -> None:
+        row, found = one.row, self.stats
         answer = row.answer
         alone, text, reason = self._expected(one)
         if row.cancelled and one.end is None:
@@ -113,7 +113,7 @@ class Schedules:
                 assert (one.text, one.end.reason) == (text, reason)
         else:
             assert row.generation.sampling == GREEDY, "a row with rules parted from its replay"
-            assert near_tie(self._checkpoint, row.prompt.tokens, answer, alone)
+            assert is_near_tie(self._checkpoint, row.prompt.tokens, answer, alone)
             found.near_ties += 1
         found.rows += 1
         found.with_rules += row.generation.sampling != GREEDY
@@ -126,7 +126,9 @@ class Schedules:
         found.tokens += len(answer)
         found.speculation += row.tally.total()
 
-    def _check_sums(self, before: LaneReport, after: LaneReport, asked: Sequence[Asked]) -> None:
+    def _check_sums(
+        self, before: LaneReport, after: LaneReport, asked: Sequence[ScheduledRow]
+    ) -> None:
         rows = [one.row for one in asked]
         assert after.requests - before.requests == len(rows)
         assert after.completion_tokens - before.completion_tokens == sum(
@@ -136,7 +138,7 @@ class Schedules:
         assert after.speculation == total
         assert (after.running, after.waiting) == (0, 0)
 
-    def _expected(self, one: Asked) -> tuple[list[int], str, FinishReason]:
+    def _expected(self, one: ScheduledRow) -> tuple[list[int], str, FinishReason]:
         """Return what the row's rules make of the answer to its prompt alone."""
         stream = TextStream(self._prompts.decode, one.stop)
         taken: list[int] = []
@@ -167,10 +169,10 @@ class Schedules:
                 )
                 return int(choose(scores, [rules]).item())
 
-            self._alone[key] = decode_alone(self._checkpoint, prompt, LONGEST_ANSWER, pick)
+            self._alone[key] = reference_decode(self._checkpoint, prompt, LONGEST_ANSWER, pick)
         return self._alone[key]
 
-    def _ask(self, lane: LaneScheduler, rng: random.Random) -> Asked:
+    def _ask(self, lane: LaneScheduler, rng: random.Random) -> ScheduledRow:
         plain = rng.random() < 0.7
         row = Row(
             generation=Generation(
@@ -194,8 +196,8 @@ class Schedules:
             piece = rng.choice(self._replay(row))
             stop = (self._prompts.decode([piece]).strip() or " ",)
             row.text = TextStream(self._prompts.decode, stop)
-        asked = Asked(row=row, stop=stop, k=row.draft_tokens)
-        row.sink = asked.hear
+        asked = ScheduledRow(row=row, stop=stop, k=row.draft_tokens)
+        row.sink = asked.on_event
         lane.add(row)
         return asked
 
@@ -218,7 +220,7 @@ class Schedules:
         snapshot_bytes: int,
         index: int | None = None,
     ) -> LaneScheduler:
-        head = TroubledHead(self._checkpoint.head)
+        head = FailingHead(self._checkpoint.head)
         if index is None:
             self._heads.append(head)
         else:

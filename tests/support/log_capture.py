@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Iterator
 
 
-class Heard(logging.Handler):
+class LogCapture(logging.Handler):
     """Every record, in every word that any formatter could write of it."""
 
     def __init__(self) -> None:
@@ -24,9 +24,9 @@ class Heard(logging.Handler):
 
 
 @contextlib.contextmanager
-def hearing() -> Iterator[Heard]:
+def capture_logs() -> Iterator[LogCapture]:
     """Hear all that is logged meanwhile, but by the thread of a test: it has its own clients."""
-    handler, root = Heard(), logging.getLogger()
+    handler, root = LogCapture(), logging.getLogger()
     own = threading.get_ident()
     handler.addFilter(lambda record: record.thread != own)
     before = root.level

@@ -14,12 +14,12 @@ from workers.engine.model import Target
 WINDOW_TOKENS = 16
 
 
-def plain_llama(vocabulary: int) -> Target:
+def tiny_llama(vocabulary: int) -> Target:
     """Make a model whose rows can share a forward pass."""
     return _llama(vocabulary)
 
 
-def llama_with_a_window(vocabulary: int) -> Target:
+def tiny_llama_sliding_window(vocabulary: int) -> Target:
     """Make a model of two layers, one of which sees `WINDOW_TOKENS` back and no further."""
     return _llama(
         vocabulary,
@@ -28,7 +28,7 @@ def llama_with_a_window(vocabulary: int) -> Target:
     )
 
 
-def qwen2_5_vl_text(vocabulary: int) -> Target:
+def tiny_qwen2_5_vl(vocabulary: int) -> Target:
     """Make the language model of a family that is told the positions of its tokens."""
     mx.random.seed(0)
     text = qwen2_5_vl.TextConfig(
@@ -37,7 +37,7 @@ def qwen2_5_vl_text(vocabulary: int) -> Target:
     return Target(qwen2_5_vl.LanguageModel(text, _config(qwen2_5_vl, text)))
 
 
-def qwen3_vl_moe_text(vocabulary: int) -> Target:
+def tiny_qwen3_vl_moe(vocabulary: int) -> Target:
     """Make the language model of a family whose attention cuts the mask to what was written."""
     mx.random.seed(0)
     text = qwen3_vl_moe.TextConfig(

@@ -18,7 +18,7 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ChatResult:
     """What came back, whole or streamed: the same things are known of both."""
 
     text: str
@@ -55,31 +55,31 @@ def picture_body(
     return {"model": model, "messages": [{"role": "user", "content": content}], **fields}
 
 
-def ask(client: OpenAI, body: Mapping[str, Any], *, stream: bool = False) -> Answer:
+def send_chat(client: OpenAI, body: Mapping[str, Any], *, stream: bool = False) -> ChatResult:
     """Send one request and take in the whole answer."""
     create: Any = client.chat.completions.with_raw_response.create
     if not stream:
         raw = create(**body)
-        return whole(raw.headers, raw.parse())
+        return from_completion(raw.headers, raw.parse())
     raw = create(**body, **STREAMED)
-    return joined(raw.headers, list(raw.parse()))
+    return from_chunks(raw.headers, list(raw.parse()))
 
 
-async def ask_async(
+async def send_chat_async(
     client: AsyncOpenAI, body: Mapping[str, Any], *, stream: bool = False
-) -> Answer:
+) -> ChatResult:
     """Send one request among others and take in the whole answer."""
     create: Any = client.chat.completions.with_raw_response.create
     if not stream:
         raw = await create(**body)
-        return whole(raw.headers, raw.parse())
+        return from_completion(raw.headers, raw.parse())
     raw = await create(**body, **STREAMED)
-    return joined(raw.headers, [chunk async for chunk in raw.parse()])
+    return from_chunks(raw.headers, [chunk async for chunk in raw.parse()])
 
 
-def whole(headers: Mapping[str, str], completion: Any) -> Answer:
+def from_completion(headers: Mapping[str, str], completion: Any) -> ChatResult:
     (choice,) = completion.choices
-    return Answer(
+    return ChatResult(
         text=choice.message.content,
         finish_reason=choice.finish_reason,
         headers=headers,
@@ -89,10 +89,10 @@ def whole(headers: Mapping[str, str], completion: Any) -> Answer:
     )
 
 
-def joined(headers: Mapping[str, str], chunks: list[Any]) -> Answer:
+def from_chunks(headers: Mapping[str, str], chunks: list[Any]) -> ChatResult:
     *parts, last = chunks
     choices = [choice for chunk in parts for choice in chunk.choices]
-    return Answer(
+    return ChatResult(
         text="".join(choice.delta.content or "" for choice in choices),
         finish_reason=choices[-1].finish_reason,
         headers=headers,

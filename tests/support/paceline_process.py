@@ -1,4 +1,4 @@
-"""Real `paceline` processes for tests: started, listened to, and ended."""
+"""Real `start_paceline` processes for tests: started, listened to, and ended."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.support.worker_process import inherited
+from tests.support.worker_process import environment_without_paceline
 
 LISTENS = r"listens on (http://\S+?)\.?$"
 STARTED = r"^Worker started \(process (\d+)\)"
 READY = r"^Paceline is ready on (\S+) \(model (\S+)\)"
 READY_AGAIN = r"^The worker is ready again"
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 
 
-class Paceline:
-    """One running `paceline` command and everything that it has said so far."""
+class PacelineProcess:
+    """One running `start_paceline` command and everything that it has said so far."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -40,15 +40,15 @@ class Paceline:
         with self._heard:
             found: list[re.Match[str]] = []
             self._heard.wait_for(
-                lambda: len(self._matches(pattern, found)) >= times or self._ended, PATIENCE_S
+                lambda: len(self._matches(pattern, found)) >= times or self._ended, TIMEOUT_S
             )
         assert len(found) >= times, f"never said {pattern!r}:\n" + "\n".join(self.lines)
         return found[times - 1]
 
     def wait_for_end(self) -> int:
         """Return the exit code, once the process has ended and all it said is read."""
-        exit_code = self.process.wait(PATIENCE_S)
-        self._reader.join(PATIENCE_S)
+        exit_code = self.process.wait(TIMEOUT_S)
+        self._reader.join(TIMEOUT_S)
         return exit_code
 
     def _matches(self, pattern: str, found: list[re.Match[str]]) -> list[re.Match[str]]:
@@ -66,8 +66,8 @@ class Paceline:
             self._heard.notify_all()
 
 
-class Line(Paceline):
-    """A `paceline up` whose worker takes requests."""
+class UpProcess(PacelineProcess):
+    """A `start_paceline up` whose worker takes requests."""
 
     def __init__(self, process: subprocess.Popen[str], state_dir: Path) -> None:
         super().__init__(process)
@@ -85,7 +85,7 @@ class Line(Paceline):
 
 
 @contextlib.contextmanager
-def paceline(
+def start_paceline(
     *arguments: str, environment: Mapping[str, str], folder: Path
 ) -> Iterator[subprocess.Popen[str]]:
     """Start `paceline ARGUMENTS` in a folder of its own; make sure that it is gone afterwards."""
@@ -96,36 +96,41 @@ def paceline(
         stderr=subprocess.STDOUT,
         text=True,
         cwd=folder,
-        env={**clean_environment(folder), **environment},
+        env={**process_environment(folder), **environment},
     )
     with process:
         try:
             yield process
             process.send_signal(signal.SIGINT)  # SIGTERM would serve on for a while
-            process.wait(PATIENCE_S)
+            process.wait(TIMEOUT_S)
         finally:
             process.kill()  # before the wait for its end, which may follow a failed test
 
 
 @contextlib.contextmanager
-def running_line(folder: Path) -> Iterator[Line]:
-    """Run `paceline up` on a free port: without a model it takes the demo."""
-    with paceline("up", "--port", "0", environment={}, folder=folder) as process:
-        yield Line(process, _state_dir(folder))
+def running_up(folder: Path) -> Iterator[UpProcess]:
+    """Run `start_paceline up` on a free port: without a model it takes the demo."""
+    with start_paceline("up", "--port", "0", environment={}, folder=folder) as process:
+        yield UpProcess(process, _state_dir(folder))
 
 
 @contextlib.contextmanager
-def running_gateway(folder: Path, *, token: str) -> Iterator[Paceline]:
-    """Run `paceline gateway` alone on a free port."""
+def running_gateway_only(folder: Path, *, token: str) -> Iterator[PacelineProcess]:
+    """Run `start_paceline gateway` alone on a free port."""
     environment = {"PACELINE_JOIN_TOKEN": token}
-    with paceline("gateway", "--port", "0", environment=environment, folder=folder) as process:
-        yield Paceline(process)
+    with start_paceline(
+        "gateway", "--port", "0", environment=environment, folder=folder
+    ) as process:
+        yield PacelineProcess(process)
 
 
-def clean_environment(folder: Path) -> dict[str, str]:
+def process_environment(folder: Path) -> dict[str, str]:
     """Return this environment without the settings of a Paceline that its owner may run."""
     root = str(Path(__file__).parents[2])
-    return inherited() | {"PACELINE_STATE_DIR": str(_state_dir(folder)), "PYTHONPATH": root}
+    return environment_without_paceline() | {
+        "PACELINE_STATE_DIR": str(_state_dir(folder)),
+        "PYTHONPATH": root,
+    }
 
 
 def _state_dir(folder: Path) -> Path:
@@ -133,9 +138,9 @@ def _state_dir(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def watched(url: str) -> Iterator[socket.socket]:
+def connection_to(url: str) -> Iterator[socket.socket]:
     """Hold a connection to a process; reading from it returns nothing once the process ends."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname or "", address.port or 0)) as connection:
-        connection.settimeout(PATIENCE_S)
+        connection.settimeout(TIMEOUT_S)
         yield connection

@@ -9,6 +9,6 @@ FOLDERS = {"admin": ("admin", "shared"), "dashboard": ("dashboard", "shared", "v
 """By page; what pages share lies beside each."""
 
 
-def files_of(page: str) -> list[Path]:
+def page_files(page: str) -> list[Path]:
     """List all that a page loads."""
     return [file for folder in FOLDERS[page] for file in (PAGES / folder).iterdir()]

@@ -16,16 +16,18 @@ from gateway.config.policy_versions import Proposal, Reason, Signature, propose
 from gateway.config.static_workers import ListedWorker
 from gateway.storage.records import Records
 from tests.support.memory_records import MemoryRecords
-from tests.support.running_gateway import RunningGateway, eventually, settings_for_tests
-from tests.support.scripted_worker import FakeWorker
+from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.scripted_worker import ScriptedWorker
 
-BY_ANN = Signature("ann", "a test")
-BY_BOB = Signature("bob", "another test")
-DEFAULT = {"name": "rest", "to": "vlm"}
+AUTHOR_ANN = Signature("ann", "a test")
+AUTHOR_BOB = Signature("bob", "another test")
+DEFAULT_ROUTE = {"name": "rest", "to": "vlm"}
 """The route that takes what no other one takes."""
 
 
-def document(pool: str = "vlm", *, lanes: tuple[str, ...] = ("vlm",), **queue: Any) -> Any:
+def single_pool_policy(
+    pool: str = "vlm", *, lanes: tuple[str, ...] = ("vlm",), **queue: Any
+) -> Any:
     """A policy that sends everything to one pool."""
     return {
         "version": 1,
@@ -34,34 +36,39 @@ def document(pool: str = "vlm", *, lanes: tuple[str, ...] = ("vlm",), **queue: A
     }
 
 
-def as_yaml(written: Any) -> str:
+def to_yaml(written: Any) -> str:
     return str(yaml.safe_dump(written, sort_keys=False))
 
 
 def proposal(pool: str = "vlm") -> Proposal:
-    return propose(document(pool))
+    return propose(single_pool_policy(pool))
 
 
-async def book_of(records: Records | None = None, pool: str = "vlm") -> PolicyStore:
+async def make_policy_store(records: Records | None = None, pool: str = "vlm") -> PolicyStore:
     """A book that begins with one pool, or goes on where the records end."""
-    source = Source(proposal(pool), Reason.START, BY_ANN)
+    source = Source(proposal(pool), Reason.START, AUTHOR_ANN)
     return await open_book(records or MemoryRecords(), (), source, lambda: 0.0)
 
 
 @contextlib.contextmanager
-def gateway_with(
-    folder: Path, *workers: FakeWorker, by_hand: tuple[ListedWorker, ...] = (), **policy: Any
+def gateway_with_policy(
+    folder: Path, *workers: ScriptedWorker, by_hand: tuple[ListedWorker, ...] = (), **policy: Any
 ) -> Iterator[RunningGateway]:
     """A gateway with this policy; these workers have joined, each labelled with its own name."""
-    written = {"version": 1, "routes": [DEFAULT], "pools": {"vlm": {"lanes": "vlm"}}, **policy}
+    written = {
+        "version": 1,
+        "routes": [DEFAULT_ROUTE],
+        "pools": {"vlm": {"lanes": "vlm"}},
+        **policy,
+    }
     file = folder / "policy.yaml"
-    file.write_text(as_yaml(written))
-    with RunningGateway(settings_for_tests(folder, policy=file, workers=by_hand)) as gateway:
+    file.write_text(to_yaml(written))
+    with RunningGateway(make_settings(folder, policy=file, workers=by_hand)) as gateway:
         for worker in workers:
-            worker.reported = worker.report(labels=[worker.worker_id])
-            assert gateway.join(worker, labels=[worker.worker_id]).status_code == 200
+            worker.status_report = worker.report(labels=[worker.worker_id])
+            assert gateway.send_heartbeat(worker, labels=[worker.worker_id]).status_code == 200
         if by_hand:
-            eventually(lambda: len(gateway.status()["workers"]) == len(by_hand))
+            wait_until(lambda: len(gateway.status()["workers"]) == len(by_hand))
         yield gateway
 
 
@@ -78,14 +85,14 @@ ROUTES = (
 """Of the policy, behind `/admin/v1/policy`."""
 
 
-class Admin:
+class PolicyAdmin:
     """An admin of a running gateway, who edits its policy over HTTP."""
 
     def __init__(self, url: str, key: str = "") -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         self.client = httpx.Client(base_url=url, headers=headers, timeout=30)
 
-    def __enter__(self) -> Admin:
+    def __enter__(self) -> PolicyAdmin:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -121,7 +128,7 @@ class Admin:
     def patch(self, written: Any, **headers: str) -> httpx.Response:
         return self.edit("PATCH", written, **headers)
 
-    def ask(self, path: str, written: Any, kind: str = "application/json") -> Any:
+    def post(self, path: str, written: Any, kind: str = "application/json") -> Any:
         content = written if isinstance(written, str) else json.dumps(written)
         headers = {"content-type": kind}
         return self.request("POST", path, content=content, headers=headers).json()

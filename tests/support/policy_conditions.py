@@ -10,7 +10,7 @@ DAY = 24 * 60
 """In minutes."""
 
 
-def policy_of(*whens: dict[str, Any]) -> PolicyDocument:
+def policy_with_conditions(*whens: dict[str, Any]) -> PolicyDocument:
     """A policy with a route for each condition, and one that takes the rest."""
     routes = [
         {"name": f"route-{index}", "when": when, "to": ["vlm"]} for index, when in enumerate(whens)

@@ -11,6 +11,6 @@ STUDIO, LAPTOP = ("studio", "1"), ("laptop", "1")
 """Two workers, each by the life that it is in."""
 
 
-def holders(prefixes: PrefixIndex, name: str = "p") -> set[tuple[str, str]]:
+def prefix_holders(prefixes: PrefixIndex, name: str = "p") -> set[tuple[str, str]]:
     """Tell who is thought to hold a system prompt."""
     return set(prefixes.mark(FleetView.of((), frozenset()), name).holders)

@@ -10,31 +10,33 @@ from gateway.errors import LimitReached, TokensOverLimit
 
 MINUTE_S = 60.0
 NOON = 1000.5 * DAY_S
-ALL = Limits(requests_a_minute=6, tokens_a_minute=600, concurrent_requests=3, tokens_a_day=2000)
+ALL_LIMITS = Limits(
+    requests_a_minute=6, tokens_a_minute=600, concurrent_requests=3, tokens_a_day=2000
+)
 """Of every kind one."""
 
 
 @dataclass
-class Asked:
+class AdmittedRequest:
     """One request that was let in, and what became of it."""
 
     at_s: float
-    taken: Reservation
-    kept_requests: int = 1
-    kept_tokens: int = 0
+    reservation: Reservation
+    charged_requests: int = 1
+    charged_tokens: int = 0
     ended: bool = False
 
     def __post_init__(self) -> None:
-        self.kept_tokens = self.taken.tokens
+        self.charged_tokens = self.reservation.tokens
 
 
 @dataclass
-class Day:
+class RateLimitModel:
     """What a key was let use of its limits, and what of that was kept."""
 
     allowance: RateLimiter
     now_s: float = 0.0
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[AdmittedRequest] = field(default_factory=list)
     over_tokens: int = 0
     """Used beyond reservations."""
 
@@ -43,29 +45,29 @@ class Day:
         """Tell the time by the wall clock, which began at noon."""
         return NOON + self.now_s
 
-    def ask(self, tokens: int) -> None:
+    def reserve(self, tokens: int) -> None:
         """Ask for so many tokens, which costs nothing where it is refused."""
-        before = self.left()
+        before = self.remaining()
         try:
             taken = self.allowance.reserve(tokens, self.now_s, self.unix_s)
         except (LimitReached, TokensOverLimit):
-            assert self.left() == before, "a refused request costs nothing"
+            assert self.remaining() == before, "a refused request costs nothing"
         else:
-            self.asked.append(Asked(self.now_s, taken))
+            self.asked.append(AdmittedRequest(self.now_s, taken))
 
-    def end(self, which: int, requests: int, tokens: int) -> None:
+    def settle(self, which: int, requests: int, tokens: int) -> None:
         """End one of the requests that run, with what it cost in the end."""
         running = [one for one in self.asked if not one.ended]
         if not running:
             return
         one = running[which % len(running)]
         one.ended = True
-        one.kept_requests = requests
-        one.kept_tokens = min(tokens, one.taken.tokens)
-        self.over_tokens += max(0, tokens - one.taken.tokens)
-        self.allowance.settle(one.taken, requests, tokens, self.now_s, self.unix_s)
+        one.charged_requests = requests
+        one.charged_tokens = min(tokens, one.reservation.tokens)
+        self.over_tokens += max(0, tokens - one.reservation.tokens)
+        self.allowance.settle(one.reservation, requests, tokens, self.now_s, self.unix_s)
 
-    def left(self) -> object:
+    def remaining(self) -> object:
         """Tell all that a key is told of its limits, and how many requests it has."""
         headers = self.allowance.headers(self.now_s, self.unix_s)
         return headers, self.allowance.running

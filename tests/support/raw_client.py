@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.support.fault_proxy import RESET_AT_ONCE
-from tests.support.running_gateway import RunningGateway, chat_body, eventually
+from tests.support.running_gateway import RunningGateway, chat_body, wait_until
 from tests.support.scripted_worker import DONE
 
 
@@ -27,7 +27,7 @@ class RawClient:
     def send(self, raw: bytes) -> None:
         self._socket.sendall(raw)
 
-    def ask(self, **fields: Any) -> None:
+    def send_chat(self, **fields: Any) -> None:
         """Send a whole chat request."""
         self.send(request_bytes(json.dumps(chat_body(**fields)).encode()))
 
@@ -49,10 +49,10 @@ class RawClient:
         """Say that nothing more will be sent, and go on reading."""
         self._socket.shutdown(socket.SHUT_WR)
 
-    def leave(self) -> None:
+    def close(self) -> None:
         self._socket.close()
 
-    def leave_with_reset(self) -> None:
+    def reset(self) -> None:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_ONCE)
         self._socket.close()
 
@@ -63,7 +63,7 @@ def raw_client(gateway: RunningGateway) -> Iterator[RawClient]:
     try:
         yield client
     finally:
-        client.leave()
+        client.close()
 
 
 def request_bytes(body: bytes, *, path: str = "/v1/chat/completions", close: bool = False) -> bytes:
@@ -73,7 +73,7 @@ def request_bytes(body: bytes, *, path: str = "/v1/chat/completions", close: boo
     return head.encode() + body
 
 
-def error_code(received: bytes) -> str:
+def stream_error_code(received: bytes) -> str:
     """The code of the error event that ends a stream; fails if the stream ends otherwise."""
     assert DONE not in received
     *_, last, rest = received.split(b"\n\n")
@@ -92,9 +92,9 @@ def in_flight(gateway: RunningGateway) -> int:
     return count
 
 
-def settles(gateway: RunningGateway, **outcomes: int) -> None:
+def wait_for_outcomes(gateway: RunningGateway, **outcomes: int) -> None:
     """Wait until nothing is held any more and every request is in the books, just so."""
-    eventually(lambda: in_flight(gateway) == 0)
+    wait_until(lambda: in_flight(gateway) == 0)
     assert gateway.status()["outcomes"] == outcomes
 
 
@@ -102,19 +102,19 @@ PATH = b"/v1/chat/completions"
 
 
 @contextlib.contextmanager
-def connected(gateway: RunningGateway) -> Iterator[socket.socket]:
+def open_socket(gateway: RunningGateway) -> Iterator[socket.socket]:
     port = int(gateway.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port), timeout=30) as raw:
         yield raw
 
 
-def request(**fields: Any) -> bytes:
+def chat_request(**fields: Any) -> bytes:
     body = json.dumps(chat_body(**fields)).encode()
     head = b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n"
     return head % (PATH, len(body)) + body
 
 
-def streamed(raw: socket.socket) -> bytes:
+def read_stream(raw: socket.socket) -> bytes:
     """All that comes, to the end of a stream or of the connection."""
     received = b""
     while not received.endswith(b"0\r\n\r\n") and (piece := raw.recv(1_000_000)):
@@ -122,7 +122,7 @@ def streamed(raw: socket.socket) -> bytes:
     return received
 
 
-def told(raw: socket.socket) -> tuple[int, str, bool]:
+def read_error(raw: socket.socket) -> tuple[int, str, bool]:
     """Status and error code of the answer, and whether the connection ends after it."""
     received = b""
     while piece := raw.recv(65536):

@@ -56,7 +56,7 @@ class RedisServer:
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
-    def thaw(self) -> None:
+    def resume(self) -> None:
         """Let it go on."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)

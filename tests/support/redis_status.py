@@ -5,17 +5,17 @@ from __future__ import annotations
 from tests.support.running_gateway import RunningGateway
 
 
-def store(gateway: RunningGateway) -> dict[str, object]:
+def redis_status(gateway: RunningGateway) -> dict[str, object]:
     """What its status says of Redis."""
     told: dict[str, object] = gateway.status()["store"]
     return told
 
 
-def degraded(gateway: RunningGateway) -> bool:
+def is_degraded(gateway: RunningGateway) -> bool:
     """Say whether it goes by what it knows itself."""
-    return store(gateway)["state"] == "degraded"
+    return redis_status(gateway)["state"] == "degraded"
 
 
-def well(gateway: RunningGateway) -> bool:
+def is_connected(gateway: RunningGateway) -> bool:
     """Say whether it has its Redis."""
-    return store(gateway)["state"] == "ok"
+    return redis_status(gateway)["state"] == "ok"

@@ -13,7 +13,7 @@ Pick = Callable[[mx.array, Sequence[int]], int]
 """Chooses a token by the scores [1, 1, vocabulary] and the answer so far."""
 
 
-def greedy_alone(checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int) -> list[int]:
+def reference_greedy(checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Decode one prompt greedily, token by token; each prompt is decoded once in a test run."""
     return list(_greedy_alone(checkpoint, tuple(prompt), max_tokens))
 
@@ -23,10 +23,10 @@ def _greedy_alone(checkpoint: Checkpoint, prompt: tuple[int, ...], max_tokens: i
     def likeliest(scores: mx.array, _: Sequence[int]) -> int:
         return int(mx.argmax(scores[0, -1]).item())
 
-    return decode_alone(checkpoint, prompt, max_tokens, likeliest)
+    return reference_decode(checkpoint, prompt, max_tokens, likeliest)
 
 
-def decode_alone(
+def reference_decode(
     checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int, pick: Pick
 ) -> list[int]:
     """Decode one prompt token by token, without any code of the lanes."""
@@ -42,7 +42,7 @@ def decode_alone(
     return answer
 
 
-def near_tie(
+def is_near_tie(
     checkpoint: Checkpoint, prompt: Sequence[int], answer: Sequence[int], other: Sequence[int]
 ) -> bool:
     """Say whether two answers part at a token where the two best scores differ by float noise.

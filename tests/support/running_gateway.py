@@ -18,13 +18,13 @@ from pydantic import SecretStr
 
 from gateway.config.settings import Settings
 from gateway.server import Ending, run, serve
-from tests.support.http_server import Link, Request, listening
-from tests.support.scripted_worker import TOKEN, FakeWorker
+from tests.support.http_server import Request, ServerConnection, serve_connections
+from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
 
 @contextlib.contextmanager
-def serving(
-    answer: Callable[[Link, Request], Awaitable[None]], *, sockets: list[socket.socket]
+def running_server(
+    answer: Callable[[ServerConnection, Request], Awaitable[None]], *, sockets: list[socket.socket]
 ) -> Iterator[None]:
     """Answer on these sockets, in a thread, for as long as the context lasts."""
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
@@ -33,7 +33,7 @@ def serving(
         ending = asyncio.Event()
         async with contextlib.AsyncExitStack() as listeners:
             for listener in sockets:
-                await listeners.enter_async_context(listening(listener, answer))
+                await listeners.enter_async_context(serve_connections(listener, answer))
             started.set_result((asyncio.get_running_loop(), ending))
             await ending.wait()
 
@@ -81,31 +81,31 @@ class RunningGateway:
     def __exit__(self, *_: object) -> None:
         self.client.close()
         self.admin.close()
-        self.ask_to_end()
-        self.ask_to_end()
-        self.wait_for_end()
+        self.request_shutdown()
+        self.request_shutdown()
+        self.wait_closed()
 
-    def ask_to_end(self) -> None:
+    def request_shutdown(self) -> None:
         """Ask for the end as a signal does: once for after the answers, twice for now."""
         with contextlib.suppress(RuntimeError):  # it has ended already
             self.loop.call_soon_threadsafe(self._ending.ask)
 
-    def wait_for_end(self) -> None:
+    def wait_closed(self) -> None:
         _await_end(self._thread, self.loop)
 
-    def join(self, worker: FakeWorker, **changes: Any) -> httpx.Response:
+    def send_heartbeat(self, worker: ScriptedWorker, **changes: Any) -> httpx.Response:
         """Send the heartbeat of a worker."""
         report = worker.report(**changes)
         return self.client.put(
             f"/admin/v1/workers/{report.worker_id}",
-            headers={"authorization": f"Bearer {TOKEN}"},
+            headers={"authorization": f"Bearer {JOIN_TOKEN}"},
             json=report.model_dump(mode="json"),
         )
 
-    def leave(self, worker: FakeWorker) -> httpx.Response:
+    def remove_worker(self, worker: ScriptedWorker) -> httpx.Response:
         """Say goodbye for a worker."""
         path = f"/admin/v1/workers/{worker.worker_id}"
-        return self.client.delete(path, headers={"authorization": f"Bearer {TOKEN}"})
+        return self.client.delete(path, headers={"authorization": f"Bearer {JOIN_TOKEN}"})
 
     def chat(self, **fields: Any) -> httpx.Response:
         """Ask for a whole chat answer."""
@@ -116,7 +116,7 @@ class RunningGateway:
         body = chat_body(stream=True, **fields)
         return self.client.stream("POST", "/v1/chat/completions", json=body)
 
-    def make_key(self, **terms: Any) -> dict[str, Any]:
+    def create_key(self, **terms: Any) -> dict[str, Any]:
         """Make a key as an admin does; `secret` is in the answer."""
         answer = self.admin.post("/admin/v1/keys", json={"name": "tests", **terms})
         if answer.status_code == 503:  # a Redis that took longer than a request may wait
@@ -126,7 +126,7 @@ class RunningGateway:
         made: dict[str, Any] = answer.json()
         return made
 
-    def bear(self, secret: str) -> None:
+    def use_key(self, secret: str) -> None:
         """Send this key with every request from now on."""
         self.client.headers["authorization"] = f"Bearer {secret}"
 
@@ -157,22 +157,22 @@ def chat_body(**fields: Any) -> dict[str, Any]:
     return {"model": "demo", "messages": [{"role": "user", "content": "Say a word."}], **fields}
 
 
-def bearing(key: Mapping[str, Any]) -> dict[str, str]:
+def bearer_headers(key: Mapping[str, Any]) -> dict[str, str]:
     """Show the secret of a key that was just made."""
     return {"authorization": f"Bearer {key['secret']}"}
 
 
-def error_of(answer: httpx.Response) -> tuple[int, str]:
+def status_and_code(answer: httpx.Response) -> tuple[int, str]:
     """Read status and code of an error."""
     return answer.status_code, answer.json()["error"]["code"]
 
 
-def settings_for_tests(state_dir: Path, **changes: Any) -> Settings:
+def make_settings(state_dir: Path, **changes: Any) -> Settings:
     """Settings of a gateway on a free port that a fake worker may join."""
-    return Settings(port=0, join_token=SecretStr(TOKEN), state_dir=state_dir, **changes)
+    return Settings(port=0, join_token=SecretStr(JOIN_TOKEN), state_dir=state_dir, **changes)
 
 
-def eventually(holds: Callable[[], bool], *, within_s: float = 10.0) -> None:
+def wait_until(holds: Callable[[], bool], *, within_s: float = 10.0) -> None:
     """Wait until something observed from outside holds; the only wait that has no event."""
     waited = threading.Event()
     until_s = time.monotonic() + within_s

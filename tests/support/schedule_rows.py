@@ -11,7 +11,7 @@ from workers.protocol import Speculation
 
 
 @dataclass(slots=True)
-class Found:
+class ScheduleStats:
     """What the schedules were made of, so that it can be seen what they covered."""
 
     schedules: int = 0
@@ -32,7 +32,7 @@ class Found:
     speculation: Speculation = field(default_factory=Speculation)
 
 
-class TroubledHead:
+class FailingHead:
     """An MTP head that raises in the call that somebody announced."""
 
     def __init__(self, head: Any) -> None:
@@ -56,7 +56,7 @@ class TroubledHead:
 
 
 @dataclass(slots=True, eq=False)
-class Asked:
+class ScheduledRow:
     """One row of a schedule, and what was seen of it so far."""
 
     row: Row
@@ -68,7 +68,7 @@ class Asked:
     seen: Speculation = field(default_factory=Speculation)
     inside: bool = False
 
-    def hear(self, event: Event | EngineError) -> None:
+    def on_event(self, event: Event | EngineError) -> None:
         """Take what the row's sink is told."""
         assert self.end is None, "nothing may follow the end"
         if isinstance(event, Delta):
@@ -76,7 +76,7 @@ class Asked:
         else:
             self.end = event
 
-    def explain(self) -> None:
+    def check_step(self) -> None:
         """Account for what the last step did to this row."""
         total = self.row.tally.total()
         new = len(self.row.answer) - self.seen_tokens

@@ -15,23 +15,23 @@ from gateway.types import Caller
 from policies.compiler import SOMEBODY, Asker
 from policies.document import PolicyDocument, Priority
 from policies.request.profile import RequestProfile
-from tests.support.fake_clock import Clock
+from tests.support.fake_clock import FakeClock
 from tests.support.request_profiles import SAMPLED
 from tests.support.scripted_worker import lane_report
 from workers.protocol import WorkerReport
 
 
-class Door:
+class SchedulerHarness:
     """A dispatch over one fleet, and a short way to ask it."""
 
     def __init__(self, policy: PolicyDocument) -> None:
         self.policy = policy
         """Of those who ask from now on."""
-        self.clock = Clock()
+        self.clock = FakeClock()
         self.fleet = WorkerRegistry(self.clock, dice=lambda: 0.0)
         self.dispatch = Scheduler(self.fleet, PrefixIndex(self.clock), self.clock, Random(0))
 
-    def ask(
+    def acquire(
         self,
         profile: RequestProfile = SAMPLED,
         client: str = "a",
@@ -50,17 +50,17 @@ class Door:
         """Name who asks."""
         return Caller(client, priority)
 
-    async def waiting(self, pool: str = "vlm") -> int:
+    async def queue_length(self, pool: str = "vlm") -> int:
         """Count who waits for a pool, once everybody who can has moved on."""
-        await settled()
+        await run_ready_tasks()
         return self.dispatch.waiting(pool)
 
-    def busy(self) -> int:
+    def slots_in_use(self) -> int:
         """Count the slots that are taken."""
         return sum(sum(member.in_flight.values()) for member in self.fleet.members())
 
 
-def report(worker_id: str = "mac", *, slots: int = 1, **changes: Any) -> WorkerReport:
+def worker_report(worker_id: str = "mac", *, slots: int = 1, **changes: Any) -> WorkerReport:
     """Tell of a worker with both lanes and so many slots in each."""
     values = {
         "worker_id": worker_id,
@@ -73,13 +73,13 @@ def report(worker_id: str = "mac", *, slots: int = 1, **changes: Any) -> WorkerR
     return WorkerReport.model_validate({**values, **changes})
 
 
-async def settled() -> None:
+async def run_ready_tasks() -> None:
     """Let every task that can run come to its next wait."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
-async def cancelled(tasks: list[asyncio.Task[Lease]]) -> None:
+async def cancel_all(tasks: list[asyncio.Task[Lease]]) -> None:
     """Let all who wait leave the line, and wait until they have."""
     for task in tasks:
         task.cancel()

@@ -43,7 +43,7 @@ CARD = ModelCard(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompts:
+class StubPrompts:
     """Renders nothing of interest."""
 
     tool_parser_name: str | None = "qwen3_coder"
@@ -71,7 +71,7 @@ class ScriptedEngine:
 
     script: Sequence[Event | Exception | asyncio.Event] = ()
     card: ModelCard = CARD
-    prompts: Prompts = field(default_factory=Prompts)
+    prompts: StubPrompts = field(default_factory=StubPrompts)
     alive: bool = True
     generations: list[Generation] = field(default_factory=list)
     started: asyncio.Event = field(default_factory=asyncio.Event)
@@ -115,7 +115,7 @@ class ScriptedEngine:
         self.alive = False
 
 
-def text_script(*texts: str, speculation: Speculation | None = None) -> list[Event]:
+def text_events(*texts: str, speculation: Speculation | None = None) -> list[Event]:
     """Script an answer that arrives in these pieces and stops."""
     finished = Finished(
         reason=FinishReason.STOP,
@@ -125,7 +125,7 @@ def text_script(*texts: str, speculation: Speculation | None = None) -> list[Eve
     return [*(Delta(text=text) for text in texts), finished]
 
 
-def worker_of(engine: ScriptedEngine, clock: Callable[[], float] = lambda: 1000.0) -> Worker:
+def make_worker(engine: ScriptedEngine, clock: Callable[[], float] = lambda: 1000.0) -> Worker:
     """Wrap a worker around a scripted engine."""
     return Worker(
         identity=Identity(worker_id="scripted-1", boot_id="b1", url="http://127.0.0.1:1"),
@@ -136,28 +136,28 @@ def worker_of(engine: ScriptedEngine, clock: Callable[[], float] = lambda: 1000.
 
 
 @asynccontextmanager
-async def serving(worker: Worker, token: str | None = None) -> AsyncIterator[str]:
+async def serve_worker(worker: Worker, token: str | None = None) -> AsyncIterator[str]:
     """Serve a worker at a real socket of this loop; yield its URL."""
     app = create_app(worker, SecretStr(token) if token else None)
-    async with listening(app) as url:
+    async with serve_app(app) as url:
         yield url
 
 
 @asynccontextmanager
-async def listening(app: Any, port: int = 0) -> AsyncIterator[str]:
+async def serve_app(app: Any, port: int = 0) -> AsyncIterator[str]:
     """Serve an ASGI application at a real socket of this loop; yield its URL."""
     listener = socket.socket()
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     server = _Server(config)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serve_worker = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await server.listening.wait()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
-        await serving
+        await serve_worker
 
 
 class _Server(uvicorn.Server):

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.support.http_server import Headers, Link, Request
+from tests.support.http_server import Headers, Request, ServerConnection
 from workers.protocol import LaneReport, Speculation, WorkerReport
 
-TOKEN = "join-token-of-the-tests"
+JOIN_TOKEN = "join-token-of-the-tests"
 FAULT_PATH = "/_fault"
 """POST a script here; no script stands in its way."""
 
@@ -37,7 +37,7 @@ class Script:
     body: bytes | None = None
     """Sent as it is in place of an answer."""
     headers: Headers = ()
-    words: tuple[str, ...] = ("one", " two", " three")
+    tokens: tuple[str, ...] = ("one", " two", " three")
     events: tuple[bytes, ...] | None = None
     """Stream exactly these pieces."""
     pause_s: float = 0.0
@@ -47,7 +47,7 @@ class Script:
     end_after: int | None = None
     """End the answer cleanly after so many stream events, as a dead HTTP/1.0 worker seems to."""
     hang_after: int | None = None
-    """Say nothing more after so many stream events, until the client leaves or `go_on` is set."""
+    """Say nothing more after so many stream events, until the client leaves or `resume` is set."""
     hang: bool = False
     """Say nothing at all."""
     drop: bool = False
@@ -58,12 +58,12 @@ class Script:
     """Speak HTTP/1.0 as mlx_lm does: a stream ends where the connection does, however it ends."""
     raw: bytes | None = None
     """Send exactly these bytes, the head included, and close."""
-    turns: tuple[Script, ...] = ()
+    rotation: tuple[Script, ...] = ()
     """Answer by each of these in turn, again and again: a flaky worker."""
 
 
 @dataclass
-class Heard:
+class ReceivedRequest:
     """One request as the worker got it."""
 
     path: str
@@ -74,7 +74,7 @@ class Heard:
 
 
 @dataclass
-class FakeWorker:
+class ScriptedWorker:
     """A worker with two lanes of four rows; run it with `serving`, or as a process of its own."""
 
     worker_id: str = "fake-a"
@@ -82,16 +82,16 @@ class FakeWorker:
     model: str = "demo"
     lanes: tuple[str, ...] = ("text-mtp", "vlm")
     script: Script = field(default_factory=Script)
-    plans: dict[str, Script] = field(default_factory=dict)
+    scripts_by_message: dict[str, Script] = field(default_factory=dict)
     """By the words of the request's last message; the others go by `script`."""
-    heard: list[Heard] = field(default_factory=list)
-    hearing: threading.Event = field(default_factory=threading.Event)
+    requests: list[ReceivedRequest] = field(default_factory=list)
+    request_received: threading.Event = field(default_factory=threading.Event)
     """Set with every request."""
-    answering: int = 0
+    in_flight: int = 0
     """Requests being answered now: the rows that are taken."""
-    client_left: threading.Event = field(default_factory=threading.Event)
-    go_on: threading.Event = field(default_factory=threading.Event)
-    reported: WorkerReport | None = None
+    client_disconnected: threading.Event = field(default_factory=threading.Event)
+    resume: threading.Event = field(default_factory=threading.Event)
+    status_report: WorkerReport | None = None
     """Given out by /v1/status; None answers with `report()`."""
     port: int = 0
     """0 takes any free one."""
@@ -112,40 +112,46 @@ class FakeWorker:
         )
         return WorkerReport.model_validate({**report.model_dump(), **changes})
 
-    async def __call__(self, link: Link, request: Request) -> None:
+    async def __call__(self, link: ServerConnection, request: Request) -> None:
         """Answer one request."""
         if request.path == FAULT_PATH:
-            self.script = script_of(request.json())
-            await _whole(link, 200, b"{}")
+            self.script = parse_script(request.json())
+            await _send_response(link, 200, b"{}")
         elif request.method == "GET":
-            report = self.reported or self.report()
-            told = {"report": report.model_dump(mode="json"), "answering": self.answering}
-            await _whole(link, 200, json.dumps(told).encode())
+            report = self.status_report or self.report()
+            told = {"report": report.model_dump(mode="json"), "answering": self.in_flight}
+            await _send_response(link, 200, json.dumps(told).encode())
         else:
             await self._generate(link, request)
 
-    async def _generate(self, link: Link, request: Request) -> None:
-        heard = Heard(request.path, request.headers, request.json())
+    async def _generate(self, link: ServerConnection, request: Request) -> None:
+        heard = ReceivedRequest(request.path, request.headers, request.json())
         script = self._script(heard)
-        if script.drop_reused and link.used > 1:
+        if script.drop_reused and link.request_count > 1:
             return link.abort()  # as if the request had crossed the closing of an idle connection
-        self.heard.append(heard)
-        self.hearing.set()
-        self.answering += 1
+        self.requests.append(heard)
+        self.request_received.set()
+        self.in_flight += 1
         try:
             await self._answer(link, heard, script)
         finally:
-            self.answering -= 1
-            if link.left.is_set():
-                self.client_left.set()
+            self.in_flight -= 1
+            if link.client_closed.is_set():
+                self.client_disconnected.set()
 
-    def _script(self, heard: Heard) -> Script:
+    def _script(self, heard: ReceivedRequest) -> Script:
         messages = heard.body.get("messages") or [{}]
         words = messages[-1].get("content")
-        script = self.plans.get(words, self.script) if isinstance(words, str) else self.script
-        return script.turns[next(self._turn) % len(script.turns)] if script.turns else script
+        script = (
+            self.scripts_by_message.get(words, self.script)
+            if isinstance(words, str)
+            else self.script
+        )
+        return (
+            script.rotation[next(self._turn) % len(script.rotation)] if script.rotation else script
+        )
 
-    async def _answer(self, link: Link, heard: Heard, script: Script) -> None:
+    async def _answer(self, link: ServerConnection, heard: ReceivedRequest, script: Script) -> None:
         if script.hang:
             await self._hang(link)
         if script.drop:
@@ -156,16 +162,16 @@ class FakeWorker:
             return link.close()
         if script.body is not None or script.status != 200:
             body = b"{}" if script.body is None else script.body
-            return await _whole(link, script.status, body, script)
+            return await _send_response(link, script.status, body, script)
         if heard.body.get("stream"):
             return await self._stream(link, script)
-        whole = json.dumps(whole_answer("".join(script.words))).encode()
-        return await _whole(link, 200, whole, script)
+        whole = json.dumps(chat_completion("".join(script.tokens))).encode()
+        return await _send_response(link, 200, whole, script)
 
-    async def _stream(self, link: Link, script: Script) -> None:
+    async def _stream(self, link: ServerConnection, script: Script) -> None:
         named = ((b"content-type", b"text/event-stream"), *script.headers)
-        await link.begin(200, named, length=None, http_1_0=script.http_1_0)
-        pieces = script.events if script.events is not None else stream_events(script.words)
+        await link.send_head(200, named, length=None, http_1_0=script.http_1_0)
+        pieces = script.events if script.events is not None else stream_events(script.tokens)
         for sent, piece in enumerate([*pieces, None]):
             if script.pause_s:
                 await asyncio.sleep(script.pause_s)
@@ -175,16 +181,16 @@ class FakeWorker:
                 return link.close()
             if script.end_after == sent or piece is None:
                 break
-            await link.part(piece)
-        return await link.end()
+            await link.send_body(piece)
+        return await link.end_body()
 
-    async def _hang(self, link: Link) -> None:
-        while not (link.left.is_set() or self.go_on.is_set()):
+    async def _hang(self, link: ServerConnection) -> None:
+        while not (link.client_closed.is_set() or self.resume.is_set()):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(link.left.wait(), 0.005)
+                await asyncio.wait_for(link.client_closed.wait(), 0.005)
 
 
-def script_of(told: Mapping[str, Any]) -> Script:
+def parse_script(told: Mapping[str, Any]) -> Script:
     """Read a script as `POST /_fault` takes it: the fields of `Script`, bytes as text."""
     values = dict(told)
     for name in ("body", "raw"):
@@ -193,7 +199,7 @@ def script_of(told: Mapping[str, Any]) -> Script:
     if values.get("events") is not None:
         values["events"] = tuple(piece.encode() for piece in values["events"])
     values["headers"] = tuple((k.encode(), v.encode()) for k, v in values.get("headers", ()))
-    values["turns"] = tuple(script_of(turn) for turn in values.get("turns", ()))
+    values["turns"] = tuple(parse_script(turn) for turn in values.get("turns", ()))
     return Script(**values)
 
 
@@ -220,7 +226,7 @@ def speculation(*, steps: int, one: int, two: int) -> Speculation:
     )
 
 
-def whole_answer(text: str) -> dict[str, Any]:
+def chat_completion(text: str) -> dict[str, Any]:
     return {
         "id": "chatcmpl-1",
         "object": "chat.completion",
@@ -269,7 +275,9 @@ def stream_events(words: Iterable[str]) -> tuple[bytes, ...]:
     )
 
 
-async def _whole(link: Link, status: int, body: bytes, script: Script | None = None) -> None:
+async def _send_response(
+    link: ServerConnection, status: int, body: bytes, script: Script | None = None
+) -> None:
     named = ((b"content-type", b"application/json"), *(script.headers if script else ()))
-    await link.begin(status, named, length=len(body))
-    await link.part(body)
+    await link.send_head(status, named, length=len(body))
+    await link.send_body(body)

@@ -15,15 +15,15 @@ from typing import Any
 import httpx
 from pydantic import SecretStr
 
-from tests.support.running_gateway import RunningGateway, serving
-from tests.support.scripted_worker import FAULT_PATH, TOKEN, USAGE, FakeWorker, lane_report
+from tests.support.running_gateway import RunningGateway, running_server
+from tests.support.scripted_worker import FAULT_PATH, JOIN_TOKEN, USAGE, ScriptedWorker, lane_report
 from workers.heartbeat import Membership, keep_joined
 from workers.protocol import WorkerReport
 
 _ROOT = Path(__file__).parents[2]
 
 
-class WorkerProcess:
+class ScriptedWorkerProcess:
     """A running worker process."""
 
     def __init__(self, worker_id: str, process: subprocess.Popen[str]) -> None:
@@ -37,9 +37,9 @@ class WorkerProcess:
         httpx.post(f"{self.url}{FAULT_PATH}", json=script).raise_for_status()
 
     def join(self, gateway: RunningGateway) -> None:
-        report = FakeWorker(worker_id=self.worker_id)
+        report = ScriptedWorker(worker_id=self.worker_id)
         report.socket.close()
-        assert gateway.join(report, url=self.url).status_code == 200
+        assert gateway.send_heartbeat(report, url=self.url).status_code == 200
 
     def answering(self) -> int:
         """Count the rows that are taken, as the worker sees it."""
@@ -52,15 +52,15 @@ class WorkerProcess:
         self._process.wait()
 
 
-class CountingWorker(FakeWorker):
+class CountingWorker(ScriptedWorker):
     """A fake worker that reports what it has answered in this life of it."""
 
     def report(self, **changes: Any) -> WorkerReport:
-        answers = sum(heard.generated for heard in self.heard)
+        answers = sum(heard.generated for heard in self.requests)
         lane = lane_report(
             "vlm",
             slots=64,
-            running=self.answering,
+            running=self.in_flight,
             requests=answers,
             prompt_tokens=answers * USAGE["prompt_tokens"],
             completion_tokens=answers * USAGE["completion_tokens"],
@@ -69,9 +69,9 @@ class CountingWorker(FakeWorker):
 
 
 @contextmanager
-def worker_process(
+def scripted_worker_process(
     worker_id: str = "killable", joins: str = "", port: int = 0
-) -> Iterator[WorkerProcess]:
+) -> Iterator[ScriptedWorkerProcess]:
     """Run a fake worker until the context ends, or the test kills it.
 
     With `joins`, the URL of a gateway, it beats there as a real one does.
@@ -91,7 +91,7 @@ def worker_process(
         cwd=_ROOT,
         env={**os.environ, "PYTHONPATH": str(_ROOT)},
     ) as process:
-        running = WorkerProcess(worker_id, process)
+        running = ScriptedWorkerProcess(worker_id, process)
         try:
             yield running
         finally:
@@ -101,10 +101,10 @@ def worker_process(
 def main() -> None:
     """Serve until standard input closes, or the process is killed."""
     worker_id, gateway_url, port = sys.argv[1:]
-    worker = FakeWorker()
+    worker = ScriptedWorker()
     if gateway_url:
         worker = CountingWorker(worker_id, boot_id=secrets.token_hex(4), port=int(port))
-    with serving(worker, sockets=[worker.socket]):
+    with running_server(worker, sockets=[worker.socket]):
         sys.stdout.write(worker.url + "\n")
         sys.stdout.flush()
         if gateway_url:
@@ -112,13 +112,13 @@ def main() -> None:
         sys.stdin.read()
 
 
-async def _beat(worker: FakeWorker, gateway_url: str) -> None:
+async def _beat(worker: ScriptedWorker, gateway_url: str) -> None:
     """Beat as real workers do, until standard input closes."""
     beats = asyncio.create_task(
         keep_joined(
             Membership(
                 gateway_url=gateway_url,
-                token=SecretStr(TOKEN),
+                token=SecretStr(JOIN_TOKEN),
                 worker_id=worker.worker_id,
                 report=worker.report,
                 changed=asyncio.Event(),

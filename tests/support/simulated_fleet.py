@@ -33,7 +33,7 @@ PROFILES = {
 }
 
 
-class Worker:
+class SimulatedWorker:
     """A worker that counts as the engine does; a boot's counts begin at nothing."""
 
     def __init__(self, worker_id: str) -> None:
@@ -82,21 +82,21 @@ class Worker:
         )
 
 
-class Gateway:
+class SimulatedGateway:
     """The books of one life of a gateway."""
 
     def __init__(self, store: Store, wall: Any) -> None:
         self.store = store
         self.accounting = Accounting(store, Ledger("life"), None, wall)
 
-    async def turn(self) -> None:
+    async def sync(self) -> None:
         """Tell the others, and hear of them."""
 
     async def close(self) -> None:
         """End it well."""
 
 
-class SharedGateway(Gateway):
+class SimulatedRedisGateway(SimulatedGateway):
     """The same, in a Redis that others share."""
 
     def __init__(self, server: RedisServer, wall: Any) -> None:
@@ -116,13 +116,13 @@ class SharedGateway(Gateway):
 class Simulation:
     """A fleet, its mail, and what every answer said."""
 
-    def __init__(self, gateways: list[Gateway], seed: int) -> None:
+    def __init__(self, gateways: list[SimulatedGateway], seed: int) -> None:
         self.dice = random.Random(seed)
         self.unix_s = 1.0e9
         self.gateways = gateways
-        self.workers = [Worker(worker_id) for worker_id in MODELS]
-        self.mail: list[WorkerReport] = []
-        self.said: Counter[tuple[str, ...]] = Counter()
+        self.workers = [SimulatedWorker(worker_id) for worker_id in MODELS]
+        self.pending_reports: list[WorkerReport] = []
+        self.expected_counts: Counter[tuple[str, ...]] = Counter()
 
     def answer(self) -> None:
         """Let a worker answer through a gateway; note what the answer says of itself."""
@@ -145,49 +145,49 @@ class Simulation:
             )
         )
         for place in (("fleet",), ("worker", worker.worker_id), ("model", worker.model)):
-            self.said[*place, "drafts"] += drafts.steps
-            self.said[*place, "attempted"] += drafts.drafted
-            self.said[*place, "accepted"] += drafts.accepted
-            self.said[*place, "bypass"] += 1
-            self.said[*place, "requests"] += 1
-            self.said[*place, "prompt"] += usage.prompt_tokens
-            self.said[*place, "completion"] += usage.completion_tokens
-            self.said[*place, "cached"] += usage.cached_tokens
+            self.expected_counts[*place, "drafts"] += drafts.steps
+            self.expected_counts[*place, "attempted"] += drafts.drafted
+            self.expected_counts[*place, "accepted"] += drafts.accepted
+            self.expected_counts[*place, "bypass"] += 1
+            self.expected_counts[*place, "requests"] += 1
+            self.expected_counts[*place, "prompt"] += usage.prompt_tokens
+            self.expected_counts[*place, "completion"] += usage.completion_tokens
+            self.expected_counts[*place, "cached"] += usage.cached_tokens
             for position in range(K):
                 above = sum(drafts.histogram[position + 1 :])
-                self.said[*place, f"position {position}"] += above
+                self.expected_counts[*place, f"position {position}"] += above
 
-    def beat(self) -> None:
+    def queue_report(self) -> None:
         """Send a report; the mail may be slow."""
-        self.mail.append(self.dice.choice(self.workers).report())
+        self.pending_reports.append(self.dice.choice(self.workers).report())
 
     async def deliver(self) -> None:
         """Deliver a report from anywhere in the mail, perhaps once more later."""
-        if self.mail:
-            report = self.mail[self.dice.randrange(len(self.mail))]
+        if self.pending_reports:
+            report = self.pending_reports[self.dice.randrange(len(self.pending_reports))]
             if self.dice.random() < 0.6:
-                self.mail.remove(report)
+                self.pending_reports.remove(report)
             await self.dice.choice(self.gateways).store.keep_report(report)
 
     def restart_worker(self) -> None:
         """End a boot; its last words are in the mail."""
         worker = self.dice.choice(self.workers)
-        self.mail.append(worker.report())
+        self.pending_reports.append(worker.report())
         worker.restart()
 
-    def jump(self) -> None:
+    def set_clock(self) -> None:
         """Set the clock of the day to anything."""
         self.unix_s = self.dice.choice([0.0, 1e9, 4e9, self.unix_s - 3600])
 
     async def settle(self) -> None:
         """Deliver everything, each report twice and in any order, and let all gateways turn."""
-        letters = 2 * [*self.mail, *(worker.report() for worker in self.workers)]
+        letters = 2 * [*self.pending_reports, *(worker.report() for worker in self.workers)]
         self.dice.shuffle(letters)
         for letter in letters:
             await self.dice.choice(self.gateways).store.keep_report(letter)
         for _ in range(3):
             for gateway in self.gateways:
-                await gateway.turn()
+                await gateway.sync()
 
     async def check(self) -> None:
         """Compare what answers said with what every gateway tells."""
@@ -197,13 +197,16 @@ class Simulation:
                 await gateway.store.counts(),
             )
             text = exposition(WorkerFigures(reports)).decode()
-            assert self._told(reports) == self._expected(), "status"
-            assert self._scraped(text) == self._expected(prometheus=True)
+            assert self._status_counts(reports) == self._expected(), "status"
+            assert self._prometheus_counts(text) == self._expected(prometheus=True)
             for model in ("demo", "other"):
                 for kind in ("prompt", "completion", "cached"):
-                    said = self.said["model", model, kind]
+                    said = self.expected_counts["model", model, kind]
                     assert counts.get(("tokens", model, kind), 0) == said, "counts"
-            assert counts.get(("outcomes", "completed"), 0) == self.said["fleet", "requests"]
+            assert (
+                counts.get(("outcomes", "completed"), 0)
+                == self.expected_counts["fleet", "requests"]
+            )
 
     def _expected(self, *, prometheus: bool = False) -> Counter[tuple[str, ...]]:
         names = {"drafts", "attempted", "accepted", *(f"position {i}" for i in range(K))}
@@ -212,12 +215,12 @@ class Simulation:
         return +Counter(
             {
                 key: count
-                for key, count in self.said.items()
+                for key, count in self.expected_counts.items()
                 if key[-1] in names and key[0] in places
             }
         )
 
-    def _told(self, reports: tuple[WorkerReport, ...]) -> Counter[tuple[str, ...]]:
+    def _status_counts(self, reports: tuple[WorkerReport, ...]) -> Counter[tuple[str, ...]]:
         found: Counter[tuple[str, ...]] = Counter()
         groups: dict[tuple[str, ...], list[LaneReport]] = {}
         for report in reports:
@@ -240,7 +243,7 @@ class Simulation:
             found[*place, "cached"] = sum(lane.prefix.cached_tokens for lane in lanes)
         return +found
 
-    def _scraped(self, text: str) -> Counter[tuple[str, ...]]:
+    def _prometheus_counts(self, text: str) -> Counter[tuple[str, ...]]:
         names = {
             "vllm:spec_decode_num_drafts_total": "drafts",
             "vllm:spec_decode_num_draft_tokens_total": "attempted",

@@ -16,6 +16,6 @@ ENTRY: dict[str, Any] = {
 }
 
 
-def listed(**changes: Any) -> ListedWorker:
+def static_worker(**changes: Any) -> ListedWorker:
     """The worker of the entry, but for what a test changes."""
     return ListedWorker.model_validate({**ENTRY, **changes})

@@ -11,7 +11,7 @@ from gateway.http.upstream import UpstreamConnection, UpstreamResponse
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 REQUEST = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n"
 BODY = b"body"
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 CHUNKED = (
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n4;x=y\r\n two\r\n"
     b"0\r\ntrailer: x\r\n\r\n"
@@ -20,7 +20,7 @@ CHUNKED = (
 
 
 @contextlib.asynccontextmanager
-async def linked(
+async def upstream_connection(
     serve: Serve,
 ) -> AsyncIterator[tuple[UpstreamConnection, list[UpstreamConnection]]]:
     """A link to a server, and the list of those that were given back for the next request."""
@@ -44,10 +44,10 @@ async def linked(
             yield link, kept
         finally:
             link.abort()
-            await asyncio.wait_for(served.wait(), PATIENCE_S)
+            await asyncio.wait_for(served.wait(), TIMEOUT_S)
 
 
-def answering(*pieces: bytes) -> Serve:
+def serve_pieces(*pieces: bytes) -> Serve:
     """Answer each request with these pieces, each a packet of its own, and keep the connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -60,7 +60,7 @@ def answering(*pieces: bytes) -> Serve:
     return serve
 
 
-def answering_and_leaving(*pieces: bytes) -> Serve:
+def serve_once(*pieces: bytes) -> Serve:
     """Answer one request with these pieces, and close the connection behind them."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -71,6 +71,6 @@ def answering_and_leaving(*pieces: bytes) -> Serve:
     return serve
 
 
-async def ask(link: UpstreamConnection) -> UpstreamResponse:
+async def send_request(link: UpstreamConnection) -> UpstreamResponse:
     """Send a request, and wait for the head of its answer."""
-    return await link.ask(REQUEST, BODY, PATIENCE_S)
+    return await link.ask(REQUEST, BODY, TIMEOUT_S)

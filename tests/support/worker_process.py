@@ -14,11 +14,11 @@ from workers.demo import CHECKPOINT
 from workers.protocol import READY_PREFIX
 
 STOP_TIMEOUT_S = 60
-NO_END = {"0": -100, "2": -100}
+SUPPRESS_END_TOKENS = {"0": -100, "2": -100}
 """A logit_bias: without these tokens the demo checkpoint never ends a turn by itself."""
 
 
-def token_of_byte(byte: int) -> int:
+def byte_token(byte: int) -> int:
     """Find the token of the demo checkpoint that stands for one byte, of 0xA1 and above."""
     vocabulary = json.loads((CHECKPOINT / "tokenizer.json").read_text())["model"]["vocab"]
     return int(vocabulary[chr(byte)])
@@ -44,7 +44,7 @@ def running_worker(
     with worker_process(
         "--model", str(CHECKPOINT), "--port", "0", *flags, environment=environment
     ) as process:
-        yield until_ready(process)
+        yield wait_until_ready(process)
 
 
 @contextmanager
@@ -61,7 +61,7 @@ def worker_process(
         stdout=subprocess.PIPE,
         stderr=stderr,
         text=True,
-        env={**inherited(), **(environment or {})},
+        env={**environment_without_paceline(), **(environment or {})},
     ) as process:
         try:
             yield process
@@ -71,7 +71,7 @@ def worker_process(
             process.kill()  # before the block waits for it, for as long as that takes
 
 
-def until_ready(process: subprocess.Popen[str]) -> RunningWorker:
+def wait_until_ready(process: subprocess.Popen[str]) -> RunningWorker:
     """Read what a worker says until it takes requests; fail when it ends before."""
     assert process.stdout is not None
     start_lines: list[str] = []
@@ -90,7 +90,7 @@ def until_ready(process: subprocess.Popen[str]) -> RunningWorker:
     raise AssertionError(f"the worker ended with code {process.wait()} before it was ready")
 
 
-def completed_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run `python -m workers` to its own end; its output is captured."""
     return subprocess.run(
         [sys.executable, "-m", "workers", *arguments],
@@ -98,11 +98,11 @@ def completed_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         timeout=STOP_TIMEOUT_S,
-        env=inherited(),
+        env=environment_without_paceline(),
         check=False,
     )
 
 
-def inherited() -> dict[str, str]:
+def environment_without_paceline() -> dict[str, str]:
     """Return this environment without the settings of a Paceline that its owner may run."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}

@@ -14,9 +14,9 @@ from pydantic import SecretStr
 from gateway.app import create_app
 from gateway.config.settings import Settings
 from gateway.proxy.handler import ENDPOINTS
-from tests.support.gateway_routes import ADMIN_PAGE, PUBLIC, PUBLISHED, paths_of
-from tests.support.running_gateway import RunningGateway, chat_body, settings_for_tests
-from tests.support.scripted_worker import TOKEN, FakeWorker
+from tests.support.gateway_routes import ADMIN_PAGE, OPENAPI_ROUTE, PUBLIC, route_paths
+from tests.support.running_gateway import RunningGateway, chat_body, make_settings
+from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
 ROOT = Path(__file__).parents[3]
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -57,21 +57,21 @@ JOINING = (
 
 
 def every_route(state_dir: Path) -> set[tuple[str, str]]:
-    app = asyncio.run(create_app(settings_for_tests(state_dir)))
-    return paths_of(app) | {("POST", path) for path in ENDPOINTS}
+    app = asyncio.run(create_app(make_settings(state_dir)))
+    return route_paths(app) | {("POST", path) for path in ENDPOINTS}
 
 
 @pytest.fixture
-def locked(tmp_path: Path, worker: FakeWorker) -> Iterator[RunningGateway]:
+def gateway_with_keys(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
     """A gateway with every kind of key."""
     with RunningGateway(settings_with_keys(tmp_path)) as gateway:
-        gateway.join(worker)
+        gateway.send_heartbeat(worker)
         yield gateway
 
 
 def settings_with_keys(state_dir: Path, **changes: Any) -> Settings:
     keys = {"api_key": SecretStr("static-key"), "admin_key": SecretStr("admin-key")}
-    return settings_for_tests(state_dir, **keys, **changes)
+    return make_settings(state_dir, **keys, **changes)
 
 
 def asked(gateway: RunningGateway, method: str, path: str, secret: str | None) -> httpx.Response:
@@ -83,7 +83,7 @@ def asked(gateway: RunningGateway, method: str, path: str, secret: str | None) -
 
 @pytest.mark.parametrize("admin_port", [None, 0], ids=["one port", "a port for admins"])
 def test_every_route_is_public_by_list_or_wants_a_key(
-    tmp_path: Path, worker: FakeWorker, admin_port: int | None
+    tmp_path: Path, worker: ScriptedWorker, admin_port: int | None
 ) -> None:
     """S11, S17, S52 (CVE-2026-12795, CVE-2025-62727, vllm-mlx #68): no route was forgotten, with
     whatever method and on whichever port, and none hands out files."""
@@ -93,10 +93,10 @@ def test_every_route_is_public_by_list_or_wants_a_key(
     assert len(every) > 12
     assert every > PUBLIC
     with RunningGateway(settings) as gateway:
-        gateway.join(worker)
-        doors = {gateway.url: paths_of(app) | {("POST", path) for path in ENDPOINTS}}
+        gateway.send_heartbeat(worker)
+        doors = {gateway.url: route_paths(app) | {("POST", path) for path in ENDPOINTS}}
         if app.admin_door is not None:
-            doors[gateway.admin_url] = paths_of(app.admin_door)
+            doors[gateway.admin_url] = route_paths(app.admin_door)
         assert set().union(*doors.values()) == every
         for url, here in doors.items():
             with httpx.Client(base_url=url, timeout=30) as client:
@@ -128,10 +128,12 @@ def expected(method: str, path: str, here: set[tuple[str, str]]) -> int:
         *("/v1/chat/completions/", "/docs", "/tokenize", "/invocations", "/pause"),
     ],
 )
-def test_no_other_spelling_of_a_path_opens_anything(locked: RunningGateway, path: str) -> None:
+def test_no_other_spelling_of_a_path_opens_anything(
+    gateway_with_keys: RunningGateway, path: str
+) -> None:
     """S01, S02, S03, S51 (CVE-2026-48710, CVE-2026-49468, CVE-2026-48746): the raw path decides,
     and there are no side doors."""
-    url = httpx.URL(locked.url).copy_with(raw_path=path.encode())
+    url = httpx.URL(gateway_with_keys.url).copy_with(raw_path=path.encode())
     for method in ("GET", "POST"):
         assert httpx.request(method, url).status_code in {401, 404, 405}
 
@@ -156,34 +158,34 @@ def test_the_lists_below_name_every_route(tmp_path: Path) -> None:
 def test_where_admins_have_a_port_what_only_they_may_do_is_there_and_nowhere_else(
     tmp_path: Path,
 ) -> None:
-    apart = asyncio.run(create_app(settings_for_tests(tmp_path, admin_port=0)))
+    apart = asyncio.run(create_app(make_settings(tmp_path, admin_port=0)))
     assert apart.admin_door is not None
-    here, there = paths_of(apart), paths_of(apart.admin_door)
-    assert here & there == {PUBLISHED}, "each tells of itself"
+    here, there = route_paths(apart), route_paths(apart.admin_door)
+    assert here & there == {OPENAPI_ROUTE}, "each tells of itself"
     assert here | there | {("POST", path) for path in ENDPOINTS} == every_route(tmp_path)
     assert len(there) == len(ADMIN_PLANE) + len(ADMIN_PAGE) + 1
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [*DATA_PLANE, *ADMIN_PLANE, *JOINING])
 def test_each_kind_of_key_opens_its_own_routes_and_no_other(
-    locked: RunningGateway, method: str, path: str, status: int
+    gateway_with_keys: RunningGateway, method: str, path: str, status: int
 ) -> None:
     """S08, S10 (CVE-2026-42271, CVE-2026-47101): roles by routes, and denied by default."""
-    made = locked.make_key(name="made")
-    gone = locked.make_key(name="gone")
-    locked.admin.delete(f"/admin/v1/keys/{gone['id']}")
+    made = gateway_with_keys.create_key(name="made")
+    gone = gateway_with_keys.create_key(name="gone")
+    gateway_with_keys.admin.delete(f"/admin/v1/keys/{gone['id']}")
     secrets = {
         "static": "static-key",
         "made": made["secret"],
         "revoked": gone["secret"],
         "id": made["id"],
         "admin": "admin-key",
-        "join": TOKEN,
+        "join": JOIN_TOKEN,
     }
     opened = {
         kind
         for kind, secret in secrets.items()
-        if asked(locked, method, path, secret).status_code != 401
+        if asked(gateway_with_keys, method, path, secret).status_code != 401
     }
     right = (
         {"static", "made"}
@@ -193,27 +195,29 @@ def test_each_kind_of_key_opens_its_own_routes_and_no_other(
         else {"join"}
     )
     assert opened == right
-    assert asked(locked, method, path, secrets[next(iter(right))]).status_code == status
+    assert asked(gateway_with_keys, method, path, secrets[next(iter(right))]).status_code == status
 
 
 @pytest.mark.parametrize(("method", "path", "status"), ADMIN_PLANE)
 def test_without_an_admin_key_this_machine_needs_none_but_another_kind_opens_nothing(
-    line: RunningGateway, method: str, path: str, status: int
+    gateway_with_worker: RunningGateway, method: str, path: str, status: int
 ) -> None:
-    made = line.make_key()
-    assert asked(line, method, path, None).status_code == status
-    assert asked(line, method, path, made["secret"]).status_code == 401
-    assert asked(line, method, path, TOKEN).status_code == 401
+    made = gateway_with_worker.create_key()
+    assert asked(gateway_with_worker, method, path, None).status_code == status
+    assert asked(gateway_with_worker, method, path, made["secret"]).status_code == 401
+    assert asked(gateway_with_worker, method, path, JOIN_TOKEN).status_code == 401
 
 
-def test_where_nobody_needs_a_key_the_planes_are_apart_all_the_same(line: RunningGateway) -> None:
-    assert asked(line, "GET", "/v1/models", None).status_code == 200
+def test_where_nobody_needs_a_key_the_planes_are_apart_all_the_same(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    assert asked(gateway_with_worker, "GET", "/v1/models", None).status_code == 200
     beat: dict[str, Any] = {}
-    assert line.client.put(WORKER, json=beat).status_code == 401
-    assert asked(line, "GET", f"{WORKER}/joined", None).status_code == 401
+    assert gateway_with_worker.client.put(WORKER, json=beat).status_code == 401
+    assert asked(gateway_with_worker, "GET", f"{WORKER}/joined", None).status_code == 401
 
 
-def test_no_answer_invites_a_page_of_another_site(locked: RunningGateway) -> None:
+def test_no_answer_invites_a_page_of_another_site(gateway_with_keys: RunningGateway) -> None:
     """S22: no CORS, on the admin plane neither."""
     headers = {
         "origin": "https://evil.example",
@@ -221,19 +225,25 @@ def test_no_answer_invites_a_page_of_another_site(locked: RunningGateway) -> Non
         "access-control-request-headers": "authorization",
     }
     for path in ("/v1/chat/completions", "/admin/v1/keys"):
-        answer = httpx.options(f"{locked.url}{path}", headers=headers)
+        answer = httpx.options(f"{gateway_with_keys.url}{path}", headers=headers)
         assert not [name for name in answer.headers if name.startswith("access-control")]
         assert answer.status_code in {401, 405}
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1"])
-def test_a_form_on_another_page_makes_no_key(line: RunningGateway, origin: str) -> None:
+def test_a_form_on_another_page_makes_no_key(
+    gateway_with_worker: RunningGateway, origin: str
+) -> None:
     """S22: a browser sends such a form from this machine, and asks nobody before."""
     headers = {"origin": origin, "content-type": "text/plain"}
-    sent = line.admin.post("/admin/v1/keys", content=b'{"name": "drive-by"}', headers=headers)
+    sent = gateway_with_worker.admin.post(
+        "/admin/v1/keys", content=b'{"name": "drive-by"}', headers=headers
+    )
     assert (sent.status_code, sent.json()["error"]["code"]) == (403, "not_allowed")
-    assert line.admin.get("/admin/v1/keys").json() == {"keys": []}
-    own = line.admin.post("/admin/v1/keys", json={"name": "own"}, headers={"origin": line.url})
+    assert gateway_with_worker.admin.get("/admin/v1/keys").json() == {"keys": []}
+    own = gateway_with_worker.admin.post(
+        "/admin/v1/keys", json={"name": "own"}, headers={"origin": gateway_with_worker.url}
+    )
     assert own.status_code == 201, "a page that the gateway itself serves"
 
 
@@ -243,6 +253,6 @@ def test_no_decision_is_made_on_a_path_that_a_host_header_can_shift() -> None:
         assert ".url.path" not in file.read_text(), file
 
 
-def test_a_worker_that_nobody_knows_has_not_joined(locked: RunningGateway) -> None:
-    answer = asked(locked, "GET", "/admin/v1/workers/nobody/joined", TOKEN)
+def test_a_worker_that_nobody_knows_has_not_joined(gateway_with_keys: RunningGateway) -> None:
+    answer = asked(gateway_with_keys, "GET", "/admin/v1/workers/nobody/joined", JOIN_TOKEN)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "worker_not_found")

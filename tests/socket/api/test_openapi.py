@@ -31,9 +31,9 @@ from policies.request.fields import FieldError
 from policies.request.parser import KNOWN_FIELDS, read_profile
 from policies.request.profile import Endpoint
 from policies.request.schema import request_schema
-from tests.support.gateway_routes import PAGE, PUBLIC, paths_of
-from tests.support.running_gateway import RunningGateway, chat_body, settings_for_tests
-from tests.support.scripted_worker import TOKEN, FakeWorker
+from tests.support.gateway_routes import PAGE, PUBLIC, route_paths
+from tests.support.running_gateway import RunningGateway, chat_body, make_settings
+from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
 CHECKS = [
     *(not_a_server_error, status_code_conformance, content_type_conformance),
@@ -43,14 +43,14 @@ EXAMPLES = 12
 """Of each route, good and bad ones each."""
 CAN_BE_WRONG = {"parameters", "requestBody", "security"}
 BODILESS = ("/cordon", "/drain")
-KEYS = {"dataKey": "static-key", "adminKey": "admin-key", "joinToken": TOKEN}
+KEYS = {"dataKey": "static-key", "adminKey": "admin-key", "joinToken": JOIN_TOKEN}
 
 
 @pytest.fixture
-def keyed(tmp_path: Path, worker: FakeWorker) -> Iterator[RunningGateway]:
+def gateway_with_keys(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
     secrets = {"api_key": SecretStr("static-key"), "admin_key": SecretStr("admin-key")}
-    with RunningGateway(settings_for_tests(tmp_path, admin_port=0, **secrets)) as gateway:
-        assert gateway.join(worker).status_code == 200
+    with RunningGateway(make_settings(tmp_path, admin_port=0, **secrets)) as gateway:
+        assert gateway.send_heartbeat(worker).status_code == 200
         yield gateway
 
 
@@ -71,14 +71,16 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
             yield method.upper(), path, operation
 
 
-def test_each_port_publishes_what_it_serves(keyed: RunningGateway, tmp_path: Path) -> None:
-    app = asyncio.run(create_app(settings_for_tests(tmp_path, admin_port=0)))
+def test_each_port_publishes_what_it_serves(
+    gateway_with_keys: RunningGateway, tmp_path: Path
+) -> None:
+    app = asyncio.run(create_app(make_settings(tmp_path, admin_port=0)))
     assert app.admin_door is not None
-    (_, data), (_, admin) = documents(keyed)
+    (_, data), (_, admin) = documents(gateway_with_keys)
     relayed = {("POST", path) for path in ENDPOINTS}
-    here = {(method, path.replace(":path", "")) for method, path in paths_of(app)} | relayed
+    here = {(method, path.replace(":path", "")) for method, path in route_paths(app)} | relayed
     assert named(data) == here - PAGE
-    assert named(admin) == paths_of(app.admin_door) - PAGE, "a page is for people"
+    assert named(admin) == route_paths(app.admin_door) - PAGE, "a page is for people"
     for document in (data, admin):
         for method, path, operation in operations(document):
             assert bool(operation.get("security")) == ((method, path) not in PUBLIC)
@@ -90,8 +92,8 @@ def test_each_port_publishes_what_it_serves(keyed: RunningGateway, tmp_path: Pat
             assert ("401" in operation["responses"]) == bool(operation.get("security"))
 
 
-def test_every_schema_that_is_pointed_to_is_there(keyed: RunningGateway) -> None:
-    for _, document in documents(keyed):
+def test_every_schema_that_is_pointed_to_is_there(gateway_with_keys: RunningGateway) -> None:
+    for _, document in documents(gateway_with_keys):
         assert document["openapi"].startswith("3.1")
         pointed = set(pointers(document))
         assert pointed <= {
@@ -144,9 +146,9 @@ def test_the_schema_of_a_body_names_every_field_and_its_bounds(endpoint: Endpoin
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("door", ["data", "admin"])
 def test_whatever_is_sent_the_answer_is_one_that_is_published(
-    keyed: RunningGateway, worker: FakeWorker, door: str, mode: GenerationMode
+    gateway_with_keys: RunningGateway, worker: ScriptedWorker, door: str, mode: GenerationMode
 ) -> None:
-    url = keyed.url if door == "data" else keyed.admin_url
+    url = gateway_with_keys.url if door == "data" else gateway_with_keys.admin_url
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     for found in schema.get_all_operations():
         assert isinstance(found, Ok)
@@ -156,7 +158,7 @@ def test_whatever_is_sent_the_answer_is_one_that_is_published(
             continue
         if told["responses"].get("200", {}).get("content", {}).keys() == {"text/event-stream"}:
             continue  # it has no end to wait for
-        keyed.join(worker)  # a worker that is silent for seconds is out
+        gateway_with_keys.send_heartbeat(worker)  # a worker that is silent for seconds is out
         prove(operation, mode)
 
 

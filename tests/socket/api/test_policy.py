@@ -15,12 +15,12 @@ from pydantic import SecretStr
 
 from policies.document import shipped_policy
 from policies.yaml_io import read_yaml
-from tests.support.policies import ROUTES, Admin, as_yaml, document
-from tests.support.running_gateway import RunningGateway, chat_body, error_of, settings_for_tests
-from tests.support.scripted_worker import TOKEN, FakeWorker
+from tests.support.policies import ROUTES, PolicyAdmin, single_pool_policy, to_yaml
+from tests.support.running_gateway import RunningGateway, chat_body, make_settings, status_and_code
+from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
 
-def test_what_is_shipped_is_version_one(gateway: RunningGateway, admin: Admin) -> None:
+def test_what_is_shipped_is_version_one(gateway: RunningGateway, admin: PolicyAdmin) -> None:
     shipped = shipped_policy().model_dump(mode="json", exclude_unset=True)
     assert admin.document() == shipped
     assert gateway.status()["policy"]["source"] == "shipped"
@@ -28,14 +28,14 @@ def test_what_is_shipped_is_version_one(gateway: RunningGateway, admin: Admin) -
     assert (version["number"], version["reason"]) == (1, "start")
 
 
-def test_who_wants_yaml_gets_what_people_write(gateway: RunningGateway, admin: Admin) -> None:
-    admin.put(document("slow"))
+def test_who_wants_yaml_gets_what_people_write(gateway: RunningGateway, admin: PolicyAdmin) -> None:
+    admin.put(single_pool_policy("slow"))
     for path in ("", "/history/2"):
         answer = admin.get(path, headers={"accept": "application/yaml"})
         assert answer.headers["content-type"].startswith("application/yaml")
         assert answer.headers["x-paceline-policy-version"] == "2"
         assert "  slow:\n    lanes: [vlm]" in answer.text
-        assert read_yaml(answer.text) == document("slow")
+        assert read_yaml(answer.text) == single_pool_policy("slow")
     assert admin.get(headers={"accept": "application/yaml"}).headers["etag"] == admin.etag()
 
 
@@ -44,9 +44,9 @@ def test_who_wants_yaml_gets_what_people_write(gateway: RunningGateway, admin: A
     ("written", "param", "says"),
     [
         ({"version": 2}, "version", "version: "),
-        ({**document("a"), "colour": 1}, "colour", "colour: there is no such field"),
+        ({**single_pool_policy("a"), "colour": 1}, "colour", "colour: there is no such field"),
         (
-            {**document("vlm"), "routes": [{"name": "all", "to": ["fast"]}]},
+            {**single_pool_policy("vlm"), "routes": [{"name": "all", "to": ["fast"]}]},
             "routes.0.to.0",
             "there is no pool 'fast'",
         ),
@@ -64,11 +64,11 @@ def test_who_wants_yaml_gets_what_people_write(gateway: RunningGateway, admin: A
 def test_f45_a_bad_policy_is_refused_by_field_and_changes_nothing(
     gateway: RunningGateway, method: str, written: Any, param: str | None, says: str
 ) -> None:
-    with Admin(gateway.url) as admin:
+    with PolicyAdmin(gateway.url) as admin:
         before = admin.get()
         answer = admin.edit(method, written)
         after = admin.get()
-    assert error_of(answer) == (400, "invalid_policy")
+    assert status_and_code(answer) == (400, "invalid_policy")
     error = answer.json()["error"]
     assert (error["param"], says in error["message"]) == (param, True)
     assert (after.json(), after.headers["etag"]) == (before.json(), before.headers["etag"])
@@ -76,18 +76,20 @@ def test_f45_a_bad_policy_is_refused_by_field_and_changes_nothing(
 
 @pytest.mark.parametrize("body", [b"{", b"\xff", b'{"version": NaN}', b"[" * 100_000, b""])
 def test_a_body_that_is_no_json_is_refused(
-    gateway: RunningGateway, admin: Admin, body: bytes
+    gateway: RunningGateway, admin: PolicyAdmin, body: bytes
 ) -> None:
     headers = {"if-match": admin.etag(), "x-paceline-note": "x", "content-type": "application/json"}
     answer = admin.request("PUT", "", content=body, headers=headers)
-    assert error_of(answer) == (400, "invalid_policy")
+    assert status_and_code(answer) == (400, "invalid_policy")
     assert "it is not JSON" in answer.text
 
 
 def test_every_wrong_field_is_named_and_a_great_many_are_counted(
-    gateway: RunningGateway, admin: Admin
+    gateway: RunningGateway, admin: PolicyAdmin
 ) -> None:
-    answer = admin.put({**document("a"), **{f"wrong{number}": 1 for number in range(200)}})
+    answer = admin.put(
+        {**single_pool_policy("a"), **{f"wrong{number}": 1 for number in range(200)}}
+    )
     message = answer.json()["error"]["message"]
     assert "wrong0: there is no such field; wrong1: " in message
     assert "and 168 mistakes more" in message
@@ -95,39 +97,41 @@ def test_every_wrong_field_is_named_and_a_great_many_are_counted(
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
 def test_a_body_of_another_kind_is_refused_unread(
-    gateway: RunningGateway, admin: Admin, kind: str
+    gateway: RunningGateway, admin: PolicyAdmin, kind: str
 ) -> None:
     for method, path in (("PUT", ""), ("PATCH", ""), ("POST", "/validate"), ("POST", "/diff")):
         answer = admin.edit(method, "version: 1", path, content_type=kind)
-        assert error_of(answer) == (415, "media_type_not_supported")
+        assert status_and_code(answer) == (415, "media_type_not_supported")
     answer = admin.put("{}", content_type="application/merge-patch+json")
-    assert error_of(answer) == (415, "media_type_not_supported")
+    assert status_and_code(answer) == (415, "media_type_not_supported")
 
 
-def test_a_policy_is_bounded(gateway: RunningGateway, admin: Admin) -> None:
+def test_a_policy_is_bounded(gateway: RunningGateway, admin: PolicyAdmin) -> None:
     answer = admin.put("#" * 300_000)
-    assert error_of(answer) == (413, "body_too_large")
+    assert status_and_code(answer) == (413, "body_too_large")
 
 
-def test_a_policy_is_checked_without_being_applied(gateway: RunningGateway, admin: Admin) -> None:
-    assert admin.ask("/validate", document("a")) == {
+def test_a_policy_is_checked_without_being_applied(
+    gateway: RunningGateway, admin: PolicyAdmin
+) -> None:
+    assert admin.post("/validate", single_pool_policy("a")) == {
         "valid": True,
         "problems": [],
         "warnings": [],
     }
     patch = {"routes": [{"name": "all", "to": ["vlm"]}]}
-    assert admin.ask("/validate", patch, "application/merge-patch+json")["valid"]
+    assert admin.post("/validate", patch, "application/merge-patch+json")["valid"]
     written = "version: 1\nroutes:\n- name: all\n  to: [b]\ncolour: red\npools: {a: {lanes: [x]}}\n"
-    assert admin.ask("/validate", written, "application/yaml") == {
+    assert admin.post("/validate", written, "application/yaml") == {
         "valid": False,
         "problems": [{"field": "colour", "sentence": "there is no such field", "line": 5}],
         "warnings": [],
     }
     written = written.replace("colour: red\n", "")
-    assert admin.ask("/validate", written, "application/yaml")["problems"] == [
+    assert admin.post("/validate", written, "application/yaml")["problems"] == [
         {"field": "routes.0.to.0", "sentence": "there is no pool 'b'", "line": 4}
     ]
-    assert admin.ask("/validate", "{") == {
+    assert admin.post("/validate", "{") == {
         "valid": False,
         "problems": [{"field": "", "sentence": "it is not JSON", "line": None}],
         "warnings": [],
@@ -136,20 +140,20 @@ def test_a_policy_is_checked_without_being_applied(gateway: RunningGateway, admi
 
 
 def test_a_difference_tells_what_would_change_and_what_would_move(
-    line: RunningGateway, admin: Admin
+    gateway_with_worker: RunningGateway, admin: PolicyAdmin
 ) -> None:
     for _ in range(3):
-        line.chat(temperature=0, stop=["canary stop"], logit_bias={"1": 5})
-        line.chat(temperature=0)
-    line.chat()
+        gateway_with_worker.chat(temperature=0, stop=["canary stop"], logit_bias={"1": 5})
+        gateway_with_worker.chat(temperature=0)
+    gateway_with_worker.chat()
     patch = {"pools": {"text-mtp": {"queue": {"limit": 1}}}}
-    same = admin.ask("/diff", patch, "application/merge-patch+json")
+    same = admin.post("/diff", patch, "application/merge-patch+json")
     assert same["changes"] == [{"field": "pools.text-mtp.queue.limit", "old": 128, "new": 1}]
     assert same["moves"] == [
         {"from": "vlm", "to": "vlm", "count": 4},
         {"from": "text-mtp", "to": "text-mtp", "count": 3},
     ]
-    moved = admin.ask("/diff", document("all", lanes=("text-mtp",)))
+    moved = admin.post("/diff", single_pool_policy("all", lanes=("text-mtp",)))
     assert moved["decisions"] == 7
     assert moved["onto"]["number"] == 1
     assert f'"{moved["onto"]["etag"]}"' == admin.etag()
@@ -159,44 +163,47 @@ def test_a_difference_tells_what_would_change_and_what_would_move(
         {"from": "text-mtp", "to": "all", "count": 3},
     ]
     assert {"field": "pools.all", "new": {"lanes": ["text-mtp"]}} in moved["changes"]
-    assert admin.document() != document("all", lanes=("text-mtp",)), "nothing was applied"
-    assert error_of(admin.request("POST", "/diff", json={"version": 2})) == (400, "invalid_policy")
+    assert admin.document() != single_pool_policy("all", lanes=("text-mtp",)), "nothing was applied"
+    assert status_and_code(admin.request("POST", "/diff", json={"version": 2})) == (
+        400,
+        "invalid_policy",
+    )
 
 
 def test_only_the_admin_key_opens_a_route_of_the_policy(tmp_path: Path) -> None:
     keys = {"api_key": SecretStr("data"), "admin_key": SecretStr("admin")}
-    with RunningGateway(settings_for_tests(tmp_path, **keys)) as gateway:
+    with RunningGateway(make_settings(tmp_path, **keys)) as gateway:
         for method, path in ROUTES:
             statuses = {}
-            for key in ("", "data", TOKEN, "wrong", "admin"):
-                with Admin(gateway.url, key) as one:
-                    answer = one.request(method, path, json=document("a"))
+            for key in ("", "data", JOIN_TOKEN, "wrong", "admin"):
+                with PolicyAdmin(gateway.url, key) as one:
+                    answer = one.request(method, path, json=single_pool_policy("a"))
                     statuses[key] = answer.status_code
                     if key != "admin":
-                        assert error_of(answer) == (401, "invalid_api_key")
+                        assert status_and_code(answer) == (401, "invalid_api_key")
             assert statuses["admin"] not in (401, 403), (method, path)
 
 
 def test_without_an_admin_key_only_this_machine_is_trusted(gateway: RunningGateway) -> None:
-    with Admin(gateway.url) as admin:
+    with PolicyAdmin(gateway.url) as admin:
         assert admin.get().status_code == 200
         proxied = {"x-forwarded-for": "10.0.0.1"}
         for method, path in ROUTES:
             answer = admin.request(method, path, headers=proxied, json={})
-            assert error_of(answer) == (403, "not_allowed")
+            assert status_and_code(answer) == (403, "not_allowed")
 
 
 def test_a_page_of_a_foreign_site_cannot_edit_through_its_reader(gateway: RunningGateway) -> None:
     """A browser tells where a page comes from, and a name of its own is no name of ours."""
-    with Admin(gateway.url) as admin:
+    with PolicyAdmin(gateway.url) as admin:
         plain = {"content-type": "text/plain", "origin": "http://evil.example"}
         answer = admin.request("POST", "/rollback", content='{"version": 1}', headers=plain)
-        assert error_of(answer) == (403, "not_allowed")
+        assert status_and_code(answer) == (403, "not_allowed")
         assert "access-control-allow-origin" not in answer.headers
         rebound = {"host": "evil.example"}
         assert admin.get(headers=rebound).status_code == 421
         preflight = admin.request("OPTIONS", "", headers=plain)
-        assert error_of(preflight) == (405, "method_not_allowed")
+        assert status_and_code(preflight) == (405, "method_not_allowed")
 
 
 def pool_of(gateway: RunningGateway, **fields: Any) -> str:
@@ -205,12 +212,14 @@ def pool_of(gateway: RunningGateway, **fields: Any) -> str:
     return str(answer.headers["x-paceline-pool"])
 
 
-def test_an_edit_is_in_force_for_the_next_request(line: RunningGateway, admin: Admin) -> None:
-    assert pool_of(line, temperature=0) == "text-mtp"
+def test_an_edit_is_in_force_for_the_next_request(
+    gateway_with_worker: RunningGateway, admin: PolicyAdmin
+) -> None:
+    assert pool_of(gateway_with_worker, temperature=0) == "text-mtp"
     before = admin.get()
-    answer = admin.put(document("all", lanes=("vlm",)), x_paceline_author="ann")
+    answer = admin.put(single_pool_policy("all", lanes=("vlm",)), x_paceline_author="ann")
     assert answer.status_code == 200
-    assert pool_of(line, temperature=0) == "all"
+    assert pool_of(gateway_with_worker, temperature=0) == "all"
 
     version = answer.json()
     assert version | {"etag": "", "time": ""} == {
@@ -225,49 +234,51 @@ def test_an_edit_is_in_force_for_the_next_request(line: RunningGateway, admin: A
     made = datetime.fromisoformat(version["time"])
     assert abs((datetime.now(UTC) - made).total_seconds()) < 60
     after = admin.get()
-    assert after.json() == document("all", lanes=("vlm",))
+    assert after.json() == single_pool_policy("all", lanes=("vlm",))
     assert after.headers["etag"] == f'"{version["etag"]}"' != before.headers["etag"]
     assert after.headers["x-paceline-policy-version"] == "2"
     told = {"version": 2, "etag": version["etag"], "source": "admin", "file_problem": ""}
-    assert line.status()["policy"] == told
-    assert "paceline_policy_version 2.0" in line.client.get("/metrics").text
+    assert gateway_with_worker.status()["policy"] == told
+    assert "paceline_policy_version 2.0" in gateway_with_worker.client.get("/metrics").text
 
 
-def test_yaml_is_taken_as_json_is(gateway: RunningGateway, admin: Admin) -> None:
-    written = f"# with a comment\n{as_yaml(document('slow'))}"
+def test_yaml_is_taken_as_json_is(gateway: RunningGateway, admin: PolicyAdmin) -> None:
+    written = f"# with a comment\n{to_yaml(single_pool_policy('slow'))}"
     assert admin.put(written).json()["number"] == 2
-    assert admin.document() == document("slow")
+    assert admin.document() == single_pool_policy("slow")
     kinds = ("application/yaml; charset=utf-8", "Application/YAML")
     for number, kind in enumerate(kinds, start=3):
         assert admin.put(written, content_type=kind).json()["number"] == number
 
 
 @pytest.mark.parametrize("kind", ["application/merge-patch+json", "application/json"])
-def test_a_patch_changes_what_it_names(gateway: RunningGateway, admin: Admin, kind: str) -> None:
-    admin.put(document("vlm", limit=5, timeout_s=9.0))
+def test_a_patch_changes_what_it_names(
+    gateway: RunningGateway, admin: PolicyAdmin, kind: str
+) -> None:
+    admin.put(single_pool_policy("vlm", limit=5, timeout_s=9.0))
     patch = {"pools": {"vlm": {"queue": {"limit": 7, "timeout_s": None}}}}
     assert admin.patch(patch, content_type=kind).status_code == 200
-    assert admin.document() == document("vlm", limit=7)
+    assert admin.document() == single_pool_policy("vlm", limit=7)
 
 
-def test_a_patch_may_be_yaml(gateway: RunningGateway, admin: Admin) -> None:
-    admin.put(document("vlm", limit=5))
+def test_a_patch_may_be_yaml(gateway: RunningGateway, admin: PolicyAdmin) -> None:
+    admin.put(single_pool_policy("vlm", limit=5))
     assert admin.patch("pools: {vlm: {queue: null}}").status_code == 200
-    assert admin.document() == document("vlm")
+    assert admin.document() == single_pool_policy("vlm")
 
 
 def test_f47_of_many_who_edit_the_same_version_one_wins(
-    gateway: RunningGateway, admin: Admin
+    gateway: RunningGateway, admin: PolicyAdmin
 ) -> None:
     etag = admin.etag()
     with ThreadPoolExecutor(8) as aside:
         edits = [
-            aside.submit(admin.put, document(f"pool-{number}"), if_match=etag)
+            aside.submit(admin.put, single_pool_policy(f"pool-{number}"), if_match=etag)
             for number in range(16)
         ]
         answers = [edit.result() for edit in edits]
     (won,) = [answer for answer in answers if answer.status_code == 200]
-    lost = [error_of(answer) for answer in answers if answer is not won]
+    lost = [status_and_code(answer) for answer in answers if answer is not won]
     assert lost == [(412, "policy_changed")] * 15
     assert f'"{won.json()["etag"]}"' == admin.etag()
     assert [one["number"] for one in admin.get("/history").json()["versions"]] == [2, 1]
@@ -275,16 +286,16 @@ def test_f47_of_many_who_edit_the_same_version_one_wins(
 
 @pytest.mark.parametrize(("method", "path"), [("PUT", ""), ("PATCH", ""), ("POST", "/rollback")])
 def test_f47_an_edit_says_which_version_it_was_made_from(
-    gateway: RunningGateway, admin: Admin, method: str, path: str
+    gateway: RunningGateway, admin: PolicyAdmin, method: str, path: str
 ) -> None:
     first = admin.etag()
-    admin.put(document("b"))
-    body = {"version": 1} if path else document("c")
+    admin.put(single_pool_policy("b"))
+    body = {"version": 1} if path else single_pool_policy("c")
     missing = admin.request(method, path, json=body, headers={"x-paceline-note": "x"})
-    assert error_of(missing) == (428, "if_match_missing")
+    assert status_and_code(missing) == (428, "if_match_missing")
     for stale in (first, '"nonsense"', "", f"W/{admin.etag()}"):
         answer = admin.edit(method, body, path, if_match=stale)
-        assert error_of(answer) == (412, "policy_changed")
+        assert status_and_code(answer) == (412, "policy_changed")
         assert "version 2 of the policy, by loopback" in answer.json()["error"]["message"]
     for good in (admin.etag(), admin.etag().strip('"'), f'"x", {admin.etag()}', "*"):
         fresh = good if good == "*" else admin.etag()
@@ -305,35 +316,37 @@ def test_f47_an_edit_says_which_version_it_was_made_from(
     ],
 )
 def test_notes_and_names_are_one_line_of_bounded_length(
-    gateway: RunningGateway, admin: Admin, header: str, value: bytes, param: str
+    gateway: RunningGateway, admin: PolicyAdmin, header: str, value: bytes, param: str
 ) -> None:
     headers = {
         b"if-match": admin.etag().encode(),
         b"x-paceline-note": b"x",
         header.encode(): value,
     }
-    answer = admin.request("PUT", "", json=document("a"), headers=list(headers.items()))
-    assert error_of(answer) == (400, "invalid_value")
+    answer = admin.request("PUT", "", json=single_pool_policy("a"), headers=list(headers.items()))
+    assert status_and_code(answer) == (400, "invalid_value")
     assert answer.json()["error"]["param"] == param
 
 
-def test_notes_may_be_in_any_language(gateway: RunningGateway, admin: Admin) -> None:
+def test_notes_may_be_in_any_language(gateway: RunningGateway, admin: PolicyAdmin) -> None:
     note = "für alle, 100% mehr — 猫"
     for sent in (note.encode(), "f%C3%BCr alle, 100%25 mehr — 猫".encode()):
         headers = [(b"if-match", admin.etag().encode()), (b"x-paceline-note", sent)]
-        answer = admin.request("PUT", "", json=document("a"), headers=headers)
+        answer = admin.request("PUT", "", json=single_pool_policy("a"), headers=headers)
         assert answer.json()["note"] == note
 
 
-def test_the_way_back_is_a_new_version(line: RunningGateway, admin: Admin) -> None:
+def test_the_way_back_is_a_new_version(
+    gateway_with_worker: RunningGateway, admin: PolicyAdmin
+) -> None:
     first = admin.document()
-    admin.put(document("a"))
-    admin.put(document("b"))
+    admin.put(single_pool_policy("a"))
+    admin.put(single_pool_policy("b"))
     back = admin.edit("POST", {"version": 1}, "/rollback", note="too slow")
     assert (back.json()["number"], back.json()["reason"]) == (4, "rollback")
     assert admin.document() == first
-    assert pool_of(line) == "vlm"
-    assert line.status()["policy"]["source"] == "admin"
+    assert pool_of(gateway_with_worker) == "vlm"
+    assert gateway_with_worker.status()["policy"]["source"] == "admin"
     shown = admin.get("/history").json()["versions"]
     assert [(one["number"], one["reason"], one["note"]) for one in shown] == [
         (4, "rollback", "back to version 1: too slow"),
@@ -341,39 +354,46 @@ def test_the_way_back_is_a_new_version(line: RunningGateway, admin: Admin) -> No
         (2, "edit", "a test"),
         (1, "start", "the policy that comes with Paceline"),
     ]
-    assert admin.get("/history/2").json()["document"] == document("a")
+    assert admin.get("/history/2").json()["document"] == single_pool_policy("a")
     again = admin.edit("POST", {"version": 4}, "/rollback", note="")
     assert again.json()["note"] == "back to version 4"
 
 
-def test_there_is_no_way_back_to_what_never_was(gateway: RunningGateway, admin: Admin) -> None:
+def test_there_is_no_way_back_to_what_never_was(
+    gateway: RunningGateway, admin: PolicyAdmin
+) -> None:
     for number in (0, 2, 99, -1):
         answer = admin.edit("POST", {"version": number}, "/rollback")
-        assert error_of(answer) == (404, "unknown_version")
+        assert status_and_code(answer) == (404, "unknown_version")
     for name in ("0", "2", "x", "1" * 5000, "-1", "²"):
-        assert error_of(admin.get(f"/history/{name}")) == (404, "unknown_version")
+        assert status_and_code(admin.get(f"/history/{name}")) == (404, "unknown_version")
     for body in ({}, {"version": "1"}, {"version": True}, {"version": 1, "x": 1}, [1]):
         answer = admin.edit("POST", body, "/rollback")
-        assert error_of(answer) == (400, "invalid_value")
+        assert status_and_code(answer) == (400, "invalid_value")
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "POST"])
-def test_no_route_changes_a_version(gateway: RunningGateway, admin: Admin, method: str) -> None:
+def test_no_route_changes_a_version(
+    gateway: RunningGateway, admin: PolicyAdmin, method: str
+) -> None:
     for path in ("/history", "/history/1"):
-        assert error_of(admin.edit(method, document("a"), path)) == (405, "method_not_allowed")
-    assert error_of(admin.edit("DELETE", {})) == (405, "method_not_allowed")
+        assert status_and_code(admin.edit(method, single_pool_policy("a"), path)) == (
+            405,
+            "method_not_allowed",
+        )
+    assert status_and_code(admin.edit("DELETE", {})) == (405, "method_not_allowed")
 
 
 def test_models_answer_to_the_names_of_the_newest_policy(
-    line: RunningGateway, worker: FakeWorker, admin: Admin
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
 ) -> None:
     admin.patch({"models": {"demo": {"aliases": ["tiny"]}}})
-    assert {one["id"] for one in line.client.get("/v1/models").json()["data"]} == {
+    assert {one["id"] for one in gateway_with_worker.client.get("/v1/models").json()["data"]} == {
         *("demo", "tiny", "default")
     }
     body = chat_body() | {"model": "tiny"}
-    assert line.client.post("/v1/chat/completions", json=body).status_code == 200
-    assert worker.heard[-1].body["model"] == "demo"
-    explained = line.client.post("/v1/route/explain", json=body).json()
+    assert gateway_with_worker.client.post("/v1/chat/completions", json=body).status_code == 200
+    assert worker.requests[-1].body["model"] == "demo"
+    explained = gateway_with_worker.client.post("/v1/route/explain", json=body).json()
     assert explained["profile"]["model"] == "demo"
     assert set(explained["asker"]) == {"key", "team", "headers", "minute_of_week"}

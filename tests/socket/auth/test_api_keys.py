@@ -22,65 +22,76 @@ from pydantic import SecretStr
 from gateway.cli import main
 from gateway.errors import StartupError
 from gateway.server import Ending, serve
-from tests.support.policies import Admin, as_yaml, document
+from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import (
     RunningGateway,
-    bearing,
+    bearer_headers,
     chat_body,
-    error_of,
-    eventually,
-    settings_for_tests,
+    make_settings,
+    status_and_code,
+    wait_until,
 )
-from tests.support.scripted_worker import DONE, FakeWorker, Script
+from tests.support.scripted_worker import DONE, Script, ScriptedWorker
 
 
 def test_a_key_is_shown_once_and_its_secret_is_kept_nowhere(
-    line: RunningGateway, tmp_path: Path
+    gateway_with_worker: RunningGateway, tmp_path: Path
 ) -> None:
-    made = line.make_key(name="Ann", team="lab")
+    made = gateway_with_worker.create_key(name="Ann", team="lab")
     assert re.fullmatch(r"pk-[A-Za-z0-9_-]{43}", made["secret"])
     assert made["secret"].startswith(made["prefix"])
     assert made["state"] == "active"
-    shown = line.admin.get("/admin/v1/keys").json()["keys"]
+    shown = gateway_with_worker.admin.get("/admin/v1/keys").json()["keys"]
     assert shown == [{name: value for name, value in made.items() if name != "secret"}]
-    assert line.admin.get(f"/admin/v1/keys/{made['id']}").json() == shown[0]
+    assert gateway_with_worker.admin.get(f"/admin/v1/keys/{made['id']}").json() == shown[0]
     assert "digest" not in shown[0]
     kept = (tmp_path / "state.json").read_text()
     assert made["id"] in kept
     assert made["secret"] not in kept
 
 
-def test_the_answer_with_a_secret_may_be_stored_by_nobody(line: RunningGateway) -> None:
-    answer = line.admin.post("/admin/v1/keys", json={"name": "Ann"})
+def test_the_answer_with_a_secret_may_be_stored_by_nobody(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    answer = gateway_with_worker.admin.post("/admin/v1/keys", json={"name": "Ann"})
     assert answer.headers["cache-control"] == "no-store"
 
 
 def test_a_key_opens_the_data_plane_and_survives_a_restart(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
-    with RunningGateway(settings_for_tests(tmp_path)) as first:
-        secret = first.make_key()["secret"]
-    with RunningGateway(settings_for_tests(tmp_path)) as second:
-        second.join(worker)
-        assert error_of(second.chat()) == (401, "invalid_api_key")
-        second.bear(secret)
+    with RunningGateway(make_settings(tmp_path)) as first:
+        secret = first.create_key()["secret"]
+    with RunningGateway(make_settings(tmp_path)) as second:
+        second.send_heartbeat(worker)
+        assert status_and_code(second.chat()) == (401, "invalid_api_key")
+        second.use_key(secret)
         assert second.chat().status_code == 200
         assert second.client.get("/v1/models").status_code == 200
 
 
-def test_with_the_first_key_nobody_is_served_without_one(line: RunningGateway) -> None:
-    assert line.chat().status_code == 200
-    made = line.make_key()
-    assert error_of(line.chat()) == (401, "invalid_api_key")
-    line.admin.delete(f"/admin/v1/keys/{made['id']}")
-    assert error_of(line.chat()) == (401, "invalid_api_key"), "no way back to nobody needing one"
+def test_with_the_first_key_nobody_is_served_without_one(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    assert gateway_with_worker.chat().status_code == 200
+    made = gateway_with_worker.create_key()
+    assert status_and_code(gateway_with_worker.chat()) == (401, "invalid_api_key")
+    gateway_with_worker.admin.delete(f"/admin/v1/keys/{made['id']}")
+    assert status_and_code(gateway_with_worker.chat()) == (401, "invalid_api_key"), (
+        "no way back to nobody needing one"
+    )
 
 
-def test_a_lost_state_opens_nothing(line: RunningGateway, tmp_path: Path) -> None:
-    made = line.make_key()
+def test_a_lost_state_opens_nothing(gateway_with_worker: RunningGateway, tmp_path: Path) -> None:
+    made = gateway_with_worker.create_key()
     (tmp_path / "state.json").unlink()
-    eventually(lambda: line.client.get("/v1/models", headers=bearing(made)).status_code == 401)
-    assert error_of(line.chat()) == (401, "invalid_api_key")
+    wait_until(
+        lambda: (
+            gateway_with_worker.client.get("/v1/models", headers=bearer_headers(made)).status_code
+            == 401
+        )
+    )
+    assert status_and_code(gateway_with_worker.chat()) == (401, "invalid_api_key")
 
 
 @pytest.mark.parametrize(
@@ -108,7 +119,7 @@ def test_wrong_terms_are_named_and_make_no_key(
 ) -> None:
     """CVE-2026-47102: what a caller may set is a list of fields, and no other is looked at."""
     answer = gateway.admin.post("/admin/v1/keys", json=terms)
-    assert error_of(answer) == (400, "invalid_value")
+    assert status_and_code(answer) == (400, "invalid_value")
     assert answer.json()["error"]["param"] == param
     assert word in answer.json()["error"]["message"]
     assert gateway.admin.get("/admin/v1/keys").json() == {"keys": []}
@@ -120,26 +131,30 @@ def test_every_wrong_field_is_named(gateway: RunningGateway) -> None:
         assert f"{field}: " in answer.json()["error"]["message"]
 
 
-def test_terms_are_changed_while_it_runs_and_null_takes_a_limit_away(line: RunningGateway) -> None:
-    made = line.make_key(requests_a_minute=1)
-    line.bear(made["secret"])
-    assert line.chat().status_code == 200
-    assert error_of(line.chat()) == (429, "requests_a_minute_exceeded")
+def test_terms_are_changed_while_it_runs_and_null_takes_a_limit_away(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    made = gateway_with_worker.create_key(requests_a_minute=1)
+    gateway_with_worker.use_key(made["secret"])
+    assert gateway_with_worker.chat().status_code == 200
+    assert status_and_code(gateway_with_worker.chat()) == (429, "requests_a_minute_exceeded")
     path = f"/admin/v1/keys/{made['id']}"
-    changed = line.admin.patch(path, json={"requests_a_minute": None, "team": "lab"}).json()
+    changed = gateway_with_worker.admin.patch(
+        path, json={"requests_a_minute": None, "team": "lab"}
+    ).json()
     assert (changed["requests_a_minute"], changed["team"]) == (None, "lab")
-    answer = line.chat()
+    answer = gateway_with_worker.chat()
     assert answer.status_code == 200
     assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
 
 
-def test_a_change_keeps_what_was_used(line: RunningGateway) -> None:
-    made = line.make_key(requests_a_minute=5)
-    line.bear(made["secret"])
+def test_a_change_keeps_what_was_used(gateway_with_worker: RunningGateway) -> None:
+    made = gateway_with_worker.create_key(requests_a_minute=5)
+    gateway_with_worker.use_key(made["secret"])
     for _ in range(3):
-        assert line.chat().status_code == 200
-    line.admin.patch(f"/admin/v1/keys/{made['id']}", json={"requests_a_minute": 2})
-    assert line.chat().headers["x-ratelimit-remaining-requests"] == "1"
+        assert gateway_with_worker.chat().status_code == 200
+    gateway_with_worker.admin.patch(f"/admin/v1/keys/{made['id']}", json={"requests_a_minute": 2})
+    assert gateway_with_worker.chat().headers["x-ratelimit-remaining-requests"] == "1"
 
 
 def test_there_is_no_way_to_a_key_that_was_never_made(gateway: RunningGateway) -> None:
@@ -149,13 +164,13 @@ def test_there_is_no_way_to_a_key_that_was_never_made(gateway: RunningGateway) -
         gateway.admin.delete(path),
         gateway.admin.patch(path, json={}),
     ):
-        assert error_of(answer) == (404, "key_not_found")
+        assert status_and_code(answer) == (404, "key_not_found")
 
 
 async def test_one_secret_serves_one_purpose(tmp_path: Path) -> None:
     """CVE-2026-114612: a secret that is used twice opens what it was not made for."""
     same = SecretStr("the-same")
-    settings = settings_for_tests(tmp_path, api_key=same, admin_key=same)
+    settings = make_settings(tmp_path, api_key=same, admin_key=same)
     with pytest.raises(StartupError, match="PACELINE_API_KEY and PACELINE_ADMIN_KEY are the same"):
         await serve(settings, ending=Ending())
 
@@ -165,16 +180,16 @@ async def test_a_secret_that_no_header_can_hold_stops_the_start_and_is_not_repea
     tmp_path: Path, name: str
 ) -> None:
     wrong = {name: SecretStr("a-secret\n")}
-    settings = settings_for_tests(tmp_path).model_copy(update=wrong)
+    settings = make_settings(tmp_path).model_copy(update=wrong)
     with pytest.raises(StartupError, match=f"PACELINE_{name.upper()} holds what") as refused:
         await serve(settings, ending=Ending())
     assert "a-secret" not in str(refused.value)
 
 
 async def test_a_made_key_lets_it_listen_beyond_loopback(tmp_path: Path) -> None:
-    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
-        gateway.make_key()
-    settings = settings_for_tests(tmp_path).model_copy(update={"host": "0.0.0.0"})
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.create_key()
+    settings = make_settings(tmp_path).model_copy(update={"host": "0.0.0.0"})
     ending = Ending()
     told: list[str] = []
 
@@ -195,16 +210,16 @@ async def test_without_a_key_it_says_so_at_the_start(tmp_path: Path) -> None:
         told.append("started")
         ending.ask()
 
-    settings = settings_for_tests(tmp_path)
+    settings = make_settings(tmp_path)
     await serve(settings, ending=ending, started=started, unkeyed=lambda: told.append("unkeyed"))
     assert told == ["unkeyed", "started"]
 
 
 @pytest.fixture
-def damaged(tmp_path: Path) -> str:
+def corrupt_key_id(tmp_path: Path) -> str:
     """A state whose one key nobody can read; its id."""
-    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
-        made = gateway.make_key()
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        made = gateway.create_key()
     state = json.loads((tmp_path / "state.json").read_text())
     state["keys"][made["id"]]["priorty"] = "bulk"
     (tmp_path / "state.json").write_text(json.dumps(state))
@@ -212,54 +227,60 @@ def damaged(tmp_path: Path) -> str:
 
 
 async def test_a_key_that_cannot_be_understood_stops_the_start_by_name(
-    damaged: str, tmp_path: Path
+    corrupt_key_id: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(StartupError, match=f"The key {damaged} "):
-        await serve(settings_for_tests(tmp_path), ending=Ending())
+    with pytest.raises(StartupError, match=f"The key {corrupt_key_id} "):
+        await serve(make_settings(tmp_path), ending=Ending())
 
 
 def test_a_key_that_is_damaged_while_it_runs_opens_nothing(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
-    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
-        gateway.join(worker)
-        gateway.bear(gateway.make_key()["secret"])
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.send_heartbeat(worker)
+        gateway.use_key(gateway.create_key()["secret"])
         assert gateway.chat().status_code == 200
         state = json.loads((tmp_path / "state.json").read_text())
         for record in state["keys"].values():
             record["models"] = "demo"
         (tmp_path / "state.json").write_text(json.dumps(state))
-        eventually(lambda: gateway.chat().status_code == 401)
+        wait_until(lambda: gateway.chat().status_code == 401)
 
 
-def test_a_revoked_key_stops_at_once(line: RunningGateway) -> None:
-    made, other = line.make_key(), line.make_key()
-    line.bear(made["secret"])
-    assert line.chat().status_code == 200
-    revoked = line.admin.delete(f"/admin/v1/keys/{made['id']}").json()
+def test_a_revoked_key_stops_at_once(gateway_with_worker: RunningGateway) -> None:
+    made, other = gateway_with_worker.create_key(), gateway_with_worker.create_key()
+    gateway_with_worker.use_key(made["secret"])
+    assert gateway_with_worker.chat().status_code == 200
+    revoked = gateway_with_worker.admin.delete(f"/admin/v1/keys/{made['id']}").json()
     assert revoked["state"] == "revoked"
-    assert error_of(line.chat()) == (401, "invalid_api_key")
-    line.bear(other["secret"])
-    assert line.chat().status_code == 200
-    again = line.admin.delete(f"/admin/v1/keys/{made['id']}").json()
+    assert status_and_code(gateway_with_worker.chat()) == (401, "invalid_api_key")
+    gateway_with_worker.use_key(other["secret"])
+    assert gateway_with_worker.chat().status_code == 200
+    again = gateway_with_worker.admin.delete(f"/admin/v1/keys/{made['id']}").json()
     assert again == revoked, "it was revoked when it was revoked"
 
 
-def test_f51_a_revoked_key_stops_a_running_stream(line: RunningGateway, worker: FakeWorker) -> None:
-    made, other = line.make_key(), line.make_key()
+def test_f51_a_revoked_key_stops_a_running_stream(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    made, other = gateway_with_worker.create_key(), gateway_with_worker.create_key()
     worker.script = Script(hang_after=3)
     body = chat_body(stream=True)
     path = "/v1/chat/completions"
     with (
-        line.client.stream("POST", path, json=body, headers=bearing(made)) as ended,
-        line.client.stream("POST", path, json=body, headers=bearing(other)) as going,
+        gateway_with_worker.client.stream(
+            "POST", path, json=body, headers=bearer_headers(made)
+        ) as ended,
+        gateway_with_worker.client.stream(
+            "POST", path, json=body, headers=bearer_headers(other)
+        ) as going,
     ):
         of_ended, of_going = ended.iter_raw(), going.iter_raw()
         next(of_ended)
         received = next(of_going)
-        line.admin.delete(f"/admin/v1/keys/{made['id']}")
+        gateway_with_worker.admin.delete(f"/admin/v1/keys/{made['id']}")
         rest = b"".join(of_ended)
-        worker.go_on.set()
+        worker.resume.set()
         received += b"".join(of_going)
     assert b'"code":"key_revoked"' in rest
     assert b"[DONE]" not in rest
@@ -267,55 +288,62 @@ def test_f51_a_revoked_key_stops_a_running_stream(line: RunningGateway, worker: 
 
 
 def test_a_revoked_key_ends_an_answer_that_has_not_begun(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    made = line.make_key()
+    made = gateway_with_worker.create_key()
     worker.script = Script(hang=True)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
-            line.client.post, "/v1/chat/completions", json=chat_body(), headers=bearing(made)
+            gateway_with_worker.client.post,
+            "/v1/chat/completions",
+            json=chat_body(),
+            headers=bearer_headers(made),
         )
-        assert worker.hearing.wait(10)
-        line.admin.delete(f"/admin/v1/keys/{made['id']}")
-        assert error_of(waiting.result(30)) == (401, "key_revoked")
+        assert worker.request_received.wait(10)
+        gateway_with_worker.admin.delete(f"/admin/v1/keys/{made['id']}")
+        assert status_and_code(waiting.result(30)) == (401, "key_revoked")
 
 
 def test_an_expired_key_stops_and_so_does_its_stream(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=1.5)
-    made = line.make_key(expires_at=soon.isoformat())
-    line.bear(made["secret"])
+    made = gateway_with_worker.create_key(expires_at=soon.isoformat())
+    gateway_with_worker.use_key(made["secret"])
     worker.script = Script(hang_after=3)
-    with line.stream() as answer:
+    with gateway_with_worker.stream() as answer:
         received = b"".join(answer.iter_raw())
     assert b'"code":"key_revoked"' in received
-    assert error_of(line.chat()) == (401, "invalid_api_key")
-    assert line.admin.get(f"/admin/v1/keys/{made['id']}").json()["state"] == "expired"
+    assert status_and_code(gateway_with_worker.chat()) == (401, "invalid_api_key")
+    assert (
+        gateway_with_worker.admin.get(f"/admin/v1/keys/{made['id']}").json()["state"] == "expired"
+    )
 
 
 def test_a_key_expires_also_while_the_state_cannot_be_read(
-    line: RunningGateway, tmp_path: Path
+    gateway_with_worker: RunningGateway, tmp_path: Path
 ) -> None:
     soon = datetime.now(UTC) + timedelta(seconds=1.5)
-    line.bear(line.make_key(expires_at=soon.isoformat())["secret"])
-    assert line.chat().status_code == 200
+    gateway_with_worker.use_key(
+        gateway_with_worker.create_key(expires_at=soon.isoformat())["secret"]
+    )
+    assert gateway_with_worker.chat().status_code == 200
     (tmp_path / "state.json").write_text("{")
-    eventually(lambda: line.chat().status_code == 401)
+    wait_until(lambda: gateway_with_worker.chat().status_code == 401)
 
 
 def test_f50_a_key_that_another_gateway_revokes_stops_here_too(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     """S12 (LiteLLM #35535, #9820): no process goes on with what it remembers of a key."""
     with (
-        RunningGateway(settings_for_tests(tmp_path)) as here,
-        RunningGateway(settings_for_tests(tmp_path)) as there,
+        RunningGateway(make_settings(tmp_path)) as here,
+        RunningGateway(make_settings(tmp_path)) as there,
     ):
-        here.join(worker)
-        made = there.make_key()
-        here.bear(made["secret"])
-        eventually(lambda: httpx.get(f"{here.url}/v1/models").status_code == 401)
+        here.send_heartbeat(worker)
+        made = there.create_key()
+        here.use_key(made["secret"])
+        wait_until(lambda: httpx.get(f"{here.url}/v1/models").status_code == 401)
         worker.script = Script(hang_after=3)
         with here.stream() as answer:
             pieces = answer.iter_raw()
@@ -323,16 +351,16 @@ def test_f50_a_key_that_another_gateway_revokes_stops_here_too(
             there.admin.delete(f"/admin/v1/keys/{made['id']}")
             rest = b"".join(pieces)
         assert b'"code":"key_revoked"' in rest
-        assert error_of(here.chat()) == (401, "invalid_api_key")
+        assert status_and_code(here.chat()) == (401, "invalid_api_key")
 
 
 def test_whoever_changes_a_revoked_key_does_not_bring_it_back(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     """CVE-2026-12795 and LiteLLM #9820: an update and a revocation at the same moment."""
-    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
-        gateway.join(worker)
-        made = gateway.make_key()
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.send_heartbeat(worker)
+        made = gateway.create_key()
         path = f"/admin/v1/keys/{made['id']}"
         before = json.loads((tmp_path / "state.json").read_text())["keys"][made["id"]]
         gateway.admin.delete(path)
@@ -342,9 +370,12 @@ def test_whoever_changes_a_revoked_key_does_not_bring_it_back(
         (tmp_path / "state.json").write_text(json.dumps(state))
         late = gateway.admin.get(path).json()
         assert (late["team"], late["state"]) == ("late", "revoked")
-        assert error_of(gateway.admin.patch(path, json={"team": "x"})) == (409, "key_is_revoked")
-        gateway.bear(made["secret"])
-        assert error_of(gateway.chat()) == (401, "invalid_api_key")
+        assert status_and_code(gateway.admin.patch(path, json={"team": "x"})) == (
+            409,
+            "key_is_revoked",
+        )
+        gateway.use_key(made["secret"])
+        assert status_and_code(gateway.chat()) == (401, "invalid_api_key")
 
 
 def sentences(told: dict[str, list[dict[str, str]]]) -> list[str]:
@@ -352,21 +383,21 @@ def sentences(told: dict[str, list[dict[str, str]]]) -> list[str]:
 
 
 def test_a_policy_that_lacks_the_pools_of_a_key_is_applied_with_a_warning(
-    line: RunningGateway, admin: Admin
+    gateway_with_worker: RunningGateway, admin: PolicyAdmin
 ) -> None:
-    line.make_key(name="everywhere")
-    gone = line.make_key(name="gone", pools=["text-mtp"])
-    line.admin.delete(f"/admin/v1/keys/{gone['id']}")
-    ann = line.make_key(name="Ann", pools=["text-mtp"])
-    bob = line.make_key(name="Bob", pools=["text-mtp", "vlm"])
+    gateway_with_worker.create_key(name="everywhere")
+    gone = gateway_with_worker.create_key(name="gone", pools=["text-mtp"])
+    gateway_with_worker.admin.delete(f"/admin/v1/keys/{gone['id']}")
+    ann = gateway_with_worker.create_key(name="Ann", pools=["text-mtp"])
+    bob = gateway_with_worker.create_key(name="Bob", pools=["text-mtp", "vlm"])
     told = [
         f"the key {ann['id']} (Ann) names 'text-mtp', which is not there: it could use no pool at "
         "all",
         f"the key {bob['id']} (Bob) names 'text-mtp', which is not there: only vlm is left to it",
     ]
-    assert sentences(admin.ask("/validate", document("vlm"))) == told
-    assert sentences(admin.ask("/diff", document("vlm"))) == told
-    applied = admin.put(document("vlm"))
+    assert sentences(admin.post("/validate", single_pool_policy("vlm"))) == told
+    assert sentences(admin.post("/diff", single_pool_policy("vlm"))) == told
+    applied = admin.put(single_pool_policy("vlm"))
     assert (applied.status_code, sentences(applied.json())) == (200, told)
     back = admin.edit("POST", {"version": 1}, "/rollback")
     assert (back.status_code, sentences(back.json())) == (200, [])
@@ -381,22 +412,22 @@ def test_whoever_changes_the_policy_is_warned_aloud_of_keys_that_it_strands(
 ) -> None:
     monkeypatch.setattr("gateway.config.policy_file.LOOK_S", 0.05)
     file = tmp_path / "policy.yaml"
-    file.write_text(as_yaml(document("a")))
-    settings = settings_for_tests(tmp_path, policy=file)
+    file.write_text(to_yaml(single_pool_policy("a")))
+    settings = make_settings(tmp_path, policy=file)
 
     def warned() -> list[str]:
         return [one.getMessage() for one in caplog.records if one.levelno >= logging.WARNING]
 
-    with RunningGateway(settings) as gateway, Admin(gateway.url) as admin:
-        gateway.make_key(name="Ann", pools=["a"])
+    with RunningGateway(settings) as gateway, PolicyAdmin(gateway.url) as admin:
+        gateway.create_key(name="Ann", pools=["a"])
         assert not warned()
         if way == "an admin":
-            admin.put(document("b"))
+            admin.put(single_pool_policy("b"))
         elif way == "the file":
-            file.write_text(as_yaml(document("b")))
-            eventually(lambda: bool(warned()))
+            file.write_text(to_yaml(single_pool_policy("b")))
+            wait_until(lambda: bool(warned()))
     if way == "the file at a start":
-        file.write_text(as_yaml(document("b")))
+        file.write_text(to_yaml(single_pool_policy("b")))
         with RunningGateway(settings):
             pass
     (warning,) = warned()
@@ -404,22 +435,26 @@ def test_whoever_changes_the_policy_is_warned_aloud_of_keys_that_it_strands(
     assert "(Ann) names 'a', which is not there" in warning
 
 
-def test_a_pool_gets_another_name_and_its_keys_follow(line: RunningGateway, admin: Admin) -> None:
-    ann = line.make_key(name="Ann", pools=["vlm"])
-    line.bear(ann["secret"])
-    assert len(admin.put(document("all")).json()["warnings"]) == 1
-    assert line.chat().json()["error"]["code"] == "pool_not_allowed"
-    follows = line.admin.patch(f"/admin/v1/keys/{ann['id']}", json={"pools": ["all"]})
+def test_a_pool_gets_another_name_and_its_keys_follow(
+    gateway_with_worker: RunningGateway, admin: PolicyAdmin
+) -> None:
+    ann = gateway_with_worker.create_key(name="Ann", pools=["vlm"])
+    gateway_with_worker.use_key(ann["secret"])
+    assert len(admin.put(single_pool_policy("all")).json()["warnings"]) == 1
+    assert gateway_with_worker.chat().json()["error"]["code"] == "pool_not_allowed"
+    follows = gateway_with_worker.admin.patch(
+        f"/admin/v1/keys/{ann['id']}", json={"pools": ["all"]}
+    )
     assert follows.status_code == 200
-    assert line.chat().headers["x-paceline-pool"] == "all"
+    assert gateway_with_worker.chat().headers["x-paceline-pool"] == "all"
 
 
 def test_the_command_warns_too(
-    line: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gateway_with_worker: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line.make_key(name="Ann", pools=["text-mtp"])
+    gateway_with_worker.create_key(name="Ann", pools=["text-mtp"])
     file = tmp_path / "mine.yaml"
-    file.write_text(as_yaml(document("vlm")))
+    file.write_text(to_yaml(single_pool_policy("vlm")))
     for command in (["validate"], ["diff"], ["apply", "--note", "x"]):
-        assert main(["policy", *command, str(file), "--url", line.url]) == 0
+        assert main(["policy", *command, str(file), "--url", gateway_with_worker.url]) == 0
         assert "(Ann) names 'text-mtp', which is not there" in capsys.readouterr().out

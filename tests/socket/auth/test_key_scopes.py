@@ -18,11 +18,11 @@ from policies.document import Priority
 from tests.support.running_gateway import (
     RunningGateway,
     chat_body,
-    error_of,
-    eventually,
-    settings_for_tests,
+    make_settings,
+    status_and_code,
+    wait_until,
 )
-from tests.support.scripted_worker import FakeWorker, Script
+from tests.support.scripted_worker import Script, ScriptedWorker
 
 
 def keyring(*terms: KeyTerms, static: str | None = None) -> tuple[Keyring, list[str]]:
@@ -57,10 +57,12 @@ def test_no_other_bytes_open_anything(offered: bytes) -> None:
                 ring.find(authorization)
 
 
-def test_unknown_wrong_expired_and_revoked_keys_get_one_answer(line: RunningGateway) -> None:
+def test_unknown_wrong_expired_and_revoked_keys_get_one_answer(
+    gateway_with_worker: RunningGateway,
+) -> None:
     """S13 (CVE-2025-59425, CVE-2026-23996): the same words for all, and the same way there."""
-    made = line.make_key()
-    line.admin.delete(f"/admin/v1/keys/{made['id']}")
+    made = gateway_with_worker.create_key()
+    gateway_with_worker.admin.delete(f"/admin/v1/keys/{made['id']}")
     offered = (
         None,
         "Bearer x",
@@ -72,90 +74,100 @@ def test_unknown_wrong_expired_and_revoked_keys_get_one_answer(line: RunningGate
     answers = set()
     for authorization in offered:
         headers = [(b"authorization", authorization.encode("latin-1"))] if authorization else []
-        answer = line.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
+        answer = gateway_with_worker.client.post(
+            "/v1/chat/completions", json=chat_body(), headers=headers
+        )
         answers.add((answer.status_code, answer.text, answer.headers["www-authenticate"]))
     assert len(answers) == 1
     assert next(iter(answers))[0] == 401
 
 
-def test_the_static_key_stays_a_key_without_limits(tmp_path: Path, worker: FakeWorker) -> None:
-    settings = settings_for_tests(tmp_path, api_key=SecretStr("static-secret"))
+def test_the_static_key_stays_a_key_without_limits(tmp_path: Path, worker: ScriptedWorker) -> None:
+    settings = make_settings(tmp_path, api_key=SecretStr("static-secret"))
     with RunningGateway(settings) as gateway:
-        gateway.join(worker)
-        made = gateway.make_key(requests_a_minute=1)
-        gateway.bear("static-secret")
+        gateway.send_heartbeat(worker)
+        made = gateway.create_key(requests_a_minute=1)
+        gateway.use_key("static-secret")
         for _ in range(3):
             assert gateway.chat().status_code == 200
-        gateway.bear(made["secret"])
+        gateway.use_key(made["secret"])
         assert [gateway.chat().status_code for _ in range(2)] == [200, 429]
         used = gateway.admin.get("/admin/v1/usage").json()["keys"]
         assert {key: row["requests"] for key, row in used.items()} == {"static": 3, made["id"]: 1}
 
 
 @pytest.fixture
-def two_workers(line: RunningGateway, second_worker: FakeWorker) -> RunningGateway:
+def two_model_gateway(
+    gateway_with_worker: RunningGateway, second_worker: ScriptedWorker
+) -> RunningGateway:
     """A gateway with the models `demo` and `other`."""
     second_worker.model = "other"
-    assert line.join(second_worker).status_code == 200
-    return line
+    assert gateway_with_worker.send_heartbeat(second_worker).status_code == 200
+    return gateway_with_worker
 
 
-def test_a_model_that_a_key_may_not_use_does_not_exist_for_it(two_workers: RunningGateway) -> None:
-    line = two_workers
-    line.bear(line.make_key(models=["demo"])["secret"])
+def test_a_model_that_a_key_may_not_use_does_not_exist_for_it(
+    two_model_gateway: RunningGateway,
+) -> None:
+    line = two_model_gateway
+    line.use_key(line.create_key(models=["demo"])["secret"])
     assert line.chat().status_code == 200
     assert line.chat(model="gpt-4o-mini").status_code == 200, "an alias of it"
     barred, unknown = line.chat(model="other"), line.chat(model="no-such-model")
-    assert error_of(barred) == error_of(unknown) == (404, "model_not_found")
+    assert status_and_code(barred) == status_and_code(unknown) == (404, "model_not_found")
     assert barred.text.replace("other", "X") == unknown.text.replace("no-such-model", "X")
     listed = [entry["id"] for entry in line.client.get("/v1/models").json()["data"]]
     assert "demo" in listed
     assert "other" not in listed
-    assert error_of(line.client.get("/v1/models/other")) == (404, "model_not_found")
+    assert status_and_code(line.client.get("/v1/models/other")) == (404, "model_not_found")
     explained = line.client.post("/v1/route/explain", json=chat_body(model="other"))
-    assert error_of(explained) == (404, "model_not_found")
-    assert error_of(line.client.get("/v1/status")) == (403, "not_allowed")
+    assert status_and_code(explained) == (404, "model_not_found")
+    assert status_and_code(line.client.get("/v1/status")) == (403, "not_allowed")
 
 
-def test_pools_that_a_key_may_not_use_are_left_out(line: RunningGateway) -> None:
-    line.bear(line.make_key(pools=["vlm"])["secret"])
-    greedy = line.chat(temperature=0)
+def test_pools_that_a_key_may_not_use_are_left_out(gateway_with_worker: RunningGateway) -> None:
+    gateway_with_worker.use_key(gateway_with_worker.create_key(pools=["vlm"])["secret"])
+    greedy = gateway_with_worker.chat(temperature=0)
     assert greedy.headers["x-paceline-pool"] == "vlm"
-    explained = line.client.post("/v1/route/explain", json=chat_body(temperature=0)).json()
+    explained = gateway_with_worker.client.post(
+        "/v1/route/explain", json=chat_body(temperature=0)
+    ).json()
     assert {one["pool"] for one in explained["candidates"]} == {"vlm"}
 
 
 def test_a_key_with_no_pool_of_the_route_is_told_so(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    line.bear(line.make_key(pools=["text-mtp"], requests_a_minute=5)["secret"])
-    assert line.chat(temperature=0).status_code == 200
-    sampled = line.chat(temperature=1)
-    assert error_of(sampled) == (403, "pool_not_allowed")
+    gateway_with_worker.use_key(
+        gateway_with_worker.create_key(pools=["text-mtp"], requests_a_minute=5)["secret"]
+    )
+    assert gateway_with_worker.chat(temperature=0).status_code == 200
+    sampled = gateway_with_worker.chat(temperature=1)
+    assert status_and_code(sampled) == (403, "pool_not_allowed")
     assert sampled.headers["x-ratelimit-remaining-requests"] == "4"
-    explained = line.client.post("/v1/route/explain", json=chat_body(temperature=1))
-    assert error_of(explained) == (403, "pool_not_allowed")
-    assert len(worker.heard) == 1
+    explained = gateway_with_worker.client.post("/v1/route/explain", json=chat_body(temperature=1))
+    assert status_and_code(explained) == (403, "pool_not_allowed")
+    assert len(worker.requests) == 1
 
 
 def test_no_request_ever_spills_to_a_pool_of_others(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """The key's pools hold in the waiting line too, where a request is decided on anew."""
-    line.bear(line.make_key(pools=["text-mtp"])["secret"])
+    gateway_with_worker.use_key(gateway_with_worker.create_key(pools=["text-mtp"])["secret"])
     worker.script = Script(hang_after=2)
     with ThreadPoolExecutor(8) as pool:
 
         def ask(_: int) -> str:
-            with line.stream(temperature=0) as answer:
+            with gateway_with_worker.stream(temperature=0) as answer:
                 answer.read()
                 return answer.headers["x-paceline-pool"]
 
         asked = [pool.submit(ask, one) for one in range(6)]
-        eventually(lambda: worker.answering == 4)
-        pools = line.client.get("/metrics").text
+        wait_until(lambda: worker.in_flight == 4)
+        pools = gateway_with_worker.client.get("/metrics").text
         assert 'paceline_pool_waiting{pool="text-mtp"} 2.0' in pools
-        worker.go_on.set()
+        worker.resume.set()
         assert {one.result(30) for one in asked} == {"text-mtp"}
 
 
@@ -170,11 +182,13 @@ def test_no_request_ever_spills_to_a_pool_of_others(
     ],
 )
 def test_a_request_asks_for_no_more_priority_than_its_key_has(
-    line: RunningGateway, highest: Priority, asked: Priority, status: int
+    gateway_with_worker: RunningGateway, highest: Priority, asked: Priority, status: int
 ) -> None:
-    line.bear(line.make_key(priority=highest)["secret"])
+    gateway_with_worker.use_key(gateway_with_worker.create_key(priority=highest)["secret"])
     headers = {"x-paceline-priority": asked}
-    answer = line.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
+    answer = gateway_with_worker.client.post(
+        "/v1/chat/completions", json=chat_body(), headers=headers
+    )
     assert answer.status_code == status
     if status == 400:
         assert answer.json()["error"]["param"] == "x-paceline-priority"

@@ -21,12 +21,12 @@ from gateway.config.settings import Settings
 from gateway.errors import HostRefused
 from tests.support.running_gateway import (
     RunningGateway,
-    bearing,
+    bearer_headers,
     chat_body,
-    error_of,
-    settings_for_tests,
+    make_settings,
+    status_and_code,
 )
-from tests.support.scripted_worker import TOKEN, FakeWorker, Script
+from tests.support.scripted_worker import JOIN_TOKEN, Script, ScriptedWorker
 
 ROUTES = ("/livez", "/v1/models", "/v1/status", "/admin/v1/workers", "/nothing")
 
@@ -64,27 +64,33 @@ def test_no_name_and_two_names_are_refused() -> None:
             hosts.check(headers)
 
 
-def test_a_foreign_name_opens_no_route(line: RunningGateway, worker: FakeWorker) -> None:
+def test_a_foreign_name_opens_no_route(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
     headers = {"host": "evil.example"}
-    answers = [line.client.get(route, headers=headers) for route in ROUTES]
-    answers.append(line.client.post("/v1/chat/completions", json=chat_body(), headers=headers))
+    answers = [gateway_with_worker.client.get(route, headers=headers) for route in ROUTES]
+    answers.append(
+        gateway_with_worker.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
+    )
     assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {
         (421, "host_not_allowed")
     }
     assert "PACELINE_ALLOWED_HOSTS" in answers[0].json()["error"]["message"]
-    assert not worker.heard
+    assert not worker.requests
 
 
 def test_names_are_configured_with_commas(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: FakeWorker
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: ScriptedWorker
 ) -> None:
     monkeypatch.setenv("PACELINE_ALLOWED_HOSTS", "line.example, other.example")
-    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
+    with RunningGateway(make_settings(tmp_path)) as gateway:
         answer = gateway.client.get("/livez", headers={"host": "other.example:8000"})
         assert answer.status_code == 200
 
 
-def test_no_header_of_the_client_reaches_a_worker(line: RunningGateway, worker: FakeWorker) -> None:
+def test_no_header_of_the_client_reaches_a_worker(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
     sent = {
         "authorization": "Bearer canary-key",
         "proxy-authorization": "Basic canary-proxy",
@@ -101,11 +107,13 @@ def test_no_header_of_the_client_reaches_a_worker(line: RunningGateway, worker: 
         "user-agent": "canary-agent",
         "x-request-id": "canary id\twith spaces",
     }
-    answer = line.client.post("/v1/chat/completions", json=chat_body(temperature=0), headers=sent)
+    answer = gateway_with_worker.client.post(
+        "/v1/chat/completions", json=chat_body(temperature=0), headers=sent
+    )
     assert answer.status_code == 200
-    (heard,) = worker.heard
+    (heard,) = worker.requests
     assert "canary" not in repr(heard)
-    assert heard.headers["authorization"] == f"Bearer {TOKEN}"
+    assert heard.headers["authorization"] == f"Bearer {JOIN_TOKEN}"
     assert heard.headers["x-paceline-lane"] == "text-mtp"
     assert heard.headers["x-request-id"] == answer.headers["x-request-id"]
     assert set(heard.headers) <= {
@@ -116,7 +124,7 @@ def test_no_header_of_the_client_reaches_a_worker(line: RunningGateway, worker: 
 
 @pytest.mark.parametrize("status", [200, 400, 500])
 def test_no_header_of_a_worker_reaches_the_client(
-    line: RunningGateway, worker: FakeWorker, status: int
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, status: int
 ) -> None:
     canaries = ("set-cookie", "server", "x-secret", "www-authenticate", "location", "keep-alive")
     body = httpx.Response(200, json={"choices": [], "error": {"message": "no"}}).content
@@ -125,7 +133,7 @@ def test_no_header_of_a_worker_reaches_the_client(
         body=body,
         headers=tuple((name.encode(), b"canary") for name in canaries),
     )
-    answer = line.chat()
+    answer = gateway_with_worker.chat()
     assert "canary" not in repr(answer.headers)
     assert set(answer.headers) - {"date", "retry-after"} <= {
         *("content-type", "content-length", "x-request-id", "x-paceline-pool"),
@@ -163,41 +171,50 @@ def blind(
 @pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_where_no_key_is_asked_for_a_page_of_another_site_is_refused(
-    line: RunningGateway, worker: FakeWorker, path: str, origin: str
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, origin: str
 ) -> None:
     for kind in KINDS:
-        status, code, headers = blind(line, path, kind, origin=origin)
+        status, code, headers = blind(gateway_with_worker, path, kind, origin=origin)
         assert (status, code) == (403, "not_allowed")
         assert not [name for name in headers if name.startswith("access-control")]
-    assert not worker.heard
+    assert not worker.requests
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
 @pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
 def test_a_page_that_hides_its_origin_is_refused_too(
-    line: RunningGateway, worker: FakeWorker, path: str, site: str
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, site: str
 ) -> None:
-    assert blind(line, path, sec_fetch_site=site, sec_fetch_mode="no-cors")[0] == 403
-    assert not worker.heard
+    assert blind(gateway_with_worker, path, sec_fetch_site=site, sec_fetch_mode="no-cors")[0] == 403
+    assert not worker.requests
 
 
 @pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
-def test_programs_and_own_pages_are_served_as_ever(line: RunningGateway, path: str) -> None:
-    assert blind(line, path)[0] == 200
-    assert blind(line, path, sec_fetch_mode="cors")[0] == 200, "as Node's fetch says"
+def test_programs_and_own_pages_are_served_as_ever(
+    gateway_with_worker: RunningGateway, path: str
+) -> None:
+    assert blind(gateway_with_worker, path)[0] == 200
+    assert blind(gateway_with_worker, path, sec_fetch_mode="cors")[0] == 200, "as Node's fetch says"
     for site in ("same-origin", "none"):
-        assert blind(line, path, sec_fetch_site=site, sec_fetch_mode="cors")[0] == 200
-    own = blind(line, path, origin=line.url, sec_fetch_site="same-origin")
+        assert (
+            blind(gateway_with_worker, path, sec_fetch_site=site, sec_fetch_mode="cors")[0] == 200
+        )
+    own = blind(
+        gateway_with_worker, path, origin=gateway_with_worker.url, sec_fetch_site="same-origin"
+    )
     assert own[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/status"])
 def test_a_link_may_be_followed_from_anywhere_and_a_page_may_not_look(
-    line: RunningGateway, path: str
+    gateway_with_worker: RunningGateway, path: str
 ) -> None:
-    assert line.client.get(path, headers=FOLLOWED).status_code == 200
+    assert gateway_with_worker.client.get(path, headers=FOLLOWED).status_code == 200
     looked = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
-    assert error_of(line.client.get(path, headers=looked)) == (403, "not_allowed")
+    assert status_and_code(gateway_with_worker.client.get(path, headers=looked)) == (
+        403,
+        "not_allowed",
+    )
 
 
 @pytest.mark.parametrize(
@@ -210,27 +227,32 @@ def test_a_link_may_be_followed_from_anywhere_and_a_page_may_not_look(
     ],
 )
 def test_no_page_of_another_site_can_hold_a_stream_of_the_state_open(
-    line: RunningGateway, marks: dict[str, str]
+    gateway_with_worker: RunningGateway, marks: dict[str, str]
 ) -> None:
     """An EventSource tells its origin, a picture or a frame only that it is of another site."""
     headers = {"sec-fetch-site": "cross-site", **marks}
-    refused = line.client.get("/v1/status/events", headers=headers)
-    assert error_of(refused) == (403, "not_allowed")
+    refused = gateway_with_worker.client.get("/v1/status/events", headers=headers)
+    assert status_and_code(refused) == (403, "not_allowed")
 
 
-def test_who_shows_a_key_may_come_from_anywhere(line: RunningGateway) -> None:
+def test_who_shows_a_key_may_come_from_anywhere(gateway_with_worker: RunningGateway) -> None:
     """An extension of a browser has an origin of its own, and a key that was typed into it."""
-    headers = {"origin": "chrome-extension://abc", **bearing(line.make_key())}
-    assert line.client.post("/v1/chat/completions", json=chat_body()).status_code == 401
-    assert blind(line, "/v1/chat/completions", **headers)[0] == 200
+    headers = {
+        "origin": "chrome-extension://abc",
+        **bearer_headers(gateway_with_worker.create_key()),
+    }
+    assert (
+        gateway_with_worker.client.post("/v1/chat/completions", json=chat_body()).status_code == 401
+    )
+    assert blind(gateway_with_worker, "/v1/chat/completions", **headers)[0] == 200
 
 
 @pytest.fixture(params=[None, 0], ids=["one port", "a port for admins"])
-def unkeyed(
-    request: pytest.FixtureRequest, tmp_path: Path, worker: FakeWorker
+def unkeyed_gateway(
+    request: pytest.FixtureRequest, tmp_path: Path, worker: ScriptedWorker
 ) -> Iterator[RunningGateway]:
-    with RunningGateway(settings_for_tests(tmp_path, admin_port=request.param)) as gateway:
-        assert gateway.join(worker).status_code == 200
+    with RunningGateway(make_settings(tmp_path, admin_port=request.param)) as gateway:
+        assert gateway.send_heartbeat(worker).status_code == 200
         yield gateway
 
 
@@ -244,25 +266,30 @@ EDITS = (
 
 @pytest.mark.parametrize("origin", ORIGINS)
 def test_nothing_of_the_admin_plane_opens_to_a_page_of_another_site(
-    unkeyed: RunningGateway, origin: str
+    unkeyed_gateway: RunningGateway, origin: str
 ) -> None:
     marks = ({"origin": origin}, {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"})
     for headers in marks:
         for method, path in EDITS:
             sent = headers | {"content-type": "text/plain"}
-            refused = unkeyed.admin.request(method, path, content=b'{"name": "x"}', headers=sent)
-            assert error_of(refused) == (403, "not_allowed")
-        looked = unkeyed.admin.get("/admin/v1/keys", headers=headers)
-        assert error_of(looked) == (403, "not_allowed")
-    assert unkeyed.admin.get("/admin/v1/keys").json() == {"keys": []}
-    (told,) = unkeyed.admin.get("/admin/v1/workers").json()["workers"]
+            refused = unkeyed_gateway.admin.request(
+                method, path, content=b'{"name": "x"}', headers=sent
+            )
+            assert status_and_code(refused) == (403, "not_allowed")
+        looked = unkeyed_gateway.admin.get("/admin/v1/keys", headers=headers)
+        assert status_and_code(looked) == (403, "not_allowed")
+    assert unkeyed_gateway.admin.get("/admin/v1/keys").json() == {"keys": []}
+    (told,) = unkeyed_gateway.admin.get("/admin/v1/workers").json()["workers"]
     assert told["state"] == "ready"
 
 
 def test_the_page_for_admins_opens_by_a_link_and_asks_its_own_gateway(
-    unkeyed: RunningGateway,
+    unkeyed_gateway: RunningGateway,
 ) -> None:
-    assert unkeyed.admin.get("/admin", headers=FOLLOWED).status_code == 200
-    own = {"origin": str(unkeyed.admin.base_url).rstrip("/"), "sec-fetch-site": "same-origin"}
-    made = unkeyed.admin.post("/admin/v1/keys", json={"name": "own"}, headers=own)
+    assert unkeyed_gateway.admin.get("/admin", headers=FOLLOWED).status_code == 200
+    own = {
+        "origin": str(unkeyed_gateway.admin.base_url).rstrip("/"),
+        "sec-fetch-site": "same-origin",
+    }
+    made = unkeyed_gateway.admin.post("/admin/v1/keys", json={"name": "own"}, headers=own)
     assert made.status_code == 201

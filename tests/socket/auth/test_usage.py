@@ -19,12 +19,12 @@ from gateway.auth.usage import KEPT_DAYS, Ledger, UsageRow, date_of, fold, tidie
 from gateway.types import Caller, Spent, Usage
 from tests.support.running_gateway import (
     RunningGateway,
-    bearing,
-    error_of,
-    eventually,
-    settings_for_tests,
+    bearer_headers,
+    make_settings,
+    status_and_code,
+    wait_until,
 )
-from tests.support.scripted_worker import FakeWorker, Script
+from tests.support.scripted_worker import Script, ScriptedWorker
 
 TODAY = 20_000
 ANN = Caller(client="key-a", key="key-a", team="lab")
@@ -133,16 +133,18 @@ def row(told: dict[str, Any], key: str) -> dict[str, Any]:
     return dict(found)
 
 
-def test_usage_is_told_by_key_and_by_team(line: RunningGateway, worker: FakeWorker) -> None:
-    ann = line.make_key(name="Ann", team="lab")
-    bob = line.make_key(name="Bob", team="lab")
-    eve = line.make_key(name="Eve")
+def test_usage_is_told_by_key_and_by_team(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    ann = gateway_with_worker.create_key(name="Ann", team="lab")
+    bob = gateway_with_worker.create_key(name="Bob", team="lab")
+    eve = gateway_with_worker.create_key(name="Eve")
     for key, times in ((ann, 2), (bob, 1), (eve, 1)):
-        line.bear(key["secret"])
+        gateway_with_worker.use_key(key["secret"])
         for _ in range(times):
-            assert line.chat().status_code == 200
-    assert line.chat(temperature=9).status_code == 400
-    told = usage_of(line)
+            assert gateway_with_worker.chat().status_code == 200
+    assert gateway_with_worker.chat(temperature=9).status_code == 400
+    told = usage_of(gateway_with_worker)
     assert row(told, ann["id"]) == {
         "day": str(datetime.now(UTC).date()),
         "key": ann["id"],
@@ -160,39 +162,39 @@ def test_usage_is_told_by_key_and_by_team(line: RunningGateway, worker: FakeWork
 
 
 def test_streams_count_and_who_leaves_is_counted_as_guessed(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    key = line.make_key()
-    line.bear(key["secret"])
-    with line.stream() as answer:
+    key = gateway_with_worker.create_key()
+    gateway_with_worker.use_key(key["secret"])
+    with gateway_with_worker.stream() as answer:
         answer.read()
     worker.script = Script(hang_after=2)
-    with line.stream(max_tokens=50) as answer:
+    with gateway_with_worker.stream(max_tokens=50) as answer:
         next(answer.iter_raw())
-    eventually(lambda: row(usage_of(line), key["id"])["requests"] == 2)
-    told = row(usage_of(line), key["id"])
+    wait_until(lambda: row(usage_of(gateway_with_worker), key["id"])["requests"] == 2)
+    told = row(usage_of(gateway_with_worker), key["id"])
     assert (told["prompt_tokens"], told["guessed_tokens"]) == (7, 4 + 50)
 
 
-def test_nobody_is_counted_where_no_key_is_needed(line: RunningGateway) -> None:
-    assert line.chat().status_code == 200
-    assert usage_of(line)["rows"] == []
+def test_nobody_is_counted_where_no_key_is_needed(gateway_with_worker: RunningGateway) -> None:
+    assert gateway_with_worker.chat().status_code == 200
+    assert usage_of(gateway_with_worker)["rows"] == []
 
 
-def test_usage_comes_as_csv_by_name_or_by_wish(line: RunningGateway) -> None:
-    key = line.make_key(name="Ann", team="lab")
-    line.bear(key["secret"])
-    line.chat()
+def test_usage_comes_as_csv_by_name_or_by_wish(gateway_with_worker: RunningGateway) -> None:
+    key = gateway_with_worker.create_key(name="Ann", team="lab")
+    gateway_with_worker.use_key(key["secret"])
+    gateway_with_worker.chat()
     for answer in (
-        line.admin.get("/admin/v1/usage?format=csv"),
-        line.admin.get("/admin/v1/usage", headers={"accept": "text/csv"}),
+        gateway_with_worker.admin.get("/admin/v1/usage?format=csv"),
+        gateway_with_worker.admin.get("/admin/v1/usage", headers={"accept": "text/csv"}),
     ):
         assert answer.headers["content-type"] == "text/csv; charset=utf-8"
         (told,) = csv.DictReader(io.StringIO(answer.text))
         assert (told["key"], told["name"], told["team"]) == (key["id"], "Ann", "lab")
         assert tuple(told)[4:] == UsageRow._fields[2:]
         assert told["prompt_tokens"] == "7"
-    assert line.admin.get("/admin/v1/usage?format=json").json()["rows"]
+    assert gateway_with_worker.admin.get("/admin/v1/usage?format=json").json()["rows"]
 
 
 @pytest.mark.parametrize(
@@ -206,65 +208,69 @@ def test_usage_comes_as_csv_by_name_or_by_wish(line: RunningGateway) -> None:
 )
 def test_a_wrong_question_is_named(gateway: RunningGateway, query: str, param: str) -> None:
     answer = gateway.admin.get(f"/admin/v1/usage{query}")
-    assert error_of(answer) == (400, "invalid_value")
+    assert status_and_code(answer) == (400, "invalid_value")
     assert answer.json()["error"]["param"] == param
 
 
-def test_days_outside_the_question_are_left_out(line: RunningGateway) -> None:
-    line.bear(line.make_key()["secret"])
-    line.chat()
-    assert usage_of(line, "?from=2020-01-01&to=2020-12-31")["rows"] == []
-    assert usage_of(line, "?from=2020-01-01")["rows"]
+def test_days_outside_the_question_are_left_out(gateway_with_worker: RunningGateway) -> None:
+    gateway_with_worker.use_key(gateway_with_worker.create_key()["secret"])
+    gateway_with_worker.chat()
+    assert usage_of(gateway_with_worker, "?from=2020-01-01&to=2020-12-31")["rows"] == []
+    assert usage_of(gateway_with_worker, "?from=2020-01-01")["rows"]
 
 
-def test_usage_survives_a_restart_and_goes_on(tmp_path: Path, worker: FakeWorker) -> None:
-    settings = settings_for_tests(tmp_path, api_key=SecretStr("static-key"))
+def test_usage_survives_a_restart_and_goes_on(tmp_path: Path, worker: ScriptedWorker) -> None:
+    settings = make_settings(tmp_path, api_key=SecretStr("static-key"))
     for times in (1, 2, 3):
         with RunningGateway(settings) as gateway:
-            gateway.join(worker)
-            gateway.bear("static-key")
+            gateway.send_heartbeat(worker)
+            gateway.use_key("static-key")
             assert gateway.chat().status_code == 200
             assert row(usage_of(gateway), "static")["requests"] == times
 
 
 def test_usage_is_kept_while_it_runs_so_that_a_crash_costs_seconds(
-    line: RunningGateway, tmp_path: Path
+    gateway_with_worker: RunningGateway, tmp_path: Path
 ) -> None:
-    key = line.make_key()
-    line.bear(key["secret"])
-    line.chat()
-    eventually(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
+    key = gateway_with_worker.create_key()
+    gateway_with_worker.use_key(key["secret"])
+    gateway_with_worker.chat()
+    wait_until(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
     kept = json.loads((tmp_path / "state.json").read_text())["usage"]
     ((_, record),) = kept.items()
     assert record["rows"] == [[key["id"], "", 1, 7, 3, 2, 0]]
 
 
 def test_f54_a_disk_that_takes_nothing_stops_no_request_and_is_caught_up_with(
-    line: RunningGateway, tmp_path: Path
+    gateway_with_worker: RunningGateway, tmp_path: Path
 ) -> None:
-    key = line.make_key()
-    line.bear(key["secret"])
+    key = gateway_with_worker.create_key()
+    gateway_with_worker.use_key(key["secret"])
     lock = tmp_path / ".state.json.lock"
     lock.unlink()
     lock.mkdir()
-    assert error_of(line.admin.post("/admin/v1/keys", json={"name": "no"})) == (
+    assert status_and_code(
+        gateway_with_worker.admin.post("/admin/v1/keys", json={"name": "no"})
+    ) == (
         503,
         "state_unavailable",
     )
-    assert line.chat().status_code == 200
-    assert row(usage_of(line), key["id"])["requests"] == 1
+    assert gateway_with_worker.chat().status_code == 200
+    assert row(usage_of(gateway_with_worker), key["id"])["requests"] == 1
     lock.rmdir()
-    assert line.chat().status_code == 200
-    eventually(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
+    assert gateway_with_worker.chat().status_code == 200
+    wait_until(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
 
 
-def test_a_team_keeps_what_its_key_used_before_it_changed_teams(line: RunningGateway) -> None:
-    key = line.make_key(team="lab")
+def test_a_team_keeps_what_its_key_used_before_it_changed_teams(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    key = gateway_with_worker.create_key(team="lab")
     for team in ("lab", "shop"):
-        line.admin.patch(f"/admin/v1/keys/{key['id']}", json={"team": team})
-        answer = line.client.get("/v1/models", headers=bearing(key))
+        gateway_with_worker.admin.patch(f"/admin/v1/keys/{key['id']}", json={"team": team})
+        answer = gateway_with_worker.client.get("/v1/models", headers=bearer_headers(key))
         assert answer.status_code == 200
-        line.bear(key["secret"])
-        assert line.chat().status_code == 200
-    told = usage_of(line)["teams"]
+        gateway_with_worker.use_key(key["secret"])
+        assert gateway_with_worker.chat().status_code == 200
+    told = usage_of(gateway_with_worker)["teams"]
     assert {team: sums["requests"] for team, sums in told.items()} == {"lab": 1, "shop": 1}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from gateway.cli import main
-from tests.support.running_gateway import RunningGateway, eventually
-from tests.support.scripted_worker import DONE, USAGE, FakeWorker, Script, chunk, event
+from tests.support.running_gateway import RunningGateway, wait_until
+from tests.support.scripted_worker import DONE, USAGE, Script, ScriptedWorker, chunk, event
 
 ROOT = Path(__file__).parents[3]
 
@@ -67,10 +67,12 @@ VLLM_SAYS = (
 
 
 @pytest.fixture
-def drafting(line: RunningGateway, worker: FakeWorker) -> RunningGateway:
+def gateway_with_drafts(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> RunningGateway:
     """A line whose worker tells of drafts."""
     worker.script = DRAFTED
-    return line
+    return gateway_with_worker
 
 
 def bench(line: RunningGateway, *arguments: str) -> int:
@@ -78,11 +80,11 @@ def bench(line: RunningGateway, *arguments: str) -> int:
 
 
 def test_figures_are_printed_written_and_drawn(
-    drafting: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gateway_with_drafts: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record, picture = tmp_path / "run.json", tmp_path / "run.svg"
     files = ("--json", str(record), "--plot", str(picture))
-    assert bench(drafting, "--concurrency", "1,3", "--requests", "5", *files) == 0
+    assert bench(gateway_with_drafts, "--concurrency", "1,3", "--requests", "5", *files) == 0
 
     printed = capsys.readouterr().out
     shown = [line.split() for line in printed.splitlines()]
@@ -109,7 +111,7 @@ def test_figures_are_printed_written_and_drawn(
     told = json.loads(record.read_text())
     first, second = told["runs"]
     body = {"max_tokens": 256, "temperature": 0.0}
-    assert told["endpoints"] == [{"url": drafting.url, "model": "demo", "body": body}]
+    assert told["endpoints"] == [{"url": gateway_with_drafts.url, "model": "demo", "body": body}]
     assert (first["max_concurrency"], second["max_concurrency"]) == (1, 3)
     assert second["max_concurrent_requests"] <= 3
     assert first["total_input_tokens"] == 5 * 7, "as the worker's usage says"
@@ -120,13 +122,16 @@ def test_figures_are_printed_written_and_drawn(
 
 
 def test_two_endpoints_are_measured_in_turn_with_the_same_prompts(
-    drafting: RunningGateway, worker: FakeWorker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    gateway_with_drafts: RunningGateway,
+    worker: ScriptedWorker,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     record = tmp_path / "run.json"
-    other = ("--compare", f"{drafting.url}/v1", "--compare-body", '{"max_tokens": 7}')
-    assert bench(drafting, *other, "--requests", "2", "--json", str(record)) == 0
+    other = ("--compare", f"{gateway_with_drafts.url}/v1", "--compare-body", '{"max_tokens": 7}')
+    assert bench(gateway_with_drafts, *other, "--requests", "2", "--json", str(record)) == 0
 
-    measured = worker.heard[4:]  # behind two first tries and two warm-ups
+    measured = worker.requests[4:]  # behind two first tries and two warm-ups
     assert [heard.body["max_tokens"] for heard in measured] == [256, 256, 7, 7] * 2
     asked = [heard.body["messages"] for heard in measured]
     assert asked[:2] == asked[2:4]
@@ -137,31 +142,33 @@ def test_two_endpoints_are_measured_in_turn_with_the_same_prompts(
     by_name = {ratio["figure"]: ratio for ratio in told["ratios"]}
     assert by_name["spec_decode_acceptance_rate"]["ratio"] == 1.0
     printed = capsys.readouterr().out
-    for shown in ("A / B", f"A1: demo on {drafting.url} max_tokens=256", "max_tokens=7"):
+    for shown in ("A / B", f"A1: demo on {gateway_with_drafts.url} max_tokens=256", "max_tokens=7"):
         assert shown in printed
 
 
 def test_requests_that_fail_are_counted_and_named(
-    line: RunningGateway, worker: FakeWorker, capsys: pytest.CaptureFixture[str]
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     good = Script()
     bad = Script(cut_after=2)
-    worker.script = Script(turns=(good, good, good, bad))  # first try, warm-up, then these two
-    assert bench(line, "--requests", "2") == 0
+    worker.script = Script(rotation=(good, good, good, bad))  # first try, warm-up, then these two
+    assert bench(gateway_with_worker, "--requests", "2") == 0
     said = capsys.readouterr()
-    assert ["Failed", "requests:", "1"] in [line.split() for line in said.out.splitlines()]
+    assert ["Failed", "requests:", "1"] in [
+        gateway_with_worker.split() for gateway_with_worker in said.out.splitlines()
+    ]
     assert "paceline: failed: broke off:" in said.err
 
 
 def test_an_interrupted_sweep_tells_what_it_has_measured(
-    line: RunningGateway, worker: FakeWorker, tmp_path: Path
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
     first_try_warm_up_and_level = 1 + 1 + 2
     worker.script = Script(
-        turns=(*[DRAFTED] * first_try_warm_up_and_level, *[Script(hang=True)] * 100)
+        rotation=(*[DRAFTED] * first_try_warm_up_and_level, *[Script(hang=True)] * 100)
     )
     record = tmp_path / "run.json"
-    command = ("bench", "--url", line.url, "--concurrency", "1,2", "--requests", "2")
+    command = ("bench", "--url", gateway_with_worker.url, "--concurrency", "1,2", "--requests", "2")
     with subprocess.Popen(
         [sys.executable, "-m", "gateway", *command, "--json", str(record)],
         stdout=subprocess.PIPE,
@@ -171,7 +178,7 @@ def test_an_interrupted_sweep_tells_what_it_has_measured(
     ) as process:
         try:
             enough = first_try_warm_up_and_level + 1
-            eventually(lambda: len(worker.heard) >= enough, within_s=60)
+            wait_until(lambda: len(worker.requests) >= enough, within_s=60)
             process.send_signal(signal.SIGINT)
             printed, said = process.communicate(timeout=60)
         finally:
@@ -182,27 +189,30 @@ def test_an_interrupted_sweep_tells_what_it_has_measured(
 
 
 def test_without_any_draft_there_is_no_speculative_block(
-    line: RunningGateway, worker: FakeWorker, capsys: pytest.CaptureFixture[str]
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker.script = Script(
         events=(chunk({"content": "one"}), chunk({}, "stop"), event({**LAST, "usage": USAGE}), DONE)
     )
-    assert bench(line, "--requests", "2", "--rate", "100") == 0
+    assert bench(gateway_with_worker, "--requests", "2", "--rate", "100") == 0
     printed = capsys.readouterr().out
     assert "Request rate configured (RPS):" in printed
     assert "Speculative Decoding" not in printed
 
 
 def test_prompts_of_ones_own_are_asked(
-    line: RunningGateway, worker: FakeWorker, tmp_path: Path
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     system = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Two?"}]
     lines = ({"prompt": "One?", "max_tokens": 9}, {"messages": system})
     prompts.write_text("\n".join(map(json.dumps, lines)))
     body = '{"top_p": 0.5}'
-    assert bench(line, "--prompts", str(prompts), "--requests", "2", "--body", body) == 0
-    bodies = [heard.body for heard in worker.heard[-2:]]
+    assert (
+        bench(gateway_with_worker, "--prompts", str(prompts), "--requests", "2", "--body", body)
+        == 0
+    )
+    bodies = [heard.body for heard in worker.requests[-2:]]
     assert {body["messages"][-1]["content"]: body["max_tokens"] for body in bodies} == {
         "One?": 9,
         "Two?": 256,
@@ -220,10 +230,10 @@ def test_prompts_of_ones_own_are_asked(
     ],
 )
 def test_what_cannot_be_measured_is_told_in_one_sentence(
-    line: RunningGateway, arguments: tuple[str, ...], sentence: str
+    gateway_with_worker: RunningGateway, arguments: tuple[str, ...], sentence: str
 ) -> None:
     with pytest.raises(SystemExit, match=sentence):
-        bench(line, *arguments)
+        bench(gateway_with_worker, *arguments)
 
 
 @pytest.mark.parametrize(

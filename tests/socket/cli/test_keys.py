@@ -9,15 +9,17 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.cli import main
-from tests.support.running_gateway import RunningGateway, settings_for_tests
-from tests.support.scripted_worker import FakeWorker
+from tests.support.running_gateway import RunningGateway, make_settings
+from tests.support.scripted_worker import ScriptedWorker
 
 
 def test_a_key_is_made_listed_used_told_of_and_revoked(
-    line: RunningGateway, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    gateway_with_worker: RunningGateway,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    url = ("--url", line.url)
+    url = ("--url", gateway_with_worker.url)
     limits = ("--requests-a-minute", "30", "--tokens-a-day", "5000", "--expires-in", "30d")
     assert main(["keys", "create", "Ann", "--team", "lab", "--model", "demo", *limits, *url]) == 0
     shown = capsys.readouterr().out.splitlines()
@@ -30,8 +32,8 @@ def test_a_key_is_made_listed_used_told_of_and_revoked(
         assert text in listed
     assert secret not in listed
 
-    line.bear(secret)
-    assert line.chat().status_code == 200
+    gateway_with_worker.use_key(secret)
+    assert gateway_with_worker.chat().status_code == 200
     assert main(["keys", "usage", *url]) == 0
     assert key_id in capsys.readouterr().out
     assert main(["keys", "usage", "--csv", *url]) == 0
@@ -41,13 +43,13 @@ def test_a_key_is_made_listed_used_told_of_and_revoked(
 
     assert main(["keys", "revoke", key_id, *url]) == 0
     assert "opens nothing any more" in capsys.readouterr().out
-    assert line.chat().status_code == 401
+    assert gateway_with_worker.chat().status_code == 401
 
 
 def test_the_admin_key_comes_from_the_environment(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = settings_for_tests(
+    settings = make_settings(
         tmp_path, admin_key=SecretStr("admin-key"), api_key=SecretStr("static-key")
     )
     with RunningGateway(settings) as gateway:
@@ -61,12 +63,12 @@ def test_the_admin_key_comes_from_the_environment(
 
 
 def test_a_refusal_is_one_sentence_that_names_the_field(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     with pytest.raises(SystemExit, match=r"refused: pools\.0: the policy has no pool 'vml'"):
-        main(["keys", "create", "Ann", "--pool", "vml", "--url", line.url])
+        main(["keys", "create", "Ann", "--pool", "vml", "--url", gateway_with_worker.url])
     with pytest.raises(SystemExit, match="There is no key 'key-x'"):
-        main(["keys", "revoke", "key-x", "--url", line.url])
+        main(["keys", "revoke", "key-x", "--url", gateway_with_worker.url])
 
 
 def test_a_time_in_no_known_unit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

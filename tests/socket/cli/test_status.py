@@ -17,9 +17,9 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.cli import main
-from tests.support.fault_proxy import FaultProxy, proxying
+from tests.support.fault_proxy import FaultProxy, running_proxy
 from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import RunningGateway, eventually, settings_for_tests
+from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 
 ROOT = Path(__file__).parents[3]
 ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"
@@ -45,7 +45,7 @@ class Watch:
 
     def wait_for(self, text: str, *, since: int = 0) -> int:
         """Return how much was written when this text had come."""
-        eventually(lambda: text in self.written[since:], within_s=PATIENCE_S)
+        wait_until(lambda: text in self.written[since:], within_s=PATIENCE_S)
         return len(self.written)
 
     def end(self) -> tuple[int, str]:
@@ -76,9 +76,9 @@ def watching(url: str, *arguments: str, terminal: bool) -> Iterator[Watch]:
 
 
 @pytest.fixture
-def proxy(line: RunningGateway) -> Iterator[FaultProxy]:
+def proxy(gateway_with_worker: RunningGateway) -> Iterator[FaultProxy]:
     """A way to the gateway that can be closed and opened."""
-    with proxying(line.url) as between:
+    with running_proxy(gateway_with_worker.url) as between:
         yield between
 
 
@@ -93,45 +93,57 @@ def test_a_watch_outlives_a_gateway_that_goes_away_and_returns(
         gone = watch.wait_for("This is how it was at")
         proxy.listen()
         back = watch.wait_for("every 0.1 s", since=gone)
-        eventually(lambda: "no gateway answers" not in watch.written[back:][-400:])
+        wait_until(lambda: "no gateway answers" not in watch.written[back:][-400:])
         code, said = watch.end()
     assert (code, said) == (0, "")
     assert (ENTERED in watch.written, LEFT in watch.written) == (terminal, terminal)
     assert ("\x1b" in watch.written) == terminal
 
 
-def test_a_piped_watch_prints_again_and_again(line: RunningGateway) -> None:
-    with watching(line.url, terminal=False) as watch:
-        eventually(lambda: watch.written.count("fake-a") >= 3, within_s=PATIENCE_S)
+def test_a_piped_watch_prints_again_and_again(gateway_with_worker: RunningGateway) -> None:
+    with watching(gateway_with_worker.url, terminal=False) as watch:
+        wait_until(lambda: watch.written.count("fake-a") >= 3, within_s=PATIENCE_S)
         assert watch.end() == (0, "")
 
 
-def test_a_watch_as_json_prints_a_line_each_time(line: RunningGateway) -> None:
-    with watching(line.url, "--json", terminal=False) as watch:
-        eventually(lambda: watch.written.count("\n") >= 2, within_s=PATIENCE_S)
+def test_a_watch_as_json_prints_a_line_each_time(gateway_with_worker: RunningGateway) -> None:
+    with watching(gateway_with_worker.url, "--json", terminal=False) as watch:
+        wait_until(lambda: watch.written.count("\n") >= 2, within_s=PATIENCE_S)
         assert watch.end() == (0, "")
     states = [json.loads(told) for told in watch.written.splitlines()]
     assert all(state["gateway"]["ready"] for state in states)
 
 
 def test_the_table_says_what_is_wrong_with_what_gateways_share(
-    own_redis: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    private_redis: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = settings_for_tests(tmp_path, redis_url=SecretStr(own_redis.url))
+    settings = make_settings(tmp_path, redis_url=SecretStr(private_redis.url))
     with RunningGateway(settings) as gateway:
         assert main(["status", "--url", gateway.url]) == 1, "no worker"
         assert "Not all is shared" not in capsys.readouterr().out
-        own_redis.kill()
-        eventually(lambda: gateway.status()["store"]["state"] == "degraded")
+        private_redis.kill()
+        wait_until(lambda: gateway.status()["store"]["state"] == "degraded")
         assert main(["status", "--url", gateway.url]) == 1
     assert "Not all is shared with other gateways: Redis cannot be reached." in (
         capsys.readouterr().out
     )
 
 
-def test_a_reader_that_has_enough_ends_a_watch_without_a_word(line: RunningGateway) -> None:
+def test_a_reader_that_has_enough_ends_a_watch_without_a_word(
+    gateway_with_worker: RunningGateway,
+) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "gateway", "status", "--json", "--watch", "0.1", "--url", line.url],
+        [
+            sys.executable,
+            "-m",
+            "gateway",
+            "status",
+            "--json",
+            "--watch",
+            "0.1",
+            "--url",
+            gateway_with_worker.url,
+        ],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -12,7 +12,7 @@ from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.errors import RecordsUnwritable
 from gateway.storage.counters import Key
-from tests.support.boot_reports import report
+from tests.support.boot_reports import boot_report
 from tests.support.redis_server import RedisServer
 
 DONE: Key = ("outcomes", "completed")
@@ -38,7 +38,7 @@ class Opened:
 
 
 @pytest.fixture
-async def opens() -> AsyncIterator[Opens]:
+async def open_counters() -> AsyncIterator[Opens]:
     async with AsyncExitStack() as stack:
 
         def one(server: RedisServer) -> Opened:
@@ -50,9 +50,9 @@ async def opens() -> AsyncIterator[Opens]:
 
 
 async def test_counts_of_all_gateways_add_up_however_often_they_are_told(
-    redis: RedisServer, opens: Opens
+    redis: RedisServer, open_counters: Opens
 ) -> None:
-    first, second = opens(redis), opens(redis)
+    first, second = open_counters(redis), open_counters(redis)
     first.store.count({DONE: 2, ("retries",): 1})
     second.store.count({DONE: 3})
     for _ in range(3):
@@ -61,40 +61,40 @@ async def test_counts_of_all_gateways_add_up_however_often_they_are_told(
     assert await first.counts() == await second.counts() == {DONE: 5, ("retries",): 1}
     first.store.count({DONE: 1})
     await first.turn()
-    assert await opens(redis).counts() == {DONE: 6, ("retries",): 1}
+    assert await open_counters(redis).counts() == {DONE: 6, ("retries",): 1}
 
 
 async def test_what_is_counted_while_redis_is_away_is_told_later_and_once(
-    own_redis: RedisServer, opens: Opens
+    private_redis: RedisServer, open_counters: Opens
 ) -> None:
-    first, second = opens(own_redis), opens(own_redis)
+    first, second = open_counters(private_redis), open_counters(private_redis)
     first.store.count({DONE: 1})
     await first.turn()
     await second.turn()
-    own_redis.kill()
+    private_redis.kill()
     for _ in range(2):
         first.store.count({DONE: 1})
         with pytest.raises(RecordsUnwritable):
             await first.turn()
     assert await first.store.counts() == {DONE: 3}
-    own_redis.start()
+    private_redis.start()
     await second.turn()
     await first.turn()
     assert await second.counts() == await first.counts() == {DONE: 3}
 
 
 async def test_a_life_that_ended_long_ago_is_folded_and_counts_once(
-    redis: RedisServer, opens: Opens
+    redis: RedisServer, open_counters: Opens
 ) -> None:
     for count in (2, 3):
-        ended = opens(redis)
+        ended = open_counters(redis)
         ended.store.count({DONE: count})
         await ended.turn()
         life = ended.store._life
         text = redis.client.hget(COUNTS, life)
         assert isinstance(text, str)
         redis.client.hset(COUNTS, life, "[1," + text.partition(",")[2])
-    first, second = opens(redis), opens(redis)
+    first, second = open_counters(redis), open_counters(redis)
     for _ in range(4):
         assert await first.counts() == {DONE: 5}
         assert await second.counts() == {DONE: 5}
@@ -102,9 +102,9 @@ async def test_a_life_that_ended_long_ago_is_folded_and_counts_once(
 
 
 async def test_a_life_that_was_folded_while_it_was_cut_off_goes_on_and_counts_once(
-    redis: RedisServer, opens: Opens
+    redis: RedisServer, open_counters: Opens
 ) -> None:
-    cut_off, other = opens(redis), opens(redis)
+    cut_off, other = open_counters(redis), open_counters(redis)
     cut_off.store.count({DONE: 2})
     await cut_off.turn()
     life = cut_off.store._life
@@ -121,47 +121,47 @@ async def test_a_life_that_was_folded_while_it_was_cut_off_goes_on_and_counts_on
 
 
 async def test_a_redis_that_is_emptied_gets_back_what_gateways_know_of_ended_lives(
-    redis: RedisServer, opens: Opens
+    redis: RedisServer, open_counters: Opens
 ) -> None:
-    ended, here = opens(redis), opens(redis)
+    ended, here = open_counters(redis), open_counters(redis)
     ended.store.count({DONE: 4})
-    await ended.store.keep_report(report("a", 5))
+    await ended.store.keep_report(boot_report("a", 5))
     await ended.turn()
     here.store.count({DONE: 1})
     await here.turn()
     redis.client.flushall()
 
     assert await here.counts() == {DONE: 5}
-    later = opens(redis)
+    later = open_counters(redis)
     assert await later.counts() == {DONE: 5}
     assert [one.lanes[0].requests for one in await later.store.reports()] == [5]
 
 
 async def test_an_overtaken_report_does_not_turn_counts_back(
-    redis: RedisServer, opens: Opens
+    redis: RedisServer, open_counters: Opens
 ) -> None:
-    first, second = opens(redis), opens(redis)
-    await first.store.keep_report(report("a", 5))
+    first, second = open_counters(redis), open_counters(redis)
+    await first.store.keep_report(boot_report("a", 5))
     await first.turn()
-    await second.store.keep_report(report("a", 3))
+    await second.store.keep_report(boot_report("a", 3))
     await second.turn()
-    for each in (first, second, opens(redis)):
+    for each in (first, second, open_counters(redis)):
         await each.turn()
         assert [one.lanes[0].requests for one in await each.store.reports()] == [5]
 
 
 async def test_sums_over_any_number_of_boots_are_exact_and_what_is_kept_is_bounded(
-    redis: RedisServer, opens: Opens
+    redis: RedisServer, open_counters: Opens
 ) -> None:
-    first, second = opens(redis), opens(redis)
+    first, second = open_counters(redis), open_counters(redis)
     for boot in range(40):
-        await (first, second)[boot % 2].store.keep_report(report(f"boot-{boot}", boot))
+        await (first, second)[boot % 2].store.keep_report(boot_report(f"boot-{boot}", boot))
         await first.turn()
         await second.turn()
     for _ in range(30):
         await first.turn()
         await second.turn()
-    for each in (first, second, opens(redis)):
+    for each in (first, second, open_counters(redis)):
         await each.turn()
         kept = await each.store.reports()
         assert sum(one.lanes[0].requests for one in kept) == sum(range(40))
@@ -171,9 +171,9 @@ async def test_sums_over_any_number_of_boots_are_exact_and_what_is_kept_is_bound
 
 @pytest.mark.parametrize("text", ["nonsense", "[]", "[1,[[5,5]]]", "{}"])
 async def test_a_life_that_nobody_wrote_is_a_failure_and_no_count(
-    redis: RedisServer, opens: Opens, text: str
+    redis: RedisServer, open_counters: Opens, text: str
 ) -> None:
-    opened = opens(redis)
+    opened = open_counters(redis)
     opened.store.count({DONE: 1})
     await opened.turn()
     redis.client.hset(COUNTS, "odd", text)

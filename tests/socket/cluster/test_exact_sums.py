@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.storage.counters import BOOTS_KEPT, MemoryStore
 from gateway.telemetry.prometheus import GatewayFigures, exposition
 from tests.support.redis_server import RedisServer
-from tests.support.simulated_fleet import Gateway, SharedGateway, Simulation
+from tests.support.simulated_fleet import SimulatedGateway, SimulatedRedisGateway, Simulation
 
 EVENTS = st.lists(
     st.sampled_from(
@@ -43,8 +43,8 @@ async def test_sums_are_exact_over_restarts_of_workers_and_gateways(
     redis.client.flushall()
     async with AsyncExitStack() as stack:
 
-        def begin() -> Gateway:
-            gateway = SharedGateway(redis, lambda: simulation.unix_s)
+        def begin() -> SimulatedGateway:
+            gateway = SimulatedRedisGateway(redis, lambda: simulation.unix_s)
             stack.push_async_callback(gateway.close)
             return gateway
 
@@ -55,19 +55,19 @@ async def test_sums_are_exact_over_restarts_of_workers_and_gateways(
                 case "answer":
                     simulation.answer()
                 case "beat":
-                    simulation.beat()
+                    simulation.queue_report()
                 case "deliver":
                     await simulation.deliver()
                 case "restart worker":
                     simulation.restart_worker()
                 case "turn":
-                    await simulation.dice.choice(simulation.gateways).turn()
+                    await simulation.dice.choice(simulation.gateways).sync()
                 case "restart gateway":
                     number = simulation.dice.randrange(2)
-                    await simulation.gateways[number].turn()  # its last words
+                    await simulation.gateways[number].sync()  # its last words
                     simulation.gateways[number] = begin()
                 case "jump":
-                    simulation.jump()
+                    simulation.set_clock()
         await simulation.settle()
         await simulation.check()
 
@@ -76,19 +76,19 @@ async def test_sums_are_exact_over_restarts_of_workers_and_gateways(
 @given(EVENTS, st.integers(0, 2**32))
 async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], seed: int) -> None:
     simulation = Simulation([], seed)
-    simulation.gateways.append(Gateway(MemoryStore(), lambda: simulation.unix_s))
+    simulation.gateways.append(SimulatedGateway(MemoryStore(), lambda: simulation.unix_s))
     for event in events:
         match event:
             case "answer":
                 simulation.answer()
             case "beat":
-                simulation.beat()
+                simulation.queue_report()
             case "deliver":
                 await simulation.deliver()
             case "restart worker":
                 simulation.restart_worker()
             case "jump":
-                simulation.jump()
+                simulation.set_clock()
     await simulation.settle()
     await simulation.check()
     (gateway,) = simulation.gateways
@@ -99,7 +99,9 @@ async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], se
         ("accepted", sum(one.accepted for _, one in figures)),
         ("completion", sum(one.completion_tokens for _, one in figures)),
     ):
-        assert total == simulation.said["fleet", place], "the windows are of the same sums"
+        assert total == simulation.expected_counts["fleet", place], (
+            "the windows are of the same sums"
+        )
     text = exposition(GatewayFigures(gateway.accounting)).decode()
     scraped = {
         (sample.labels["model_name"], sample.labels["kind"]): sample.value
@@ -108,7 +110,7 @@ async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], se
         if sample.name == "paceline_tokens_total"
     }
     for (model, kind), count in scraped.items():
-        assert count == simulation.said["model", model, kind]
+        assert count == simulation.expected_counts["model", model, kind]
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -117,22 +119,26 @@ async def test_a_report_that_comes_after_its_boot_was_folded_counts_nothing_agai
 ) -> None:
     simulation = Simulation([], 7)
     wall = lambda: simulation.unix_s  # noqa: E731
-    begin = (lambda: SharedGateway(redis, wall)) if shared else lambda: Gateway(MemoryStore(), wall)
+    begin = (
+        (lambda: SimulatedRedisGateway(redis, wall))
+        if shared
+        else lambda: SimulatedGateway(MemoryStore(), wall)
+    )
     simulation.gateways += [begin()] if not shared else [begin(), begin()]
     simulation.workers = simulation.workers[:1]
     first, *others = simulation.gateways
     for _ in range(BOOTS_KEPT + 4):
         simulation.answer()
         await first.store.keep_report(simulation.workers[0].report())
-        await first.turn()
+        await first.sync()
         simulation.restart_worker()
     for gateway in (first, *others):
         for _ in range(8):
-            await gateway.turn()
-        for letter in simulation.mail:
+            await gateway.sync()
+        for letter in simulation.pending_reports:
             await gateway.store.keep_report(letter)
-        await gateway.turn()
-    simulation.mail.clear()
+        await gateway.sync()
+    simulation.pending_reports.clear()
     await simulation.settle()
     await simulation.check()
     for gateway in simulation.gateways:

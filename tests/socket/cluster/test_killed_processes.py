@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from tests.support.paceline_process import LISTENS, PATIENCE_S, Paceline, paceline
+from tests.support.paceline_process import LISTENS, TIMEOUT_S, PacelineProcess, start_paceline
 from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import chat_body, eventually
-from tests.support.scripted_worker import TOKEN
-from tests.support.scripted_worker_process import WorkerProcess, worker_process
+from tests.support.running_gateway import chat_body, wait_until
+from tests.support.scripted_worker import JOIN_TOKEN
+from tests.support.scripted_worker_process import ScriptedWorkerProcess, scripted_worker_process
 
 CLIENTS = 4
 """Each has one request at a time."""
@@ -40,8 +40,8 @@ class Line:
 
     def __init__(self, redis: RedisServer, folder: Path, running: contextlib.ExitStack) -> None:
         self._redis, self._folder, self._running = redis, folder, running
-        self._gateways: dict[str, Paceline] = {}
-        self._workers: dict[str, WorkerProcess] = {}
+        self._gateways: dict[str, PacelineProcess] = {}
+        self._workers: dict[str, ScriptedWorkerProcess] = {}
         self._ports: dict[str, int] = {}
         self.urls: dict[str, str] = {}
         self.killed_s: dict[str, float] = {}
@@ -54,15 +54,17 @@ class Line:
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         port = str(self._ports.get(name, 0))
-        environment = {"PACELINE_JOIN_TOKEN": TOKEN, "PACELINE_REDIS_URL": self._redis.url}
-        process = paceline("gateway", "--port", port, environment=environment, folder=folder)
-        gateway = Paceline(self._running.enter_context(process))
+        environment = {"PACELINE_JOIN_TOKEN": JOIN_TOKEN, "PACELINE_REDIS_URL": self._redis.url}
+        process = start_paceline("gateway", "--port", port, environment=environment, folder=folder)
+        gateway = PacelineProcess(self._running.enter_context(process))
         self._gateways[name], self.urls[name] = gateway, gateway.wait_for(LISTENS)[1]
         self._ports[name] = _port(self.urls[name])
 
     def start_worker(self, name: str, joins: str) -> None:
         """Start it where it was before, if it was: another place is another worker's."""
-        worker = worker_process(name, joins=self.urls[joins], port=self._ports.get(name, 0))
+        worker = scripted_worker_process(
+            name, joins=self.urls[joins], port=self._ports.get(name, 0)
+        )
         self._workers[name] = self._running.enter_context(worker)
         self._ports[name] = _port(self._workers[name].url)
 
@@ -77,7 +79,7 @@ class Line:
             gateway.wait_for_end()
 
     def status(self, name: str) -> dict[str, Any]:
-        told: dict[str, Any] = httpx.get(f"{self.urls[name]}/v1/status", timeout=PATIENCE_S).json()
+        told: dict[str, Any] = httpx.get(f"{self.urls[name]}/v1/status", timeout=TIMEOUT_S).json()
         return told
 
     def ask(self, client: httpx.Client, name: str) -> None:
@@ -95,7 +97,7 @@ class Line:
 
     def load(self) -> None:
         """Be one client of both gateways, until the end is asked for."""
-        with httpx.Client(timeout=PATIENCE_S) as client:
+        with httpx.Client(timeout=TIMEOUT_S) as client:
             while not self._ending.is_set():
                 for name in ("a", "b"):
                     self.ask(client, name)
@@ -120,7 +122,7 @@ class Line:
             since = Counter(getattr(one, kind) for one in self.good[begun:])
             return all(since[name] > 5 for name in names)
 
-        eventually(all_answer, within_s=60)
+        wait_until(all_answer, within_s=60)
 
     def untold(self, kind: str) -> int:
         """Count the answers that nobody may have heard of before their maker was killed."""
@@ -130,7 +132,7 @@ class Line:
 
 
 @pytest.fixture
-def line(redis: RedisServer, tmp_path: Path) -> Iterator[Line]:
+def cluster(redis: RedisServer, tmp_path: Path) -> Iterator[Line]:
     with contextlib.ExitStack() as running:
         made = Line(redis, tmp_path, running)
         for name in "ab":
@@ -138,7 +140,7 @@ def line(redis: RedisServer, tmp_path: Path) -> Iterator[Line]:
         for name, joins in (("x", "a"), ("y", "b"), ("z", "a")):
             made.start_worker(name, joins)
         for name in "ab":
-            eventually(lambda name=name: len(made.status(name)["pools"]["vlm"]["workers"]) == 3)  # type: ignore[misc]
+            wait_until(lambda name=name: len(made.status(name)["pools"]["vlm"]["workers"]) == 3)  # type: ignore[misc]
         yield made
 
 
@@ -159,42 +161,42 @@ def boots(status: dict[str, Any]) -> dict[str, int]:
     return {name: one["boots"] for name, one in status["workers"].items()}
 
 
-def test_two_gateways_and_three_workers_each_killed_once_and_the_sums_add_up(line: Line) -> None:
-    with line.loaded():
-        line.goes_on("worker", "x", "y", "z")
+def test_two_gateways_and_three_workers_each_killed_once_and_the_sums_add_up(cluster: Line) -> None:
+    with cluster.loaded():
+        cluster.goes_on("worker", "x", "y", "z")
         for worker, gateway in (("x", "a"), ("y", "b"), ("z", "")):
-            line.kill(worker)
-            line.goes_on("gateway", "a", "b")
-            line.start_worker(worker, joins=gateway or "a")
-            line.goes_on("worker", worker)
+            cluster.kill(worker)
+            cluster.goes_on("gateway", "a", "b")
+            cluster.start_worker(worker, joins=gateway or "a")
+            cluster.goes_on("worker", worker)
             if gateway:
-                line.kill(gateway)
-                line.goes_on("gateway", "b" if gateway == "a" else "a")
-                line.start_gateway(gateway)
-                line.goes_on("gateway", "a", "b")
+                cluster.kill(gateway)
+                cluster.goes_on("gateway", "b" if gateway == "a" else "a")
+                cluster.start_gateway(gateway)
+                cluster.goes_on("gateway", "a", "b")
 
     # A worker whose gateway was killed before it told of this boot beats there again.
     for name in "ab":
-        eventually(lambda name=name: boots(line.status(name)) == dict.fromkeys("xyz", 2))  # type: ignore[misc]
-    eventually(lambda: completed(line.status("a")) == completed(line.status("b")))
-    eventually(
-        lambda: answered_by_workers(line.status("a")) == answered_by_workers(line.status("b"))
+        wait_until(lambda name=name: boots(cluster.status(name)) == dict.fromkeys("xyz", 2))  # type: ignore[misc]
+    wait_until(lambda: completed(cluster.status("a")) == completed(cluster.status("b")))
+    wait_until(
+        lambda: answered_by_workers(cluster.status("a")) == answered_by_workers(cluster.status("b"))
     )
-    told = line.status("a")
-    known, good = completed(told), len(line.good)
+    told = cluster.status("a")
+    known, good = completed(told), len(cluster.good)
     # What a gateway had counted and not told is lost with it; what was on its way to a client when
     # it was killed was counted, and not seen. Nothing else is.
-    assert good - line.untold("gateway") <= known <= good + 2 * CLIENTS
+    assert good - cluster.untold("gateway") <= known <= good + 2 * CLIENTS
     # The same of workers: their boots are added up, and none twice.
     generated = answered_by_workers(told)
-    bad = line.bad.total()
-    assert good - line.untold("worker") <= generated <= good + bad
+    bad = cluster.bad.total()
+    assert good - cluster.untold("worker") <= generated <= good + bad
     assert boots(told) == dict.fromkeys("xyz", 2)
 
-    with httpx.Client(timeout=PATIENCE_S) as client:  # and from here on all is counted exactly
+    with httpx.Client(timeout=TIMEOUT_S) as client:  # and from here on all is counted exactly
         for name in "aabbb":
-            line.ask(client, name)
-    assert len(line.good) == good + 5
+            cluster.ask(client, name)
+    assert len(cluster.good) == good + 5
     for name in "ab":
-        eventually(lambda name=name: completed(line.status(name)) == known + 5)  # type: ignore[misc]
-        assert answered_by_workers(line.status(name)) == generated + 5
+        wait_until(lambda name=name: completed(cluster.status(name)) == known + 5)  # type: ignore[misc]
+        assert answered_by_workers(cluster.status(name)) == generated + 5

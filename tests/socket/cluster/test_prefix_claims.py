@@ -13,7 +13,7 @@ from gateway.errors import RecordsUnwritable
 from gateway.routing.prefix_affinity import NEWS_KEPT, PrefixIndex
 from gateway.types import Usage
 from policies.sections import PrefixPolicy
-from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, holders
+from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, prefix_holders
 from tests.support.redis_server import RedisServer
 
 
@@ -30,11 +30,11 @@ class Neighbour:
         await self._shared.exchange()
 
     def holders(self, name: str = "p") -> set[tuple[str, str]]:
-        return holders(self.prefixes, name)
+        return prefix_holders(self.prefixes, name)
 
 
 @pytest.fixture
-async def pair(redis: RedisServer) -> AsyncIterator[tuple[Neighbour, Neighbour]]:
+async def two_indexes(redis: RedisServer) -> AsyncIterator[tuple[Neighbour, Neighbour]]:
     both = Neighbour(redis.url), Neighbour(redis.url)
     yield both
     for one in both:
@@ -42,9 +42,9 @@ async def pair(redis: RedisServer) -> AsyncIterator[tuple[Neighbour, Neighbour]]
 
 
 async def test_what_one_gateway_claims_the_other_knows_and_what_it_drops_too(
-    pair: tuple[Neighbour, Neighbour],
+    two_indexes: tuple[Neighbour, Neighbour],
 ) -> None:
-    one, other = pair
+    one, other = two_indexes
     one.prefixes.sent("p", STUDIO, RULES)
     await one.turn()
     await other.turn()
@@ -56,9 +56,9 @@ async def test_what_one_gateway_claims_the_other_knows_and_what_it_drops_too(
 
 
 async def test_a_claim_is_as_old_elsewhere_as_it_is_here(
-    pair: tuple[Neighbour, Neighbour],
+    two_indexes: tuple[Neighbour, Neighbour],
 ) -> None:
-    one, other = pair
+    one, other = two_indexes
     one.prefixes.sent("p", STUDIO, PrefixPolicy(ttl_s=60))
     await one.turn()
     await other.turn()
@@ -81,8 +81,8 @@ async def test_a_gateway_that_starts_knows_what_was_claimed_before(redis: RedisS
         await one.link.close()
 
 
-async def test_its_own_news_come_back_to_nobody(pair: tuple[Neighbour, Neighbour]) -> None:
-    one, _ = pair
+async def test_its_own_news_come_back_to_nobody(two_indexes: tuple[Neighbour, Neighbour]) -> None:
+    one, _ = two_indexes
     one.prefixes.sent("p", STUDIO, RULES)
     await one.turn()
     one.prefixes.told("p", STUDIO, None, expected=False)
@@ -94,9 +94,9 @@ async def test_its_own_news_come_back_to_nobody(pair: tuple[Neighbour, Neighbour
 
 
 async def test_a_claim_that_waited_in_redis_has_grown_older_there(
-    pair: tuple[Neighbour, Neighbour],
+    two_indexes: tuple[Neighbour, Neighbour],
 ) -> None:
-    one, late = pair
+    one, late = two_indexes
     one.prefixes.sent("p", STUDIO, PrefixPolicy(ttl_s=0.1))
     one.prefixes.sent("q", STUDIO, RULES)
     await one.turn()
@@ -105,16 +105,18 @@ async def test_a_claim_that_waited_in_redis_has_grown_older_there(
     assert (late.holders("p"), late.holders("q")) == (set(), {STUDIO})
 
 
-async def test_what_could_not_be_told_is_told_once_redis_is_back(own_redis: RedisServer) -> None:
-    one, other = Neighbour(own_redis.url), Neighbour(own_redis.url)
+async def test_what_could_not_be_told_is_told_once_redis_is_back(
+    private_redis: RedisServer,
+) -> None:
+    one, other = Neighbour(private_redis.url), Neighbour(private_redis.url)
     await one.turn()
-    own_redis.kill()
+    private_redis.kill()
     one.prefixes.sent("p", STUDIO, RULES)
     for _ in range(2):
         with pytest.raises(RecordsUnwritable):
             await one.turn()
     assert one.holders() == {STUDIO}, "what it knows itself it goes by"
-    own_redis.start()
+    private_redis.start()
     await one.turn()
     await other.turn()
     assert other.holders() == {STUDIO}
@@ -123,9 +125,9 @@ async def test_what_could_not_be_told_is_told_once_redis_is_back(own_redis: Redi
 
 
 async def test_an_entry_that_nobody_understands_stops_none_of_the_others(
-    redis: RedisServer, pair: tuple[Neighbour, Neighbour]
+    redis: RedisServer, two_indexes: tuple[Neighbour, Neighbour]
 ) -> None:
-    one, other = pair
+    one, other = two_indexes
     redis.client.xadd("paceline:{prefixes}:news", {"by": "x", "claim": "[1]"})
     redis.client.xadd("paceline:{prefixes}:news", {"words": "none"})
     one.prefixes.sent("p", STUDIO, RULES)

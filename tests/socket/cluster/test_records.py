@@ -18,7 +18,7 @@ Opens = Callable[[RedisServer], tuple[RedisRecords, RedisLink]]
 
 
 @pytest.fixture
-async def opens(tmp_path: Path) -> AsyncIterator[Opens]:
+async def open_records(tmp_path: Path) -> AsyncIterator[Opens]:
     """Open the records as one gateway does; all share a state folder."""
     async with AsyncExitStack() as stack:
 
@@ -36,9 +36,9 @@ async def answers(link: RedisLink) -> None:
 
 
 async def test_what_another_gateway_changes_is_seen_at_the_next_look(
-    redis: RedisServer, opens: Opens
+    redis: RedisServer, open_records: Opens
 ) -> None:
-    (here, _), (there, _) = opens(redis), opens(redis)
+    (here, _), (there, _) = open_records(redis), open_records(redis)
     assert await here.all("keys") == {}
     await there.add("keys", "a", '{"n":1}')
     await there.add("keys", "b", '{"n":2}')
@@ -48,8 +48,8 @@ async def test_what_another_gateway_changes_is_seen_at_the_next_look(
     assert await here.all("keys") == {"a": '{"n":3}'}
 
 
-async def test_of_many_that_add_one_name_one_wins(redis: RedisServer, opens: Opens) -> None:
-    gateways, links = zip(*(opens(redis) for _ in range(4)), strict=True)
+async def test_of_many_that_add_one_name_one_wins(redis: RedisServer, open_records: Opens) -> None:
+    gateways, links = zip(*(open_records(redis) for _ in range(4)), strict=True)
     # As in a gateway that serves: an edit does not wait until connections are made.
     await asyncio.gather(*(answers(link) for link in links for _ in range(3)))
     await gateways[0].add("policy", "6", "{}")
@@ -60,43 +60,43 @@ async def test_of_many_that_add_one_name_one_wins(redis: RedisServer, opens: Ope
 
 
 async def test_a_redis_that_lost_everything_gets_it_back_and_nobody_forgets_meanwhile(
-    own_redis: RedisServer, opens: Opens
+    private_redis: RedisServer, open_records: Opens
 ) -> None:
-    records, link = opens(own_redis)
+    records, link = open_records(private_redis)
     await records.add("keys", "a", '{"n":1}')
     await records.add("keys", "a/revoked", '{"at":2}')
     kept = await records.all("keys")
 
-    own_redis.kill()
+    private_redis.kill()
     assert await records.all("keys") == kept
     assert link.degraded
     assert link.why == "Redis cannot be reached."
-    own_redis.start()
+    private_redis.start()
     await answers(link)
     assert await records.all("keys") == kept
 
     assert not link.degraded
-    assert await opens(own_redis)[0].all("keys") == kept
+    assert await open_records(private_redis)[0].all("keys") == kept
 
 
 async def test_a_start_without_redis_knows_what_the_copy_tells_and_that_it_is_old(
-    own_redis: RedisServer, opens: Opens
+    private_redis: RedisServer, open_records: Opens
 ) -> None:
-    records, _ = opens(own_redis)
+    records, _ = open_records(private_redis)
     await records.add("keys", "b", "1")
     await records.add("keys", "a", "2")
     kept = await records.all("keys")
     assert records._copying is not None
     await records._copying
-    own_redis.kill()
+    private_redis.kill()
 
-    later, link = opens(own_redis)
+    later, link = open_records(private_redis)
     assert list(await later.all("keys")) == list(kept) == ["b", "a"]
     assert not later.fresh("keys")
     with pytest.raises(RecordsUnwritable):
         await later.add("keys", "c", "3")
 
-    own_redis.start()
+    private_redis.start()
     await answers(link)
     assert await later.all("keys") == kept
     assert later.fresh("keys")
@@ -105,25 +105,25 @@ async def test_a_start_without_redis_knows_what_the_copy_tells_and_that_it_is_ol
 
 
 async def test_an_older_state_of_redis_does_not_bring_back_a_revoked_key(
-    own_redis: RedisServer, opens: Opens
+    private_redis: RedisServer, open_records: Opens
 ) -> None:
-    records, _ = opens(own_redis)
+    records, _ = open_records(private_redis)
     await records.add("keys", "a", "1")
-    before = own_redis.client.dump("paceline:{keys}:records")
+    before = private_redis.client.dump("paceline:{keys}:records")
     assert before is not None
     await records.add("keys", "a/revoked", "2")
     assert set(await records.all("keys")) == {"a", "a/revoked"}
-    own_redis.client.restore("paceline:{keys}:records", 0, before, replace=True)
+    private_redis.client.restore("paceline:{keys}:records", 0, before, replace=True)
 
     assert set(await records.all("keys")) == {"a", "a/revoked"}
-    assert set(await opens(own_redis)[0].all("keys")) == {"a", "a/revoked"}
+    assert set(await open_records(private_redis)[0].all("keys")) == {"a", "a/revoked"}
 
 
 @pytest.mark.parametrize("value", ["not one of ours", "[7,half", "[]"])
 async def test_a_value_that_nobody_wrote_means_nothing_and_breaks_nothing(
-    redis: RedisServer, opens: Opens, value: str
+    redis: RedisServer, open_records: Opens, value: str
 ) -> None:
-    records, link = opens(redis)
+    records, link = open_records(redis)
     await records.add("keys", "a", "1")
     redis.client.hset("paceline:{keys}:records", "odd", value)
     told = await records.all("keys")
@@ -133,9 +133,9 @@ async def test_a_value_that_nobody_wrote_means_nothing_and_breaks_nothing(
 
 
 async def test_a_key_of_another_type_is_a_failure_and_no_empty_answer(
-    redis: RedisServer, opens: Opens
+    redis: RedisServer, open_records: Opens
 ) -> None:
-    records, link = opens(redis)
+    records, link = open_records(redis)
     await records.add("keys", "a", "1")
     await records.all("keys")
     redis.client.set("paceline:{keys}:records", "a string")
@@ -149,25 +149,25 @@ async def test_a_key_of_another_type_is_a_failure_and_no_empty_answer(
 
 
 async def test_a_full_redis_refuses_an_edit_and_is_still_read(
-    own_redis: RedisServer, opens: Opens
+    private_redis: RedisServer, open_records: Opens
 ) -> None:
-    records, _ = opens(own_redis)
+    records, _ = open_records(private_redis)
     await records.add("keys", "a", "1")
-    own_redis.configure("maxmemory", "1")
+    private_redis.configure("maxmemory", "1")
     with pytest.raises(RecordsUnwritable):
         await records.add("keys", "b", "2")
     assert await records.all("keys") == {"a": "1"}
-    own_redis.configure("maxmemory", "0")
+    private_redis.configure("maxmemory", "0")
     assert await records.add("keys", "b", "2")
 
 
 async def test_nobody_waits_for_an_edit_that_redis_is_slow_to_answer_and_it_may_be_kept(
-    own_redis: RedisServer, opens: Opens
+    private_redis: RedisServer, open_records: Opens
 ) -> None:
-    records, link = opens(own_redis)
+    records, link = open_records(private_redis)
     await records.add("keys", "a", "1")
     assert await records.all("keys") == {"a": "1"}
-    own_redis.freeze()
+    private_redis.freeze()
     with pytest.raises(WriteUnconfirmed):
         await records.add("keys", "b", "2")
     assert link.away
@@ -176,7 +176,7 @@ async def test_nobody_waits_for_an_edit_that_redis_is_slow_to_answer_and_it_may_
     assert refused.type is RecordsUnwritable, "that is certain"
     assert await records.all("keys") == {"a": "1"}
 
-    own_redis.thaw()
+    private_redis.resume()
     await answers(link)
     async with asyncio.timeout(10):
         while await records.all("keys") != {"a": "1", "b": "2"}:

@@ -10,11 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_proxy import HARMLESS, Fault, FaultProxy, proxying
-from tests.support.gateway_fixtures import Break, Joins, Starts
+from tests.support.fault_proxy import NO_FAULT, Fault, FaultProxy, running_proxy
+from tests.support.gateway_fixtures import BreakRedis, KeepJoined, StartGateway
 from tests.support.redis_server import RedisServer
-from tests.support.redis_status import degraded, store, well
-from tests.support.running_gateway import RunningGateway, bearing, error_of, eventually
+from tests.support.redis_status import is_connected, is_degraded, redis_status
+from tests.support.running_gateway import (
+    RunningGateway,
+    bearer_headers,
+    status_and_code,
+    wait_until,
+)
 
 
 def metric(gateway: RunningGateway) -> str:
@@ -27,27 +32,27 @@ def copied(gateway_folder: Path, word: str) -> bool:
 
 
 def test_f29_a_start_without_redis_serves_the_keys_that_were_known_and_heals(
-    own_redis: RedisServer, starts: Starts, joins: Joins, tmp_path: Path
+    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined, tmp_path: Path
 ) -> None:
-    before = starts()
-    good, bad = before.make_key(), before.make_key()
-    before.bear(good["secret"])
+    before = start_gateway()
+    good, bad = before.create_key(), before.create_key()
+    before.use_key(good["secret"])
     assert before.admin.delete(f"/admin/v1/keys/{bad['id']}").is_success
-    eventually(lambda: copied(tmp_path / "a", "revoked_at"))
-    before.ask_to_end()
-    before.wait_for_end()
-    own_redis.kill()
+    wait_until(lambda: copied(tmp_path / "a", "revoked_at"))
+    before.request_shutdown()
+    before.wait_closed()
+    private_redis.kill()
 
-    after = starts()
-    joins(after)
+    after = start_gateway()
+    keep_joined(after)
     assert after.chat().status_code == 401
-    after.bear(bad["secret"])
+    after.use_key(bad["secret"])
     assert after.chat().status_code == 401, "revoked stays revoked"
-    after.bear(good["secret"])
+    after.use_key(good["secret"])
     assert after.chat().status_code == 200
     ready = after.client.get("/readyz")
     assert (ready.status_code, ready.text) == (200, "ready, degraded: Redis cannot be reached.\n")
-    assert store(after) == {
+    assert redis_status(after) == {
         "kind": "redis",
         "state": "degraded",
         "why": "Redis cannot be reached.",
@@ -55,45 +60,48 @@ def test_f29_a_start_without_redis_serves_the_keys_that_were_known_and_heals(
     }
     assert metric(after) == "paceline_store_degraded 1.0"
     refused = after.admin.post("/admin/v1/keys", json={"name": "not now"})
-    assert error_of(refused) == (503, "state_unavailable")
+    assert status_and_code(refused) == (503, "state_unavailable")
 
-    own_redis.start()
-    eventually(lambda: well(after))
+    private_redis.start()
+    wait_until(lambda: is_connected(after))
     assert metric(after) == "paceline_store_degraded 0.0"
-    after.make_key()
+    after.create_key()
     assert after.chat().status_code == 200
 
 
 def test_f29_a_gateway_that_was_idle_while_redis_was_away_is_well_again_with_it(
-    own_redis: RedisServer, starts: Starts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    private_redis: RedisServer,
+    start_gateway: StartGateway,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also what is kept of usage is asked for again, though nothing was used."""
     monkeypatch.setattr("gateway.auth.usage_store._FLUSH_S", 0.1)
-    before = starts()
-    key = before.make_key()
-    eventually(lambda: copied(tmp_path / "a", key["id"]))
-    before.ask_to_end()
-    before.wait_for_end()
-    own_redis.kill()
+    before = start_gateway()
+    key = before.create_key()
+    wait_until(lambda: copied(tmp_path / "a", key["id"]))
+    before.request_shutdown()
+    before.wait_closed()
+    private_redis.kill()
 
-    after = starts()
-    after.bear(key["secret"])
+    after = start_gateway()
+    after.use_key(key["secret"])
     threading.Event().wait(0.5)  # some turns of keeping usage, which find nothing to keep
-    assert not well(after)
-    own_redis.start()
-    eventually(lambda: well(after))
+    assert not is_connected(after)
+    private_redis.start()
+    wait_until(lambda: is_connected(after))
 
 
 def test_f29_a_gateway_that_never_knew_the_keys_opens_to_nobody_until_it_does(
-    own_redis: RedisServer, starts: Starts, joins: Joins
+    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined
 ) -> None:
-    own_redis.kill()
-    gateway = starts()
-    joins(gateway)
+    private_redis.kill()
+    gateway = start_gateway()
+    keep_joined(gateway)
     assert gateway.chat().status_code == 401
-    own_redis.start()
-    eventually(lambda: gateway.chat().status_code == 200)
-    eventually(
+    private_redis.start()
+    wait_until(lambda: gateway.chat().status_code == 200)
+    wait_until(
         lambda: gateway.admin.get("/admin/v1/policy").headers["x-paceline-policy-version"] == "1"
     )
 
@@ -108,71 +116,74 @@ def _freezes(redis: RedisServer) -> None:
 
 @pytest.mark.parametrize("breaks", [_dies, _freezes])
 def test_f30_f31_nobody_waits_for_a_redis_that_is_gone_and_what_is_counted_is_not_lost(
-    own_redis: RedisServer, starts: Starts, joins: Joins, breaks: Break
+    private_redis: RedisServer,
+    start_gateway: StartGateway,
+    keep_joined: KeepJoined,
+    breaks: BreakRedis,
 ) -> None:
-    gateway = starts()
-    joins(gateway)
+    gateway = start_gateway()
+    keep_joined(gateway)
     assert gateway.chat().status_code == 200
-    breaks(own_redis)
+    breaks(private_redis)
     # It says nothing until it is let go on, so whoever waited for it would not come to an end.
     assert [gateway.chat().status_code for _ in range(5)] == [200] * 5
-    eventually(lambda: degraded(gateway))
+    wait_until(lambda: is_degraded(gateway))
     assert gateway.client.get("/readyz").status_code == 200
     assert gateway.status()["outcomes"] == {"completed": 6}
     if breaks is _dies:
-        own_redis.start()
+        private_redis.start()
     else:
-        own_redis.thaw()
-    eventually(lambda: well(gateway))
-    other = starts("b")
-    eventually(lambda: other.status()["outcomes"] == {"completed": 6})
+        private_redis.resume()
+    wait_until(lambda: is_connected(gateway))
+    other = start_gateway("b")
+    wait_until(lambda: other.status()["outcomes"] == {"completed": 6})
 
 
 def test_f30_without_redis_a_gateway_allows_its_share_and_never_everything(
-    own_redis: RedisServer, starts: Starts, joins: Joins
+    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined
 ) -> None:
-    first, second = starts("a"), starts("b")
-    joins(first)
-    key = first.make_key(requests_a_minute=8)
-    eventually(lambda: second.client.get("/v1/models", headers=bearing(key)).is_success)
-    first.bear(key["secret"])
-    second.bear(key["secret"])
-    eventually(lambda: store(first)["gateways"] == store(second)["gateways"] == 2)
-    eventually(lambda: second.client.get("/readyz").status_code == 200)
-    own_redis.kill()
-    eventually(lambda: degraded(first) and degraded(second))
+    first, second = start_gateway("a"), start_gateway("b")
+    keep_joined(first)
+    key = first.create_key(requests_a_minute=8)
+    wait_until(lambda: second.client.get("/v1/models", headers=bearer_headers(key)).is_success)
+    first.use_key(key["secret"])
+    second.use_key(key["secret"])
+    wait_until(lambda: redis_status(first)["gateways"] == redis_status(second)["gateways"] == 2)
+    wait_until(lambda: second.client.get("/readyz").status_code == 200)
+    private_redis.kill()
+    wait_until(lambda: is_degraded(first) and is_degraded(second))
 
     def left(gateway: RunningGateway) -> int:
         told = gateway.client.post("/v1/chat/completions", json={}).headers
         return int(told["x-ratelimit-remaining-requests"])
 
     # Each part notices at its own turn, and another may have been the first.
-    eventually(lambda: max(left(first), left(second)) <= 4)
+    wait_until(lambda: max(left(first), left(second)) <= 4)
     for gateway in (first, second):
         served = [gateway.chat().status_code for _ in range(10)].count(200)
         assert 4 <= served <= 5, "half of the limit, and perhaps one that was filled up meanwhile"
 
 
 def test_f31_a_redis_that_takes_two_seconds_is_as_one_that_is_gone(
-    own_redis: RedisServer, starts: Starts, joins: Joins
+    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined
 ) -> None:
-    with proxying(own_redis.url.removesuffix("/0")) as proxy:
-        gateway = starts("a", through(proxy))
-        joins(gateway)
+    with running_proxy(private_redis.url.removesuffix("/0")) as proxy:
+        gateway = start_gateway("a", through(proxy))
+        keep_joined(gateway)
         proxy.fault = Fault(drip_bytes=65536, drip_pause_s=2.0)
         proxy.reset_all()
-        eventually(lambda: degraded(gateway))
+        wait_until(lambda: is_degraded(gateway))
         assert [gateway.chat().status_code for _ in range(5)] == [200] * 5
-        eventually(lambda: "in time" in str(store(gateway).get("why")))
-        proxy.fault = HARMLESS
+        wait_until(lambda: "in time" in str(redis_status(gateway).get("why")))
+        proxy.fault = NO_FAULT
         proxy.reset_all()
-        eventually(lambda: well(gateway))
+        wait_until(lambda: is_connected(gateway))
 
 
 def test_f31_an_edit_that_was_not_answered_says_so_and_sent_again_it_is_done_once(
-    own_redis: RedisServer, starts: Starts
+    private_redis: RedisServer, start_gateway: StartGateway
 ) -> None:
-    gateway = starts()
+    gateway = start_gateway()
     path = "/admin/v1/policy"
     before = gateway.admin.get(path)
     assert before.headers["x-paceline-policy-version"] == "1"
@@ -181,18 +192,20 @@ def test_f31_an_edit_that_was_not_answered_says_so_and_sent_again_it_is_done_onc
     def edit() -> tuple[int, str]:
         document = before.json() | {"prefix": {"holders": 2}}
         answer = gateway.admin.put(path, json=document, headers=headers)
-        return (200, "") if answer.is_success else error_of(answer)
+        return (200, "") if answer.is_success else status_and_code(answer)
 
     def edit_while_it_is_frozen() -> tuple[int, str]:
-        own_redis.freeze()
+        private_redis.freeze()
         try:
             return edit()
         finally:
-            own_redis.thaw()
+            private_redis.resume()
 
     # On a slow machine it may be known to be away before it is asked.
-    eventually(lambda: well(gateway) and edit_while_it_is_frozen() == (503, "edit_unanswered"))
-    eventually(lambda: edit() == (412, "policy_changed"))
+    wait_until(
+        lambda: is_connected(gateway) and edit_while_it_is_frozen() == (503, "edit_unanswered")
+    )
+    wait_until(lambda: edit() == (412, "policy_changed"))
     notes = [one["note"] for one in gateway.admin.get(f"{path}/history").json()["versions"]]
     assert notes.count("two holders") == 1
 
@@ -202,23 +215,23 @@ def through(proxy: FaultProxy) -> str:
 
 
 def test_f32_a_gateway_that_is_cut_off_has_its_share_and_everything_adds_up_later(
-    own_redis: RedisServer, starts: Starts, joins: Joins
+    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined
 ) -> None:
-    with proxying(own_redis.url.removesuffix("/0")) as proxy:
-        first, second = starts("a"), starts("b", through(proxy))
-        joins(first)
-        key = first.make_key(tokens_a_day=200)
+    with running_proxy(private_redis.url.removesuffix("/0")) as proxy:
+        first, second = start_gateway("a"), start_gateway("b", through(proxy))
+        keep_joined(first)
+        key = first.create_key(tokens_a_day=200)
         for gateway in (first, second):
-            eventually(
+            wait_until(
                 lambda gateway=gateway: (
                     gateway.client.get(  # type: ignore[misc]
-                        "/v1/models", headers=bearing(key)
+                        "/v1/models", headers=bearer_headers(key)
                     ).is_success
                 )
             )
-            gateway.bear(key["secret"])
-        eventually(lambda: store(second)["gateways"] == 2)
-        eventually(lambda: second.client.get("/readyz").status_code == 200)
+            gateway.use_key(key["secret"])
+        wait_until(lambda: redis_status(second)["gateways"] == 2)
+        wait_until(lambda: second.client.get("/readyz").status_code == 200)
 
         def left(gateway: RunningGateway) -> int:
             told = gateway.client.post("/v1/chat/completions", json={}).headers
@@ -226,7 +239,7 @@ def test_f32_a_gateway_that_is_cut_off_has_its_share_and_everything_adds_up_late
 
         proxy.refuse()
         # Each part notices at its own turn, and another may be the first.
-        eventually(lambda: degraded(second) and left(second) <= 100)
+        wait_until(lambda: is_degraded(second) and left(second) <= 100)
 
         cut_off = [second.chat(max_tokens=5).status_code for _ in range(14)].count(200)
         whole = [first.chat(max_tokens=5).status_code for _ in range(5)].count(200)
@@ -235,43 +248,43 @@ def test_f32_a_gateway_that_is_cut_off_has_its_share_and_everything_adds_up_late
         assert first.status()["outcomes"].get("completed") == whole
 
         proxy.listen()
-        eventually(lambda: well(second))
+        wait_until(lambda: is_connected(second))
         total = cut_off + whole
         for gateway in (first, second):
-            eventually(
+            wait_until(
                 lambda gateway=gateway: gateway.status()["outcomes"]["completed"] == total  # type: ignore[misc]
             )
 
-        eventually(lambda: left(first) == left(second) == 200 - 10 * total)
+        wait_until(lambda: left(first) == left(second) == 200 - 10 * total)
 
 
 def test_f33_a_redis_that_comes_back_empty_is_told_everything_again(
-    own_redis: RedisServer, starts: Starts, joins: Joins
+    private_redis: RedisServer, start_gateway: StartGateway, keep_joined: KeepJoined
 ) -> None:
-    first, second = starts("a"), starts("b")
-    joins(first)
-    good, bad = first.make_key(), first.make_key()
+    first, second = start_gateway("a"), start_gateway("b")
+    keep_joined(first)
+    good, bad = first.create_key(), first.create_key()
     first.admin.delete(f"/admin/v1/keys/{bad['id']}")
     for gateway in (first, second):
-        gateway.bear(good["secret"])
-        eventually(lambda gateway=gateway: gateway.chat().status_code == 200)  # type: ignore[misc]
-    eventually(lambda: first.status()["outcomes"] == second.status()["outcomes"])
-    own_redis.kill()
-    own_redis.start()
+        gateway.use_key(good["secret"])
+        wait_until(lambda gateway=gateway: gateway.chat().status_code == 200)  # type: ignore[misc]
+    wait_until(lambda: first.status()["outcomes"] == second.status()["outcomes"])
+    private_redis.kill()
+    private_redis.start()
 
     # A Redis that starts quickly may not have been missed yet.
-    eventually(lambda: own_redis.client.hlen("paceline:{keys}:records") > 3)
+    wait_until(lambda: private_redis.client.hlen("paceline:{keys}:records") > 3)
     for gateway in (first, second):
-        eventually(lambda gateway=gateway: well(gateway))  # type: ignore[misc]
+        wait_until(lambda gateway=gateway: is_connected(gateway))  # type: ignore[misc]
         assert gateway.chat().status_code == 200
-        refused = gateway.client.get("/v1/models", headers=bearing(bad))
+        refused = gateway.client.get("/v1/models", headers=bearer_headers(bad))
         assert refused.status_code == 401, "revoked stays revoked"
-    third = starts("c")
-    third.bear(good["secret"])
-    eventually(lambda: third.chat().status_code == 200)
-    assert third.client.get("/v1/models", headers=bearing(bad)).status_code == 401
+    third = start_gateway("c")
+    third.use_key(good["secret"])
+    wait_until(lambda: third.chat().status_code == 200)
+    assert third.client.get("/v1/models", headers=bearer_headers(bad)).status_code == 401
     assert third.admin.get("/admin/v1/policy").headers["x-paceline-policy-version"] == "1"
-    eventually(lambda: third.status()["outcomes"] == first.status()["outcomes"])
+    wait_until(lambda: third.status()["outcomes"] == first.status()["outcomes"])
 
 
 def _fills(redis: RedisServer) -> None:
@@ -308,31 +321,36 @@ REFUSALS = (
 
 @pytest.mark.parametrize("refusal", REFUSALS)
 def test_f34_a_redis_that_refuses_is_a_failure_and_never_an_empty_answer(
-    own_redis: RedisServer, starts: Starts, joins: Joins, refusal: tuple[Break, Break, str]
+    private_redis: RedisServer,
+    start_gateway: StartGateway,
+    keep_joined: KeepJoined,
+    refusal: tuple[BreakRedis, BreakRedis, str],
 ) -> None:
     breaks, mends, why = refusal
-    gateway = starts()
-    joins(gateway)
-    key = gateway.make_key(requests_a_minute=100)
-    gateway.bear(key["secret"])
+    gateway = start_gateway()
+    keep_joined(gateway)
+    key = gateway.create_key(requests_a_minute=100)
+    gateway.use_key(key["secret"])
     assert gateway.chat().status_code == 200
-    breaks(own_redis)
-    eventually(lambda: store(gateway).get("why") == why)
+    breaks(private_redis)
+    wait_until(lambda: redis_status(gateway).get("why") == why)
     assert gateway.chat().status_code == 200
     assert gateway.client.get("/readyz").text == f"ready, degraded: {why}\n"
     assert gateway.client.get("/v1/models", headers={"authorization": "none"}).status_code == 401
 
     def refused() -> str:
-        status, code = error_of(gateway.admin.post("/admin/v1/keys", json={"name": "not now"}))
+        status, code = status_and_code(
+            gateway.admin.post("/admin/v1/keys", json={"name": "not now"})
+        )
         assert status == 503
         return code
 
     # On a slow machine a refusal may come too late to be told from no answer.
-    eventually(lambda: refused() == "state_unavailable")
-    mends(own_redis)
-    eventually(lambda: well(gateway))
-    gateway.make_key()
+    wait_until(lambda: refused() == "state_unavailable")
+    mends(private_redis)
+    wait_until(lambda: is_connected(gateway))
+    gateway.create_key()
     assert gateway.chat().status_code == 200
-    other = starts("b")
-    other.bear(key["secret"])
-    eventually(lambda: other.status()["outcomes"] == gateway.status()["outcomes"])
+    other = start_gateway("b")
+    other.use_key(key["secret"])
+    wait_until(lambda: other.status()["outcomes"] == gateway.status()["outcomes"])

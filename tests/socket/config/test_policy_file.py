@@ -15,13 +15,13 @@ import pytest
 from gateway.config.settings import Settings
 from gateway.errors import StartupError
 from gateway.server import Ending, run, serve
-from tests.support.policies import Admin, as_yaml, document
-from tests.support.running_gateway import RunningGateway, eventually, settings_for_tests
-from tests.support.scripted_worker import FakeWorker
+from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
+from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.scripted_worker import ScriptedWorker
 
 
 @pytest.fixture(autouse=True)
-def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_file_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let gateways look at their files more often than people edit them."""
     monkeypatch.setattr("gateway.config.policy_file.LOOK_S", 0.05)
 
@@ -29,12 +29,12 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     file = tmp_path / "policy.yaml"
-    file.write_text(as_yaml(document("a")))
+    file.write_text(to_yaml(single_pool_policy("a")))
     return file
 
 
 def running(file: Path | None, folder: Path, **settings: Any) -> RunningGateway:
-    return RunningGateway(settings_for_tests(folder, policy=file, **settings))
+    return RunningGateway(make_settings(folder, policy=file, **settings))
 
 
 def start(settings: Settings) -> None:
@@ -63,27 +63,27 @@ def tells(gateway: RunningGateway, sentence: str) -> bool:
 
 
 def test_an_edit_of_an_admin_survives_a_restart(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path) as gateway, Admin(gateway.url) as admin:
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
         assert in_force(gateway) == (1, ["a"], "file")
-        admin.put(document("b"))
+        admin.put(single_pool_policy("b"))
     for _ in range(2):
         with running(file, tmp_path) as gateway:
             assert in_force(gateway) == (2, ["b"], "admin")
 
 
 def test_an_edit_of_an_admin_survives_restart_and_upgrade_without_a_file(tmp_path: Path) -> None:
-    with running(None, tmp_path) as gateway, Admin(gateway.url) as admin:
+    with running(None, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
         assert in_force(gateway) == (1, ["text-mtp", "vlm"], "shipped")
-        admin.put(document("b"))
+        admin.put(single_pool_policy("b"))
     with running(None, tmp_path) as gateway:
         assert in_force(gateway) == (2, ["b"], "admin")
 
 
 def test_an_edit_of_the_file_while_the_gateway_was_off_is_taken(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path) as gateway, Admin(gateway.url) as admin:
-        admin.put(document("b"))
-    file.write_text(as_yaml(document("c")))
-    with running(file, tmp_path) as gateway, Admin(gateway.url) as admin:
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+        admin.put(single_pool_policy("b"))
+    file.write_text(to_yaml(single_pool_policy("c")))
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
         assert in_force(gateway) == (3, ["c"], "file")
         reasons = [one["reason"] for one in admin.get("/history").json()["versions"]]
         assert reasons == ["file", "edit", "file"]
@@ -93,8 +93,8 @@ def test_an_edit_of_the_file_while_the_gateway_was_off_is_taken(file: Path, tmp_
 
 
 def test_another_comment_in_the_file_is_no_edit_of_the_policy(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path) as gateway, Admin(gateway.url) as admin:
-        admin.put(document("b"))
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+        admin.put(single_pool_policy("b"))
     file.write_text(f"# as agreed on Monday\n{file.read_text()}")
     with running(file, tmp_path) as gateway:
         assert in_force(gateway) == (2, ["b"], "admin")
@@ -123,7 +123,7 @@ def test_f45_a_bad_file_stops_the_start_with_file_line_and_field(
         pass  # what is kept is good, and is not taken in its place
     file.write_text(text)
     with pytest.raises(StartupError, match=rf"policy\.yaml is not usable: .*{sentence}"):
-        start(settings_for_tests(tmp_path, policy=file))
+        start(make_settings(tmp_path, policy=file))
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_a_start_that_is_refused_changes_no_policy(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        settings = settings_for_tests(tmp_path, policy=file)
+        settings = make_settings(tmp_path, policy=file)
         changes = {name: port if value is None else value for name, value in wrong.items()}
         with pytest.raises(StartupError, match=r"set PACELINE_|Cannot listen on"):
             start(settings.model_copy(update=changes))
@@ -152,7 +152,7 @@ def test_a_start_that_is_refused_changes_no_policy(
 def test_a_file_that_is_missing_or_no_text_or_huge_stops_the_start(
     file: Path, tmp_path: Path
 ) -> None:
-    settings = settings_for_tests(tmp_path, policy=file)
+    settings = make_settings(tmp_path, policy=file)
     file.write_bytes(b"\xff\xff")
     with pytest.raises(StartupError, match=r"policy\.yaml is not usable: the file cannot be read"):
         start(settings)
@@ -167,37 +167,37 @@ def test_a_file_that_is_missing_or_no_text_or_huge_stops_the_start(
 def test_a_state_that_cannot_be_written_or_read_stops_the_start(file: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("no folder")
-    settings = settings_for_tests(blocked / "state", policy=file)
+    settings = make_settings(blocked / "state", policy=file)
     with pytest.raises(StartupError, match="cannot be read"):
         start(settings)
     (tmp_path / "state.json").write_text('{"policy": {"1": {"number": 1}}}')
     with pytest.raises(StartupError, match=r"The versions of the policy in .* are damaged"):
-        start(settings_for_tests(tmp_path, policy=file))
+        start(make_settings(tmp_path, policy=file))
 
 
 def test_an_edit_of_the_file_is_taken_while_the_gateway_runs(
-    file: Path, tmp_path: Path, worker: FakeWorker
+    file: Path, tmp_path: Path, worker: ScriptedWorker
 ) -> None:
-    with running(file, tmp_path) as gateway, Admin(gateway.url) as admin:
-        gateway.join(worker)
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+        gateway.send_heartbeat(worker)
         assert gateway.chat().headers["x-paceline-pool"] == "a"
-        file.write_text(as_yaml(document("b")))
-        eventually(says(gateway, 2, ["b"], "file"))
+        file.write_text(to_yaml(single_pool_policy("b")))
+        wait_until(says(gateway, 2, ["b"], "file"))
         assert gateway.chat().headers["x-paceline-pool"] == "b"
         replacing = file.with_suffix(".new")
-        replacing.write_text(as_yaml(document("c")))
+        replacing.write_text(to_yaml(single_pool_policy("c")))
         os.replace(replacing, file)
-        eventually(says(gateway, 3, ["c"], "file"))
-        admin.put(document("d"))
-        file.write_text(as_yaml(document("c")) + "# saved again\n")
-        file.write_text(as_yaml(document("e")))
-        eventually(says(gateway, 5, ["e"], "file"))
+        wait_until(says(gateway, 3, ["c"], "file"))
+        admin.put(single_pool_policy("d"))
+        file.write_text(to_yaml(single_pool_policy("c")) + "# saved again\n")
+        file.write_text(to_yaml(single_pool_policy("e")))
+        wait_until(says(gateway, 5, ["e"], "file"))
 
 
 def test_f45_f46_a_bad_edit_of_the_file_is_refused_aloud_and_what_was_good_stays(
-    file: Path, tmp_path: Path, worker: FakeWorker, caplog: pytest.LogCaptureFixture
+    file: Path, tmp_path: Path, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = as_yaml(document("a"))
+    good = to_yaml(single_pool_policy("a"))
     with running(file, tmp_path) as gateway:
         bad = {
             "version: 1\nroutes: [": "it is not YAML",
@@ -209,34 +209,34 @@ def test_f45_f46_a_bad_edit_of_the_file_is_refused_aloud_and_what_was_good_stays
         for text, sentence in bad.items():
             caplog.clear()
             file.write_text(text)
-            eventually(functools.partial(tells, gateway, sentence))
+            wait_until(functools.partial(tells, gateway, sentence))
             assert "line " in problem(gateway)
             assert str(file) not in gateway.client.get("/v1/status").text
             (refused,) = [one for one in caplog.records if "policy.refused" in one.message]
             assert (refused.levelno, str(file) in refused.message) == (logging.ERROR, True)
             assert sentence in refused.message
             assert in_force(gateway) == (1, ["a"], "file")
-            gateway.join(worker)
+            gateway.send_heartbeat(worker)
             assert gateway.chat().headers["x-paceline-pool"] == "a"
         assert "paceline_policy_file_refused 1.0" in gateway.client.get("/metrics").text
         file.unlink()
-        eventually(lambda: problem(gateway) == "the file cannot be read")
+        wait_until(lambda: problem(gateway) == "the file cannot be read")
         file.write_text(good)
-        eventually(lambda: not problem(gateway))
+        wait_until(lambda: not problem(gateway))
         assert in_force(gateway) == (1, ["a"], "file")
         assert "paceline_policy_file_refused 0.0" in gateway.client.get("/metrics").text
-        file.write_text(as_yaml(document("b")))
-        eventually(says(gateway, 2, ["b"], "file"))
+        file.write_text(to_yaml(single_pool_policy("b")))
+        wait_until(says(gateway, 2, ["b"], "file"))
 
 
 def test_a_file_that_says_what_an_admin_said_is_remembered_as_read(
     file: Path, tmp_path: Path
 ) -> None:
-    with running(file, tmp_path) as gateway, Admin(gateway.url) as admin:
-        admin.put(document("b"))
-        file.write_text(as_yaml(document("b")))
-        eventually(says(gateway, 3, ["b"], "file"))
-        admin.put(document("c"))
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+        admin.put(single_pool_policy("b"))
+        file.write_text(to_yaml(single_pool_policy("b")))
+        wait_until(says(gateway, 3, ["b"], "file"))
+        admin.put(single_pool_policy("c"))
     with running(file, tmp_path) as gateway:
         assert in_force(gateway) == (4, ["c"], "admin")
 
@@ -246,16 +246,16 @@ def test_f47_gateways_that_share_their_state_come_to_the_same_version(
 ) -> None:
     with running(file, tmp_path) as here, running(file, tmp_path) as there:
         assert in_force(here) == in_force(there) == (1, ["a"], "file")
-        with Admin(here.url) as admin:
-            admin.put(document("b"))
-        eventually(says(there, 2, ["b"], "admin"))
-        with Admin(there.url) as admin:
-            admin.put(document("c"))
-        eventually(says(here, 3, ["c"], "admin"))
-        file.write_text(as_yaml(document("d")))
-        eventually(says(here, 4, ["d"], "file"))
-        eventually(says(there, 4, ["d"], "file"))
-        with Admin(here.url) as admin:
+        with PolicyAdmin(here.url) as admin:
+            admin.put(single_pool_policy("b"))
+        wait_until(says(there, 2, ["b"], "admin"))
+        with PolicyAdmin(there.url) as admin:
+            admin.put(single_pool_policy("c"))
+        wait_until(says(here, 3, ["c"], "admin"))
+        file.write_text(to_yaml(single_pool_policy("d")))
+        wait_until(says(here, 4, ["d"], "file"))
+        wait_until(says(there, 4, ["d"], "file"))
+        with PolicyAdmin(here.url) as admin:
             assert len(admin.get("/history").json()["versions"]) == 4
 
 
@@ -267,23 +267,23 @@ def listing(pool: str) -> dict[str, Any]:
 
 
 def test_a_policy_that_would_stop_the_next_start_is_not_taken(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path, **listing("a")) as gateway, Admin(gateway.url) as admin:
-        for answer in (admin.put(document("b")), admin.patch({"pools": {"a": None}})):
+    with running(file, tmp_path, **listing("a")) as gateway, PolicyAdmin(gateway.url) as admin:
+        for answer in (admin.put(single_pool_policy("b")), admin.patch({"pools": {"a": None}})):
             assert answer.status_code == 400
-        assert "'studio' is listed for the pool 'a'" in admin.put(document("b")).text
-        assert not admin.ask("/validate", document("b"))["valid"]
-        file.write_text(as_yaml(document("b")))
-        eventually(lambda: "'studio' is listed for the pool 'a'" in problem(gateway))
+        assert "'studio' is listed for the pool 'a'" in admin.put(single_pool_policy("b")).text
+        assert not admin.post("/validate", single_pool_policy("b"))["valid"]
+        file.write_text(to_yaml(single_pool_policy("b")))
+        wait_until(lambda: "'studio' is listed for the pool 'a'" in problem(gateway))
         assert in_force(gateway) == (1, ["a"], "file")
 
 
 def test_listed_workers_are_held_against_what_is_in_force_and_not_against_the_file(
     file: Path, tmp_path: Path
 ) -> None:
-    with running(file, tmp_path) as gateway, Admin(gateway.url) as admin:
-        admin.put(document("b"))
+    with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
+        admin.put(single_pool_policy("b"))
     with running(file, tmp_path, **listing("b")) as gateway:
         assert in_force(gateway) == (2, ["b"], "admin")
-    settings = settings_for_tests(tmp_path, policy=file, **listing("a"))
+    settings = make_settings(tmp_path, policy=file, **listing("a"))
     with pytest.raises(StartupError, match="'studio' is listed for the pool 'a'"):
         start(settings)

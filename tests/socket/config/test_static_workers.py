@@ -19,15 +19,15 @@ from gateway.config.static_workers import ListedWorker, check_listed, listed_pro
 from gateway.errors import StartupError
 from gateway.protocols.openai import for_openai
 from policies.document import shipped_policy
-from tests.support.running_gateway import RunningGateway, eventually, serving, settings_for_tests
-from tests.support.scripted_worker import TOKEN, FakeWorker, Script
-from tests.support.static_workers import ENTRY, listed
+from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
+from tests.support.scripted_worker import JOIN_TOKEN, Script, ScriptedWorker
+from tests.support.static_workers import ENTRY, static_worker
 
 ROOT = Path(__file__).parents[3]
 
 
 def gateway_with(folder: Path, *workers: ListedWorker) -> RunningGateway:
-    return RunningGateway(settings_for_tests(folder, workers=workers))
+    return RunningGateway(make_settings(folder, workers=workers))
 
 
 def told_by_status(gateway: RunningGateway) -> str:
@@ -43,9 +43,11 @@ def ready(gateway: RunningGateway) -> bool:
     return gateway.client.get("/readyz").status_code == 200
 
 
-def test_a_listed_server_answers_without_a_heartbeat(tmp_path: Path, worker: FakeWorker) -> None:
-    with gateway_with(tmp_path, listed(url=f"{worker.url}/v1")) as gateway:
-        eventually(lambda: ready(gateway))
+def test_a_listed_server_answers_without_a_heartbeat(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
+    with gateway_with(tmp_path, static_worker(url=f"{worker.url}/v1")) as gateway:
+        wait_until(lambda: ready(gateway))
         answer = gateway.chat(temperature=0)
         assert answer.status_code == 200
         assert answer.headers["x-paceline-worker"] == "studio"
@@ -59,52 +61,54 @@ def test_a_listed_server_answers_without_a_heartbeat(tmp_path: Path, worker: Fak
 
 
 def test_it_gets_its_own_key_and_nothing_of_ours(
-    tmp_path: Path, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STUDIO_KEY", "key-of-the-studio")
-    with gateway_with(tmp_path, listed(url=worker.url, api_key_env="STUDIO_KEY")) as gateway:
-        eventually(lambda: ready(gateway))
+    with gateway_with(tmp_path, static_worker(url=worker.url, api_key_env="STUDIO_KEY")) as gateway:
+        wait_until(lambda: ready(gateway))
         gateway.chat(temperature=0.5)
-    heard = worker.heard[0]
+    heard = worker.requests[0]
     assert heard.headers["authorization"] == "Bearer key-of-the-studio"
-    assert TOKEN not in str(heard.headers)
+    assert JOIN_TOKEN not in str(heard.headers)
     assert not [name for name in heard.headers if name.startswith("x-paceline")]
     assert "top_k" not in heard.body
     assert "min_p" not in heard.body
     assert heard.body["temperature"] == 0.5
 
 
-def test_a_server_without_a_key_of_its_own_gets_none(tmp_path: Path, worker: FakeWorker) -> None:
-    with gateway_with(tmp_path, listed(url=worker.url)) as gateway:
-        eventually(lambda: ready(gateway))
+def test_a_server_without_a_key_of_its_own_gets_none(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
+    with gateway_with(tmp_path, static_worker(url=worker.url)) as gateway:
+        wait_until(lambda: ready(gateway))
         gateway.chat()
-    assert "authorization" not in worker.heard[0].headers
+    assert "authorization" not in worker.requests[0].headers
 
 
 def test_all_models_of_a_server_are_served_and_its_slots_are_shared(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang = True
-    two = listed(url=worker.url, models=["demo", "other"], slots=2)
+    two = static_worker(url=worker.url, models=["demo", "other"], slots=2)
     with gateway_with(tmp_path, two) as gateway, ThreadPoolExecutor(3) as aside:
-        eventually(lambda: ready(gateway))
+        wait_until(lambda: ready(gateway))
         asked = [
             aside.submit(gateway.chat, temperature=0),
             aside.submit(gateway.chat, model="other"),
         ]
-        eventually(lambda: worker.answering == 2)
+        wait_until(lambda: worker.in_flight == 2)
         asked.append(aside.submit(gateway.chat))
-        eventually(lambda: gateway.status()["pools"]["vlm"]["waiting"] == 1)
-        assert worker.answering == 2
+        wait_until(lambda: gateway.status()["pools"]["vlm"]["waiting"] == 1)
+        assert worker.in_flight == 2
         assert told_by_status(gateway).count(" 1/2 ") >= 2, "one in each lane"
-        worker.go_on.set()
+        worker.resume.set()
         assert {answer.result().status_code for answer in asked} == {200}
         assert gateway.status()["models"]["other"]["workers"] == ["studio"]
 
 
 def test_a_server_that_is_down_is_out_and_its_model_is_known_all_the_same(tmp_path: Path) -> None:
-    away = FakeWorker()
-    with gateway_with(tmp_path, listed(url=away.url)) as gateway:
+    away = ScriptedWorker()
+    with gateway_with(tmp_path, static_worker(url=away.url)) as gateway:
         away.socket.close()
         answer = gateway.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
@@ -112,21 +116,21 @@ def test_a_server_that_is_down_is_out_and_its_model_is_known_all_the_same(tmp_pa
 
 
 def test_a_server_that_comes_up_later_is_in_with_the_next_probe(tmp_path: Path) -> None:
-    late = FakeWorker()
-    with gateway_with(tmp_path, listed(url=late.url)) as gateway:
+    late = ScriptedWorker()
+    with gateway_with(tmp_path, static_worker(url=late.url)) as gateway:
         assert not ready(gateway)
-        with serving(late, sockets=[late.socket]):
-            eventually(lambda: ready(gateway))
+        with running_server(late, sockets=[late.socket]):
+            wait_until(lambda: ready(gateway))
             assert gateway.chat().status_code == 200
 
 
 def test_a_server_that_fails_is_ejected_like_any_other(
-    tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     worker.script = Script(status=404, body=b'{"error": "no such model: /Users/me/x"}')
-    both = (listed(id="a", url=worker.url), listed(id="b", url=second_worker.url))
+    both = (static_worker(id="a", url=worker.url), static_worker(id="b", url=second_worker.url))
     with gateway_with(tmp_path, *both) as gateway:
-        eventually(lambda: len(gateway.status()["pools"]["vlm"]["workers"]) == 2)
+        wait_until(lambda: len(gateway.status()["pools"]["vlm"]["workers"]) == 2)
         answers = []
         while gateway.status()["workers"]["a"]["state"] != "ejected":
             answers.append(gateway.chat())
@@ -143,7 +147,7 @@ def write(folder: Path, **written: Any) -> Path:
 
 def test_the_file_lists_workers_and_may_hold_what_is_meant_for_a_worker(tmp_path: Path) -> None:
     settings = load_settings(write(tmp_path, port=1, workers=[ENTRY], worker={"model": "x"}))
-    assert settings.workers == (listed(),)
+    assert settings.workers == (static_worker(),)
     assert settings.port == 1
 
 
@@ -193,21 +197,21 @@ def test_a_missing_entry_field_is_named_too() -> None:
     ],
 )
 def test_an_address_is_taken_as_people_write_it(written: str, base: str) -> None:
-    assert listed(url=written).url == base
+    assert static_worker(url=written).url == base
 
 
 def test_the_list_must_fit_the_policy_and_itself() -> None:
-    check_listed((listed(), listed(id="other", pools=["vlm"])))
+    check_listed((static_worker(), static_worker(id="other", pools=["vlm"])))
     with pytest.raises(StartupError, match="Two workers of the list are called 'studio'"):
-        check_listed((listed(), listed()))
-    assert listed_problems((listed(),), shipped_policy()) == []
-    (problem,) = listed_problems((listed(pools=["fast"]),), shipped_policy())
+        check_listed((static_worker(), static_worker()))
+    assert listed_problems((static_worker(),), shipped_policy()) == []
+    (problem,) = listed_problems((static_worker(pools=["fast"]),), shipped_policy())
     assert re.search(r"the pool 'fast', but .* only: text-mtp, vlm", problem)
 
 
 def test_a_key_that_is_not_set_is_named_by_its_variable() -> None:
-    mine = listed(api_key_env="STUDIO_KEY")
-    assert read_keys((mine, listed()), {"STUDIO_KEY": "x"}) == {"studio": "x"}
+    mine = static_worker(api_key_env="STUDIO_KEY")
+    assert read_keys((mine, static_worker()), {"STUDIO_KEY": "x"}) == {"studio": "x"}
     with pytest.raises(StartupError, match="STUDIO_KEY"):
         read_keys((mine,), {})
 
@@ -219,7 +223,7 @@ def test_only_what_changes_nothing_is_left_out() -> None:
 
 
 def test_a_key_is_taken_without_the_end_of_its_line() -> None:
-    worker = listed(api_key_env="STUDIO_KEY")
+    worker = static_worker(api_key_env="STUDIO_KEY")
     for end in ("", "\n", "\r\n", "\r"):
         assert read_keys([worker], {"STUDIO_KEY": f"sk-abc{end}"}) == {"studio": "sk-abc"}
 
@@ -227,20 +231,20 @@ def test_a_key_is_taken_without_the_end_of_its_line() -> None:
 @pytest.mark.parametrize("key", ["sk-\nabc", "sk-äbc", "sk-\x00abc"])
 def test_a_key_that_no_header_can_hold_stops_the_start_and_is_not_repeated(key: str) -> None:
     with pytest.raises(StartupError, match="STUDIO_KEY, the key of the worker 'studio'") as refused:
-        read_keys([listed(api_key_env="STUDIO_KEY")], {"STUDIO_KEY": key})
+        read_keys([static_worker(api_key_env="STUDIO_KEY")], {"STUDIO_KEY": key})
     assert key not in str(refused.value)
 
 
 def test_f02_a_body_that_cost_two_listed_servers_is_sent_to_no_third(
-    tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     worker.script = second_worker.script = Script(drop=True)
     both = (
-        listed(id="one", url=worker.url),
-        listed(id="two", url=second_worker.url),
+        static_worker(id="one", url=worker.url),
+        static_worker(id="two", url=second_worker.url),
     )
     with gateway_with(tmp_path, *both) as gateway:
-        eventually(lambda: len(gateway.status()["workers"]) == 2)
+        wait_until(lambda: len(gateway.status()["workers"]) == 2)
         codes = [gateway.chat().json()["error"]["code"] for _ in range(12)]
     assert set(codes) == {"worker_lost", "request_quarantined"}
     assert codes[-1] == "request_quarantined"

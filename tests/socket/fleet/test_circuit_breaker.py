@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.fault_proxy import FaultProxy
-from tests.support.raw_client import settles
-from tests.support.running_gateway import RunningGateway, eventually, serving
-from tests.support.scripted_worker import DONE, TOKEN, FakeWorker, Script
+from tests.support.raw_client import wait_for_outcomes
+from tests.support.running_gateway import RunningGateway, running_server, wait_until
+from tests.support.scripted_worker import DONE, JOIN_TOKEN, Script, ScriptedWorker
 
 BROKEN = Script(status=500, body=b'{"error": {"message": "Traceback", "type": "x"}}')
 
@@ -49,96 +49,104 @@ def ask_until_ejected(gateway: RunningGateway, worker_id: str) -> None:
 )
 @pytest.mark.parametrize("status", [429, 503])
 def test_f19_retry_after_is_heeded_within_reason_and_ejects_nobody(
-    line: RunningGateway, worker: FakeWorker, status: int, value: bytes, seconds: str
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    status: int,
+    value: bytes,
+    seconds: str,
 ) -> None:
     worker.script = Script(status=status, headers=((b"retry-after", value),))
-    answer = line.chat()
+    answer = gateway_with_worker.chat()
     assert (answer.status_code, answer.headers["retry-after"]) == (503, seconds)
     assert answer.json()["error"]["code"] == "workers_busy"
-    shown = state(line, "fake-a")
+    shown = state(gateway_with_worker, "fake-a")
     assert shown["state"] in {"busy", "ready"}
     assert shown["ejected"] == {"for_s": 0, "why": "", "times": 0}
 
 
 def test_f19_while_a_worker_is_busy_the_other_is_asked_and_it_alone(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     worker.script = Script(status=429, headers=((b"retry-after", b"30"),))
-    line.join(second_worker)
-    answers = [line.chat() for _ in range(10)]
+    gateway_with_worker.send_heartbeat(second_worker)
+    answers = [gateway_with_worker.chat() for _ in range(10)]
     assert {answer.status_code for answer in answers} == {200}
-    assert len(worker.heard) <= 1
+    assert len(worker.requests) <= 1
     second_worker.script = Script(status=503, headers=((b"retry-after", b"7"),))
-    answer = line.chat()
+    answer = gateway_with_worker.chat()
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) <= 7, "the sooner of the two"
-    heard = len(worker.heard) + len(second_worker.heard)
-    again = line.chat()
+    heard = len(worker.requests) + len(second_worker.requests)
+    again = gateway_with_worker.chat()
     assert again.json()["error"]["code"] == "workers_busy"
-    assert len(worker.heard) + len(second_worker.heard) == heard, "who asks for time gets it"
+    assert len(worker.requests) + len(second_worker.requests) == heard, "who asks for time gets it"
 
 
 def test_f20_f24_an_ejected_worker_comes_back_by_real_answers_and_not_by_its_heartbeat(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    stays_broken = FakeWorker(worker_id="fake-c", script=BROKEN)
+    stays_broken = ScriptedWorker(worker_id="fake-c", script=BROKEN)
     worker.script = BROKEN
-    with serving(stays_broken, sockets=[stays_broken.socket]):
+    with running_server(stays_broken, sockets=[stays_broken.socket]):
         workers = (worker, second_worker, stays_broken)
         for one in workers:
-            line.join(one)
-        ask_until_ejected(line, "fake-a")
-        ask_until_ejected(line, "fake-c")
-        assert (len(worker.heard), len(stays_broken.heard)) == (5, 5)
+            gateway_with_worker.send_heartbeat(one)
+        ask_until_ejected(gateway_with_worker, "fake-a")
+        ask_until_ejected(gateway_with_worker, "fake-c")
+        assert (len(worker.requests), len(stays_broken.requests)) == (5, 5)
         worker.script = Script()
-        line.join(worker)
-        assert ejected(line, "fake-a"), "a heartbeat proves nothing"
+        gateway_with_worker.send_heartbeat(worker)
+        assert ejected(gateway_with_worker, "fake-a"), "a heartbeat proves nothing"
 
         def back() -> bool:
             for one in workers:
-                line.join(one)
-            states = [state(line, name)["state"] for name in ("fake-a", "fake-c")]
+                gateway_with_worker.send_heartbeat(one)
+            states = [state(gateway_with_worker, name)["state"] for name in ("fake-a", "fake-c")]
             return states == ["probation", "probation"]
 
-        eventually(back, within_s=30)
-        ask_until_ejected(line, "fake-c")
-        assert len(stays_broken.heard) == 6, "one real request showed that nothing is better"
-        assert 12 < state(line, "fake-c")["ejected"]["for_s"] <= 24, "the next time is longer"
+        wait_until(back, within_s=30)
+        ask_until_ejected(gateway_with_worker, "fake-c")
+        assert len(stays_broken.requests) == 6, "one real request showed that nothing is better"
+        assert 12 < state(gateway_with_worker, "fake-c")["ejected"]["for_s"] <= 24, (
+            "the next time is longer"
+        )
         for _ in range(40):
-            assert line.chat().status_code == 200
-            if state(line, "fake-a")["state"] == "ready":
+            assert gateway_with_worker.chat().status_code == 200
+            if state(gateway_with_worker, "fake-a")["state"] == "ready":
                 break
-        assert state(line, "fake-a")["state"] == "ready", "good answers gave it all its slots"
+        assert state(gateway_with_worker, "fake-a")["state"] == "ready", (
+            "good answers gave it all its slots"
+        )
 
 
 def test_f22_when_all_fail_the_last_one_is_still_asked_and_without_any_it_is_said_at_once(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    line.join(second_worker)
+    gateway_with_worker.send_heartbeat(second_worker)
     worker.script = second_worker.script = BROKEN
-    codes = {line.chat().json()["error"]["code"] for _ in range(20)}
+    codes = {gateway_with_worker.chat().json()["error"]["code"] for _ in range(20)}
     assert codes == {"worker_failed"}
-    states = sorted(state(line, name)["state"] for name in ("fake-a", "fake-b"))
+    states = sorted(state(gateway_with_worker, name)["state"] for name in ("fake-a", "fake-b"))
     assert states == ["ejected", "ready"]
-    still_in = "fake-b" if ejected(line, "fake-a") else "fake-a"
+    still_in = "fake-b" if ejected(gateway_with_worker, "fake-a") else "fake-a"
     worker.script = second_worker.script = Script()
-    bearer = {"authorization": f"Bearer {TOKEN}"}
-    line.client.delete(f"/admin/v1/workers/{still_in}", headers=bearer)
-    assert line.chat().status_code == 200, "an ejected worker is better than none"
+    bearer = {"authorization": f"Bearer {JOIN_TOKEN}"}
+    gateway_with_worker.client.delete(f"/admin/v1/workers/{still_in}", headers=bearer)
+    assert gateway_with_worker.chat().status_code == 200, "an ejected worker is better than none"
     for name in ("fake-a", "fake-b"):
-        line.client.delete(f"/admin/v1/workers/{name}", headers=bearer)
-    answer = line.chat()
+        gateway_with_worker.client.delete(f"/admin/v1/workers/{name}", headers=bearer)
+    answer = gateway_with_worker.chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
-    assert line.status()["pools"]["vlm"]["waiting"] == 0
+    assert gateway_with_worker.status()["pools"]["vlm"]["waiting"] == 0
 
 
 def test_f28_no_more_than_a_fifth_and_three_are_tried_again_when_all_refuse(
     gateway: RunningGateway,
 ) -> None:
-    gone = [FakeWorker(worker_id=f"gone-{number}") for number in range(6)]
+    gone = [ScriptedWorker(worker_id=f"gone-{number}") for number in range(6)]
     for one in gone:
         one.socket.close()
-        gateway.join(one)
+        gateway.send_heartbeat(one)
     with ThreadPoolExecutor(20) as aside:
         answers = [one.result() for one in [aside.submit(gateway.chat) for _ in range(40)]]
     assert {answer.status_code for answer in answers} == {503}
@@ -148,22 +156,27 @@ def test_f28_no_more_than_a_fifth_and_three_are_tried_again_when_all_refuse(
 
 
 def test_f49_a_worker_that_is_removed_finishes_its_stream_and_gets_nothing_new(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
-    with line.stream() as answer:
+    with gateway_with_worker.stream() as answer:
         pieces = answer.iter_raw()
         received = next(pieces)
-        bearer = {"authorization": f"Bearer {TOKEN}"}
-        assert line.client.delete("/admin/v1/workers/fake-a", headers=bearer).status_code == 204
-        assert line.chat().status_code == 503
-        worker.go_on.set()
+        bearer = {"authorization": f"Bearer {JOIN_TOKEN}"}
+        assert (
+            gateway_with_worker.client.delete(
+                "/admin/v1/workers/fake-a", headers=bearer
+            ).status_code
+            == 204
+        )
+        assert gateway_with_worker.chat().status_code == 503
+        worker.resume.set()
         received += b"".join(pieces)
     assert received.endswith(b"data: [DONE]\n\n")
-    assert len(worker.heard) == 1
+    assert len(worker.requests) == 1
 
 
-def state_test_ejection(gateway: RunningGateway, worker: FakeWorker) -> str:
+def state_test_ejection(gateway: RunningGateway, worker: ScriptedWorker) -> str:
     told: str = gateway.status()["workers"][worker.worker_id]["state"]
     return told
 
@@ -191,8 +204,8 @@ def busy(retry_after: str | None, status: int = 429) -> Script:
     ],
 )
 def test_f19_a_worker_that_asks_for_time_gets_it_within_reason_and_the_client_is_told(
-    line: RunningGateway,
-    worker: FakeWorker,
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
     told: str | int | None,
     within_s: tuple[int, int],
     status: int,
@@ -203,76 +216,84 @@ def test_f19_a_worker_that_asks_for_time_gets_it_within_reason_and_the_client_is
     worker.script = busy(told, status)
     began_s = time.monotonic()
     for _ in range(3):
-        answer = line.chat()
+        answer = gateway_with_worker.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "workers_busy")
         assert within_s[0] <= int(answer.headers["retry-after"]) <= within_s[1]
     took_s = time.monotonic() - began_s
-    assert len(worker.heard) <= 1 + took_s // within_s[0], "it is left alone for that time"
-    assert state_test_ejection(line, worker) != "ejected"
-    settles(line, unserved=3)
+    assert len(worker.requests) <= 1 + took_s // within_s[0], "it is left alone for that time"
+    assert state_test_ejection(gateway_with_worker, worker) != "ejected"
+    wait_for_outcomes(gateway_with_worker, unserved=3)
 
 
 def test_f19_when_all_are_busy_the_client_is_told_the_least_time(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    line.join(second_worker)
+    gateway_with_worker.send_heartbeat(second_worker)
     worker.script, second_worker.script = busy("50"), busy("20")
-    told = [int(line.chat().headers["retry-after"]) for _ in range(3)]
+    told = [int(gateway_with_worker.chat().headers["retry-after"]) for _ in range(3)]
     assert all(19 <= seconds <= 20 for seconds in told)
 
 
 def test_f20_a_worker_that_fails_five_times_in_a_row_gets_nothing_more(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    line.join(second_worker)
+    gateway_with_worker.send_heartbeat(second_worker)
     worker.script = Script(status=500)
-    answers = [line.chat() for _ in range(40)]
+    answers = [gateway_with_worker.chat() for _ in range(40)]
     codes = [answer.status_code for answer in answers]
     assert codes.count(502) == 5
     assert set(codes) == {200, 502}
-    assert state_test_ejection(line, worker) == "ejected"
-    settles(line, completed=35, failed=5)
+    assert state_test_ejection(gateway_with_worker, worker) == "ejected"
+    wait_for_outcomes(gateway_with_worker, completed=35, failed=5)
 
 
 def test_f22_when_none_can_be_connected_to_it_is_a_503_that_says_when_to_come_back(
-    proxied: RunningGateway, proxy: FaultProxy
+    gateway_behind_proxy: RunningGateway, proxy: FaultProxy
 ) -> None:
     proxy.refuse()
-    answers = [proxied.chat() for _ in range(8)]
+    answers = [gateway_behind_proxy.chat() for _ in range(8)]
     assert {answer.status_code for answer in answers} == {503}
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
     proxy.listen()
-    assert proxied.chat().status_code == 200
+    assert gateway_behind_proxy.chat().status_code == 200
 
 
 def test_f25_a_worker_that_was_restarted_begins_with_a_clean_record(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    line.join(second_worker)
+    gateway_with_worker.send_heartbeat(second_worker)
     worker.script = Script(status=500)
-    while state_test_ejection(line, worker) != "ejected":
-        line.chat()
+    while state_test_ejection(gateway_with_worker, worker) != "ejected":
+        gateway_with_worker.chat()
     worker.script = Script()
-    line.join(worker, boot_id="boot-2")
-    assert {line.chat().headers["x-paceline-worker"] for _ in range(20)} == {"fake-a", "fake-b"}
+    gateway_with_worker.send_heartbeat(worker, boot_id="boot-2")
+    assert {gateway_with_worker.chat().headers["x-paceline-worker"] for _ in range(20)} == {
+        "fake-a",
+        "fake-b",
+    }
 
 
 @pytest.mark.parametrize("goodbye", [True, False])
 def test_f49_a_worker_that_is_removed_finishes_its_streams_and_gets_nothing_new(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker, goodbye: bool
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    goodbye: bool,
 ) -> None:
     worker.script.hang_after = 2
-    with line.stream() as answer:
+    with gateway_with_worker.stream() as answer:
         pieces = answer.iter_raw()
         received = next(pieces)
-        line.join(second_worker)
+        gateway_with_worker.send_heartbeat(second_worker)
         if goodbye:
-            line.leave(worker)
+            gateway_with_worker.remove_worker(worker)
         else:
-            line.join(worker, draining=True)
-        assert {line.chat().headers["x-paceline-worker"] for _ in range(8)} == {"fake-b"}
-        worker.go_on.set()
+            gateway_with_worker.send_heartbeat(worker, draining=True)
+        assert {gateway_with_worker.chat().headers["x-paceline-worker"] for _ in range(8)} == {
+            "fake-b"
+        }
+        worker.resume.set()
         received += b"".join(pieces)
     assert received.endswith(DONE)
-    eventually(lambda: worker.answering == 0)
-    settles(line, completed=9)
+    wait_until(lambda: worker.in_flight == 0)
+    wait_for_outcomes(gateway_with_worker, completed=9)

@@ -15,8 +15,8 @@ from pydantic import SecretStr
 
 from gateway.errors import StartupError
 from gateway.server import Ending, serve
-from tests.support.running_gateway import RunningGateway, error_of, eventually, settings_for_tests
-from tests.support.scripted_worker import FakeWorker, Script
+from tests.support.running_gateway import RunningGateway, make_settings, status_and_code, wait_until
+from tests.support.scripted_worker import Script, ScriptedWorker
 
 PATH = "/admin/v1/workers"
 
@@ -34,34 +34,34 @@ def uncordon(gateway: RunningGateway, name: str = "fake-a") -> httpx.Response:
     return gateway.admin.delete(f"{PATH}/{name}/cordon")
 
 
-def heard(gateway: RunningGateway, *fakes: FakeWorker) -> list[int]:
+def heard(gateway: RunningGateway, *fakes: ScriptedWorker) -> list[int]:
     """Send six requests and count who got how many."""
-    before = [len(fake.heard) for fake in fakes]
+    before = [len(fake.requests) for fake in fakes]
     assert [gateway.chat().status_code for _ in range(6)] == [200] * 6
-    return [len(fake.heard) - was for fake, was in zip(fakes, before, strict=True)]
+    return [len(fake.requests) - was for fake, was in zip(fakes, before, strict=True)]
 
 
 def test_a_cordoned_worker_gets_no_request_until_that_is_lifted(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    line.join(second_worker)
-    told = cordon(line)
+    gateway_with_worker.send_heartbeat(second_worker)
+    told = cordon(gateway_with_worker)
     assert told.status_code == 200
     assert (told.json()["state"], told.json()["in_flight"]) == ("cordoned", 0)
     assert "cordoned_since" in told.json()
-    assert heard(line, worker, second_worker) == [0, 6]
-    assert line.status()["workers"]["fake-a"]["state"] == "cordoned"
-    assert uncordon(line).status_code == 204
-    assert "cordoned_since" not in workers(line)["fake-a"]
-    eventually(lambda: heard(line, worker, second_worker)[0] > 0)
+    assert heard(gateway_with_worker, worker, second_worker) == [0, 6]
+    assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "cordoned"
+    assert uncordon(gateway_with_worker).status_code == 204
+    assert "cordoned_since" not in workers(gateway_with_worker)["fake-a"]
+    wait_until(lambda: heard(gateway_with_worker, worker, second_worker)[0] > 0)
 
 
-def test_a_cordon_tells_since_when_and_by_whom(tmp_path: Path, worker: FakeWorker) -> None:
-    settings = settings_for_tests(tmp_path)
+def test_a_cordon_tells_since_when_and_by_whom(tmp_path: Path, worker: ScriptedWorker) -> None:
+    settings = make_settings(tmp_path)
     keyed = settings.model_copy(update={"admin_key": SecretStr("admin-key")})
     said = {"x-paceline-author": quote("Jörg")}
     with RunningGateway(settings) as gateway:
-        gateway.join(worker)
+        gateway.send_heartbeat(worker)
         cordon(gateway)
         assert workers(gateway)["fake-a"]["cordoned_by"] == "loopback"
         gateway.admin.put(f"{PATH}/fake-a/cordon", headers=said)
@@ -70,7 +70,7 @@ def test_a_cordon_tells_since_when_and_by_whom(tmp_path: Path, worker: FakeWorke
         gateway.admin.post(f"{PATH}/fake-a/drain", headers=said)
         assert workers(gateway)["fake-a"]["cordoned_by"] == "Jörg"
     with RunningGateway(keyed) as gateway:
-        gateway.join(worker)
+        gateway.send_heartbeat(worker)
         kept = workers(gateway)["fake-a"]
         assert kept["cordoned_by"] == "Jörg"
         assert datetime.fromisoformat(kept["cordoned_since"]).utcoffset() == timedelta(0)
@@ -79,147 +79,157 @@ def test_a_cordon_tells_since_when_and_by_whom(tmp_path: Path, worker: FakeWorke
         cordon(gateway)
         assert workers(gateway)["fake-a"]["cordoned_by"] == "admin"
         forged = gateway.admin.put(f"{PATH}/fake-a/cordon", headers={"x-paceline-author": "a%0Ab"})
-        assert error_of(forged) == (400, "invalid_value")
+        assert status_and_code(forged) == (400, "invalid_value")
 
 
 def test_a_cordon_of_before_anybody_was_asked_who_they_are_still_holds(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     kept = '{"cordons": {"fake-a": {"since": "2026-11-01T08:00:00Z"}}}'
     (tmp_path / "state.json").write_text(kept)
-    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
-        gateway.join(worker)
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.send_heartbeat(worker)
         assert workers(gateway)["fake-a"]["cordoned_by"] == "unknown"
         assert workers(gateway)["fake-a"]["state"] == "cordoned"
 
 
 def test_a_stream_that_runs_on_a_cordoned_worker_comes_to_its_end(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script = Script(hang_after=1)
-    with line.stream() as stream:
+    with gateway_with_worker.stream() as stream:
         lines = stream.iter_lines()
         next(lines)
-        assert cordon(line).json()["in_flight"] == 1
-        worker.go_on.set()
+        assert cordon(gateway_with_worker).json()["in_flight"] == 1
+        worker.resume.set()
         assert "data: [DONE]" in list(lines)
 
 
-def test_where_all_are_cordoned_nobody_is_asked(line: RunningGateway, worker: FakeWorker) -> None:
-    cordon(line)
-    assert error_of(line.chat()) == (503, "no_worker")
-    assert line.client.get("/readyz").status_code == 503
-    assert not worker.heard
+def test_where_all_are_cordoned_nobody_is_asked(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    cordon(gateway_with_worker)
+    assert status_and_code(gateway_with_worker.chat()) == (503, "no_worker")
+    assert gateway_with_worker.client.get("/readyz").status_code == 503
+    assert not worker.requests
 
 
 def test_who_waits_in_line_is_served_once_the_cordon_is_lifted(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """With every slot taken the fifth request stands in line; a cordon does not send it away."""
     worker.script = Script(hang=True)
     with ThreadPoolExecutor(5) as aside:
-        asked = [aside.submit(line.chat) for _ in range(5)]
-        eventually(lambda: line.status()["pools"]["vlm"]["waiting"] == 1)
-        cordon(line)
-        worker.go_on.set()
-        eventually(lambda: sum(answer.done() for answer in asked) == 4)
-        assert len(worker.heard) == 4
-        uncordon(line)
+        asked = [aside.submit(gateway_with_worker.chat) for _ in range(5)]
+        wait_until(lambda: gateway_with_worker.status()["pools"]["vlm"]["waiting"] == 1)
+        cordon(gateway_with_worker)
+        worker.resume.set()
+        wait_until(lambda: sum(answer.done() for answer in asked) == 4)
+        assert len(worker.requests) == 4
+        uncordon(gateway_with_worker)
         assert [answer.result().status_code for answer in asked] == [200] * 5
 
 
-def test_a_cordon_outlives_the_worker_and_the_gateway(tmp_path: Path, worker: FakeWorker) -> None:
+def test_a_cordon_outlives_the_worker_and_the_gateway(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
     """It is for a worker that is stopped, changed and started again."""
-    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
-        gateway.join(worker)
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.send_heartbeat(worker)
         cordon(gateway)
-        gateway.leave(worker)
+        gateway.remove_worker(worker)
         gone = workers(gateway)["fake-a"]
         assert (gone["state"], gone["lanes"]) == ("gone", [])
-        gateway.join(worker, boot_id="boot-2")
+        gateway.send_heartbeat(worker, boot_id="boot-2")
         assert workers(gateway)["fake-a"]["state"] == "cordoned"
-    with RunningGateway(settings_for_tests(tmp_path)) as gateway:
-        gateway.join(worker)
-        assert error_of(gateway.chat()) == (503, "no_worker")
+    with RunningGateway(make_settings(tmp_path)) as gateway:
+        gateway.send_heartbeat(worker)
+        assert status_and_code(gateway.chat()) == (503, "no_worker")
         assert uncordon(gateway).status_code == 204
         assert gateway.chat().status_code == 200
 
 
 def test_gateways_that_share_their_state_share_the_cordons(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
-    settings = settings_for_tests(tmp_path)
+    settings = make_settings(tmp_path)
     with RunningGateway(settings) as one, RunningGateway(settings) as other:
-        one.join(worker)
-        other.join(worker)
+        one.send_heartbeat(worker)
+        other.send_heartbeat(worker)
         cordon(one)
-        eventually(lambda: workers(other)["fake-a"]["state"] == "cordoned")
+        wait_until(lambda: workers(other)["fake-a"]["state"] == "cordoned")
         uncordon(other)
-        eventually(lambda: workers(one)["fake-a"]["state"] == "ready")
+        wait_until(lambda: workers(one)["fake-a"]["state"] == "ready")
 
 
-def test_draining_answers_once_nothing_runs_there(line: RunningGateway, worker: FakeWorker) -> None:
+def test_draining_answers_once_nothing_runs_there(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
     worker.script = Script(hang_after=1)
-    with line.stream() as stream:
+    with gateway_with_worker.stream() as stream:
         lines = stream.iter_lines()
         next(lines)
-        soon = line.admin.post(f"{PATH}/fake-a/drain?timeout_s=0").json()
+        soon = gateway_with_worker.admin.post(f"{PATH}/fake-a/drain?timeout_s=0").json()
         assert (soon["drained"], soon["in_flight"], soon["state"]) == (False, 1, "cordoned")
         answers: list[dict[str, Any]] = []
         thread = threading.Thread(
-            target=lambda: answers.append(line.admin.post(f"{PATH}/fake-a/drain").json())
+            target=lambda: answers.append(
+                gateway_with_worker.admin.post(f"{PATH}/fake-a/drain").json()
+            )
         )
         thread.start()
-        worker.go_on.set()
+        worker.resume.set()
         list(lines)
         thread.join(timeout=30)
     assert (answers[0]["drained"], answers[0]["in_flight"]) == (True, 0)
 
 
 def test_a_cordon_that_is_lifted_ends_the_wait_for_the_drain(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script = Script(hang_after=1)
-    with line.stream() as stream:
+    with gateway_with_worker.stream() as stream:
         lines = stream.iter_lines()
         next(lines)
         answers: list[dict[str, Any]] = []
         thread = threading.Thread(
             target=lambda: answers.append(
-                line.admin.post(f"{PATH}/fake-a/drain?timeout_s=600").json()
+                gateway_with_worker.admin.post(f"{PATH}/fake-a/drain?timeout_s=600").json()
             )
         )
         thread.start()
-        with httpx.Client(base_url=line.url) as other:
-            eventually(lambda: workers(line)["fake-a"]["state"] == "cordoned")
+        with httpx.Client(base_url=gateway_with_worker.url) as other:
+            wait_until(lambda: workers(gateway_with_worker)["fake-a"]["state"] == "cordoned")
             assert other.delete(f"{PATH}/fake-a/cordon").status_code == 204
         thread.join(timeout=30)
         assert not answers[0]["drained"]
-        worker.go_on.set()
+        worker.resume.set()
         assert "data: [DONE]" in list(lines)
 
 
 @pytest.mark.parametrize(
     ("method", "what"), [("PUT", "cordon"), ("DELETE", "cordon"), ("POST", "drain")]
 )
-def test_a_worker_that_nobody_knows_is_404(line: RunningGateway, method: str, what: str) -> None:
-    answer = line.admin.request(method, f"{PATH}/nobody/{what}")
-    assert error_of(answer) == (404, "worker_not_found")
+def test_a_worker_that_nobody_knows_is_404(
+    gateway_with_worker: RunningGateway, method: str, what: str
+) -> None:
+    answer = gateway_with_worker.admin.request(method, f"{PATH}/nobody/{what}")
+    assert status_and_code(answer) == (404, "worker_not_found")
 
 
 @pytest.mark.parametrize("timeout_s", ["-1", "601", "1.5", "", "ten", "٣"])
 def test_a_time_to_wait_that_is_none_is_refused_by_name(
-    line: RunningGateway, timeout_s: str
+    gateway_with_worker: RunningGateway, timeout_s: str
 ) -> None:
-    answer = line.admin.post(f"{PATH}/fake-a/drain", params={"timeout_s": timeout_s})
-    assert (error_of(answer), answer.json()["error"]["param"]) == (
+    answer = gateway_with_worker.admin.post(f"{PATH}/fake-a/drain", params={"timeout_s": timeout_s})
+    assert (status_and_code(answer), answer.json()["error"]["param"]) == (
         (400, "invalid_value"),
         "timeout_s",
     )
-    assert workers(line)["fake-a"]["state"] == "ready"
+    assert workers(gateway_with_worker)["fake-a"]["state"] == "ready"
 
 
 async def test_a_cordon_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"cordons": {"fake-a": {"since": "yesterday"}}}')
     with pytest.raises(StartupError, match="cordons that cannot be understood"):
-        await serve(settings_for_tests(tmp_path), ending=Ending())
+        await serve(make_settings(tmp_path), ending=Ending())

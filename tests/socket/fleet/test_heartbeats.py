@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import TOKEN, FakeWorker
+from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
-BEARER = {"authorization": f"Bearer {TOKEN}"}
+BEARER = {"authorization": f"Bearer {JOIN_TOKEN}"}
 
 
 def lane_with(**counts: Any) -> dict[str, Any]:
@@ -16,7 +16,7 @@ def lane_with(**counts: Any) -> dict[str, Any]:
     return {"lanes": [{"name": "vlm", "speculation": counts}]}
 
 
-def test_a_heartbeat_needs_the_join_token(gateway: RunningGateway, worker: FakeWorker) -> None:
+def test_a_heartbeat_needs_the_join_token(gateway: RunningGateway, worker: ScriptedWorker) -> None:
     report = worker.report().model_dump(mode="json")
     for headers in ({}, {"authorization": "Bearer wrong"}):
         answer = gateway.client.put("/admin/v1/workers/fake-a", headers=headers, json=report)
@@ -28,7 +28,7 @@ def test_a_heartbeat_needs_the_join_token(gateway: RunningGateway, worker: FakeW
 
 
 def test_a_heartbeat_with_a_wrong_field_names_it(
-    gateway: RunningGateway, worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     report = worker.report().model_dump(mode="json")
     for change, param in (
@@ -55,67 +55,72 @@ def test_a_heartbeat_is_bounded(gateway: RunningGateway) -> None:
     assert answer.status_code == 413
 
 
-def test_a_worker_that_says_goodbye_gets_nothing_more(line: RunningGateway) -> None:
-    assert line.client.delete("/admin/v1/workers/fake-a", headers=BEARER).status_code == 204
-    assert line.chat().status_code == 503
-    assert line.client.get("/readyz").status_code == 503
-    assert line.status()["workers"]["fake-a"]["state"] == "gone"
+def test_a_worker_that_says_goodbye_gets_nothing_more(gateway_with_worker: RunningGateway) -> None:
+    assert (
+        gateway_with_worker.client.delete("/admin/v1/workers/fake-a", headers=BEARER).status_code
+        == 204
+    )
+    assert gateway_with_worker.chat().status_code == 503
+    assert gateway_with_worker.client.get("/readyz").status_code == 503
+    assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "gone"
 
 
-def test_a_second_live_worker_with_the_same_id_is_a_409(line: RunningGateway) -> None:
-    other = FakeWorker(worker_id="fake-a", boot_id="boot-2")
+def test_a_second_live_worker_with_the_same_id_is_a_409(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    other = ScriptedWorker(worker_id="fake-a", boot_id="boot-2")
     other.socket.close()
-    answer = line.join(other)
+    answer = gateway_with_worker.send_heartbeat(other)
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "worker_id_taken")
 
 
 def test_starting_and_draining_workers_get_nothing_new(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    line.join(worker, ready=False)
-    assert line.chat().status_code == 503
-    line.join(worker, draining=True)
-    assert line.chat().status_code == 503
-    line.join(worker)
-    assert line.chat().status_code == 200
+    gateway_with_worker.send_heartbeat(worker, ready=False)
+    assert gateway_with_worker.chat().status_code == 503
+    gateway_with_worker.send_heartbeat(worker, draining=True)
+    assert gateway_with_worker.chat().status_code == 503
+    gateway_with_worker.send_heartbeat(worker)
+    assert gateway_with_worker.chat().status_code == 200
 
 
 def test_two_workers_share_the_load(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    line.join(second_worker)
+    gateway_with_worker.send_heartbeat(second_worker)
     worker.script.hang = second_worker.script.hang = True
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(line.chat) for _ in range(8)]
-        while len(worker.heard) + len(second_worker.heard) < 8:
-            worker.hearing.wait(0.05)
-        assert (len(worker.heard), len(second_worker.heard)) == (4, 4)
-        lanes = line.status()["pools"]["vlm"]
+        asked = [pool.submit(gateway_with_worker.chat) for _ in range(8)]
+        while len(worker.requests) + len(second_worker.requests) < 8:
+            worker.request_received.wait(0.05)
+        assert (len(worker.requests), len(second_worker.requests)) == (4, 4)
+        lanes = gateway_with_worker.status()["pools"]["vlm"]
         assert (lanes["in_flight"], lanes["slots"], lanes["workers"]) == (
             8,
             8,
             ["fake-a", "fake-b"],
         )
-        worker.go_on.set()
-        second_worker.go_on.set()
+        worker.resume.set()
+        second_worker.resume.set()
         assert {answer.result().status_code for answer in asked} == {200}
-    assert line.status()["pools"]["vlm"]["in_flight"] == 0
+    assert gateway_with_worker.status()["pools"]["vlm"]["in_flight"] == 0
 
 
 def test_without_an_mtp_worker_greedy_text_runs_on_vlm_and_says_so(
-    gateway: RunningGateway, worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.lanes = ("vlm",)
-    gateway.join(worker)
+    gateway.send_heartbeat(worker)
     answer = gateway.chat(temperature=0)
     assert answer.headers["x-paceline-pool"] == "vlm"
     assert answer.headers["x-paceline-reason"] == "no_mtp_worker"
 
 
-def test_probes_tell_alive_from_ready(gateway: RunningGateway, worker: FakeWorker) -> None:
+def test_probes_tell_alive_from_ready(gateway: RunningGateway, worker: ScriptedWorker) -> None:
     assert gateway.client.get("/livez").status_code == 200
     assert gateway.client.get("/readyz").status_code == 503
     assert gateway.client.get("/health").status_code == 503
-    gateway.join(worker)
+    gateway.send_heartbeat(worker)
     assert gateway.client.get("/readyz").status_code == 200
     assert gateway.client.get("/health").status_code == 200, "where tools made for vLLM ask"

@@ -17,17 +17,22 @@ from gateway.errors import QueueFull, QueueTimeout
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.routing.select import RoutingRequest
 from policies.document import read_policy
-from tests.support.policies import Admin, document
+from tests.support.policies import PolicyAdmin, single_pool_policy
 from tests.support.request_profiles import SAMPLED
-from tests.support.running_gateway import RunningGateway, chat_body, eventually
-from tests.support.scheduler_harness import Door, cancelled, report, settled
-from tests.support.scripted_worker import FakeWorker, Script, lane_report
+from tests.support.running_gateway import RunningGateway, chat_body, wait_until
+from tests.support.scheduler_harness import (
+    SchedulerHarness,
+    cancel_all,
+    run_ready_tasks,
+    worker_report,
+)
+from tests.support.scripted_worker import Script, ScriptedWorker, lane_report
 
 
-def join(gateway: RunningGateway, worker: FakeWorker, *, slots: int) -> None:
+def join(gateway: RunningGateway, worker: ScriptedWorker, *, slots: int) -> None:
     lanes = [lane_report(name, slots=slots).model_dump() for name in ("text-mtp", "vlm")]
-    worker.reported = worker.report(lanes=lanes)
-    assert gateway.join(worker, lanes=lanes).status_code == 200
+    worker.status_report = worker.report(lanes=lanes)
+    assert gateway.send_heartbeat(worker, lanes=lanes).status_code == 200
 
 
 def in_line(gateway: RunningGateway) -> int:
@@ -43,36 +48,36 @@ def user(text: str) -> dict[str, Any]:
 
 
 def test_f48_who_waits_keeps_its_pool_and_who_comes_later_has_the_new_one(
-    gateway: RunningGateway, worker: FakeWorker, admin: Admin
+    gateway: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
 ) -> None:
     join(gateway, worker, slots=1)
-    admin.put(document("before"))
-    worker.plans["hold"] = Script(hang=True)
+    admin.put(single_pool_policy("before"))
+    worker.scripts_by_message["hold"] = Script(hang=True)
     with ThreadPoolExecutor(8) as aside:
         held = aside.submit(gateway.chat, **user("hold"))
-        assert worker.hearing.wait(10)
+        assert worker.request_received.wait(10)
         early = [aside.submit(gateway.chat) for _ in range(3)]
-        eventually(lambda: in_line(gateway) == 3)
-        assert admin.put(document("after")).status_code == 200
+        wait_until(lambda: in_line(gateway) == 3)
+        assert admin.put(single_pool_policy("after")).status_code == 200
         assert "before" not in gateway.status()["pools"]
         late = [aside.submit(gateway.chat) for _ in range(3)]
-        eventually(lambda: in_line(gateway) == 6)
-        worker.go_on.set()
+        wait_until(lambda: in_line(gateway) == 6)
+        worker.resume.set()
         pools = [answer.result().headers["x-paceline-pool"] for answer in (held, *early, *late)]
     assert pools == ["before"] * 4 + ["after"] * 3
     assert gateway.status()["outcomes"] == {"completed": 7}
 
 
 def test_f48_a_stream_goes_on_and_its_lane_is_free_again_after_it(
-    gateway: RunningGateway, worker: FakeWorker, admin: Admin
+    gateway: RunningGateway, worker: ScriptedWorker, admin: PolicyAdmin
 ) -> None:
     join(gateway, worker, slots=1)
-    worker.script = Script(words=("one", " two", " three"), hang_after=2)
+    worker.script = Script(tokens=("one", " two", " three"), hang_after=2)
     with gateway.stream() as answer:
         pieces = answer.iter_raw()
         received = next(pieces)
-        assert admin.put(document("all", lanes=("text-mtp",))).status_code == 200
-        worker.go_on.set()
+        assert admin.put(single_pool_policy("all", lanes=("text-mtp",))).status_code == 200
+        worker.resume.set()
         received += b"".join(pieces)
     assert received.endswith(b"data: [DONE]\n\n")
     lanes = gateway.status()["workers"]["fake-a"]["lanes"]
@@ -80,17 +85,20 @@ def test_f48_a_stream_goes_on_and_its_lane_is_free_again_after_it(
 
 
 def test_f48_who_is_tried_again_is_tried_by_the_policy_it_began_with(
-    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker, admin: Admin
+    gateway: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    admin: PolicyAdmin,
 ) -> None:
-    admin.put(document("before"))
+    admin.put(single_pool_policy("before"))
     join(gateway, worker, slots=1)
     worker.script = Script(hang=True, status=503)
     with ThreadPoolExecutor(1) as aside:
         asked = aside.submit(gateway.chat)
-        assert worker.hearing.wait(10)
-        gateway.join(second_worker)
-        admin.put(document("after"))
-        worker.go_on.set()  # to say that it is full
+        assert worker.request_received.wait(10)
+        gateway.send_heartbeat(second_worker)
+        admin.put(single_pool_policy("after"))
+        worker.resume.set()  # to say that it is full
         answer = asked.result()
     assert answer.status_code == 200
     told = [answer.headers[f"x-paceline-{name}"] for name in ("pool", "worker", "attempts")]
@@ -99,10 +107,13 @@ def test_f48_who_is_tried_again_is_tried_by_the_policy_it_began_with(
 
 
 def test_f48_pools_come_and_go_under_load_and_every_request_is_answered(
-    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker, admin: Admin
+    gateway: RunningGateway,
+    worker: ScriptedWorker,
+    second_worker: ScriptedWorker,
+    admin: PolicyAdmin,
 ) -> None:
     workers = (worker, second_worker)
-    documents = [document(name, limit=1000) for name in ("a", "b", "c")]
+    documents = [single_pool_policy(name, limit=1000) for name in ("a", "b", "c")]
     admin.put(documents[0])
     for one in workers:
         join(gateway, one, slots=2)
@@ -128,7 +139,7 @@ def test_f48_pools_come_and_go_under_load_and_every_request_is_answered(
         try:
             for number, written in zip(range(30), itertools.cycle(documents), strict=False):
                 assert admin.put(written).status_code == 200
-                assert admin.ask("/diff", documents[number % 2])["decisions"] >= 0
+                assert admin.post("/diff", documents[number % 2])["decisions"] >= 0
         finally:
             stop.set()
         for asked in asking:
@@ -147,10 +158,11 @@ async def test_whatever_policies_come_every_slot_comes_back_and_nobody_waits_for
 ) -> None:
     rng = Random(seed)
     policies = [
-        read_policy(document(name, limit=20, timeout_s=5.0), "test") for name in ("a", "b", "c")
+        read_policy(single_pool_policy(name, limit=20, timeout_s=5.0), "test")
+        for name in ("a", "b", "c")
     ]
-    door = Door(policies[0])
-    door.fleet.beat(report(slots=2))
+    door = SchedulerHarness(policies[0])
+    door.fleet.beat(worker_report(slots=2))
 
     async def one() -> str:
         case = RoutingRequest(rng.choice(policies), SAMPLED)
@@ -164,38 +176,38 @@ async def test_whatever_policies_come_every_slot_comes_back_and_nobody_waits_for
 
     ends = await asyncio.gather(*(one() for _ in range(200)), return_exceptions=True)
     assert {type(end) for end in ends} <= {str, QueueFull}
-    assert door.busy() == 0
+    assert door.slots_in_use() == 0
     assert [door.dispatch.waiting(name) for name in ("a", "b", "c")] == [0, 0, 0]
 
 
 async def test_the_bounds_of_a_line_are_those_of_each_ones_own_policy() -> None:
-    door = Door(read_policy(document("a", limit=3, timeout_s=30.0), "test"))
-    door.fleet.beat(report())
-    held = await door.ask()
-    patient = [door.ask() for _ in range(2)]
-    await settled()
-    door.policy = read_policy(document("a", limit=2, timeout_s=30.0), "test")
+    door = SchedulerHarness(read_policy(single_pool_policy("a", limit=3, timeout_s=30.0), "test"))
+    door.fleet.beat(worker_report())
+    held = await door.acquire()
+    patient = [door.acquire() for _ in range(2)]
+    await run_ready_tasks()
+    door.policy = read_policy(single_pool_policy("a", limit=2, timeout_s=30.0), "test")
     with pytest.raises(QueueFull):
-        await door.ask()
-    door.policy = read_policy(document("a", limit=9, timeout_s=0.01), "test")
+        await door.acquire()
+    door.policy = read_policy(single_pool_policy("a", limit=9, timeout_s=0.01), "test")
     with pytest.raises(QueueTimeout):
-        await door.ask()
+        await door.acquire()
     assert not any(one.done() for one in patient)
     door.dispatch.give_back(held, Verdict.ANSWERED)
     lease = await patient[0]
-    await cancelled(patient[1:])
+    await cancel_all(patient[1:])
     door.dispatch.give_back(lease, Verdict.ANSWERED)
-    assert door.busy() == 0
+    assert door.slots_in_use() == 0
 
 
 async def test_a_route_of_the_same_name_in_another_policy_holds_nobody_up() -> None:
-    door = Door(read_policy(document("a"), "test"))
-    door.fleet.beat(report())
-    held = await door.ask()
-    blocked = door.ask()
-    await settled()
-    door.policy = read_policy(document("a", lanes=("text-mtp", "vlm")), "test")
-    free = door.ask(SAMPLED._replace(sampling=SAMPLED.sampling._replace(temperature=0)))
+    door = SchedulerHarness(read_policy(single_pool_policy("a"), "test"))
+    door.fleet.beat(worker_report())
+    held = await door.acquire()
+    blocked = door.acquire()
+    await run_ready_tasks()
+    door.policy = read_policy(single_pool_policy("a", lanes=("text-mtp", "vlm")), "test")
+    free = door.acquire(SAMPLED._replace(sampling=SAMPLED.sampling._replace(temperature=0)))
     assert (await free).candidate.lane == "text-mtp"
     assert not blocked.done()
     door.dispatch.give_back(held, Verdict.ANSWERED)

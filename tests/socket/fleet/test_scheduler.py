@@ -16,21 +16,21 @@ import yaml
 from policies.document import SHIPPED
 from tests.support.running_gateway import (
     RunningGateway,
-    error_of,
-    eventually,
-    serving,
-    settings_for_tests,
+    make_settings,
+    running_server,
+    status_and_code,
+    wait_until,
 )
-from tests.support.scripted_worker import FakeWorker, Script, lane_report
+from tests.support.scripted_worker import Script, ScriptedWorker, lane_report
 
 Asked = Future[httpx.Response]
 
 
-def join(gateway: RunningGateway, worker: FakeWorker, *, slots: int = 1) -> None:
+def join(gateway: RunningGateway, worker: ScriptedWorker, *, slots: int = 1) -> None:
     """Let a worker join that says in every report that each lane has so many slots."""
     lanes = [lane_report(name, slots=slots).model_dump() for name in ("text-mtp", "vlm")]
-    worker.reported = worker.report(lanes=lanes)
-    assert gateway.join(worker, lanes=lanes).status_code == 200
+    worker.status_report = worker.report(lanes=lanes)
+    assert gateway.send_heartbeat(worker, lanes=lanes).status_code == 200
 
 
 def waiting(gateway: RunningGateway, pool: str) -> int:
@@ -45,37 +45,37 @@ def with_policy(folder: Path, change: Callable[[dict[str, Any]], None]) -> Runni
     change(document)
     file = folder / "policy.yaml"
     file.write_text(yaml.safe_dump(document))
-    return RunningGateway(settings_for_tests(folder, policy=file))
+    return RunningGateway(make_settings(folder, policy=file))
 
 
 def test_f27_no_more_requests_run_on_a_lane_than_it_has_slots(
-    gateway: RunningGateway, worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     join(gateway, worker, slots=2)
     worker.script.hang = True
     with ThreadPoolExecutor(5) as aside:
         asked = [aside.submit(gateway.chat) for _ in range(5)]
-        eventually(lambda: waiting(gateway, "vlm") == 3)
-        assert worker.answering == 2
+        wait_until(lambda: waiting(gateway, "vlm") == 3)
+        assert worker.in_flight == 2
         assert gateway.status()["pools"]["vlm"]["in_flight"] == 2
-        worker.go_on.set()
+        worker.resume.set()
         assert {answer.result().status_code for answer in asked} == {200}
     assert waiting(gateway, "vlm") == 0
     assert "paceline_queue_wait_seconds_count" in gateway.client.get("/metrics").text
 
 
 def test_f27_a_full_speculative_lane_spills_to_vlm_and_the_answer_says_so(
-    gateway: RunningGateway, worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     join(gateway, worker)
-    worker.plans["hold"] = Script(hang=True)
+    worker.scripts_by_message["hold"] = Script(hang=True)
     with ThreadPoolExecutor(1) as aside:
         held = aside.submit(gateway.chat, temperature=0, messages=[user("hold")])
-        assert worker.hearing.wait(10)
+        assert worker.request_received.wait(10)
         answer = gateway.chat(temperature=0)
         assert answer.headers["x-paceline-pool"] == "vlm"
         assert answer.headers["x-paceline-reason"] == "spilled"
-        worker.go_on.set()
+        worker.resume.set()
         assert held.result().headers["x-paceline-reason"] == "eligible"
     assert gateway.status()["decisions"]["reasons"] == {"eligible": 1, "spilled": 1}
 
@@ -89,7 +89,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def test_f27_past_the_bound_and_past_the_time_it_is_a_503_that_says_when_to_come_back(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     def short(document: dict[str, Any]) -> None:
         document["pools"]["vlm"]["queue"] = {"limit": 1, "timeout_s": 0.5}
@@ -98,41 +98,41 @@ def test_f27_past_the_bound_and_past_the_time_it_is_a_503_that_says_when_to_come
     with with_policy(tmp_path, short) as gateway, ThreadPoolExecutor(2) as aside:
         join(gateway, worker)
         held = aside.submit(gateway.chat)
-        assert worker.hearing.wait(10)
+        assert worker.request_received.wait(10)
         late = aside.submit(gateway.chat)
-        eventually(lambda: waiting(gateway, "vlm") == 1)
+        wait_until(lambda: waiting(gateway, "vlm") == 1)
         full = gateway.chat()
-        assert error_of(full) == (503, "queue_full")
+        assert status_and_code(full) == (503, "queue_full")
         assert int(full.headers["retry-after"]) >= 1
-        assert error_of(late.result()) == (503, "queue_timeout")
-        worker.go_on.set()
+        assert status_and_code(late.result()) == (503, "queue_timeout")
+        worker.resume.set()
         assert held.result().status_code == 200
         assert gateway.status()["outcomes"] == {"completed": 1, "unserved": 2}
 
 
 def test_f08_a_client_that_leaves_the_line_frees_its_place(
-    gateway: RunningGateway, worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     join(gateway, worker)
     worker.script.hang = True
     with ThreadPoolExecutor(2) as aside:
         held = aside.submit(gateway.chat)
-        assert worker.hearing.wait(10)
+        assert worker.request_received.wait(10)
         body = {"model": "demo", "messages": [user("x")]}
         with httpx.Client(base_url=gateway.url) as impatient, pytest.raises(httpx.ReadTimeout):
             impatient.post("/v1/chat/completions", json=body, timeout=0.2)
-        eventually(lambda: waiting(gateway, "vlm") == 0)
-        worker.go_on.set()
+        wait_until(lambda: waiting(gateway, "vlm") == 0)
+        worker.resume.set()
         assert held.result().status_code == 200
-    assert len(worker.heard) == 1
+    assert len(worker.requests) == 1
     assert gateway.status()["outcomes"] == {"client_left": 1, "completed": 1}
 
 
 def test_an_interactive_request_is_served_before_bulk_that_came_earlier(
-    gateway: RunningGateway, worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     join(gateway, worker)
-    worker.plans["hold"] = Script(hang=True)
+    worker.scripts_by_message["hold"] = Script(hang=True)
 
     def ask(text: str, priority: str) -> httpx.Response:
         return gateway.client.post(
@@ -143,26 +143,26 @@ def test_an_interactive_request_is_served_before_bulk_that_came_earlier(
 
     with ThreadPoolExecutor(4) as aside:
         asked: list[Asked] = [aside.submit(ask, "hold", "default")]
-        assert worker.hearing.wait(10)
+        assert worker.request_received.wait(10)
         for number, (text, priority) in enumerate(
             (("bulk", "bulk"), ("plain", "default"), ("urgent", "interactive")), start=1
         ):
             asked.append(aside.submit(ask, text, priority))
-            eventually(functools.partial(waits, gateway, number))
-        worker.go_on.set()
+            wait_until(functools.partial(waits, gateway, number))
+        worker.resume.set()
         assert {answer.result().status_code for answer in asked} == {200}
-    order = [heard.body["messages"][0]["content"] for heard in worker.heard]
+    order = [heard.body["messages"][0]["content"] for heard in worker.requests]
     assert order == ["hold", "urgent", "plain", "bulk"]
 
 
 def test_a_priority_that_the_policy_does_not_offer_is_a_400_that_lists_those_it_does(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     def no_queue_jumping(document: dict[str, Any]) -> None:
         document["priorities"] = ["default", "bulk"]
 
     with with_policy(tmp_path, no_queue_jumping) as gateway:
-        gateway.join(worker)
+        gateway.send_heartbeat(worker)
         for asked, status in (("bulk", 200), ("interactive", 400), ("x", 400), ("", 400)):
             answer = gateway.client.post(
                 "/v1/chat/completions",
@@ -177,44 +177,44 @@ def test_a_priority_that_the_policy_does_not_offer_is_a_400_that_lists_those_it_
 
 
 def test_f14_a_stale_connection_is_tried_once_more_on_a_fresh_one(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.drop_reused = True
-    answers = [line.chat() for _ in range(4)]
+    answers = [gateway_with_worker.chat() for _ in range(4)]
     assert {answer.status_code for answer in answers} == {200}
     attempts = [answer.headers["x-paceline-attempts"] for answer in answers]
     assert attempts[:2] == ["1", "2"]
     assert set(attempts) == {"1", "2"}
-    assert len(worker.heard) == 4, "each was generated once"
-    assert line.status()["workers"]["fake-a"]["state"] == "ready"
+    assert len(worker.requests) == 4, "each was generated once"
+    assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "ready"
 
 
 def test_f02_a_body_that_two_workers_were_lost_over_is_not_sent_to_a_third(
-    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    third = FakeWorker(worker_id="fake-c")
-    with serving(third, sockets=[third.socket]):
+    third = ScriptedWorker(worker_id="fake-c")
+    with running_server(third, sockets=[third.socket]):
         for one in (worker, second_worker, third):
-            one.plans["poison"] = Script(drop=True)
-            gateway.join(one, boot_id=one.worker_id)
+            one.scripts_by_message["poison"] = Script(drop=True)
+            gateway.send_heartbeat(one, boot_id=one.worker_id)
         codes: list[tuple[int, str]] = []
         while not codes or codes[-1] != (422, "request_quarantined"):
             answer = gateway.chat(messages=[user("poison")])
-            codes.append(error_of(answer))
+            codes.append(status_and_code(answer))
             assert len(codes) < 30
         assert set(codes[:-1]) == {(502, "worker_lost")}
-        heard = [bool(one.heard) for one in (worker, second_worker, third)]
+        heard = [bool(one.requests) for one in (worker, second_worker, third)]
         assert heard.count(True) == 2, "one of three never met it"
         assert gateway.chat().status_code == 200, "other requests do not notice"
     assert gateway.status()["quarantined"] == 1
 
 
 def test_f28_retries_are_bounded_however_much_fails(
-    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     for one in (worker, second_worker):
         join(gateway, one, slots=64)
-    gone = [FakeWorker(worker_id=f"gone-{number}") for number in range(8)]
+    gone = [ScriptedWorker(worker_id=f"gone-{number}") for number in range(8)]
     for one in gone:
         one.socket.close()
         join(gateway, one, slots=64)
@@ -224,32 +224,32 @@ def test_f28_retries_are_bounded_however_much_fails(
 
         def settled() -> bool:
             done = sum(one.done() for one in asked)
-            return done + worker.answering + second_worker.answering == 30
+            return done + worker.in_flight + second_worker.in_flight == 30
 
-        eventually(settled)
+        wait_until(settled)
         ends = [one.result().status_code for one in asked if one.done()]
         assert set(ends) <= {503}
         status = gateway.status()
         assert status["retries_denied"] == len(ends)
-        worker.go_on.set()
-        second_worker.go_on.set()
+        worker.resume.set()
+        second_worker.resume.set()
         assert {one.result().status_code for one in asked} <= {200, 503}
 
 
 def test_f20_an_ejected_worker_is_shown_with_its_reason_and_gets_nothing(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    line.join(second_worker)
+    gateway_with_worker.send_heartbeat(second_worker)
     worker.script = Script(status=500)
-    while line.status()["workers"]["fake-a"]["state"] != "ejected":
-        assert line.chat().status_code in {200, 502}
-        assert len(worker.heard) <= 5
-    shown = line.status()["workers"]["fake-a"]
+    while gateway_with_worker.status()["workers"]["fake-a"]["state"] != "ejected":
+        assert gateway_with_worker.chat().status_code in {200, 502}
+        assert len(worker.requests) <= 5
+    shown = gateway_with_worker.status()["workers"]["fake-a"]
     assert 0 < shown["ejected"]["for_s"] <= 12
     assert shown["ejected"]["why"] == "5 requests failed in a row"
     assert shown["ejected"]["times"] == 1
-    assert {line.chat().headers["x-paceline-worker"] for _ in range(5)} == {"fake-b"}
-    metrics = line.client.get("/metrics").text
+    assert {gateway_with_worker.chat().headers["x-paceline-worker"] for _ in range(5)} == {"fake-b"}
+    metrics = gateway_with_worker.client.get("/metrics").text
     assert 'paceline_worker_open{worker="fake-a"} 0.0' in metrics
     assert 'paceline_worker_open{worker="fake-b"} 1.0' in metrics
-    assert "null" not in json.dumps(line.status())
+    assert "null" not in json.dumps(gateway_with_worker.status())

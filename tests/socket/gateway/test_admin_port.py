@@ -13,58 +13,60 @@ from pydantic import SecretStr
 from gateway.cli import main
 from gateway.errors import StartupError
 from gateway.server import Ending, serve
-from tests.support.policies import ROUTES, Admin, document
-from tests.support.running_gateway import RunningGateway, chat_body, error_of, settings_for_tests
-from tests.support.scripted_worker import FakeWorker
+from tests.support.policies import ROUTES, PolicyAdmin, single_pool_policy
+from tests.support.running_gateway import RunningGateway, chat_body, make_settings, status_and_code
+from tests.support.scripted_worker import ScriptedWorker
 
 
 @pytest.fixture
-def apart(tmp_path: Path, worker: FakeWorker) -> Iterator[RunningGateway]:
+def split_gateway(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
     """A gateway with a port for admins, that the fake worker has joined."""
-    with RunningGateway(settings_for_tests(tmp_path, admin_port=0)) as gateway:
-        assert gateway.join(worker).status_code == 200
+    with RunningGateway(make_settings(tmp_path, admin_port=0)) as gateway:
+        assert gateway.send_heartbeat(worker).status_code == 200
         yield gateway
 
 
-def test_what_only_admins_may_do_is_on_their_port_alone(apart: RunningGateway) -> None:
-    with Admin(apart.url) as outside, Admin(apart.admin_url) as admin:
+def test_what_only_admins_may_do_is_on_their_port_alone(split_gateway: RunningGateway) -> None:
+    with PolicyAdmin(split_gateway.url) as outside, PolicyAdmin(split_gateway.admin_url) as admin:
         for method, path in ROUTES:
-            assert error_of(outside.request(method, path)) == (404, "unknown_path")
+            assert status_and_code(outside.request(method, path)) == (404, "unknown_path")
             assert admin.request(method, path).status_code != 404
-        assert admin.put(document("moved")).status_code == 200
-    assert apart.chat().headers["x-paceline-pool"] == "moved"
+        assert admin.put(single_pool_policy("moved")).status_code == 200
+    assert split_gateway.chat().headers["x-paceline-pool"] == "moved"
 
 
-def test_keys_are_made_on_their_port_and_open_the_other(apart: RunningGateway) -> None:
-    refused = apart.client.post("/admin/v1/keys", json={"name": "ann"})
-    assert error_of(refused) == (404, "unknown_path")
-    made = apart.make_key()
-    assert error_of(apart.client.get("/v1/models")) == (401, "invalid_api_key")
-    apart.bear(made["secret"])
-    assert apart.chat().status_code == 200
+def test_keys_are_made_on_their_port_and_open_the_other(split_gateway: RunningGateway) -> None:
+    refused = split_gateway.client.post("/admin/v1/keys", json={"name": "ann"})
+    assert status_and_code(refused) == (404, "unknown_path")
+    made = split_gateway.create_key()
+    assert status_and_code(split_gateway.client.get("/v1/models")) == (401, "invalid_api_key")
+    split_gateway.use_key(made["secret"])
+    assert split_gateway.chat().status_code == 200
     for path in ("/admin/v1/usage", "/admin/v1/workers", "/admin", "/admin/page/main.js"):
-        assert error_of(apart.client.get(path)) == (404, "unknown_path")
-        assert apart.admin.get(path).status_code == 200
+        assert status_and_code(split_gateway.client.get(path)) == (404, "unknown_path")
+        assert split_gateway.admin.get(path).status_code == 200
 
 
-def test_nothing_else_is_on_the_port_of_admins(apart: RunningGateway) -> None:
-    with httpx.Client(base_url=apart.admin_url) as client:
+def test_nothing_else_is_on_the_port_of_admins(split_gateway: RunningGateway) -> None:
+    with httpx.Client(base_url=split_gateway.admin_url) as client:
         for path in ("/v1/models", "/v1/status", "/metrics", "/livez", "/v1/route/explain"):
-            assert error_of(client.get(path)) == (404, "unknown_path")
+            assert status_and_code(client.get(path)) == (404, "unknown_path")
         answer = client.post("/v1/chat/completions", json=chat_body())
-        assert error_of(answer) == (404, "unknown_path")
+        assert status_and_code(answer) == (404, "unknown_path")
         assert [one["worker_id"] for one in client.get("/admin/v1/workers").json()["workers"]] == [
             "fake-a"
         ]
 
 
-def test_a_foreign_name_opens_no_route_there_either(apart: RunningGateway) -> None:
-    answer = httpx.get(f"{apart.admin_url}/admin/v1/policy", headers={"host": "evil.example"})
-    assert error_of(answer) == (421, "host_not_allowed")
+def test_a_foreign_name_opens_no_route_there_either(split_gateway: RunningGateway) -> None:
+    answer = httpx.get(
+        f"{split_gateway.admin_url}/admin/v1/policy", headers={"host": "evil.example"}
+    )
+    assert status_and_code(answer) == (421, "host_not_allowed")
 
 
-def test_a_head_without_an_end_is_refused_there_too(apart: RunningGateway) -> None:
-    url = httpx.URL(apart.admin_url)
+def test_a_head_without_an_end_is_refused_there_too(split_gateway: RunningGateway) -> None:
+    url = httpx.URL(split_gateway.admin_url)
     with socket.create_connection((url.host, url.port or 0)) as connection:
         connection.settimeout(10)
         connection.sendall(b"GET /admin/v1/policy HTTP/1.1\r\nx: " + b"a" * 70_000)
@@ -72,18 +74,18 @@ def test_a_head_without_an_end_is_refused_there_too(apart: RunningGateway) -> No
 
 
 def test_commands_find_the_gateway_by_its_own_settings(
-    apart: RunningGateway,
+    split_gateway: RunningGateway,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("PACELINE_PORT", str(httpx.URL(apart.url).port))
+    monkeypatch.setenv("PACELINE_PORT", str(httpx.URL(split_gateway.url).port))
     monkeypatch.setenv("PACELINE_HOST", "0.0.0.0")
-    Path("paceline.yaml").write_text(f"admin_port: {httpx.URL(apart.admin_url).port}\n")
+    Path("paceline.yaml").write_text(f"admin_port: {httpx.URL(split_gateway.admin_url).port}\n")
     for command in ("policy show", "policy history", "keys list", "status --json"):
         assert main(command.split()) == 0, command
     assert '"workers"' in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no such route"):
-        main(["policy", "show", "--url", apart.url])
+        main(["policy", "show", "--url", split_gateway.url])
     monkeypatch.setenv("PACELINE_ADMIN_PORT", "0")
     with pytest.raises(SystemExit, match="say where with --url"):
         main(["keys", "list"])
@@ -93,7 +95,7 @@ def test_commands_find_the_gateway_by_its_own_settings(
 
 
 async def test_admins_beyond_this_machine_need_their_key(tmp_path: Path) -> None:
-    settings = settings_for_tests(tmp_path, admin_port=0, admin_host="0.0.0.0")
+    settings = make_settings(tmp_path, admin_port=0, admin_host="0.0.0.0")
     with pytest.raises(StartupError, match="set PACELINE_ADMIN_KEY first"):
         await serve(settings, ending=Ending())
     ending = Ending()
@@ -107,7 +109,7 @@ async def test_admins_beyond_this_machine_need_their_key(tmp_path: Path) -> None
 async def test_a_port_of_admins_that_is_taken_is_one_clear_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        settings = settings_for_tests(tmp_path, admin_port=port)
+        settings = make_settings(tmp_path, admin_port=port)
         with pytest.raises(
             StartupError, match=rf"Cannot listen on 127\.0\.0\.1 port {port}.*PACELINE_ADMIN_PORT"
         ):

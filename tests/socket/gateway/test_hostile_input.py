@@ -34,18 +34,18 @@ import pytest
 
 import gateway
 import policies
-from tests.support.canary_listener import Trap, said
-from tests.support.http_server import Link, Request
+from tests.support.canary_listener import CanaryListener, error_fields
+from tests.support.http_server import Request, ServerConnection
 from tests.support.images import data_url, png_header
-from tests.support.policies import Admin, document
+from tests.support.policies import PolicyAdmin, single_pool_policy
 from tests.support.running_gateway import (
     RunningGateway,
     chat_body,
-    error_of,
-    serving,
-    settings_for_tests,
+    make_settings,
+    running_server,
+    status_and_code,
 )
-from tests.support.scripted_worker import FakeWorker, Script, event, stream_events
+from tests.support.scripted_worker import Script, ScriptedWorker, event, stream_events
 
 _BOUND = 1000
 """Of repetitions; `*` and `+` have none."""
@@ -59,39 +59,45 @@ def picturing(url: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 def test_s32_no_redirect_of_a_worker_is_followed(
-    line: RunningGateway, worker: FakeWorker, trap: Trap, status: int, stream: bool
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    canary_listener: CanaryListener,
+    status: int,
+    stream: bool,
 ) -> None:
     """vllm-mlx #318: a redirect leads wherever its sender likes, with all that is sent along."""
-    location = (b"location", f"{trap.url}/latest/meta-data".encode())
+    location = (b"location", f"{canary_listener.url}/latest/meta-data".encode())
     worker.script = Script(status=status, headers=(location,))
-    answer = line.chat(stream=stream)
-    assert said(answer) == (502, "worker_failed", None)
+    answer = gateway_with_worker.chat(stream=stream)
+    assert error_fields(answer) == (502, "worker_failed", None)
     assert "location" not in answer.headers
-    assert trap.untouched()
+    assert canary_listener.has_no_connections()
 
 
 def test_s32_no_redirect_is_followed_where_a_worker_is_asked_how_it_is(
-    gateway: RunningGateway, trap: Trap
+    gateway: RunningGateway, canary_listener: CanaryListener
 ) -> None:
-    async def elsewhere(link: Link, _request: Request) -> None:
-        await link.begin(307, ((b"location", trap.url.encode()),), length=0)
+    async def elsewhere(link: ServerConnection, _request: Request) -> None:
+        await link.send_head(307, ((b"location", canary_listener.url.encode()),), length=0)
 
-    fake = FakeWorker()
-    with serving(elsewhere, sockets=[fake.socket]):
-        gateway.join(fake)
+    fake = ScriptedWorker()
+    with running_server(elsewhere, sockets=[fake.socket]):
+        gateway.send_heartbeat(fake)
         assert gateway.client.get("/metrics").status_code == 200
         assert gateway.status()["workers"]["fake-a"]["state"] == "ready"
-    assert trap.untouched()
+    assert canary_listener.has_no_connections()
 
 
 def test_s32_what_is_unsafe_is_refused_before_a_stream_begins(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """vllm-mlx PR 490: within a stream an error looks like an answer."""
-    answer = line.chat(stream=True, messages=picturing("http://169.254.169.254/latest"))
-    assert said(answer)[:2] == (400, "invalid_value")
+    answer = gateway_with_worker.chat(
+        stream=True, messages=picturing("http://169.254.169.254/latest")
+    )
+    assert error_fields(answer)[:2] == (400, "invalid_value")
     assert answer.headers["content-type"] == "application/json"
-    assert not worker.heard
+    assert not worker.requests
 
 
 @pytest.mark.parametrize(
@@ -99,24 +105,24 @@ def test_s32_what_is_unsafe_is_refused_before_a_stream_begins(
     [("/v1/chat/completions", 400), ("/v1/route/explain", 400), ("/admin/v1/keys", 400)],
 )
 def test_s35_nothing_that_is_packed_is_unpacked(
-    line: RunningGateway, worker: FakeWorker, path: str, status: int
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, status: int
 ) -> None:
     """Twenty megabytes fit into twenty kilobytes: here they stay there."""
     packed = gzip.compress(b" " * 20_000_000 + json.dumps(chat_body()).encode())
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
-    answer = line.client.post(path, content=packed, headers=headers)
-    assert error_of(answer) == (status, "invalid_json")
-    assert not worker.heard
+    answer = gateway_with_worker.client.post(path, content=packed, headers=headers)
+    assert status_and_code(answer) == (status, "invalid_json")
+    assert not worker.requests
 
 
 def test_s35_media_without_an_end_are_cut_where_their_bound_is(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     """A length that is declared proves nothing, and one that is not may never come."""
     limit_bytes = 100_000
     piece = b"A" * 16_384
-    with RunningGateway(settings_for_tests(tmp_path, body_limit_bytes=limit_bytes)) as small:
-        small.join(worker)
+    with RunningGateway(make_settings(tmp_path, body_limit_bytes=limit_bytes)) as small:
+        small.send_heartbeat(worker)
         with socket.create_connection(("127.0.0.1", httpx.URL(small.url).port or 0)) as raw:
             raw.settimeout(30)
             raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n")
@@ -126,7 +132,7 @@ def test_s35_media_without_an_end_are_cut_where_their_bound_is(
             for _ in range(limit_bytes // len(piece) + 1):
                 raw.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
             assert raw.recv(100).startswith(b"HTTP/1.1 413 ")
-    assert not worker.heard
+    assert not worker.requests
 
 
 OTHER_FORMATS = {
@@ -147,22 +153,22 @@ OTHER_FORMATS = {
 @pytest.mark.parametrize("name", OTHER_FORMATS)
 @pytest.mark.parametrize("kind", ["png", "jpeg", "jp2", "svg+xml"])
 def test_s36_only_four_formats_are_pictures_whatever_they_are_called(
-    line: RunningGateway, worker: FakeWorker, name: str, kind: str
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, name: str, kind: str
 ) -> None:
     """CVE-2026-22778: decoders that hardly anybody needs are those that break."""
-    answer = line.chat(messages=picturing(data_url(OTHER_FORMATS[name], kind)))
-    assert said(answer) == (400, "invalid_value", "messages[0].content[1].image_url")
-    assert not worker.heard
+    answer = gateway_with_worker.chat(messages=picturing(data_url(OTHER_FORMATS[name], kind)))
+    assert error_fields(answer) == (400, "invalid_value", "messages[0].content[1].image_url")
+    assert not worker.requests
 
 
 @pytest.mark.parametrize(("width_px", "height_px"), [(0, 5), (5, 0), (0, 0), (2**31, 1), (1, 201)])
 def test_s37_a_picture_of_no_size_or_of_hardly_a_width_reaches_no_engine(
-    line: RunningGateway, worker: FakeWorker, width_px: int, height_px: int
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, width_px: int, height_px: int
 ) -> None:
     """CVE-2026-22773; what our own engine does with one pixel is in tests/workers."""
-    answer = line.chat(messages=picturing(data_url(png_header(width_px, height_px))))
-    assert said(answer) == (400, "invalid_value", "messages[0].content[1].image_url")
-    assert not worker.heard
+    answer = gateway_with_worker.chat(messages=picturing(data_url(png_header(width_px, height_px))))
+    assert error_fields(answer) == (400, "invalid_value", "messages[0].content[1].image_url")
+    assert not worker.requests
 
 
 def patterns() -> Iterator[tuple[str, str | bytes]]:
@@ -213,35 +219,37 @@ HOSTILE = (
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
 def test_s45_a_long_text_of_almost_matches_takes_its_way_like_any_other(
-    line: RunningGateway, worker: FakeWorker, text: str
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, text: str
 ) -> None:
-    worker.script = Script(words=(text, " end"))
+    worker.script = Script(tokens=(text, " end"))
     for stream in (False, True):
-        answer = line.chat(stream=stream, messages=[{"role": "user", "content": text}])
+        answer = gateway_with_worker.chat(
+            stream=stream, messages=[{"role": "user", "content": text}]
+        )
         assert answer.status_code == 200
         assert " end" in answer.text
-    assert worker.heard[0].body["messages"][0]["content"] == text
+    assert worker.requests[0].body["messages"][0]["content"] == text
     worker.script = Script(events=(event({"x": text}), *stream_events(("end",))))
-    with line.stream() as streamed:
+    with gateway_with_worker.stream() as streamed:
         assert "data: [DONE]" in list(streamed.iter_lines())
 
 
 def test_s46_schemas_leave_nothing_behind(
-    line: RunningGateway, worker: FakeWorker, tmp_path: Path
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
     """GHSA-mgrm-fgjv-mhv8: who sends a schema of its own each time fills no disk."""
 
     def kept() -> dict[str, int]:
         return {str(file): file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()}
 
-    with Admin(line.url) as admin:
+    with PolicyAdmin(gateway_with_worker.url) as admin:
         admin.patch({"limits": {}})
     before = kept()
     for number in range(50):
         schema = {"type": "object", "properties": {f"canary-{number}": {"type": "string"}}}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-        assert line.chat(response_format=form).status_code == 200
-    assert len(worker.heard) == 50
+        assert gateway_with_worker.chat(response_format=form).status_code == 200
+    assert len(worker.requests) == 50
     assert kept() == before
 
 
@@ -260,29 +268,33 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
     ],
 )
 def test_s07_s43_s48_no_body_says_where_or_with_what_a_model_runs(
-    line: RunningGateway, worker: FakeWorker, trap: Trap, path: str, field: str
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    canary_listener: CanaryListener,
+    path: str,
+    field: str,
 ) -> None:
     """CVE-2024-6587, GHSA-h7x2-h6g9-p789, CVE-2025-62426, CVE-2025-61620, CVE-2026-5843."""
     body = {"model": "demo", "prompt": "x"} if path == "/v1/completions" else chat_body()
-    answer = line.client.post(path, json={**body, field: trap.url})
-    assert said(answer) == (400, "invalid_value", field)
-    assert trap.untouched()
-    assert not worker.heard
+    answer = gateway_with_worker.client.post(path, json={**body, field: canary_listener.url})
+    assert error_fields(answer) == (400, "invalid_value", field)
+    assert canary_listener.has_no_connections()
+    assert not worker.requests
 
 
 def test_s08_an_address_that_comes_without_a_key_is_never_asked(
-    line: RunningGateway, trap: Trap
+    gateway_with_worker: RunningGateway, canary_listener: CanaryListener
 ) -> None:
     """CVE-2026-42271, CVE-2026-30623."""
     for key in ("", "Bearer wrong"):
-        answer = line.client.put(
+        answer = gateway_with_worker.client.put(
             "/admin/v1/workers/evil",
-            json={"worker_id": "evil", "url": trap.url},
+            json={"worker_id": "evil", "url": canary_listener.url},
             headers={"authorization": key},
         )
-        assert said(answer) == (401, "invalid_api_key", None)
-    assert line.client.get("/metrics").status_code == 200
-    assert trap.untouched()
+        assert error_fields(answer) == (401, "invalid_api_key", None)
+    assert gateway_with_worker.client.get("/metrics").status_code == 200
+    assert canary_listener.has_no_connections()
 
 
 TEMPLATES = ("{{7*7}}", "${7*7}", "{% for x in range(9) %}x{% endfor %}", "%(x)s", "{0.__class__}")
@@ -290,7 +302,7 @@ TEMPLATES = ("{{7*7}}", "${7*7}", "{% for x in range(9) %}x{% endfor %}", "%(x)s
 
 @pytest.mark.parametrize("text", TEMPLATES)
 def test_s09_s47_text_is_no_template_and_arguments_are_no_code(
-    line: RunningGateway, worker: FakeWorker, text: str
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, text: str
 ) -> None:
     """CVE-2026-42203, CVE-2024-2952, CVE-2025-9141: what is said goes on as it was said."""
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": text}}
@@ -300,12 +312,12 @@ def test_s09_s47_text_is_no_template_and_arguments_are_no_code(
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": text},
     ]
-    assert line.chat(messages=messages, tools=[TOOL]).status_code == 200
-    sent = worker.heard[0].body["messages"]
+    assert gateway_with_worker.chat(messages=messages, tools=[TOOL]).status_code == 200
+    sent = worker.requests[0].body["messages"]
     assert [message.get("content") for message in sent] == [text, text, None, text]
     assert sent[2]["tool_calls"] == [call]
-    with Admin(line.url) as admin:
-        assert admin.put(document(), x_paceline_note=quote(text)).status_code == 200
+    with PolicyAdmin(gateway_with_worker.url) as admin:
+        assert admin.put(single_pool_policy(), x_paceline_note=quote(text)).status_code == 200
         assert admin.get("/history").json()["versions"][0]["note"] == text
 
 
@@ -332,10 +344,12 @@ def test_s09_s16_s21_s49_the_gateway_loads_nothing_that_runs_or_unpacks_what_it_
 
 
 def test_s15_a_megabyte_of_headers_is_refused_before_it_is_all_read(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """CVE-2025-48956."""
-    with socket.create_connection(("127.0.0.1", int(line.url.rpartition(":")[2]))) as raw:
+    with socket.create_connection(
+        ("127.0.0.1", int(gateway_with_worker.url.rpartition(":")[2]))
+    ) as raw:
         raw.settimeout(10)
         raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\nx: ")
         try:
@@ -345,22 +359,22 @@ def test_s15_a_megabyte_of_headers_is_refused_before_it_is_all_read(
             pass  # it has heard enough
         else:
             assert raw.recv(100).startswith(b"HTTP/1.1 431 ")
-    assert line.chat().status_code == 200
-    assert len(worker.heard) == 1
+    assert gateway_with_worker.chat().status_code == 200
+    assert len(worker.requests) == 1
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/admin/v1/keys", "/admin/v1/policy/validate"])
 @pytest.mark.parametrize("kind", ["multipart/form-data; boundary=x", "text/plain"])
 def test_s16_a_form_is_refused_and_none_of_its_parts_is_read(
-    line: RunningGateway, worker: FakeWorker, path: str, kind: str
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, kind: str
 ) -> None:
     """CVE-2024-8984, CVE-2025-54121."""
     form = (
         b"--x" + b"-" * 100_000 + b'\r\ncontent-disposition: form-data; name="a"\r\n\r\n1\r\n--x--'
     )
-    answer = line.client.post(path, content=form, headers={"content-type": kind})
+    answer = gateway_with_worker.client.post(path, content=form, headers={"content-type": kind})
     assert answer.status_code in {400, 413, 415}
-    assert not worker.heard
+    assert not worker.requests
 
 
 @pytest.mark.parametrize(
@@ -378,11 +392,13 @@ def test_s16_a_form_is_refused_and_none_of_its_parts_is_read(
     ],
 )
 def test_s18_a_body_whose_end_is_in_doubt_hides_no_second_request(
-    line: RunningGateway, worker: FakeWorker, body: bytes
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, body: bytes
 ) -> None:
     """CVE-2025-43859."""
     hidden = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", int(line.url.rpartition(":")[2]))) as raw:
+    with socket.create_connection(
+        ("127.0.0.1", int(gateway_with_worker.url.rpartition(":")[2]))
+    ) as raw:
         raw.settimeout(10)
         raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + body + hidden)
         raw.shutdown(socket.SHUT_WR)
@@ -391,7 +407,7 @@ def test_s18_a_body_whose_end_is_in_doubt_hides_no_second_request(
             told += part
     assert b"alive" not in told
     assert not told or told.startswith(b"HTTP/1.1 400 ")
-    assert not worker.heard
+    assert not worker.requests
 
 
 REMOTE = (
@@ -415,30 +431,34 @@ PICTURES = ("image_url", "input_image", "image")
     ],
 )
 def test_s30_s31_s33_s34_nothing_is_fetched_for_a_client(
-    line: RunningGateway, worker: FakeWorker, trap: Trap, kind: str, source: str
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    canary_listener: CanaryListener,
+    kind: str,
+    source: str,
 ) -> None:
     """GHSA-3f6c-7fw2-ppm4, CVE-2026-24779, vllm-mlx #320, CVE-2025-3777."""
-    url = source.format(port=trap.port)
+    url = source.format(port=canary_listener.port)
     for told in (url, {"url": url}):
         content = [{"type": "text", "text": "x"}, {"type": kind, kind: told}]
-        answer = line.chat(messages=[{"role": "user", "content": content}])
-        status, code, param = said(answer)
+        answer = gateway_with_worker.chat(messages=[{"role": "user", "content": content}])
+        status, code, param = error_fields(answer)
         assert (status, code) == (400, "invalid_value")
         assert (param or "").startswith("messages[0].content[1]")
-    assert trap.untouched()
-    assert not worker.heard
+    assert canary_listener.has_no_connections()
+    assert not worker.requests
 
 
 def test_s38_s39_pictures_are_counted_before_any_is_decoded(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """CVE-2026-34755, CVE-2026-5497."""
     small = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
     large = {"type": "image_url", "image_url": {"url": data_url(png_header(30_000, 30_000))}}
     for content in ([small] * 5_000, [large]):
-        answer = line.chat(messages=[{"role": "user", "content": content}])
-        assert said(answer)[:2] == (400, "invalid_value")
-    assert not worker.heard
+        answer = gateway_with_worker.chat(messages=[{"role": "user", "content": content}])
+        assert error_fields(answer)[:2] == (400, "invalid_value")
+    assert not worker.requests
 
 
 @pytest.mark.parametrize(
@@ -465,19 +485,24 @@ def test_s38_s39_pictures_are_counted_before_any_is_decoded(
     ids=lambda value: str(value)[:40],
 )
 def test_s41_s42_s43_s44_s49_what_would_break_an_engine_stops_here(
-    line: RunningGateway, worker: FakeWorker, fields: dict[str, Any], param: str | None
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    fields: dict[str, Any],
+    param: str | None,
 ) -> None:
     """CVE-2026-34756, CVE-2024-8768, CVE-2025-62426, CVE-2025-48944, CVE-2025-62164."""
-    status, code, named = said(line.chat(**fields))
+    status, code, named = error_fields(gateway_with_worker.chat(**fields))
     assert (status, code) == (400, "invalid_value")
     assert param is None or named in {param, "max_completion_tokens"}
-    assert not worker.heard
+    assert not worker.requests
 
 
 def test_s42_a_prompt_without_a_word_reaches_no_engine(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """CVE-2024-8768."""
-    answer = line.client.post("/v1/completions", json={"model": "demo", "prompt": ""})
-    assert said(answer) == (400, "invalid_value", "prompt")
-    assert not worker.heard
+    answer = gateway_with_worker.client.post(
+        "/v1/completions", json={"model": "demo", "prompt": ""}
+    )
+    assert error_fields(answer) == (400, "invalid_value", "prompt")
+    assert not worker.requests

@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from tests.support.gateway_process import gateway_process
-from tests.support.running_gateway import chat_body, eventually
-from tests.support.scripted_worker import FakeWorker
+from tests.support.gateway_process import running_gateway_process
+from tests.support.running_gateway import chat_body, wait_until
+from tests.support.scripted_worker import ScriptedWorker
 
 GATEWAY = Path(__file__).parents[3] / "gateway"
 DATES = {
@@ -43,9 +43,9 @@ def test_f37_no_limit_ejection_or_wait_is_measured_by_the_wall_clock() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system limits a running process")
 def test_f55_a_gateway_that_runs_out_of_files_answers_again_once_it_has_some(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
-    with gateway_process(tmp_path, worker) as (gateway, client):
+    with running_gateway_process(tmp_path, worker) as (gateway, client):
         assert client.post("/v1/chat/completions", json=chat_body()).status_code == 200
         pid = gateway.process.pid
         files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -55,9 +55,9 @@ def test_f55_a_gateway_that_runs_out_of_files_answers_again_once_it_has_some(
         with ExitStack() as crowd:
             for _ in range(40):
                 crowd.enter_context(socket.create_connection((address.hostname, address.port)))
-            eventually(lambda: len(os.listdir(f"/proc/{pid}/fd")) >= files + 7)
+            wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) >= files + 7)
         # The crowd is gone; the limit stays.
-        eventually(lambda: _answers(str(client.base_url)), within_s=30)
+        wait_until(lambda: _answers(str(client.base_url)), within_s=30)
         assert gateway.process.poll() is None
 
 

@@ -11,7 +11,7 @@ from pydantic import SecretStr
 from gateway.errors import RecordsUnwritable
 from gateway.periodic import PeriodicTasks
 from tests.support.redis_server import RedisServer
-from tests.support.running_gateway import RunningGateway, settings_for_tests
+from tests.support.running_gateway import RunningGateway, make_settings
 
 
 class Work:
@@ -65,7 +65,7 @@ def test_nothing_is_asked_twice_of_what_gateways_share(
     tmp_path: Path, redis: RedisServer, shared: bool
 ) -> None:
     url = SecretStr(redis.url) if shared else None
-    with RunningGateway(settings_for_tests(tmp_path, redis_url=url)) as gateway:
+    with RunningGateway(make_settings(tmp_path, redis_url=url)) as gateway:
         names = [
             task.get_name()
             for task in asyncio.all_tasks(gateway.loop)

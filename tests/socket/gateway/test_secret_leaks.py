@@ -18,10 +18,10 @@ import pytest
 from pydantic import SecretStr
 
 from tests.support.images import data_url, png_header
-from tests.support.log_capture import Heard
-from tests.support.policies import Admin, document
-from tests.support.running_gateway import RunningGateway, chat_body, eventually, settings_for_tests
-from tests.support.scripted_worker import DONE, FakeWorker, Script, chunk, event
+from tests.support.log_capture import LogCapture
+from tests.support.policies import PolicyAdmin, single_pool_policy
+from tests.support.running_gateway import RunningGateway, chat_body, make_settings, wait_until
+from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, event
 
 PROMPT = "canary-words-of-a-person"
 ADMIN = "canary-admin-key"
@@ -45,9 +45,9 @@ SCRIPTS = (
 
 
 def test_a_secret_and_a_prompt_are_in_no_log_metric_error_status_or_state(
-    tmp_path: Path, worker: FakeWorker, heard: Heard
+    tmp_path: Path, worker: ScriptedWorker, log_capture: LogCapture
 ) -> None:
-    settings = settings_for_tests(
+    settings = make_settings(
         tmp_path,
         admin_key=SecretStr(ADMIN),
         api_key=SecretStr(STATIC),
@@ -56,17 +56,17 @@ def test_a_secret_and_a_prompt_are_in_no_log_metric_error_status_or_state(
     )
     told: dict[str, str] = {}
     with RunningGateway(settings) as gateway:
-        gateway.join(worker)
-        made = gateway.make_key(name="Ann", requests_a_minute=30, tokens_a_minute=100_000)
-        spent = gateway.make_key(name="Bob", requests_a_minute=1)
-        revoked = gateway.make_key(name="Eve")
+        gateway.send_heartbeat(worker)
+        made = gateway.create_key(name="Ann", requests_a_minute=30, tokens_a_minute=100_000)
+        spent = gateway.create_key(name="Bob", requests_a_minute=1)
+        revoked = gateway.create_key(name="Eve")
         gateway.admin.delete(f"/admin/v1/keys/{revoked['id']}")
         secrets = {made["secret"], spent["secret"], revoked["secret"], ADMIN, STATIC, WRONG, PROMPT}
         said = chat_body(messages=[{"role": "user", "content": PROMPT}], max_tokens=5)
         for number, script in enumerate(SCRIPTS):
             worker.script = script
             for stream in (False, True):
-                gateway.join(worker, boot_id=f"boot-{number}-{stream}")
+                gateway.send_heartbeat(worker, boot_id=f"boot-{number}-{stream}")
                 # Another seed each time: a body over which two workers were lost is not sent again.
                 asked = {**said, "stream": stream, "seed": 2 * number + stream}
                 told[f"{number} {stream}"] = _post(gateway, made["secret"], asked).text
@@ -89,7 +89,7 @@ def test_a_secret_and_a_prompt_are_in_no_log_metric_error_status_or_state(
             headers={"authorization": f"Bearer {made['secret']}"},
         ) as answer:
             next(answer.iter_raw())
-        eventually(lambda: worker.answering == 0)
+        wait_until(lambda: worker.in_flight == 0)
         told["bad terms"] = gateway.admin.post(
             "/admin/v1/keys", json={"name": PROMPT * 9, "team": STATIC + "\n"}
         ).text
@@ -102,13 +102,13 @@ def test_a_secret_and_a_prompt_are_in_no_log_metric_error_status_or_state(
         if file.is_file():
             told[str(file)] = file.read_text()
     assert '"usage"' in told[str(tmp_path / "state.json")]
-    assert len(worker.heard) > 2 * len(SCRIPTS)
+    assert len(worker.requests) > 2 * len(SCRIPTS)
     assert told[str(tmp_path / "access.jsonl")].count('"request.done"') > 2 * len(SCRIPTS)
     for name in ("attempt.failed", "stream.broken", "stream.cut", "attempt.lost"):
-        assert any(text.startswith(name) for text in heard.texts), name
+        assert any(text.startswith(name) for text in log_capture.texts), name
     for secret in secrets:
         leaks = [where for where, text in told.items() if secret in text]
-        leaks += [text[:300] for text in heard.texts if secret in text]
+        leaks += [text[:300] for text in log_capture.texts if secret in text]
         assert leaks == []
 
 
@@ -214,19 +214,22 @@ class Told:
 
 
 def test_what_a_request_says_is_in_no_log_error_explanation_diff_metric_or_state(
-    tmp_path: Path, worker: FakeWorker, heard: Heard, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    worker: ScriptedWorker,
+    log_capture: LogCapture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     access_log = tmp_path / "access.jsonl"
-    settings = settings_for_tests(tmp_path, admin_key=SecretStr(ADMIN), access_log=str(access_log))
+    settings = make_settings(tmp_path, admin_key=SecretStr(ADMIN), access_log=str(access_log))
     settings = settings.with_join_token(JOIN)
     told = Told()
-    with RunningGateway(settings) as gateway, Admin(gateway.url, ADMIN) as admin:
+    with RunningGateway(settings) as gateway, PolicyAdmin(gateway.url, ADMIN) as admin:
         beat = worker.report().model_dump(mode="json")
         told.take("join", put_worker(gateway, beat, JOIN))
         told.take("join wrong", put_worker(gateway, beat, WORD))
         for field in beat.keys() - {"labels"}:  # which are told of, as a worker's name is
             told.take(f"report {field}", put_worker(gateway, {**beat, field: [WORD]}, JOIN))
-        key = gateway.make_key(name="Ann", requests_a_minute=1_000_000)
+        key = gateway.create_key(name="Ann", requests_a_minute=1_000_000)
         shown = {"authorization": f"Bearer {key['secret']}", **HEADERS}
         with httpx.Client(base_url=gateway.url, headers=shown, timeout=30) as client:
             for stream in (False, True):
@@ -253,14 +256,18 @@ def test_what_a_request_says_is_in_no_log_error_explanation_diff_metric_or_state
         told.take("bad admin", admin.get(headers={"authorization": f"Bearer {WORD}"}))
         told.take("kind", admin.request("PUT", headers={**edited(admin), "content-type": WORD}))
         told.take("tag", admin.request("PUT", json={}, headers={"if-match": WORD}))
-        for bad in ({**document(), "version": WORD}, {**document(), "pools": [WORD]}, WORD):
+        for bad in (
+            {**single_pool_policy(), "version": WORD},
+            {**single_pool_policy(), "pools": [WORD]},
+            WORD,
+        ):
             told.take("bad policy", admin.put(bad))
             told.take("bad policy", admin.request("POST", "/validate", json=bad))
         for name in ("team", "models", "expires_at", "tokens_a_day", "priority"):
             terms = {"name": "Bob", name: f"\n{WORD}"}
             told.take(f"terms {name}", gateway.admin.post("/admin/v1/keys", json=terms))
-        told.take("diff", admin.request("POST", "/diff", json=document("all")))
-        told.take("applied", admin.put(document("all")))
+        told.take("diff", admin.request("POST", "/diff", json=single_pool_policy("all")))
+        told.take("applied", admin.put(single_pool_policy("all")))
         for path in ("", "/history"):
             told.take("policy", admin.get(path))
         for path in ("keys", "usage", "usage?format=csv", f"usage?from={WORD}", "workers"):
@@ -271,7 +278,7 @@ def test_what_a_request_says_is_in_no_log_error_explanation_diff_metric_or_state
     for file in tmp_path.rglob("*"):
         if file.is_file():
             told.texts[str(file)] = file.read_text()
-    told.texts |= {f"log {index}": text for index, text in enumerate(heard.texts)}
+    told.texts |= {f"log {index}": text for index, text in enumerate(log_capture.texts)}
     told.texts["terminal"] = str(capfd.readouterr())
     assert '"request.done"' in told.texts[str(access_log)]
     encoded = base64.b64encode(PICTURE).decode()[-30:]
@@ -289,7 +296,7 @@ def priority(client: httpx.Client) -> httpx.Response:
     return client.post("/v1/chat/completions", json=chat_body(), headers=headers)
 
 
-def edited(admin: Admin) -> Mapping[str, str]:
+def edited(admin: PolicyAdmin) -> Mapping[str, str]:
     return {"if-match": admin.etag(), "x-paceline-note": "x"}
 
 

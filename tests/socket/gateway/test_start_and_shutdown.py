@@ -18,74 +18,74 @@ from gateway.config.settings import Settings, load_settings
 from gateway.config.startup_checks import ensure_join_token
 from gateway.errors import StartupError
 from gateway.server import Ending, serve
-from tests.support.gateway_process import gateway_process
-from tests.support.running_gateway import RunningGateway, chat_body, eventually, settings_for_tests
-from tests.support.scripted_worker import DONE, FakeWorker
+from tests.support.gateway_process import running_gateway_process
+from tests.support.running_gateway import RunningGateway, chat_body, make_settings, wait_until
+from tests.support.scripted_worker import DONE, ScriptedWorker
 
 
 def test_f35_an_ending_gateway_lets_streams_finish_and_takes_nothing_new(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 3
-    with line.stream() as answer:
+    with gateway_with_worker.stream() as answer:
         pieces = answer.iter_raw()
         received = next(pieces)
-        line.ask_to_end()
-        eventually(lambda: httpx.get(f"{line.url}/readyz").status_code == 503)
-        refused = httpx.post(f"{line.url}/v1/chat/completions", json={})
+        gateway_with_worker.request_shutdown()
+        wait_until(lambda: httpx.get(f"{gateway_with_worker.url}/readyz").status_code == 503)
+        refused = httpx.post(f"{gateway_with_worker.url}/v1/chat/completions", json={})
         assert refused.json()["error"]["code"] == "gateway_stopping"
-        worker.go_on.set()
+        worker.resume.set()
         received += b"".join(pieces)
     assert received.endswith(DONE)
-    line.wait_for_end()
+    gateway_with_worker.wait_closed()
 
 
 def test_f36_a_hurried_end_gives_running_streams_an_error_event(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 3
-    with line.stream() as answer:
+    with gateway_with_worker.stream() as answer:
         pieces = answer.iter_raw()
         received = next(pieces)
-        line.ask_to_end()
-        line.ask_to_end()
+        gateway_with_worker.request_shutdown()
+        gateway_with_worker.request_shutdown()
         received += b"".join(pieces)
     assert b'"code":"gateway_stopping"' in received
     assert b"[DONE]" not in received
-    line.wait_for_end()
+    gateway_with_worker.wait_closed()
 
 
 def test_f35_the_end_is_bounded_when_a_stream_does_not_finish(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 3
-    with RunningGateway(settings_for_tests(tmp_path, drain_timeout_s=0.1)) as gateway:
-        gateway.join(worker)
+    with RunningGateway(make_settings(tmp_path, drain_timeout_s=0.1)) as gateway:
+        gateway.send_heartbeat(worker)
         with gateway.stream() as answer:
             pieces = answer.iter_raw()
             received = next(pieces)
-            gateway.ask_to_end()
+            gateway.request_shutdown()
             received += b"".join(pieces)
         assert b'"code":"gateway_stopping"' in received
-        gateway.wait_for_end()
+        gateway.wait_closed()
 
 
 async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        settings = settings_for_tests(tmp_path).model_copy(update={"port": port})
+        settings = make_settings(tmp_path).model_copy(update={"port": port})
         with pytest.raises(StartupError, match=f"Cannot listen on 127.0.0.1 port {port}"):
             await serve(settings, ending=Ending())
 
 
 async def test_listening_beyond_loopback_needs_a_key(tmp_path: Path) -> None:
-    settings = settings_for_tests(tmp_path).model_copy(update={"host": "0.0.0.0"})
+    settings = make_settings(tmp_path).model_copy(update={"host": "0.0.0.0"})
     with pytest.raises(StartupError, match="set PACELINE_API_KEY first"):
         await serve(settings, ending=Ending())
 
 
 async def test_with_a_key_it_listens_beyond_loopback(tmp_path: Path) -> None:
-    settings = settings_for_tests(tmp_path, api_key=SecretStr("k")).model_copy(
+    settings = make_settings(tmp_path, api_key=SecretStr("k")).model_copy(
         update={"host": "0.0.0.0"}
     )
     ending = Ending()
@@ -105,7 +105,7 @@ async def test_a_bad_policy_stops_the_start_and_names_file_and_field(tmp_path: P
     policy.write_text(
         "version: 1\nroutes: [{name: a, to: [nowhere]}]\npools: {vlm: {lanes: [vlm]}}"
     )
-    settings = settings_for_tests(tmp_path, policy=policy)
+    settings = make_settings(tmp_path, policy=policy)
     with pytest.raises(StartupError, match=r"mine\.yaml .*line 2: routes\.0\.to\.0: there is no"):
         await serve(settings, ending=Ending())
 
@@ -169,10 +169,10 @@ def ready(client: httpx.Client) -> bool:
 
 
 def test_f35_sigterm_is_told_at_once_and_new_requests_are_served_until_that_is_noticed(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
-    with gateway_process(tmp_path, worker, LAME_DUCK_S="3") as (gateway, client):
+    with running_gateway_process(tmp_path, worker, LAME_DUCK_S="3") as (gateway, client):
         assert ready(client)
         with client.stream(
             "POST", "/v1/chat/completions", json=chat_body(stream=True)
@@ -180,9 +180,9 @@ def test_f35_sigterm_is_told_at_once_and_new_requests_are_served_until_that_is_n
             pieces = before_the_signal.iter_raw()
             received = next(pieces)
             gateway.process.send_signal(signal.SIGTERM)
-            eventually(lambda: not ready(client))
+            wait_until(lambda: not ready(client))
             assert client.post("/v1/chat/completions", json=chat_body()).status_code == 200
-            worker.go_on.set()
+            worker.resume.set()
             received += b"".join(pieces)
         assert received.endswith(DONE)
         assert gateway.wait_for_end() == 0
@@ -190,15 +190,15 @@ def test_f35_sigterm_is_told_at_once_and_new_requests_are_served_until_that_is_n
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_f36_a_second_signal_ends_it_now(
-    tmp_path: Path, worker: FakeWorker, second: signal.Signals
+    tmp_path: Path, worker: ScriptedWorker, second: signal.Signals
 ) -> None:
     worker.script.hang_after = 2
-    with gateway_process(tmp_path, worker, LAME_DUCK_S="600") as (gateway, client):
+    with running_gateway_process(tmp_path, worker, LAME_DUCK_S="600") as (gateway, client):
         with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as answer:
             pieces = answer.iter_raw()
             received = next(pieces)
             gateway.process.send_signal(signal.SIGTERM)
-            eventually(lambda: not ready(client))
+            wait_until(lambda: not ready(client))
             gateway.process.send_signal(second)
             received += b"".join(pieces)
         assert b'"code":"gateway_stopping"' in received
@@ -207,11 +207,11 @@ def test_f36_a_second_signal_ends_it_now(
 
 
 def test_f35_what_does_not_finish_in_time_gets_the_error_event(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
     bounds = {"LAME_DUCK_S": "0", "DRAIN_TIMEOUT_S": "0.2"}
-    with gateway_process(tmp_path, worker, **bounds) as (gateway, client):
+    with running_gateway_process(tmp_path, worker, **bounds) as (gateway, client):
         with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as answer:
             pieces = answer.iter_raw()
             received = next(pieces)

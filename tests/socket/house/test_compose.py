@@ -16,8 +16,8 @@ from tests.support.compose_file import (
     ROOT,
     SECRETS,
     SERVICES,
-    demanded_variables,
     read_compose,
+    required_variables,
 )
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -73,7 +73,7 @@ def test_make_env_writes_just_the_secrets_that_are_demanded_and_never_over_old_o
     subprocess.run([script], check=True, capture_output=True)
     file = tmp_path / ".env"
     written = dict(line.split("=") for line in file.read_text().splitlines())
-    assert written.keys() == demanded_variables() == SECRETS.keys()
+    assert written.keys() == required_variables() == SECRETS.keys()
     assert len(set(written.values())) == len(written)
     assert all(len(value) >= 64 for value in written.values())
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -19,9 +19,9 @@ import pytest
 
 from tests.support.compose_file import ROOT, SECRETS
 from tests.support.compose_stack import AS_CLIENT, Stack, answers, free_port
-from tests.support.paceline_process import Paceline
-from tests.support.running_gateway import chat_body, eventually, serving
-from tests.support.scripted_worker import FakeWorker, Script
+from tests.support.paceline_process import PacelineProcess
+from tests.support.running_gateway import chat_body, running_server, wait_until
+from tests.support.scripted_worker import Script, ScriptedWorker
 
 PATH = "/v1/chat/completions"
 GATEWAYS = ("gateway-1", "gateway-2")
@@ -30,7 +30,9 @@ GATEWAYS = ("gateway-1", "gateway-2")
 class Front:
     """A client of the front, and what stands behind it."""
 
-    def __init__(self, stack: Stack, gateways: dict[str, Paceline], worker: FakeWorker) -> None:
+    def __init__(
+        self, stack: Stack, gateways: dict[str, PacelineProcess], worker: ScriptedWorker
+    ) -> None:
         self.stack = stack
         self.gateways = gateways
         self.worker = worker
@@ -51,7 +53,7 @@ class Front:
     def join(self) -> None:
         """Let the worker join; both gateways hear of it."""
         assert self.beat().status_code == 200
-        eventually(lambda: all(self.stack.ready(name) for name in GATEWAYS))
+        wait_until(lambda: all(self.stack.ready(name) for name in GATEWAYS))
 
     def kill(self, name: str) -> None:
         """End a gateway with no time for anything."""
@@ -69,7 +71,7 @@ class Front:
 
 
 @contextlib.contextmanager
-def nginx(stack: Stack) -> Iterator[None]:
+def running_nginx(stack: Stack) -> Iterator[None]:
     """Run nginx with the stack's own file: names of containers, port and folder are put in."""
     port = stack.ports["front"] = free_port()
     written = (ROOT / "deploy" / "nginx.conf").read_text()
@@ -83,92 +85,92 @@ def nginx(stack: Stack) -> Iterator[None]:
     user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(os.getgid()).gr_name
     with subprocess.Popen(["nginx", "-c", file, "-g", f"user {user} {group};"]) as process:
         try:
-            eventually(lambda: answers(port))
+            wait_until(lambda: answers(port))
             yield
         finally:
             process.terminate()
 
 
 @pytest.fixture
-def front(tmp_path: Path) -> Iterator[Front]:
+def nginx(tmp_path: Path) -> Iterator[Front]:
     """nginx, two gateways, and a worker that has not joined yet."""
     if not shutil.which("nginx"):
         pytest.skip("nginx is not installed")
-    stack, worker = Stack(tmp_path), FakeWorker()
+    stack, worker = Stack(tmp_path), ScriptedWorker()
     stack.ports["redis"] = free_port()
     with contextlib.ExitStack() as running:
-        running.enter_context(serving(worker, sockets=[worker.socket]))
+        running.enter_context(running_server(worker, sockets=[worker.socket]))
         gateways = {name: running.enter_context(stack.gateway(name)) for name in GATEWAYS}
-        running.enter_context(nginx(stack))
+        running.enter_context(running_nginx(stack))
         whole = Front(stack, gateways, worker)
         running.enter_context(whole.client)
         yield whole
 
 
-def test_a_heartbeat_reaches_both_gateways_and_one_of_them_is_enough(front: Front) -> None:
-    assert front.ask().json()["error"]["code"]  # of a gateway: nobody can answer yet
-    front.join()
-    front.kill("gateway-1")
-    assert front.beat().status_code == 200
-    assert front.ask().status_code == 200
+def test_a_heartbeat_reaches_both_gateways_and_one_of_them_is_enough(nginx: Front) -> None:
+    assert nginx.ask().json()["error"]["code"]  # of a gateway: nobody can answer yet
+    nginx.join()
+    nginx.kill("gateway-1")
+    assert nginx.beat().status_code == 200
+    assert nginx.ask().status_code == 200
 
 
-def test_a_stream_goes_on_piece_by_piece_as_it_comes(front: Front) -> None:
-    front.join()
-    front.worker.script.hang_after = 3
-    with front.client.stream("POST", PATH, json=chat_body(stream=True)) as answer:
+def test_a_stream_goes_on_piece_by_piece_as_it_comes(nginx: Front) -> None:
+    nginx.join()
+    nginx.worker.script.hang_after = 3
+    with nginx.client.stream("POST", PATH, json=chat_body(stream=True)) as answer:
         lines = answer.iter_lines()
         first = [next(lines) for _ in range(5)]  # while the worker says nothing more
-        front.worker.go_on.set()
+        nginx.worker.resume.set()
         rest = list(lines)
     events = [json.loads(line[6:]) for line in first if line.startswith("data: ")]
     assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == "one two"
     assert "data: [DONE]" in rest
 
 
-def test_a_client_that_leaves_is_gone_for_the_worker_too(front: Front) -> None:
-    front.join()
-    front.worker.script.hang_after = 2
-    with front.client.stream("POST", PATH, json=chat_body(stream=True)) as answer:
+def test_a_client_that_leaves_is_gone_for_the_worker_too(nginx: Front) -> None:
+    nginx.join()
+    nginx.worker.script.hang_after = 2
+    with nginx.client.stream("POST", PATH, json=chat_body(stream=True)) as answer:
         next(answer.iter_lines())
-    assert front.worker.client_left.wait(10)
+    assert nginx.worker.client_disconnected.wait(10)
 
 
-def test_a_gateway_that_ends_loses_no_request_old_or_new(front: Front) -> None:
-    front.join()
-    front.worker.plans["hold"] = Script(hang_after=2)
+def test_a_gateway_that_ends_loses_no_request_old_or_new(nginx: Front) -> None:
+    nginx.join()
+    nginx.worker.scripts_by_message["hold"] = Script(hang_after=2)
     body = chat_body(stream=True, messages=[{"role": "user", "content": "hold"}])
-    with front.client.stream("POST", PATH, json=body) as held:
+    with nginx.client.stream("POST", PATH, json=body) as held:
         lines = held.iter_lines()
         next(lines)
-        leaving = front.carrier()
-        front.gateways[leaving].process.send_signal(signal.SIGINT)  # no serving on: 503 at once
-        eventually(lambda: not front.stack.ready(leaving))
-        assert [front.ask().status_code for _ in range(20)] == [200] * 20
-        front.worker.go_on.set()
+        leaving = nginx.carrier()
+        nginx.gateways[leaving].process.send_signal(signal.SIGINT)  # no serving on: 503 at once
+        wait_until(lambda: not nginx.stack.ready(leaving))
+        assert [nginx.ask().status_code for _ in range(20)] == [200] * 20
+        nginx.worker.resume.set()
         assert "data: [DONE]" in list(lines)
-    assert len(front.worker.heard) == 21
+    assert len(nginx.worker.requests) == 21
 
 
-def test_a_gateway_that_is_gone_costs_no_new_request(front: Front) -> None:
-    front.join()
-    front.kill("gateway-2")
-    assert [front.ask().status_code for _ in range(20)] == [200] * 20
-    assert len(front.worker.heard) == 20
+def test_a_gateway_that_is_gone_costs_no_new_request(nginx: Front) -> None:
+    nginx.join()
+    nginx.kill("gateway-2")
+    assert [nginx.ask().status_code for _ in range(20)] == [200] * 20
+    assert len(nginx.worker.requests) == 20
 
 
-def test_a_request_that_a_dying_gateway_had_is_not_asked_twice(front: Front) -> None:
-    front.join()
-    front.worker.script.hang = True
+def test_a_request_that_a_dying_gateway_had_is_not_asked_twice(nginx: Front) -> None:
+    nginx.join()
+    nginx.worker.script.hang = True
     with ThreadPoolExecutor(1) as aside:
-        asked = aside.submit(front.ask)
-        assert front.worker.hearing.wait(10)
-        front.kill(front.carrier())
+        asked = aside.submit(nginx.ask)
+        assert nginx.worker.request_received.wait(10)
+        nginx.kill(nginx.carrier())
         assert asked.result().status_code == 502
-    front.worker.go_on.set()
-    assert len(front.worker.heard) == 1
+    nginx.worker.resume.set()
+    assert len(nginx.worker.requests) == 1
 
 
-def test_numbers_of_one_gateway_are_not_told_as_those_of_all(front: Front) -> None:
-    assert front.client.get("/metrics").status_code == 404
-    assert front.client.get("/livez").status_code == 200
+def test_numbers_of_one_gateway_are_not_told_as_those_of_all(nginx: Front) -> None:
+    assert nginx.client.get("/metrics").status_code == 404
+    assert nginx.client.get("/livez").status_code == 200

@@ -17,21 +17,21 @@ from gateway.http.upstream import HEAD_LIMIT_BYTES, ConnectionLost, ReadTimeout,
 from tests.support.upstream_connections import (
     BODY,
     CHUNKED,
-    PATIENCE_S,
     REQUEST,
-    answering,
-    answering_and_leaving,
-    ask,
-    linked,
+    TIMEOUT_S,
+    send_request,
+    serve_once,
+    serve_pieces,
+    upstream_connection,
 )
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
 async def test_an_answer_is_the_same_however_it_is_split(step: int) -> None:
     pieces = [CHUNKED[at : at + step] for at in range(0, len(CHUNKED), step)]
-    async with linked(answering(*pieces)) as (link, kept):
+    async with upstream_connection(serve_pieces(*pieces)) as (link, kept):
         for _ in range(2):
-            answer = await ask(link)
+            answer = await send_request(link)
             assert (answer.status, await answer.read()) == (200, b"one two")
             answer.close()
     assert kept == [link, link]
@@ -42,8 +42,8 @@ async def test_what_comes_before_the_answer_is_not_the_answer() -> None:
     early = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
     late = b"HTTP/1.1 429 No\r\nRetry-After: 7\r\ncontent-length: 2\r\n\r\nno"
     for pieces in ((early, late), (early + late,)):
-        async with linked(answering(*pieces)) as (link, kept):
-            answer = await ask(link)
+        async with upstream_connection(serve_pieces(*pieces)) as (link, kept):
+            answer = await send_request(link)
             assert (answer.status, answer.retry_after) == (429, "7")
             assert await answer.read() == b"no"
             answer.close()
@@ -51,11 +51,11 @@ async def test_what_comes_before_the_answer_is_not_the_answer() -> None:
 
 
 async def test_http_1_0_ends_its_answer_with_the_connection() -> None:
-    async with linked(answering_and_leaving(b"HTTP/1.0 200 OK\r\n\r\nall ", b"of it")) as (
+    async with upstream_connection(serve_once(b"HTTP/1.0 200 OK\r\n\r\nall ", b"of it")) as (
         link,
         kept,
     ):
-        answer = await ask(link)
+        answer = await send_request(link)
         assert await answer.read() == b"all of it"
         answer.close()
     assert not kept
@@ -69,8 +69,8 @@ async def test_http_1_0_ends_its_answer_with_the_connection() -> None:
     ],
 )
 async def test_a_cut_answer_gives_what_came_and_then_the_loss(cut: bytes) -> None:
-    async with linked(answering_and_leaving(cut)) as (link, kept):
-        answer = await ask(link)
+    async with upstream_connection(serve_once(cut)) as (link, kept):
+        answer = await send_request(link)
         assert await answer.chunk() == b"part"
         with pytest.raises(ConnectionLost):
             await answer.chunk()
@@ -90,9 +90,9 @@ async def test_a_cut_answer_gives_what_came_and_then_the_loss(cut: bytes) -> Non
     ids=["html", "upgrade", "length", "long", "nothing"],
 )
 async def test_what_is_no_answer_is_a_loss(nonsense: bytes) -> None:
-    async with linked(answering_and_leaving(nonsense)) as (link, _):
+    async with upstream_connection(serve_once(nonsense)) as (link, _):
         with pytest.raises(ConnectionLost):
-            await ask(link)
+            await send_request(link)
         assert link.heard == bool(nonsense)
 
 
@@ -102,15 +102,15 @@ EVIL = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil"
 
 @pytest.mark.parametrize("pieces", [(OK, EVIL), (OK + EVIL,)])
 async def test_bytes_that_nobody_asked_for_end_the_connection(pieces: tuple[bytes, ...]) -> None:
-    async with linked(answering(*pieces)) as (link, _):
-        answer = await ask(link)
+    async with upstream_connection(serve_pieces(*pieces)) as (link, _):
+        answer = await send_request(link)
         assert await answer.read() == b"ok"
         answer.close()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(TIMEOUT_S):
             while link.open:
                 await asyncio.sleep(0.001)
         with pytest.raises(ConnectionLost):
-            await ask(link)
+            await send_request(link)
 
 
 async def test_an_answer_left_early_ends_the_connection() -> None:
@@ -123,9 +123,9 @@ async def test_an_answer_left_early_ends_the_connection() -> None:
             await reader.read()
         left.set()
 
-    async with linked(serve) as (link, kept):
-        (await ask(link)).close()
-        await asyncio.wait_for(left.wait(), PATIENCE_S)
+    async with upstream_connection(serve) as (link, kept):
+        (await send_request(link)).close()
+        await asyncio.wait_for(left.wait(), TIMEOUT_S)
     assert not kept
 
 
@@ -139,8 +139,8 @@ async def test_an_answer_before_the_request_was_read_is_taken_and_the_connection
         writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n")
         await answered.wait()
 
-    async with linked(serve) as (link, kept):
-        answer = await link.ask(REQUEST, b"x" * 50_000_000, PATIENCE_S)
+    async with upstream_connection(serve) as (link, kept):
+        answer = await link.ask(REQUEST, b"x" * 50_000_000, TIMEOUT_S)
         assert (answer.status, await answer.read()) == (413, b"")
         answer.close()
         answered.set()
@@ -148,9 +148,9 @@ async def test_an_answer_before_the_request_was_read_is_taken_and_the_connection
 
 
 async def test_each_wait_is_bounded_and_not_the_whole() -> None:
-    slow = answering(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n", *[b"x"] * 40)
-    async with linked(slow) as (link, _):
-        answer = await ask(link)
+    slow = serve_pieces(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n", *[b"x"] * 40)
+    async with upstream_connection(slow) as (link, _):
+        answer = await send_request(link)
         answer.limit_silence(0.5)
         received = bytearray()
 
@@ -175,8 +175,8 @@ async def test_a_worker_that_is_faster_than_its_reader_waits() -> None:
             await writer.drain()
             sent_bytes += 100_000
 
-    async with linked(serve) as (link, _):
-        answer = await ask(link)
+    async with upstream_connection(serve) as (link, _):
+        answer = await send_request(link)
         before = -1
         while sent_bytes != before:  # until it can send no more
             before = sent_bytes
@@ -186,13 +186,13 @@ async def test_a_worker_that_is_faster_than_its_reader_waits() -> None:
 
 
 async def test_a_connection_whose_last_reader_was_slow_reads_for_the_next() -> None:
-    async with linked(answering(CHUNKED)) as (link, kept):
-        answer = await ask(link)
+    async with upstream_connection(serve_pieces(CHUNKED)) as (link, kept):
+        answer = await send_request(link)
         assert await answer.read() == b"one two"
         link.press(True)  # as the last piece does that its client cannot take at once
         answer.close()
         assert kept == [link]
-        assert await asyncio.wait_for((await ask(link)).read(), PATIENCE_S) == b"one two"
+        assert await asyncio.wait_for((await send_request(link)).read(), TIMEOUT_S) == b"one two"
 
 
 async def test_a_reader_that_is_pressed_by_a_passing_chunk_is_no_silence_of_the_worker() -> None:
@@ -202,8 +202,8 @@ async def test_a_reader_that_is_pressed_by_a_passing_chunk_is_no_silence_of_the_
         b"3\r\ntwo\r\n",
         b"0\r\n\r\n",
     )
-    async with linked(answering(head + first, second, end)) as (link, kept):
-        answer = await ask(link)
+    async with upstream_connection(serve_pieces(head + first, second, end)) as (link, kept):
+        answer = await send_request(link)
         link.limit_silence(0.1)
         passed: list[bytes] = []
 
@@ -247,7 +247,7 @@ class Taker:
 
     async def poured_from(self, link: UpstreamConnection) -> bytes:
         """Ask, and return all of the answer."""
-        answer = await ask(link)
+        answer = await send_request(link)
         try:
             last = await answer.pour(self.piece, self.chunk)
         finally:
@@ -258,7 +258,7 @@ class Taker:
 async def test_whole_chunks_pass_as_they_came_and_the_answer_goes_on_behind_them() -> None:
     words = (b"5\r\nfirst\r\n", b"3\r\none\r\n", b"B\r\n, and two!!\r\n", b"2\r\n..\r\n")
     taker = Taker()
-    async with linked(answering(HEAD + words[0], *words[1:], END)) as (link, kept):
+    async with upstream_connection(serve_pieces(HEAD + words[0], *words[1:], END)) as (link, kept):
         for number in (1, 2):
             told = await taker.poured_from(link)
             assert told == b"firstone, and two!!.." * number
@@ -268,7 +268,10 @@ async def test_whole_chunks_pass_as_they_came_and_the_answer_goes_on_behind_them
 
 async def test_a_chunk_that_is_not_taken_comes_as_a_piece() -> None:
     taker = Taker(takes=False)
-    async with linked(answering(HEAD + b"3\r\none\r\n", b"4\r\n two\r\n", END)) as (link, kept):
+    async with upstream_connection(serve_pieces(HEAD + b"3\r\none\r\n", b"4\r\n two\r\n", END)) as (
+        link,
+        kept,
+    ):
         assert await taker.poured_from(link) == b"one two"
     assert kept == [link]
 
@@ -289,7 +292,7 @@ async def test_an_answer_is_the_same_however_it_is_split_and_whatever_passes(see
             case _:
                 pieces.append(chunk)
     taker = Taker(random=random)
-    async with linked(answering(*pieces, END)) as (link, kept):
+    async with upstream_connection(serve_pieces(*pieces, END)) as (link, kept):
         assert await taker.poured_from(link) == b"".join(words)
     assert taker.passed
     assert kept == [link]
@@ -308,7 +311,10 @@ async def test_an_answer_is_the_same_however_it_is_split_and_whatever_passes(see
 )
 async def test_what_is_not_one_whole_plain_chunk_is_not_offered(pieces: tuple[bytes, ...]) -> None:
     taker = Taker()
-    async with linked(answering(HEAD + b"2\r\nok\r\n", *pieces, END)) as (link, kept):
+    async with upstream_connection(serve_pieces(HEAD + b"2\r\nok\r\n", *pieces, END)) as (
+        link,
+        kept,
+    ):
         await taker.poured_from(link)
     assert not taker.passed
     assert kept == [link]
@@ -317,7 +323,10 @@ async def test_what_is_not_one_whole_plain_chunk_is_not_offered(pieces: tuple[by
 async def test_nothing_passes_behind_the_end() -> None:
     taker = Taker()
     end = b"2\r\nok\r\n" + END
-    async with linked(answering(HEAD, end + b"3\r\nabc\r\n", b"3\r\nabc\r\n")) as (link, kept):
+    async with upstream_connection(serve_pieces(HEAD, end + b"3\r\nabc\r\n", b"3\r\nabc\r\n")) as (
+        link,
+        kept,
+    ):
         assert await taker.poured_from(link) == b"ok"
     assert not taker.passed
     assert not kept
@@ -326,7 +335,10 @@ async def test_nothing_passes_behind_the_end() -> None:
 async def test_a_body_that_is_not_chunked_never_passes_as_chunks() -> None:
     taker = Taker()
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 16\r\n\r\n"
-    async with linked(answering(head, b"3\r\nabc\r\n", b"3\r\nabc\r\n")) as (link, kept):
+    async with upstream_connection(serve_pieces(head, b"3\r\nabc\r\n", b"3\r\nabc\r\n")) as (
+        link,
+        kept,
+    ):
         assert await taker.poured_from(link) == b"3\r\nabc\r\n" * 2
     assert not taker.passed
     assert kept == [link]
@@ -346,7 +358,7 @@ class Sink:
 
 async def poured(link: UpstreamConnection, sink: Sink) -> bytes:
     """Ask, and return what came with the end."""
-    answer = await ask(link)
+    answer = await send_request(link)
     try:
         return await answer.pour(sink)
     finally:
@@ -356,7 +368,7 @@ async def poured(link: UpstreamConnection, sink: Sink) -> bytes:
 async def test_an_answer_is_poured_as_it_comes_and_what_came_with_the_end_is_left() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n"
     sink = Sink()
-    async with linked(answering(head + b"on", b"e ", b"tw")) as (link, kept):
+    async with upstream_connection(serve_pieces(head + b"on", b"e ", b"tw")) as (link, kept):
         last = await poured(link, sink)
     assert b"".join(sink.taken) + last == b"one tw"
     assert last.endswith(b"tw")
@@ -365,14 +377,14 @@ async def test_an_answer_is_poured_as_it_comes_and_what_came_with_the_end_is_lef
 
 async def test_an_answer_of_one_packet_is_all_left() -> None:
     sink = Sink()
-    async with linked(answering(CHUNKED)) as (link, kept):
+    async with upstream_connection(serve_pieces(CHUNKED)) as (link, kept):
         assert await poured(link, sink) == b"one two"
     assert (sink.taken, kept) == ([], [link])
 
 
 async def test_a_sink_that_wants_no_more_gets_no_more() -> None:
     sink = Sink(wanted=1)
-    async with linked(answering(CHUNKED[:60], b"1\r\n!\r\n" * 20)) as (link, kept):
+    async with upstream_connection(serve_pieces(CHUNKED[:60], b"1\r\n!\r\n" * 20)) as (link, kept):
         assert await poured(link, sink) == b""
     assert len(sink.taken) == 1
     assert not kept
@@ -381,7 +393,7 @@ async def test_a_sink_that_wants_no_more_gets_no_more() -> None:
 async def test_a_cut_answer_is_poured_up_to_the_cut() -> None:
     cut = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\npart"
     sink = Sink()
-    async with linked(answering_and_leaving(cut)) as (link, _):
+    async with upstream_connection(serve_once(cut)) as (link, _):
         with pytest.raises(ConnectionLost):
             await poured(link, sink)
     assert b"".join(sink.taken) == b"part"
@@ -391,8 +403,8 @@ async def test_what_came_before_it_is_poured_is_poured_and_the_rest_behind_it() 
     size = 1_000_000
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
     sink = Sink()
-    async with linked(answering(head + b"x" * size)) as (link, kept):
-        answer = await ask(link)
+    async with upstream_connection(serve_pieces(head + b"x" * size)) as (link, kept):
+        answer = await send_request(link)
         await asyncio.sleep(0.1)  # so much waits by now that the worker has to
         last = await answer.pour(sink)
         answer.close()
@@ -403,8 +415,8 @@ async def test_what_came_before_it_is_poured_is_poured_and_the_rest_behind_it() 
 async def test_a_worker_that_is_made_to_wait_is_not_silent() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"
     sink = Sink()
-    async with linked(answering(head, b"on", b"e!")) as (link, kept):
-        answer = await ask(link)
+    async with upstream_connection(serve_pieces(head, b"on", b"e!")) as (link, kept):
+        answer = await send_request(link)
         pouring = asyncio.create_task(answer.pour(sink))
         await asyncio.sleep(0)
         answer.press(True)

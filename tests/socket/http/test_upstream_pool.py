@@ -17,111 +17,111 @@ import uvloop
 
 from gateway.errors import Overloaded
 from gateway.http.upstream import ConnectionPool, retry_after_s
-from tests.support.fault_proxy import Fault, FaultProxy, silent_port
-from tests.support.gateway_fixtures import Hasty
-from tests.support.raw_client import settles
+from tests.support.fault_proxy import Fault, FaultProxy, unresponsive_port
+from tests.support.gateway_fixtures import MakeGateway
+from tests.support.raw_client import wait_for_outcomes
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import FakeWorker, Script
+from tests.support.scripted_worker import Script, ScriptedWorker
 
 
 def test_f01_a_refused_connection_goes_to_another_worker_and_the_client_sees_200(
-    proxied: RunningGateway, proxy: FaultProxy, second_worker: FakeWorker
+    gateway_behind_proxy: RunningGateway, proxy: FaultProxy, second_worker: ScriptedWorker
 ) -> None:
-    proxied.join(second_worker)
+    gateway_behind_proxy.send_heartbeat(second_worker)
     proxy.refuse()
-    answers = [proxied.chat() for _ in range(20)]
+    answers = [gateway_behind_proxy.chat() for _ in range(20)]
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.headers["x-paceline-worker"] for answer in answers} == {"fake-b"}
     attempts = [answer.headers["x-paceline-attempts"] for answer in answers]
     assert set(attempts) <= {"1", "2"}
     assert attempts.count("2") <= 3, "after that the worker is out"
-    settles(proxied, completed=20)
+    wait_for_outcomes(gateway_behind_proxy, completed=20)
 
 
 def test_f01_without_another_worker_it_is_a_503_that_says_when_to_come_back(
-    proxied: RunningGateway, proxy: FaultProxy
+    gateway_behind_proxy: RunningGateway, proxy: FaultProxy
 ) -> None:
     proxy.refuse()
-    answer = proxied.chat()
+    answer = gateway_behind_proxy.chat()
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "worker_unreachable"
     assert int(answer.headers["retry-after"]) >= 1
 
 
 def test_f01_a_connection_reset_at_once_is_an_error_that_says_so(
-    proxied: RunningGateway, worker: FakeWorker, proxy: FaultProxy
+    gateway_behind_proxy: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
 ) -> None:
     proxy.fault = Fault(reset_at_connect=True)
-    answer = proxied.chat()
+    answer = gateway_behind_proxy.chat()
     # Whether the reset is faster than the request is chance; neither is a 500.
     told = answer.status_code, answer.json()["error"]["code"]
     assert told in {(503, "worker_unreachable"), (502, "worker_lost")}
-    assert worker.heard == []
+    assert worker.requests == []
 
 
 def test_f13_an_address_that_never_answers_costs_the_connect_limit_and_goes_elsewhere(
-    hasty: Hasty, worker: FakeWorker, second_worker: FakeWorker
+    make_gateway: MakeGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    with silent_port() as dead:
-        gateway = hasty(connect_timeout_s=0.2)
-        gateway.join(worker, url=dead)
+    with unresponsive_port() as dead:
+        gateway = make_gateway(connect_timeout_s=0.2)
+        gateway.send_heartbeat(worker, url=dead)
         answer = gateway.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_unreachable")
-        gateway.join(worker, url=dead)
-        gateway.join(second_worker)
+        gateway.send_heartbeat(worker, url=dead)
+        gateway.send_heartbeat(second_worker)
         answers = [gateway.chat() for _ in range(8)]
     assert {answer.status_code for answer in answers} == {200}
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_f13_a_connection_that_carries_nothing_ends_by_the_first_byte_limit(
-    hasty: Hasty, worker: FakeWorker, proxy: FaultProxy, stream: bool
+    make_gateway: MakeGateway, worker: ScriptedWorker, proxy: FaultProxy, stream: bool
 ) -> None:
-    gateway = hasty(answer_timeout_s=0.3)
-    gateway.join(worker)
+    gateway = make_gateway(answer_timeout_s=0.3)
+    gateway.send_heartbeat(worker)
     proxy.fault = Fault(blackhole=True)
     answer = gateway.chat(stream=stream)
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_silent")
-    settles(gateway, failed=1)
+    wait_for_outcomes(gateway, failed=1)
 
 
 def test_f13_a_pooled_connection_that_died_does_not_fail_the_next_request(
-    proxied: RunningGateway, proxy: FaultProxy
+    gateway_behind_proxy: RunningGateway, proxy: FaultProxy
 ) -> None:
-    assert proxied.chat().status_code == 200
+    assert gateway_behind_proxy.chat().status_code == 200
     proxy.reset_all()
-    assert proxied.chat().status_code == 200
+    assert gateway_behind_proxy.chat().status_code == 200
 
 
 def test_f14_a_fresh_connection_that_breaks_is_not_tried_again(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    line.join(second_worker)
+    gateway_with_worker.send_heartbeat(second_worker)
     worker.script = second_worker.script = Script(drop=True)
-    answer = line.chat()
+    answer = gateway_with_worker.chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
-    assert len(worker.heard + second_worker.heard) == 1
+    assert len(worker.requests + second_worker.requests) == 1
 
 
 @pytest.mark.parametrize("junk", [b"nothing like HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
 def test_f14_junk_on_a_used_connection_is_an_answer_and_is_not_asked_for_twice(
-    line: RunningGateway, worker: FakeWorker, junk: bytes
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, junk: bytes
 ) -> None:
-    assert line.chat().status_code == 200
+    assert gateway_with_worker.chat().status_code == 200
     worker.script.raw = junk
-    answer = line.chat()
+    answer = gateway_with_worker.chat()
     assert answer.status_code == 502
-    assert len(worker.heard) == 2
+    assert len(worker.requests) == 2
 
 
 def test_f56_a_name_that_does_not_resolve_is_a_refused_connection(
-    gateway: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    gateway.join(worker, url="http://worker.invalid:9200")
+    gateway.send_heartbeat(worker, url="http://worker.invalid:9200")
     answer = gateway.chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_unreachable")
     assert b"invalid" not in answer.content, "no address reaches a client"
-    gateway.join(second_worker)
+    gateway.send_heartbeat(second_worker)
     assert gateway.chat().status_code == 200
 
 
@@ -171,7 +171,7 @@ def no_file_left() -> Iterator[None]:
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 def test_f55_a_gateway_without_a_free_file_does_not_blame_the_worker(
-    tmp_path: Path, worker: FakeWorker, new_loop: Callable[[], asyncio.AbstractEventLoop]
+    tmp_path: Path, worker: ScriptedWorker, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def ask() -> None:
         async with ConnectionPool(connect_timeout_s=2.0, answer_timeout_s=10.0) as connections:
@@ -180,4 +180,4 @@ def test_f55_a_gateway_without_a_free_file_does_not_blame_the_worker(
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(ask())
-    assert worker.heard == []
+    assert worker.requests == []

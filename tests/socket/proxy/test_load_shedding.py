@@ -11,32 +11,32 @@ import pytest
 from gateway.errors import Overloaded
 from gateway.proxy import load_shedding as overload
 from gateway.proxy.load_shedding import Load, LoopLag
-from tests.support.running_gateway import RunningGateway, eventually, settings_for_tests
-from tests.support.scripted_worker import DONE, FakeWorker
+from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.scripted_worker import DONE, ScriptedWorker
 
 
 def test_f27_one_request_too_many_is_shed_and_those_that_run_finish(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
-    with RunningGateway(settings_for_tests(tmp_path, requests_limit=1)) as gateway:
-        gateway.join(worker)
+    with RunningGateway(make_settings(tmp_path, requests_limit=1)) as gateway:
+        gateway.send_heartbeat(worker)
         with gateway.stream() as running:
             pieces = running.iter_raw()
             received = next(pieces)
             shed = httpx.post(f"{gateway.url}/v1/chat/completions", json={})
             assert (shed.status_code, shed.headers["retry-after"]) == (503, "1")
             assert shed.json()["error"]["code"] == "gateway_overloaded"
-            worker.go_on.set()
+            worker.resume.set()
             received += b"".join(pieces)
         assert received.endswith(DONE)
-        eventually(lambda: gateway.status()["gateway"]["requests_in_flight"] == 0)
+        wait_until(lambda: gateway.status()["gateway"]["requests_in_flight"] == 0)
         assert gateway.chat().status_code == 200
 
 
-def test_f38_the_lag_of_the_event_loop_is_shown(line: RunningGateway) -> None:
-    assert line.status()["gateway"]["event_loop_lag_s"] >= 0
-    assert "paceline_event_loop_lag_seconds " in line.client.get("/metrics").text
+def test_f38_the_lag_of_the_event_loop_is_shown(gateway_with_worker: RunningGateway) -> None:
+    assert gateway_with_worker.status()["gateway"]["event_loop_lag_s"] >= 0
+    assert "paceline_event_loop_lag_seconds " in gateway_with_worker.client.get("/metrics").text
 
 
 def test_f38_one_long_pause_is_no_overload_but_being_late_all_the_time_is() -> None:
@@ -65,9 +65,11 @@ def test_f26_bodies_are_held_up_to_a_bound_and_given_back(monkeypatch: pytest.Mo
 
 
 def test_f38_a_gateway_that_stood_still_ejects_nobody_and_serves_at_once(
-    line: RunningGateway,
+    gateway_with_worker: RunningGateway,
 ) -> None:
-    line.loop.call_soon_threadsafe(time.sleep, 8)  # longer than a worker may be silent
-    answer = line.chat()
+    gateway_with_worker.loop.call_soon_threadsafe(
+        time.sleep, 8
+    )  # longer than a worker may be silent
+    answer = gateway_with_worker.chat()
     assert answer.status_code == 200, answer.text
-    assert line.status()["workers"]["fake-a"]["state"] == "ready"
+    assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "ready"

@@ -6,16 +6,16 @@ import json
 
 import pytest
 
-from tests.support.raw_client import error_code, settles
+from tests.support.raw_client import stream_error_code, wait_for_outcomes
 from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import (
     DONE,
-    FakeWorker,
     Script,
+    ScriptedWorker,
+    chat_completion,
     chunk,
     stream_events,
     usage_chunk,
-    whole_answer,
 )
 
 FIRST = chunk({"role": "assistant", "content": ""})
@@ -66,15 +66,17 @@ def crlf(pieces: tuple[bytes, ...]) -> tuple[bytes, ...]:
     ids=lambda case: case[0].replace(" ", "_"),
 )
 def test_f15_odd_but_legal_events_are_relayed(
-    line: RunningGateway, worker: FakeWorker, pieces: tuple[str, tuple[bytes, ...]]
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    pieces: tuple[str, tuple[bytes, ...]],
 ) -> None:
     sent = pieces[1]
     worker.script.events = sent
-    status, received = streamed(line)
+    status, received = streamed(gateway_with_worker)
     assert status == 200
     assert b"[DONE]" in received
     assert words_of(received) == words_of(b"".join(sent))
-    settles(line, completed=1)
+    wait_for_outcomes(gateway_with_worker, completed=1)
 
 
 @pytest.mark.parametrize(
@@ -97,52 +99,54 @@ def test_f15_odd_but_legal_events_are_relayed(
     ids=lambda case: case[0].replace(" ", "_"),
 )
 def test_f15_a_broken_event_ends_the_stream_in_an_error_event(
-    line: RunningGateway, worker: FakeWorker, pieces: tuple[str, tuple[bytes, ...]]
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    pieces: tuple[str, tuple[bytes, ...]],
 ) -> None:
     worker.script.events = pieces[1]
-    status, received = streamed(line)
+    status, received = streamed(gateway_with_worker)
     assert status == 200
     assert received.startswith(FIRST), "what was good was passed on"
-    assert error_code(received) in {"worker_failed", "worker_lost"}
-    settles(line, failed=1)
+    assert stream_error_code(received) in {"worker_failed", "worker_lost"}
+    wait_for_outcomes(gateway_with_worker, failed=1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [HTML, b"", b"{}", b"[]", b"null", b'{"choices":[]}', b"{"])
 def test_f16_a_200_that_is_no_answer_is_a_502(
-    line: RunningGateway, worker: FakeWorker, body: bytes, stream: bool
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, body: bytes, stream: bool
 ) -> None:
     worker.script = Script(body=body, headers=((b"x-note", b"html"),))
-    answer = line.chat(stream=stream)
+    answer = gateway_with_worker.chat(stream=stream)
     assert answer.status_code == 502
     assert answer.json()["error"]["code"] in {"worker_failed", "worker_lost"}
     assert b"nginx" not in answer.content
-    settles(line, failed=1)
+    wait_for_outcomes(gateway_with_worker, failed=1)
 
 
 def test_f16_a_whole_answer_to_a_stream_is_not_passed_off_as_one(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    worker.script.body = json.dumps(whole_answer("all at once")).encode()
-    status, _ = streamed(line)
+    worker.script.body = json.dumps(chat_completion("all at once")).encode()
+    status, _ = streamed(gateway_with_worker)
     assert status == 502
 
 
 def test_f18_an_error_with_status_200_is_not_an_answer(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.body = b'{"error": {"message": "/Users/me/model exploded"}}'
-    answer = line.chat()
+    answer = gateway_with_worker.chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
     assert b"exploded" not in answer.content
 
 
 def test_f21_a_404_of_the_worker_is_its_failure_and_its_words_stay_here(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     told = b'{"error": "[Errno 2] No such file: /Users/me/models/demo"}'
     worker.script = Script(status=404, body=told)
-    answer = line.chat()
+    answer = gateway_with_worker.chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
     assert b"/Users" not in answer.content
 
@@ -161,10 +165,10 @@ def test_f21_a_404_of_the_worker_is_its_failure_and_its_words_stay_here(
     ],
 )
 def test_f21_nonsense_of_a_worker_is_a_502_in_our_words(
-    line: RunningGateway, worker: FakeWorker, status: int, body: bytes
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, status: int, body: bytes
 ) -> None:
     worker.script = Script(status=status, body=body)
-    answer = line.chat()
+    answer = gateway_with_worker.chat()
     assert answer.status_code == 502
     assert answer.json()["error"] == {
         "message": "The worker failed on this request.",
@@ -175,14 +179,14 @@ def test_f21_nonsense_of_a_worker_is_a_502_in_our_words(
 
 
 def test_f21_a_400_in_openais_shape_is_the_requests_fault_and_is_relayed(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script = Script(
         status=400,
         body=b'{"error": {"message": "Too long.", "type": "invalid_request_error",'
         b' "param": "messages", "code": "context_length_exceeded"}}',
     )
-    answer = line.chat()
+    answer = gateway_with_worker.chat()
     assert answer.status_code == 400
     assert answer.json()["error"] == {
         "message": "Too long.",
@@ -192,34 +196,38 @@ def test_f21_a_400_in_openais_shape_is_the_requests_fault_and_is_relayed(
     }
 
 
-def test_f57_an_http_1_0_worker_is_relayed(line: RunningGateway, worker: FakeWorker) -> None:
+def test_f57_an_http_1_0_worker_is_relayed(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
     worker.script.http_1_0 = True
     for _ in range(3):
-        status, received = streamed(line)
+        status, received = streamed(gateway_with_worker)
         assert (status, received[-len(DONE) :]) == (200, DONE)
-        assert line.chat().status_code == 200
+        assert gateway_with_worker.chat().status_code == 200
 
 
 @pytest.mark.parametrize(
     "before", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early\r\n\r\n"]
 )
 def test_f57_an_informational_answer_is_passed_over(
-    line: RunningGateway, worker: FakeWorker, before: bytes
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, before: bytes
 ) -> None:
-    body = json.dumps(whole_answer("here")).encode()
+    body = json.dumps(chat_completion("here")).encode()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     worker.script.raw = before + head % len(body) + body
-    answer = line.chat()
+    answer = gateway_with_worker.chat()
     assert answer.json()["choices"][0]["message"]["content"] == "here"
 
 
-def test_f57_trailers_do_not_reach_the_client(line: RunningGateway, worker: FakeWorker) -> None:
+def test_f57_trailers_do_not_reach_the_client(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
     events = b"".join(stream_events(("one",)))
     worker.script.raw = (
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
         b"trailer: x-secret\r\n\r\n%x\r\n%b\r\n0\r\nx-secret: 1\r\n\r\n" % (len(events), events)
     )
-    with line.stream() as answer:
+    with gateway_with_worker.stream() as answer:
         assert answer.read().endswith(DONE)
     assert "x-secret" not in answer.headers
 
@@ -240,13 +248,13 @@ def test_f57_trailers_do_not_reach_the_client(line: RunningGateway, worker: Fake
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_f57_what_is_no_http_is_a_502(
-    line: RunningGateway, worker: FakeWorker, raw: bytes, stream: bool
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, raw: bytes, stream: bool
 ) -> None:
     worker.script.raw = raw
-    answer = line.chat(stream=stream)
+    answer = gateway_with_worker.chat(stream=stream)
     assert answer.status_code == 502
     assert answer.json()["error"]["code"] in {"worker_failed", "worker_lost"}
-    settles(line, failed=1)
+    wait_for_outcomes(gateway_with_worker, failed=1)
 
 
 def words_of(stream: bytes) -> str:

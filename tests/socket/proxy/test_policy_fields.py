@@ -20,10 +20,10 @@ from gateway.config.static_workers import listed_problems
 from policies.document import read_policy
 from policies.routes import DAYS
 from policies.sections import MetricsRules
-from tests.support.policies import DEFAULT, gateway_with
-from tests.support.running_gateway import RunningGateway, eventually
-from tests.support.scripted_worker import METRICS, USAGE, FakeWorker, Script
-from tests.support.static_workers import listed
+from tests.support.policies import DEFAULT_ROUTE, gateway_with_policy
+from tests.support.running_gateway import RunningGateway, wait_until
+from tests.support.scripted_worker import METRICS, USAGE, Script, ScriptedWorker
+from tests.support.static_workers import static_worker
 
 
 def refused(answer: httpx.Response) -> tuple[int, str, str]:
@@ -79,26 +79,26 @@ TOOL = {"type": "function", "function": {"name": "look"}}
     ],
 )
 def test_a_route_takes_the_requests_for_which_its_conditions_hold(
-    tmp_path: Path, worker: FakeWorker, when: dict[str, Any], asked: dict[str, Any]
+    tmp_path: Path, worker: ScriptedWorker, when: dict[str, Any], asked: dict[str, Any]
 ) -> None:
-    routes = [{"name": "special", "when": when, "to": "special"}, DEFAULT]
+    routes = [{"name": "special", "when": when, "to": "special"}, DEFAULT_ROUTE]
     pools = {"special": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
-    both = (listed(url=worker.url, models=["demo", "other"], pools=["vlm"]),)
-    with gateway_with(tmp_path, by_hand=both, routes=routes, pools=pools) as gateway:
+    both = (static_worker(url=worker.url, models=["demo", "other"], pools=["vlm"]),)
+    with gateway_with_policy(tmp_path, by_hand=both, routes=routes, pools=pools) as gateway:
         answer = gateway.chat(**asked)
         assert pool_of(answer) == "special"
         assert pool_of(gateway.chat()) == "vlm"
 
 
 def test_a_route_takes_the_requests_with_the_header_that_it_names(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     routes = [
         {"name": "batch", "when": {"header": {"x-batch": ["yes", "please"]}}, "to": "batch"},
-        DEFAULT,
+        DEFAULT_ROUTE,
     ]
     pools = {"batch": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
-    with gateway_with(tmp_path, worker, routes=routes, pools=pools) as gateway:
+    with gateway_with_policy(tmp_path, worker, routes=routes, pools=pools) as gateway:
 
         def asked(**headers: str) -> str:
             gateway.client.headers = httpx.Headers(headers)
@@ -110,7 +110,7 @@ def test_a_route_takes_the_requests_with_the_header_that_it_names(
 
 
 def test_a_route_takes_the_requests_of_its_hours_and_days(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     now = time.localtime()
     around = f"{(now.tm_hour - 2) % 24:02}:00-{(now.tm_hour + 2) % 24:02}:59"
@@ -121,19 +121,19 @@ def test_a_route_takes_the_requests_of_its_hours_and_days(
         {"name": "another-day", "when": {"days": [*{*DAYS} - {*today}]}, "to": "past"},
         {"name": "now", "when": {"hours": around, "stream": True}, "to": "now"},
         {"name": "today", "when": {"days": today}, "to": "today"},
-        DEFAULT,
+        DEFAULT_ROUTE,
     ]
     pools = {name: {"lanes": "vlm"} for name in ("past", "now", "today", "vlm")}
-    with gateway_with(tmp_path, worker, routes=routes, pools=pools) as gateway:
+    with gateway_with_policy(tmp_path, worker, routes=routes, pools=pools) as gateway:
         assert pool_of(gateway.chat(stream=True)) == "now"
         assert pool_of(gateway.chat()) == "today"
 
 
 def test_a_pool_takes_only_the_workers_that_it_names_and_status_shows_them(
-    tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     pools = {"vlm": {"lanes": "vlm", "workers": {"labels": ["fake-b"]}}}
-    with gateway_with(tmp_path, worker, second_worker, pools=pools) as gateway:
+    with gateway_with_policy(tmp_path, worker, second_worker, pools=pools) as gateway:
         answers = [gateway.chat() for _ in range(5)]
         assert {answer.headers["x-paceline-worker"] for answer in answers} == {"fake-b"}
         status = gateway.status()
@@ -145,45 +145,50 @@ def test_a_pool_takes_only_the_workers_that_it_names_and_status_shows_them(
 
 
 def test_a_heavier_worker_gets_more_of_the_requests(
-    tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
-    with gateway_with(tmp_path, worker, second_worker, pools=pools) as gateway:
+    with gateway_with_policy(tmp_path, worker, second_worker, pools=pools) as gateway:
         for _ in range(10):
             gateway.chat()
-    assert (len(worker.heard), len(second_worker.heard)) in ((10, 0), (9, 1))
+    assert (len(worker.requests), len(second_worker.requests)) in ((10, 0), (9, 1))
 
 
-def test_a_pool_has_no_more_requests_than_its_own_slots(tmp_path: Path, worker: FakeWorker) -> None:
+def test_a_pool_has_no_more_requests_than_its_own_slots(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
     pools = {"vlm": {"lanes": "vlm", "slots": 2}}
     worker.script = Script(hang=True)
-    with gateway_with(tmp_path, worker, pools=pools) as gateway, ThreadPoolExecutor(3) as aside:
+    with (
+        gateway_with_policy(tmp_path, worker, pools=pools) as gateway,
+        ThreadPoolExecutor(3) as aside,
+    ):
         asked = [aside.submit(gateway.chat) for _ in range(3)]
-        eventually(lambda: gateway.status()["pools"]["vlm"]["waiting"] == 1)
-        assert worker.answering == 2
+        wait_until(lambda: gateway.status()["pools"]["vlm"]["waiting"] == 1)
+        assert worker.in_flight == 2
         assert gateway.status()["pools"]["vlm"]["slots"] == 2
         assert gateway.status()["pools"]["vlm"]["in_flight"] == 2
-        worker.go_on.set()
+        worker.resume.set()
         assert {answer.result().status_code for answer in asked} == {200}
 
 
 def test_an_answer_gets_no_more_tokens_than_the_policy_lets_it_have(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
-    with gateway_with(tmp_path, worker, limits={"max_tokens": 99}) as gateway:
+    with gateway_with_policy(tmp_path, worker, limits={"max_tokens": 99}) as gateway:
         assert refused(gateway.chat(max_tokens=100)) == (
             *(400, "max_tokens", "'max_tokens' may be at most 99 here."),
         )
         assert refused(gateway.chat(max_completion_tokens=100))[:2] == (400, "max_tokens")
         assert gateway.chat().status_code == 200
         assert gateway.chat(max_completion_tokens=7).status_code == 200
-    assert [heard.body.get("max_tokens") for heard in worker.heard] == [99, None]
+    assert [heard.body.get("max_tokens") for heard in worker.requests] == [99, None]
 
 
 def test_a_prompt_is_no_longer_than_the_policy_lets_it_be(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
-    with gateway_with(tmp_path, worker, limits={"prompt_chars": 20}) as gateway:
+    with gateway_with_policy(tmp_path, worker, limits={"prompt_chars": 20}) as gateway:
         assert gateway.chat(**words("x" * 20)).status_code == 200
         status, param, message = refused(gateway.chat(**words("x" * 11, 2)))
         assert (status, param) == (400, "messages")
@@ -202,47 +207,47 @@ def test_a_prompt_is_no_longer_than_the_policy_lets_it_be(
     ],
 )
 def test_media_that_the_policy_does_not_take_are_refused(
-    tmp_path: Path, worker: FakeWorker, media: dict[str, Any], pictures: list[Any], why: str
+    tmp_path: Path, worker: ScriptedWorker, media: dict[str, Any], pictures: list[Any], why: str
 ) -> None:
-    with gateway_with(tmp_path, worker, media=media) as gateway:
+    with gateway_with_policy(tmp_path, worker, media=media) as gateway:
         status, param, message = refused(gateway.chat(**with_pictures(*pictures)))
         assert (status, param) == (400, "messages")
         assert why in message
         assert gateway.chat().status_code == 200
-    assert len(worker.heard) == 1
+    assert len(worker.requests) == 1
 
 
 def test_a_request_takes_no_longer_than_the_policy_lets_it_take(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script = Script(hang=True)
-    with gateway_with(tmp_path, worker, limits={"request_timeout_s": 0.1}) as gateway:
+    with gateway_with_policy(tmp_path, worker, limits={"request_timeout_s": 0.1}) as gateway:
         answer = gateway.chat()
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
 
 
 def test_a_policy_without_retries_has_none(
-    tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     worker.script = Script(status=503, headers=((b"retry-after", b"1"),))
     pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
     none = {"share": 0, "at_least": 0}
-    with gateway_with(tmp_path, worker, second_worker, pools=pools, retries=none) as gateway:
+    with gateway_with_policy(tmp_path, worker, second_worker, pools=pools, retries=none) as gateway:
         answer = gateway.chat()
         assert (answer.status_code, answer.headers["x-paceline-attempts"]) == (503, "1")
         assert gateway.status()["retries_denied"] == 1
-    assert second_worker.heard == []
+    assert second_worker.requests == []
 
 
 def test_a_listed_worker_has_the_labels_that_the_list_gives_it(
-    tmp_path: Path, worker: FakeWorker, second_worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     pools = {"vlm": {"lanes": "vlm", "workers": {"labels": "big"}}, "rest": {"lanes": "vlm"}}
     by_hand = (
-        listed(id="small", url=worker.url, pools=["vlm"]),
-        listed(id="large", url=second_worker.url, pools=["vlm"], labels=["big"]),
+        static_worker(id="small", url=worker.url, pools=["vlm"]),
+        static_worker(id="large", url=second_worker.url, pools=["vlm"], labels=["big"]),
     )
-    with gateway_with(tmp_path, by_hand=by_hand, pools=pools) as gateway:
+    with gateway_with_policy(tmp_path, by_hand=by_hand, pools=pools) as gateway:
         assert gateway.status()["pools"]["rest"]["workers"] == ["large", "small"]
         answers = {gateway.chat().headers["x-paceline-worker"] for _ in range(5)}
         assert answers == {"large"}
@@ -257,16 +262,16 @@ def test_a_policy_does_not_fit_a_listed_worker_that_no_pool_takes() -> None:
         },
         "test",
     )
-    assert listed_problems((listed(pools=["vision", "vlm"], labels=["big"]),), policy) == []
-    (problem,) = listed_problems((listed(pools=["vlm"]),), policy)
+    assert listed_problems((static_worker(pools=["vision", "vlm"], labels=["big"]),), policy) == []
+    (problem,) = listed_problems((static_worker(pools=["vlm"]),), policy)
     assert "the pool 'vlm', but the policy has for it only: nothing" in problem
 
 
 def test_an_explanation_shows_who_the_policy_thinks_is_asking(
-    tmp_path: Path, worker: FakeWorker
+    tmp_path: Path, worker: ScriptedWorker
 ) -> None:
-    routes = [{"name": "batch", "when": {"header": {"x-batch": "yes"}}, "to": "vlm"}, DEFAULT]
-    with gateway_with(tmp_path, worker, routes=routes) as gateway:
+    routes = [{"name": "batch", "when": {"header": {"x-batch": "yes"}}, "to": "vlm"}, DEFAULT_ROUTE]
+    with gateway_with_policy(tmp_path, worker, routes=routes) as gateway:
         body = {"model": "demo", **words("Hi")}
         told = gateway.client.post(
             "/v1/route/explain", json=body, headers={"x-batch": "yes", "x-other": "z"}
@@ -300,9 +305,9 @@ def trailing(gateway: RunningGateway, **fields: Any) -> dict[str, Any]:
     ],
 )
 def test_a_whole_answer_tells_when_asked_or_when_the_policy_says_so(
-    tmp_path: Path, worker: FakeWorker, told: str, fields: dict[str, Any], expected: bool
+    tmp_path: Path, worker: ScriptedWorker, told: str, fields: dict[str, Any], expected: bool
 ) -> None:
-    with gateway_with(tmp_path, worker, metrics={"told": told}) as gateway:
+    with gateway_with_policy(tmp_path, worker, metrics={"told": told}) as gateway:
         answer = gateway.chat(**fields).json()
         assert answer.get("metrics") == (METRICS if expected else None)
         assert ("metrics" in answer, answer["usage"]) == (expected, USAGE)
@@ -325,25 +330,27 @@ def test_a_whole_answer_tells_when_asked_or_when_the_policy_says_so(
 )
 def test_a_stream_tells_in_its_last_chunk_when_asked_or_when_the_policy_says_so(
     tmp_path: Path,
-    worker: FakeWorker,
+    worker: ScriptedWorker,
     told: str,
     fields: dict[str, Any],
     expected: tuple[bool, bool],
 ) -> None:
     """Expected are usage, and metrics beside it."""
     usage, metrics = expected
-    with gateway_with(tmp_path, worker, metrics={"told": told}) as gateway:
+    with gateway_with_policy(tmp_path, worker, metrics={"told": told}) as gateway:
         last = trailing(gateway, **fields)
         assert last.get("usage") == (USAGE if usage else None)
         assert last.get("metrics") == (METRICS if metrics else None)
         assert gateway.status()["recent"]["mtp"]["accepted"] == 1, "counted all the same"
 
 
-def test_the_shipped_policy_tells_wherever_it_tells_usage(line: RunningGateway) -> None:
+def test_the_shipped_policy_tells_wherever_it_tells_usage(
+    gateway_with_worker: RunningGateway,
+) -> None:
     assert MetricsRules().told == "with_usage"
-    assert line.chat().json()["metrics"] == METRICS
-    assert trailing(line) == {}
-    assert trailing(line, **WITH_USAGE)["metrics"] == METRICS
+    assert gateway_with_worker.chat().json()["metrics"] == METRICS
+    assert trailing(gateway_with_worker) == {}
+    assert trailing(gateway_with_worker, **WITH_USAGE)["metrics"] == METRICS
 
 
 @pytest.mark.parametrize(
@@ -357,11 +364,11 @@ def test_the_shipped_policy_tells_wherever_it_tells_usage(line: RunningGateway) 
     ],
 )
 def test_nonsense_of_a_worker_breaks_no_answer_and_no_count(
-    line: RunningGateway, worker: FakeWorker, nonsense: Any
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, nonsense: Any
 ) -> None:
     worker.script.body = json.dumps(
         {"choices": [{"message": {"content": "x"}}], "usage": USAGE, "metrics": nonsense}
     ).encode()
-    assert line.chat(temperature=0).json()["metrics"] == nonsense
-    mtp = line.status()["recent"]["mtp"]
+    assert gateway_with_worker.chat(temperature=0).json()["metrics"] == nonsense
+    mtp = gateway_with_worker.status()["recent"]["mtp"]
     assert mtp["attempted"] == mtp["accepted"] + mtp["rejected"] + mtp["errors"]

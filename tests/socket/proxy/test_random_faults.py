@@ -17,18 +17,30 @@ from random import Random
 
 import pytest
 
-from tests.support.fault_checks import LEFT, check_books, check_generations, check_truth, seen
-from tests.support.fault_proxy import HARMLESS, FaultProxy, proxying
-from tests.support.fault_schedule import Blow, Manners, Plan, plans, strike
+from tests.support.fault_checks import (
+    DISCONNECTED,
+    check_counts,
+    check_generations,
+    check_responses,
+    classify_response,
+)
+from tests.support.fault_proxy import NO_FAULT, FaultProxy, running_proxy
+from tests.support.fault_schedule import (
+    ClientBehavior,
+    PlannedRequest,
+    WorkerFault,
+    draw_fault,
+    plan_requests,
+)
 from tests.support.raw_client import in_flight, request_bytes
 from tests.support.running_gateway import (
     RunningGateway,
     chat_body,
-    eventually,
-    serving,
-    settings_for_tests,
+    make_settings,
+    running_server,
+    wait_until,
 )
-from tests.support.scripted_worker import TOKEN, FakeWorker
+from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
 REQUESTS = int(os.environ.get("PACELINE_FAULT_REQUESTS", "2000"))
 SEED = int(os.environ.get("PACELINE_FAULT_SEED", "20261120"))
@@ -47,7 +59,7 @@ async def test_b5_no_schedule_of_faults_loses_a_slot_a_request_or_the_truth(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rng = Random(SEED)
-    planned = plans(rng, REQUESTS)
+    planned = plan_requests(rng, REQUESTS)
     with _fleet(planned) as fleet, _gateway(tmp_path) as gateway:
         tasks_before, files_before = _tasks(gateway), _open_files()
         beats = asyncio.create_task(_beat(gateway, fleet))
@@ -62,8 +74,8 @@ async def test_b5_no_schedule_of_faults_loses_a_slot_a_request_or_the_truth(
         await asyncio.to_thread(fleet.heal)
         await _until(lambda: in_flight(gateway) == 0)
         status = gateway.status()
-        check_truth(planned, ends)
-        check_books(status, ends)
+        check_responses(planned, ends)
+        check_counts(status, ends)
         check_generations(fleet.workers)
         assert worst <= 0, "no lane ever had more requests than slots"
         # I7: once nobody torments it any more, everything is answered again.
@@ -76,15 +88,15 @@ async def test_b5_no_schedule_of_faults_loses_a_slot_a_request_or_the_truth(
         await _until(lambda: _open_files() <= files_before + FEW_FILES)
     surprises = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
     assert surprises == []
-    assert TOKEN not in caplog.text
+    assert JOIN_TOKEN not in caplog.text
 
 
 async def _until(holds: Callable[[], bool]) -> None:
-    await asyncio.to_thread(eventually, holds, within_s=60)
+    await asyncio.to_thread(wait_until, holds, within_s=60)
 
 
 class _Fleet:
-    def __init__(self, workers: list[FakeWorker], proxies: list[FaultProxy]) -> None:
+    def __init__(self, workers: list[ScriptedWorker], proxies: list[FaultProxy]) -> None:
         self.workers = workers
         self.proxies = proxies
         self.away: set[int] = set()
@@ -97,30 +109,32 @@ class _Fleet:
     def heal(self) -> None:
         self.away.clear()
         for proxy in self.proxies:
-            proxy.fault = HARMLESS
+            proxy.fault = NO_FAULT
             proxy.refuse()
             proxy.listen()
 
 
 @contextlib.contextmanager
-def _fleet(planned: list[Plan]) -> Iterator[_Fleet]:
+def _fleet(planned: list[PlannedRequest]) -> Iterator[_Fleet]:
     with contextlib.ExitStack() as running:
-        workers = [FakeWorker(worker_id=f"fake-{n}", plans={}) for n in range(WORKERS)]
+        workers = [
+            ScriptedWorker(worker_id=f"fake-{n}", scripts_by_message={}) for n in range(WORKERS)
+        ]
         for place, worker in enumerate(workers):
             for plan in planned:
                 if not (plan.at_one and place):
-                    worker.plans[plan.identity] = plan.script
+                    worker.scripts_by_message[plan.identity] = plan.script
         proxies = []
         for worker in workers:
-            running.enter_context(serving(worker, sockets=[worker.socket]))
-            proxies.append(running.enter_context(proxying(worker.url)))
+            running.enter_context(running_server(worker, sockets=[worker.socket]))
+            proxies.append(running.enter_context(running_proxy(worker.url)))
             worker.url = proxies[-1].url
         yield _Fleet(workers, proxies)
 
 
 @contextlib.contextmanager
 def _gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    settings = settings_for_tests(
+    settings = make_settings(
         tmp_path, connect_timeout_s=0.4, answer_timeout_s=0.4, idle_timeout_s=0.3
     )
     with RunningGateway(settings) as gateway:
@@ -131,33 +145,33 @@ async def _beat(gateway: RunningGateway, fleet: _Fleet) -> None:
     while True:
         for place, worker in enumerate(fleet.workers):
             if place not in fleet.away:
-                await asyncio.to_thread(gateway.join, worker)
+                await asyncio.to_thread(gateway.send_heartbeat, worker)
         await asyncio.sleep(0.2)
 
 
 async def _torment(rng: Random, gateway: RunningGateway, fleet: _Fleet) -> None:
     while True:
-        blow = strike(rng, fleet.workers)
+        blow = draw_fault(rng, fleet.workers)
         proxy = fleet.proxies[blow.place]
         try:
             match blow.blow:
-                case Blow.REFUSES:
+                case WorkerFault.REFUSES:
                     await asyncio.to_thread(proxy.refuse)
-                case Blow.RESET:
+                case WorkerFault.RESET:
                     await asyncio.to_thread(proxy.reset_all)
-                case Blow.WIRE:
+                case WorkerFault.WIRE:
                     proxy.fault = blow.fault
-                case Blow.RESTARTS:
+                case WorkerFault.RESTARTS:
                     await asyncio.to_thread(proxy.reset_all)
                     fleet.workers[blow.place].boot_id = f"boot-{rng.random()}"
-                case Blow.LEAVES:
+                case WorkerFault.LEAVES:
                     fleet.away.add(blow.place)
-                    await asyncio.to_thread(gateway.leave, fleet.workers[blow.place])
+                    await asyncio.to_thread(gateway.remove_worker, fleet.workers[blow.place])
             await asyncio.sleep(blow.lasts_s)
         finally:
-            if blow.blow is Blow.REFUSES:
+            if blow.blow is WorkerFault.REFUSES:
                 await asyncio.shield(asyncio.to_thread(proxy.listen))
-            proxy.fault = HARMLESS
+            proxy.fault = NO_FAULT
             fleet.away.discard(blow.place)
 
 
@@ -175,7 +189,7 @@ async def _watch_slots(gateway: RunningGateway) -> int:
     return worst
 
 
-async def _ask_all(gateway: RunningGateway, planned: list[Plan]) -> dict[str, str]:
+async def _ask_all(gateway: RunningGateway, planned: list[PlannedRequest]) -> dict[str, str]:
     """Ask them all, so many at once; return how each ended as its client saw it."""
     waiting = iter(planned)
     ends: dict[str, str] = {}
@@ -188,7 +202,7 @@ async def _ask_all(gateway: RunningGateway, planned: list[Plan]) -> dict[str, st
     return ends
 
 
-async def _ask(gateway: RunningGateway, plan: Plan) -> str:
+async def _ask(gateway: RunningGateway, plan: PlannedRequest) -> str:
     fields = {"stream": plan.stream, "temperature": plan.temperature}
     message = {"role": "user", "content": plan.identity}
     body = json.dumps(chat_body(**fields, messages=[message])).encode()
@@ -197,18 +211,18 @@ async def _ask(gateway: RunningGateway, plan: Plan) -> str:
     try:
         writer.write(request_bytes(body, close=True))
         await writer.drain()
-        if plan.manners is Manners.LEAVES_AT_ONCE:
-            return LEFT
-        if plan.manners is Manners.LEAVES_IN_THE_ANSWER:
+        if plan.manners is ClientBehavior.LEAVES_AT_ONCE:
+            return DISCONNECTED
+        if plan.manners is ClientBehavior.LEAVES_IN_THE_ANSWER:
             await reader.read(1)
-            return LEFT
+            return DISCONNECTED
         reading = asyncio.ensure_future(reader.read(-1))
-        if plan.manners is Manners.LEAVES_LATER:
+        if plan.manners is ClientBehavior.LEAVES_LATER:
             done, _ = await asyncio.wait((reading,), timeout=plan.patience_s)
             if not done:
                 reading.cancel()
-                return LEFT
-        return seen(await reading, plan)
+                return DISCONNECTED
+        return classify_response(await reading, plan)
     finally:
         writer.close()
 

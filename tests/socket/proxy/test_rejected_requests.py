@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from tests.support.running_gateway import RunningGateway, chat_body, settings_for_tests
-from tests.support.scripted_worker import FakeWorker
+from tests.support.running_gateway import RunningGateway, chat_body, make_settings
+from tests.support.scripted_worker import ScriptedWorker
 
 
 def refusal(answer: Any) -> tuple[int, str, str | None]:
@@ -36,8 +36,10 @@ def refusal(answer: Any) -> tuple[int, str, str | None]:
     ],
     ids=lambda body: repr(body[:24]),
 )
-def test_f42_what_is_no_strict_json_object_is_a_400(line: RunningGateway, body: bytes) -> None:
-    answer = line.client.post("/v1/chat/completions", content=body)
+def test_f42_what_is_no_strict_json_object_is_a_400(
+    gateway_with_worker: RunningGateway, body: bytes
+) -> None:
+    answer = gateway_with_worker.client.post("/v1/chat/completions", content=body)
     assert refusal(answer) == (400, "invalid_json", None)
 
 
@@ -57,14 +59,14 @@ def test_f42_what_is_no_strict_json_object_is_a_400(line: RunningGateway, body: 
     ],
 )
 def test_f44_a_wrong_field_is_a_400_that_names_it(
-    line: RunningGateway, worker: FakeWorker, fields: dict[str, Any], param: str
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, fields: dict[str, Any], param: str
 ) -> None:
-    assert refusal(line.chat(**fields)) == (400, "invalid_value", param)
-    assert not worker.heard
+    assert refusal(gateway_with_worker.chat(**fields)) == (400, "invalid_value", param)
+    assert not worker.requests
 
 
-def test_an_unknown_model_is_a_404(line: RunningGateway) -> None:
-    assert refusal(line.chat(model="gpt-9")) == (404, "model_not_found", "model")
+def test_an_unknown_model_is_a_404(gateway_with_worker: RunningGateway) -> None:
+    assert refusal(gateway_with_worker.chat(model="gpt-9")) == (404, "model_not_found", "model")
 
 
 def test_an_empty_fleet_calls_no_model_unknown(gateway: RunningGateway) -> None:
@@ -73,22 +75,28 @@ def test_an_empty_fleet_calls_no_model_unknown(gateway: RunningGateway) -> None:
     assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_wrong_method_is_a_405_that_names_the_right_one(line: RunningGateway) -> None:
-    answer = line.client.get("/v1/chat/completions")
+def test_a_wrong_method_is_a_405_that_names_the_right_one(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    answer = gateway_with_worker.client.get("/v1/chat/completions")
     assert refusal(answer) == (405, "method_not_allowed", None)
     assert answer.headers["allow"] == "POST"
-    answer = line.client.delete("/v1/status")
+    answer = gateway_with_worker.client.delete("/v1/status")
     assert refusal(answer) == (405, "method_not_allowed", None)
     assert answer.headers["allow"] == "GET"
 
 
-def test_an_unknown_path_is_a_404_in_openais_shape(line: RunningGateway) -> None:
+def test_an_unknown_path_is_a_404_in_openais_shape(gateway_with_worker: RunningGateway) -> None:
     for path in ("/v1/chat/completions/", "//v1/chat/completions", "/nothing", "/docs"):
-        assert refusal(line.client.post(path, json=chat_body()))[0] == 404
+        assert refusal(gateway_with_worker.client.post(path, json=chat_body()))[0] == 404
 
 
-def test_f39_a_declared_body_that_is_too_large_is_refused_unread(line: RunningGateway) -> None:
-    with socket.create_connection(("127.0.0.1", int(line.url.rpartition(":")[2]))) as raw:
+def test_f39_a_declared_body_that_is_too_large_is_refused_unread(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    with socket.create_connection(
+        ("127.0.0.1", int(gateway_with_worker.url.rpartition(":")[2]))
+    ) as raw:
         raw.sendall(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n"
             b"content-length: 99999999999\r\n\r\n"
@@ -97,14 +105,14 @@ def test_f39_a_declared_body_that_is_too_large_is_refused_unread(line: RunningGa
 
 
 def test_f39_a_body_is_counted_while_it_is_read(tmp_path: Path) -> None:
-    with RunningGateway(settings_for_tests(tmp_path, body_limit_bytes=1000)) as gateway:
+    with RunningGateway(make_settings(tmp_path, body_limit_bytes=1000)) as gateway:
         chunked = (b"x" * 100 for _ in range(20))
         answer = gateway.client.post("/v1/chat/completions", content=chunked)
         assert refusal(answer) == (413, "body_too_large", None)
 
 
 def test_f11_a_body_that_never_ends_is_a_408(tmp_path: Path) -> None:
-    settings = settings_for_tests(tmp_path, body_timeout_s=0.05)
+    settings = make_settings(tmp_path, body_timeout_s=0.05)
     with RunningGateway(settings) as gateway:
         port = int(gateway.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as raw:
@@ -115,17 +123,17 @@ def test_f11_a_body_that_never_ends_is_a_408(tmp_path: Path) -> None:
 
 
 def test_f41_a_repeated_key_means_one_thing_to_gateway_and_worker(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     body = json.dumps(chat_body())[:-1] + ', "temperature": 1.0, "temperature": 0}'
-    answer = line.client.post("/v1/chat/completions", content=body)
+    answer = gateway_with_worker.client.post("/v1/chat/completions", content=body)
     assert answer.headers["x-paceline-pool"] == "text-mtp"
-    assert worker.heard[0].body["temperature"] == 0
+    assert worker.requests[0].body["temperature"] == 0
 
 
 @pytest.fixture
-def locked(tmp_path: Path) -> Any:
-    settings = settings_for_tests(
+def gateway_with_keys(tmp_path: Path) -> Any:
+    settings = make_settings(
         tmp_path, api_key=SecretStr("data-key"), admin_key=SecretStr("admin-key")
     )
     with RunningGateway(settings) as running:
@@ -137,10 +145,10 @@ def locked(tmp_path: Path) -> Any:
     [None, "", "Bearer", "Bearer wrong", "Basic data-key", "Bearer \xe9", "data-key"],
 )
 def test_without_the_key_nothing_of_the_data_plane_answers(
-    locked: RunningGateway, authorization: str | None
+    gateway_with_keys: RunningGateway, authorization: str | None
 ) -> None:
     headers = [(b"authorization", authorization.encode("latin-1"))] if authorization else []
-    client = locked.client
+    client = gateway_with_keys.client
     answers = [
         client.post("/v1/chat/completions", json=chat_body(), headers=headers),
         client.post("/v1/completions", json={}, headers=headers),
@@ -153,17 +161,19 @@ def test_without_the_key_nothing_of_the_data_plane_answers(
     assert {refusal(answer) for answer in answers} == {(401, "invalid_api_key", None)}
 
 
-def test_each_key_opens_its_own_plane(locked: RunningGateway, worker: FakeWorker) -> None:
-    assert locked.join(worker).status_code == 200
+def test_each_key_opens_its_own_plane(
+    gateway_with_keys: RunningGateway, worker: ScriptedWorker
+) -> None:
+    assert gateway_with_keys.send_heartbeat(worker).status_code == 200
     data = {"authorization": "Bearer data-key"}
     admin = {"authorization": "bearer admin-key"}
-    chat = locked.client.post("/v1/chat/completions", json=chat_body(), headers=data)
+    chat = gateway_with_keys.client.post("/v1/chat/completions", json=chat_body(), headers=data)
     assert chat.status_code == 200
-    assert locked.client.get("/v1/status", headers=data).status_code == 200
-    assert locked.client.get("/v1/status", headers=admin).status_code == 401
-    assert locked.client.get("/admin/v1/workers", headers=admin).status_code == 200
-    assert locked.client.get("/admin/v1/workers", headers=data).status_code == 401
-    beat = locked.client.put("/admin/v1/workers/x", headers=admin, json={})
+    assert gateway_with_keys.client.get("/v1/status", headers=data).status_code == 200
+    assert gateway_with_keys.client.get("/v1/status", headers=admin).status_code == 401
+    assert gateway_with_keys.client.get("/admin/v1/workers", headers=admin).status_code == 200
+    assert gateway_with_keys.client.get("/admin/v1/workers", headers=data).status_code == 401
+    beat = gateway_with_keys.client.put("/admin/v1/workers/x", headers=admin, json={})
     assert beat.status_code == 401
 
 
@@ -171,8 +181,8 @@ def test_each_key_opens_its_own_plane(locked: RunningGateway, worker: FakeWorker
     "headers", [{"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=x"}, {"host": "192.168.1.5"}]
 )
 def test_without_an_admin_key_only_this_machine_sees_the_admin_plane(
-    line: RunningGateway, headers: dict[str, str]
+    gateway_with_worker: RunningGateway, headers: dict[str, str]
 ) -> None:
-    assert line.client.get("/admin/v1/workers").status_code == 200
-    answer = line.client.get("/admin/v1/workers", headers=headers)
+    assert gateway_with_worker.client.get("/admin/v1/workers").status_code == 200
+    answer = gateway_with_worker.client.get("/admin/v1/workers", headers=headers)
     assert refusal(answer) == (403, "not_allowed", None)

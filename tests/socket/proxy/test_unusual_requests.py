@@ -8,20 +8,28 @@ from typing import Any
 
 import pytest
 
-from tests.support.raw_client import settles
+from tests.support.raw_client import wait_for_outcomes
 from tests.support.running_gateway import RunningGateway, chat_body
-from tests.support.scripted_worker import DONE, FakeWorker, event, stream_events, whole_answer
+from tests.support.scripted_worker import (
+    DONE,
+    ScriptedWorker,
+    chat_completion,
+    event,
+    stream_events,
+)
 
 
 @pytest.mark.parametrize("depth", [201, 100_000])
 @pytest.mark.parametrize("closed", [False, True])
 def test_f40_a_body_that_is_too_deep_is_a_400_and_reaches_no_worker(
-    line: RunningGateway, worker: FakeWorker, depth: int, closed: bool
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, depth: int, closed: bool
 ) -> None:
     nested = b"[" * depth + (b"]" * depth if closed else b"")
-    answer = line.client.post("/v1/chat/completions", content=b'{"model": %b}' % nested)
+    answer = gateway_with_worker.client.post(
+        "/v1/chat/completions", content=b'{"model": %b}' % nested
+    )
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
-    assert worker.heard == []
+    assert worker.requests == []
 
 
 LIES: dict[str, Any] = {
@@ -36,30 +44,32 @@ LIES: dict[str, Any] = {
 @pytest.mark.parametrize("told", LIES.values(), ids=LIES)
 @pytest.mark.parametrize("stream", [False, True])
 def test_f53_usage_that_is_missing_or_makes_no_sense_fails_no_answer_and_no_sum(
-    line: RunningGateway, worker: FakeWorker, told: Any, stream: bool
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, told: Any, stream: bool
 ) -> None:
     *events, _usage, done = stream_events(("one",))
     trailing = [event({"choices": [], "usage": told})] if told is not None else []
     worker.script.events = (*events, *trailing, done)
     if not stream:
-        worker.script.body = json.dumps(whole_answer("one") | {"usage": told}).encode()
-    answer = line.chat(stream=stream)
+        worker.script.body = json.dumps(chat_completion("one") | {"usage": told}).encode()
+    answer = gateway_with_worker.chat(stream=stream)
     assert answer.status_code == 200
     assert not stream or answer.content.endswith(DONE)
-    settles(line, completed=1)
-    tokens = line.status()["models"]["demo"]["tokens"]
+    wait_for_outcomes(gateway_with_worker, completed=1)
+    tokens = gateway_with_worker.status()["models"]["demo"]["tokens"]
     assert all(count >= 0 for count in tokens.values())
 
 
 def test_f58_two_requests_under_one_idempotency_key_are_two_requests(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     def ask(_: int) -> int:
         headers = {"idempotency-key": "the-same"}
-        answer = line.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
+        answer = gateway_with_worker.client.post(
+            "/v1/chat/completions", json=chat_body(), headers=headers
+        )
         return answer.status_code
 
     with ThreadPoolExecutor(2) as aside:
         assert list(aside.map(ask, range(2))) == [200, 200]
-    assert len(worker.heard) == 2
-    assert "idempotency-key" not in worker.heard[0].headers
+    assert len(worker.requests) == 2
+    assert "idempotency-key" not in worker.requests[0].headers

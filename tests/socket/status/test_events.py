@@ -17,12 +17,12 @@ from gateway.errors import ShuttingDown
 from gateway.status.events import VIEWERS_LIMIT, Feed
 from tests.support.running_gateway import (
     RunningGateway,
-    bearing,
-    error_of,
-    eventually,
-    settings_for_tests,
+    bearer_headers,
+    make_settings,
+    status_and_code,
+    wait_until,
 )
-from tests.support.scripted_worker import FakeWorker, Script
+from tests.support.scripted_worker import Script, ScriptedWorker
 
 EVENTS = "/v1/status/events"
 
@@ -45,70 +45,86 @@ def told(line: str) -> dict[str, Any]:
     return found
 
 
-def test_each_event_is_what_the_status_says(line: RunningGateway) -> None:
-    assert line.chat().status_code == 200
-    with watching(line) as events:
+def test_each_event_is_what_the_status_says(gateway_with_worker: RunningGateway) -> None:
+    assert gateway_with_worker.chat().status_code == 200
+    with watching(gateway_with_worker) as events:
         first, second = told(next(events)), told(next(events))
-    status = line.status()
+    status = gateway_with_worker.status()
     assert first.keys() == second.keys() == status.keys()
     assert first["decisions"] == status["decisions"]
     assert first["workers"].keys() == {"fake-a"}
     assert second["gateway"]["uptime_s"] > first["gateway"]["uptime_s"]
 
 
-def test_all_who_watch_see_the_same_snapshots(line: RunningGateway) -> None:
-    with watching(line) as one, watching(line) as other:
+def test_all_who_watch_see_the_same_snapshots(gateway_with_worker: RunningGateway) -> None:
+    with watching(gateway_with_worker) as one, watching(gateway_with_worker) as other:
         seen = [{next(events) for _ in range(4)} for events in (one, other)]
     assert len(seen[0]) == len(seen[1]) == 4
     assert seen[0] & seen[1]
 
 
-def test_a_viewer_that_leaves_makes_room_for_another(line: RunningGateway) -> None:
+def test_a_viewer_that_leaves_makes_room_for_another(gateway_with_worker: RunningGateway) -> None:
     with contextlib.ExitStack() as viewers:
-        present = [viewers.enter_context(watching(line)) for _ in range(VIEWERS_LIMIT)]
+        present = [
+            viewers.enter_context(watching(gateway_with_worker)) for _ in range(VIEWERS_LIMIT)
+        ]
         for events in present:
             next(events)
-        refused = line.client.get(EVENTS)
-        assert error_of(refused) == (503, "too_many_viewers")
+        refused = gateway_with_worker.client.get(EVENTS)
+        assert status_and_code(refused) == (503, "too_many_viewers")
         assert refused.headers["retry-after"] == "10"
-        assert line.client.get("/v1/status").status_code == 200
+        assert gateway_with_worker.client.get("/v1/status").status_code == 200
 
     def there_is_room() -> bool:
-        with line.client.stream("GET", EVENTS) as stream:
+        with gateway_with_worker.client.stream("GET", EVENTS) as stream:
             return stream.status_code == 200
 
-    eventually(there_is_room)
+    wait_until(there_is_room)
 
 
-def test_watching_needs_the_right_that_the_status_needs(line: RunningGateway) -> None:
-    everything, some = line.make_key(), line.make_key(models=["demo"])
-    assert error_of(line.client.get(EVENTS)) == (401, "invalid_api_key")
-    assert error_of(line.client.get(EVENTS, headers=bearing(some))) == (403, "not_allowed")
-    with watching(line, **bearing(everything)) as events:
+def test_watching_needs_the_right_that_the_status_needs(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    everything, some = (
+        gateway_with_worker.create_key(),
+        gateway_with_worker.create_key(models=["demo"]),
+    )
+    assert status_and_code(gateway_with_worker.client.get(EVENTS)) == (401, "invalid_api_key")
+    assert status_and_code(
+        gateway_with_worker.client.get(EVENTS, headers=bearer_headers(some))
+    ) == (
+        403,
+        "not_allowed",
+    )
+    with watching(gateway_with_worker, **bearer_headers(everything)) as events:
         assert "workers" in told(next(events))
 
 
-def test_who_loses_the_key_sees_nothing_more(line: RunningGateway) -> None:
-    key = line.make_key()
-    with watching(line, **bearing(key)) as events:
+def test_who_loses_the_key_sees_nothing_more(gateway_with_worker: RunningGateway) -> None:
+    key = gateway_with_worker.create_key()
+    with watching(gateway_with_worker, **bearer_headers(key)) as events:
         assert "workers" in told(next(events))
-        line.admin.delete(f"/admin/v1/keys/{key['id']}").raise_for_status()
+        gateway_with_worker.admin.delete(f"/admin/v1/keys/{key['id']}").raise_for_status()
         *_, last = events
     assert told(last)["error"]["code"] == "invalid_api_key"
 
 
-def test_the_first_key_shuts_out_who_watches_without_one(line: RunningGateway) -> None:
-    with watching(line) as events:
+def test_the_first_key_shuts_out_who_watches_without_one(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    with watching(gateway_with_worker) as events:
         assert "workers" in told(next(events))
-        line.make_key()
+        gateway_with_worker.create_key()
         *_, last = events
     assert told(last)["error"]["code"] == "invalid_api_key"
 
 
 def test_what_breaks_the_state_is_an_event_in_our_words_and_stands_in_the_log(
-    line: RunningGateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    gateway_with_worker: RunningGateway,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with watching(line) as events:
+    with watching(gateway_with_worker) as events:
         assert "workers" in told(next(events))
         monkeypatch.setattr("gateway.status.render.mtp_of", lambda _lanes: 1 / 0)
         *_, last = events
@@ -117,30 +133,30 @@ def test_what_breaks_the_state_is_an_event_in_our_words_and_stands_in_the_log(
 
 
 def test_the_end_of_the_gateway_is_an_event_and_comes_after_the_answers(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script = Script(hang_after=1)
-    with watching(line) as events, line.stream() as answer:
+    with watching(gateway_with_worker) as events, gateway_with_worker.stream() as answer:
         words = answer.iter_lines()
         next(words)
-        line.ask_to_end()
+        gateway_with_worker.request_shutdown()
         while not told(next(events))["gateway"]["stopping"]:
             pass
-        threading.Timer(0.1, worker.go_on.set).start()
+        threading.Timer(0.1, worker.resume.set).start()
         assert "data: [DONE]" in list(words)
         *_, name, last = events
     assert (name, last) == ("event: end", "data: {}")
-    line.wait_for_end()
+    gateway_with_worker.wait_closed()
 
 
 def test_nobody_begins_to_watch_a_gateway_that_has_ended(tmp_path: Path) -> None:
     """Behind the last event the connection is closed, so that the gateway can end at once."""
-    settings = settings_for_tests(tmp_path, drain_timeout_s=60, admin_key=SecretStr("admin"))
+    settings = make_settings(tmp_path, drain_timeout_s=60, admin_key=SecretStr("admin"))
     with RunningGateway(settings) as running, watching(running) as events:
         next(events)
-        running.ask_to_end()
+        running.request_shutdown()
         assert list(events)[-2:] == ["event: end", "data: {}"]
-        running.wait_for_end()
+        running.wait_closed()
         with pytest.raises(httpx.ConnectError):
             running.client.get(EVENTS)
 

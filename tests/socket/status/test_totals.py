@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.fleet import health as control
-from tests.support.running_gateway import RunningGateway, serving
-from tests.support.scripted_worker import FakeWorker, lane_report, speculation
+from tests.support.running_gateway import RunningGateway, running_server
+from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
 from workers.protocol import Speculation, WorkerReport
 
 MORE_THAN_DRAFTED: dict[str, Any] = {"steps": 1, "drafted": 1, "accepted": 2}
@@ -20,22 +20,22 @@ MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "his
 
 
 def test_a_worker_whose_counts_do_not_add_up_breaks_nobodys_sums(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     for wrong in (MORE_THAN_DRAFTED, MORE_THAN_STEPS):
         lane = lane_report("text-mtp").model_copy(update={"speculation": Speculation(**wrong)})
-        worker.reported = worker.report().model_copy(update={"lanes": (lane,)})
-        assert line.status()["mtp"]["attempted"] == 0, "what it says is not taken"
+        worker.status_report = worker.report().model_copy(update={"lanes": (lane,)})
+        assert gateway_with_worker.status()["mtp"]["attempted"] == 0, "what it says is not taken"
 
 
 def test_requests_that_stay_plain_since_drafting_does_not_pay_are_named_and_counted(
-    gateway: RunningGateway, worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     lane = lane_report(
         "text-mtp", draft_tokens_by_rows=(0, 0, 0, 0), bypass_counts={"mtp_not_paying": 3}
     )
-    worker.reported = worker.report(lanes=[lane.model_dump()])
-    gateway.join(worker, lanes=[lane.model_dump()])
+    worker.status_report = worker.report(lanes=[lane.model_dump()])
+    gateway.send_heartbeat(worker, lanes=[lane.model_dump()])
     answer = gateway.chat(temperature=0)
     status = gateway.status()
     assert answer.headers["x-paceline-reason"] == "mtp_not_paying"
@@ -46,26 +46,28 @@ def test_requests_that_stay_plain_since_drafting_does_not_pay_are_named_and_coun
 
 
 def test_what_is_kept_of_system_prompts_is_told_by_lane_and_summed_over_boots(
-    gateway: RunningGateway, worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     prefix = {"hits": 3, "misses": 1, "cached_tokens": 600}
     lane = lane_report("text-mtp", prefix=prefix)
     for boot in ("one", "two"):
         worker.boot_id = boot
         told = {"lanes": [lane.model_dump()], "snapshot_bytes": 4096}
-        worker.reported = worker.report(**told)
-        gateway.join(worker, **told)
+        worker.status_report = worker.report(**told)
+        gateway.send_heartbeat(worker, **told)
     status = gateway.status()["workers"]["fake-a"]
     assert status["snapshot_bytes"] == 4096
     assert status["lanes"]["text-mtp"]["prefix"] == {name: 2 * n for name, n in prefix.items()}
 
 
-def test_decisions_are_counted_by_pool_route_and_every_reason(line: RunningGateway) -> None:
-    line.chat(temperature=0)
-    line.chat(temperature=0)
-    line.chat(n=2)
-    line.chat(temperature=9)
-    status = line.status()
+def test_decisions_are_counted_by_pool_route_and_every_reason(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    gateway_with_worker.chat(temperature=0)
+    gateway_with_worker.chat(temperature=0)
+    gateway_with_worker.chat(n=2)
+    gateway_with_worker.chat(temperature=9)
+    status = gateway_with_worker.status()
     assert status["decisions"] == {
         "total": 3,
         "pools": {"text-mtp": 2, "vlm": 1},
@@ -80,11 +82,11 @@ def test_decisions_are_counted_by_pool_route_and_every_reason(line: RunningGatew
 
 
 def test_status_asks_the_workers_before_it_adds_up(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6), requests=1)
-    worker.reported = worker.report(lanes=[lane.model_dump()])
-    status = line.status()
+    worker.status_report = worker.report(lanes=[lane.model_dump()])
+    status = gateway_with_worker.status()
     expected = {
         "enabled": True,
         "requested_draft_tokens": 2,
@@ -108,17 +110,17 @@ def test_status_asks_the_workers_before_it_adds_up(
 
 
 def test_a_worker_that_does_not_answer_keeps_its_last_report_and_holds_nobody_up(
-    gateway: RunningGateway, worker: FakeWorker, monkeypatch: pytest.MonkeyPatch
+    gateway: RunningGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "REFRESH_TIMEOUT_S", 0.2)
     lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        assert gateway.join(worker, url=url, lanes=[lane.model_dump()]).status_code == 200
+        assert gateway.send_heartbeat(worker, url=url, lanes=[lane.model_dump()]).status_code == 200
         assert gateway.status()["mtp"]["drafts"] == 10
 
 
-class Counting(FakeWorker):
+class Counting(ScriptedWorker):
     """A worker that has done more each time that it tells of itself."""
 
     _times = 0
@@ -138,12 +140,12 @@ def test_every_snapshot_adds_up_while_workers_go_on_counting(gateway: RunningGat
     workers = [Counting(worker_id=name) for name in ("one", "two")]
     with contextlib.ExitStack() as running, ThreadPoolExecutor(3) as aside:
         for worker in workers:
-            running.enter_context(serving(worker, sockets=[worker.socket]))
-            gateway.join(worker)
+            running.enter_context(running_server(worker, sockets=[worker.socket]))
+            gateway.send_heartbeat(worker)
         asked = [aside.submit(gateway.status) for _ in range(30)]
         for _ in range(15):
             for worker in workers:
-                gateway.join(worker)
+                gateway.send_heartbeat(worker)
         snapshots = [one.result() for one in asked]
     for status in snapshots:
         lanes = [lane for told in status["workers"].values() for lane in told["lanes"].values()]
@@ -157,13 +159,15 @@ def test_every_snapshot_adds_up_while_workers_go_on_counting(gateway: RunningGat
     assert len({status["mtp"]["drafts"] for status in snapshots}) > 1
 
 
-def test_counts_survive_the_restart_of_a_worker(line: RunningGateway, worker: FakeWorker) -> None:
+def test_counts_survive_the_restart_of_a_worker(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
     for boot in range(40):
         worker.boot_id = f"life-{boot}"
         lane = lane_report("text-mtp", speculation=speculation(steps=3, one=1, two=1), requests=2)
-        worker.reported = worker.report(lanes=[lane.model_dump()])
-        line.join(worker, lanes=[lane.model_dump()])
-    status = line.status()
+        worker.status_report = worker.report(lanes=[lane.model_dump()])
+        gateway_with_worker.send_heartbeat(worker, lanes=[lane.model_dump()])
+    status = gateway_with_worker.status()
     assert status["mtp"]["drafts"] == 120
     assert status["mtp"]["accepted"] == 120
     assert status["workers"]["fake-a"]["lanes"]["text-mtp"]["requests"] == 80
@@ -171,15 +175,15 @@ def test_counts_survive_the_restart_of_a_worker(line: RunningGateway, worker: Fa
 
 
 def test_of_a_life_that_is_over_only_the_counts_are_told(
-    gateway: RunningGateway, worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     counts = {"speculation": speculation(steps=3, one=1, two=1), "requests": 2}
     busy = lane_report("text-mtp", running=3, waiting=2, **counts)
     idle = lane_report("text-mtp", requested_draft_tokens=1, effective_draft_tokens=0, **counts)
     for boot, lane in (("one", busy), ("two", idle)):
         worker.boot_id = boot
-        worker.reported = worker.report(lanes=[lane.model_dump()])
-        gateway.join(worker, lanes=[lane.model_dump()])
+        worker.status_report = worker.report(lanes=[lane.model_dump()])
+        gateway.send_heartbeat(worker, lanes=[lane.model_dump()])
     status = gateway.status()
     told = status["workers"]["fake-a"]
     for mtp in (status["mtp"], told["mtp"], status["pools"]["text-mtp"]["mtp"]):
@@ -187,30 +191,32 @@ def test_of_a_life_that_is_over_only_the_counts_are_told(
         assert (mtp["drafts"], mtp["accepted"]) == (6, 6)
     lane_told = told["lanes"]["text-mtp"]
     assert [lane_told[name] for name in ("running", "waiting", "slots", "requests")] == [0, 0, 4, 4]
-    gateway.leave(worker)
+    gateway.remove_worker(worker)
     told = gateway.status()["workers"]["fake-a"]
     assert (told["state"], told["mtp"]["effective_draft_tokens"]) == ("gone", 0)
     assert told["lanes"]["text-mtp"]["slots"] == 0
     assert told["mtp"]["drafts"] == 6
 
 
-def test_nothing_in_status_is_null(line: RunningGateway, worker: FakeWorker) -> None:
-    line.chat()
-    assert "null" not in line.client.get("/v1/status").text
-    line.leave(worker)
-    assert "null" not in line.client.get("/v1/status").text
+def test_nothing_in_status_is_null(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
+) -> None:
+    gateway_with_worker.chat()
+    assert "null" not in gateway_with_worker.client.get("/v1/status").text
+    gateway_with_worker.remove_worker(worker)
+    assert "null" not in gateway_with_worker.client.get("/v1/status").text
 
 
 def test_metrics_speak_vllms_names_one_line_a_worker_and_model(
-    line: RunningGateway, worker: FakeWorker, second_worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     for one, steps in ((worker, 4), (second_worker, 6)):
         lane = lane_report("text-mtp", speculation=speculation(steps=steps, one=1, two=1))
-        one.reported = one.report(lanes=[lane.model_dump()])
-        line.join(one)
-    with line.stream(temperature=0) as answer:
+        one.status_report = one.report(lanes=[lane.model_dump()])
+        gateway_with_worker.send_heartbeat(one)
+    with gateway_with_worker.stream(temperature=0) as answer:
         answer.read()
-    text = line.client.get("/metrics").text
+    text = gateway_with_worker.client.get("/metrics").text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     by_name: dict[str, list[float]] = {}
     for sample in samples:

@@ -25,7 +25,7 @@ from gateway.telemetry.stats import (
     percentile,
 )
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import FakeWorker, lane_report, speculation
+from tests.support.scripted_worker import ScriptedWorker, lane_report, speculation
 
 SCHEMA = (Path(__file__).parents[3] / "docs" / "status.schema.json").read_text()
 PUBLISHED = validator_for(json.loads(SCHEMA))
@@ -61,37 +61,37 @@ def test_the_schema_knows_no_null_and_leaves_no_field_out() -> None:
     ["", "5", "5x", "0s", "9s", "16m", "901s", "-5m", "5m ", "1e2s", "5m5s", "\u0665m", "9" * 40],
 )
 def test_a_window_that_is_none_or_not_kept_is_a_400_that_names_it(
-    line: RunningGateway, window: str
+    gateway_with_worker: RunningGateway, window: str
 ) -> None:
-    answer = line.client.get("/v1/status", params={"window": window})
+    answer = gateway_with_worker.client.get("/v1/status", params={"window": window})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "window")
 
 
-def test_there_is_one_parameter_once(line: RunningGateway) -> None:
+def test_there_is_one_parameter_once(gateway_with_worker: RunningGateway) -> None:
     for query in ("windw=5m", "window=5m&window=5m"):
-        assert line.client.get(f"/v1/status?{query}").status_code == 400
+        assert gateway_with_worker.client.get(f"/v1/status?{query}").status_code == 400
 
 
 @pytest.mark.parametrize(("window", "seconds"), [("10s", 10), ("90s", 90), ("15m", 900)])
 def test_a_window_says_what_was_asked_and_what_it_covers(
-    line: RunningGateway, window: str, seconds: float
+    gateway_with_worker: RunningGateway, window: str, seconds: float
 ) -> None:
-    told = line.client.get("/v1/status", params={"window": window}).json()["window"]
+    told = gateway_with_worker.client.get("/v1/status", params={"window": window}).json()["window"]
     assert (told["asked_s"], told["longest_s"]) == (seconds, LONGEST_S)
     assert told["covered_s"] <= 10, "the gateway has just begun"
 
 
 def test_every_level_tells_what_its_requests_came_to(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1), requests=1)
-    worker.reported = worker.report(lanes=[lane.model_dump()])
-    with line.stream(temperature=0) as answer:
+    worker.status_report = worker.report(lanes=[lane.model_dump()])
+    with gateway_with_worker.stream(temperature=0) as answer:
         answer.read()
-    line.chat(temperature=0)
-    line.chat(temperature=0.5)
-    line.chat(temperature=9)
-    status = line.status()
+    gateway_with_worker.chat(temperature=0)
+    gateway_with_worker.chat(temperature=0.5)
+    gateway_with_worker.chat(temperature=9)
+    status = gateway_with_worker.status()
     PUBLISHED.validate(status)
     worker_told = status["workers"]["fake-a"]
     for told, requests in (
@@ -124,12 +124,12 @@ def test_every_level_tells_what_its_requests_came_to(
 
 
 def test_nothing_is_null_or_missing_for_workers_that_are_gone_pools_that_are_empty_and_no_traffic(
-    gateway: RunningGateway, worker: FakeWorker
+    gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     PUBLISHED.validate(gateway.status())
-    gateway.join(worker)
+    gateway.send_heartbeat(worker)
     gateway.chat()
-    gateway.leave(worker)
+    gateway.remove_worker(worker)
     status = gateway.status()
     PUBLISHED.validate(status)
     assert [at for at, value in paths(status) if value is None] == []

@@ -16,7 +16,7 @@ from gateway.cluster.counters import RedisStore
 from gateway.cluster.redis import RedisLink
 from gateway.cluster.worker_reports import RedisBoots
 from gateway.storage.counters import Key, MemoryStore, Store
-from tests.support.boot_reports import report
+from tests.support.boot_reports import boot_report
 from workers.protocol import LaneReport
 
 
@@ -27,7 +27,7 @@ class Kept(NamedTuple):
 
 
 @pytest.fixture(params=["memory", "redis"])
-async def kept(request: pytest.FixtureRequest) -> AsyncIterator[Kept]:
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[Kept]:
     if request.param == "memory":
 
         async def nothing() -> None:
@@ -47,37 +47,37 @@ async def kept(request: pytest.FixtureRequest) -> AsyncIterator[Kept]:
     await link.close()
 
 
-async def test_an_overtaken_report_does_not_turn_counts_back(kept: Kept) -> None:
+async def test_an_overtaken_report_does_not_turn_counts_back(store: Kept) -> None:
     for requests in (5, 3):
-        await kept.store.keep_report(report("a", requests))
-        await kept.turn()
-    assert [one.lanes[0].requests for one in await kept.store.reports()] == [5]
+        await store.store.keep_report(boot_report("a", requests))
+        await store.turn()
+    assert [one.lanes[0].requests for one in await store.store.reports()] == [5]
 
 
-async def test_a_crash_loop_costs_no_count_and_fills_no_memory(kept: Kept) -> None:
+async def test_a_crash_loop_costs_no_count_and_fills_no_memory(store: Kept) -> None:
     for boot in range(40):
-        await kept.store.keep_report(report(f"boot-{boot}", boot))
-        await kept.turn()
+        await store.store.keep_report(boot_report(f"boot-{boot}", boot))
+        await store.turn()
     for _ in range(30):
-        await kept.turn()
-    reports = await kept.store.reports()
+        await store.turn()
+    reports = await store.store.reports()
     assert sum(one.lanes[0].requests for one in reports) == sum(range(40))
     assert len(reports) <= 17
 
 
-async def test_counts_add_up_with_what_is_owed(kept: Kept) -> None:
-    kept.store.count({("outcomes", "completed"): 1, ("retries",): 2})
-    await kept.turn()
+async def test_counts_add_up_with_what_is_owed(store: Kept) -> None:
+    store.store.count({("outcomes", "completed"): 1, ("retries",): 2})
+    await store.turn()
     owed: list[dict[Key, int]] = [{("outcomes", "completed"): 1}]
 
     def pay() -> None:
         while owed:
-            kept.store.count(owed.pop())
+            store.store.count(owed.pop())
 
-    kept.store.owing = pay
-    assert await kept.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
-    await kept.turn()
-    assert await kept.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
+    store.store.owing = pay
+    assert await store.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
+    await store.turn()
+    assert await store.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["demo", "other"])), max_size=60))
@@ -86,7 +86,7 @@ async def test_sums_over_any_number_of_boots_are_exact_and_memory_is_bounded(
 ) -> None:
     store = MemoryStore()
     for boot, (requests, model) in enumerate(lives):
-        await store.keep_report(report(f"boot-{boot}", requests, model))
+        await store.keep_report(boot_report(f"boot-{boot}", requests, model))
     kept = await store.reports()
     for model in ("demo", "other"):
         lanes = [one.lanes[0] for one in kept if one.model == model]

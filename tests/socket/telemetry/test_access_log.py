@@ -20,8 +20,8 @@ from gateway.telemetry import access_log
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Outcome
-from tests.support.running_gateway import RunningGateway, eventually, settings_for_tests
-from tests.support.scripted_worker import FakeWorker, Script
+from tests.support.running_gateway import RunningGateway, make_settings, wait_until
+from tests.support.scripted_worker import Script, ScriptedWorker
 
 SECRET_WORDS = "the-words-of-a-user"
 
@@ -32,28 +32,28 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def logged(tmp_path: Path, file: Path, worker: FakeWorker) -> Iterator[RunningGateway]:
+def logging_gateway(tmp_path: Path, file: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
     """A gateway that writes an access log, with a worker."""
     file.parent.mkdir()
-    with RunningGateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
-        gateway.join(worker)
+    with RunningGateway(make_settings(tmp_path, access_log=str(file))) as gateway:
+        gateway.send_heartbeat(worker)
         yield gateway
 
 
 def lines(file: Path, count: int) -> list[dict[str, Any]]:
     """Read the log once it has so many lines."""
-    eventually(lambda: file.read_bytes().count(b"\n") >= count)
+    wait_until(lambda: file.read_bytes().count(b"\n") >= count)
     read = [json.loads(line) for line in file.read_text().splitlines()]
     assert len(read) == count
     return read
 
 
 def test_a_line_tells_decision_reason_worker_prefix_times_tokens_and_acceptance(
-    logged: RunningGateway, file: Path
+    logging_gateway: RunningGateway, file: Path
 ) -> None:
-    with logged.stream(temperature=0) as answer:
+    with logging_gateway.stream(temperature=0) as answer:
         answer.read()
-    logged.chat(temperature=0.7)
+    logging_gateway.chat(temperature=0.7)
     streamed, whole = lines(file, 2)
     assert streamed.keys() == whole.keys(), "every line has all fields"
     assert None not in [*streamed.values(), *whole.values()]
@@ -89,19 +89,19 @@ def test_a_line_tells_decision_reason_worker_prefix_times_tokens_and_acceptance(
 
 
 def test_refused_failed_and_abandoned_requests_have_a_line_too_and_none_has_a_word_of_them(
-    logged: RunningGateway, file: Path, worker: FakeWorker
+    logging_gateway: RunningGateway, file: Path, worker: ScriptedWorker
 ) -> None:
     said = [{"role": "user", "content": SECRET_WORDS}]
-    logged.chat(messages=said, temperature=9)
-    logged.chat(messages=said, model=SECRET_WORDS)
+    logging_gateway.chat(messages=said, temperature=9)
+    logging_gateway.chat(messages=said, model=SECRET_WORDS)
     worker.script = Script(
         status=400, body=b'{"error": {"message": "no", "code": "%s"}}' % (SECRET_WORDS.encode())
     )
-    logged.chat(messages=said)
+    logging_gateway.chat(messages=said)
     worker.script = Script(drop=True)
-    logged.chat(messages=said)
+    logging_gateway.chat(messages=said)
     worker.script = Script(hang_after=1)  # so that the client leaves first, however late
-    with logged.stream(messages=said) as answer:
+    with logging_gateway.stream(messages=said) as answer:
         next(answer.iter_raw())
     told = lines(file, 5)
     assert [(line["outcome"], line["status"], line["code"]) for line in told] == [
@@ -118,7 +118,7 @@ def test_until_a_worker_was_found_a_models_name_is_a_word_of_the_client(
     tmp_path: Path, file: Path
 ) -> None:
     file.parent.mkdir()
-    with RunningGateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
+    with RunningGateway(make_settings(tmp_path, access_log=str(file))) as gateway:
         assert gateway.chat(model=SECRET_WORDS).status_code == 503
         (told,) = lines(file, 1)
     assert (told["outcome"], told["code"], told["model"]) == ("unserved", "no_worker", "")
@@ -126,36 +126,36 @@ def test_until_a_worker_was_found_a_models_name_is_a_word_of_the_client(
 
 
 def test_a_log_that_was_moved_away_goes_on_in_a_new_file(
-    logged: RunningGateway, file: Path
+    logging_gateway: RunningGateway, file: Path
 ) -> None:
-    logged.chat()
+    logging_gateway.chat()
     lines(file, 1)
     file.rename(file.with_suffix(".1"))
-    logged.chat()
-    eventually(file.exists)
+    logging_gateway.chat()
+    wait_until(file.exists)
     assert len(lines(file, 1)) == len(lines(file.with_suffix(".1"), 1))
 
 
 def test_a_log_that_cannot_be_opened_anew_loses_lines_and_goes_on_once_it_can(
-    logged: RunningGateway, file: Path, caplog: pytest.LogCaptureFixture
+    logging_gateway: RunningGateway, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logged.chat()
+    logging_gateway.chat()
     lines(file, 1)
     file.parent.rename(file.parent.with_name("moved"))
-    logged.chat()
-    eventually(lambda: "access_log.failed lines=1" in caplog.text)
+    logging_gateway.chat()
+    wait_until(lambda: "access_log.failed lines=1" in caplog.text)
     file.parent.mkdir()
-    logged.chat()
-    eventually(file.exists)
+    logging_gateway.chat()
+    wait_until(file.exists)
     assert len(lines(file, 1)) == 1
 
 
 def test_what_is_not_written_yet_is_written_at_the_end(
-    tmp_path: Path, file: Path, worker: FakeWorker
+    tmp_path: Path, file: Path, worker: ScriptedWorker
 ) -> None:
     file.parent.mkdir()
-    with RunningGateway(settings_for_tests(tmp_path, access_log=str(file))) as gateway:
-        gateway.join(worker)
+    with RunningGateway(make_settings(tmp_path, access_log=str(file))) as gateway:
+        gateway.send_heartbeat(worker)
         for _ in range(3):
             gateway.chat()
     assert len(lines(file, 3)) == 3
@@ -164,7 +164,7 @@ def test_what_is_not_written_yet_is_written_at_the_end(
 async def test_a_log_that_cannot_be_opened_stops_the_start_before_anything_is_kept(
     tmp_path: Path,
 ) -> None:
-    settings = settings_for_tests(tmp_path, access_log=str(tmp_path / "no" / "folder" / "log"))
+    settings = make_settings(tmp_path, access_log=str(tmp_path / "no" / "folder" / "log"))
     with pytest.raises(StartupError, match="PACELINE_ACCESS_LOG"):
         await create_app(settings)
     assert not (tmp_path / "state.json").exists()

@@ -15,7 +15,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.support.running_gateway import RunningGateway
-from tests.support.scripted_worker import FakeWorker
+from tests.support.scripted_worker import ScriptedWorker
 
 FOLDER = Path(__file__).parents[3] / "docs" / "grafana"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
@@ -68,12 +68,14 @@ def words(expr: str) -> set[str]:
 
 
 @pytest.fixture
-def told(busy: RunningGateway, worker: FakeWorker) -> Mapping[str, set[str]]:
+def exposed_labels(
+    gateway_with_traffic: RunningGateway, worker: ScriptedWorker
+) -> Mapping[str, set[str]]:
     """The labels of all that a gateway tells, by name, after some of everything."""
-    busy.join(worker)  # with a lane for the others
-    assert busy.chat(temperature=0.5).status_code == 200
+    gateway_with_traffic.send_heartbeat(worker)  # with a lane for the others
+    assert gateway_with_traffic.chat(temperature=0.5).status_code == 200
     found: dict[str, set[str]] = {}
-    for family in text_string_to_metric_families(busy.client.get("/metrics").text):
+    for family in text_string_to_metric_families(gateway_with_traffic.client.get("/metrics").text):
         found |= {family.name + suffix: set() for suffix in SUFFIXES.get(family.type, ())}
         for sample in family.samples:
             found.setdefault(sample.name, set()).update(sample.labels)
@@ -81,13 +83,16 @@ def told(busy: RunningGateway, worker: FakeWorker) -> Mapping[str, set[str]]:
 
 
 def test_every_metric_and_label_of_the_dashboard_and_the_alerts_is_in_the_exposition(
-    told: Mapping[str, set[str]],
+    exposed_labels: Mapping[str, set[str]],
 ) -> None:
-    told = {**told, "up": {"job", "instance"}}  # which Prometheus adds for each target
+    exposed_labels = {
+        **exposed_labels,
+        "up": {"job", "instance"},
+    }  # which Prometheus adds for each target
     for question in questions():
         named = words(question.expr)
-        metrics = named & told.keys()
-        labels = {label for metric in metrics for label in told[metric]} | OF_PROMETHEUS
+        metrics = named & exposed_labels.keys()
+        labels = {label for metric in metrics for label in exposed_labels[metric]} | OF_PROMETHEUS
         assert metrics, question
         assert named - metrics <= labels, question
         assert question.shown <= labels, question

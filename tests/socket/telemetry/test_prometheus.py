@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from policies.request.profile import Bypass
 from tests.support.running_gateway import RunningGateway, chat_body
-from tests.support.scripted_worker import FakeWorker, Script, lane_report, speculation
+from tests.support.scripted_worker import Script, ScriptedWorker, lane_report, speculation
 
 # As in promlint, which is what `promtool check metrics` runs.
 ABBREVIATED = frozenset("s ms us ns sec b kb mb gb tb pb m h d".split())
@@ -58,8 +58,8 @@ def problems(family: Metric) -> list[str]:
     return [problem for problem, holds in found if holds]
 
 
-def test_the_exposition_is_what_promtool_would_praise(busy: RunningGateway) -> None:
-    told = families(busy.client.get("/metrics").text)
+def test_the_exposition_is_what_promtool_would_praise(gateway_with_traffic: RunningGateway) -> None:
+    told = families(gateway_with_traffic.client.get("/metrics").text)
     found = {family.name: problems(family) for family in told}
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
     assert len(told) == len(found), "a family stands once"
@@ -73,8 +73,8 @@ def test_the_lint_finds_what_it_is_for() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
-def test_promtool_itself_has_nothing_to_say(busy: RunningGateway) -> None:
-    text = busy.client.get("/metrics").text
+def test_promtool_itself_has_nothing_to_say(gateway_with_traffic: RunningGateway) -> None:
+    text = gateway_with_traffic.client.get("/metrics").text
     ours = "\n".join(line for line in text.splitlines() if VLLM not in line) + "\n"
     checked = subprocess.run(
         ["promtool", "check", "metrics"], input=ours, capture_output=True, text=True, check=False
@@ -82,8 +82,10 @@ def test_promtool_itself_has_nothing_to_say(busy: RunningGateway) -> None:
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
 
 
-def test_all_that_operators_ask_for_is_told(busy: RunningGateway) -> None:
-    told = {family.name: family for family in families(busy.client.get("/metrics").text)}
+def test_all_that_operators_ask_for_is_told(gateway_with_traffic: RunningGateway) -> None:
+    told = {
+        family.name: family for family in families(gateway_with_traffic.client.get("/metrics").text)
+    }
     for name, kind, labels in (
         ("paceline_requests", "counter", {"pool", "reason", "status"}),
         ("paceline_bypasses", "counter", set()),
@@ -119,9 +121,11 @@ def test_all_that_operators_ask_for_is_told(busy: RunningGateway) -> None:
     ],
 )
 def test_buckets_reach_from_the_least_to_the_most_and_are_cumulative(
-    busy: RunningGateway, name: str, least_s: float, most_s: float
+    gateway_with_traffic: RunningGateway, name: str, least_s: float, most_s: float
 ) -> None:
-    told = {family.name: family for family in families(busy.client.get("/metrics").text)}
+    told = {
+        family.name: family for family in families(gateway_with_traffic.client.get("/metrics").text)
+    }
     family = told[f"paceline_{name}_seconds"]
     buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
     bounds_s = [float(sample.labels["le"]) for sample in buckets]
@@ -137,11 +141,11 @@ def test_buckets_reach_from_the_least_to_the_most_and_are_cumulative(
 
 
 def test_no_client_and_no_worker_can_make_up_a_label(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     dice = random.Random(7)
     worker.script = Script(
-        turns=tuple(
+        rotation=tuple(
             Script(status=400, body=b'{"error": {"message": "no", "code": "%d"}}' % number)
             for number in range(30)
         )
@@ -151,17 +155,17 @@ def test_no_client_and_no_worker_can_make_up_a_label(
         return "".join(dice.choices(string.ascii_letters, k=8))
 
     for _ in range(30):
-        line.client.post(
+        gateway_with_worker.client.post(
             "/v1/chat/completions",
             json={"model": word(), "messages": [{"role": "user", "content": word()}]},
             headers={"user-agent": word(), "x-request-id": word()},
         )
-        line.client.post(
+        gateway_with_worker.client.post(
             "/v1/chat/completions", json=chat_body(), headers={"x-paceline-priority": word()}
         )
-        line.chat(user=word())
-        line.client.get(f"/{word()}")
-    told = families(line.client.get("/metrics").text)
+        gateway_with_worker.chat(user=word())
+        gateway_with_worker.client.get(f"/{word()}")
+    told = families(gateway_with_worker.client.get("/metrics").text)
     series = Counter(family.name for family in told for _ in family.samples)
     labels = {value for family in told for s in family.samples for value in s.labels.values()}
     assert max(series.values()) < 40, series
@@ -173,7 +177,7 @@ def test_no_client_and_no_worker_can_make_up_a_label(
     assert {s.labels["reason"] for s in requests.samples} <= reasons
     made_up = re.compile(r"[A-Za-z]{8}")
     assert {label for label in labels if made_up.fullmatch(label)} <= {"eligible", "text-mtp"}
-    assert line.status()["errors"].keys() == codes
+    assert gateway_with_worker.status()["errors"].keys() == codes
 
 
 def test_before_any_worker_has_come_a_name_of_a_model_is_counted_nowhere(
@@ -187,12 +191,12 @@ def test_before_any_worker_has_come_a_name_of_a_model_is_counted_nowhere(
 
 
 def test_figures_begin_anew_with_a_gateway_and_vllms_do_not_with_a_worker(
-    line: RunningGateway, worker: FakeWorker
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     for boot in ("one", "two"):
         worker.boot_id = boot
         lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1))
-        worker.reported = worker.report(lanes=[lane.model_dump()])
-        line.join(worker)
-        text = line.client.get("/metrics").text
+        worker.status_report = worker.report(lanes=[lane.model_dump()])
+        gateway_with_worker.send_heartbeat(worker)
+        text = gateway_with_worker.client.get("/metrics").text
     assert 'num_drafts_total{model_name="demo",worker="fake-a"} 8.0' in text

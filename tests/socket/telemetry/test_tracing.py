@@ -14,15 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.http_server import Link, Request
+from tests.support.http_server import Request, ServerConnection
 from tests.support.running_gateway import (
     RunningGateway,
     chat_body,
-    eventually,
-    serving,
-    settings_for_tests,
+    make_settings,
+    running_server,
+    wait_until,
 )
-from tests.support.scripted_worker import FakeWorker, Script
+from tests.support.scripted_worker import Script, ScriptedWorker
 
 pytest.importorskip("opentelemetry.sdk", reason="the extra `otel` is not installed")
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
@@ -46,7 +46,7 @@ class Collector:
         self.raw = b""
         self.got = threading.Event()
 
-    async def __call__(self, link: Link, request: Request) -> None:
+    async def __call__(self, link: ServerConnection, request: Request) -> None:
         assert request.path == "/v1/traces"
         sent = ExportTraceServiceRequest.FromString(request.body)
         self.raw += request.body
@@ -58,7 +58,7 @@ class Collector:
             }
             for scope in of_resource.scope_spans:
                 self.spans.extend(scope.spans)
-        await link.begin(200, ((b"content-type", b"application/x-protobuf"),), length=0)
+        await link.send_head(200, ((b"content-type", b"application/x-protobuf"),), length=0)
 
     def of(self, kind: int) -> list[Any]:
         return [span for span in self.spans if span.kind == kind]
@@ -76,20 +76,20 @@ def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     made = Collector()
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    with serving(made, sockets=[made.socket]):
+    with running_server(made, sockets=[made.socket]):
         yield made
 
 
 @contextlib.contextmanager
-def traced(folder: Path, *workers: FakeWorker) -> Iterator[RunningGateway]:
-    with RunningGateway(settings_for_tests(folder, traces="otlp")) as gateway:
+def traced(folder: Path, *workers: ScriptedWorker) -> Iterator[RunningGateway]:
+    with RunningGateway(make_settings(folder, traces="otlp")) as gateway:
         for worker in workers:
-            gateway.join(worker)
+            gateway.send_heartbeat(worker)
         yield gateway
 
 
 def test_a_clients_trace_goes_on_in_the_gateway_and_in_the_worker(
-    tmp_path: Path, collector: Collector, worker: FakeWorker
+    tmp_path: Path, collector: Collector, worker: ScriptedWorker
 ) -> None:
     with traced(tmp_path, worker) as gateway:
         answer = gateway.client.post(
@@ -98,12 +98,12 @@ def test_a_clients_trace_goes_on_in_the_gateway_and_in_the_worker(
             headers={"traceparent": PARENT, "tracestate": "vendor=1", "baggage": SECRET_WORDS},
         )
         assert answer.status_code == 200
-        eventually(lambda: len(collector.spans) == 2)
+        wait_until(lambda: len(collector.spans) == 2)
     (server,), (client,) = collector.of(SERVER), collector.of(CLIENT)
     assert server.trace_id.hex() == client.trace_id.hex() == TRACE_ID
     assert server.parent_span_id.hex() == SPAN_ID
     assert client.parent_span_id == server.span_id
-    heard = worker.heard[0].headers
+    heard = worker.requests[0].headers
     assert heard["traceparent"] == f"00-{TRACE_ID}-{client.span_id.hex()}-01"
     assert heard["tracestate"] == "vendor=1"
     assert "baggage" not in heard
@@ -111,12 +111,12 @@ def test_a_clients_trace_goes_on_in_the_gateway_and_in_the_worker(
 
 
 def test_spans_have_the_names_and_attributes_of_the_conventions(
-    tmp_path: Path, collector: Collector, worker: FakeWorker
+    tmp_path: Path, collector: Collector, worker: ScriptedWorker
 ) -> None:
     with traced(tmp_path, worker) as gateway:
         with gateway.stream(temperature=0, max_tokens=9) as answer:
             answer.read()
-        eventually(lambda: len(collector.spans) == 2)
+        wait_until(lambda: len(collector.spans) == 2)
     (server,), (client,) = collector.of(SERVER), collector.of(CLIENT)
     assert (server.name, client.name) == ("POST /v1/chat/completions", "chat demo")
     told = attributes(client)
@@ -147,12 +147,12 @@ def test_spans_have_the_names_and_attributes_of_the_conventions(
 
 
 def test_each_attempt_is_a_span_and_an_error_is_named(
-    tmp_path: Path, collector: Collector, worker: FakeWorker, second_worker: FakeWorker
+    tmp_path: Path, collector: Collector, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     worker.script = second_worker.script = Script(status=503)
     with traced(tmp_path, worker, second_worker) as gateway:
         assert gateway.chat().status_code == 503
-        eventually(lambda: len(collector.spans) == 3)
+        wait_until(lambda: len(collector.spans) == 3)
     (server,) = collector.of(SERVER)
     assert attributes(server)["error.type"] == "workers_busy"
     assert attributes(server)["paceline.attempts"] == 2
@@ -162,7 +162,7 @@ def test_each_attempt_is_a_span_and_an_error_is_named(
 
 
 def test_no_span_has_a_word_of_a_client(
-    tmp_path: Path, collector: Collector, worker: FakeWorker
+    tmp_path: Path, collector: Collector, worker: ScriptedWorker
 ) -> None:
     said = [{"role": "user", "content": SECRET_WORDS}]
     with traced(tmp_path, worker) as gateway:
@@ -173,12 +173,12 @@ def test_no_span_has_a_word_of_a_client(
             content=SECRET_WORDS,
             headers={"traceparent": SECRET_WORDS, "user-agent": SECRET_WORDS},
         )
-        eventually(lambda: len(collector.of(SERVER)) == 3)
+        wait_until(lambda: len(collector.of(SERVER)) == 3)
     assert SECRET_WORDS.encode() not in collector.raw
 
 
 def test_a_collector_that_is_away_costs_no_request_and_not_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: FakeWorker
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: ScriptedWorker
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv(
@@ -187,17 +187,19 @@ def test_a_collector_that_is_away_costs_no_request_and_not_the_end(
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
         with traced(tmp_path, worker) as gateway:
             assert gateway.chat().status_code == 200
-            gateway.ask_to_end()
-            gateway.wait_for_end()
+            gateway.request_shutdown()
+            gateway.wait_closed()
 
 
 def test_without_traces_nothing_is_loaded_and_no_context_is_passed_on(
-    line: RunningGateway, worker: FakeWorker, tmp_path: Path
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
     httpx.post(
-        f"{line.url}/v1/chat/completions", json=chat_body(), headers={"traceparent": PARENT}
+        f"{gateway_with_worker.url}/v1/chat/completions",
+        json=chat_body(),
+        headers={"traceparent": PARENT},
     ).raise_for_status()
-    assert "traceparent" not in worker.heard[0].headers
+    assert "traceparent" not in worker.requests[0].headers
     program = """
 import asyncio, sys
 from gateway.app import create_app

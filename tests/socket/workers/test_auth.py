@@ -6,7 +6,7 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from tests.support.scripted_engine import ScriptedEngine, serving, worker_of
+from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker
 from workers.server.app import create_app
 
 PUBLIC = {"/livez"}
@@ -23,11 +23,11 @@ PUBLIC = {"/livez"}
     ],
 )
 async def test_every_route_but_livez_wants_the_token(headers: dict[bytes, bytes]) -> None:
-    worker = worker_of(ScriptedEngine())
+    worker = make_worker(ScriptedEngine())
     routes = [route for route in create_app(worker, None).routes if isinstance(route, APIRoute)]
     assert len(routes) > 6
     async with (
-        serving(worker, token="right") as url,
+        serve_worker(worker, token="right") as url,
         httpx.AsyncClient(base_url=url, headers=headers) as client,
     ):
         for route in routes:
@@ -43,7 +43,7 @@ async def test_every_route_but_livez_wants_the_token(headers: dict[bytes, bytes]
 async def test_right_token_opens_every_route() -> None:
     headers = {"authorization": "Bearer right"}
     async with (
-        serving(worker_of(ScriptedEngine()), token="right") as url,
+        serve_worker(make_worker(ScriptedEngine()), token="right") as url,
         httpx.AsyncClient(base_url=url, headers=headers) as client,
     ):
         assert (await client.get("/v1/status")).status_code == 200
@@ -51,7 +51,7 @@ async def test_right_token_opens_every_route() -> None:
 
 async def test_path_in_the_host_header_opens_nothing() -> None:
     async with (
-        serving(worker_of(ScriptedEngine()), token="right") as url,
+        serve_worker(make_worker(ScriptedEngine()), token="right") as url,
         httpx.AsyncClient(base_url=url, headers={"host": "x/livez?"}) as client,
     ):
         assert (await client.get("/v1/status")).status_code == 401

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.scripted_engine import ScriptedEngine, serving, text_script, worker_of
+from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
 from workers.engine.types import (
     Delta,
     EngineBusy,
@@ -22,7 +22,7 @@ QUESTION = {"model": "scripted", "messages": [{"role": "user", "content": "hello
 
 
 async def post(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
-    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         return await client.post("/v1/chat/completions", json={**QUESTION, **fields})
 
 
@@ -67,7 +67,7 @@ async def test_prompt_that_does_not_fit_is_named_as_the_endpoint_names_it() -> N
     too_long = InvalidGeneration("messages", "Too long.", code="context_length_exceeded")
     body = {"model": "scripted", "prompt": "x"}
     engine = ScriptedEngine([too_long])
-    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         completion = (await client.post("/v1/completions", json=body)).json()["error"]
         chat = (await client.post("/v1/chat/completions", json=QUESTION)).json()["error"]
     assert (completion["param"], chat["param"]) == ("prompt", "messages")
@@ -95,9 +95,9 @@ async def test_generation_without_an_end_is_an_error_and_not_a_short_answer() ->
 
 async def test_draining_worker_finishes_what_it_has_and_refuses_the_next() -> None:
     gate = asyncio.Event()
-    engine = ScriptedEngine([Delta(text="A"), gate, *text_script("B")])
-    worker = worker_of(engine)
-    async with serving(worker) as url, httpx.AsyncClient(base_url=url) as client:
+    engine = ScriptedEngine([Delta(text="A"), gate, *text_events("B")])
+    worker = make_worker(engine)
+    async with serve_worker(worker) as url, httpx.AsyncClient(base_url=url) as client:
         running = asyncio.create_task(client.post("/v1/chat/completions", json=QUESTION))
         await engine.started.wait()
         worker.drain()
@@ -115,7 +115,7 @@ async def test_draining_worker_finishes_what_it_has_and_refuses_the_next() -> No
 
 async def test_dead_engine_makes_the_worker_unready_but_alive() -> None:
     engine = ScriptedEngine(alive=False)
-    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         assert (await client.get("/readyz")).status_code == 503
         assert (await client.get("/livez")).status_code == 200
         assert (await client.get("/v1/status")).json()["ready"] is False

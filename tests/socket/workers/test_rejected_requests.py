@@ -10,7 +10,13 @@ import httpx
 import pytest
 
 from policies.request.profile import Bypass
-from tests.support.scripted_engine import Prompts, ScriptedEngine, serving, text_script, worker_of
+from tests.support.scripted_engine import (
+    ScriptedEngine,
+    StubPrompts,
+    make_worker,
+    serve_worker,
+    text_events,
+)
 from workers.engine.types import LaneName
 from workers.server import request as bodies
 
@@ -26,12 +32,12 @@ REMOTE = [{"type": "image_url", "image_url": {"url": "http://169.254.169.254/lat
 
 @pytest.fixture
 def engine() -> ScriptedEngine:
-    return ScriptedEngine(text_script("ok"))
+    return ScriptedEngine(text_events("ok"))
 
 
 @pytest.fixture
 async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
-    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         yield client
 
 
@@ -157,6 +163,6 @@ async def test_worker_that_cannot_speculate_counts_that_as_the_reason(
 async def test_tools_of_a_model_that_calls_none_are_a_400(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
-    engine.prompts = Prompts(tool_parser_name=None)
+    engine.prompts = StubPrompts(tool_parser_name=None)
     answer = await client.post(CHAT, json={**QUESTION, "tools": TOOLS})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.scripted_engine import ScriptedEngine, serving, text_script, worker_of
+from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
 from workers.server.tool_calls import ToolCall, ToolCallSplitter, ToolFormat
 
 TOOLS: Any = [
@@ -163,14 +163,14 @@ def test_arguments_that_json_cannot_carry_are_text(kind: str, value: str) -> Non
 
 
 async def test_openai_package_reads_calls_whole_and_streamed() -> None:
-    engine = ScriptedEngine(text_script("Adding.\n<tool", *written(3)[5:], "\n"))
+    engine = ScriptedEngine(text_events("Adding.\n<tool", *written(3)[5:], "\n"))
     fields: Any = {
         "model": "scripted",
         "messages": [{"role": "user", "content": "3?"}],
         "tools": TOOLS,
     }
     async with (
-        serving(worker_of(engine)) as url,
+        serve_worker(make_worker(engine)) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         whole = await client.chat.completions.create(**fields)
@@ -186,9 +186,9 @@ async def test_openai_package_reads_calls_whole_and_streamed() -> None:
 
 
 async def test_answer_of_calls_alone_has_no_content() -> None:
-    engine = ScriptedEngine(text_script(written(3)))
+    engine = ScriptedEngine(text_events(written(3)))
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
-    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         with_tools = await client.post("/v1/chat/completions", json=body)
         declined = await client.post("/v1/chat/completions", json={**body, "tool_choice": "none"})
     assert [generation.reads_calls for generation in engine.generations] == [True, False]
@@ -197,7 +197,7 @@ async def test_answer_of_calls_alone_has_no_content() -> None:
 
 
 async def test_arguments_of_earlier_calls_reach_the_template_as_a_mapping() -> None:
-    engine = ScriptedEngine(text_script("5"))
+    engine = ScriptedEngine(text_events("5"))
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 3}'}}
     messages = [
         {"role": "user", "content": "3?"},
@@ -205,7 +205,7 @@ async def test_arguments_of_earlier_calls_reach_the_template_as_a_mapping() -> N
         {"role": "tool", "tool_call_id": "c1", "content": "5"},
     ]
     body = {"model": "scripted", "messages": messages, "tools": TOOLS}
-    async with serving(worker_of(engine)) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         answer = await client.post("/v1/chat/completions", json=body)
     assert answer.status_code == 200
     assert "'arguments': {'a': 3}" in engine.generations[0].prompt.text

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gateway.auth.rate_limits import DAY_S, Bucket, RateLimiter
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
-from tests.support.rate_limit_model import ALL, MINUTE_S, NOON, Day
+from tests.support.rate_limit_model import ALL_LIMITS, MINUTE_S, NOON, RateLimitModel
 
 STEPS = st.lists(
     st.one_of(
@@ -29,42 +29,42 @@ STEPS = st.lists(
 def test_no_window_ever_holds_more_than_the_limit_and_one_burst(
     steps: list[tuple[str, float, int, int]], at_once: int | None
 ) -> None:
-    limits = ALL.model_copy(update={"concurrent_requests": at_once})
-    day = Day(RateLimiter(limits, 0.0, NOON))
+    limits = ALL_LIMITS.model_copy(update={"concurrent_requests": at_once})
+    day = RateLimitModel(RateLimiter(limits, 0.0, NOON))
     for step, *values in steps:
         match step:
             case "ask":
-                day.ask(int(values[0]))
+                day.reserve(int(values[0]))
             case "wait":
                 day.now_s += values[0]
             case "end":
-                day.end(int(values[0]), int(values[1]), int(values[2]))
+                day.settle(int(values[0]), int(values[1]), int(values[2]))
             case "refund":
-                day.end(int(values[0]), 0, 0)
+                day.settle(int(values[0]), 0, 0)
         assert sum(not one.ended for one in day.asked) == day.allowance.running
         assert at_once is None or day.allowance.running <= at_once
     for begun, finished in itertools.combinations_with_replacement(day.asked, 2):
         within = [one for one in day.asked if begun.at_s <= one.at_s <= finished.at_s]
         share = 1 + (finished.at_s - begun.at_s) / MINUTE_S
-        assert sum(one.kept_requests for one in within) <= 6 * share + 1e-6
-        assert sum(one.kept_tokens for one in within) <= 600 * share + 1e-6
+        assert sum(one.charged_requests for one in within) <= 6 * share + 1e-6
+        assert sum(one.charged_tokens for one in within) <= 600 * share + 1e-6
     if day.unix_s // DAY_S == NOON // DAY_S:
-        assert sum(one.kept_tokens for one in day.asked) <= 2000
+        assert sum(one.charged_tokens for one in day.asked) <= 2000
 
 
 @given(STEPS)
 def test_in_the_end_nothing_stays_reserved(steps: list[tuple[str, float, int, int]]) -> None:
-    day = Day(RateLimiter(ALL, 0.0, NOON))
+    day = RateLimitModel(RateLimiter(ALL_LIMITS, 0.0, NOON))
     for step, *values in steps:
         if step == "ask":
-            day.ask(int(values[0]))
+            day.reserve(int(values[0]))
         elif step == "wait":
             day.now_s += values[0]
         elif step == "end":
-            day.end(int(values[0]), int(values[1]), int(values[2]))
+            day.settle(int(values[0]), int(values[1]), int(values[2]))
     while day.allowance.running:
-        day.end(0, 0, 0)
-    used = sum(one.kept_tokens for one in day.asked) + day.over_tokens
+        day.settle(0, 0, 0)
+    used = sum(one.charged_tokens for one in day.asked) + day.over_tokens
     requests, tokens, of_day = (
         day.allowance._requests,
         day.allowance._tokens,
@@ -84,14 +84,14 @@ def test_in_the_end_nothing_stays_reserved(steps: list[tuple[str, float, int, in
 
 @given(st.integers(1, 600), st.floats(0, 60))
 def test_what_is_given_back_at_once_leaves_no_trace(tokens: int, waited_s: float) -> None:
-    day = Day(RateLimiter(ALL, 0.0, NOON))
-    day.ask(100)
+    day = RateLimitModel(RateLimiter(ALL_LIMITS, 0.0, NOON))
+    day.reserve(100)
     day.now_s += waited_s
-    before = day.left()
-    day.ask(tokens)
+    before = day.remaining()
+    day.reserve(tokens)
     if len(day.asked) == 2:
-        day.end(1, 0, 0)
-    assert day.left() == before
+        day.settle(1, 0, 0)
+    assert day.remaining() == before
 
 
 def test_a_refund_after_a_refill_is_no_second_burst() -> None:
@@ -167,7 +167,7 @@ def test_a_day_that_is_used_up_says_when_the_next_one_begins() -> None:
 
 
 def test_headers_are_openais_and_tell_of_the_limit_that_is_nearest() -> None:
-    allowance = RateLimiter(ALL, 0.0, NOON, used_today=1450)
+    allowance = RateLimiter(ALL_LIMITS, 0.0, NOON, used_today=1450)
     allowance.reserve(500, 0.0, NOON)
     told = {name.decode(): value.decode() for name, value in allowance.headers(0.5, NOON)}
     assert told == {

@@ -30,13 +30,20 @@ from gateway.storage.records import FileRecords
 from policies.diff import merge_patch
 from policies.document import PolicyInvalid, parse_policy, read_policy, shipped_policy
 from tests.support.memory_records import MemoryRecords
-from tests.support.policies import BY_ANN, BY_BOB, as_yaml, book_of, document, proposal
+from tests.support.policies import (
+    AUTHOR_ANN,
+    AUTHOR_BOB,
+    make_policy_store,
+    proposal,
+    single_pool_policy,
+    to_yaml,
+)
 
 EXAMPLES = Path(__file__).parents[3] / "policies" / "examples"
 
 
 def version(number: int, reason: Reason, pool: str) -> Version:
-    made = Version.after(None, document(pool), reason, BY_ANN, "2026-11-22T01:20:00Z")
+    made = Version.after(None, single_pool_policy(pool), reason, AUTHOR_ANN, "2026-11-22T01:20:00Z")
     return Version(**{**_fields(made), "number": number})
 
 
@@ -69,16 +76,16 @@ def test_what_is_read_at_the_start_counts_where_it_is_news(
     before: list[tuple[Reason, str]], reason: Reason, pool: str, news: bool
 ) -> None:
     versions = [version(number, *made) for number, made in enumerate(before, start=1)]
-    assert brings_news(versions, document(pool), reason) == news
+    assert brings_news(versions, single_pool_policy(pool), reason) == news
 
 
 async def test_what_was_kept_comes_back_whole(tmp_path: Path) -> None:
     records = FileRecords(tmp_path / "state.json")
-    book = await book_of(records)
+    book = await make_policy_store(records)
     signature = Signature("Zoë", "50% mehr für „alle“")
     made = await book.apply(proposal("b"), Reason.EDIT, signature, onto=book.version)
 
-    again = await book_of(FileRecords(tmp_path / "state.json"))
+    again = await make_policy_store(FileRecords(tmp_path / "state.json"))
     assert again.version == made == book.version
     assert again.current == proposal("b").policy
     assert [one.reason for one in await again.versions()] == [Reason.START, Reason.EDIT]
@@ -94,41 +101,43 @@ async def test_every_policy_is_the_same_after_it_was_kept() -> None:
 
 
 async def test_a_version_is_named_by_its_tag_though_two_say_the_same() -> None:
-    book = await book_of()
+    book = await make_policy_store()
     tags = {book.version.etag}
     for _ in range(3):
-        await book.apply(proposal(), Reason.EDIT, BY_ANN, onto=book.version)
+        await book.apply(proposal(), Reason.EDIT, AUTHOR_ANN, onto=book.version)
         tags.add(book.version.etag)
     assert len(tags) == 4
 
 
 async def test_of_two_who_edit_the_same_version_the_second_is_told() -> None:
-    book = await book_of()
+    book = await make_policy_store()
     first = book.version
-    await book.apply(proposal("b"), Reason.EDIT, BY_ANN, onto=first)
+    await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=first)
     with pytest.raises(VersionConflict, match="version 2 of the policy, by ann"):
-        await book.apply(proposal("c"), Reason.EDIT, BY_BOB, onto=first)
+        await book.apply(proposal("c"), Reason.EDIT, AUTHOR_BOB, onto=first)
     assert book.current == proposal("b").policy
 
 
 async def test_of_two_who_edit_at_two_gateways_the_second_is_told_and_follows() -> None:
     records = MemoryRecords()
-    here, there = await book_of(records), await book_of(records)
-    await there.apply(proposal("b"), Reason.EDIT, BY_BOB, onto=there.version)
+    here, there = await make_policy_store(records), await make_policy_store(records)
+    await there.apply(proposal("b"), Reason.EDIT, AUTHOR_BOB, onto=there.version)
     with pytest.raises(VersionConflict, match="by bob"):
-        await here.apply(proposal("c"), Reason.EDIT, BY_ANN, onto=here.version)
+        await here.apply(proposal("c"), Reason.EDIT, AUTHOR_ANN, onto=here.version)
     assert here.version == there.version
     assert here.current == proposal("b").policy
 
 
 async def test_an_edit_of_what_another_gateway_has_already_is_no_lost_race() -> None:
     records = MemoryRecords()
-    here, there = await book_of(records), await book_of(records)
-    ahead = await there.apply(proposal("b"), Reason.EDIT, BY_BOB, onto=there.version)
+    here, there = await make_policy_store(records), await make_policy_store(records)
+    ahead = await there.apply(proposal("b"), Reason.EDIT, AUTHOR_BOB, onto=there.version)
     assert await here.expect({ahead.etag}) == ahead
-    await here.apply(proposal("c"), Reason.EDIT, BY_ANN, onto=ahead)
+    await here.apply(proposal("c"), Reason.EDIT, AUTHOR_ANN, onto=ahead)
     with pytest.raises(VersionConflict):
-        await there.apply(proposal("d"), Reason.EDIT, BY_BOB, onto=await there.expect({ahead.etag}))
+        await there.apply(
+            proposal("d"), Reason.EDIT, AUTHOR_BOB, onto=await there.expect({ahead.etag})
+        )
     with pytest.raises(VersionConflict):
         await there.expect({ahead.etag, "another"})
 
@@ -137,17 +146,17 @@ async def test_a_policy_that_listed_workers_do_not_fit_is_never_in_force() -> No
     worker = ListedWorker(
         id="studio", kind="openai", url="http://mac:1", models=("m",), pools=("a",), slots=1
     )
-    source = Source(proposal("a"), Reason.START, BY_ANN)
+    source = Source(proposal("a"), Reason.START, AUTHOR_ANN)
     book = await open_book(MemoryRecords(), (worker,), source, lambda: 0.0)
     with pytest.raises(PolicyInvalid, match="'studio' is listed for the pool 'a'"):
-        await book.apply(proposal("b"), Reason.EDIT, BY_ANN, onto=book.version)
+        await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=book.version)
     assert book.current == proposal("a").policy
     assert len(await book.versions()) == 1
     with pytest.raises(PolicyInvalid, match="'studio' is listed for the pool 'a'"):
         await open_book(
             MemoryRecords(),
             (worker,),
-            Source(proposal("b"), Reason.START, BY_ANN),
+            Source(proposal("b"), Reason.START, AUTHOR_ANN),
             lambda: 0.0,
         )
 
@@ -156,22 +165,22 @@ async def test_a_kept_version_that_is_no_longer_good_stops_the_start_until_a_fil
     None
 ):
     records = MemoryRecords()
-    bad = Version.after(None, {"version": 1, "pools": {}}, Reason.FILE, BY_ANN, "then")
+    bad = Version.after(None, {"version": 1, "pools": {}}, Reason.FILE, AUTHOR_ANN, "then")
     await records.add(KIND, "1", bad.written())
     with pytest.raises(PolicyInvalid):
-        await book_of(records)
-    book = await open_book(records, (), Source(proposal("b"), Reason.FILE, BY_ANN), lambda: 0.0)
+        await make_policy_store(records)
+    book = await open_book(records, (), Source(proposal("b"), Reason.FILE, AUTHOR_ANN), lambda: 0.0)
     assert (book.version.number, book.current) == (2, proposal("b").policy)
 
 
 async def test_a_version_of_another_gateway_that_is_not_good_here_is_not_followed() -> None:
     records = MemoryRecords()
-    book = await book_of(records)
-    bad = Version.after(book.version, {"version": 2}, Reason.EDIT, BY_BOB, "then")
+    book = await make_policy_store(records)
+    bad = Version.after(book.version, {"version": 2}, Reason.EDIT, AUTHOR_BOB, "then")
     await records.add(KIND, str(bad.number), bad.written())
     await book.catch_up()
     assert book.current == proposal().policy
-    await book.take(proposal("b"), Reason.FILE, BY_ANN)
+    await book.take(proposal("b"), Reason.FILE, AUTHOR_ANN)
     assert (book.version.number, book.current) == (3, proposal("b").policy)
 
 
@@ -185,11 +194,11 @@ class _DeafRecords(MemoryRecords):
 
 async def test_a_version_that_was_kept_though_nobody_heard_of_it_is_followed() -> None:
     records = MemoryRecords()
-    book = await book_of(records)
+    book = await make_policy_store(records)
     book._records = deaf = _DeafRecords()
     deaf.shelves = records.shelves
     with pytest.raises(RecordsUnwritable):
-        await book.apply(proposal("b"), Reason.EDIT, BY_ANN, onto=book.version)
+        await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=book.version)
     assert book.current == proposal().policy
     await book.catch_up()
     assert book.current == proposal("b").policy
@@ -197,33 +206,33 @@ async def test_a_version_that_was_kept_though_nobody_heard_of_it_is_followed() -
 
 async def test_what_is_in_force_survives_that_its_records_are_taken_away(tmp_path: Path) -> None:
     records = FileRecords(tmp_path / "state.json")
-    book = await book_of(records)
-    await book.apply(proposal("b"), Reason.EDIT, BY_ANN, onto=book.version)
+    book = await make_policy_store(records)
+    await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=book.version)
     (tmp_path / "state.json").unlink()
     await book.catch_up()
     assert (book.version.number, book.current) == (2, proposal("b").policy)
-    await book.take(proposal("c"), Reason.FILE, BY_ANN)
+    await book.take(proposal("c"), Reason.FILE, AUTHOR_ANN)
     assert (book.version.number, book.current) == (3, proposal("c").policy)
 
 
 @pytest.mark.parametrize("damage", ["{}", '{"number": 2}', "[]"])
 async def test_a_damaged_book_is_said_to_be_so_and_what_is_in_force_stays(damage: str) -> None:
     records = MemoryRecords()
-    book = await book_of(records)
+    book = await make_policy_store(records)
     await records.add(KIND, "7", damage)
     with pytest.raises(RecordsUnwritable):
         await book.versions()
     with pytest.raises(RecordsUnwritable):
-        await book.take(proposal("b"), Reason.FILE, BY_ANN)
+        await book.take(proposal("b"), Reason.FILE, AUTHOR_ANN)
     with pytest.raises(RecordsUnwritable):
         await book.expect({"an etag of another gateway"})
     assert book.current == proposal().policy
     with pytest.raises(ValueError, match="version"):
-        await book_of(records)
+        await make_policy_store(records)
 
 
 def test_a_policy_in_yaml_says_the_same_as_in_json() -> None:
-    assert propose_yaml(as_yaml(document("a"))) == propose(document("a"))
+    assert propose_yaml(to_yaml(single_pool_policy("a"))) == propose(single_pool_policy("a"))
 
 
 def test_a_book_is_changed_in_no_other_way() -> None:
@@ -238,8 +247,8 @@ BAD = st.sampled_from(
         [],
         {},
         {"version": 2},
-        {**document("a"), "routes": [{"name": "all", "to": ["b"]}]},
-        {**document("a"), "colour": 1},
+        {**single_pool_policy("a"), "routes": [{"name": "all", "to": ["b"]}]},
+        {**single_pool_policy("a"), "colour": 1},
     ]
 )
 PATCHES = st.sampled_from(
@@ -262,7 +271,7 @@ class BookMachine(RuleBasedStateMachine):
     def open(self, pool: str) -> None:
         self.runner = asyncio.Runner()
         self.records = MemoryRecords()
-        self.books = [self.runner.run(book_of(self.records, pool)) for _ in range(2)]
+        self.books = [self.runner.run(make_policy_store(self.records, pool)) for _ in range(2)]
         self.kept = [self.text(1)]
         self.seen = [1, 1]
 
@@ -279,7 +288,7 @@ class BookMachine(RuleBasedStateMachine):
         behind = book.version.number < count or onto.number < count
         try:
             good = propose(offered)
-            made = self.runner.run(book.apply(good, reason, BY_ANN, onto=onto))
+            made = self.runner.run(book.apply(good, reason, AUTHOR_ANN, onto=onto))
         except PolicyInvalid:
             pass
         except VersionConflict:
@@ -295,7 +304,7 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule(at=st.sampled_from((0, 1)), pool=POOLS, age=st.sampled_from((0, 0, 1)))
     def put(self, at: int, pool: str, age: int) -> None:
-        self.edit(at, document(pool), Reason.EDIT, self.base(at, age))
+        self.edit(at, single_pool_policy(pool), Reason.EDIT, self.base(at, age))
 
     @rule(at=st.sampled_from((0, 1)), offered=BAD)
     def put_a_bad_one(self, at: int, offered: Any) -> None:
@@ -319,8 +328,8 @@ class BookMachine(RuleBasedStateMachine):
     @rule(at=st.sampled_from((0, 1)), pool=POOLS)
     def edit_the_file(self, at: int, pool: str) -> None:
         before = self.runner.run(self.books[at].versions())
-        news = brings_news(before, document(pool), Reason.FILE)
-        self.runner.run(self.books[at].take(proposal(pool), Reason.FILE, BY_BOB))
+        news = brings_news(before, single_pool_policy(pool), Reason.FILE)
+        self.runner.run(self.books[at].take(proposal(pool), Reason.FILE, AUTHOR_BOB))
         if news:
             self.kept.append(self.text(len(self.kept) + 1))
             assert self.books[at].current == proposal(pool).policy
@@ -334,7 +343,7 @@ class BookMachine(RuleBasedStateMachine):
             return await asyncio.gather(
                 *(
                     self.books[one].apply(
-                        proposal(pool), Reason.EDIT, BY_ANN, onto=self.books[one].version
+                        proposal(pool), Reason.EDIT, AUTHOR_ANN, onto=self.books[one].version
                     )
                     for one, pool in zip(at, pools, strict=True)
                 ),

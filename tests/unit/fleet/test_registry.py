@@ -9,7 +9,7 @@ from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.registry import BEAT_S, WorkerRegistry
 from gateway.fleet.worker import SILENT_AFTER_S, Lease
 from gateway.routing.select import Candidate
-from tests.support.fake_clock import Clock
+from tests.support.fake_clock import FakeClock
 from tests.support.scripted_worker import lane_report
 from workers.protocol import WorkerReport
 
@@ -27,12 +27,12 @@ def report(boot_id: str = "1", url: str = "http://mac:9200", **changes: object) 
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
-def fleet(clock: Clock) -> WorkerRegistry:
+def fleet(clock: FakeClock) -> WorkerRegistry:
     return WorkerRegistry(clock, dice=lambda: 0.0)
 
 
@@ -41,7 +41,7 @@ def ids(fleet: WorkerRegistry) -> list[str]:
 
 
 def test_a_worker_that_stops_beating_is_out_within_ten_seconds(
-    fleet: WorkerRegistry, clock: Clock
+    fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     assert SILENT_AFTER_S + BEAT_S < 10
     fleet.beat(report())
@@ -52,7 +52,7 @@ def test_a_worker_that_stops_beating_is_out_within_ten_seconds(
     assert fleet.view().known_models == {"demo"}, "its model is away, not unknown"
 
 
-def test_a_beat_keeps_a_worker_in(fleet: WorkerRegistry, clock: Clock) -> None:
+def test_a_beat_keeps_a_worker_in(fleet: WorkerRegistry, clock: FakeClock) -> None:
     for _ in range(10):
         fleet.beat(report())
         clock.now_s += 5
@@ -60,7 +60,7 @@ def test_a_beat_keeps_a_worker_in(fleet: WorkerRegistry, clock: Clock) -> None:
 
 
 def test_f38_what_came_while_this_gateway_did_not_listen_is_held_against_nobody(
-    fleet: WorkerRegistry, clock: Clock
+    fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     two(fleet)
     clock.now_s = 8.0
@@ -74,7 +74,7 @@ def test_f38_what_came_while_this_gateway_did_not_listen_is_held_against_nobody(
 
 
 def test_f38_nobody_is_found_silent_before_it_is_known_whether_we_listened(
-    fleet: WorkerRegistry, clock: Clock
+    fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     two(fleet)
     fleet.excuse(0.0)
@@ -84,14 +84,14 @@ def test_f38_nobody_is_found_silent_before_it_is_known_whether_we_listened(
     assert ids(fleet) == []
 
 
-def test_f38_a_short_delay_excuses_no_silence(fleet: WorkerRegistry, clock: Clock) -> None:
+def test_f38_a_short_delay_excuses_no_silence(fleet: WorkerRegistry, clock: FakeClock) -> None:
     two(fleet)
     clock.now_s = 7.5
     fleet.excuse(0.9)
     assert ids(fleet) == []
 
 
-def test_an_id_belongs_to_one_live_worker(fleet: WorkerRegistry, clock: Clock) -> None:
+def test_an_id_belongs_to_one_live_worker(fleet: WorkerRegistry, clock: FakeClock) -> None:
     fleet.beat(report())
     with pytest.raises(WorkerIdTaken):
         fleet.beat(report("2", "http://other:9200"))
@@ -161,7 +161,7 @@ def fail(
 
 
 def test_f20_a_worker_that_fails_five_times_is_out_for_ten_seconds(
-    fleet: WorkerRegistry, clock: Clock
+    fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     two(fleet)
     fail(fleet, "a", 5)
@@ -176,7 +176,7 @@ def test_f20_a_worker_that_fails_five_times_is_out_for_ten_seconds(
 
 
 def test_f24_it_comes_back_with_one_request_then_two_then_all(
-    fleet: WorkerRegistry, clock: Clock
+    fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     two(fleet)
     fail(fleet, "a", 3, Verdict.UNREACHABLE)
@@ -194,7 +194,7 @@ def test_f24_it_comes_back_with_one_request_then_two_then_all(
 
 
 def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
-    fleet: WorkerRegistry, clock: Clock
+    fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     two(fleet)
     fail(fleet, "a", 5)
@@ -210,7 +210,7 @@ def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
 
 
 def test_what_was_sent_before_an_ejection_has_no_more_to_say(
-    fleet: WorkerRegistry, clock: Clock
+    fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     clock.now_s = 1.0
     two(fleet)
@@ -227,7 +227,7 @@ def test_what_was_sent_before_an_ejection_has_no_more_to_say(
 
 
 def test_the_last_worker_of_a_model_is_never_left_alone(
-    fleet: WorkerRegistry, clock: Clock
+    fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     two(fleet)
     fail(fleet, "a", 5)
@@ -241,7 +241,7 @@ def test_the_last_worker_of_a_model_is_never_left_alone(
 
 
 def test_a_worker_that_asks_for_time_gets_it_and_is_not_broken(
-    fleet: WorkerRegistry, clock: Clock
+    fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     two(fleet)
     fleet.give_back(taken(fleet, "a"), Verdict.BUSY, 3.0)

@@ -15,14 +15,14 @@ from policies.compiler import SOMEBODY, Asker
 from policies.evaluate import judge
 from policies.request.profile import Endpoint, RequestProfile, Sampling, bypass_reasons
 from policies.routes import DAYS, MEDIA_KINDS
-from tests.support.policy_conditions import DAY, policy_of
+from tests.support.policy_conditions import DAY, policy_with_conditions
 
 PLAIN = RequestProfile(endpoint=Endpoint.CHAT, model="demo", messages=1)
 GREEDY = PLAIN._replace(sampling=Sampling(temperature=0))
 
 
 def holds(when: dict[str, Any], profile: RequestProfile, asker: Asker = SOMEBODY) -> bool:
-    return judge(policy_of(when), profile, asker).route.name == "route-0"
+    return judge(policy_with_conditions(when), profile, asker).route.name == "route-0"
 
 
 WITH_PICTURE = PLAIN._replace(media=(("image", 1),))
@@ -141,7 +141,7 @@ def test_all_conditions_of_a_route_must_hold(when: dict[str, Any], expected: boo
 
 
 def test_the_first_route_that_holds_decides() -> None:
-    policy = policy_of({"team": "a"}, {"greedy": True}, {"model": "demo"})
+    policy = policy_with_conditions({"team": "a"}, {"greedy": True}, {"model": "demo"})
     assert judge(policy, GREEDY).route.name == "route-1"
     assert judge(policy, GREEDY, Asker(team="a")).route.name == "route-0"
     assert judge(policy, PLAIN).route.name == "route-2"
@@ -149,7 +149,7 @@ def test_the_first_route_that_holds_decides() -> None:
 
 
 def test_the_headers_that_a_policy_asks_for_are_known_once_each() -> None:
-    policy = policy_of({"header": {"x-b": "1"}}, {"header": {"x-a": "1", "x-b": "2"}})
+    policy = policy_with_conditions({"header": {"x-b": "1"}}, {"header": {"x-a": "1", "x-b": "2"}})
     assert policy.compiled.headers == ("x-a", "x-b")
 
 
@@ -225,7 +225,7 @@ def test_what_is_compiled_decides_as_one_reads_it(
     whens: list[dict[str, Any]], profile: RequestProfile, asker: Asker
 ) -> None:
     reading = (f"route-{i}" for i, when in enumerate(whens) if read_naively(when, profile, asker))
-    assert judge(policy_of(*whens), profile, asker).route.name == next(reading, "rest")
+    assert judge(policy_with_conditions(*whens), profile, asker).route.name == next(reading, "rest")
 
 
 def read_naively(when: dict[str, Any], profile: RequestProfile, asker: Asker) -> bool:

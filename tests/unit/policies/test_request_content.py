@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from policies.request.content import PictureInvalid, PictureSize, read_size
-from tests.support.images import data_url, encoded, png_header
+from tests.support.images import data_url, encode_image, png_header
 
 
 def noise(mode: str) -> Image.Image:
@@ -36,7 +36,7 @@ def noise(mode: str) -> Image.Image:
     ],
 )
 def test_the_size_is_what_a_decoder_finds(kind: str, mode: str, options: Any) -> None:
-    assert read_size(encoded(noise(mode), kind, **options)) == PictureSize(301, 203)
+    assert read_size(encode_image(noise(mode), kind, **options)) == PictureSize(301, 203)
 
 
 def test_a_bomb_is_measured_and_not_decoded() -> None:

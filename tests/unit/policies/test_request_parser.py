@@ -13,7 +13,14 @@ from policies.request.content import PICTURES_LIMIT
 from policies.request.fields import FieldError
 from policies.request.parser import read_profile
 from policies.request.profile import Endpoint
-from tests.support.chat_bodies import PICTURE, TOOL, nested, read, read_parts, tool_of
+from tests.support.chat_bodies import (
+    PICTURE,
+    TOOL,
+    make_tool,
+    nested_json,
+    read_chat,
+    read_content_parts,
+)
 from tests.support.images import data_url, png_header
 
 
@@ -24,7 +31,7 @@ from tests.support.images import data_url, png_header
     "stream_options draft_tokens specprefill specprefill_keep_pct thinking_budget user".split(),
 )
 def test_an_explicit_null_counts_as_absent(field: str) -> None:
-    assert read(**{field: None}) == read()
+    assert read_chat(**{field: None}) == read_chat()
 
 
 @pytest.mark.parametrize(
@@ -72,13 +79,13 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
         ({"tools": {}}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0]"),
         ({"tools": [TOOL] * 129}, "tools"),
-        ({"tools": [TOOL, tool_of(nested(31))]}, "tools[1]"),
-        ({"tools": [tool_of({"description": "x" * 65536})]}, "tools[0]"),
+        ({"tools": [TOOL, make_tool(nested_json(31))]}, "tools[1]"),
+        ({"tools": [make_tool({"description": "x" * 65536})]}, "tools[0]"),
         (
-            {"response_format": {"type": "json_schema", "json_schema": nested(32)}},
+            {"response_format": {"type": "json_schema", "json_schema": nested_json(32)}},
             "response_format",
         ),
-        ({"guided_json": nested(33)}, "guided_json"),
+        ({"guided_json": nested_json(33)}, "guided_json"),
         ({"guided_regex": "x" * 65537}, "guided_regex"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template_kwargs": {"enable_thinking": 1}}, "chat_template_kwargs"),
@@ -105,7 +112,7 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
 )
 def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(FieldError) as wrong:
-        read(**fields)
+        read_chat(**fields)
     assert wrong.value.param == param
     assert len(wrong.value.message) < 200
 
@@ -131,26 +138,26 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
 )
 def test_a_wrong_part_is_named(part: Any, param: str) -> None:
     with pytest.raises(FieldError) as wrong:
-        read_parts(part)
+        read_content_parts(part)
     assert wrong.value.param == param
 
 
 def test_pictures_are_bounded_in_number_and_in_pixels_all_together() -> None:
     part = {"type": "image_url", "image_url": {"url": PICTURE}}
     large = {"type": "image_url", "image_url": {"url": data_url(png_header(6000, 6000))}}
-    read_parts(*[part] * PICTURES_LIMIT)
-    read_parts(large)
+    read_content_parts(*[part] * PICTURES_LIMIT)
+    read_content_parts(large)
     with pytest.raises(FieldError, match="at most 32 pictures") as too_many:
-        read_parts(*[part] * PICTURES_LIMIT, part)
+        read_content_parts(*[part] * PICTURES_LIMIT, part)
     assert too_many.value.param == "messages[0].content[32].image_url"
     with pytest.raises(FieldError, match="pixels in all") as too_large:
-        read_parts(large, large)
+        read_content_parts(large, large)
     assert too_large.value.param == "messages[0].content[1].image_url"
 
 
 def test_a_deep_schema_of_everyday_size_is_taken() -> None:
-    assert read(tools=[tool_of(nested(30))] * 128).tools
-    assert read(chat_template_kwargs={"enable_thinking": True}) == read()
+    assert read_chat(tools=[make_tool(nested_json(30))] * 128).tools
+    assert read_chat(chat_template_kwargs={"enable_thinking": True}) == read_chat()
 
 
 def test_completions_have_openais_default_length_and_their_own_fields() -> None:
@@ -191,4 +198,4 @@ def test_any_json_is_read_or_refused_and_never_breaks_the_reader(
 @given(st.lists(st.dictionaries(st.sampled_from(["role", "content", "tool_calls"]), JSON)))
 def test_any_messages_are_read_or_refused(messages: list[dict[str, Any]]) -> None:
     with contextlib.suppress(FieldError):
-        read(messages=messages)
+        read_chat(messages=messages)

@@ -8,7 +8,7 @@ import pytest
 
 from policies.request.parser import read_profile
 from policies.request.profile import Bypass, Endpoint, SamplingDefaults, bypass_reasons
-from tests.support.chat_bodies import PICTURE, TOOL, read, read_parts
+from tests.support.chat_bodies import PICTURE, TOOL, read_chat, read_content_parts
 
 
 def test_an_absent_field_takes_its_default() -> None:
@@ -38,7 +38,7 @@ def test_an_absent_field_takes_its_default() -> None:
     ],
 )
 def test_every_kind_of_media_is_counted(part: dict[str, Any], counted: str) -> None:
-    profile = read_parts(part, {"type": "text", "text": "abc"}, part)
+    profile = read_content_parts(part, {"type": "text", "text": "abc"}, part)
     assert profile.media == ((counted, 2),)
     assert profile.text_chars == 3
     assert bypass_reasons(profile)[0] is Bypass.MEDIA
@@ -61,7 +61,7 @@ def test_every_kind_of_media_is_counted(part: dict[str, Any], counted: str) -> N
     ],
 )
 def test_what_speculation_lacks_is_a_named_reason(fields: dict[str, Any], reason: Bypass) -> None:
-    assert bypass_reasons(read(**fields)) == (reason,)
+    assert bypass_reasons(read_chat(**fields)) == (reason,)
 
 
 @pytest.mark.parametrize(
@@ -76,24 +76,24 @@ def test_what_speculation_lacks_is_a_named_reason(fields: dict[str, Any], reason
     ],
 )
 def test_greedy_text_is_eligible(fields: dict[str, Any]) -> None:
-    assert bypass_reasons(read(**fields)) == ()
+    assert bypass_reasons(read_chat(**fields)) == ()
 
 
 def test_top_k_minus_one_is_the_whole_vocabulary() -> None:
-    assert read(top_k=-1).sampling.top_k == 0
+    assert read_chat(top_k=-1).sampling.top_k == 0
 
 
 def test_the_usage_chunk_is_shown_only_to_who_asks() -> None:
-    assert read(stream=True, stream_options={"include_usage": True}).include_usage
-    assert not read(stream=True, stream_options={}).include_usage
+    assert read_chat(stream=True, stream_options={"include_usage": True}).include_usage
+    assert not read_chat(stream=True, stream_options={}).include_usage
 
 
 def test_tools_that_may_not_be_chosen_do_not_count() -> None:
-    assert read(tools=[TOOL]).tools
-    assert not read(tools=[TOOL], tool_choice="none").tools
+    assert read_chat(tools=[TOOL]).tools
+    assert not read_chat(tools=[TOOL], tool_choice="none").tools
 
 
 def test_an_assistant_that_only_calls_tools_needs_no_content() -> None:
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
-    profile = read(messages=[{"role": "assistant", "content": None, "tool_calls": calls}])
+    profile = read_chat(messages=[{"role": "assistant", "content": None, "tool_calls": calls}])
     assert profile.messages == 1

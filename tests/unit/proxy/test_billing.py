@@ -28,7 +28,7 @@ from gateway.routing.select import RoutingRequest
 from gateway.types import UNUSED, Inspected, Spent, Usage
 from policies.document import shipped_policy
 from policies.request.profile import Endpoint, RequestProfile
-from tests.support.rate_limit_model import ALL, NOON
+from tests.support.rate_limit_model import ALL_LIMITS, NOON
 
 
 def trip(*, begun: bool = True, usage: Usage = UNUSED, **fields: Any) -> RequestContext:
@@ -79,7 +79,7 @@ def test_each_end_has_its_cost(failure: BaseException | None, untold: Spent, tol
 
 @pytest.mark.parametrize("failure", [None, WorkerLost(), NoWorker(), asyncio.CancelledError()])
 def test_a_hold_settles_once_however_it_ends(failure: BaseException | None) -> None:
-    allowance = RateLimiter(ALL, 0.0, NOON)
+    allowance = RateLimiter(ALL_LIMITS, 0.0, NOON)
     going = trip(max_tokens=6, usage=Usage(5, 2, 1))
     expected = contextlib.nullcontext() if failure is None else pytest.raises(type(failure))
     with expected, HeldTokens(allowance, going, clock=lambda: 0.0, wall=lambda: NOON):

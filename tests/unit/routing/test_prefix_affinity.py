@@ -14,9 +14,9 @@ from gateway.routing.view import FleetView, LaneView, WorkerView
 from gateway.types import Usage
 from policies.document import shipped_policy
 from policies.sections import PrefixPolicy
-from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, holders
+from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, prefix_holders
 from tests.support.request_profiles import SAMPLED
-from tests.support.scripted_worker import FakeWorker, lane_report
+from tests.support.scripted_worker import ScriptedWorker, lane_report
 from workers.protocol import WorkerReport
 
 
@@ -33,66 +33,66 @@ def prefixes(clock: list[float]) -> PrefixIndex:
 def test_a_claim_ends_with_its_time(prefixes: PrefixIndex, clock: list[float]) -> None:
     prefixes.sent("p", STUDIO, RULES)
     clock[0] = RULES.ttl_s - 1
-    assert holders(prefixes) == {STUDIO}
+    assert prefix_holders(prefixes) == {STUDIO}
     clock[0] = RULES.ttl_s
-    assert holders(prefixes) == set()
+    assert prefix_holders(prefixes) == set()
 
 
 def test_the_last_that_had_it_are_remembered(prefixes: PrefixIndex) -> None:
     two = PrefixPolicy(holders=2)
     for holding in (STUDIO, LAPTOP, STUDIO, ("mini", "1")):
         prefixes.sent("p", holding, two)
-    assert holders(prefixes) == {STUDIO, ("mini", "1")}
+    assert prefix_holders(prefixes) == {STUDIO, ("mini", "1")}
     prefixes.sent("p", STUDIO, PrefixPolicy(holders=0))
-    assert holders(prefixes) == set()
+    assert prefix_holders(prefixes) == set()
 
 
 def test_a_flood_of_system_prompts_pushes_out_the_oldest(prefixes: PrefixIndex) -> None:
     for number in range(KEYS_KEPT + 5):
         prefixes.sent(str(number), STUDIO, RULES)
     assert len(prefixes) == KEYS_KEPT
-    assert holders(prefixes, "4") == set()
-    assert holders(prefixes, "5") == {STUDIO}
+    assert prefix_holders(prefixes, "4") == set()
+    assert prefix_holders(prefixes, "5") == {STUDIO}
 
 
 def test_what_a_worker_counted_confirms_or_drops_its_claim(prefixes: PrefixIndex) -> None:
     prefixes.sent("p", STUDIO, RULES)
     prefixes.told("p", STUDIO, Usage(100, 5, 0), expected=False)
-    assert holders(prefixes) == {STUDIO}, "it has read it now"
+    assert prefix_holders(prefixes) == {STUDIO}, "it has read it now"
     prefixes.told("p", STUDIO, Usage(100, 5, 90), expected=True)
     prefixes.told("p", STUDIO, None, expected=True)
-    assert holders(prefixes) == {STUDIO}, "what failed later says nothing of it"
+    assert prefix_holders(prefixes) == {STUDIO}, "what failed later says nothing of it"
     prefixes.told("p", STUDIO, Usage(100, 5, 0), expected=True)
-    assert holders(prefixes) == set()
+    assert prefix_holders(prefixes) == set()
     assert prefixes.untrue == 1
 
 
-def announced(fake: FakeWorker, *names: str, held: int | None = None) -> WorkerReport:
+def announced(fake: ScriptedWorker, *names: str, held: int | None = None) -> WorkerReport:
     return fake.report(prefixes=names, prefixes_held=len(names) if held is None else held)
 
 
 def test_what_a_worker_stored_and_evicted_is_learnt_from_its_reports(prefixes: PrefixIndex) -> None:
-    fake = FakeWorker(worker_id="studio", boot_id="1")
+    fake = ScriptedWorker(worker_id="studio", boot_id="1")
     fake.socket.close()
     prefixes.announced(announced(fake, "p", "q"))
-    assert holders(prefixes) == holders(prefixes, "q") == {STUDIO}
+    assert prefix_holders(prefixes) == prefix_holders(prefixes, "q") == {STUDIO}
     prefixes.sent("p", LAPTOP, RULES)
     prefixes.announced(announced(fake, "q"))
-    assert holders(prefixes) == {LAPTOP}, "evicted there, and nowhere else"
+    assert prefix_holders(prefixes) == {LAPTOP}, "evicted there, and nowhere else"
     # One that is only not among those that are told is not evicted.
     prefixes.announced(announced(fake, "r", held=3))
-    assert holders(prefixes, "q") == holders(prefixes, "r") == {STUDIO}
+    assert prefix_holders(prefixes, "q") == prefix_holders(prefixes, "r") == {STUDIO}
 
 
 def test_what_is_being_read_is_not_forgotten_for_a_report_that_has_it_not_yet(
     prefixes: PrefixIndex,
 ) -> None:
-    fake = FakeWorker(worker_id="studio", boot_id="1")
+    fake = ScriptedWorker(worker_id="studio", boot_id="1")
     fake.socket.close()
     prefixes.announced(announced(fake, "q"))
     prefixes.sent("p", STUDIO, RULES)
     prefixes.announced(announced(fake, "q"))
-    assert holders(prefixes) == {STUDIO}
+    assert prefix_holders(prefixes) == {STUDIO}
 
 
 def worker_of(holding: tuple[str, str], in_flight: int = 0) -> WorkerView:

@@ -12,21 +12,21 @@ from gateway.routing.view import FleetView
 from policies.compiler import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
 from policies.request.profile import bypass_reasons
-from tests.support.fleet_views import fleet, worker
-from tests.support.policies import document
+from tests.support.fleet_views import fleet_view, worker_view
+from tests.support.policies import single_pool_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
 
 OLD = shipped_policy()
-NEW = read_policy(document("all", lanes=("text-mtp", "vlm")), "test")
-FLEET = fleet(worker("a"))
+NEW = read_policy(single_pool_policy("all", lanes=("text-mtp", "vlm")), "test")
+FLEET = fleet_view(worker_view("a"))
 NOBODY = FleetView.of((), frozenset())
 
 
 async def moves(
-    recent: RecentCases, old: PolicyDocument, new: PolicyDocument, fleet: FleetView
+    recent: RecentCases, old: PolicyDocument, new: PolicyDocument, fleet_view: FleetView
 ) -> Moves:
     return await recent.moves(
-        old, new, fleet, rng=Random(0), pause=functools.partial(asyncio.sleep, 0)
+        old, new, fleet_view, rng=Random(0), pause=functools.partial(asyncio.sleep, 0)
     )
 
 
@@ -42,7 +42,7 @@ async def test_the_same_policy_moves_nothing_whatever_the_fleet_is() -> None:
     recent = RecentCases()
     for profile in (GREEDY, SAMPLED):
         recent.remember(RoutingRequest(OLD, profile))
-    for view in (FLEET, fleet(worker("a", text_mtp=9)), NOBODY):
+    for view in (FLEET, fleet_view(worker_view("a", text_mtp=9)), NOBODY):
         counted = await moves(recent, OLD, OLD, view)
         assert all(before == after for before, after in counted)
     assert await moves(recent, OLD, NEW, NOBODY) == {("none", "none"): 2}

@@ -15,7 +15,7 @@ from gateway.routing.view import LaneView, WorkerView
 from policies.compiler import Asker
 from policies.document import PolicyDocument, read_policy, shipped_policy
 from policies.request.profile import Bypass, Endpoint, RequestProfile, Sampling
-from tests.support.fleet_views import fleet, worker
+from tests.support.fleet_views import fleet_view, worker_view
 from tests.support.request_profiles import GREEDY, SAMPLED
 from tests.support.scripted_worker import lane_report
 
@@ -24,12 +24,14 @@ PICTURE = GREEDY._replace(media=(("image", 1),))
 
 
 def chosen(profile: RequestProfile, *workers: WorkerView, seed: int = 0) -> tuple[str, str, str]:
-    first = decide(RoutingRequest(POLICY, profile), fleet(*workers), Random(seed)).candidates[0]
+    first = decide(RoutingRequest(POLICY, profile), fleet_view(*workers), Random(seed)).candidates[
+        0
+    ]
     return first.pool, first.worker_id, first.reason
 
 
 def test_each_kind_of_request_gets_its_lane_and_its_reason() -> None:
-    mac = worker("mac")
+    mac = worker_view("mac")
     assert chosen(GREEDY, mac) == ("text-mtp", "mac", "eligible")
     assert chosen(SAMPLED, mac) == ("vlm", "mac", "non_greedy_sampling")
     assert chosen(PICTURE, mac) == ("vlm", "mac", "media")
@@ -42,11 +44,11 @@ def test_the_least_loaded_worker_is_first_relative_to_its_slots() -> None:
 
 
 def test_between_equal_lanes_the_less_busy_machine_is_first() -> None:
-    assert chosen(GREEDY, worker("a", vlm=3), worker("b"))[1] == "b"
+    assert chosen(GREEDY, worker_view("a", vlm=3), worker_view("b"))[1] == "b"
 
 
 def test_ties_are_broken_by_the_dice_that_are_passed_in() -> None:
-    macs = [worker(name) for name in "abcd"]
+    macs = [worker_view(name) for name in "abcd"]
     firsts = Counter(chosen(GREEDY, *macs, seed=seed)[1] for seed in range(200))
     assert set(firsts) == set("abcd")
     assert min(firsts.values()) > 20
@@ -55,7 +57,9 @@ def test_ties_are_broken_by_the_dice_that_are_passed_in() -> None:
 
 def test_the_second_pool_comes_behind_all_of_the_first() -> None:
     decision = decide(
-        RoutingRequest(POLICY, GREEDY), fleet(worker("a", text_mtp=9), worker("b")), Random(0)
+        RoutingRequest(POLICY, GREEDY),
+        fleet_view(worker_view("a", text_mtp=9), worker_view("b")),
+        Random(0),
     )
     assert [(one.pool, one.worker_id) for one in decision.candidates] == [
         ("text-mtp", "b"),
@@ -82,7 +86,7 @@ def test_without_a_speculating_lane_the_reason_says_why(
     assert chosen(SAMPLED, both) == ("vlm", "mac", "non_greedy_sampling")
     alone = WorkerView.of("mac", ("demo",), (idle,))
     assert chosen(GREEDY, alone) == ("text-mtp", "mac", reason), "the last resort still answers"
-    assert chosen(GREEDY, alone, worker("b")) == ("text-mtp", "b", "eligible")
+    assert chosen(GREEDY, alone, worker_view("b")) == ("text-mtp", "b", "eligible")
 
 
 def test_drafting_that_does_not_pay_for_the_batch_it_would_join_is_the_reason() -> None:
@@ -97,8 +101,10 @@ def test_drafting_that_does_not_pay_for_the_batch_it_would_join_is_the_reason() 
 
 
 def test_only_workers_of_the_model_are_asked() -> None:
-    assert chosen(GREEDY, worker("a", model="other"), worker("b"))[1] == "b"
-    nobody = decide(RoutingRequest(POLICY, GREEDY), fleet(worker("a", model="other")), Random(0))
+    assert chosen(GREEDY, worker_view("a", model="other"), worker_view("b"))[1] == "b"
+    nobody = decide(
+        RoutingRequest(POLICY, GREEDY), fleet_view(worker_view("a", model="other")), Random(0)
+    )
     assert nobody.candidates == ()
 
 
@@ -155,7 +161,7 @@ def labelled(name: str, *labels: str, busy: int = 0, model: str = "demo") -> Wor
     ],
 )
 def test_a_pool_takes_the_workers_that_it_names(workers: dict[str, Any], taken: str) -> None:
-    macs = fleet(labelled("a", "big"), labelled("b", "new"), labelled("c"))
+    macs = fleet_view(labelled("a", "big"), labelled("b", "new"), labelled("c"))
     found = decide(
         RoutingRequest(pools_of({"workers": workers}), SAMPLED), macs, Random(0)
     ).candidates
@@ -164,7 +170,7 @@ def test_a_pool_takes_the_workers_that_it_names(workers: dict[str, Any], taken: 
 
 def test_an_idle_worker_of_weight_two_gets_twice_the_requests() -> None:
     policy = pools_of({"weights": {"big": 2}})
-    macs = fleet(labelled("a", "big"), labelled("b"), labelled("c"))
+    macs = fleet_view(labelled("a", "big"), labelled("b"), labelled("c"))
     firsts = Counter(
         decide(RoutingRequest(policy, SAMPLED), macs, Random(seed)).candidates[0].worker_id
         for seed in range(4000)
@@ -179,7 +185,7 @@ def test_a_busy_worker_of_weight_two_carries_twice_the_requests() -> None:
     busy = dict.fromkeys(labels, 0)
     rng = Random(0)
     for _ in range(1100):
-        macs = fleet(*(labelled(name, *labels[name], busy=busy[name]) for name in labels))
+        macs = fleet_view(*(labelled(name, *labels[name], busy=busy[name]) for name in labels))
         busy[decide(RoutingRequest(policy, SAMPLED), macs, rng).candidates[0].worker_id] += 1
     assert busy == {"a": 400, "b": 200, "c": 100, "d": 400}, "of two weights the larger counts"
 
@@ -196,7 +202,7 @@ def test_a_route_may_depend_on_who_asks_and_when() -> None:
         },
         "test",
     )
-    macs = fleet(labelled("a", "old", busy=1), labelled("b"))
+    macs = fleet_view(labelled("a", "old", busy=1), labelled("b"))
     decisions = [
         decide(RoutingRequest(policy, SAMPLED, asker), macs, Random(0))
         for asker in (Asker(team="a", minute_of_week=1), Asker(team="a", minute_of_week=720))
@@ -207,7 +213,9 @@ def test_a_route_may_depend_on_who_asks_and_when() -> None:
 
 
 def candidates(policy: PolicyDocument, profile: RequestProfile) -> tuple[Any, ...]:
-    return decide(RoutingRequest(policy, profile), fleet(worker("mac")), Random(0)).candidates
+    return decide(
+        RoutingRequest(policy, profile), fleet_view(worker_view("mac")), Random(0)
+    ).candidates
 
 
 PROFILES = st.builds(
@@ -224,7 +232,7 @@ PROFILES = st.builds(
 )
 WORKERS = st.lists(
     st.builds(
-        worker,
+        worker_view,
         st.sampled_from("abcdef"),
         st.sampled_from(["demo", "other"]),
         text_mtp=st.integers(0, 9),
@@ -239,7 +247,7 @@ WORKERS = st.lists(
 def test_every_decision_is_possible_ranked_and_reasoned(
     profile: RequestProfile, workers: list[WorkerView], seed: int
 ) -> None:
-    view = fleet(*workers)
+    view = fleet_view(*workers)
     decision = decide(RoutingRequest(POLICY, profile), view, Random(seed))
     assert decision == decide(RoutingRequest(POLICY, profile), view, Random(seed))
     by_id = {one.worker_id: one for one in workers}

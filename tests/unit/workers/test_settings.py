@@ -16,7 +16,7 @@ from workers.server.settings import UnusableSettings, advertised_url, default_wo
 
 
 @pytest.fixture(autouse=True)
-def _nothing_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Run in an empty folder, without the settings of a Paceline that its owner may run."""
     monkeypatch.chdir(tmp_path)
     for name in ("JOIN_TOKEN", "CONFIG", "WORKER_PORT", "WORKER_LANES", "WORKER_LABELS"):
