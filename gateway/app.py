@@ -38,18 +38,18 @@ from gateway.status.events import Feed
 from gateway.status.render import DEFAULT_WINDOW, window_s
 
 
-class Front:
+class GatewayApp:
     """The whole gateway as one ASGI application, with a way to end it well."""
 
-    def __init__(self, line: Gateway) -> None:
-        self.line = line
-        self.relay = ProxyHandler(line)
-        self._hosts = Hosts(line.settings)
-        take = state.snapshots(line, self.relay)
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.proxy = ProxyHandler(gateway)
+        self._hosts = Hosts(gateway.settings)
+        take = state.snapshots(gateway, self.proxy)
         self._feed = Feed(functools.partial(take, window_s(DEFAULT_WINDOW)))
-        self._panel = _panel(line, self.relay, take, self._feed)
-        apart = line.settings.admin_port is not None
-        self.admin_door = AdminDoor(line, self._hosts) if apart else None
+        self._panel = _panel(gateway, self.proxy, take, self._feed)
+        apart = gateway.settings.admin_port is not None
+        self.admin_app = AdminApp(gateway, self._hosts) if apart else None
         """What is served on the port for admins, where they have one of their own."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,40 +64,40 @@ class Front:
             # The raw path: what is routed by anything else can be fooled (CVE-2026-48710).
             endpoint = ENDPOINTS.get(scope["path"])
         if endpoint is not None:
-            await self.relay(scope, receive, endpoint)
+            await self.proxy(scope, receive, endpoint)
         else:
             await self._panel(scope, receive, send)
 
     def leave(self) -> None:
         """Tell load balancers to send new requests elsewhere; those that come are served."""
-        self.relay.leave()
+        self.proxy.leave()
 
     def stop_taking(self) -> None:
         """Refuse new generating requests; those that run go on."""
-        self.relay.stop_taking()
+        self.proxy.stop_taking()
 
     async def drained(self) -> None:
         """Wait until no generating request runs."""
-        await self.relay.drained()
+        await self.proxy.drained()
 
     async def aclose(self) -> None:
         """Give back what was opened before the first request."""
-        if self.line.redis is not None:
-            await self.line.redis.close()
+        if self.gateway.redis is not None:
+            await self.gateway.redis.close()
 
     def cut(self) -> None:
         """End what still runs: streams with an error event."""
-        self.relay.cut()
+        self.proxy.cut()
         self._feed.end()
 
 
-class AdminDoor:
+class AdminApp:
     """The admin plane as an ASGI application of its own."""
 
-    def __init__(self, line: Gateway, hosts: Hosts) -> None:
+    def __init__(self, gateway: Gateway, hosts: Hosts) -> None:
         self._hosts = hosts
         self._panel = _bare_panel()
-        _add_admin_routes(self._panel, line)
+        _add_admin_routes(self._panel, gateway)
         self._panel.include_router(openapi.published(self._panel, relayed=False))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,48 +110,48 @@ class AdminDoor:
         await self._panel(scope, receive, send)
 
 
-async def create_app(settings: Settings, rng: Random | None = None) -> Front:
+async def create_app(settings: Settings, rng: Random | None = None) -> GatewayApp:
     """Build the gateway; connections are opened by the lifespan. May raise `StartRefused`."""
-    return Front(await build_gateway(settings, rng))
+    return GatewayApp(await build_gateway(settings, rng))
 
 
-def _panel(line: Gateway, relay: ProxyHandler, take: state.Take, feed: Feed) -> FastAPI:
+def _panel(gateway: Gateway, proxy: ProxyHandler, take: state.Take, feed: Feed) -> FastAPI:
     """Build what FastAPI holds; its lifespan holds the connections of the whole gateway."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         async with (
-            line.access_log,
-            line.traces or contextlib.nullcontext(),
-            relay.upstream,
-            line.control,
-            line.probes,
-            line.sharing,
-            line.keeping,
+            gateway.access_log,
+            gateway.traces or contextlib.nullcontext(),
+            proxy.upstream,
+            gateway.control,
+            gateway.probes,
+            gateway.sharing,
+            gateway.keeping,
         ):
             yield
 
     panel = _bare_panel(lifespan)
-    panel.include_router(state.probes(line, relay))
-    panel.include_router(state.status(line, take, feed))
+    panel.include_router(state.probes(gateway, proxy))
+    panel.include_router(state.status(gateway, take, feed))
     panel.include_router(page.dashboard())
-    panel.include_router(models.models(line))
-    panel.include_router(explain.explanation(line))
-    panel.include_router(admin.joining(line))
-    if line.settings.admin_port is None:
-        _add_admin_routes(panel, line)
+    panel.include_router(models.models(gateway))
+    panel.include_router(explain.explanation(gateway))
+    panel.include_router(admin.joining(gateway))
+    if gateway.settings.admin_port is None:
+        _add_admin_routes(panel, gateway)
     panel.include_router(openapi.published(panel, relayed=True))
     return panel
 
 
-def _add_admin_routes(panel: FastAPI, line: Gateway) -> None:
+def _add_admin_routes(panel: FastAPI, gateway: Gateway) -> None:
     """Add what only admins may do; workers join where requests come in."""
     panel.include_router(page.admin_page())
-    panel.include_router(admin.workers(line))
-    panel.include_router(policy.versions(line))
-    panel.include_router(policy.proposals(line))
-    panel.include_router(keys.keys(line))
-    panel.include_router(usage.usage(line))
+    panel.include_router(admin.workers(gateway))
+    panel.include_router(policy.versions(gateway))
+    panel.include_router(policy.proposals(gateway))
+    panel.include_router(keys.keys(gateway))
+    panel.include_router(usage.usage(gateway))
 
 
 def _bare_panel(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:

@@ -54,15 +54,15 @@ class Gateway:
     """Everything that the data plane and the admin plane share."""
 
     settings: Settings
-    book: PolicyStore
-    watch: PolicyWatch
-    recent: RecentCases
+    policy_store: PolicyStore
+    policy_file: PolicyWatch
+    recent_requests: RecentCases
     fleet: WorkerRegistry
     cordons: Cordons
     store: Store
     records: Records
     keyring: Keyring
-    keys: KeyStore
+    key_store: KeyStore
     keeping: Keeping
     access_log: AbstractAsyncContextManager[object]
     """What is written of each request, where it is."""
@@ -70,10 +70,10 @@ class Gateway:
     """Where spans go, where they are asked for."""
     accounting: Accounting
     windows: Windows
-    dispatch: Scheduler
+    scheduler: Scheduler
     prefix_names: PrefixNames
-    prefixes: PrefixIndex
-    listed_keys: Mapping[str, str]
+    prefix_index: PrefixIndex
+    worker_keys: Mapping[str, str]
     """The secrets of listed workers, by the id of the worker."""
     control: Control
     sharing: ClusterSync
@@ -82,7 +82,7 @@ class Gateway:
     probes: Probes
     clock: Callable[[], float]
     """Monotonic seconds."""
-    week: WeekClock
+    week_clock: WeekClock
     wall: Callable[[], float]
     """The time of the day, in seconds since the epoch."""
     rng: Random
@@ -131,30 +131,30 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Gat
     accounting = Accounting(store, ledger, access_log, wall)
     return Gateway(
         settings=settings,
-        book=book,
-        watch=PolicyWatch(book, settings.policy),
-        recent=RecentCases(),
+        policy_store=book,
+        policy_file=PolicyWatch(book, settings.policy),
+        recent_requests=RecentCases(),
         fleet=fleet,
         cordons=cordons,
         store=store,
         records=records,
         keyring=keyring,
-        keys=keys,
+        key_store=keys,
         keeping=Keeping(records, ledger, wall, (keys.refresh, cordons.refresh, book.catch_up)),
         access_log=access_log or contextlib.nullcontext(),
         traces=traces,
         accounting=accounting,
         windows=Windows(accounting.figures, clock),
-        dispatch=dispatch,
+        scheduler=dispatch,
         prefix_names=PrefixNames(secret),
-        prefixes=prefixes,
-        listed_keys=listed_keys,
+        prefix_index=prefixes,
+        worker_keys=listed_keys,
         control=control,
         redis=link,
         sharing=ClusterSync(shared, neighbours),
         probes=Probes(settings.workers, listed_keys, fleet, dispatch, store),
         clock=clock,
-        week=WeekClock(wall),
+        week_clock=WeekClock(wall),
         wall=wall,
         rng=rng,
     )

@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 import uvicorn
 
-from gateway.app import AdminDoor, Front, create_app
+from gateway.app import AdminApp, GatewayApp, create_app
 from gateway.config import policy_file
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import base_url, check_secrets, ensure_join_token, is_loopback
@@ -112,8 +112,8 @@ async def serve(
     ):
         async with contextlib.aclosing(await create_app(settings)) as app:
             if not is_loopback(settings.host):
-                app.line.keyring.always_demand()
-            if unkeyed is not None and not app.line.keyring.demanding:
+                app.gateway.keyring.always_demand()
+            if unkeyed is not None and not app.gateway.keyring.demanding:
                 unkeyed()
             async with _serving_admins(app, settings, admin_listener, admin_started):
                 address = _address(settings.host, listener)
@@ -127,7 +127,11 @@ async def serve(
 
 
 async def _until_the_end(
-    app: Front, settings: Settings, ending: Ending, server: _Server, serving: asyncio.Task[None]
+    app: GatewayApp,
+    settings: Settings,
+    ending: Ending,
+    server: _Server,
+    serving: asyncio.Task[None],
 ) -> None:
     """Wait until the end is asked for, and come to it step by step."""
     try:
@@ -144,16 +148,16 @@ async def _until_the_end(
 
 
 @contextlib.asynccontextmanager
-async def _watching(app: Front, server: _Server) -> AsyncIterator[None]:
+async def _watching(app: GatewayApp, server: _Server) -> AsyncIterator[None]:
     """Watch connections, the event loop and the policy for as long as the context lasts."""
-    line = app.line
+    gateway = app.gateway
     watching = (
         asyncio.create_task(sweep(server.server_state.connections)),
-        asyncio.create_task(keep_measuring(app.relay.load.lag, line.fleet.excuse)),
+        asyncio.create_task(keep_measuring(app.proxy.load.lag, gateway.fleet.excuse)),
     )
     try:
         async with PeriodicTasks(
-            [(line.watch.look, policy_file.LOOK_S), (line.windows.step, STEP_S)]
+            [(gateway.policy_file.look, policy_file.LOOK_S), (gateway.windows.step, STEP_S)]
         ):
             yield
     finally:
@@ -163,17 +167,17 @@ async def _watching(app: Front, server: _Server) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def _serving_admins(
-    app: Front,
+    app: GatewayApp,
     settings: Settings,
     listener: socket.socket | None,
     started: Callable[[str], None] | None,
 ) -> AsyncIterator[None]:
     """Serve admins on their own port, where they have one, for as long as the context lasts."""
-    if app.admin_door is None or listener is None:
+    if app.admin_app is None or listener is None:
         yield
         return
     opened = asyncio.Event()
-    server = _Server(_config(app.admin_door, settings, lifespan="off"), on_started=opened.set)
+    server = _Server(_config(app.admin_app, settings, lifespan="off"), on_started=opened.set)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="admin")
     sweeping = asyncio.create_task(sweep(server.server_state.connections))
     try:
@@ -204,7 +208,7 @@ async def _first_of(
 
 
 def _config(
-    app: Front | AdminDoor, settings: Settings, *, lifespan: Literal["on", "off"]
+    app: GatewayApp | AdminApp, settings: Settings, *, lifespan: Literal["on", "off"]
 ) -> uvicorn.Config:
     connection = functools.partial(
         DownstreamProtocol,

@@ -38,7 +38,7 @@ _AdminKey = Annotated[object, Security(_named("adminKey", "`PACELINE_ADMIN_KEY`.
 _JoinToken = Annotated[object, Security(_named("joinToken", "What workers join with."))]
 
 
-def with_data_key(line: Gateway) -> Guard:
+def with_data_key(gateway: Gateway) -> Guard:
     """Demand a key of the data plane, once there is one; `holder_of` tells whose it was.
 
     Until then nothing is taken from a page of another site.
@@ -46,8 +46,8 @@ def with_data_key(line: Gateway) -> Guard:
 
     async def guard(request: Request, _told: _DataKey = None) -> None:
         holder = ANYBODY
-        if line.keyring.demanding:
-            holder = line.keyring.find(header(request.scope, b"authorization"))
+        if gateway.keyring.demanding:
+            holder = gateway.keyring.find(header(request.scope, b"authorization"))
         elif comes_from_foreign_page(request.scope["headers"]):
             raise PageRefused
         request.state.holder = holder
@@ -61,19 +61,19 @@ def holder_of(request: Request) -> Holder:
     return holder
 
 
-def with_join_token(line: Gateway) -> Guard:
+def with_join_token(gateway: Gateway) -> Guard:
     """Demand the secret that workers share with this gateway; without one nobody joins."""
 
     async def guard(request: Request, _told: _JoinToken = None) -> None:
-        if not bears(header(request.scope, b"authorization"), line.settings.join_token):
+        if not bears(header(request.scope, b"authorization"), gateway.settings.join_token):
             raise KeyRefused
 
     return guard
 
 
-def with_admin_key(line: Gateway) -> Guard:
+def with_admin_key(gateway: Gateway) -> Guard:
     """Demand the admin key; without one this machine is trusted, unless it shows another kind."""
-    settings = line.settings
+    settings = gateway.settings
 
     async def guard(request: Request, _told: _AdminKey = None) -> None:
         offered = header(request.scope, b"authorization")
@@ -85,7 +85,7 @@ def with_admin_key(line: Gateway) -> Guard:
         peer = request.client.host if request.client else None
         if not comes_from_this_machine(peer, request.scope["headers"]):
             raise NotAllowedHere
-        if bears(offered, settings.join_token) or line.keyring.knows(offered):
+        if bears(offered, settings.join_token) or gateway.keyring.knows(offered):
             raise KeyRefused
         request.state.way_in = "loopback"
 

@@ -23,9 +23,9 @@ from policies.compiler import Asker
 from policies.request.profile import Endpoint
 
 
-def explanation(line: Gateway) -> APIRouter:
+def explanation(gateway: Gateway) -> APIRouter:
     """Hold the route of the explanation."""
-    router = APIRouter(dependencies=[Depends(with_data_key(line))])
+    router = APIRouter(dependencies=[Depends(with_data_key(gateway))])
 
     refusals = failures(*FOR_CLIENTS, *WITH_BODY, ModelUnknown, PoolsNotAllowed)
     bodies = {"anyOf": [ref(endpoint) for endpoint in Endpoint]}
@@ -35,35 +35,37 @@ def explanation(line: Gateway) -> APIRouter:
         raw = await read_small_body(
             request.scope,
             request.receive,
-            limit_bytes=line.settings.body_limit_bytes,
-            timeout_s=line.settings.body_timeout_s,
+            limit_bytes=gateway.settings.body_limit_bytes,
+            timeout_s=gateway.settings.body_timeout_s,
         )
         endpoint = Endpoint.COMPLETIONS if "prompt" in parse(raw) else Endpoint.CHAT
-        fleet, policy = line.fleet.view(), line.book.current
+        fleet, policy = gateway.fleet.view(), gateway.policy_store.current
         holder = holder_of(request)
         caller = read_caller(request.scope, policy, holder)
-        asker = read_asker(request.scope, caller, policy.compiled.headers, line.week.minute())
+        asker = read_asker(
+            request.scope, caller, policy.compiled.headers, gateway.week_clock.minute()
+        )
         inspected = inspect(raw, endpoint, policy, fleet)
         holder.check_model(inspected)
-        prefix = line.prefix_names.name(inspected, caller, policy.prefix)
+        prefix = gateway.prefix_names.name(inspected, caller, policy.prefix)
         case = RoutingRequest(policy, inspected.profile, asker, caller.pools, prefix)
         # The same dice as the next request, thrown without moving them.
         rng = Random()  # noqa: S311
-        rng.setstate(line.rng.getstate())
-        decision = decide(case, line.prefixes.mark(fleet, prefix), rng)
+        rng.setstate(gateway.rng.getstate())
+        decision = decide(case, gateway.prefix_index.mark(fleet, prefix), rng)
         if decision.barred:
             raise PoolsNotAllowed
-        return _told(inspected, asker, decision) | {"left_out": _left_out(line, fleet)}
+        return _told(inspected, asker, decision) | {"left_out": _left_out(gateway, fleet)}
 
     return router
 
 
-def _left_out(line: Gateway, fleet: FleetView) -> dict[str, str]:
+def _left_out(gateway: Gateway, fleet: FleetView) -> dict[str, str]:
     """Say of the workers that take no request now why."""
     taking = {worker.worker_id for worker in fleet.workers}
     return {
-        member.report.worker_id: worker_state(line.fleet, member)
-        for member in line.fleet.members()
+        member.report.worker_id: worker_state(gateway.fleet, member)
+        for member in gateway.fleet.members()
         if member.report.worker_id not in taking
     }
 

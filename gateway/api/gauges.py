@@ -14,11 +14,11 @@ from gateway.proxy.handler import ProxyHandler
 class Gauges(Collector):
     """Read anew each time they are asked for, so that no request pays for them."""
 
-    def __init__(self, line: Gateway, relay: ProxyHandler) -> None:
-        self._line = line
-        self._load = relay.load
-        self._upstream = relay.upstream
-        self._fleet = line.fleet
+    def __init__(self, gateway: Gateway, proxy: ProxyHandler) -> None:
+        self._gateway = gateway
+        self._load = proxy.load
+        self._upstream = proxy.upstream
+        self._fleet = gateway.fleet
 
     def collect(self) -> Iterable[Metric]:
         """Give one family for each figure."""
@@ -45,29 +45,29 @@ class Gauges(Collector):
         yield GaugeMetricFamily(
             "paceline_policy_version",
             "The version of the policy that is in force.",
-            value=self._line.book.version.number,
+            value=self._gateway.policy_store.version.number,
         )
         yield GaugeMetricFamily(
             "paceline_policy_file_refused",
             "1 while the policy file says something that cannot be in force.",
-            value=bool(self._line.watch.problem),
+            value=bool(self._gateway.policy_file.problem),
         )
         yield GaugeMetricFamily(
             "paceline_store_degraded",
             "1 while something cannot be shared with other gateways over Redis.",
-            value=bool(self._line.sharing.why_degraded),
+            value=bool(self._gateway.sharing.why_degraded),
         )
 
     def _pools(self) -> Iterable[Metric]:
         slots = _gauge("pool_slots", "Slots of workers that take requests now.", "pool")
         in_flight = _gauge("pool_in_flight", "Requests that hold a slot.", "pool")
         waiting = _gauge("pool_waiting", "Requests in line for a slot.", "pool")
-        for name, pool in self._line.book.current.pools.items():
+        for name, pool in self._gateway.policy_store.current.pools.items():
             lanes = self._fleet.lanes(name, pool)
             open_slots = sum(lane.slots for member, lane in lanes if self._fleet.opens(member))
             slots.add_metric([name], pool.bounded(open_slots))
-            in_flight.add_metric([name], self._line.dispatch.running(name))
-            waiting.add_metric([name], self._line.dispatch.waiting(name))
+            in_flight.add_metric([name], self._gateway.scheduler.running(name))
+            waiting.add_metric([name], self._gateway.scheduler.waiting(name))
         return slots, in_flight, waiting
 
     def _workers(self) -> Iterable[Metric]:

@@ -23,16 +23,16 @@ from policies.error_messages import sentence
 _TERMS_LIMIT_BYTES = 64 * 1024
 
 
-def keys(line: Gateway) -> APIRouter:
+def keys(gateway: Gateway) -> APIRouter:
     """Hold the routes under /admin/v1/keys."""
-    router = APIRouter(prefix="/admin/v1/keys", dependencies=[Depends(with_admin_key(line))])
+    router = APIRouter(prefix="/admin/v1/keys", dependencies=[Depends(with_admin_key(gateway))])
 
     async def asked(request: Request) -> dict[str, Any]:
         raw = await read_small_body(
             request.scope,
             request.receive,
             limit_bytes=_TERMS_LIMIT_BYTES,
-            timeout_s=line.settings.body_timeout_s,
+            timeout_s=gateway.settings.body_timeout_s,
         )
         return parse(raw)
 
@@ -48,21 +48,21 @@ def keys(line: Gateway) -> APIRouter:
         openapi_extra=terms,
     )
     async def create(request: Request) -> Response:
-        record, secret = await line.keys.create(_terms({}, await asked(request), line))
-        told = {**_told(record, line), "secret": secret}
+        record, secret = await gateway.key_store.create(_terms({}, await asked(request), gateway))
+        told = {**_told(record, gateway), "secret": secret}
         # The only answer that ever holds a secret: nothing on its way may keep it.
         headers = {"content-type": "application/json", "cache-control": "no-store"}
         return Response(to_json(told), status_code=201, headers=headers)
 
     @router.get("", responses=told)
     async def listing() -> dict[str, Any]:
-        await line.keys.refresh()
-        return {"keys": [_told(record, line) for record in line.keyring.records.values()]}
+        await gateway.key_store.refresh()
+        return {"keys": [_told(record, gateway) for record in gateway.keyring.records.values()]}
 
     @router.get("/{name}", responses=one_told | success(ref("Key")))
     async def one(name: str) -> dict[str, Any]:
-        await line.keys.refresh()
-        return _told(line.keys.find(name), line)
+        await gateway.key_store.refresh()
+        return _told(gateway.key_store.find(name), gateway)
 
     @router.patch(
         "/{name}",
@@ -74,18 +74,18 @@ def keys(line: Gateway) -> APIRouter:
         patch = await asked(request)
 
         def patched(terms: KeyTerms) -> KeyTerms:
-            return _terms(terms.model_dump(mode="json"), patch, line)
+            return _terms(terms.model_dump(mode="json"), patch, gateway)
 
-        return _told(await line.keys.change(name, patched), line)
+        return _told(await gateway.key_store.change(name, patched), gateway)
 
     @router.delete("/{name}", responses=one_told | success(ref("Key")))
     async def revoke(name: str) -> dict[str, Any]:
-        return _told(await line.keys.revoke(name), line)
+        return _told(await gateway.key_store.revoke(name), gateway)
 
     return router
 
 
-def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], line: Gateway) -> KeyTerms:
+def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], gateway: Gateway) -> KeyTerms:
     """Merge as JSON Merge Patch does, null for none; raise `FieldInvalid` naming what is wrong."""
     both = {**before, **patch}
     known = KeyTerms.model_fields
@@ -98,16 +98,18 @@ def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], line: Gateway) -
             for problem in invalid.errors(include_url=False, include_input=False)
         ]
     else:
-        problems = _senseless(terms, patch, line)
+        problems = _senseless(terms, patch, gateway)
         if not problems:
             return terms
     text = "; ".join(f"{field}: {what}" for field, what in problems)
     raise FieldInvalid(f"{text}.", param=problems[0][0] or None)
 
 
-def _senseless(terms: KeyTerms, patch: Mapping[str, Any], line: Gateway) -> list[tuple[str, str]]:
+def _senseless(
+    terms: KeyTerms, patch: Mapping[str, Any], gateway: Gateway
+) -> list[tuple[str, str]]:
     """Find what is said here, well written, and would do nothing, or not what was meant."""
-    policy = line.book.current
+    policy = gateway.policy_store.current
     aliases = {alias: name for name, model in policy.models.items() for alias in model.aliases}
     problems = [
         (f"models.{index}", f"'{name}' is an alias; say '{aliases[name]}'")
@@ -120,12 +122,12 @@ def _senseless(terms: KeyTerms, patch: Mapping[str, Any], line: Gateway) -> list
         if name not in policy.pools
     ]
     expires_at = terms.expires_at if "expires_at" in patch else None
-    if expires_at is not None and expires_at.timestamp() <= line.wall():
+    if expires_at is not None and expires_at.timestamp() <= gateway.wall():
         problems.append(("expires_at", "this time is over"))
     return problems
 
 
-def _told(record: KeyRecord, line: Gateway) -> dict[str, Any]:
+def _told(record: KeyRecord, gateway: Gateway) -> dict[str, Any]:
     """Tell all of a key but what opens anything."""
-    state = record.ended(line.wall()) or "active"
+    state = record.ended(gateway.wall()) or "active"
     return {**record.model_dump(mode="json", exclude={"digest"}), "state": state}

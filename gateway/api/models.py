@@ -15,19 +15,19 @@ from gateway.errors import ModelUnknown
 from policies.evaluate import ANY_MODEL, resolve_model
 
 
-def models(line: Gateway) -> APIRouter:
+def models(gateway: Gateway) -> APIRouter:
     """Hold the routes under /v1/models."""
-    router = APIRouter(prefix="/v1/models", dependencies=[Depends(with_data_key(line))])
+    router = APIRouter(prefix="/v1/models", dependencies=[Depends(with_data_key(gateway))])
 
     @router.get("", responses=failures(*FOR_CLIENTS))
     async def listing(request: Request) -> dict[str, Any]:
-        names = _names(line, holder_of(request))
+        names = _names(gateway, holder_of(request))
         entries = [_entry(name, root) for name, root in names.items()]
         return {"object": "list", "data": entries}
 
     @router.get("/{name:path}", responses=failures(*FOR_CLIENTS, ModelUnknown))
     async def one(name: str, request: Request) -> dict[str, Any]:
-        root = _names(line, holder_of(request)).get(name)
+        root = _names(gateway, holder_of(request)).get(name)
         if root is None:
             raise ModelUnknown(name)
         return _entry(name, root)
@@ -35,10 +35,10 @@ def models(line: Gateway) -> APIRouter:
     return router
 
 
-def _names(line: Gateway, holder: Holder) -> dict[str, str]:
+def _names(gateway: Gateway, holder: Holder) -> dict[str, str]:
     """Map every name that would be answered now to the model behind it."""
-    served = line.fleet.view().served_models
-    policy = line.book.current
+    served = gateway.fleet.view().served_models
+    policy = gateway.policy_store.current
     aliases = [alias for model in policy.models.values() for alias in model.aliases]
     asked = [*sorted(served), *aliases, ANY_MODEL]
     resolved = {name: resolve_model(policy, name, served) for name in asked}

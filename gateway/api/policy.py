@@ -104,13 +104,13 @@ class Offer(NamedTuple):
             raise PolicyInvalid("", (Problem("", "it is not UTF-8"),)) from None
 
 
-async def read_offer(line: Gateway, request: Request, *kinds: str) -> Offer:
+async def read_offer(gateway: Gateway, request: Request, *kinds: str) -> Offer:
     """Read a body of one of these kinds; raise a `RequestRefused`."""
     named = (header(request.scope, b"content-type") or b"").decode("latin-1")
     kind = named.partition(";")[0].strip().lower()
     if kind not in kinds:
         raise MediaTypeRefused(", ".join(kinds))
-    return Offer(kind, await _body(line, request))
+    return Offer(kind, await _body(gateway, request))
 
 
 async def read_proposal(offer: Offer, *, patched: Document | None) -> Proposal:
@@ -123,10 +123,10 @@ async def read_proposal(offer: Offer, *, patched: Document | None) -> Proposal:
     return await asyncio.to_thread(offer.whole)
 
 
-async def read_number(line: Gateway, request: Request) -> int:
+async def read_number(gateway: Gateway, request: Request) -> int:
     """Read `{"version": 3}`; raise a `RequestRefused`."""
     try:
-        body = from_json(await _body(line, request))
+        body = from_json(await _body(gateway, request))
     except ValueError:
         raise BodyNotJson from None
     number = body.get("version") if isinstance(body, dict) and len(body) == 1 else None
@@ -157,12 +157,12 @@ def refused(invalid: PolicyInvalid) -> PolicyRefused:
     return PolicyRefused(all_told(invalid), param=invalid.problems[0].field or None)
 
 
-async def _body(line: Gateway, request: Request) -> bytes:
+async def _body(gateway: Gateway, request: Request) -> bytes:
     return await read_small_body(
         request.scope,
         request.receive,
         limit_bytes=_LIMIT_BYTES,
-        timeout_s=line.settings.body_timeout_s,
+        timeout_s=gateway.settings.body_timeout_s,
     )
 
 
@@ -177,10 +177,10 @@ _ROLLBACK = {
 }
 
 
-def versions(line: Gateway) -> APIRouter:
+def versions(gateway: Gateway) -> APIRouter:
     """Hold the routes that read and change the policy."""
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
-    book = line.book
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(gateway))])
+    book = gateway.policy_store
 
     version_told = {"type": "object", "required": ["number", "etag", "author", "note", "warnings"]}
     refusals = (*FOR_ADMINS, *KEPT, *WITH_POLICY)
@@ -196,7 +196,7 @@ def versions(line: Gateway) -> APIRouter:
 
     async def edit(request: Request, *kinds: str, patches: bool) -> dict[str, Any]:
         base, signature = await read_base(request, book), read_signature(request)
-        offer = await read_offer(line, request, *kinds)
+        offer = await read_offer(gateway, request, *kinds)
         try:
             proposal = await read_proposal(offer, patched=base.document if patches else None)
             version = await book.apply(proposal, Reason.EDIT, signature, onto=base)
@@ -232,7 +232,7 @@ def versions(line: Gateway) -> APIRouter:
     async def rollback(request: Request) -> dict[str, Any]:
         base = await read_base(request, book)
         author, note = read_author(request), read_note(request)
-        number = await read_number(line, request)
+        number = await read_number(gateway, request)
         earlier = await book.find(number)
         back = f"back to version {number}"
         signature = Signature(author, f"{back}: {note}" if note else back)
@@ -262,17 +262,17 @@ def versions(line: Gateway) -> APIRouter:
     return router
 
 
-def proposals(line: Gateway) -> APIRouter:
+def proposals(gateway: Gateway) -> APIRouter:
     """Hold the routes that tell what would become of a policy, or a patch, without applying it."""
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
-    book = line.book
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(gateway))])
+    book = gateway.policy_store
     kinds = (JSON, YAML, MERGE_PATCH)
 
     told = failures(*FOR_ADMINS, BodyTooSlow, BodyTooLarge, MediaTypeRefused)
 
     @router.post("/validate", responses=told, openapi_extra=takes({}, *kinds))
     async def validate(request: Request) -> dict[str, Any]:
-        offer = await read_offer(line, request, *kinds)
+        offer = await read_offer(gateway, request, *kinds)
         patched = book.version.document if offer.kind == MERGE_PATCH else None
         try:
             proposal = await read_proposal(offer, patched=patched)
@@ -287,7 +287,7 @@ def proposals(line: Gateway) -> APIRouter:
     @router.post("/diff", responses=refusals, openapi_extra=takes({}, *kinds))
     async def diff(request: Request) -> dict[str, Any]:
         base, policy = book.version, book.current
-        offer = await read_offer(line, request, *kinds)
+        offer = await read_offer(gateway, request, *kinds)
         patched = base.document if offer.kind == MERGE_PATCH else None
         try:
             proposal = await read_proposal(offer, patched=patched)
@@ -295,10 +295,10 @@ def proposals(line: Gateway) -> APIRouter:
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
         changes = await asyncio.to_thread(differences, base.document, proposal.document)
-        moves = await line.recent.moves(
+        moves = await gateway.recent_requests.moves(
             policy,
             proposal.policy,
-            line.fleet.view(),
+            gateway.fleet.view(),
             rng=Random(0),  # noqa: S311  # which worker of a pool does not matter here
             pause=functools.partial(asyncio.sleep, 0),
         )

@@ -33,7 +33,7 @@ _SOURCES: Mapping[Reason, Literal["shipped", "file", "admin"]] = {
 }
 
 
-def probes(line: Gateway, relay: ProxyHandler) -> APIRouter:
+def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
     """Hold what load balancers and Prometheus ask: they have no key, and it tells no secret."""
     router = APIRouter()
 
@@ -49,19 +49,19 @@ def probes(line: Gateway, relay: ProxyHandler) -> APIRouter:
     @router.get("/health", response_class=PlainTextResponse, responses=failures() | not_ready)
     @router.get("/readyz", response_class=PlainTextResponse, responses=failures() | not_ready)
     async def readyz() -> PlainTextResponse:
-        if relay.leaving:
+        if proxy.leaving:
             return PlainTextResponse("stopping\n", status_code=503)
-        if not line.fleet.view().workers:
+        if not gateway.fleet.view().workers:
             return PlainTextResponse("no worker\n", status_code=503)
-        why = line.sharing.why_degraded
+        why = gateway.sharing.why_degraded
         return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
 
     @router.get("/metrics", response_class=PlainTextResponse, responses=failures())
     async def metrics() -> Response:
-        await line.control.refresh()
-        reports = await line.store.reports()
+        await gateway.control.refresh()
+        reports = await gateway.store.reports()
         text = exposition(
-            GatewayFigures(line.accounting), WorkerFigures(reports), Gauges(line, relay)
+            GatewayFigures(gateway.accounting), WorkerFigures(reports), Gauges(gateway, proxy)
         )
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 
@@ -83,21 +83,21 @@ class Watching(Response):
         await self._feed.show(scope, self._allowed)
 
 
-def snapshots(line: Gateway, relay: ProxyHandler) -> Take:
+def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
     """Return what takes one snapshot of the whole state."""
-    began_s = line.clock()
+    began_s = gateway.clock()
 
     async def take(asked_s: float) -> Status:
-        await line.control.refresh()
-        reports, counts = await line.store.reports(), await line.store.counts()
+        await gateway.control.refresh()
+        reports, counts = await gateway.store.reports(), await gateway.store.counts()
         # From here on nothing is waited for, so that all is of one moment.
-        recently = Recently(line.windows, asked_s)
+        recently = Recently(gateway.windows, asked_s)
         return render(
-            around=_around(line, relay, recently, line.clock() - began_s),
-            policy=line.book.current,
-            fleet=line.fleet,
-            in_line=line.dispatch.waiting,
-            in_flight=line.dispatch.running,
+            around=_around(gateway, proxy, recently, gateway.clock() - began_s),
+            policy=gateway.policy_store.current,
+            fleet=gateway.fleet,
+            in_line=gateway.scheduler.waiting,
+            in_flight=gateway.scheduler.running,
             reports=reports,
             counts=counts,
             recently=recently,
@@ -106,9 +106,9 @@ def snapshots(line: Gateway, relay: ProxyHandler) -> Take:
     return take
 
 
-def status(line: Gateway, take: Take, feed: Feed) -> APIRouter:
+def status(gateway: Gateway, take: Take, feed: Feed) -> APIRouter:
     """Hold the whole state, once and as a stream of events."""
-    guard = with_data_key(line)
+    guard = with_data_key(gateway)
 
     async def sees_all(request: Request) -> None:
         if not holder_of(request).sees_all:
@@ -148,32 +148,32 @@ def _check_alone(request: Request, name: str) -> None:
         raise FieldInvalid(f"There is one query parameter, '{name}', once.", param=name)
 
 
-def _around(line: Gateway, relay: ProxyHandler, recently: Recently, uptime_s: float) -> Around:
+def _around(gateway: Gateway, proxy: ProxyHandler, recently: Recently, uptime_s: float) -> Around:
     return Around(
-        unix_s=round(line.wall(), 3),
+        unix_s=round(gateway.wall(), 3),
         gateway=GatewayStatus(
-            ready=not relay.leaving and bool(line.fleet.view().workers),
-            stopping=relay.leaving,
+            ready=not proxy.leaving and bool(gateway.fleet.view().workers),
+            stopping=proxy.leaving,
             uptime_s=round(uptime_s, 3),
-            requests_in_flight=relay.load.requests,
-            event_loop_lag_s=round(relay.load.lag.worst_s, 4),
+            requests_in_flight=proxy.load.requests,
+            event_loop_lag_s=round(proxy.load.lag.worst_s, 4),
             added_s=recently.added_s(),
         ),
-        store=Store(**line.sharing.told()),
-        policy=_policy(line),
-        retries_denied=relay.upstream.retries.denied,
-        quarantined=len(relay.upstream.quarantine),
-        prefixes_known=len(line.prefixes),
-        prefixes_untrue=line.prefixes.untrue,
+        store=Store(**gateway.sharing.told()),
+        policy=_policy(gateway),
+        retries_denied=proxy.upstream.retries.denied,
+        quarantined=len(proxy.upstream.quarantine),
+        prefixes_known=len(gateway.prefix_index),
+        prefixes_untrue=gateway.prefix_index.untrue,
     )
 
 
-def _policy(line: Gateway) -> Policy:
+def _policy(gateway: Gateway) -> Policy:
     """Tell which version of the policy is in force, and what keeps the file from it."""
-    version = line.book.version
+    version = gateway.policy_store.version
     return Policy(
         version=version.number,
         etag=version.etag,
         source=_SOURCES[version.reason],
-        file_problem=line.watch.problem,
+        file_problem=gateway.policy_file.problem,
     )

@@ -23,9 +23,9 @@ _SHOWN_DAYS = 31
 _COUNTS = UsageRow._fields[2:]
 
 
-def usage(line: Gateway) -> APIRouter:
+def usage(gateway: Gateway) -> APIRouter:
     """Hold the route of the usage."""
-    router = APIRouter(dependencies=[Depends(with_admin_key(line))])
+    router = APIRouter(dependencies=[Depends(with_admin_key(gateway))])
 
     asked = [
         parameter("from", "query", "The first day, in UTC.", format="date"),
@@ -41,14 +41,14 @@ def usage(line: Gateway) -> APIRouter:
     )
     async def whole(request: Request) -> Response:
         as_csv = _wants_csv(request)
-        today = day_of(line.wall())
+        today = day_of(gateway.wall())
         first = _day(request, "from", today - _SHOWN_DAYS + 1)
         last = _day(request, "to", today)
         if first > last:
             raise FieldInvalid("'from' is later than 'to'.", param="from")
-        days = await line.keeping.usage()
+        days = await gateway.keeping.usage()
         shown = {day: days[day] for day in sorted(days) if first <= day <= last}
-        names = {key: record.name for key, record in line.keyring.records.items()}
+        names = {key: record.name for key, record in gateway.keyring.records.items()}
         rows = [
             {"day": str(date_of(day)), "name": names.get(row.key, ""), **row._asdict()}
             for day, day_rows in shown.items()

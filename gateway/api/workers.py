@@ -26,9 +26,9 @@ _REPORT_LIMIT_BYTES = 256 * 1024
 _LONGEST_DRAIN_S = 600
 
 
-def joining(line: Gateway) -> APIRouter:
+def joining(gateway: Gateway) -> APIRouter:
     """Hold the routes that workers use."""
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_join_token(line))])
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_join_token(gateway))])
 
     @router.put(
         "/{worker_id}",
@@ -41,26 +41,26 @@ def joining(line: Gateway) -> APIRouter:
             request.scope,
             request.receive,
             limit_bytes=_REPORT_LIMIT_BYTES,
-            timeout_s=line.settings.body_timeout_s,
+            timeout_s=gateway.settings.body_timeout_s,
         )
         report = _read_report(raw)
         if report.worker_id != worker_id:
             raise FieldInvalid("The report is of another worker than the path.", param="worker_id")
-        line.fleet.beat(report)
-        line.prefixes.announced(report)
-        line.dispatch.serve_waiting()
-        await line.store.keep_report(report)
+        gateway.fleet.beat(report)
+        gateway.prefix_index.announced(report)
+        gateway.scheduler.serve_waiting()
+        await gateway.store.keep_report(report)
         return {"beat_s": BEAT_S}
 
     @router.delete("/{worker_id}", status_code=204, responses=failures(KeyRefused))
     async def leave(worker_id: str) -> Response:
-        line.fleet.leave(worker_id)
+        gateway.fleet.leave(worker_id)
         return Response(status_code=204)
 
     @router.get("/{worker_id}/joined", responses=failures(KeyRefused, WorkerUnknown))
     async def has_joined(worker_id: str) -> dict[str, str]:
         """Let who brings a worker learn that it may be used; all else of workers is for admins."""
-        for member in line.fleet.members():
+        for member in gateway.fleet.members():
             if member.report.worker_id == worker_id:
                 return {"worker_id": worker_id, "url": member.report.url}
         raise WorkerUnknown
@@ -68,9 +68,9 @@ def joining(line: Gateway) -> APIRouter:
     return router
 
 
-def workers(line: Gateway) -> APIRouter:
+def workers(gateway: Gateway) -> APIRouter:
     """Hold the routes in which admins look at workers, and keep new requests from them."""
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(line))])
+    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(gateway))])
 
     told = failures(*FOR_ADMINS, *KEPT, WorkerUnknown, FieldInvalid)
     signed = {"parameters": [AUTHOR]}
@@ -78,18 +78,18 @@ def workers(line: Gateway) -> APIRouter:
 
     @router.get("", responses=failures(*FOR_ADMINS))
     async def listing() -> dict[str, Any]:
-        members = {member.report.worker_id: member for member in line.fleet.members()}
-        names = [*members, *(name for name in line.cordons.by_worker if name not in members)]
-        return {"workers": [_told(line, name, members.get(name)) for name in names]}
+        members = {member.report.worker_id: member for member in gateway.fleet.members()}
+        names = [*members, *(name for name in gateway.cordons.by_worker if name not in members)]
+        return {"workers": [_told(gateway, name, members.get(name)) for name in names]}
 
     @router.put("/{worker_id}/cordon", responses=told, openapi_extra=signed)
     async def cordon(worker_id: str, request: Request) -> dict[str, Any]:
-        await line.cordons.add(worker_id, read_author(request))
-        return _one(line, worker_id)
+        await gateway.cordons.add(worker_id, read_author(request))
+        return _one(gateway, worker_id)
 
     @router.delete("/{worker_id}/cordon", status_code=204, responses=told, openapi_extra=signed)
     async def uncordon(worker_id: str, request: Request) -> Response:
-        await line.cordons.lift(worker_id, read_author(request))
+        await gateway.cordons.lift(worker_id, read_author(request))
         return Response(status_code=204)
 
     @router.post(
@@ -99,23 +99,23 @@ def workers(line: Gateway) -> APIRouter:
     )
     async def drain(worker_id: str, request: Request) -> dict[str, Any]:
         timeout_s = _drain_timeout_s(request)
-        drained = await line.cordons.drain(worker_id, read_author(request), timeout_s)
-        return {"drained": drained, **_one(line, worker_id)}
+        drained = await gateway.cordons.drain(worker_id, read_author(request), timeout_s)
+        return {"drained": drained, **_one(gateway, worker_id)}
 
     return router
 
 
-def _one(line: Gateway, worker_id: str) -> dict[str, Any]:
-    members = (member for member in line.fleet.members() if member.report.worker_id == worker_id)
-    return _told(line, worker_id, next(members, None))
+def _one(gateway: Gateway, worker_id: str) -> dict[str, Any]:
+    members = (member for member in gateway.fleet.members() if member.report.worker_id == worker_id)
+    return _told(gateway, worker_id, next(members, None))
 
 
-def _told(line: Gateway, worker_id: str, member: WorkerState | None) -> dict[str, Any]:
+def _told(gateway: Gateway, worker_id: str, member: WorkerState | None) -> dict[str, Any]:
     """Tell how a worker is; where it is gone there is only that it is cordoned."""
     told: dict[str, Any] = {
         "worker_id": worker_id,
-        "state": worker_state(line.fleet, member),
-        "in_flight": line.fleet.requests_of(worker_id),
+        "state": worker_state(gateway.fleet, member),
+        "in_flight": gateway.fleet.requests_of(worker_id),
         "lanes": [],
     }
     if member is not None:
@@ -133,9 +133,9 @@ def _told(line: Gateway, worker_id: str, member: WorkerState | None) -> dict[str
                 }
                 for lane in member.report.lanes
             ],
-            "last_beat_s_ago": round(line.fleet.age_s(member), 3),
+            "last_beat_s_ago": round(gateway.fleet.age_s(member), 3),
         }
-    cordon = line.cordons.by_worker.get(worker_id)
+    cordon = gateway.cordons.by_worker.get(worker_id)
     if cordon is not None:
         told |= {"cordoned_since": cordon.since.isoformat(), "cordoned_by": cordon.author}
     return told

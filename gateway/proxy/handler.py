@@ -76,7 +76,7 @@ class ProxyHandler:
     def __init__(self, line: Gateway) -> None:
         self._line = line
         self.upstream = Forwarder(
-            line.settings, line.listed_keys, line.dispatch, line.prefixes, line.clock
+            line.settings, line.worker_keys, line.scheduler, line.prefix_index, line.clock
         )
         line.keyring.on_end = self._end_keys
         self.load = Load(line.settings.requests_limit)
@@ -122,7 +122,7 @@ class ProxyHandler:
         """Answer one request, whatever comes, and account for it once."""
         self._enter()
         reply = ResponseWriter(scope)
-        steps = _Steps(self._line.book.current)
+        steps = _Steps(self._line.policy_store.current)
         began_s = self._line.clock()
         if self._line.traces is not None:
             steps.trace = self._line.traces.begin(scope)
@@ -192,16 +192,16 @@ class ProxyHandler:
         line, policy = self._line, steps.policy
         began_s = line.clock()
         caller = read_caller(scope, policy, steps.holder)
-        asker = read_asker(scope, caller, policy.compiled.headers, line.week.minute())
+        asker = read_asker(scope, caller, policy.compiled.headers, line.week_clock.minute())
         fleet = line.fleet.view()
         inspected = steps.inspected = inspect(raw, endpoint, policy, fleet)
         steps.holder.check_model(inspected)
         prefix = line.prefix_names.name(inspected, caller, policy.prefix)
         case = RoutingRequest(policy, inspected.profile, asker, caller.pools, prefix)
         decision = steps.decision = decide(
-            case, line.prefixes.mark(fleet, prefix), line.rng, briefly=True
+            case, line.prefix_index.mark(fleet, prefix), line.rng, briefly=True
         )
-        line.recent.remember(case)
+        line.recent_requests.remember(case)
         if decision.barred:
             raise PoolsNotAllowed
         trip = steps.trip = RequestContext(

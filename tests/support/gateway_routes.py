@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from fastapi.routing import APIRoute
 from starlette.routing import BaseRoute
 
-from gateway.app import AdminDoor, Front
+from gateway.app import AdminApp, GatewayApp
 from tests.support.page_files import page_files
 
 
@@ -37,7 +37,7 @@ def iter_routes(routes: list[BaseRoute]) -> Iterator[APIRoute]:
             yield route
 
 
-def route_paths(app: Front | AdminDoor) -> set[tuple[str, str]]:
+def route_paths(app: GatewayApp | AdminApp) -> set[tuple[str, str]]:
     """Name the routes that the gateway itself answers at a door; it relays the others."""
     return {
         (method, route.path)

@@ -95,8 +95,8 @@ def test_every_route_is_public_by_list_or_wants_a_key(
     with RunningGateway(settings) as gateway:
         gateway.send_heartbeat(worker)
         doors = {gateway.url: route_paths(app) | {("POST", path) for path in ENDPOINTS}}
-        if app.admin_door is not None:
-            doors[gateway.admin_url] = route_paths(app.admin_door)
+        if app.admin_app is not None:
+            doors[gateway.admin_url] = route_paths(app.admin_app)
         assert set().union(*doors.values()) == every
         for url, here in doors.items():
             with httpx.Client(base_url=url, timeout=30) as client:
@@ -159,8 +159,8 @@ def test_where_admins_have_a_port_what_only_they_may_do_is_there_and_nowhere_els
     tmp_path: Path,
 ) -> None:
     apart = asyncio.run(create_app(make_settings(tmp_path, admin_port=0)))
-    assert apart.admin_door is not None
-    here, there = route_paths(apart), route_paths(apart.admin_door)
+    assert apart.admin_app is not None
+    here, there = route_paths(apart), route_paths(apart.admin_app)
     assert here & there == {OPENAPI_ROUTE}, "each tells of itself"
     assert here | there | {("POST", path) for path in ENDPOINTS} == every_route(tmp_path)
     assert len(there) == len(ADMIN_PLANE) + len(ADMIN_PAGE) + 1

@@ -75,12 +75,12 @@ def test_each_port_publishes_what_it_serves(
     gateway_with_keys: RunningGateway, tmp_path: Path
 ) -> None:
     app = asyncio.run(create_app(make_settings(tmp_path, admin_port=0)))
-    assert app.admin_door is not None
+    assert app.admin_app is not None
     (_, data), (_, admin) = documents(gateway_with_keys)
     relayed = {("POST", path) for path in ENDPOINTS}
     here = {(method, path.replace(":path", "")) for method, path in route_paths(app)} | relayed
     assert named(data) == here - PAGE
-    assert named(admin) == route_paths(app.admin_door) - PAGE, "a page is for people"
+    assert named(admin) == route_paths(app.admin_app) - PAGE, "a page is for people"
     for document in (data, admin):
         for method, path, operation in operations(document):
             assert bool(operation.get("security")) == ((method, path) not in PUBLIC)
