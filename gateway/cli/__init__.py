@@ -1,59 +1,71 @@
-"""The command `paceline`: each subcommand lives in a file of its own."""
+"""The command `paceline`: each subcommand is a module, imported when it runs."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from gateway.cli import bench, explain, keys, policy, status, up, worker
-from gateway.cli import gateway as serve
-from gateway.errors import StartupError
+# The help texts are here, not in the modules, so that `paceline --help` imports none of them.
+COMMANDS = {
+    "up": "run the gateway and one worker: a working endpoint in one command",
+    "gateway": "run the gateway alone",
+    "status": "show lanes, workers and draft acceptance",
+    "policy": "show and change the policy of a running gateway",
+    "explain": "show where a request would be routed, and why",
+    "keys": "create, list and revoke API keys, and show their usage",
+    "bench": "measure any OpenAI endpoint: first token, throughput, draft acceptance",
+    "worker": "serve a model on this machine (`paceline worker --help` lists its options)",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    if arguments[:1] == ["worker"]:
-        worker.become_worker(arguments[1:])
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
     try:
-        options = _parser().parse_args(arguments)
-        run: Callable[[argparse.Namespace], int] = options.run
-        ended = run(options)
-        sys.stdout.flush()
-        return ended
-    except StartupError as refused:
-        sys.stderr.write(f"paceline: {refused}\n")
-        return 2
+        return _run(arguments)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # whoever read our output has enough, as `head` does
+    except BrokenPipeError:  # the reader of our output has enough, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _run(arguments: Sequence[str]) -> int:
+    if arguments[:1] == ["worker"]:
+        # A process of its own: the gateway's code and an engine's never share one.
+        os.execv(sys.executable, [sys.executable, "-m", "workers", *arguments[1:]])  # noqa: S606
+    options = _parser(chosen=arguments[0] if arguments else "").parse_args(arguments)
+    from gateway.errors import StartupError  # noqa: PLC0415  # loads pydantic: not for `--help`
+
+    try:
+        exit_code: int = options.run(options)
+        sys.stdout.flush()
+    except StartupError as error:
+        sys.stderr.write(f"paceline: {error}\n")
+        return 2
+    return exit_code
+
+
+def _parser(chosen: str) -> argparse.ArgumentParser:
+    """Return the parser of all commands, with the options of the chosen one alone."""
     parser = argparse.ArgumentParser(
         prog="paceline", description="One OpenAI-compatible endpoint over all of a team's Macs."
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, command in (
-        ("up", up),
-        ("gateway", serve),
-        ("status", status),
-        ("policy", policy),
-        ("explain", explain),
-        ("keys", keys),
-        ("bench", bench),
-    ):
-        subparser = commands.add_parser(name, help=command.HELP, description=command.__doc__)
-        command.add_options(subparser)
-        subparser.set_defaults(run=command.run)
-    commands.add_parser("worker", help=worker.HELP)
+    for name, summary in COMMANDS.items():
+        if name != chosen:
+            commands.add_parser(name, help=summary)
+            continue
+        module = importlib.import_module(f"gateway.cli.{name}")
+        subparser = commands.add_parser(name, help=summary, description=module.__doc__)
+        module.add_options(subparser)
+        subparser.set_defaults(run=module.run)
     return parser

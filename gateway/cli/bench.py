@@ -25,7 +25,6 @@ from gateway.loadgen.report import compare
 from gateway.loadgen.runner import Level, Measurement, Plan, measure_all
 from gateway.server import run as run_on_loop
 
-HELP = "measure any OpenAI endpoint: first token, speed, what speculation brings"
 _BUSY_SHARE = 0.8
 _PIPED_WIDTH = 120
 

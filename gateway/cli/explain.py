@@ -9,8 +9,6 @@ from pathlib import Path
 
 from gateway.cli.client import add_gateway_url, ask_gateway
 
-HELP = "say where a request would go, and why"
-
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `explain`."""

@@ -11,7 +11,6 @@ from gateway.config.settings import Settings, load_settings
 from gateway.server import Ending, serve, settle_collector
 from gateway.server import run as run_loop
 
-HELP = "run the gateway alone"
 _UNKEYED = (
     "There is no key yet: only this machine is served, and without one. "
     "`paceline keys create NAME` makes the first."

@@ -18,7 +18,6 @@ from rich.text import Text
 from gateway.cli.client import add_gateway_url, ask_admin, ask_admin_for_text
 from policies.document import Priority
 
-HELP = "make, list and revoke keys, and see what they have used"
 _PATH = "/admin/v1/keys"
 _USAGE_PATH = "/admin/v1/usage"
 _USAGE_COLUMNS = (

@@ -24,7 +24,6 @@ from gateway.cli.client import add_gateway_url, ask_admin
 from policies.document import PolicyInvalid, Problem, parse_policy
 from policies.yaml_io import write_yaml
 
-HELP = "show and change the policy of a running gateway"
 _PATH = "/admin/v1/policy"
 _JSON = {"content-type": "application/json"}
 _YAML = {"content-type": "application/yaml"}

@@ -89,7 +89,6 @@ def _looks(url: str, every_s: float) -> Iterator[tuple[Mapping[str, Any] | None,
         time.sleep(every_s)
 
 
-HELP = "show lanes, workers and what speculation brings"
 _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
     ("starting", "draining", "cordoned", "busy", "probation"), "yellow"
 )

@@ -123,7 +123,6 @@ def _network_address() -> str:
         return str(probe.getsockname()[0])
 
 
-HELP = "run the gateway and one worker: a working endpoint in one command"
 _ASK_TIMEOUT_S = 2.0
 _JOIN_POLL_S = 0.05
 _WORKERS_PATH = "/admin/v1/workers"
