@@ -105,7 +105,7 @@ class SimulatedRedisGateway(SimulatedGateway):
         self._store = RedisStore(self._link, self._boots)
         super().__init__(self._store, wall)
 
-    async def turn(self) -> None:
+    async def sync(self) -> None:
         await self._store.exchange()
         await self._boots.exchange((), ())
 
