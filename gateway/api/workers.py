@@ -48,7 +48,7 @@ def joining(gateway: Gateway) -> APIRouter:
             raise FieldInvalid("The report is of another worker than the path.", param="worker_id")
         gateway.fleet.beat(report)
         gateway.prefix_index.announced(report)
-        gateway.scheduler.serve_waiting()
+        gateway.scheduler.wake()
         await gateway.store.keep_report(report)
         return {"beat_s": BEAT_S}
 

@@ -79,7 +79,7 @@ class PeerWorkers:
                     self._prefixes.announced(report)
             elif self._is_member(report):
                 self._fleet.leave(report.worker_id)
-        self._dispatch.serve_waiting()
+        self._dispatch.wake()
 
     async def ask_silent(self) -> None:
         """Ask workers that beat elsewhere whether they are there, where nobody tells of them."""
@@ -92,7 +92,7 @@ class PeerWorkers:
 
     async def _ask(self, member: WorkerState) -> None:
         if await self._control.knock(member.report):
-            self._dispatch.serve_waiting()
+            self._dispatch.wake()
 
     def _is_member(self, report: WorkerReport) -> bool:
         return any(

@@ -74,7 +74,7 @@ class Cordons:
             if cordons != self.by_worker:
                 self.by_worker = cordons
                 self._fleet.cordon(frozenset(cordons))
-                self._dispatch.serve_waiting()
+                self._dispatch.wake()
 
     async def add(self, worker_id: str, author: str) -> None:
         """Send a worker nothing new; what runs there goes on. Raise `WorkerUnknown`."""

@@ -174,7 +174,7 @@ class Probes:
                     trouble = "another worker that joined has its id"
                 else:
                     await self._store.keep_report(worker.report)
-                    self._dispatch.serve_waiting()
+                    self._dispatch.wake()
             self._tell(worker, trouble)
             await asyncio.sleep(BEAT_S)
 

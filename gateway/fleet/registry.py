@@ -268,13 +268,13 @@ class WorkerRegistry:
         """Say whether a worker gets new requests now."""
         return self._open(member, self._clock())
 
-    def opens_in_s(self, model: str, without: frozenset[str] = NOBODY) -> float | None:
+    def opens_in_s(self, model: str) -> float | None:
         """Tell when the first worker of a model that is left alone now gets requests again."""
         now_s = self._clock()
         waits_s = [
             member.breaker.opens_at_s - now_s
-            for worker_id, member in self._members.items()
-            if member.willing and model in member.models and worker_id not in without
+            for member in self._members.values()
+            if member.willing and model in member.models
         ]
         return min((wait_s for wait_s in waits_s if wait_s > 0), default=None)
 

@@ -1,7 +1,7 @@
 """Give each request a slot of a worker: at once where one is free, else in its pool's turn.
 
 All of it runs on one event loop and without a lock: whatever may have made room (an answer that
-ended, a heartbeat, a worker that comes back) calls `serve_waiting`, which gives free slots away
+ended, a heartbeat, a worker that comes back) calls `wake`, which gives free slots away
 there and then. So a slot is never free while a request waits that could use it, and nobody who
 just arrived is faster than those in line.
 
@@ -18,7 +18,14 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from random import Random
 
-from gateway.errors import GatewayError, NoWorker, QueueFull, QueueTimeout, WorkerBusy
+from gateway.errors import (
+    GatewayError,
+    NoWorker,
+    PoolsNotAllowed,
+    QueueFull,
+    QueueTimeout,
+    WorkerBusy,
+)
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.fair_queue import FairQueue
 from gateway.fleet.registry import NOBODY, WorkerRegistry
@@ -82,33 +89,41 @@ class Scheduler:
         """Count the requests that hold a slot through this pool."""
         return self._pools[pool].running
 
-    def decide(
+    async def acquire(
+        self,
+        case: RoutingRequest,
+        caller: Caller,
+        tried: frozenset[str] = NOBODY,
+        *,
+        on_decision: Callable[[Decision], None] | None = None,
+    ) -> Lease:
+        """Decide which lane takes a request and acquire a slot there, in the queue if need be.
+
+        `tried` excludes workers. `on_decision` gets the decision before any wait. Raise
+        `PoolsNotAllowed`, `NoWorker` or `WorkerBusy` if no worker is left, `QueueFull` or
+        `QueueTimeout`. The caller must `release` the lease in the same function, however it ends.
+        """
+        decision = self._decide(case, tried, briefly=True)
+        if on_decision is not None:
+            on_decision(decision)
+        if decision.barred:
+            raise PoolsNotAllowed
+        lease = self._first_free(case, decision)
+        if lease is None and not decision.whole:
+            decision = self._decide(case, tried)
+            lease = self._first_free(case, decision)
+        if lease is not None:
+            return lease
+        if not decision.candidates:
+            raise self._no_worker(case.profile)
+        return await self._wait(case, decision, caller, tried)
+
+    def _decide(
         self, case: RoutingRequest, tried: frozenset[str], *, briefly: bool = False
     ) -> Decision:
         """Decide as of now, leaving out workers that were tried already."""
         fleet = self._prefixes.mark(self._fleet.view(without=tried), case.prefix)
         return decide(case, fleet, self._rng, briefly=briefly)
-
-    async def lease(
-        self,
-        case: RoutingRequest,
-        decision: Decision,
-        caller: Caller,
-        tried: frozenset[str] = NOBODY,
-    ) -> Lease:
-        """Take a slot, waiting for one in line; raise where none can be had in time.
-
-        Whoever takes it must `give_back`, in the same function and however it ends.
-        """
-        lease = self._first_free(case, decision)
-        if lease is None and not decision.whole:
-            decision = self.decide(case, tried)
-            lease = self._first_free(case, decision)
-        if lease is not None:
-            return lease
-        if not decision.candidates:
-            raise self.nobody(case.profile, tried)
-        return await self._wait(case, decision, caller, tried)
 
     def _first_free(self, case: RoutingRequest, decision: Decision) -> Lease | None:
         """Take a slot of the first that has one, of those that need not be waited for."""
@@ -119,17 +134,17 @@ class Scheduler:
                 return lease
         return None
 
-    def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
+    def release(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
         """Free the slot, hold what happened against the worker, and let the next one in."""
         before = lease.member.breaker
         self._pools[lease.candidate.pool].running -= 1
         self._fleet.give_back(lease, verdict, retry_after_s)
         after = lease.member.breaker  # serving those in line does not change it
         if self._waiting:
-            self.serve_waiting()
+            self.wake()
         if after is not before and after.opens_at_s > before.opens_at_s:
             delay_s = after.opens_at_s - self._clock()
-            asyncio.get_running_loop().call_later(delay_s, self.serve_waiting)
+            asyncio.get_running_loop().call_later(delay_s, self.wake)
 
     def _take(self, candidate: Candidate, policy: PolicyDocument) -> Lease | None:
         """Take a slot of this lane, or None where lane or pool have none free now."""
@@ -142,7 +157,7 @@ class Scheduler:
             pool.running += 1
         return lease
 
-    def serve_waiting(self) -> None:
+    def wake(self) -> None:
         """Give free slots to those in line, for as long as both last."""
         more = self._waiting > 0
         while more:
@@ -192,7 +207,7 @@ class Scheduler:
                 if not seat.done():
                     waiter.spilled = True
                     self._widen(waiter)
-                    self.serve_waiting()
+                    self.wake()
             if not seat.done():
                 await asyncio.wait((seat,), timeout=left_s)
             if not seat.done():
@@ -202,7 +217,7 @@ class Scheduler:
             return lease
         except BaseException:
             if seat.done():  # a slot was given to one who leaves in the same moment
-                self.give_back(seat.result(), Verdict.NONE)
+                self.release(seat.result(), Verdict.NONE)
             raise
         finally:
             self._pools[home].at_home -= 1
@@ -217,14 +232,14 @@ class Scheduler:
 
     def _widen(self, waiter: _Waiter) -> None:
         """Let a request stand in the lines of all pools that may take it."""
-        for candidate in self.decide(waiter.case, waiter.tried).candidates:
+        for candidate in self._decide(waiter.case, waiter.tried).candidates:
             if candidate.pool not in waiter.pools:
                 self._enter(waiter, candidate.pool)
 
     def _seat(self, waiter: _Waiter, pool: str) -> bool:
         """Give a slot of this pool to a request in line, if one is free that it may have."""
         for briefly in (True, False):
-            decision = self.decide(waiter.case, waiter.tried, briefly=briefly)
+            decision = self._decide(waiter.case, waiter.tried, briefly=briefly)
             for candidate in decision.candidates:
                 if candidate.pool != pool or (candidate.spill and not waiter.spilled):
                     continue
@@ -244,9 +259,9 @@ class Scheduler:
             self._pools[name].line.leave(waiter)
             self._pools[name].last_wait_s = self._clock() - waiter.entered_s
 
-    def nobody(self, profile: RequestProfile, tried: frozenset[str] = NOBODY) -> GatewayError:
-        """Say that nobody can take a request, and when somebody can if that is known."""
-        opens_in_s = self._fleet.opens_in_s(profile.model, without=tried)
+    def _no_worker(self, profile: RequestProfile) -> GatewayError:
+        """Return the error for a request that no worker can take now."""
+        opens_in_s = self._fleet.opens_in_s(profile.model)
         if opens_in_s is not None:
             return WorkerBusy(opens_in_s)
         return NoWorker(f"No worker can take requests for the model '{profile.model}' now.")

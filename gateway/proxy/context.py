@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from gateway.routing.select import Candidate, RoutingRequest
+from gateway.routing.select import Candidate, Decision, RoutingRequest
 from gateway.types import NO_PREFIX, UNUSED, Caller, Drafts, Headers, Inspected, Usage
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ class RequestContext:
     case: RoutingRequest
     began_s: float
     caller: Caller = field(default_factory=Caller)
+    decision: Decision | None = None
     attempts: int = 0
     candidate: Candidate | None = None
     waited_s: float = 0.0
@@ -36,6 +37,11 @@ class RequestContext:
     def begin(self) -> None:
         """Note that it goes out to a worker now."""
         self.begun = True
+
+    def record_decision(self, decision: Decision) -> None:
+        """Record the decision that the first attempt followed."""
+        if self.decision is None:
+            self.decision = decision
 
     @property
     def prefix(self) -> str:

@@ -17,6 +17,7 @@ from pydantic_core import from_json, to_json
 from gateway.config.settings import Settings
 from gateway.errors import (
     GatewayError,
+    NoWorker,
     Quarantined,
     RefusedByWorker,
     WorkerBusy,
@@ -45,7 +46,6 @@ from gateway.proxy.context import RequestContext, route_headers
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.retry_budget import RetryBudget
 from gateway.routing.prefix_affinity import PrefixIndex
-from gateway.routing.select import Decision
 from gateway.types import UNUSED, Headers
 from policies.request.profile import Endpoint
 
@@ -240,9 +240,7 @@ class Forwarder:
     ) -> None:
         await self._connections.__aexit__(kind, error, trace)
 
-    async def forward(
-        self, trip: RequestContext, decision: Decision, reply: ResponseWriter
-    ) -> None:
+    async def forward(self, trip: RequestContext, reply: ResponseWriter) -> None:
         """Answer from the first worker that takes the request; raise a `GatewayError`."""
         # A number too large for a float reads as infinite, and JSON has no word for that.
         body = to_json(trip.inspected.body, inf_nan_mode="null")
@@ -250,17 +248,20 @@ class Forwarder:
             raise Quarantined
         self.retries.active += 1
         try:
-            await self._try_workers(trip, decision, body, reply)
+            await self._try_workers(trip, body, reply)
         finally:
             self.retries.active -= 1
 
-    async def _try_workers(
-        self, trip: RequestContext, decision: Decision, body: bytes, reply: ResponseWriter
-    ) -> None:
+    async def _try_workers(self, trip: RequestContext, body: bytes, reply: ResponseWriter) -> None:
         """Ask one worker after another, each at most once, where none before can have started."""
         tried: frozenset[str] = frozenset()
+        failure: GatewayError | None = None
         while True:
-            lease = await self._lease(trip, decision, tried)
+            try:
+                lease = await self._lease(trip, tried)
+            except (NoWorker, WorkerBusy) as none_left:
+                # A busy worker says when to retry, and the scheduler has the earliest such time.
+                raise none_left if isinstance(failure, WorkerBusy | None) else failure from None
             verdict, retry_after_s = Verdict.NONE, 0.0
             try:
                 await self._attempt(lease, body, reply, trip)
@@ -277,18 +278,14 @@ class Forwarder:
                     raise
                 failure = error
             finally:
-                self._dispatch.give_back(lease, verdict, retry_after_s)
+                self._dispatch.release(lease, verdict, retry_after_s)
                 self._learn(trip, lease)
-            decision = self._dispatch.decide(trip.case, tried)
-            if not decision.candidates:
-                busy = isinstance(failure, WorkerBusy)
-                raise self._dispatch.nobody(trip.inspected.profile) if busy else failure
 
-    async def _lease(
-        self, trip: RequestContext, decision: Decision, tried: frozenset[str]
-    ) -> Lease:
+    async def _lease(self, trip: RequestContext, tried: frozenset[str]) -> Lease:
         """Take a slot, and note where and after how long."""
-        lease = await self._dispatch.lease(trip.case, decision, trip.caller, tried)
+        lease = await self._dispatch.acquire(
+            trip.case, trip.caller, tried, on_decision=trip.record_decision
+        )
         trip.candidate = lease.candidate
         if trip.case.prefix:
             self._prefixes.sent(trip.case.prefix, lease.holding, trip.case.policy.prefix)

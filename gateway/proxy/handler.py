@@ -17,7 +17,6 @@ from gateway.errors import (
     MethodRefused,
     NoWorker,
     PageRefused,
-    PoolsNotAllowed,
     RequestRefused,
     RequestTooLong,
     ShuttingDown,
@@ -37,7 +36,7 @@ from gateway.proxy.client import read_asker, read_caller
 from gateway.proxy.context import RequestContext, route_headers
 from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load
-from gateway.routing.select import Decision, RoutingRequest, decide
+from gateway.routing.select import RoutingRequest
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import NO_PREFIX, UNUSED, Inspected, Outcome
 from policies.document import PolicyDocument
@@ -65,7 +64,6 @@ class _Steps:
     body_bytes: int = 0
     holder: Holder = ANYBODY
     inspected: Inspected | None = None
-    decision: Decision | None = None
     trip: RequestContext | None = None
     trace: Trace | None = None
 
@@ -198,12 +196,7 @@ class ProxyHandler:
         steps.holder.check_model(inspected)
         prefix = line.prefix_names.name(inspected, caller, policy.prefix)
         case = RoutingRequest(policy, inspected.profile, asker, caller.pools, prefix)
-        decision = steps.decision = decide(
-            case, line.prefix_index.mark(fleet, prefix), line.rng, briefly=True
-        )
         line.recent_requests.remember(case)
-        if decision.barred:
-            raise PoolsNotAllowed
         trip = steps.trip = RequestContext(
             identity=reply.identity,
             inspected=inspected,
@@ -214,10 +207,10 @@ class ProxyHandler:
         )
         allowance = steps.holder.allowance
         if allowance is None:
-            await self.upstream.forward(trip, decision, reply)
+            await self.upstream.forward(trip, reply)
             return
         with HeldTokens(allowance, trip, line.clock, line.wall) as reply.limits:
-            await self.upstream.forward(trip, decision, reply)
+            await self.upstream.forward(trip, reply)
 
     def _served(
         self,
@@ -237,7 +230,7 @@ class ProxyHandler:
             code=error.counted_as if error else "",
             seconds=now_s - began_s,
             inspected=steps.inspected,
-            decision=steps.decision,
+            decision=trip.decision if trip else None,
             candidate=trip.candidate if trip else None,
             attempts=trip.attempts if trip else 0,
             usage=trip.usage if trip else UNUSED,

@@ -41,9 +41,8 @@ class SchedulerHarness:
     ) -> asyncio.Task[Lease]:
         """Ask for a slot, and for what the policy decides of it."""
         case = RoutingRequest(self.policy, profile, asker)
-        decision = self.dispatch.decide(case, tried)
         caller = self.caller(client, priority)
-        return asyncio.create_task(self.dispatch.lease(case, decision, caller, tried))
+        return asyncio.create_task(self.dispatch.acquire(case, caller, tried))
 
     @staticmethod
     def caller(client: str, priority: Priority = Priority.DEFAULT) -> Caller:

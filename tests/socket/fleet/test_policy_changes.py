@@ -166,13 +166,12 @@ async def test_whatever_policies_come_every_slot_comes_back_and_nobody_waits_for
 
     async def one() -> str:
         case = RoutingRequest(rng.choice(policies), SAMPLED)
-        decision = door.dispatch.decide(case, frozenset())
-        lease = await door.dispatch.lease(case, decision, door.caller(rng.choice("xyz")))
+        lease = await door.dispatch.acquire(case, door.caller(rng.choice("xyz")))
         try:
             await asyncio.sleep(rng.choice((0, 0, 0.001)))
             return lease.candidate.pool
         finally:
-            door.dispatch.give_back(lease, Verdict.ANSWERED)
+            door.dispatch.release(lease, Verdict.ANSWERED)
 
     ends = await asyncio.gather(*(one() for _ in range(200)), return_exceptions=True)
     assert {type(end) for end in ends} <= {str, QueueFull}
@@ -193,10 +192,10 @@ async def test_the_bounds_of_a_line_are_those_of_each_ones_own_policy() -> None:
     with pytest.raises(QueueTimeout):
         await door.acquire()
     assert not any(one.done() for one in patient)
-    door.dispatch.give_back(held, Verdict.ANSWERED)
+    door.dispatch.release(held, Verdict.ANSWERED)
     lease = await patient[0]
     await cancel_all(patient[1:])
-    door.dispatch.give_back(lease, Verdict.ANSWERED)
+    door.dispatch.release(lease, Verdict.ANSWERED)
     assert door.slots_in_use() == 0
 
 
@@ -210,5 +209,5 @@ async def test_a_route_of_the_same_name_in_another_policy_holds_nobody_up() -> N
     free = door.acquire(SAMPLED._replace(sampling=SAMPLED.sampling._replace(temperature=0)))
     assert (await free).candidate.lane == "text-mtp"
     assert not blocked.done()
-    door.dispatch.give_back(held, Verdict.ANSWERED)
+    door.dispatch.release(held, Verdict.ANSWERED)
     assert (await blocked).candidate.lane == "vlm"

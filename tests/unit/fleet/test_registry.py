@@ -250,7 +250,6 @@ def test_a_worker_that_asks_for_time_gets_it_and_is_not_broken(
     fleet.give_back(taken(fleet, "b"), Verdict.BUSY, 2.0)
     assert ids(fleet) == []
     assert fleet.opens_in_s("demo") == 2.0
-    assert fleet.opens_in_s("demo", without=frozenset("b")) == 3.0
     clock.now_s = 3.0
     assert ids(fleet) == ["a", "b"]
     assert [member.breaker.ejections for member in fleet.members()] == [0, 0]
