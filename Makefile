@@ -10,16 +10,17 @@ up: ## set up what is missing, then run the gateway and one worker (ARGS="--mode
 	@scripts/setup worker
 	@exec scripts/with-blas $(BIN)/paceline up $(ARGS)
 
-test: ## set up what is missing, then run the tests (ARGS="tests/gateway -k stream")
+test: ## set up what is missing, then run the tests (ARGS="tests/socket -k stream")
 	@scripts/setup dev
 	@PATH="$(CURDIR)/$(BIN):$$PATH" exec scripts/with-blas $(BIN)/pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
-check: ## lint, format, types and import floors
+check: ## lint, format, types, import contracts and prose
 	@scripts/setup dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tools.prose
 
 bench: ## print the benchmarks
 	@scripts/setup dev
