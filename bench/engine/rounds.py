@@ -30,12 +30,12 @@ from bench.harness.tables import Grid
 from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
-from workers.engine.engine import Assembly, assemble
+from workers.engine.engine import LoadedEngine, load_engine
 from workers.engine.kv_cache import RowCache, capacity
 from workers.engine.model import KVCache, Target
-from workers.engine.row import Row, SpeculationTally
+from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
-from workers.engine.step_graph import RoundGraph, State
+from workers.engine.step_graph import State, StepGraph
 from workers.engine.types import EngineSettings, Generation, LaneName, Prompt
 
 DRAFT_LENGTHS: Final = (0, 1, 2)
@@ -93,8 +93,8 @@ def _compared(rows: int, runs: Sequence[tuple[int | None, Round]]) -> tuple[str,
     return (f"{rows} rows", *(f"{speed:.0f}" for speed in speeds.values()), *told)
 
 
-def _assemble(model: Path) -> Assembly:
-    return assemble(
+def _assemble(model: Path) -> LoadedEngine:
+    return load_engine(
         EngineSettings(
             model=model,
             served_name="bench",
@@ -104,19 +104,19 @@ def _assemble(model: Path) -> Assembly:
     )
 
 
-def _run(assembly: Assembly, rows: int, k: int | None) -> Round:
+def _run(assembly: LoadedEngine, rows: int, k: int | None) -> Round:
     """Run rounds of so many rows that draft k tokens, or what the lane chooses where k is None."""
     (lane,) = assembly.lanes
     live = [_row(assembly, lane, number, k) for number in range(rows)]
     for row in live:
         lane.add(row)
-    while lane.live < rows and not any(row.finish for row in live):
+    while lane.running_rows < rows and not any(row.finish_reason for row in live):
         lane.step()
     lane.step()  # the first round behind a join catches up
     before = sum(len(row.answer) for row in live)
     rounds = 0
     begun_s = time.perf_counter()
-    while rounds < LONGEST_RUN_ROUNDS and lane.live == rows:
+    while rounds < LONGEST_RUN_ROUNDS and lane.running_rows == rows:
         lane.step()
         rounds += 1
     elapsed_s = time.perf_counter() - begun_s
@@ -133,7 +133,7 @@ def _run(assembly: Assembly, rows: int, k: int | None) -> Round:
     )
 
 
-def _row(assembly: Assembly, lane: LaneScheduler, number: int, k: int | None) -> Row:
+def _row(assembly: LoadedEngine, lane: LaneScheduler, number: int, k: int | None) -> Row:
     longest = max(DRAFT_LENGTHS) if k is None else k
     prompt = Prompt(text=assembly.prompts.chat(LONG[number % len(LONG)]))
     return Row(
@@ -144,16 +144,16 @@ def _row(assembly: Assembly, lane: LaneScheduler, number: int, k: int | None) ->
         seed=0,
         max_tokens=1000,
         draft_tokens=longest,
-        draft_tokens_asked=k is not None,
+        draft_tokens_fixed=k is not None,
         text=TextStream(assembly.prompts.decode),
-        tally=SpeculationTally(longest),
+        speculation=SpeculationCounter(longest),
         sink=lambda _: None,
     )
 
 
 def _rollback(target: Target, context_tokens: int) -> Rollback:
     """Time what undoes the rejected tokens of four rows behind a context."""
-    graph = RoundGraph(target, head=None)
+    graph = StepGraph(target, head=None)
     kept = mx.array(KEPT)
     offset = mx.full(kept.shape, context_tokens, dtype=mx.int32)
     tokens = mx.ones((len(KEPT), VERIFIED), dtype=mx.int32)
@@ -164,7 +164,7 @@ def _rollback(target: Target, context_tokens: int) -> Rollback:
     costs_s = []
     for _ in range(ROLLBACKS):
         begun_s = time.perf_counter()
-        mx.eval(graph.keep(verified.layers, kept, VERIFIED), offset + kept)
+        mx.eval(graph.roll_back(verified.layers, kept, VERIFIED), offset + kept)
         costs_s.append(time.perf_counter() - begun_s)
     return Rollback(context_tokens=context_tokens, cost_s=median(costs_s))
 

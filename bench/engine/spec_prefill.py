@@ -34,13 +34,13 @@ from workers.engine.detokenizer import TextStream
 from workers.engine.memory import measure_memory
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, Target, load_checkpoint
-from workers.engine.prefill_budget import PrefillPace
+from workers.engine.prefill_budget import PrefillBudget
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prompt_scorer import PromptScorer
-from workers.engine.row import Row, SpeculationTally
+from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
-from workers.engine.sparse_prefill import SparseReading
-from workers.engine.spec_prefill import SpecPrefillSettings, Wish
+from workers.engine.sparse_prefill import SparsePrefill
+from workers.engine.spec_prefill import SpecPrefillOptions, SpecPrefillSettings
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import EngineSettings, Event, Generation, LaneName, Prompt
 from workers.protocol import Speculation
@@ -48,7 +48,7 @@ from workers.protocol import Speculation
 RESULTS: Final = Path(__file__).parents[1] / "results"
 PROMPT_TOKENS: Final = (1024, 2048, 4096)
 KEEP_SHARES: Final = (0.1, 0.2, 0.3, 0.5, 1.0)
-IN_FULL: Final = Wish(sparse=False)
+IN_FULL: Final = SpecPrefillOptions(sparse=False)
 ANSWER_TOKENS: Final = 32
 _SETTINGS: Final = EngineSettings(model=Path(), served_name="")
 
@@ -71,7 +71,7 @@ class Way:
     """All answers of one way to read prompts of one length."""
 
     prompt_tokens: int
-    wish: Wish
+    wish: SpecPrefillOptions
     answers: list[Asked] = field(default_factory=list)
 
 
@@ -86,22 +86,26 @@ class Bench:
             checkpoint,
             self.prompts,
             LaneCounters(LaneName.TEXT_MTP, slots=1, draft_tokens=self._draft_tokens),
-            snapshots=PrefixCache(0),
+            prefix_cache=PrefixCache(0),
             draft_tokens=self._draft_tokens,
             max_rows=1,
-            pace=PrefillPace(_SETTINGS.prefill_chunk_tokens, _SETTINGS.prefill_budget_s),
+            prefill_budget=PrefillBudget(
+                _SETTINGS.prefill_chunk_tokens, _SETTINGS.prefill_budget_s
+            ),
             memory=measure_memory(checkpoint.target, checkpoint.head),
-            sparse_reading=SparseReading(
+            sparse_prefill=SparsePrefill(
                 SpecPrefillSettings(draft=Path()), PromptScorer(draft, checkpoint.context_tokens)
             ),
         )
 
-    def ask(self, messages: Sequence[dict[str, Any]], wish: Wish, answer_tokens: int) -> Asked:
+    def ask(
+        self, messages: Sequence[dict[str, Any]], wish: SpecPrefillOptions, answer_tokens: int
+    ) -> Asked:
         """Answer one prompt, nothing else running."""
         text = self.prompts.chat(messages)
         return self._run(self.prompts.prepare(Prompt(text=text)), wish, answer_tokens)
 
-    def _run(self, prompt: PreparedPrompt, wish: Wish, answer_tokens: int) -> Asked:
+    def _run(self, prompt: PreparedPrompt, wish: SpecPrefillOptions, answer_tokens: int) -> Asked:
         said: list[str] = []
 
         def hear(event: Event | Exception) -> None:
@@ -121,9 +125,9 @@ class Bench:
             seed=0,
             max_tokens=answer_tokens,
             draft_tokens=self._draft_tokens,
-            draft_tokens_asked=True,
+            draft_tokens_fixed=True,
             text=TextStream(self.prompts.decode),
-            tally=SpeculationTally(self._draft_tokens),
+            speculation=SpeculationCounter(self._draft_tokens),
             sink=hear,
         )
         begun_s = time.perf_counter()
@@ -142,13 +146,16 @@ class Bench:
             skipped_tokens=row.skipped_tokens,
             ttft_s=ttft_s,
             scoring_s=scoring_s,
-            speculation=row.tally.total(),
+            speculation=row.speculation.total(),
         )
 
 
 def ways() -> list[Way]:
     """Every length read in full, and with every share kept."""
-    wishes = (IN_FULL, *(Wish(sparse=True, keep_share=share) for share in KEEP_SHARES))
+    wishes = (
+        IN_FULL,
+        *(SpecPrefillOptions(sparse=True, keep_share=share) for share in KEEP_SHARES),
+    )
     return [Way(prompt_tokens=tokens, wish=wish) for tokens in PROMPT_TOKENS for wish in wishes]
 
 

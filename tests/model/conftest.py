@@ -22,11 +22,11 @@ from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, load_checkpoint
-from workers.engine.prefill_budget import PrefillPace
+from workers.engine.prefill_budget import PrefillBudget
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.row import Row, SpeculationTally
+from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
-from workers.engine.sparse_prefill import OFF, SparseReading
+from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import (
     Generation,
@@ -58,9 +58,9 @@ def make_lane(
         draft_tokens: int = 2,
         max_rows: int = 8,
         chunk_tokens: int = 512,
-        snapshots: PrefixCache | None = None,
+        prefix_cache: PrefixCache | None = None,
         memory: MemoryEstimate | None = None,
-        sparse_reading: SparseReading = OFF,
+        sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
         clock: Callable[[], float] = time.perf_counter,
         **parts: Any,
     ) -> LaneScheduler:
@@ -69,12 +69,12 @@ def make_lane(
             replace(checkpoint, **parts),
             prompt_renderer,
             LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens),
-            snapshots=PrefixCache(1 << 30) if snapshots is None else snapshots,
+            prefix_cache=PrefixCache(1 << 30) if prefix_cache is None else prefix_cache,
             draft_tokens=draft_tokens,
             max_rows=max_rows,
-            pace=PrefillPace(chunk_tokens, budget_s=60.0),
+            prefill_budget=PrefillBudget(chunk_tokens, budget_s=60.0),
             memory=memory or UNLIMITED_MEMORY,
-            sparse_reading=sparse_reading,
+            sparse_prefill=sparse_prefill,
             clock=clock,
         )
 
@@ -111,7 +111,7 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
         else:
             prepared = PreparedPrompt(tokens=tuple(prompt))
         heard = RowEvents()
-        draft_tokens = draft_tokens if lane.speculates and not bypass else 0
+        draft_tokens = draft_tokens if lane.has_head and not bypass else 0
         heard.row = Row(
             generation=Generation(
                 request_id="test",
@@ -124,10 +124,10 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
             seed=seed,
             max_tokens=max_tokens,
             draft_tokens=draft_tokens,
-            draft_tokens_asked=not adaptive,
+            draft_tokens_fixed=not adaptive,
             bypass=bypass,
             text=TextStream(prompt_renderer.decode, stop),
-            tally=SpeculationTally(draft_tokens),
+            speculation=SpeculationCounter(draft_tokens),
             sink=heard.on_event,
         )
         lane.add(heard.row)

@@ -9,7 +9,7 @@ import pytest
 from policies.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart, assert_matches_reference
-from workers.engine.draft_head import ERRORS_IN_A_ROW
+from workers.engine.draft_head import MAX_CONSECUTIVE_ERRORS
 from workers.engine.draft_length import SAMPLES
 from workers.engine.model import MtpHead
 from workers.engine.types import Finished
@@ -62,11 +62,11 @@ def test_a_head_that_goes_on_raising_is_used_no_more_and_the_gateway_hears_of_it
         heard.append(submit(lane, "Count from 1 to 20."))
         run_until_idle(lane)
     before = len(calls)
-    last = submit(lane, "Count from 1 to 20.", bypass=lane.bypasses(heard[0].row.generation))
+    last = submit(lane, "Count from 1 to 20.", bypass=lane.bypass_reasons(heard[0].row.generation))
     run_until_idle(lane)
     report = lane.counters.report()
 
-    assert len(heard) == ERRORS_IN_A_ROW
+    assert len(heard) == MAX_CONSECUTIVE_ERRORS
     assert len(calls) == before, "neither drafted with nor read along with prompts"
     assert last.row.answer == heard[0].row.answer
     assert (report.head_healthy, report.effective_draft_tokens) == (False, 0)
@@ -75,17 +75,20 @@ def test_a_head_that_goes_on_raising_is_used_no_more_and_the_gateway_hears_of_it
 
 
 def test_errors_far_apart_leave_the_head_in_use(make_lane, submit, head) -> None:
-    troubled = False
-    lane = make_lane(head=FailingPart(head, lambda *_: troubled))
+    failing = False
+    lane = make_lane(head=FailingPart(head, lambda *_: failing))
     heard = []
-    for number in range(2 * ERRORS_IN_A_ROW):
-        troubled = number % 2 == 0
+    for number in range(2 * MAX_CONSECUTIVE_ERRORS):
+        failing = number % 2 == 0
         heard.append(submit(lane, "Count from 1 to 20."))
         run_until_idle(lane)
 
     assert lane.counters.report().head_healthy
-    assert lane.counters.report().bypass_counts == {Bypass.HEAD_UNHEALTHY: ERRORS_IN_A_ROW}
-    assert [one.end.speculation.steps > 0 for one in heard] == [False, True] * ERRORS_IN_A_ROW
+    assert lane.counters.report().bypass_counts == {Bypass.HEAD_UNHEALTHY: MAX_CONSECUTIVE_ERRORS}
+    assert [one.end.speculation.steps > 0 for one in heard] == [
+        False,
+        True,
+    ] * MAX_CONSECUTIVE_ERRORS
     assert len({tuple(one.row.answer) for one in heard}) == 1
 
 
@@ -102,7 +105,7 @@ def test_rows_left_behind_go_on_plainly_when_the_head_cannot_catch_up(
     lane = make_lane(head=FailingPart(head, counted), clock=itertools.count().__next__)
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):  # drafting does not pay for three rows
         for _ in range(SAMPLES):
-            lane._decoding._draft_length.observe(3, k, cost_s)
+            lane._decoder._draft_length.observe_cost(3, k, cost_s)
     early = [submit(lane, question, adaptive=True) for question in QUESTIONS[1:]]
     for _ in range(8):
         lane.step()
@@ -119,7 +122,7 @@ def test_rows_left_behind_go_on_plainly_when_the_head_cannot_catch_up(
 
 def test_rows_admitted_before_the_head_was_given_up_are_counted(make_lane, submit, head) -> None:
     lane = make_lane(head=FailingPart(head, lambda name, _: name == "draft"), max_rows=1)
-    heard = [submit(lane, "Hello") for _ in range(ERRORS_IN_A_ROW + 3)]
+    heard = [submit(lane, "Hello") for _ in range(MAX_CONSECUTIVE_ERRORS + 3)]
     run_until_idle(lane)
 
     assert lane.counters.report().bypass_counts == {Bypass.HEAD_UNHEALTHY: len(heard)}

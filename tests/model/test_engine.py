@@ -158,7 +158,7 @@ async def test_an_answer_ends_where_a_row_alone_would_outgrow_the_memory(
     _, end = await collect(engine, wish)
 
     assert end.reason is FinishReason.LENGTH
-    assert prompt_tokens + end.usage.completion_tokens == estimate.longest_row() < 256
+    assert prompt_tokens + end.usage.completion_tokens == estimate.max_row_tokens() < 256
 
 
 async def test_a_prompt_that_fills_the_memory_alone_is_refused_before_it_is_read(
@@ -172,7 +172,7 @@ async def test_a_prompt_that_fills_the_memory_alone_is_refused_before_it_is_read
         await collect(engine, wish)
 
     assert raised.value.code == "prompt_exceeds_memory"
-    assert str(estimate.longest_row()) in raised.value.message
+    assert str(estimate.max_row_tokens()) in raised.value.message
 
 
 async def test_a_bias_on_a_token_outside_the_vocabulary_names_its_field(engine: Engine) -> None:

@@ -12,7 +12,7 @@ import pytest
 from policies.request.profile import Sampling
 from tests.support.engine_lane import run_until_idle
 from tests.support.failing_model import FailingPart, assert_matches_reference
-from workers.engine.prefill import Prefill, begin_prefill, read_chunk
+from workers.engine.prefill import Prefill, prefill_chunk, start_prefill
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.thread import EngineThread
 from workers.engine.types import (
@@ -124,9 +124,9 @@ def test_a_picture_and_its_answer_are_read_again_at_the_positions_they_had(
     def read(answer: list[int]) -> Prefill:
         row = submit(lane, [20]).row
         row.prompt, row.answer = prepared, answer
-        prefill = begin_prefill(row, target, None, PrefixCache(0))
+        prefill = start_prefill(row, target, None, PrefixCache(0))
         while not prefill.complete:
-            read_chunk(prefill, target, 64)
+            prefill_chunk(prefill, target, 64)
         return prefill
 
     answer = list(range(30, 42))
@@ -203,7 +203,7 @@ def test_what_is_asked_while_an_engine_dies_gets_an_end_and_later_nothing_is_tak
     submit(lane, "Tell me a story.", max_tokens=5)
     thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
     door = SimpleNamespace(
-        speculates=lane.speculates, name=lane.name, add=lambda row: thread.submit(lane.name, row)
+        has_head=lane.has_head, name=lane.name, add=lambda row: thread.submit(lane.name, row)
     )
     thread.start()
     thread._thread.join(30)

@@ -14,7 +14,7 @@ def lane_of_seconds(make_lane, plain_s):
     """A lane where every round takes a second, and a plain one is known to take so many."""
     lane = make_lane(clock=itertools.count().__next__)
     for _ in range(SAMPLES):
-        lane._decoding._draft_length.observe(1, 0, plain_s)
+        lane._decoder._draft_length.observe_cost(1, 0, plain_s)
     return lane
 
 

@@ -45,7 +45,9 @@ def test_a_family_verified_token_by_token_gives_the_same_answers_and_counts(
     run_until_idle(stepwise)
 
     assert [one.row.answer for one in got] == [one.row.answer for one in expected]
-    assert [one.row.tally.total() for one in got] == [one.row.tally.total() for one in expected]
+    assert [one.row.speculation.total() for one in got] == [
+        one.row.speculation.total() for one in expected
+    ]
 
 
 def test_a_prompt_read_in_small_chunks_gives_the_same_answer(checkpoint, make_lane, submit) -> None:
@@ -69,7 +71,7 @@ def test_a_newcomer_joins_while_others_decode(make_lane, submit) -> None:
         lane.step()
 
     assert late.row.answer, "the newcomer has its first token after one chunk"
-    assert lane.live > 1 or all(one.end for one in early)
+    assert lane.running_rows > 1 or all(one.end for one in early)
 
 
 def test_a_long_newcomer_stalls_the_others_for_one_chunk_at_a_time(make_lane, submit) -> None:

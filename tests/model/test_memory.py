@@ -40,7 +40,7 @@ def test_a_row_that_does_not_fit_beside_others_waits_and_then_runs(make_lane, su
     most = 0
     while lane.busy:
         lane.step()
-        most = max(most, lane.live)
+        most = max(most, lane.running_rows)
 
     assert most == 2
     assert all(isinstance(one.end, Finished) for one in heard)
@@ -49,23 +49,23 @@ def test_a_row_that_does_not_fit_beside_others_waits_and_then_runs(make_lane, su
 def test_a_batch_takes_what_its_longest_row_takes_once_for_every_row() -> None:
     estimate = MemoryEstimate(token_bytes=2, row_bytes=10, room_bytes=0)
 
-    assert estimate.takes_bytes([[60_000, *[1000] * 7]]) == 8 * (10 + 2 * 65_536)
-    assert estimate.takes_bytes([[60_000], [1000] * 7]) < 2 * (65_536 + 7 * 2048)
+    assert estimate.batch_cache_bytes([[60_000, *[1000] * 7]]) == 8 * (10 + 2 * 65_536)
+    assert estimate.batch_cache_bytes([[60_000], [1000] * 7]) < 2 * (65_536 + 7 * 2048)
 
 
 @pytest.mark.parametrize("room_bytes", [0, 200, 300, 5000, 62_000, 1 << 20])
 def test_the_longest_row_fits_alone_and_one_token_more_does_not(room_bytes: int) -> None:
     estimate = MemoryEstimate(token_bytes=1, row_bytes=44, room_bytes=room_bytes)
-    longest = estimate.longest_row()
+    longest = estimate.max_row_tokens()
 
-    assert not longest or estimate.takes_bytes([[longest]]) <= room_bytes
-    assert estimate.takes_bytes([[longest + 1]]) > room_bytes
+    assert not longest or estimate.batch_cache_bytes([[longest]]) <= room_bytes
+    assert estimate.batch_cache_bytes([[longest + 1]]) > room_bytes
 
 
 def slots_held(lane: LaneScheduler) -> int:
     """Count the slots that the batches of a lane really hold."""
-    batches = [batch for batch in lane._decoding._batches if batch.rows]
-    return sum(len(batch) * next(batch._rowwise()).slots for batch in batches)
+    batches = [batch for batch in lane._decoder._batches if batch.rows]
+    return sum(len(batch) * next(batch._row_caches()).slots for batch in batches)
 
 
 def run_within(lane: LaneScheduler, room_slots: int) -> int:
@@ -73,7 +73,7 @@ def run_within(lane: LaneScheduler, room_slots: int) -> int:
     most = 0
     while lane.busy:
         lane.step()
-        most = max(most, lane.live)
+        most = max(most, lane.running_rows)
         assert slots_held(lane) <= room_slots
     return most
 
@@ -124,17 +124,17 @@ def test_rows_of_two_lanes_share_one_room(make_lane, submit) -> None:
 
 def test_what_is_kept_of_prompts_gives_way_to_rows(make_lane, submit, checkpoint) -> None:
     measured = measure_memory(checkpoint.target, checkpoint.head)
-    room_bytes = measured.takes_bytes([[400]])
-    snapshots = PrefixCache(room_bytes)
-    lane = make_lane(snapshots=snapshots, memory=replace(measured, room_bytes=room_bytes))
+    room_bytes = measured.batch_cache_bytes([[400]])
+    prefix_cache = PrefixCache(room_bytes)
+    lane = make_lane(prefix_cache=prefix_cache, memory=replace(measured, room_bytes=room_bytes))
     kept = submit(lane, "Hello", system="You are a clerk of few words. " * 10, max_tokens=8)
     run_until_idle(lane)
-    kept_bytes = snapshots.size_bytes
+    kept_bytes = prefix_cache.size_bytes
     fills = submit(lane, [20 + i % 700 for i in range(380)], max_tokens=4)
     lane.step()
 
     assert kept_bytes > 0
-    assert snapshots.size_bytes == 0
+    assert prefix_cache.size_bytes == 0
     run_until_idle(lane)
     assert all(isinstance(one.end, Finished) for one in (kept, fills))
 
@@ -143,21 +143,21 @@ def test_a_beginning_is_not_kept_where_the_copy_would_not_fit(
     make_lane, submit, checkpoint
 ) -> None:
     measured = measure_memory(checkpoint.target, checkpoint.head)
-    room = replace(measured, room_bytes=measured.takes_bytes([[400]]))
-    snapshots = PrefixCache(1 << 30)
-    lane = make_lane(snapshots=snapshots, memory=room)
+    room = replace(measured, room_bytes=measured.batch_cache_bytes([[400]]))
+    prefix_cache = PrefixCache(1 << 30)
+    lane = make_lane(prefix_cache=prefix_cache, memory=room)
     heard = submit(lane, "Hello", system="You are a clerk. " * 80, max_tokens=4)
     run_until_idle(lane)
 
     assert heard.row.prompt.prefix is not None
     assert isinstance(heard.end, Finished)
-    assert snapshots.size_bytes == 0
+    assert prefix_cache.size_bytes == 0
 
 
 def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, submit) -> None:
     """`bench.engine.endurance` sends thousands to a whole worker."""
-    snapshots = PrefixCache(1 << 20)
-    lane = make_lane(snapshots=snapshots)
+    prefix_cache = PrefixCache(1 << 20)
+    lane = make_lane(prefix_cache=prefix_cache)
     number = itertools.count()
 
     def burst() -> int:
@@ -178,9 +178,9 @@ def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, submit) 
         # What is kept goes first, and is not subtracted: with it readings differed by up to 70 KB,
         # up and down, without it by 64 bytes. Presumably it lies in freed buffers, which may be
         # larger than what was asked for and count whole.
-        for key in list(snapshots._by_key):
-            snapshots._drop(key)
-        assert snapshots.size_bytes == 0
+        for key in list(prefix_cache._by_key):
+            prefix_cache._remove(key)
+        assert prefix_cache.size_bytes == 0
         mx.synchronize()  # what was handed to the device last may still hold its inputs
         gc.collect()
         return int(mx.get_active_memory())
@@ -189,7 +189,7 @@ def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, submit) 
     last_bytes = [burst() for _ in range(3)][-1]
 
     assert lane.counters.report().requests == 5 * 60
-    assert snapshots.counts.evicted > 0
+    assert prefix_cache.counts.evicted > 0
     # A shape that is met for the first time leaves a compiled round behind, of a hundred bytes; the
     # caches of a single row out of these 180 would be ten times the bound.
     assert last_bytes <= warm_bytes + 16 * 1024

@@ -13,11 +13,11 @@ import pytest
 from mlx_vlm.models.base import LanguageModelOutput
 
 from tests.support.engine_lane import run_until_idle
-from workers.engine.kv_cache import RecurrentSteps, RowCache, capacity
+from workers.engine.kv_cache import RecurrentCache, RowCache, capacity
 from workers.engine.model import ArraysCache, Checkpoint, KVCache, Target
 from workers.engine.probes import probe_native_verify
-from workers.engine.prompt_scorer import attention_weights, why_unfit
-from workers.engine.step_graph import RoundGraph, State
+from workers.engine.prompt_scorer import attention_weights, draft_incompatibility
+from workers.engine.step_graph import State, StepGraph
 
 TOKENS = list(range(20, 60))
 
@@ -38,7 +38,7 @@ def test_a_hybrid_checkpoint_has_one_cache_a_layer_of_the_two_kinds(
     kinds = {type(cache) for cache in checkpoint.target.new_caches()}
 
     assert kinds == {KVCache, ArraysCache}
-    assert checkpoint.target.batches_rows
+    assert checkpoint.target.supports_batching
 
 
 def test_recurrent_caches_offer_what_joins_leaves_and_rollbacks_need() -> None:
@@ -94,14 +94,14 @@ def test_a_rejected_token_leaves_no_trace_in_any_cache(
     """Append three tokens, keep some, go on: the scores are those of never having seen the rest."""
     target = checkpoint.target
     monkeypatch.setattr(target, "native_verify", native)
-    graph = RoundGraph(target, head=None)
+    graph = StepGraph(target, head=None)
     offset, shift = mx.array([len(TOKENS)]), mx.array([0])
 
     clean = read(target)
     for at, token in enumerate([7, 8, 9][:kept]):
         clean = graph.verify(mx.array([[token]]), clean, offset + at, shift).state
     rolled = graph.verify(mx.array([[7, 8, 9]]), read(target), offset, shift)
-    kept_state = graph.keep(rolled.layers, mx.array([kept]), 3)
+    kept_state = graph.roll_back(rolled.layers, mx.array([kept]), 3)
 
     expected, got = (
         graph.verify(mx.array([[5]]), state, offset + kept, shift).scores
@@ -113,7 +113,7 @@ def test_a_rejected_token_leaves_no_trace_in_any_cache(
 
 def test_a_compiled_verify_scores_as_the_models_own_forward_pass(checkpoint: Checkpoint) -> None:
     target = checkpoint.target
-    graph = RoundGraph(target, head=None)
+    graph = StepGraph(target, head=None)
     offset, shift = mx.array([len(TOKENS)]), mx.array([0])
 
     got = graph.verify(mx.array([[7, 8, 9]]), read(target), offset, shift).scores
@@ -132,14 +132,14 @@ def test_a_family_that_cannot_roll_back_is_found_out(
 ) -> None:
     """Recurrent states that stay where the rejected tokens left them, without an error."""
 
-    def forget(steps: RecurrentSteps, index: int, length: int, update: Any) -> tuple[Any, Any]:
+    def forget(steps: RecurrentCache, index: int, length: int, update: Any) -> tuple[Any, Any]:
         output, final, *between = update(steps[index], length - 1 if length > 1 else None)
         if between:
             steps._history[index] = (mx.repeat(final[:, None], length - 1, axis=1), final)
         steps[index] = final
         return output, final
 
-    monkeypatch.setattr(RecurrentSteps, "update_recurrent", forget)
+    monkeypatch.setattr(RecurrentCache, "update_recurrent", forget)
 
     assert not probe_native_verify(checkpoint.target)
 
@@ -147,11 +147,11 @@ def test_a_family_that_cannot_roll_back_is_found_out(
 def test_a_family_whose_layers_tell_no_history_is_found_out(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def silent(steps: RecurrentSteps, index: int, source: mx.array, width: int, **_: Any) -> Any:
+    def silent(steps: RecurrentCache, index: int, source: mx.array, width: int, **_: Any) -> Any:
         steps[index] = source[:, source.shape[1] - width :]
         return steps[index]
 
-    monkeypatch.setattr(RecurrentSteps, "update_window", silent)
+    monkeypatch.setattr(RecurrentCache, "update_window", silent)
 
     assert not probe_native_verify(checkpoint.target)
 
@@ -189,8 +189,10 @@ def test_a_draft_model_of_another_vocabulary_is_told_of_and_left_out(checkpoint)
             tokenizer = getattr(checkpoint.processor, "tokenizer", checkpoint.processor)
             return {word: number + 1 for word, number in tokenizer.get_vocab().items()}
 
-    assert why_unfit(checkpoint, checkpoint) is None
-    assert "vocabulary" in (why_unfit(checkpoint, replace(checkpoint, processor=Shifted())) or "")
+    assert draft_incompatibility(checkpoint, checkpoint) is None
+    assert "vocabulary" in (
+        draft_incompatibility(checkpoint, replace(checkpoint, processor=Shifted())) or ""
+    )
 
 
 def test_the_attention_looked_at_is_the_models_own(checkpoint: Checkpoint) -> None:

@@ -75,7 +75,7 @@ def test_rows_that_cannot_share_a_pass_get_their_answers_side_by_side(
     other_lane, submit, checkpoint, family
 ) -> None:
     target = family(checkpoint.vocabulary)
-    target.batches_rows = target.batches_rows and probe_shared_rows(target)
+    target.supports_batching = target.supports_batching and probe_shared_rows(target)
     check_answers(other_lane(target), submit, target)
 
 
@@ -84,16 +84,16 @@ def test_a_row_that_no_batch_can_hold_is_answered_in_the_caches_of_its_family(
 ) -> None:
     """What the question at the start did not find out costs time, and no answer."""
     target = families.tiny_qwen3_vl_moe(checkpoint.vocabulary)
-    assert target.batches_rows, "nobody has asked"
+    assert target.supports_batching, "nobody has asked"
     check_answers(other_lane(target), submit, target)
 
 
 def test_a_shared_beginning_is_read_each_time_where_windows_move_over_it(
     other_lane, submit, checkpoint
 ) -> None:
-    snapshots = PrefixCache(1 << 30)
+    prefix_cache = PrefixCache(1 << 30)
     target = families.tiny_llama_sliding_window(checkpoint.vocabulary)
-    lane = other_lane(target, snapshots=snapshots)
+    lane = other_lane(target, prefix_cache=prefix_cache)
     heard = [submit(lane, q, system=SYSTEM, max_tokens=ANSWER_TOKENS) for q in QUESTIONS]
     run_until_idle(lane)
 
@@ -102,18 +102,18 @@ def test_a_shared_beginning_is_read_each_time_where_windows_move_over_it(
         assert isinstance(one.end, Finished)
         assert one.row.answer == greedy(target, list(one.row.prompt.tokens))
         assert one.end.usage.cached_tokens == 0
-    assert snapshots.size_bytes == 0
+    assert prefix_cache.size_bytes == 0
 
 
 def test_a_model_that_keeps_the_positions_of_one_row_has_one_slot(
     checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = families.tiny_llama(checkpoint.vocabulary)
-    target.keeps_positions = True
+    target.stores_positions = True
     other = replace(checkpoint, target=target, head=None, eos=frozenset())
     monkeypatch.setattr(assembly, "load_checkpoint", lambda _: other)
     settings = EngineSettings(model=CHECKPOINT, served_name="other", max_rows=4)
-    (lane,) = assembly.assemble(settings).lanes
+    (lane,) = assembly.load_engine(settings).lanes
     assert (lane.name, lane.counters.report().slots) == (LaneName.VLM, 1)
 
 

@@ -128,7 +128,7 @@ def test_pictures_and_texts_are_read_at_their_own_positions_alone_and_together(
         heard = submit(one_by_one, prompt, max_tokens=TOKENS, draft_tokens=0)
         run_until_idle(one_by_one)
         assert heard.row.answer == answer
-    together = make_lane(chunk_tokens=16, max_rows=target.rows_at_most(8), **plain)
+    together = make_lane(chunk_tokens=16, max_rows=target.row_limit(8), **plain)
     rows = [submit(together, prompt, max_tokens=TOKENS, draft_tokens=0) for prompt in prompts]
     run_until_idle(together)
     assert [heard.row.answer for heard in rows] == expected
@@ -137,4 +137,4 @@ def test_pictures_and_texts_are_read_at_their_own_positions_alone_and_together(
 def test_only_a_family_that_is_told_no_positions_answers_one_row_at_a_time(
     family: Any, target: Target
 ) -> None:
-    assert target.rows_at_most(8) == (1 if family is ernie4_5_moe_vl else 8)
+    assert target.row_limit(8) == (1 if family is ernie4_5_moe_vl else 8)

@@ -11,7 +11,7 @@ from policies.request.profile import Bypass
 from tests.support.engine_lane import run_until_idle
 from workers.demo import CHECKPOINT
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import HostSnapshot, SnapshotFiles, fingerprint
+from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles, fingerprint
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.types import LaneName
 
@@ -21,29 +21,29 @@ QUESTIONS = ["Hello", "What is 2 + 2?", "Tell me a story about a fox.", "Who are
 
 
 @pytest.fixture
-def snapshots() -> PrefixCache:
+def prefix_cache() -> PrefixCache:
     return PrefixCache(1 << 30)
 
 
 @pytest.mark.parametrize("name", list(LaneName))
 def test_a_hit_gives_the_answer_and_the_counts_of_a_miss(
-    make_lane, submit, snapshots, name
+    make_lane, submit, prefix_cache, name
 ) -> None:
     for question in QUESTIONS:
         cold_lane = make_lane(name)
         cold = submit(cold_lane, question, system=SYSTEM)
         run_until_idle(cold_lane)
-        warm_lane = make_lane(name, snapshots=snapshots)
+        warm_lane = make_lane(name, prefix_cache=prefix_cache)
         warm = submit(warm_lane, question, system=SYSTEM)
         run_until_idle(warm_lane)
 
         assert warm.row.answer == cold.row.answer
-        assert warm.row.tally.total() == cold.row.tally.total()
-    assert (snapshots.counts.hits, snapshots.counts.misses) == (len(QUESTIONS) - 1, 1)
+        assert warm.row.speculation.total() == cold.row.speculation.total()
+    assert (prefix_cache.counts.hits, prefix_cache.counts.misses) == (len(QUESTIONS) - 1, 1)
 
 
-def test_cached_tokens_are_those_that_were_not_read(make_lane, submit, snapshots) -> None:
-    lane = make_lane(snapshots=snapshots)
+def test_cached_tokens_are_those_that_were_not_read(make_lane, submit, prefix_cache) -> None:
+    lane = make_lane(prefix_cache=prefix_cache)
     first = submit(lane, "Hello", system=SYSTEM)
     second = submit(lane, "Who are you?", system=SYSTEM)
     run_until_idle(lane)
@@ -56,9 +56,9 @@ def test_cached_tokens_are_those_that_were_not_read(make_lane, submit, snapshots
 
 
 def test_rows_that_start_from_one_snapshot_do_not_touch_each_other(
-    make_lane, submit, snapshots
+    make_lane, submit, prefix_cache
 ) -> None:
-    lane = make_lane(snapshots=snapshots)
+    lane = make_lane(prefix_cache=prefix_cache)
     together = [submit(lane, question, system=SYSTEM) for question in QUESTIONS]
     run_until_idle(lane)
     alone = []
@@ -70,8 +70,8 @@ def test_rows_that_start_from_one_snapshot_do_not_touch_each_other(
     assert [one.row.answer for one in together] == [one.row.answer for one in alone]
 
 
-def test_a_plain_rows_snapshot_serves_a_drafting_row(make_lane, submit, snapshots) -> None:
-    lane = make_lane(snapshots=snapshots)
+def test_a_plain_rows_snapshot_serves_a_drafting_row(make_lane, submit, prefix_cache) -> None:
+    lane = make_lane(prefix_cache=prefix_cache)
     submit(lane, "Hello", system=SYSTEM, bypass=(Bypass.LOGPROBS,))
     run_until_idle(lane)
     warm = submit(lane, "Who are you?", system=SYSTEM)
@@ -81,13 +81,13 @@ def test_a_plain_rows_snapshot_serves_a_drafting_row(make_lane, submit, snapshot
     run_until_idle(cold_lane)
 
     assert warm.row.cached_tokens > 0
-    assert warm.row.tally.total() == cold.row.tally.total()
+    assert warm.row.speculation.total() == cold.row.speculation.total()
 
 
-def test_two_lanes_read_a_prefix_once_between_them(make_lane, submit, snapshots) -> None:
+def test_two_lanes_read_a_prefix_once_between_them(make_lane, submit, prefix_cache) -> None:
     lanes: list[LaneScheduler] = []
     for name in LaneName:
-        lane = make_lane(name, snapshots=snapshots, chunk_tokens=32)
+        lane = make_lane(name, prefix_cache=prefix_cache, chunk_tokens=32)
         lane._siblings = lanes
         lanes.append(lane)
     heard = [submit(lane, "Hello", system=SYSTEM) for lane in lanes]
@@ -96,16 +96,16 @@ def test_two_lanes_read_a_prefix_once_between_them(make_lane, submit, snapshots)
             lane.step()
 
     assert [one.row.cached_tokens > 0 for one in heard] == [False, True]
-    assert snapshots.counts.misses == 1
+    assert prefix_cache.counts.misses == 1
 
 
-def test_a_key_that_stands_for_other_tokens_is_a_miss(make_lane, submit, snapshots) -> None:
-    lane = make_lane(snapshots=snapshots)
+def test_a_key_that_stands_for_other_tokens_is_a_miss(make_lane, submit, prefix_cache) -> None:
+    lane = make_lane(prefix_cache=prefix_cache)
     submit(lane, "Hello", system=SYSTEM)
     run_until_idle(lane)
     liar = submit(lane, "Hello", system=OTHER)
     honest = liar.row.prompt.prefix
-    (key,) = snapshots._by_key
+    (key,) = prefix_cache._by_key
     object.__setattr__(honest, "key", key)
     run_until_idle(lane)
 
@@ -114,11 +114,11 @@ def test_a_key_that_stands_for_other_tokens_is_a_miss(make_lane, submit, snapsho
 
 def test_least_recently_used_snapshots_go_when_memory_is_full(make_lane, submit) -> None:
     measured = PrefixCache(1 << 30)
-    lane = make_lane(snapshots=measured)
+    lane = make_lane(prefix_cache=measured)
     submit(lane, "Hello", system=SYSTEM)
     run_until_idle(lane)
     small = PrefixCache(int(measured.size_bytes * 1.5))
-    lane = make_lane(snapshots=small)
+    lane = make_lane(prefix_cache=small)
     for system in (SYSTEM, OTHER, SYSTEM):
         submit(lane, "Hello", system=system)
         run_until_idle(lane)
@@ -129,8 +129,8 @@ def test_least_recently_used_snapshots_go_when_memory_is_full(make_lane, submit)
 
 def test_snapshots_take_no_more_memory_than_they_are_counted_for(make_lane, submit) -> None:
     """An array that is a view keeps all of what it looks at: a chunk's states for its last one."""
-    snapshots = PrefixCache(1 << 30)
-    lane = make_lane(snapshots=snapshots)
+    prefix_cache = PrefixCache(1 << 30)
+    lane = make_lane(prefix_cache=prefix_cache)
 
     def held_bytes(system: str) -> int:
         submit(lane, "Hello", system=system, max_tokens=2)
@@ -138,38 +138,38 @@ def test_snapshots_take_no_more_memory_than_they_are_counted_for(make_lane, subm
         mx.synchronize()
         return int(mx.get_active_memory())
 
-    before_bytes, counted_before_bytes = held_bytes(SYSTEM), snapshots.size_bytes
+    before_bytes, counted_before_bytes = held_bytes(SYSTEM), prefix_cache.size_bytes
     taken_bytes = held_bytes(OTHER * 2) - before_bytes
-    counted_bytes = snapshots.size_bytes - counted_before_bytes
+    counted_bytes = prefix_cache.size_bytes - counted_before_bytes
 
     assert counted_bytes > 1 << 17
     assert taken_bytes == pytest.approx(counted_bytes, abs=1 << 16)
 
 
-def test_prompts_without_a_system_message_share_nothing(make_lane, submit, snapshots) -> None:
-    lane = make_lane(snapshots=snapshots)
+def test_prompts_without_a_system_message_share_nothing(make_lane, submit, prefix_cache) -> None:
+    lane = make_lane(prefix_cache=prefix_cache)
     heard = submit(lane, "Tell me a story. " * 40)
     run_until_idle(lane)
 
     assert heard.row.prompt.prefix is None
-    assert snapshots.size_bytes == 0
+    assert prefix_cache.size_bytes == 0
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> SnapshotFiles:
-    return SnapshotFiles(tmp_path, 1 << 30, "model")
+def files(tmp_path: Path) -> PrefixCacheFiles:
+    return PrefixCacheFiles(tmp_path, 1 << 30, "model")
 
 
-def restarted(make_lane, ask, files: SnapshotFiles, question: str = "Who are you?"):
+def restarted(make_lane, ask, files: PrefixCacheFiles, question: str = "Who are you?"):
     """Ask on a lane that has nothing in memory, as after a restart."""
-    snapshots = PrefixCache(1 << 30, files)
-    lane = make_lane(snapshots=snapshots)
+    prefix_cache = PrefixCache(1 << 30, files)
+    lane = make_lane(prefix_cache=prefix_cache)
     heard = ask(lane, question, system=SYSTEM)
     prefix = heard.row.prompt.prefix
     assert prefix is not None
-    heard.row.read_ahead = snapshots.read_ahead(prefix.key)
+    heard.row.prefetched = prefix_cache.prefetch(prefix.key)
     run_until_idle(lane)
-    snapshots.close()
+    prefix_cache.close()
     return heard
 
 
@@ -179,7 +179,7 @@ def test_a_snapshot_on_disk_survives_a_restart(make_lane, submit, files) -> None
 
     assert (cold.row.cached_tokens, warm.row.cached_tokens > 32) == (0, True)
     assert warm.row.answer == cold.row.answer
-    assert warm.row.tally.total() == cold.row.tally.total()
+    assert warm.row.speculation.total() == cold.row.speculation.total()
 
 
 @pytest.mark.parametrize(
@@ -207,14 +207,14 @@ def test_a_damaged_file_is_a_miss_and_is_removed(
 def test_a_file_of_another_model_is_never_used(make_lane, submit, files, tmp_path) -> None:
     heard = restarted(make_lane, submit, files)
 
-    assert SnapshotFiles(tmp_path, 1 << 30, "other").load(heard.row.prompt.prefix.key) is None
+    assert PrefixCacheFiles(tmp_path, 1 << 30, "other").load(heard.row.prompt.prefix.key) is None
 
 
 def test_disk_holds_no_more_than_its_limit(tmp_path) -> None:
     arrays = {"tokens": np.zeros(100, np.int32)}
-    small = SnapshotFiles(tmp_path, 1500, "model")
+    small = PrefixCacheFiles(tmp_path, 1500, "model")
     for key in "abc":
-        small.save(key, HostSnapshot(arrays=arrays, half=frozenset()))
+        small.save(key, HostPrefix(arrays=arrays, half=frozenset()))
 
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1500
     assert (small.load("a"), small.load("c") is None) == (None, False)
@@ -232,9 +232,11 @@ def test_checkpoints_with_other_weights_have_other_fingerprints(tmp_path) -> Non
     assert fingerprint(CHECKPOINT) == before != fingerprint(tmp_path / "other")
 
 
-def test_a_lane_tells_its_speed_and_what_it_has_still_to_read(make_lane, submit, snapshots) -> None:
+def test_a_lane_tells_its_speed_and_what_it_has_still_to_read(
+    make_lane, submit, prefix_cache
+) -> None:
     """What is known of a prompt that waits need not be read."""
-    lane = make_lane(snapshots=snapshots)
+    lane = make_lane(prefix_cache=prefix_cache)
     first = submit(lane, "Hello", system=SYSTEM)
     waiting = lane.counters.report()
     assert (waiting.read_tokens_s, waiting.write_tokens_s) == (0, 0)
@@ -247,6 +249,6 @@ def test_a_lane_tells_its_speed_and_what_it_has_still_to_read(make_lane, submit,
     again = submit(lane, "Who are you?", system=SYSTEM)
     prefix = again.row.prompt.prefix
     assert prefix is not None
-    assert snapshots.keys == (prefix.key,)
+    assert prefix_cache.keys == (prefix.key,)
     unread = len(again.row.prompt.tokens) - prefix.tokens
     assert lane.counters.report().unread_tokens == unread

@@ -6,7 +6,7 @@ import pytest
 
 from policies.request.profile import Bypass, Sampling
 from tests.support.engine_lane import run_until_idle
-from workers.engine.draft_length import SAMPLES, TASTE_STEPS, DraftLength
+from workers.engine.draft_length import EXPLORATION_STEPS, SAMPLES, DraftLength
 from workers.engine.types import Finished, Generation, LaneName, Prompt
 
 QUESTIONS = [
@@ -98,8 +98,8 @@ def test_only_what_the_text_lane_may_draft_for_keeps_nothing_from_it(make_lane) 
         sampling=SAMPLED,
         bypass=(Bypass.NON_GREEDY_SAMPLING, Bypass.LOGPROBS, Bypass.LOGITS_PROCESSORS),
     )
-    assert text.bypasses(asked) == ()
-    assert pictures.bypasses(asked) == asked.bypass
+    assert text.bypass_reasons(asked) == ()
+    assert pictures.bypass_reasons(asked) == asked.bypass
 
 
 def test_a_bypassed_row_speculates_nothing_and_is_counted_by_its_reason(make_lane, submit) -> None:
@@ -120,7 +120,7 @@ def test_a_bypassed_row_speculates_nothing_and_is_counted_by_its_reason(make_lan
 
 def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, submit) -> None:
     lane = make_lane(clock=itertools.count().__next__)  # every round takes one second
-    measured = lane._decoding._draft_length
+    measured = lane._decoder._draft_length
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
         for _ in range(SAMPLES):
             measured.observe(3, k, cost_s)
@@ -143,7 +143,7 @@ def test_a_request_that_names_its_k_is_drafted_for_where_it_does_not_pay(make_la
     lane = make_lane(clock=itertools.count().__next__)
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
         for _ in range(SAMPLES):
-            lane._decoding._draft_length.observe(3, k, cost_s)
+            lane._decoder._draft_length.observe_cost(3, k, cost_s)
     heard = [submit(lane, "Count from 1 to 20.", adaptive=number < 2) for number in range(3)]
     run_until_idle(lane)
 
@@ -178,7 +178,7 @@ class Scripted(Watched):
 
 def drafted_by(policy: Watched, lane, ask) -> list[int]:
     """Let a policy choose for one answer, and list how much each step drafted."""
-    lane._decoding._draft_length = policy
+    lane._decoder._draft_length = policy
     heard = ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
     run_until_idle(lane)
     return [step.drafted for step in heard.end.steps]
@@ -196,5 +196,5 @@ def test_the_first_rounds_of_an_answer_teach_nothing_of_costs(make_lane, submit)
     policy = Watched()
     whole = drafted_by(policy, make_lane(), submit).count(2)
 
-    assert whole > TASTE_STEPS
-    assert policy.learnt == [2] * (whole - TASTE_STEPS)
+    assert whole > EXPLORATION_STEPS
+    assert policy.learnt == [2] * (whole - EXPLORATION_STEPS)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from tests.support.engine_lane import run_until_idle
-from workers.engine.self_test import FEWEST_STEPS, HeadHealth, examine_head, warm_up
+from workers.engine.self_test import MIN_STEPS, HeadHealth, check_head, warm_up
 
 
 class SpoiltHead:
@@ -34,22 +34,22 @@ def test_the_demos_head_is_sound_and_says_how_often_it_was_right(
 ) -> None:
     lane = make_lane()
     warm_up(lane, prompt_renderer, 2)
-    health = examine_head(lane, prompt_renderer)
+    health = check_head(lane, prompt_renderer)
 
-    assert health.sound
-    assert health.steps > FEWEST_STEPS
-    assert health.sentence.startswith("MTP head sound: ")
+    assert health.healthy
+    assert health.steps > MIN_STEPS
+    assert health.description.startswith("MTP head sound: ")
 
 
 def test_a_head_that_guesses_wrong_is_unhealthy_and_the_sentence_says_where_to_look(
     make_lane, prompt_renderer, checkpoint
 ) -> None:
     wrong = SpoiltHead(checkpoint.head, guess=lambda token: (token + 1) % checkpoint.vocabulary)
-    health = examine_head(make_lane(head=wrong), prompt_renderer)
+    health = check_head(make_lane(head=wrong), prompt_renderer)
 
-    assert not health.sound
+    assert not health.healthy
     for cause in ("RMSNorm", "missing", "revision", "quantised"):
-        assert cause in health.sentence
+        assert cause in health.description
 
 
 def test_a_head_that_raises_is_unhealthy_and_the_model_starts_without_it(
@@ -57,16 +57,16 @@ def test_a_head_that_raises_is_unhealthy_and_the_model_starts_without_it(
 ) -> None:
     lane = make_lane(head=SpoiltHead(checkpoint.head))
     warm_up(lane, prompt_renderer, 2)
-    health = examine_head(lane, prompt_renderer)
+    health = check_head(lane, prompt_renderer)
     heard = submit(lane, "Hello")
     run_until_idle(lane)
 
-    assert not health.sound
-    assert "it failed in" in health.sentence
-    assert "matmul" not in health.sentence, "a library's words stay in the log"
+    assert not health.healthy
+    assert "it failed in" in health.description
+    assert "matmul" not in health.description, "a library's words stay in the log"
     assert heard.row.answer
 
 
-@pytest.mark.parametrize(("steps", "acceptance"), [(FEWEST_STEPS - 1, 0.0), (400, 0.2)])
+@pytest.mark.parametrize(("steps", "acceptance"), [(MIN_STEPS - 1, 0.0), (400, 0.2)])
 def test_a_model_that_answers_in_a_word_is_not_a_sick_head(steps: int, acceptance: float) -> None:
-    assert HeadHealth(first_guess_acceptance=acceptance, steps=steps).sound
+    assert HeadHealth(first_token_acceptance=acceptance, steps=steps).healthy

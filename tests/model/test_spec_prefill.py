@@ -9,10 +9,15 @@ import pytest
 from tests.support.engine_lane import RowEvents, run_until_idle
 from workers.engine.model import Checkpoint
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prompt_scorer import PromptScorer, Scoring
+from workers.engine.prompt_scorer import PromptScorer, PromptScoring
 from workers.engine.scheduler import LaneScheduler
-from workers.engine.sparse_prefill import SparseReading, load_sparse_reading
-from workers.engine.spec_prefill import ReadInFull, Scope, SpecPrefillSettings, Wish
+from workers.engine.sparse_prefill import SparsePrefill, load_sparse_prefill
+from workers.engine.spec_prefill import (
+    FullPrefillReason,
+    ScoringRange,
+    SpecPrefillOptions,
+    SpecPrefillSettings,
+)
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import Finished, LaneName, Picture, Prompt
 
@@ -20,7 +25,7 @@ FILLER = "The red fox sees the old tree. The blue boat finds the warm stone. " *
 LONG = FILLER + "The code word is river. " + FILLER + "What is the code word?"
 SYSTEM = "You are the help desk of a small shop. " + FILLER
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox."]
-SPARSE = Wish(sparse=True)
+SPARSE = SpecPrefillOptions(sparse=True)
 
 
 @pytest.fixture
@@ -41,7 +46,7 @@ def sparse_lane(
     """Make a lane that reads prompts of 400 tokens and more sparsely, by the model itself."""
 
     def make(*name: LaneName, scorer: PromptScorer | None = scorer, **wished: Any) -> LaneScheduler:
-        return make_lane(*name, sparse_reading=SparseReading(settings, scorer), **wished)
+        return make_lane(*name, sparse_prefill=SparsePrefill(settings, scorer), **wished)
 
     return make
 
@@ -73,12 +78,12 @@ def test_what_is_kept_is_read_and_continued_at_its_true_positions(
     heard = submit(lane, LONG, draft_tokens=draft_tokens)
     run_until_idle(lane)
     prompt = heard.row.prompt.tokens
-    scoring = scorer.begin(prompt, Scope(begin=0, end=len(prompt), keep_share=0.3))
-    while scoring.reads is None:
+    scoring = scorer.begin(prompt, ScoringRange(begin=0, end=len(prompt), keep_share=0.3))
+    while scoring.read_indices is None:
         scoring.advance(512)
 
-    expected = list(greedy_behind(checkpoint, prompt, scoring.reads, len(heard.row.answer)))
-    assert heard.row.skipped_tokens == len(prompt) - len(scoring.reads) > 0.6 * len(prompt)
+    expected = list(greedy_behind(checkpoint, prompt, scoring.read_indices, len(heard.row.answer)))
+    assert heard.row.skipped_tokens == len(prompt) - len(scoring.read_indices) > 0.6 * len(prompt)
     assert heard.row.answer == expected
 
 
@@ -88,12 +93,12 @@ def test_keeping_everything_gives_exactly_the_full_answer(
 ) -> None:
     plain, lane = make_lane(), sparse_lane()
     expected = submit(plain, LONG)
-    heard = submit(lane, LONG, spec_prefill=Wish(keep_share=keep_share))
+    heard = submit(lane, LONG, spec_prefill=SpecPrefillOptions(keep_share=keep_share))
     run_until_idle(plain)
     run_until_idle(lane)
 
     assert heard.row.answer == expected.row.answer
-    assert heard.row.tally.total() == expected.row.tally.total()
+    assert heard.row.speculation.total() == expected.row.speculation.total()
     assert counts(lane).kept_tokens == counts(lane).scored_tokens
 
 
@@ -158,11 +163,11 @@ def test_a_row_that_leaves_while_it_is_scored_is_gone(sparse_lane, submit) -> No
 
 
 def test_behind_a_snapshot_only_the_rest_is_scored(sparse_lane, submit) -> None:
-    snapshots = PrefixCache(1 << 30)
+    prefix_cache = PrefixCache(1 << 30)
     cold_lane = sparse_lane()
     cold = submit(cold_lane, LONG, system=SYSTEM)
     run_until_idle(cold_lane)
-    lane = sparse_lane(snapshots=snapshots)
+    lane = sparse_lane(prefix_cache=prefix_cache)
     submit(lane, "Hello", system=SYSTEM)
     run_until_idle(lane)
     warm = submit(lane, LONG, system=SYSTEM)
@@ -177,12 +182,12 @@ def test_behind_a_snapshot_only_the_rest_is_scored(sparse_lane, submit) -> None:
 
 
 def test_what_was_read_sparsely_is_never_kept_as_a_prefix(make_lane, sparse_lane, submit) -> None:
-    snapshots = PrefixCache(1 << 30)
-    lane = sparse_lane(snapshots=snapshots)
+    prefix_cache = PrefixCache(1 << 30)
+    lane = sparse_lane(prefix_cache=prefix_cache)
     by_name = submit(lane, LONG, system=SYSTEM, spec_prefill=SPARSE)
     run_until_idle(lane)
     assert by_name.row.skipped_tokens
-    assert snapshots.counts.stored == 0
+    assert prefix_cache.counts.stored == 0
 
     # Left to the worker, the shared part is read in full, and kept for all who come after.
     submit(lane, LONG, system=SYSTEM)
@@ -191,7 +196,7 @@ def test_what_was_read_sparsely_is_never_kept_as_a_prefix(make_lane, sparse_lane
     plain = submit(plain_lane, "Hello", system=SYSTEM)
     run_until_idle(lane)
     run_until_idle(plain_lane)
-    assert snapshots.counts.stored == 1
+    assert prefix_cache.counts.stored == 1
     assert after.row.cached_tokens > 0
     assert after.row.answer == plain.row.answer
 
@@ -199,7 +204,7 @@ def test_what_was_read_sparsely_is_never_kept_as_a_prefix(make_lane, sparse_lane
 class Broken(PromptScorer):
     """A draft model that fails in the middle of a prompt."""
 
-    def begin(self, prompt: Sequence[int], scope: Scope) -> Scoring:
+    def begin(self, prompt: Sequence[int], scope: ScoringRange) -> PromptScoring:
         scoring = super().begin(prompt, scope)
         scoring._draft = None  # type: ignore[assignment]
         return scoring
@@ -208,11 +213,15 @@ class Broken(PromptScorer):
 @pytest.mark.parametrize(
     "doubt",
     [
-        (Wish(sparse=False), PromptScorer, ReadInFull.SWITCHED_OFF),
-        (Wish(keep_share=1.0), PromptScorer, ReadInFull.KEEPS_ALL),
-        (Wish(), lambda *_: None, ReadInFull.NO_DRAFT),
-        (Wish(), lambda target, _: PromptScorer(target, 500), ReadInFull.TOO_LONG_FOR_DRAFT),
-        (Wish(), Broken, ReadInFull.DRAFT_FAILED),
+        (SpecPrefillOptions(sparse=False), PromptScorer, FullPrefillReason.SWITCHED_OFF),
+        (SpecPrefillOptions(keep_share=1.0), PromptScorer, FullPrefillReason.KEEPS_ALL),
+        (SpecPrefillOptions(), lambda *_: None, FullPrefillReason.NO_DRAFT),
+        (
+            SpecPrefillOptions(),
+            lambda target, _: PromptScorer(target, 500),
+            FullPrefillReason.TOO_LONG_FOR_DRAFT,
+        ),
+        (SpecPrefillOptions(), Broken, FullPrefillReason.DRAFT_FAILED),
     ],
 )
 def test_any_doubt_ends_in_the_full_answer_and_is_counted(
@@ -233,7 +242,12 @@ def test_any_doubt_ends_in_the_full_answer_and_is_counted(
 
 @pytest.mark.parametrize(
     ("wish", "tokens", "sparse_read"),
-    [(Wish(), 399, False), (Wish(), 400, True), (SPARSE, 255, False), (SPARSE, 256, True)],
+    [
+        (SpecPrefillOptions(), 399, False),
+        (SpecPrefillOptions(), 400, True),
+        (SPARSE, 255, False),
+        (SPARSE, 256, True),
+    ],
 )
 def test_a_prompt_is_read_sparsely_from_the_threshold_on_or_on_demand(
     sparse_lane, submit, wish, tokens, sparse_read
@@ -243,7 +257,7 @@ def test_a_prompt_is_read_sparsely_from_the_threshold_on_or_on_demand(
     run_until_idle(lane)
 
     assert bool(heard.row.skipped_tokens) is sparse_read
-    assert counts(lane).read_in_full == ({} if sparse_read else {ReadInFull.TOO_SHORT: 1})
+    assert counts(lane).read_in_full == ({} if sparse_read else {FullPrefillReason.TOO_SHORT: 1})
 
 
 def test_a_prompt_with_pictures_is_read_in_full(
@@ -260,7 +274,7 @@ def test_a_prompt_with_pictures_is_read_in_full(
     run_until_idle(lane)
 
     assert isinstance(heard.end, Finished)
-    assert counts(lane).read_in_full == {ReadInFull.PICTURES: 1}
+    assert counts(lane).read_in_full == {FullPrefillReason.PICTURES: 1}
 
 
 def test_a_worker_without_a_draft_model_counts_only_who_asked_for_one(make_lane, submit) -> None:
@@ -269,18 +283,18 @@ def test_a_worker_without_a_draft_model_counts_only_who_asked_for_one(make_lane,
     run_until_idle(lane)
 
     assert heard[0].row.answer == heard[1].row.answer
-    assert counts(lane).read_in_full == {ReadInFull.NO_DRAFT: 1}
+    assert counts(lane).read_in_full == {FullPrefillReason.NO_DRAFT: 1}
 
 
 def test_a_draft_model_that_cannot_be_loaded_leaves_the_worker_serving(
     checkpoint, make_lane, submit, settings
 ) -> None:
-    reading = load_sparse_reading(settings, checkpoint)  # an empty folder
-    lane = make_lane(sparse_reading=reading)
+    reading = load_sparse_prefill(settings, checkpoint)  # an empty folder
+    lane = make_lane(sparse_prefill=reading)
     heard = submit(lane, LONG)
     run_until_idle(lane)
 
-    assert reading.sentence is not None
-    assert "in full" in reading.sentence
+    assert reading.description is not None
+    assert "in full" in reading.description
     assert isinstance(heard.end, Finished)
-    assert counts(lane).read_in_full == {ReadInFull.NO_DRAFT: 1}
+    assert counts(lane).read_in_full == {FullPrefillReason.NO_DRAFT: 1}

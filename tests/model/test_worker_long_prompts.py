@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
 from tests.support.worker_process import running_worker
 from workers.demo import CHECKPOINT
-from workers.engine.spec_prefill import Wish
+from workers.engine.spec_prefill import SpecPrefillOptions
 from workers.engine.types import Finished
 
 LONG = "The red fox sees the old tree. " * 80 + "What does the fox see?"
@@ -20,16 +20,16 @@ LONG = "The red fox sees the old tree. " * 80 + "What does the fox see?"
 @pytest.mark.parametrize(
     ("fields", "wish"),
     [
-        ({}, Wish()),
-        ({"specprefill": False}, Wish(sparse=False)),
+        ({}, SpecPrefillOptions()),
+        ({"specprefill": False}, SpecPrefillOptions(sparse=False)),
         (
             {"specprefill": True, "specprefill_keep_pct": 0.5},
-            Wish(sparse=True, keep_share=0.5),
+            SpecPrefillOptions(sparse=True, keep_share=0.5),
         ),
     ],
 )
 async def test_the_wish_of_a_request_reaches_the_engine_and_its_usage_tells_what_was_skipped(
-    fields: dict[str, object], wish: Wish
+    fields: dict[str, object], wish: SpecPrefillOptions
 ) -> None:
     *texts, end = text_events("read")
     assert isinstance(end, Finished)

@@ -2,7 +2,7 @@
 
 Rows join at any step, leave at any step, are stopped by a string, the end token or their limit
 inside a draft or outside, name a k or take the lane's, are greedy, sampled or penalised, start from
-snapshots or not; now and then the MTP head raises. Whatever happens beside a row, its answer is
+prefix_cache or not; now and then the MTP head raises. Whatever happens beside a row, its answer is
 that of its prompt alone, and its counts add up with every step.
 """
 
@@ -21,10 +21,10 @@ from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint
-from workers.engine.prefill_budget import PrefillPace
+from workers.engine.prefill_budget import PrefillBudget
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.row import Row, SpeculationTally
-from workers.engine.sampler import Chooser, choose
+from workers.engine.row import Row, SpeculationCounter
+from workers.engine.sampler import SamplingContext, choose
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Finished, FinishReason, Generation, LaneName, Prompt
@@ -117,14 +117,14 @@ class ScheduleRunner:
             found.near_ties += 1
         found.rows += 1
         found.with_rules += row.generation.sampling != GREEDY
-        found.ended_by_limit += row.finish is FinishReason.LENGTH
+        found.ended_by_limit += row.finish_reason is FinishReason.LENGTH
         found.ended_by_string += row.text.stopped
-        found.ended_by_token += row.finish is FinishReason.STOP and not row.text.stopped
+        found.ended_by_token += row.finish_reason is FinishReason.STOP and not row.text.stopped
         found.ended_inside_a_draft += one.inside
-        found.from_snapshot += row.cached_tokens > 0
+        found.from_prefix_cache += row.cached_tokens > 0
         found.without_head += one.k > 0 == row.draft_tokens
         found.tokens += len(answer)
-        found.speculation += row.tally.total()
+        found.speculation += row.speculation.total()
 
     def _check_sums(
         self, before: LaneReport, after: LaneReport, asked: Sequence[ScheduledRow]
@@ -134,7 +134,7 @@ class ScheduleRunner:
         assert after.completion_tokens - before.completion_tokens == sum(
             len(row.answer) for row in rows
         )
-        total = sum((row.tally.total() for row in rows), before.speculation)
+        total = sum((row.speculation.total() for row in rows), before.speculation)
         assert after.speculation == total
         assert (after.running, after.waiting) == (0, 0)
 
@@ -160,7 +160,7 @@ class ScheduleRunner:
         if key not in self._alone:
 
             def pick(scores: mx.array, answer: Sequence[int]) -> int:
-                rules = Chooser(
+                rules = SamplingContext(
                     sampling=sampling,
                     seed=row.seed,
                     position=len(answer),
@@ -185,12 +185,12 @@ class ScheduleRunner:
             seed=rng.randrange(2),
             max_tokens=rng.randint(1, LONGEST_ANSWER),
             draft_tokens=rng.randint(0, 4),
-            draft_tokens_asked=rng.random() < 0.8,
+            draft_tokens_fixed=rng.random() < 0.8,
             text=TextStream(self._prompts.decode),
-            tally=SpeculationTally(0),
+            speculation=SpeculationCounter(0),
             sink=lambda _: None,
         )
-        row.tally = SpeculationTally(row.draft_tokens)
+        row.speculation = SpeculationCounter(row.draft_tokens)
         stop: tuple[str, ...] = ()
         if rng.random() < 0.3:
             piece = rng.choice(self._replay(row))
@@ -230,9 +230,9 @@ class ScheduleRunner:
             replace(self._checkpoint, head=head),  # type: ignore[arg-type]  # it behaves like one
             self._prompts,
             LaneCounters(LaneName.TEXT_MTP, slots=max_rows, draft_tokens=draft_tokens),
-            snapshots=PrefixCache(snapshot_bytes),
+            prefix_cache=PrefixCache(snapshot_bytes),
             draft_tokens=draft_tokens,
             max_rows=max_rows,
-            pace=PrefillPace(chunk_tokens, budget_s=60.0),
+            prefill_budget=PrefillBudget(chunk_tokens, budget_s=60.0),
             memory=MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30),
         )

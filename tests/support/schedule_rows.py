@@ -23,7 +23,7 @@ class ScheduleStats:
     ended_by_token: int = 0
     ended_by_limit: int = 0
     ended_inside_a_draft: int = 0
-    from_snapshot: int = 0
+    from_prefix_cache: int = 0
     without_head: int = 0
     """Rows that lost their drafts, since the head had raised."""
     near_ties: int = 0
@@ -78,13 +78,13 @@ class ScheduledRow:
 
     def check_step(self) -> None:
         """Account for what the last step did to this row."""
-        total = self.row.tally.total()
+        total = self.row.speculation.total()
         new = len(self.row.answer) - self.seen_tokens
         if self.seen_tokens == 0 and new:
             new -= 1  # chosen behind the prompt, by no round
         steps, drafted = total.steps - self.seen.steps, total.drafted - self.seen.drafted
         accepted, errors = total.accepted - self.seen.accepted, total.errors - self.seen.errors
-        told = self.row.tally.steps[self.seen.steps :]
+        told = self.row.speculation.steps[self.seen.steps :]
         self.seen_tokens, self.seen = len(self.row.answer), total
         assert total.drafted == total.accepted + total.rejected + total.errors
         assert sum(total.histogram) == total.steps
@@ -96,7 +96,7 @@ class ScheduledRow:
             assert told == ((drafted, accepted),)
             assert 1 <= drafted <= self.k
             assert accepted <= drafted
-            self.inside = bool(self.row.finish) and new == accepted
+            self.inside = bool(self.row.finish_reason) and new == accepted
             assert new == accepted + 1 or self.inside
         else:
             assert (told, accepted, drafted) == ((), 0, 0)

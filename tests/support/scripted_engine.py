@@ -36,7 +36,7 @@ CARD = ModelCard(
     weights_bytes=0,
     native_verify=True,
     mtp=True,
-    why_no_mtp=None,
+    mtp_unavailable_reason=None,
     draft_tokens_requested=2,
     draft_tokens_effective=2,
 )

@@ -15,7 +15,7 @@ from workers.engine.kv_cache import RowCache, capacity
 from workers.engine.model import ArraysCache, KVCache, LayerCache, MtpHead
 from workers.engine.row import Row
 
-FARTHEST_BEHIND = 32
+MAX_BACKLOG_STEPS = 32
 """Tokens the head may be behind at most."""
 
 
@@ -37,13 +37,13 @@ class Batch:
         self.rows: list[Row] = []
         self.caches: list[LayerCache] = []
         self.head_caches: list[RowCache] = []
-        self.last: mx.array = mx.zeros((0,), dtype=mx.int32)
+        self.last_tokens: mx.array = mx.zeros((0,), dtype=mx.int32)
         """[rows]: the last token of every answer, in no cache yet."""
-        self.position_shift: mx.array = self.last
+        self.position_shift: mx.array = self.last_tokens
         """[rows]: from the slot of a token to its position."""
         self.seed_hidden: mx.array | None = None
         """[rows, 1, width], None in a batch that never drafts."""
-        self._behind: list[tuple[mx.array, mx.array]] = []
+        self._backlog: list[tuple[mx.array, mx.array]] = []
         """Tokens [rows, 1] and hidden states [rows, 1, width] that the head has not read."""
 
     def __len__(self) -> int:
@@ -56,7 +56,7 @@ class Batch:
 
     def set_offset(self, offset: mx.array) -> None:
         """Move all cursors, those of the head along with the target's."""
-        for cache in self._rowwise():
+        for cache in self._row_caches():
             cache.offset = offset
 
     @property
@@ -85,34 +85,34 @@ class Batch:
     def reserve(self, tokens: int) -> None:
         """Make room for so many more tokens in every row."""
         needed = max(row.slots_used for row in self.rows) + tokens
-        for cache in self._rowwise():
+        for cache in self._row_caches():
             cache.reserve(needed)
 
     @property
-    def drafts(self) -> bool:
+    def has_head_caches(self) -> bool:
         """Say whether the head follows these rows."""
         return bool(self.head_caches)
 
     @property
-    def behind(self) -> bool:
+    def has_backlog(self) -> bool:
         """Say whether the head has tokens to read before it can draft."""
-        return bool(self._behind)
+        return bool(self._backlog)
 
     @property
-    def far_behind(self) -> bool:
+    def backlog_full(self) -> bool:
         """Say whether the head is to be brought up to date, drafting or not."""
-        return len(self._behind) >= FARTHEST_BEHIND
+        return len(self._backlog) >= MAX_BACKLOG_STEPS
 
-    def fall_behind(self, tokens: mx.array, hidden: mx.array) -> None:
+    def append_backlog(self, tokens: mx.array, hidden: mx.array) -> None:
         """Keep what the head would have read of a plain round."""
-        self._behind.append((tokens, hidden))
+        self._backlog.append((tokens, hidden))
 
-    def catch_up(self, head: MtpHead) -> None:
+    def read_backlog(self, head: MtpHead) -> None:
         """Let the head read all it is behind, in one pass."""
-        if not self._behind:
+        if not self._backlog:
             return
-        tokens = mx.concatenate([tokens for tokens, _ in self._behind], axis=1)
-        hidden = mx.concatenate([hidden for _, hidden in self._behind], axis=1)
+        tokens = mx.concatenate([tokens for tokens, _ in self._backlog], axis=1)
+        hidden = mx.concatenate([hidden for _, hidden in self._backlog], axis=1)
         length = tokens.shape[1]
         start = self.offset - length
         for cache in self.head_caches:
@@ -120,7 +120,7 @@ class Batch:
         positions = start[:, None] + mx.arange(length, dtype=mx.int32)
         state = head.forward(tokens, hidden, self.head_caches, positions)
         self.seed_hidden = state[:, -1:]
-        self._behind.clear()
+        self._backlog.clear()
 
     def join(
         self,
@@ -134,23 +134,25 @@ class Batch:
         new_caches = [_opened(cache, row) for cache in caches] if self._shared else list(caches)
         new_head_caches = [_row_cache(cache, row) for cache in head_caches]
         token = mx.array([last], dtype=mx.int32)
-        shift = mx.array([row.context + row.position_offset - row.slots_used], dtype=mx.int32)
+        shift = mx.array(
+            [row.context_tokens + row.position_offset - row.slots_used], dtype=mx.int32
+        )
         if not self.rows:
             self.caches, self.head_caches = new_caches, new_head_caches
-            self.last, self.position_shift, self.seed_hidden = token, shift, seed_hidden
+            self.last_tokens, self.position_shift, self.seed_hidden = token, shift, seed_hidden
         else:
             for mine, new in zip(self.caches, new_caches, strict=True):
                 _extend(mine, new)
             for head_cache, new_head_cache in zip(self.head_caches, new_head_caches, strict=True):
                 head_cache.join(new_head_cache)
-            self.last = mx.concatenate([self.last, token])
+            self.last_tokens = mx.concatenate([self.last_tokens, token])
             self.position_shift = mx.concatenate([self.position_shift, shift])
             if self.seed_hidden is not None and seed_hidden is not None:
                 self.seed_hidden = mx.concatenate([self.seed_hidden, seed_hidden])
         self.rows.append(row)
         self.evaluate()
 
-    def keep(self, indices: Sequence[int]) -> None:
+    def select(self, indices: Sequence[int]) -> None:
         """Drop all rows but these."""
         if len(indices) == len(self.rows):
             return
@@ -162,29 +164,29 @@ class Batch:
         longest = max(row.slots_used for row in self.rows)
         for cache in (*self.caches, *self.head_caches):
             if isinstance(cache, RowCache):
-                cache.keep(indices, longest)
+                cache.select(indices, longest)
             else:
                 cache.filter(chosen)
-        self.last = self.last[chosen]
+        self.last_tokens = self.last_tokens[chosen]
         self.position_shift = self.position_shift[chosen]
         if self.seed_hidden is not None:
             self.seed_hidden = self.seed_hidden[chosen]
-        self._behind = [(tokens[chosen], hidden[chosen]) for tokens, hidden in self._behind]
+        self._backlog = [(tokens[chosen], hidden[chosen]) for tokens, hidden in self._backlog]
 
     def evaluate(self) -> None:
         """Compute what the caches hold, layer by layer, so that no copy outlives its layer."""
         for cache in (*self.caches, *self.head_caches):
             mx.eval(cache.state)
 
-    def begin_evaluation(self) -> None:
+    def evaluate_async(self) -> None:
         """Hand to the device all that the next round starts from, without waiting for it."""
         mx.async_eval(
-            self.last, self.seed_hidden, self._behind,
+            self.last_tokens, self.seed_hidden, self._backlog,
             [cache.state for cache in self.caches], [cache.state for cache in self.head_caches],
-            [cache.offset for cache in self._rowwise()],
+            [cache.offset for cache in self._row_caches()],
         )  # fmt: skip
 
-    def _rowwise(self) -> Iterator[RowCache]:
+    def _row_caches(self) -> Iterator[RowCache]:
         yield from (cache for cache in self.caches if isinstance(cache, RowCache))
         yield from self.head_caches
 

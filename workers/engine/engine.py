@@ -17,14 +17,14 @@ from mlx.utils import tree_flatten
 from workers.engine.memory import MemoryEstimate, measure_memory
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, load_checkpoint
-from workers.engine.prefill_budget import PrefillPace
+from workers.engine.prefill_budget import PrefillBudget
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prefix_cache_files import SnapshotFiles, fingerprint
+from workers.engine.prefix_cache_files import PrefixCacheFiles, fingerprint
 from workers.engine.probes import probe_native_verify, probe_shared_rows
-from workers.engine.row import Row, Sink, SpeculationTally
+from workers.engine.row import EventSink, Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
-from workers.engine.self_test import HeadHealth, examine_head, warm_up
-from workers.engine.sparse_prefill import OFF, SparseReading, load_sparse_reading
+from workers.engine.self_test import HeadHealth, check_head, warm_up
+from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill, load_sparse_prefill
 from workers.engine.thread import EngineThread
 from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import (
@@ -45,29 +45,29 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assembly:
+class LoadedEngine:
     """A loaded model and the lanes on it."""
 
     checkpoint: Checkpoint
     prompts: PromptRenderer
     lanes: tuple[LaneScheduler, ...]
-    snapshots: PrefixCache
+    prefix_cache: PrefixCache
     memory: MemoryEstimate
     card: ModelCard
 
 
-def assemble(settings: EngineSettings) -> Assembly:
+def load_engine(settings: EngineSettings) -> LoadedEngine:
     """Load the model and make its lanes; must run on the thread that will step them."""
     checkpoint = load_checkpoint(settings.model)
-    sparse_reading = load_sparse_reading(settings.spec_prefill, checkpoint)
+    sparse_prefill = load_sparse_prefill(settings.spec_prefill, checkpoint)
     prompts = PromptRenderer(checkpoint.processor)
     draft_tokens = settings.draft_tokens if checkpoint.head is not None else 0
     if draft_tokens:
         checkpoint.target.native_verify = probe_native_verify(checkpoint.target)
-    if checkpoint.target.batches_rows and not checkpoint.target.explicit_positions:
-        checkpoint.target.batches_rows = probe_shared_rows(checkpoint.target)
+    if checkpoint.target.supports_batching and not checkpoint.target.explicit_positions:
+        checkpoint.target.supports_batching = probe_shared_rows(checkpoint.target)
     memory = measure_memory(checkpoint.target, checkpoint.head)
-    snapshots = PrefixCache(
+    prefix_cache = PrefixCache(
         min(settings.snapshot_bytes, memory.room_bytes // 2), _snapshot_files(settings)
     )
     lanes: list[LaneScheduler] = []
@@ -81,21 +81,23 @@ def assemble(settings: EngineSettings) -> Assembly:
                     checkpoint=checkpoint,
                     prompts=prompts,
                     draft_tokens=draft_tokens,
-                    snapshots=snapshots,
+                    prefix_cache=prefix_cache,
                     siblings=lanes,
                     memory=memory,
-                    sparse_reading=sparse_reading,
+                    sparse_prefill=sparse_prefill,
                 )
             )
     if not lanes:
-        raise ModelUnusable(f"None of the lanes asked for can run: {checkpoint.why_no_mtp}.")
+        raise ModelUnusable(
+            f"None of the lanes asked for can run: {checkpoint.mtp_unavailable_reason}."
+        )
     rehearsal = _make_lane(
         lanes[0].name,
         settings=settings,
         checkpoint=checkpoint,
         prompts=prompts,
         draft_tokens=draft_tokens,
-        snapshots=PrefixCache(0),
+        prefix_cache=PrefixCache(0),
         siblings=(),
         memory=memory,
     )
@@ -103,26 +105,26 @@ def assemble(settings: EngineSettings) -> Assembly:
     warm_up(rehearsal, prompts, draft_tokens)
     health = None
     if draft_tokens:
-        health = examine_head(rehearsal, prompts)
-        logger.info("head.tested %s", health.sentence)
+        health = check_head(rehearsal, prompts)
+        logger.info("head.tested %s", health.description)
         for lane in lanes:
-            lane.counters.head_healthy = health.sound
-    return Assembly(
+            lane.counters.head_healthy = health.healthy
+    return LoadedEngine(
         checkpoint=checkpoint,
         prompts=prompts,
         lanes=tuple(lanes),
-        snapshots=snapshots,
+        prefix_cache=prefix_cache,
         memory=memory,
         card=_card(
-            settings, checkpoint, tuple(lanes), prompts, health, sparse_reading=sparse_reading
+            settings, checkpoint, tuple(lanes), prompts, health, sparse_prefill=sparse_prefill
         ),
     )
 
 
-def _snapshot_files(settings: EngineSettings) -> SnapshotFiles | None:
+def _snapshot_files(settings: EngineSettings) -> PrefixCacheFiles | None:
     if settings.snapshot_folder is None:
         return None
-    return SnapshotFiles(
+    return PrefixCacheFiles(
         settings.snapshot_folder, settings.snapshot_bytes, fingerprint(settings.model)
     )
 
@@ -134,24 +136,24 @@ def _make_lane(
     checkpoint: Checkpoint,
     prompts: PromptRenderer,
     draft_tokens: int,
-    snapshots: PrefixCache,
+    prefix_cache: PrefixCache,
     siblings: Sequence[LaneScheduler],
     memory: MemoryEstimate,
-    sparse_reading: SparseReading = OFF,
+    sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
 ) -> LaneScheduler:
-    rows = checkpoint.target.rows_at_most(settings.max_rows)
+    rows = checkpoint.target.row_limit(settings.max_rows)
     return LaneScheduler(
         name,
         checkpoint,
         prompts,
         LaneCounters(name, slots=rows, draft_tokens=draft_tokens),
-        snapshots=snapshots,
+        prefix_cache=prefix_cache,
         siblings=siblings,
         draft_tokens=draft_tokens,
         max_rows=rows,
-        pace=PrefillPace(settings.prefill_chunk_tokens, settings.prefill_budget_s),
+        prefill_budget=PrefillBudget(settings.prefill_chunk_tokens, settings.prefill_budget_s),
         memory=memory,
-        sparse_reading=sparse_reading,
+        sparse_prefill=sparse_prefill,
     )
 
 
@@ -162,7 +164,7 @@ def _card(
     prompts: PromptRenderer,
     health: HeadHealth | None,
     *,
-    sparse_reading: SparseReading,
+    sparse_prefill: SparsePrefill,
 ) -> ModelCard:
     parts = [checkpoint.target.model.parameters()]
     if checkpoint.head is not None:
@@ -174,15 +176,19 @@ def _card(
         family=checkpoint.family,
         lanes=tuple(lane.name for lane in lanes),
         context_tokens=checkpoint.context_tokens,
-        vision=prompts.sees_pictures,
+        vision=prompts.has_vision,
         parameters=sum(array.size for array in parameters),
         weights_bytes=sum(array.nbytes for array in parameters),
         native_verify=checkpoint.target.native_verify,
-        mtp=health is not None and health.sound,
-        why_no_mtp=(health.sentence if health and not health.sound else checkpoint.why_no_mtp),
+        mtp=health is not None and health.healthy,
+        mtp_unavailable_reason=(
+            health.description
+            if health and not health.healthy
+            else checkpoint.mtp_unavailable_reason
+        ),
         draft_tokens_requested=settings.draft_tokens,
         draft_tokens_effective=effective,
-        spec_prefill=sparse_reading.sentence,
+        spec_prefill=sparse_prefill.description,
     )
 
 
@@ -190,7 +196,7 @@ class Engine:
     """One model, its lanes, and the thread they run on. Make it with `Engine.start`."""
 
     def __init__(
-        self, settings: EngineSettings, thread: EngineThread[Assembly], assembly: Assembly
+        self, settings: EngineSettings, thread: EngineThread[LoadedEngine], assembly: LoadedEngine
     ) -> None:
         self.prompts = assembly.prompts
         self.card = assembly.card
@@ -199,7 +205,7 @@ class Engine:
         self._vocabulary = assembly.checkpoint.vocabulary
         self._default_max_tokens = assembly.checkpoint.default_max_tokens
         self._memory = assembly.memory
-        self._snapshots = assembly.snapshots
+        self._prefix_cache = assembly.prefix_cache
         self._lanes = {lane.name: lane for lane in assembly.lanes}
 
     @classmethod
@@ -209,8 +215,8 @@ class Engine:
         Blocks until the weights are in memory and the MTP head has been tested.
         """
 
-        def load() -> tuple[Assembly, tuple[LaneScheduler, ...]]:
-            assembly = assemble(settings)
+        def load() -> tuple[LoadedEngine, tuple[LaneScheduler, ...]]:
+            assembly = load_engine(settings)
             return assembly, assembly.lanes
 
         thread = EngineThread(load)
@@ -241,16 +247,16 @@ class Engine:
 
     def snapshot_bytes(self) -> int:
         """Return the bytes of them that are kept of system prompts."""
-        return self._snapshots.size_bytes
+        return self._prefix_cache.size_bytes
 
     def prefixes(self) -> tuple[str, ...]:
         """Name the system prompts that are kept, the last one used first."""
-        return self._snapshots.keys
+        return self._prefix_cache.keys
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the thread; generations still running end in `EngineStopped`."""
         self._thread.stop(timeout_s)
-        self._snapshots.close()
+        self._prefix_cache.close()
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Yield the events of one generation; raise an `EngineError` if it cannot go on.
@@ -260,7 +266,7 @@ class Engine:
         lane = self._lanes.get(generation.lane)
         if lane is None:
             raise InvalidGeneration("model", f"This worker has no {generation.lane} lane.")
-        if lane.waiting >= self._settings.queue_limit:
+        if lane.waiting_rows >= self._settings.queue_limit:
             raise EngineBusy(retry_after_s=1.0)
         prompt = await asyncio.to_thread(self.prompts.prepare, generation.prompt)
         events: asyncio.Queue[Event | EngineError] = asyncio.Queue()
@@ -272,7 +278,7 @@ class Engine:
 
         row = self._row(generation, prompt, hear)
         if prompt.prefix is not None:
-            row.read_ahead = await asyncio.to_thread(self._snapshots.read_ahead, prompt.prefix.key)
+            row.prefetched = await asyncio.to_thread(self._prefix_cache.prefetch, prompt.prefix.key)
         self._thread.submit(generation.lane, row)
         try:
             while True:
@@ -283,11 +289,11 @@ class Engine:
                 if isinstance(event, Finished):
                     return
         finally:
-            if not row.finish:
+            if not row.finish_reason:
                 self._thread.cancel(row)
 
-    def _row(self, generation: Generation, prompt: PreparedPrompt, hear: Sink) -> Row:
-        longest = self._memory.longest_row()
+    def _row(self, generation: Generation, prompt: PreparedPrompt, hear: EventSink) -> Row:
+        longest = self._memory.max_row_tokens()
         room = min(self.card.context_tokens, longest) - len(prompt.tokens)
         if not prompt.tokens:
             raise InvalidGeneration("messages", "The prompt is empty.")
@@ -309,10 +315,10 @@ class Engine:
             if token >= self._vocabulary:
                 raise InvalidGeneration("logit_bias", f"Token {token} is not in the vocabulary.")
         lane = self._lanes[generation.lane]
-        bypass = lane.bypasses(generation)
+        bypass = lane.bypass_reasons(generation)
         asked = generation.draft_tokens
         draft_tokens = self._settings.draft_tokens if asked is None else asked
-        if bypass or not lane.speculates:
+        if bypass or not lane.has_head:
             draft_tokens = 0
         seed = generation.sampling.seed
         return Row(
@@ -321,9 +327,9 @@ class Engine:
             seed=secrets.randbits(63) if seed is None else seed,
             max_tokens=min(generation.max_tokens or self._default_max_tokens or room, room),
             draft_tokens=draft_tokens,
-            draft_tokens_asked=asked is not None,
+            draft_tokens_fixed=asked is not None,
             bypass=bypass,
             text=self.prompts.stream(generation),
-            tally=SpeculationTally(draft_tokens),
+            speculation=SpeculationCounter(draft_tokens),
             sink=hear,
         )

@@ -24,8 +24,8 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 
-FEWEST_SLOTS = 256
-STEPS_A_DOUBLING = 4
+MIN_SLOTS = 256
+CAPACITIES_PER_DOUBLING = 4
 """Capacities between a power of two and the next: few shapes, and never a quarter unused."""
 
 
@@ -104,7 +104,7 @@ class RowCache:
         self.values = mx.concatenate([self.values, other.values])
         self.offset = mx.concatenate([self.offset, other.offset])
 
-    def keep(self, rows: Sequence[int], tokens: int) -> None:
+    def select(self, rows: Sequence[int], tokens: int) -> None:
         """Drop all rows but these, of up to `tokens` tokens, and the slots only others used."""
         chosen = mx.array(rows, dtype=mx.int32)
         slots = min(capacity(tokens), self.slots)
@@ -134,8 +134,8 @@ def capacity_within(slots: int) -> int:
 
 
 def _step(tokens: int) -> int:
-    step = FEWEST_SLOTS
-    while tokens > step * 2 * STEPS_A_DOUBLING:
+    step = MIN_SLOTS
+    while tokens > step * 2 * CAPACITIES_PER_DOUBLING:
         step *= 2
     return step
 
@@ -145,7 +145,7 @@ History: TypeAlias = tuple[mx.array, ...]
 `(between, final)` of a state: [rows, L - 1, ...] behind all tokens but the last, and [rows, ...]"""
 
 
-class RecurrentSteps:
+class RecurrentCache:
     """The slots of one recurrent layer, [rows, ...] each, during one pass over L tokens."""
 
     lengths = None
@@ -192,7 +192,7 @@ class RecurrentSteps:
         return [self._history[index] for index in range(len(self._slots))]
 
 
-def history_of(steps: Sequence[tuple[mx.array, ...]]) -> list[History]:
+def stack_history(steps: Sequence[tuple[mx.array, ...]]) -> list[History]:
     """Make histories of the slots as they were behind one token after another."""
     return [
         (mx.stack(states[:-1], axis=1), states[-1])

@@ -18,7 +18,7 @@ from workers.engine.kv_cache import capacity, capacity_within
 from workers.engine.model import ArraysCache, KVCache, MtpHead, Target
 
 _PROBE_TOKENS = 16
-ROOM_TOKENS = 256
+GROWTH_TOKENS = 256
 """What each row should be able to grow by when another one joins, so that it may stay a while."""
 _ROUND_TOKENS = 16
 """What one round may write at most: a draft, and the token behind it."""
@@ -38,21 +38,21 @@ class MemoryEstimate:
     limit_bytes: int = 0
     """What the process may use in all."""
 
-    def takes_bytes(self, batches: Iterable[Sequence[int]]) -> int:
+    def batch_cache_bytes(self, batches: Iterable[Sequence[int]]) -> int:
         """Count the bytes of batches, given the tokens of their rows, after one more round.
 
         A batch holds each of its rows at the length of the longest.
         """
         return sum(
-            len(tokens) * self.row_takes_bytes(capacity(max(tokens) + _ROUND_TOKENS))
+            len(tokens) * self.row_cache_bytes(capacity(max(tokens) + _ROUND_TOKENS))
             for tokens in batches
         )
 
-    def row_takes_bytes(self, slots: int) -> int:
+    def row_cache_bytes(self, slots: int) -> int:
         """Count the bytes of a row that holds so many slots."""
         return self.row_bytes + self.token_bytes * slots
 
-    def longest_row(self) -> int:
+    def max_row_tokens(self) -> int:
         """Return how many tokens a row alone on the machine can come to, its answer included."""
         slots = max(self.room_bytes - self.row_bytes, 0) // max(self.token_bytes, 1)
         return max(capacity_within(slots) - _ROUND_TOKENS, 0)

@@ -20,7 +20,7 @@ _FADE = 0.8
 """Weight of what was before against one more measurement."""
 
 
-class Pace:
+class Throughput:
     """Tokens in a second, over the last few measurements."""
 
     def __init__(self) -> None:
@@ -61,50 +61,50 @@ class LaneCounters:
         self._running = 0
         self._waiting = 0
         self._unread_tokens = 0
-        self._reading, self._writing = Pace(), Pace()
+        self._reading, self._writing = Throughput(), Throughput()
 
-    def admit(self, row: Row) -> None:
+    def record_admission(self, row: Row) -> None:
         """Count why a newly admitted request will not speculate; reasons may overlap."""
         if not row.generation.further_choice:
             with self._lock:
                 self._bypass.update(str(reason) for reason in row.bypass)
 
-    def bypass(self, row: Row, reason: Bypass) -> None:
+    def record_bypass(self, row: Row, reason: Bypass) -> None:
         """Count why a request that could speculate when it came goes on without."""
         if not row.generation.further_choice:
             with self._lock:
                 self._bypass[reason.value] += 1
 
-    def read_sparsely(self, *, scored: int, kept: int) -> None:
+    def record_sparse_prefill(self, *, scored: int, kept: int) -> None:
         """Count a prompt of which a draft model chose what to read."""
         with self._lock:
             self._spec_prefill += SpecPrefillCounts(
                 prompts=1, scored_tokens=scored, kept_tokens=kept
             )
 
-    def read_in_full(self, reason: str) -> None:
+    def record_full_prefill(self, reason: str) -> None:
         """Count a prompt that could have been read sparsely and is read in full."""
         with self._lock:
             self._spec_prefill += SpecPrefillCounts(read_in_full={reason: 1})
 
-    def save_decoding(self, seconds: float) -> None:
+    def record_decode_saving(self, seconds: float) -> None:
         """Count the time that a drafted round has saved; below zero where it has cost some."""
         with self._lock:
             self._decode_saved_s += seconds
 
-    def look_up(self, row: Row, saved_s: float) -> None:
+    def record_prefix_lookup(self, row: Row, saved_s: float) -> None:
         """Count whether the shared beginning of a prompt was found, and the time that it saved."""
         hit = row.cached_tokens > 0
         with self._lock:
             self._prompt_saved_s += saved_s
             self._prefix += PrefixCounts(hits=hit, misses=not hit, cached_tokens=row.cached_tokens)
 
-    def finish(self, row: Row) -> None:
+    def record_finish(self, row: Row) -> None:
         """Count an answer that has ended, for whatever reason; its prompt once for all choices."""
         usage = row.usage()
-        speculation = row.tally.total()
-        if row.passed_over and not speculation.drafted:
-            self.bypass(row, Bypass.MTP_NOT_PAYING)
+        speculation = row.speculation.total()
+        if row.drafting_skipped and not speculation.drafted:
+            self.record_bypass(row, Bypass.MTP_NOT_PAYING)
         with self._lock:
             self._completion_tokens += usage.completion_tokens
             self._speculation += speculation
@@ -112,24 +112,24 @@ class LaneCounters:
                 self._requests += 1
                 self._prompt_tokens += usage.prompt_tokens
 
-    def occupy(self, *, running: int, waiting: int, unread_tokens: int) -> None:
+    def set_occupancy(self, *, running: int, waiting: int, unread_tokens: int) -> None:
         """Note how many requests hold a row, how many wait for one, and what is to be read."""
         with self._lock:
             self._running = running
             self._waiting = waiting
             self._unread_tokens = unread_tokens
 
-    def read(self, tokens: int, duration_s: float) -> None:
+    def record_prefill(self, tokens: int, duration_s: float) -> None:
         """Note how long a piece of a prompt took."""
         with self._lock:
             self._reading.observe(tokens, duration_s)
 
-    def write(self, tokens_a_row: float, duration_s: float) -> None:
+    def record_decode(self, tokens_a_row: float, duration_s: float) -> None:
         """Note how long a round took, and what it brought each of its rows."""
         with self._lock:
             self._writing.observe(tokens_a_row, duration_s)
 
-    def draft(self, settled: Sequence[int]) -> None:
+    def set_draft_tokens(self, settled: Sequence[int]) -> None:
         """Note how many tokens it pays to draft for 1, 2, 3 ... rows."""
         with self._lock:
             self._settled = tuple(settled)

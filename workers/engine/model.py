@@ -31,7 +31,7 @@ from mlx_vlm.speculative.drafters import load_drafter
 from mlx_vlm.speculative.drafters.qwen3_5_mtp import Qwen3_5MTPDraftModel
 from mlx_vlm.utils import load
 
-from workers.engine.kv_cache import RecurrentSteps, RowCache
+from workers.engine.kv_cache import RecurrentCache, RowCache
 
 __all__ = [
     "ArraysCache",
@@ -49,7 +49,7 @@ LayerCache: TypeAlias = RowCache | KVCache | ArraysCache
 _GIVES_POSITIONS = Qwen2VlLanguage | Qwen25VlLanguage | Qwen3VlLanguage | Qwen3VlMoeLanguage
 # or leave them on the language model.
 _LEAVES_POSITIONS = Glm4vLanguage | Glm4vMoeLanguage | GlmOcrLanguage | PaddleOcrLanguage
-_KEPT = ("_position_ids", "_rope_deltas")
+_POSITION_ATTRIBUTES = ("_position_ids", "_rope_deltas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +58,7 @@ class Checkpoint:
 
     target: Target
     head: MtpHead | None
-    why_no_mtp: str | None
+    mtp_unavailable_reason: str | None
     """One sentence for people, None when there is a head."""
     processor: Any
     eos: frozenset[int]
@@ -78,7 +78,7 @@ class Forward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Embedded:
+class PromptEmbedding:
     """A prompt with its pictures in it: what a prefill needs instead of token ids."""
 
     embeddings: mx.array
@@ -103,46 +103,46 @@ class Target:
         self.takes_positions = self.explicit_positions or isinstance(
             self.language, _GIVES_POSITIONS | _LEAVES_POSITIONS
         )
-        kept = any(hasattr(self.language, name) for name in _KEPT)
-        self.keeps_positions = kept and not self.takes_positions
+        kept = any(hasattr(self.language, name) for name in _POSITION_ATTRIBUTES)
+        self.stores_positions = kept and not self.takes_positions
         """Whether the model itself keeps where the tokens of a row are, and cannot be told."""
         self.native_verify = True
         """Whether several tokens may be verified in one pass; probed at load."""
         whole = all(type(cache) in (KVCache, ArraysCache) for cache in self.new_caches())
-        self.saves_caches = whole and not self.keeps_positions
+        self.supports_prefix_cache = whole and not self.stores_positions
         """Whether a beginning that was read can be kept; a window moves on and loses it."""
-        self.batches_rows = whole and not self.keeps_positions
+        self.supports_batching = whole and not self.stores_positions
         """Whether rows of any length may share one forward pass; probed at load."""
 
-    def rows_at_most(self, asked: int) -> int:
+    def row_limit(self, asked: int) -> int:
         """Say how many rows may run at once where so many are asked for."""
-        return 1 if self.keeps_positions else asked
+        return 1 if self.stores_positions else asked
 
     def new_caches(self) -> list[LayerCache]:
         """Make the empty caches of one row, a layer each."""
-        if self.keeps_positions:
+        if self.stores_positions:
             # Those of the prompt before: some families read the next one with them, or raise.
-            for name in _KEPT:
+            for name in _POSITION_ATTRIBUTES:
                 if hasattr(self.language, name):
                     setattr(self.language, name, None)
         make = getattr(self.language, "make_cache", None)
         return make() if make else [KVCache() for _ in self.language.layers]
 
-    def embed(self, token_ids: mx.array, media: dict[str, mx.array]) -> Embedded:
+    def embed(self, token_ids: mx.array, media: dict[str, mx.array]) -> PromptEmbedding:
         """Run the vision tower and put what it saw into the prompt's embeddings."""
         features = self.model.get_input_embeddings(token_ids, **media).to_dict()
         known = ("inputs_embeds", "position_ids", "rope_deltas", "attention_mask")
         positions, deltas = features.get("position_ids"), features.get("rope_deltas")
         if isinstance(self.language, _LEAVES_POSITIONS):
-            positions, deltas = (getattr(self.language, name) for name in _KEPT)
+            positions, deltas = (getattr(self.language, name) for name in _POSITION_ATTRIBUTES)
         extras = {
             name: value
             for name, value in features.items()
             if value is not None and name not in known
         }
-        if self.keeps_positions:  # it finds them by itself, and wants to know the pictures' sizes
+        if self.stores_positions:  # it finds them by itself, and wants to know the pictures' sizes
             extras |= {name: size for name, size in media.items() if name.endswith("_grid_thw")}
-        return Embedded(
+        return PromptEmbedding(
             embeddings=features["inputs_embeds"],
             positions=positions if self.takes_positions else None,
             position_offset=int(deltas.reshape(-1)[0].item()) if deltas is not None else 0,
@@ -152,7 +152,7 @@ class Target:
     def forward(
         self,
         tokens: mx.array,
-        caches: Sequence[LayerCache | RecurrentSteps],
+        caches: Sequence[LayerCache | RecurrentCache],
         positions: mx.array,
         *,
         embeddings: mx.array | None = None,
@@ -241,16 +241,16 @@ def load_checkpoint(path: Path) -> Checkpoint:
     Raises what the libraries raise; the caller turns it into a sentence.
     """
     model, processor = load(str(path))
-    _suit_device(model)
+    _cast_for_device(model)
     target = Target(model)
     config = json.loads((path / "config.json").read_text())
     generation = _generation_config(path)
     text_config = config.get("text_config") or config
-    head, why_no_mtp = _load_head(path, target)
+    head, mtp_unavailable_reason = _load_head(path, target)
     return Checkpoint(
         target=target,
         head=head,
-        why_no_mtp=why_no_mtp,
+        mtp_unavailable_reason=mtp_unavailable_reason,
         processor=processor,
         eos=_end_tokens(config, generation, processor),
         vocabulary=int(text_config["vocab_size"]),
@@ -260,7 +260,7 @@ def load_checkpoint(path: Path) -> Checkpoint:
     )
 
 
-def _suit_device(model: Any) -> None:
+def _cast_for_device(model: Any) -> None:
     """Hold half-precision weights in single precision where only that is computed fast.
 
     A CPU has no matrix product for bfloat16: MLX loops over it, ten times slower than a BLAS in
@@ -280,7 +280,7 @@ def _load_head(path: Path, target: Target) -> tuple[MtpHead | None, str | None]:
         return None, "the checkpoint holds no mtp.* tensors (many conversions drop them)"
     if not isinstance(drafter, Qwen3_5MTPDraftModel):
         return None, "the MTP head of this model family is not supported by the text-mtp lane"
-    _suit_device(drafter)
+    _cast_for_device(drafter)
     mx.eval(drafter.parameters())
     return MtpHead(drafter, target), None
 

@@ -7,9 +7,15 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from workers.engine.model import Embedded, KVCache, LayerCache, MtpHead, Target
-from workers.engine.prefix_cache import PrefixCache, Snapshot, alone, restore_caches, save_caches
-from workers.engine.prompt_scorer import Scoring
+from workers.engine.model import KVCache, LayerCache, MtpHead, PromptEmbedding, Target
+from workers.engine.prefix_cache import (
+    CachedPrefix,
+    PrefixCache,
+    detached,
+    restore_caches,
+    save_caches,
+)
+from workers.engine.prompt_scorer import PromptScoring
 from workers.engine.row import Row
 from workers.engine.types import InvalidGeneration
 
@@ -27,12 +33,12 @@ class Prefill:
     head_caches: list[KVCache]
     head_error: Exception | None = None
     """What the head raised, until somebody takes note of it."""
-    embedded: Embedded | None = None
-    reads: Sequence[int]
+    prompt_embedding: PromptEmbedding | None = None
+    read_indices: Sequence[int]
     """Which of the tokens are read, in order: all, or those that a draft model kept."""
-    scoring: Scoring | None = None
+    scoring: PromptScoring | None = None
     """Set while a draft model looks for them; nothing is read meanwhile."""
-    done: int = 0
+    read_count: int = 0
     """How many of them are in the target's caches; the head's hold one less."""
     prefix_tokens: int = 0
     """Where the shared beginning of the prompt ends, if it is to be kept once it is read."""
@@ -44,23 +50,23 @@ class Prefill:
     @property
     def complete(self) -> bool:
         """Say whether the whole prompt has been read."""
-        return self.done == len(self.reads)
+        return self.read_count == len(self.read_indices)
 
 
-def begin_prefill(
-    row: Row, target: Target, head: MtpHead | None, snapshots: PrefixCache
+def start_prefill(
+    row: Row, target: Target, head: MtpHead | None, prefix_cache: PrefixCache
 ) -> Prefill:
     """Open the caches of a row, look at its pictures, and start from a snapshot if there is one."""
-    caches, embedded = target.new_caches(), None
+    caches, embedding = target.new_caches(), None
     if row.prompt.media:
         media = {name: mx.array(array) for name, array in row.prompt.media.items()}
         try:
-            embedded = target.embed(mx.array([row.prompt.tokens], dtype=mx.int32), media)
+            embedding = target.embed(mx.array([row.prompt.tokens], dtype=mx.int32), media)
         except ValueError as error:  # as many marks as pictures take, or it is no prompt
             raise InvalidGeneration(
                 "messages", "The pictures do not fit the places for them in the prompt."
             ) from error
-        row.position_offset = embedded.position_offset
+        row.position_offset = embedding.position_offset
     tokens = (*row.prompt.tokens, *row.answer[:-1])
     prefill = Prefill(
         row=row,
@@ -68,16 +74,17 @@ def begin_prefill(
         caches=caches,
         head=head,
         head_caches=head.new_caches() if head else [],
-        embedded=embedded,
-        reads=range(len(tokens)),
+        prompt_embedding=embedding,
+        read_indices=range(len(tokens)),
     )
     prefix = row.prompt.prefix
-    if prefix is not None and target.saves_caches and not (embedded and embedded.extras):
-        snapshot = snapshots.find(prefix.key, row.prompt.tokens)
-        if snapshot is None and row.read_ahead is not None:
-            snapshot = snapshots.adopt(prefix.key, row.prompt.tokens, row.read_ahead)
-        row.read_ahead = None
-        # A lane whose head is unhealthy keeps snapshots without it: of no use to one that drafts.
+    if prefix is not None and target.supports_prefix_cache and not (embedding and embedding.extras):
+        snapshot = prefix_cache.lookup(prefix.key, row.prompt.tokens)
+        if snapshot is None and row.prefetched is not None:
+            snapshot = prefix_cache.store_prefetched(prefix.key, row.prompt.tokens, row.prefetched)
+        row.prefetched = None
+        # A lane whose head is unhealthy keeps prefix_cache without it: of no use to one that
+        # drafts.
         if snapshot is None or (head and not snapshot.head_caches):
             prefill.prefix_tokens = prefix.tokens
         else:
@@ -85,35 +92,35 @@ def begin_prefill(
             if head:
                 restore_caches(prefill.head_caches, snapshot.head_caches)
             prefill.last_hidden = snapshot.last_hidden
-            prefill.done = len(snapshot.tokens)
+            prefill.read_count = len(snapshot.tokens)
             if not row.answer:
-                row.cached_tokens = prefill.done
+                row.cached_tokens = prefill.read_count
     return prefill
 
 
-def read_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> None:
+def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> None:
     """Read the next `chunk_tokens` of the prompt at most, or of the answer before a failure."""
     row = prefill.row
-    begin = prefill.done
-    end = min(begin + chunk_tokens, len(prefill.reads))
+    begin = prefill.read_count
+    end = min(begin + chunk_tokens, len(prefill.read_indices))
     if begin < prefill.prefix_tokens:
         end = min(end, prefill.prefix_tokens)  # the caches are kept as they are right there
-    embedded = prefill.embedded if begin < len(row.prompt.tokens) else None
-    if embedded is not None:
+    embedding = prefill.prompt_embedding if begin < len(row.prompt.tokens) else None
+    if embedding is not None:
         # What the family adds beside its embeddings cannot be cut in pieces.
-        end = len(row.prompt.tokens) if embedded.extras else min(end, len(row.prompt.tokens))
-    reads = prefill.reads[begin:end]
+        end = len(row.prompt.tokens) if embedding.extras else min(end, len(row.prompt.tokens))
+    reads = prefill.read_indices[begin:end]
     positions = mx.array([list(reads)], dtype=mx.int32)
-    if embedded is not None and embedded.positions is not None:
-        positions = embedded.positions[..., begin:end]
+    if embedding is not None and embedding.positions is not None:
+        positions = embedding.positions[..., begin:end]
     elif begin >= len(row.prompt.tokens):
         positions = positions + row.position_offset
     forward = target.forward(
         mx.array([[prefill.tokens[at] for at in reads]], dtype=mx.int32),
         prefill.caches,
         positions,
-        embeddings=embedded.embeddings[:, begin:end] if embedded else None,
-        extras=embedded.extras if embedded else None,
+        embeddings=embedding.embeddings[:, begin:end] if embedding else None,
+        extras=embedding.extras if embedding else None,
     )
     if prefill.head is not None and forward.hidden is not None:
         try:
@@ -121,7 +128,7 @@ def read_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> None:
         except Exception as error:  # noqa: BLE001  # the target needs no head to go on
             prefill.head, prefill.head_caches, prefill.head_error = None, [], error
             prefill.prefix_tokens = 0  # a snapshot without the head would be of no use to others
-    prefill.done = end
+    prefill.read_count = end
     if forward.hidden is not None:
         prefill.last_hidden = forward.hidden[:, -1:]
     if prefill.complete:
@@ -132,16 +139,16 @@ def read_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> None:
     )
 
 
-def take_snapshot(prefill: Prefill) -> Snapshot | None:
+def make_cached_prefix(prefill: Prefill) -> CachedPrefix | None:
     """Return what is worth keeping if the shared beginning has just been read."""
-    if not prefill.prefix_tokens or prefill.done != prefill.prefix_tokens:
+    if not prefill.prefix_tokens or prefill.read_count != prefill.prefix_tokens:
         return None
     prefill.prefix_tokens = 0
-    snapshot = Snapshot(
-        tokens=prefill.row.prompt.tokens[: prefill.done],
+    snapshot = CachedPrefix(
+        tokens=prefill.row.prompt.tokens[: prefill.read_count],
         caches=save_caches(prefill.caches),
         head_caches=save_caches(prefill.head_caches),
-        last_hidden=None if prefill.last_hidden is None else alone(prefill.last_hidden),
+        last_hidden=None if prefill.last_hidden is None else detached(prefill.last_hidden),
     )
     mx.eval(snapshot.arrays)
     return snapshot
@@ -161,7 +168,7 @@ def _read_with_head(
         begin -= 1
     else:
         hidden = hidden[:, :-1]
-    reads = prefill.reads[begin : end - 1]
+    reads = prefill.read_indices[begin : end - 1]
     if reads:
         head.forward(
             mx.array([[tokens[at + 1] for at in reads]], dtype=mx.int32),
@@ -174,7 +181,7 @@ def _read_with_head(
 def seed_head(prefill: Prefill, head: MtpHead, last_token: int) -> mx.array:
     """Show the head the last token of the answer; return the state [1, 1, width] that drafts."""
     assert prefill.last_hidden is not None
-    position = len(prefill.reads) - 1
+    position = len(prefill.read_indices) - 1
     return head.forward(
         mx.array([[last_token]], dtype=mx.int32),
         prefill.last_hidden,

@@ -14,27 +14,27 @@ BLOCK_TOKENS = 64
 weights, too, are read once for 64 tokens as for 16."""
 SAMPLES = 3
 """Chunks remembered; the dearest counts, since each looks at a longer context than the last."""
-AIM = 0.75
+TARGET_SHARE = 0.75
 """Of the budget: it is a bound, and the next chunk may cost a third more than the last ones."""
 
 
-class PrefillPace:
+class PrefillBudget:
     """Chooses chunk sizes for one lane."""
 
-    def __init__(self, longest_tokens: int, budget_s: float) -> None:
-        self._longest_tokens = longest_tokens
+    def __init__(self, max_chunk_tokens: int, budget_s: float) -> None:
+        self._max_chunk_tokens = max_chunk_tokens
         self._budget_s = budget_s
         self._block_costs_s: deque[float] = deque(maxlen=SAMPLES)
         self._best_block_s: float | None = None
 
-    def chunk_tokens(self, *, beside_others: bool) -> int:
+    def chunk_tokens(self, *, beside_decoding: bool) -> int:
         """Return how many tokens to read next, at most; one block where the cost is not known."""
-        if not beside_others:
-            return self._longest_tokens
+        if not beside_decoding:
+            return self._max_chunk_tokens
         blocks = 1
         if self._block_costs_s:
-            blocks = max(1, int(AIM * self._budget_s / max(self._block_costs_s)))
-        return min(blocks * BLOCK_TOKENS, self._longest_tokens)
+            blocks = max(1, int(TARGET_SHARE * self._budget_s / max(self._block_costs_s)))
+        return min(blocks * BLOCK_TOKENS, self._max_chunk_tokens)
 
     def observe(self, tokens: int, duration_s: float) -> None:
         """Learn what a chunk cost."""
@@ -43,7 +43,7 @@ class PrefillPace:
         if self._best_block_s is None or block_s < self._best_block_s:
             self._best_block_s = block_s
 
-    def at_best_s(self, tokens: int) -> float:
+    def best_case_s(self, tokens: int) -> float:
         """Say how long reading so many would take at the best speed so far; 0 if there is none."""
         return (self._best_block_s or 0.0) * _blocks(tokens)
 

@@ -20,13 +20,13 @@ import mlx.core as mx
 import numpy as np
 
 from workers.engine.model import ArraysCache, KVCache, LayerCache
-from workers.engine.prefix_cache_files import HostSnapshot, SnapshotFiles
+from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles
 
 CacheState = tuple[mx.array | None, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class CachedPrefix:
     """The caches after a prefix; its arrays are shared by all rows that start from it."""
 
     tokens: tuple[int, ...]
@@ -48,7 +48,7 @@ class Snapshot:
 
 
 @dataclass(slots=True)
-class SnapshotCounts:
+class PrefixCacheStats:
     """How often a prefix was found, since start."""
 
     hits: int = 0
@@ -64,13 +64,13 @@ class PrefixCache:
     With `files`, every new one is also written to disk, by a thread that nobody waits for.
     """
 
-    def __init__(self, limit_bytes: int, files: SnapshotFiles | None = None) -> None:
+    def __init__(self, limit_bytes: int, files: PrefixCacheFiles | None = None) -> None:
         self._limit_bytes = limit_bytes
         self._files = files
-        self._writer = ThreadPoolExecutor(1, "paceline-snapshots") if files else None
-        self._by_key: OrderedDict[str, Snapshot] = OrderedDict()
+        self._writer = ThreadPoolExecutor(1, "paceline-prefix_cache") if files else None
+        self._by_key: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._size_bytes = 0
-        self.counts = SnapshotCounts()
+        self.counts = PrefixCacheStats()
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -81,13 +81,13 @@ class PrefixCache:
         """Say whether there is one of this key in memory."""
         return key in self._by_key
 
-    def read_ahead(self, key: str) -> HostSnapshot | None:
+    def prefetch(self, key: str) -> HostPrefix | None:
         """Read from disk what memory does not hold; safe from any thread, blocks."""
         if self._files is None or key in self._by_key:
             return None
         return self._files.load(key)
 
-    def find(self, key: str, tokens: Sequence[int]) -> Snapshot | None:
+    def lookup(self, key: str, tokens: Sequence[int]) -> CachedPrefix | None:
         """Return the snapshot of this key if it is a beginning of these tokens."""
         found = self._by_key.get(key)
         if found is None or tuple(tokens[: len(found.tokens)]) != found.tokens:
@@ -98,18 +98,20 @@ class PrefixCache:
         self.counts.tokens_saved += len(found.tokens)
         return found
 
-    def keep(self, key: str, snapshot: Snapshot) -> None:
+    def store(self, key: str, snapshot: CachedPrefix) -> None:
         """Store a snapshot just taken; drop the least recently used until all fit."""
-        self._hold(key, snapshot)
+        self._insert(key, snapshot)
         if self._files is not None and self._writer is not None:
             self._writer.submit(self._files.save, key, to_host(snapshot))
 
-    def adopt(self, key: str, tokens: Sequence[int], read: HostSnapshot) -> Snapshot | None:
+    def store_prefetched(
+        self, key: str, tokens: Sequence[int], read: HostPrefix
+    ) -> CachedPrefix | None:
         """Store what came from disk, if it is a beginning of these tokens."""
         snapshot = from_host(read)
         if tuple(tokens[: len(snapshot.tokens)]) != snapshot.tokens:
             return None
-        self._hold(key, snapshot)
+        self._insert(key, snapshot)
         self.counts.tokens_saved += len(snapshot.tokens)
         return snapshot
 
@@ -118,19 +120,19 @@ class PrefixCache:
         if self._writer is not None:
             self._writer.shutdown()
 
-    def _hold(self, key: str, snapshot: Snapshot) -> None:
-        self._drop(key)
+    def _insert(self, key: str, snapshot: CachedPrefix) -> None:
+        self._remove(key)
         if snapshot.size_bytes > self._limit_bytes:
             return
         self._by_key[key] = snapshot
         self._size_bytes += snapshot.size_bytes
         self.counts.stored += 1
-        self.shrink(self._limit_bytes)
+        self.evict_to(self._limit_bytes)
 
-    def shrink(self, size_bytes: int) -> None:
+    def evict_to(self, size_bytes: int) -> None:
         """Drop the least recently used until the others take no more than this."""
         while self._by_key and self._size_bytes > size_bytes:
-            self._drop(next(iter(self._by_key)))
+            self._remove(next(iter(self._by_key)))
             self.counts.evicted += 1
 
     @property
@@ -138,7 +140,7 @@ class PrefixCache:
         """Count the bytes in use."""
         return self._size_bytes
 
-    def _drop(self, key: str) -> None:
+    def _remove(self, key: str) -> None:
         dropped = self._by_key.pop(key, None)
         if dropped is not None:
             self._size_bytes -= dropped.size_bytes
@@ -160,7 +162,7 @@ def restore_caches(empty: Sequence[LayerCache], states: Sequence[CacheState]) ->
             cache.state = list(state)
 
 
-def to_host(snapshot: Snapshot) -> HostSnapshot:
+def to_host(snapshot: CachedPrefix) -> HostPrefix:
     """Copy a snapshot out of MLX; NumPy has no bfloat16, so its bits are carried."""
     arrays: dict[str, np.ndarray[Any, Any]] = {"tokens": np.array(snapshot.tokens, np.int32)}
     half = set()
@@ -169,10 +171,10 @@ def to_host(snapshot: Snapshot) -> HostSnapshot:
             half.add(name)
             array = array.view(mx.uint16)  # noqa: PLW2901  # the same array, read as bits
         arrays[name] = np.array(array)
-    return HostSnapshot(arrays=arrays, half=frozenset(half))
+    return HostPrefix(arrays=arrays, half=frozenset(half))
 
 
-def from_host(read: HostSnapshot) -> Snapshot:
+def from_host(read: HostPrefix) -> CachedPrefix:
     """Bring a snapshot back into MLX."""
     found: dict[str, dict[int, dict[int, mx.array]]] = {"cache": {}, "head": {}}
     last_hidden = None
@@ -186,7 +188,7 @@ def from_host(read: HostSnapshot) -> Snapshot:
         elif part in found:
             layer, slot = map(int, place)
             found[part].setdefault(layer, {})[slot] = array
-    return Snapshot(
+    return CachedPrefix(
         tokens=tuple(read.arrays["tokens"].tolist()),
         caches=_states(found["cache"]),
         head_caches=_states(found["head"]),
@@ -194,7 +196,7 @@ def from_host(read: HostSnapshot) -> Snapshot:
     )
 
 
-def _named(snapshot: Snapshot) -> Iterator[tuple[str, mx.array]]:
+def _named(snapshot: CachedPrefix) -> Iterator[tuple[str, mx.array]]:
     parts = {"cache": snapshot.caches, "head": snapshot.head_caches}
     for part, states in parts.items():
         for layer, state in enumerate(states):
@@ -216,11 +218,11 @@ def _save(cache: LayerCache) -> CacheState:
         if cache.keys is None:
             return (None, None)
         keys, values = cache.state
-        return (alone(keys), alone(values))
+        return (detached(keys), detached(values))
     assert isinstance(cache, ArraysCache)
-    return tuple(None if array is None else alone(array) for array in cache.cache)
+    return tuple(None if array is None else detached(array) for array in cache.cache)
 
 
-def alone(array: mx.array) -> mx.array:
+def detached(array: mx.array) -> mx.array:
     """Return an array that keeps nothing else in memory, as a view of a larger one would."""
     return mx.contiguous(array)

@@ -32,7 +32,7 @@ _SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostSnapshot:
+class HostPrefix:
     """A snapshot without MLX: half-precision arrays are carried as their bits."""
 
     arrays: HostArrays
@@ -41,8 +41,8 @@ class HostSnapshot:
     """Names of the arrays that are bfloat16."""
 
 
-class SnapshotFiles:
-    """A folder of snapshots of one model; the least recently used go first past `limit_bytes`."""
+class PrefixCacheFiles:
+    """A folder of prefix_cache of one model; the least recently used go first past `limit_bytes`."""
 
     def __init__(self, folder: Path, limit_bytes: int, model: str) -> None:
         self._folder = folder
@@ -50,7 +50,7 @@ class SnapshotFiles:
         self._model = model
         folder.mkdir(parents=True, exist_ok=True)
 
-    def load(self, key: str) -> HostSnapshot | None:
+    def load(self, key: str) -> HostPrefix | None:
         """Read a snapshot; None if there is none, or none that can be trusted."""
         path = self._path(key)
         if not path.exists():
@@ -66,16 +66,16 @@ class SnapshotFiles:
         if written.get("digest") != _digest(arrays):
             return self._discard(path, "damaged")
         os.utime(path)  # used now: the last to be evicted
-        return HostSnapshot(
+        return HostPrefix(
             arrays=arrays, half=frozenset(filter(None, written.get("half", "").split(",")))
         )
 
-    def save(self, key: str, snapshot: HostSnapshot) -> None:
+    def save(self, key: str, snapshot: HostPrefix) -> None:
         """Write a snapshot, all of it or nothing, and make room for it first."""
         size_bytes = sum(array.nbytes for array in snapshot.arrays.values())
         if size_bytes > self._limit_bytes:
             return
-        self._make_room(size_bytes)
+        self._evict_for(size_bytes)
         path = self._path(key)
         partial = path.with_suffix(f".{os.getpid()}.partial")
         metadata = {
@@ -91,7 +91,7 @@ class SnapshotFiles:
             logger.warning("snapshot.not_written error=%s", error)
             partial.unlink(missing_ok=True)
 
-    def _make_room(self, wanted_bytes: int) -> None:
+    def _evict_for(self, wanted_bytes: int) -> None:
         files = sorted(self._folder.glob("*" + _SUFFIX), key=lambda path: path.stat().st_mtime)
         used_bytes = sum(path.stat().st_size for path in files)
         for path in files:

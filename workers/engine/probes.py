@@ -1,14 +1,14 @@
 """Can this checkpoint verify several tokens in one pass? Asked once, at load.
 
 It takes recurrent layers that tell the state behind every token of a pass. Where they do not, the
-tokens go in one by one (`round_graph.py`): as exact, and as slow as not drafting at all, which the
+tokens go in one by one (`step_graph.py`): as exact, and as slow as not drafting at all, which the
 lane then finds out by itself. (The idea of vLLM #36982: ask for the capability, and have a way
 without it.)
 
 May rows of this model share a forward pass? Asked once, at load.
 
 A batch hands the attention all slots of its caches and tells lengths as an array of cursors
-(`row_cache.py`). Not every family is made for that: some cut the mask to what one row has written
+(`kv_cache.py`). Not every family is made for that: some cut the mask to what one row has written
 and raise, some take a row's position from the slots and answer nonsense. Their rows decode one by
 one then, in the caches that the family makes itself.
 """
@@ -22,7 +22,7 @@ import mlx.core as mx
 
 from workers.engine.kv_cache import RowCache, capacity
 from workers.engine.model import KVCache, LayerCache, Target
-from workers.engine.step_graph import RoundGraph, State
+from workers.engine.step_graph import State, StepGraph
 
 logger = logging.getLogger(__name__)
 _PROMPT_TOKENS = 12
@@ -38,7 +38,7 @@ def probe_native_verify(target: Target) -> bool:
     Appends some tokens in one pass, keeps one, and compares the next scores with those of a model
     that saw that one alone, and of one that kept them all. Must run on the engine thread.
     """
-    graph = RoundGraph(target, head=None)
+    graph = StepGraph(target, head=None)
     try:
         never_seen = _scores_after(graph, target, verified=1, kept=1)
         rejected = _scores_after(graph, target, verified=_VERIFIED, kept=1)
@@ -50,14 +50,14 @@ def probe_native_verify(target: Target) -> bool:
     return bool(trace.item() < _NOISE)
 
 
-def _scores_after(graph: RoundGraph, target: Target, *, verified: int, kept: int) -> mx.array:
+def _scores_after(graph: StepGraph, target: Target, *, verified: int, kept: int) -> mx.array:
     offset = mx.array([_PROMPT_TOKENS])
     shift = mx.zeros_like(offset)
     tokens = mx.arange(_PROMPT_TOKENS, _PROMPT_TOKENS + verified, dtype=mx.int32)[None]
     seen = graph.verify(tokens, _read_prompt(target), offset, shift)
     state = seen.state
     if verified > 1:
-        state = graph.keep(seen.layers, mx.array([kept]), verified)
+        state = graph.roll_back(seen.layers, mx.array([kept]), verified)
     following = mx.array([[_PROMPT_TOKENS + 1]], dtype=mx.int32)
     return graph.verify(following, state, offset + kept, shift).scores.astype(mx.float32)
 

@@ -22,10 +22,10 @@ import mlx.core as mx
 import numpy as np
 
 from workers.engine.model import Checkpoint, Forward, KVCache, LayerCache, Target
-from workers.engine.spec_prefill import Scope, Scores, select
+from workers.engine.spec_prefill import ScoringRange, TokenScores, select
 
 
-def read_and_look(
+def forward_with_attention(
     model: Target, tokens: mx.array, caches: Sequence[LayerCache], positions: mx.array
 ) -> tuple[mx.array, mx.array]:
     """Append tokens [1, L] to the caches; return the last hidden state [1, 1, width] and looks.
@@ -92,7 +92,7 @@ LOOK_AHEAD_TOKENS = 8
 """Greedy tokens of the draft's own answer that look back."""
 
 
-def why_unfit(target: Checkpoint, draft: Checkpoint) -> str | None:
+def draft_incompatibility(target: Checkpoint, draft: Checkpoint) -> str | None:
     """Say why one model cannot choose what the other reads; None if it can."""
     if not target.target.explicit_positions:
         return "this model family takes no explicit positions"
@@ -109,23 +109,23 @@ def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 class PromptScorer:
-    """Scores prompts by one draft model."""
+    """TokenScores prompts by one draft model."""
 
     def __init__(self, draft: Target, context_tokens: int) -> None:
         self._draft = draft
         self.context_tokens = context_tokens - LOOK_AHEAD_TOKENS
 
-    def begin(self, prompt: Sequence[int], scope: Scope) -> Scoring:
+    def begin(self, prompt: Sequence[int], scope: ScoringRange) -> PromptScoring:
         """Open the caches for the part of a prompt that is to be scored."""
-        return Scoring(self._draft, prompt, scope)
+        return PromptScoring(self._draft, prompt, scope)
 
 
-class Scoring:
+class PromptScoring:
     """One prompt being scored."""
 
-    def __init__(self, draft: Target, prompt: Sequence[int], scope: Scope) -> None:
+    def __init__(self, draft: Target, prompt: Sequence[int], scope: ScoringRange) -> None:
         self.scope = scope
-        self.reads: tuple[int, ...] | None = None
+        self.read_indices: tuple[int, ...] | None = None
         """Which tokens of the prompt to read, once that is known: all before the scope, too."""
         self._draft = draft
         self._tokens = prompt[scope.begin : scope.end]
@@ -140,7 +140,7 @@ class Scoring:
             return
         kept = select(self._look_back(), self.scope.keep_share)
         begin = self.scope.begin
-        self.reads = (*range(begin), *(begin + at for at in kept))
+        self.read_indices = (*range(begin), *(begin + at for at in kept))
 
     def _read(self, begin: int, end: int) -> None:
         self._draft.forward(
@@ -151,7 +151,7 @@ class Scoring:
         mx.eval([cache.state for cache in self._caches])
         self._done = end
 
-    def _look_back(self) -> Scores:
+    def _look_back(self) -> TokenScores:
         """Let the question, and what the draft begins to answer, look back over the scope."""
         count = len(self._tokens)
         begin = count - QUESTION_TOKENS
@@ -159,7 +159,7 @@ class Scoring:
         looks = []
         while begin < count + LOOK_AHEAD_TOKENS:
             end = begin + tokens.shape[1]
-            hidden, look = read_and_look(
+            hidden, look = forward_with_attention(
                 self._draft, tokens, self._caches, mx.arange(begin, end, dtype=mx.int32)[None]
             )
             looks.append(look[:, :count])

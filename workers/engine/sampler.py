@@ -20,7 +20,7 @@ _MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chooser:
+class SamplingContext:
     """The rules of one row and what they need to know of it."""
 
     sampling: Sampling
@@ -32,7 +32,9 @@ class Chooser:
     answer: Sequence[int]
 
 
-def choose(logits: mx.array, rows: Sequence[Chooser], drafts: mx.array | None = None) -> mx.array:
+def choose(
+    logits: mx.array, rows: Sequence[SamplingContext], drafts: mx.array | None = None
+) -> mx.array:
     """Choose a token for every row and position: [rows, L, vocabulary] to [rows, L] int32.
 
     Position i is chosen as if the first i of `drafts` [rows, L - 1] stood in the answer: it is only
@@ -51,7 +53,7 @@ def choose(logits: mx.array, rows: Sequence[Chooser], drafts: mx.array | None = 
     )
 
 
-def _choose_row(logits: mx.array, row: Chooser, drafts: mx.array | None) -> mx.array:
+def _choose_row(logits: mx.array, row: SamplingContext, drafts: mx.array | None) -> mx.array:
     logits = logits.astype(mx.float32)
     if row.sampling.reshapes_logits:
         logits = reshape_logits(logits, row, drafts)
@@ -66,7 +68,9 @@ def _choose_row(logits: mx.array, row: Chooser, drafts: mx.array | None) -> mx.a
     ).astype(mx.int32)
 
 
-def reshape_logits(logits: mx.array, row: Chooser, drafts: mx.array | None = None) -> mx.array:
+def reshape_logits(
+    logits: mx.array, row: SamplingContext, drafts: mx.array | None = None
+) -> mx.array:
     """Apply penalties and biases to [L, vocabulary] scores, in the order vLLM applies them.
 
     Position i counts the first i of `drafts` [L - 1] as part of the answer.

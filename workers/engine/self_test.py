@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from policies.request.profile import Bypass, Sampling
 from workers.engine.detokenizer import TextStream
-from workers.engine.row import Row, Sink, SpeculationTally
+from workers.engine.row import EventSink, Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import Finished, Generation, InvalidGeneration, ModelUnusable, Prompt
@@ -24,9 +24,9 @@ QUESTIONS = (
     "Write a list of the days of the week.",
 )
 ANSWER_TOKENS = 64
-LOWEST_ACCEPTANCE = 0.2
+MIN_ACCEPTANCE = 0.2
 """Of first guesses. Chance is one in the vocabulary; the worst sound heads reported reach 0.5."""
-FEWEST_STEPS = 16
+MIN_STEPS = 16
 """Fewer judge nothing: a model that answers in a word is not a sick head."""
 
 
@@ -34,19 +34,19 @@ FEWEST_STEPS = 16
 class HeadHealth:
     """What the self-test found."""
 
-    first_guess_acceptance: float
+    first_token_acceptance: float
     steps: int
     failures: int = 0
     """Answers that went on without the head, since it had raised."""
 
     @property
-    def sound(self) -> bool:
+    def healthy(self) -> bool:
         """Say whether the head may draft."""
-        right = self.steps < FEWEST_STEPS or self.first_guess_acceptance >= LOWEST_ACCEPTANCE
+        right = self.steps < MIN_STEPS or self.first_token_acceptance >= MIN_ACCEPTANCE
         return right and not self.failures
 
     @property
-    def sentence(self) -> str:
+    def description(self) -> str:
         """Say to people what was found and what to look at."""
         if self.failures:
             return (
@@ -54,8 +54,8 @@ class HeadHealth:
                 "the lane serves without it. Look at the log for what it raised, and at the "
                 "checkpoint: mtp.* tensors missing, or of another model size or revision."
             )
-        share = f"{self.first_guess_acceptance:.0%} of {self.steps} first guesses were right"
-        if self.sound:
+        share = f"{self.first_token_acceptance:.0%} of {self.steps} first guesses were right"
+        if self.healthy:
             return f"MTP head sound: {share}."
         return (
             f"MTP head unhealthy: only {share}; the lane serves without it. "
@@ -65,17 +65,17 @@ class HeadHealth:
         )
 
 
-def examine_head(lane: LaneScheduler, prompts: PromptRenderer) -> HeadHealth:
+def check_head(lane: LaneScheduler, prompts: PromptRenderer) -> HeadHealth:
     """Answer a few questions on a lane of the test's own; must run on the engine thread."""
     rows = [_row(lane, prompts, question, 1, ANSWER_TOKENS) for question in QUESTIONS]
     for row in rows:
         lane.add(row)
     while lane.busy:
         lane.step()
-    counts = sum((row.tally.total() for row in rows), Speculation())
+    counts = sum((row.speculation.total() for row in rows), Speculation())
     first = counts.accepted_per_position[0] if counts.steps else 0
     return HeadHealth(
-        first_guess_acceptance=first / counts.steps if counts.steps else 0.0,
+        first_token_acceptance=first / counts.steps if counts.steps else 0.0,
         steps=counts.steps,
         failures=lane.counters.report().bypass_counts.get(Bypass.HEAD_UNHEALTHY, 0),
     )
@@ -108,7 +108,7 @@ def _row(
     draft_tokens: int,
     max_tokens: int,
     *,
-    sink: Sink = lambda _: None,
+    sink: EventSink = lambda _: None,
 ) -> Row:
     try:
         text = prompts.chat([{"role": "user", "content": question}])
@@ -124,8 +124,8 @@ def _row(
         seed=0,
         max_tokens=max_tokens,
         draft_tokens=draft_tokens,
-        draft_tokens_asked=True,
+        draft_tokens_fixed=True,
         text=TextStream(prompts.decode),
-        tally=SpeculationTally(draft_tokens),
+        speculation=SpeculationCounter(draft_tokens),
         sink=sink,
     )

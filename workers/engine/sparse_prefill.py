@@ -15,67 +15,67 @@ import logging
 from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, load_checkpoint
 from workers.engine.prefill import Prefill
-from workers.engine.prompt_scorer import PromptScorer, why_unfit
+from workers.engine.prompt_scorer import PromptScorer, draft_incompatibility
 from workers.engine.spec_prefill import (
-    ReadInFull,
+    FullPrefillReason,
     SpecPrefillSettings,
-    Unread,
-    choose_scope,
+    UncachedPrompt,
+    choose_scoring_range,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class SparseReading:
+class SparsePrefill:
     """Decides for every prompt, before it is read and while it is scored."""
 
     def __init__(
         self,
         settings: SpecPrefillSettings | None,
         scorer: PromptScorer | None,
-        why_not: str | None = None,
+        reason: str | None = None,
     ) -> None:
         """Take no scorer where there is no draft model, or none that can be used."""
         self._settings = settings
         self._scorer = scorer
-        self._why_not = why_not
+        self._reason = reason
 
     @property
-    def sentence(self) -> str | None:
+    def description(self) -> str | None:
         """Say to people how long prompts are read; None where no draft model was asked for."""
         if self._settings is None:
             return None
         if self._scorer is None:
-            return f"long prompts are read in full: {self._why_not}"
+            return f"long prompts are read in full: {self._reason}"
         return (
             f"from {self._settings.threshold_tokens} tokens on, "
             f"{self._settings.keep_share:.0%} of a prompt are read"
         )
 
-    def consider(self, prefill: Prefill, counters: LaneCounters) -> None:
+    def start_scoring(self, prefill: Prefill, counters: LaneCounters) -> None:
         """Open the scoring of a prompt that is to be read sparsely."""
         row = prefill.row
         if row.answer:
             row.skipped_tokens = 0  # read again after a failure, and now in full
             return
-        wish = row.generation.spec_prefill
+        options = row.generation.spec_prefill
         if self._settings is None or self._scorer is None:
-            if wish.sparse or (self._settings and wish.sparse is None):
-                counters.read_in_full(ReadInFull.NO_DRAFT)
+            if options.sparse or (self._settings and options.sparse is None):
+                counters.record_full_prefill(FullPrefillReason.NO_DRAFT)
             return
-        unread = Unread(
+        unread = UncachedPrompt(
             prompt_tokens=len(row.prompt.tokens),
             cached_tokens=row.cached_tokens,
             prefix_tokens=prefill.prefix_tokens,
-            pictures=prefill.embedded is not None,
+            pictures=prefill.prompt_embedding is not None,
         )
-        scope = choose_scope(self._settings, self._scorer.context_tokens, wish, unread)
-        if isinstance(scope, ReadInFull):
-            counters.read_in_full(scope)
+        scope = choose_scoring_range(self._settings, self._scorer.context_tokens, options, unread)
+        if isinstance(scope, FullPrefillReason):
+            counters.record_full_prefill(scope)
         else:
             prefill.scoring = self._scorer.begin(row.prompt.tokens, scope)
 
-    def score(self, prefill: Prefill, chunk_tokens: int, counters: LaneCounters) -> None:
+    def score_chunk(self, prefill: Prefill, chunk_tokens: int, counters: LaneCounters) -> None:
         """Let the draft model read on, and take its choice once it has read all."""
         scoring, row = prefill.scoring, prefill.row
         assert scoring is not None
@@ -85,37 +85,37 @@ class SparseReading:
             logger.warning(
                 "spec_prefill.failed request_id=%s", row.generation.request_id, exc_info=error
             )
-            counters.read_in_full(ReadInFull.DRAFT_FAILED)
+            counters.record_full_prefill(FullPrefillReason.DRAFT_FAILED)
             prefill.scoring = None
             return
-        if scoring.reads is None:
+        if scoring.read_indices is None:
             return
         prefill.scoring = None
-        prefill.reads = scoring.reads
-        row.skipped_tokens = len(row.prompt.tokens) - len(scoring.reads)
+        prefill.read_indices = scoring.read_indices
+        row.skipped_tokens = len(row.prompt.tokens) - len(scoring.read_indices)
         if scoring.scope.begin < prefill.prefix_tokens:
             prefill.prefix_tokens = 0  # caches with holes are not the prefix: never to be kept
         scored = scoring.scope.end - scoring.scope.begin
-        counters.read_sparsely(scored=scored, kept=scored - row.skipped_tokens)
+        counters.record_sparse_prefill(scored=scored, kept=scored - row.skipped_tokens)
 
 
-OFF = SparseReading(None, None)
+NO_SPARSE_PREFILL = SparsePrefill(None, None)
 """For a worker without a draft model."""
 
 
-def load_sparse_reading(
+def load_sparse_prefill(
     settings: SpecPrefillSettings | None, checkpoint: Checkpoint
-) -> SparseReading:
+) -> SparsePrefill:
     """Load the draft model; one that cannot serve this checkpoint is told of and left out."""
     if settings is None:
-        return OFF
+        return NO_SPARSE_PREFILL
     try:
         draft = load_checkpoint(settings.draft)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         logger.warning("spec_prefill.unusable", exc_info=error)
-        return SparseReading(settings, None, "the draft model cannot be loaded")
-    why_not = why_unfit(checkpoint, draft)
-    if why_not is not None:
-        logger.warning("spec_prefill.unusable %s", why_not)
-        return SparseReading(settings, None, why_not)
-    return SparseReading(settings, PromptScorer(draft.target, draft.context_tokens))
+        return SparsePrefill(settings, None, "the draft model cannot be loaded")
+    reason = draft_incompatibility(checkpoint, draft)
+    if reason is not None:
+        logger.warning("spec_prefill.unusable %s", reason)
+        return SparsePrefill(settings, None, reason)
+    return SparsePrefill(settings, PromptScorer(draft.target, draft.context_tokens))

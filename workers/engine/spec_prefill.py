@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-Scores: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float32]]"
+TokenScores: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float32]]"
 
 CHUNK_TOKENS = 16
 """Kept or left out together: about a sentence."""
@@ -25,7 +25,7 @@ SINK_TOKENS = 4
 TAIL_TOKENS = 32
 """Always read: the end of the prompt is the question, and the template's call to answer."""
 SHORTEST_TOKENS = 256
-"""Scoring fewer costs more than reading them, whoever asks for it."""
+"""PromptScoring fewer costs more than reading them, whoever asks for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +35,11 @@ class SpecPrefillSettings:
     draft: Path
     """Folder of a small model with the target's vocabulary."""
     threshold_tokens: int = 8192
-    """Unread tokens from which a prompt is read sparsely, unless the request decides."""
+    """UncachedPrompt tokens from which a prompt is read sparsely, unless the request decides."""
     keep_share: float = 0.3
 
 
-class ReadInFull(StrEnum):
+class FullPrefillReason(StrEnum):
     """Why a prompt is read in full although the worker could read it sparsely."""
 
     SWITCHED_OFF = "switched_off"
@@ -52,7 +52,7 @@ class ReadInFull(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class SpecPrefillOptions:
     """What a request says about it; None leaves the decision to the worker."""
 
     sparse: bool | None = None
@@ -60,7 +60,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
+class ScoringRange:
     """The tokens of a prompt that are scored, [begin, end), and the share of them that is read."""
 
     begin: int
@@ -69,7 +69,7 @@ class Scope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unread:
+class UncachedPrompt:
     """A prompt before any of it has been read."""
 
     prompt_tokens: int
@@ -80,34 +80,37 @@ class Unread:
     pictures: bool
 
 
-def choose_scope(
-    settings: SpecPrefillSettings, draft_context_tokens: int, wish: Wish, unread: Unread
-) -> Scope | ReadInFull:
+def choose_scoring_range(
+    settings: SpecPrefillSettings,
+    draft_context_tokens: int,
+    options: SpecPrefillOptions,
+    unread: UncachedPrompt,
+) -> ScoringRange | FullPrefillReason:
     """Decide what of a prompt is scored, or why it is read in full.
 
     A shared beginning is read in full the first time, since its snapshot then serves everybody;
     only a request that asks for sparse reading by name reads that sparsely too.
     """
-    keep_share = settings.keep_share if wish.keep_share is None else wish.keep_share
+    keep_share = settings.keep_share if options.keep_share is None else options.keep_share
     begin = unread.cached_tokens
-    if not wish.sparse:
+    if not options.sparse:
         begin = max(begin, unread.prefix_tokens)
     tokens = unread.prompt_tokens - begin
-    least = SHORTEST_TOKENS if wish.sparse else max(settings.threshold_tokens, SHORTEST_TOKENS)
+    least = SHORTEST_TOKENS if options.sparse else max(settings.threshold_tokens, SHORTEST_TOKENS)
     refusals = (
-        (wish.sparse is False, ReadInFull.SWITCHED_OFF),
-        (unread.pictures, ReadInFull.PICTURES),
-        (tokens < least, ReadInFull.TOO_SHORT),
-        (tokens > draft_context_tokens, ReadInFull.TOO_LONG_FOR_DRAFT),
-        (keep_share >= 1, ReadInFull.KEEPS_ALL),
+        (options.sparse is False, FullPrefillReason.SWITCHED_OFF),
+        (unread.pictures, FullPrefillReason.PICTURES),
+        (tokens < least, FullPrefillReason.TOO_SHORT),
+        (tokens > draft_context_tokens, FullPrefillReason.TOO_LONG_FOR_DRAFT),
+        (keep_share >= 1, FullPrefillReason.KEEPS_ALL),
     )
     for holds, reason in refusals:
         if holds:
             return reason
-    return Scope(begin=begin, end=unread.prompt_tokens, keep_share=keep_share)
+    return ScoringRange(begin=begin, end=unread.prompt_tokens, keep_share=keep_share)
 
 
-def select(importance: Scores, keep_share: float) -> tuple[int, ...]:
+def select(importance: TokenScores, keep_share: float) -> tuple[int, ...]:
     """Return, in order, the indices of the tokens to read: whole chunks, the best ones first.
 
     About `keep_share` of all tokens, never less than the beginning and the end of the prompt. A
@@ -128,7 +131,7 @@ def select(importance: Scores, keep_share: float) -> tuple[int, ...]:
     return tuple(np.flatnonzero(kept).tolist())
 
 
-def _smoothed(importance: Scores) -> Scores:
+def _smoothed(importance: TokenScores) -> TokenScores:
     """Average every score with its neighbours; beyond the ends there is nothing to add."""
     window = np.ones(SMOOTHING_TOKENS, dtype=np.float32)
     sums = np.convolve(importance, window, mode="same")

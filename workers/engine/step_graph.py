@@ -2,7 +2,7 @@
 
 A small model on a fast machine is bound by the host that launches its operations, not by the
 device: compiled, a verify of three tokens costs what an ordinary step costs uncompiled. It takes
-shapes that do not change from round to round: caches hand out all their slots (`row_cache.py`),
+shapes that do not change from round to round: caches hand out all their slots (`kv_cache.py`),
 cursors and counts stay on the device, and what a row rejects is undone there too. So the host
 learns what was accepted while the device already works on what follows from it.
 
@@ -16,7 +16,7 @@ from typing import TypeAlias, cast
 
 import mlx.core as mx
 
-from workers.engine.kv_cache import History, RecurrentSteps, RowCache, history_of, state_after
+from workers.engine.kv_cache import History, RecurrentCache, RowCache, stack_history, state_after
 from workers.engine.model import KVCache, MtpHead, Target
 
 LayerState: TypeAlias = tuple[mx.array, ...]
@@ -26,7 +26,7 @@ Layers: TypeAlias = list[LayerState | list[History]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verified:
+class VerifyResult:
     """What the target made of L tokens a row."""
 
     scores: mx.array
@@ -42,7 +42,7 @@ class Verified:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settled:
+class CommitResult:
     """Where a round that drafted leaves the batch."""
 
     accepted: mx.array
@@ -55,7 +55,7 @@ class Settled:
     """[rows, 1, width]: the head's state that drafts the next token."""
 
 
-class RoundGraph:
+class StepGraph:
     """Drafts, verifies and settles for a Qwen3.5-like target, with its head or without one."""
 
     def __init__(self, target: Target, head: MtpHead | None) -> None:
@@ -64,7 +64,7 @@ class RoundGraph:
         self._attends = [isinstance(cache, KVCache) for cache in target.new_caches()]
         self._draft = mx.compile(self._trace_draft)
         self._verify = mx.compile(self._trace_verify)
-        self._settle = mx.compile(self._trace_settle)
+        self._commit = mx.compile(self._trace_commit)
 
     def draft(
         self, seed_hidden: mx.array, head_state: State, offset: mx.array, length: int
@@ -75,27 +75,27 @@ class RoundGraph:
 
     def verify(
         self, tokens: mx.array, state: State, offset: mx.array, position_shift: mx.array
-    ) -> Verified:
+    ) -> VerifyResult:
         """Run tokens [rows, L] through the target, behind every row's cursor."""
         scores, hidden, layers = self._verify(tokens, state, offset, position_shift)
-        return Verified(scores=scores, hidden=hidden, layers=layers)
+        return VerifyResult(scores=scores, hidden=hidden, layers=layers)
 
-    def settle(
+    def commit(
         self,
-        verified: Verified,
+        verified: VerifyResult,
         chosen: mx.array,
         drafted: tuple[mx.array, mx.array],
         head: tuple[State, mx.array],
-    ) -> Settled:
+    ) -> CommitResult:
         """Keep the drafts that were chosen, row by row; undo the others.
 
         `chosen` is [rows, k + 1]; `drafted` the drafts [rows, k] and how many of them count [rows];
         `head` the head's caches and their cursors [rows].
         """
-        accepted, last, state, kept_head_state, seed_hidden = self._settle(
+        accepted, last, state, kept_head_state, seed_hidden = self._commit(
             verified.layers, verified.hidden, chosen, drafted, head
         )
-        return Settled(
+        return CommitResult(
             accepted=accepted,
             last=last,
             state=state,
@@ -103,7 +103,7 @@ class RoundGraph:
             seed_hidden=seed_hidden,
         )
 
-    def keep(self, layers: Layers, kept: mx.array, length: int) -> State:
+    def roll_back(self, layers: Layers, kept: mx.array, length: int) -> State:
         """Return the state behind the first `kept[row]` of `length` verified tokens."""
         return [
             tuple(layer) if attends else tuple(state_after(slot, kept, length) for slot in layer)
@@ -134,7 +134,7 @@ class RoundGraph:
             forward = self._target.forward(tokens, caches, positions)
             assert forward.hidden is not None
             layers = [
-                cache.history() if isinstance(cache, RecurrentSteps) and length > 1 else cache.state
+                cache.history() if isinstance(cache, RecurrentCache) and length > 1 else cache.state
                 for cache in caches
             ]
             return self._target.scores(forward), forward.hidden, layers
@@ -155,12 +155,12 @@ class RoundGraph:
             scores.append(self._target.scores(forward))
             steps.append([cache.state for cache in caches])
         layers = [
-            after[-1] if attends else history_of(after)
+            after[-1] if attends else stack_history(after)
             for attends, after in zip(self._attends, zip(*steps, strict=True), strict=True)
         ]
         return mx.concatenate(scores, axis=1), mx.concatenate(hidden, axis=1), layers
 
-    def _trace_settle(
+    def _trace_commit(
         self,
         layers: Layers,
         hidden: mx.array,
@@ -176,7 +176,7 @@ class RoundGraph:
         matches = mx.logical_and(drafts == chosen[:, :-1], asked)
         accepted = mx.cumprod(matches.astype(mx.int32), axis=1).sum(axis=1)
         last = mx.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
-        state = self.keep(layers, accepted + 1, length)
+        state = self.roll_back(layers, accepted + 1, length)
         # What the head stored for its own guesses is replaced by what the target really saw. The
         # choices behind a row's last one are read too and forgotten again, by its cursor: one pass
         # for all rows costs less than one a row.
@@ -186,8 +186,8 @@ class RoundGraph:
         seed_hidden = mx.take_along_axis(read, accepted[:, None, None], axis=1)
         return accepted, last, state, [cache.state for cache in caches], seed_hidden
 
-    def _open(self, state: State, offset: mx.array) -> list[RowCache | RecurrentSteps]:
+    def _open(self, state: State, offset: mx.array) -> list[RowCache | RecurrentCache]:
         return [
-            RowCache(layer[0], layer[1], offset) if attends else RecurrentSteps(layer)
+            RowCache(layer[0], layer[1], offset) if attends else RecurrentCache(layer)
             for attends, layer in zip(self._attends, state, strict=True)
         ]

@@ -49,8 +49,8 @@ class EngineThread(Generic[T]):
         self._load = load
         self._commands: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-mlx", daemon=True)
-        self._gate = threading.Lock()
-        self._taking = True
+        self._submit_lock = threading.Lock()
+        self._accepting = True
         self._loaded: Future[T] = Future()
 
     def start(self) -> T:
@@ -65,8 +65,8 @@ class EngineThread(Generic[T]):
 
     def submit(self, lane: LaneName, row: Row) -> None:
         """Hand a row to a lane; raise `EngineStopped` where the thread takes no more."""
-        with self._gate:
-            if not self._taking:
+        with self._submit_lock:
+            if not self._accepting:
                 raise EngineStopped(_STOPPED)
             self._commands.put(_Submit(lane, row))
 
@@ -88,15 +88,15 @@ class EngineThread(Generic[T]):
         self._loaded.set_result(result)
         by_name = {lane.name: lane for lane in lanes}
         try:
-            while self._obey(by_name):
+            while self._run_commands(by_name):
                 for lane in lanes:
                     if lane.busy:
                         lane.step()
         except Exception:  # the thread ends, and the worker's process with it
             logger.exception("engine.died")
         finally:
-            with self._gate:
-                self._taking = False
+            with self._submit_lock:
+                self._accepting = False
             while not self._commands.empty():  # what came during the last step
                 command = self._commands.get()
                 if isinstance(command, _Submit):
@@ -105,7 +105,7 @@ class EngineThread(Generic[T]):
                 lane.close(EngineStopped(_STOPPED))
             mx.clear_streams()  # a thread that ends with streams of its own aborts the process
 
-    def _obey(self, lanes: dict[LaneName, LaneScheduler]) -> bool:
+    def _run_commands(self, lanes: dict[LaneName, LaneScheduler]) -> bool:
         """Carry out the commands that wait; sleep while there is nothing to do at all."""
         while True:
             idle = not any(lane.busy for lane in lanes.values())

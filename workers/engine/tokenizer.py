@@ -59,34 +59,34 @@ def call_tokens(tokenizer: Any, parser_name: str | None) -> dict[int, str]:
 
 
 # A code point that Unicode keeps out of all text for good, so nobody's words hold it.
-_PARTING = "\ufdd0"
+_SEPARATOR = "\ufdd0"
 
 
-class ControlTokens:
+class ControlTokenEscaper:
     """The control tokens of one tokenizer, by their spelling."""
 
     def __init__(self, spellings: Iterable[str]) -> None:
         known = sorted((spelling for spelling in spellings if len(spelling) > 1), reverse=True)
         self._any = re.compile("|".join(map(re.escape, known)) or "(?!)")
 
-    def part(self, value: Any) -> Any:
+    def split(self, value: Any) -> Any:
         """Return the same texts, mappings and lists with every control token parted in two."""
         if isinstance(value, str):
-            return self._any.sub(_parted, value.replace(_PARTING, ""))
+            return self._any.sub(_split_match, value.replace(_SEPARATOR, ""))
         if isinstance(value, Mapping):
-            return {self.part(name): self.part(inner) for name, inner in value.items()}
+            return {self.split(name): self.split(inner) for name, inner in value.items()}
         if isinstance(value, list | tuple):
-            return [self.part(inner) for inner in value]
+            return [self.split(inner) for inner in value]
         return value
 
 
-def pieces(text: str) -> list[str]:
+def split_pieces(text: str) -> list[str]:
     """Return what is to be tokenized one after the other."""
-    return text.split(_PARTING)
+    return text.split(_SEPARATOR)
 
 
-def _parted(spelled: re.Match[str]) -> str:
-    return spelled[0][:1] + _PARTING + spelled[0][1:]
+def _split_match(spelled: re.Match[str]) -> str:
+    return spelled[0][:1] + _SEPARATOR + spelled[0][1:]
 
 
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -154,12 +154,12 @@ class PromptRenderer:
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._tokenizer = getattr(processor, "tokenizer", processor)
-        self._control = ControlTokens(_control_spellings(self._tokenizer))
+        self._control = ControlTokenEscaper(_control_spellings(self._tokenizer))
         has_template = getattr(processor, "chat_template", None)
         self._templated = processor if has_template else self._tokenizer
 
     @property
-    def sees_pictures(self) -> bool:
+    def has_vision(self) -> bool:
         """Say whether the checkpoint has a picture processor."""
         return getattr(self._processor, "image_processor", None) is not None
 
@@ -189,10 +189,10 @@ class PromptRenderer:
         # Thinking costs seconds and nobody asked for it; whoever does names it.
         arguments = {"enable_thinking": False, **(template_kwargs or {})}
         if tools:
-            arguments["tools"] = self._control.part(tools)
+            arguments["tools"] = self._control.split(tools)
         try:
             rendered = self._templated.apply_chat_template(
-                [self._control.part(_for_template(message)) for message in messages],
+                [self._control.split(_for_template(message)) for message in messages],
                 tokenize=False,
                 add_generation_prompt=True,
                 **arguments,
@@ -230,7 +230,7 @@ class PromptRenderer:
         if not prompt.pictures:
             tokens = self._tokenize(prompt.text)
             return PreparedPrompt(tokens=tokens, prefix=self._prefix(prompt, tokens))
-        if not self.sees_pictures:
+        if not self.has_vision:
             raise InvalidGeneration("messages", "This model cannot see pictures.")
         try:
             inputs = prepare_inputs(
@@ -253,7 +253,7 @@ class PromptRenderer:
 
     def _tokenize(self, text: str) -> tuple[int, ...]:
         tokens: list[int] = []
-        for piece in pieces(text):
+        for piece in split_pieces(text):
             tokens += self._tokenizer(piece, add_special_tokens=False)["input_ids"]
         return tuple(tokens)
 
@@ -275,7 +275,7 @@ class PromptRenderer:
 
     def stream(self, generation: Generation) -> TextStream:
         """Begin the text of one answer."""
-        decode = self._decode_with_calls if generation.reads_calls else self.decode
+        decode = self._decode_with_calls if generation.keep_call_tokens else self.decode
         return TextStream(decode, generation.stop)
 
     def _decode_with_calls(self, tokens: Sequence[int]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from policies.request.profile import Bypass, Sampling
-from workers.engine.spec_prefill import SpecPrefillSettings, Wish
+from workers.engine.spec_prefill import SpecPrefillOptions, SpecPrefillSettings
 from workers.protocol import Speculation
 
 
@@ -61,12 +61,12 @@ class Generation:
     max_tokens: int | None = None
     """None means the checkpoint's own limit, or else up to the end of the context window."""
     stop: tuple[str, ...] = ()
-    reads_calls: bool = False
+    keep_call_tokens: bool = False
     """Whether the control tokens that calls of tools are written with stay in its text."""
     top_logprobs: int | None = None
     draft_tokens: int | None = None
     """k wanted by this request; None takes the worker's setting."""
-    spec_prefill: Wish = field(default_factory=Wish)
+    spec_prefill: SpecPrefillOptions = field(default_factory=SpecPrefillOptions)
     """Whether a long prompt may be read sparsely, and how much of it."""
     further_choice: bool = False
     """Another answer to a prompt that is counted already."""
@@ -223,7 +223,7 @@ class ModelCard:
     native_verify: bool
     """Whether a draft is verified in one forward pass; else token by token, which never pays."""
     mtp: bool
-    why_no_mtp: str | None
+    mtp_unavailable_reason: str | None
     draft_tokens_requested: int
     draft_tokens_effective: int
     spec_prefill: str | None = None

@@ -260,7 +260,7 @@ def start_line(card: ModelCard, identity: Identity, memory_bytes: int) -> str:
     """Say in one line what runs: model, lanes, memory, requested and effective draft tokens."""
     lanes = " and ".join(card.lanes)
     shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
-    why = f" ({card.why_no_mtp.rstrip('.')})" if card.why_no_mtp else ""
+    why = f" ({card.mtp_unavailable_reason.rstrip('.')})" if card.mtp_unavailable_reason else ""
     sparse = f"; {card.spec_prefill}" if card.spec_prefill else ""
     return (
         f"Worker {identity.worker_id} serves {card.model} on {identity.url}: {lanes} {shared}, "

@@ -32,7 +32,7 @@ from policies.request.content import (
 )
 from policies.request.parser import STRUCTURED_FIELDS, read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
-from workers.engine.spec_prefill import Wish
+from workers.engine.spec_prefill import SpecPrefillOptions
 from workers.engine.types import Generation, LaneName, ModelCard, Picture, Prompt
 from workers.protocol import PREFIX_NAME_CHARS
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
@@ -237,10 +237,12 @@ async def read_call(
         sampling=profile.sampling,
         max_tokens=profile.max_tokens,
         stop=profile.stop,
-        reads_calls=tool_format is not None,
+        keep_call_tokens=tool_format is not None,
         top_logprobs=profile.top_logprobs,
         draft_tokens=profile.draft_tokens,
-        spec_prefill=Wish(sparse=profile.spec_prefill, keep_share=profile.spec_prefill_keep),
+        spec_prefill=SpecPrefillOptions(
+            sparse=profile.spec_prefill, keep_share=profile.spec_prefill_keep
+        ),
         bypass=bypass,
     )
     return Call(

@@ -191,7 +191,7 @@ async def test_answer_of_calls_alone_has_no_content() -> None:
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         with_tools = await client.post("/v1/chat/completions", json=body)
         declined = await client.post("/v1/chat/completions", json={**body, "tool_choice": "none"})
-    assert [generation.reads_calls for generation in engine.generations] == [True, False]
+    assert [generation.keep_call_tokens for generation in engine.generations] == [True, False]
     assert with_tools.json()["choices"][0]["message"]["content"] is None
     assert declined.json()["choices"][0]["message"]["content"] == written(3)
 

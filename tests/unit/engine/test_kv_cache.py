@@ -1,7 +1,7 @@
 import mlx.core as mx
 import pytest
 
-from workers.engine.kv_cache import FEWEST_SLOTS, RowCache, capacity
+from workers.engine.kv_cache import MIN_SLOTS, RowCache, capacity
 
 
 def filled(lengths: list[int], slots: int = 8, start: float = 0.0) -> RowCache:
@@ -50,7 +50,7 @@ def test_reserving_more_than_there_is_keeps_what_is_stored() -> None:
 
     cache.reserve(9)
 
-    assert cache.slots == FEWEST_SLOTS
+    assert cache.slots == MIN_SLOTS
     assert cache.keys[0, 0, 6:9, 0].tolist() == [6.0, 7.0, 0.0]
 
 
@@ -59,7 +59,7 @@ def test_capacities_are_few_and_never_a_quarter_unused(needed: int) -> None:
     slots = capacity(needed)
 
     assert slots >= needed
-    assert slots == FEWEST_SLOTS or slots - needed < slots / 4 or slots <= 4 * FEWEST_SLOTS
+    assert slots == MIN_SLOTS or slots - needed < slots / 4 or slots <= 4 * MIN_SLOTS
     assert capacity(slots) == slots
     assert len({capacity(length) for length in range(1, 32_769)}) < 32
 
@@ -77,7 +77,7 @@ def test_joined_rows_keep_their_own_slots() -> None:
 def test_kept_rows_close_the_gap_of_dropped_ones() -> None:
     cache = filled([2, 5, 3])
 
-    cache.keep([2, 0], tokens=3)
+    cache.select([2, 0], tokens=3)
 
     assert cache.offset.tolist() == [3, 2]
     assert cache.keys[0, 0, :3, 0].tolist() == [16.0, 17.0, 18.0]
@@ -86,6 +86,6 @@ def test_kept_rows_close_the_gap_of_dropped_ones() -> None:
 def test_slots_that_only_dropped_rows_used_are_given_back() -> None:
     cache = filled([2, 2000], slots=2048)
 
-    cache.keep([0], tokens=2)
+    cache.select([0], tokens=2)
 
-    assert cache.slots == FEWEST_SLOTS
+    assert cache.slots == MIN_SLOTS

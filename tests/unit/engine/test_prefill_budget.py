@@ -3,29 +3,29 @@
 import itertools
 import random
 
-from workers.engine.draft_length import PROBE_EVERY, PROBE_ROUNDS, TASTE_STEPS, DraftLength
-from workers.engine.prefill_budget import BLOCK_TOKENS, PrefillPace
+from workers.engine.draft_length import EXPLORATION_STEPS, PROBE_EVERY, PROBE_STEPS, DraftLength
+from workers.engine.prefill_budget import BLOCK_TOKENS, PrefillBudget
 
 
 def test_alone_a_prompt_is_read_in_the_longest_chunks() -> None:
-    pace = PrefillPace(512, budget_s=0.1)
+    pace = PrefillBudget(512, budget_s=0.1)
     pace.observe(512, 50.0)
 
-    assert pace.chunk_tokens(beside_others=False) == 512
+    assert pace.chunk_tokens(beside_decoding=False) == 512
 
 
-def test_beside_others_a_chunk_costs_less_than_the_budget() -> None:
-    pace = PrefillPace(512, budget_s=0.1)
+def test_beside_decoding_a_chunk_costs_less_than_the_budget() -> None:
+    pace = PrefillBudget(512, budget_s=0.1)
     pace.observe(64, 0.064)  # a millisecond a token
 
-    assert pace.chunk_tokens(beside_others=True) == 64
+    assert pace.chunk_tokens(beside_decoding=True) == 64
 
 
 def test_a_token_that_costs_more_the_longer_the_context_keeps_the_budget() -> None:
-    pace = PrefillPace(512, budget_s=0.1)
+    pace = PrefillBudget(512, budget_s=0.1)
     read, costs_s = 0, []
     while read < 4096:
-        tokens = pace.chunk_tokens(beside_others=True)
+        tokens = pace.chunk_tokens(beside_decoding=True)
         costs_s.append(tokens * (150e-6 + read * 0.1e-6))
         pace.observe(tokens, costs_s[-1])
         read += tokens
@@ -35,22 +35,22 @@ def test_a_token_that_costs_more_the_longer_the_context_keeps_the_budget() -> No
 
 
 def test_an_unknown_cost_begins_with_one_block() -> None:
-    assert PrefillPace(512, 0.1).chunk_tokens(beside_others=True) == BLOCK_TOKENS
+    assert PrefillBudget(512, 0.1).chunk_tokens(beside_decoding=True) == BLOCK_TOKENS
 
 
 def test_a_machine_too_slow_for_the_budget_still_gets_on() -> None:
-    pace = PrefillPace(512, budget_s=0.1)
+    pace = PrefillBudget(512, budget_s=0.1)
     pace.observe(64, 60.0)
 
-    assert pace.chunk_tokens(beside_others=True) == BLOCK_TOKENS
+    assert pace.chunk_tokens(beside_decoding=True) == BLOCK_TOKENS
 
 
-def test_a_short_prompt_beside_others_is_read_at_once_whatever_short_ones_cost() -> None:
-    pace = PrefillPace(512, budget_s=0.1)
+def test_a_short_prompt_beside_decoding_is_read_at_once_whatever_short_ones_cost() -> None:
+    pace = PrefillBudget(512, budget_s=0.1)
     for tokens in (3, 19, 40):
         pace.observe(tokens, 0.036)  # the block that it is padded to
 
-    assert pace.chunk_tokens(beside_others=True) == 128
+    assert pace.chunk_tokens(beside_decoding=True) == 128
 
 
 def drive(
@@ -62,11 +62,11 @@ def drive(
     for _ in range(rounds):
         k = policy.choose(rows)
         chosen.append(k)
-        policy.observe(rows, k, cost_s[k] * rng.uniform(0.9, 1.1))
+        policy.observe_cost(rows, k, cost_s[k] * rng.uniform(0.9, 1.1))
         accepted = 0
         while accepted < k and rng.random() < share:
             accepted += 1
-        policy.judge(k, accepted)
+        policy.observe_acceptance(k, accepted)
     return chosen
 
 
@@ -82,7 +82,7 @@ def test_drafting_that_does_not_pay_is_given_up() -> None:
     chosen = drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
 
     assert sum(k == 0 for k in chosen[100:]) > 0.9 * 500
-    assert policy.settled(1) == 0
+    assert policy.best(1) == 0
 
 
 def test_what_was_given_up_is_tried_again_now_and_then() -> None:
@@ -95,7 +95,7 @@ def test_a_try_is_a_few_rounds_since_the_first_may_teach_nothing() -> None:
     chosen = drive(DraftLength(1), 2 * PROBE_EVERY + 9, {0: 1.0, 1: 2.5}, share=0.5)
     tried = [at for at, k in enumerate(chosen, 1) if at > PROBE_EVERY and k == 1]
 
-    assert tried == [start + at for start in (128, 256) for at in range(PROBE_ROUNDS)][1:]
+    assert tried == [start + at for start in (128, 256) for at in range(PROBE_STEPS)][1:]
 
 
 def test_every_answer_is_drafted_for_a_little_while_it_is_nearly_alone() -> None:
@@ -103,8 +103,8 @@ def test_every_answer_is_drafted_for_a_little_while_it_is_nearly_alone() -> None
     drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
     drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7, rows=8)
 
-    assert [policy.choose(1, fewest_steps=steps) for steps in (0, TASTE_STEPS - 1)] == [2, 2]
-    assert policy.choose(1, fewest_steps=TASTE_STEPS) == 0
+    assert [policy.choose(1, fewest_steps=steps) for steps in (0, EXPLORATION_STEPS - 1)] == [2, 2]
+    assert policy.choose(1, fewest_steps=EXPLORATION_STEPS) == 0
     assert policy.choose(8, fewest_steps=0) == 0
 
 
@@ -113,7 +113,7 @@ def test_batch_sizes_are_judged_apart() -> None:
     drive(policy, 200, {0: 1.0, 1: 1.1, 2: 1.2}, share=0.9, rows=1)
     drive(policy, 200, {0: 1.0, 1: 2.2, 2: 3.3}, share=0.9, rows=8)
 
-    assert (policy.settled(1), policy.settled(8)) == (2, 0)
+    assert (policy.best(1), policy.best(8)) == (2, 0)
 
 
 def test_a_small_difference_changes_nothing() -> None:
@@ -125,10 +125,10 @@ def test_a_small_difference_changes_nothing() -> None:
 
 
 def test_what_reading_would_have_taken_is_told_at_the_best_speed_and_by_whole_blocks() -> None:
-    pace = PrefillPace(512, budget_s=0.1)
-    assert pace.at_best_s(64) == 0, "nothing is measured yet"
+    pace = PrefillBudget(512, budget_s=0.1)
+    assert pace.best_case_s(64) == 0, "nothing is measured yet"
     pace.observe(128, 0.4)
     pace.observe(3, 0.1)  # the block that it is padded to
     pace.observe(64, 0.3)
 
-    assert (pace.at_best_s(0), pace.at_best_s(1), pace.at_best_s(129)) == (0, 0.1, 0.1 * 3)
+    assert (pace.best_case_s(0), pace.best_case_s(1), pace.best_case_s(129)) == (0, 0.1, 0.1 * 3)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from policies.request.profile import Sampling
 from workers.engine.detokenizer import TextStream
-from workers.engine.row import TELL_EVERY_S, Row, Sink, SpeculationTally
+from workers.engine.row import DELTA_INTERVAL_S, EventSink, Row, SpeculationCounter
 from workers.engine.tokenizer import PreparedPrompt
 from workers.engine.types import (
     Delta,
@@ -25,7 +25,7 @@ def spell(tokens: Sequence[int]) -> str:
     return "".join(chr(token) for token in tokens if token != END)
 
 
-def a_row(sink: Sink) -> Row:
+def a_row(sink: EventSink) -> Row:
     return Row(
         generation=Generation(
             request_id="test",
@@ -38,7 +38,7 @@ def a_row(sink: Sink) -> Row:
         max_tokens=100,
         draft_tokens=0,
         text=TextStream(spell),
-        tally=SpeculationTally(0),
+        speculation=SpeculationCounter(0),
         sink=sink,
     )
 
@@ -54,7 +54,7 @@ def told(*steps: tuple[float, str]) -> list[tuple[float, str]]:
 
     row = a_row(hear)
     for at_s, text in steps:  # read by the sink
-        row.accept([*map(ord, text)], {END}, now_s=100 + at_s)
+        row.append_tokens([*map(ord, text)], {END}, now_s=100 + at_s)
     return heard
 
 
@@ -63,12 +63,12 @@ def test_the_first_piece_is_told_at_once() -> None:
 
 
 def test_rounds_that_take_long_are_told_one_by_one() -> None:
-    steps = [(number * TELL_EVERY_S * 1.01, letter) for number, letter in enumerate("abcd")]
+    steps = [(number * DELTA_INTERVAL_S * 1.01, letter) for number, letter in enumerate("abcd")]
     assert told(*steps) == steps
 
 
 def test_quick_rounds_are_told_together_and_the_end_at_once() -> None:
-    third = TELL_EVERY_S / 3
+    third = DELTA_INTERVAL_S / 3
     steps = [(number * third * 1.01, letter) for number, letter in enumerate("abcdef")]
     end = (5.1 * third, chr(END))
     heard = told(*steps, end)
@@ -81,7 +81,7 @@ def test_log_probabilities_wait_with_their_text() -> None:
     row = a_row(heard.append)
     for number, letter in enumerate("abcd"):
         logprob = TokenLogprob(token_id=ord(letter), raw=letter.encode(), logprob=-1.0)
-        row.accept([ord(letter)], {END}, [logprob], now_s=number * TELL_EVERY_S / 2)
+        row.append_tokens([ord(letter)], {END}, [logprob], now_s=number * DELTA_INTERVAL_S / 2)
     pieces = [event for event in heard if isinstance(event, Delta)]
     assert [piece.text for piece in pieces] == ["a", "bc"]
     assert [[token.text for token in piece.logprobs] for piece in pieces] == [["a"], ["b", "c"]]
@@ -95,8 +95,8 @@ def test_a_token_is_told_with_the_place_of_the_character_it_is_a_part_of() -> No
     said = "a\U0001f642e\u00fc"
     raw = [bytes([byte]) for byte in said.encode()]
     logprobs = [TokenLogprob(token_id=one[0], raw=one, logprob=-1.0) for one in raw]
-    row.accept(said.encode()[:3], {END}, logprobs[:3], now_s=0)
-    row.accept([*said.encode()[3:], END], {END}, [*logprobs[3:], logprobs[0]], now_s=1)
+    row.append_tokens(said.encode()[:3], {END}, logprobs[:3], now_s=0)
+    row.append_tokens([*said.encode()[3:], END], {END}, [*logprobs[3:], logprobs[0]], now_s=1)
     told = [token for event in heard if isinstance(event, Delta) for token in event.logprobs]
     assert [token.offset_chars for token in told] == [0, 1, 1, 1, 1, 2, 3, 3, 4]
     assert b"".join(token.raw for token in told[:-1]).decode() == said

@@ -2,14 +2,20 @@ import mlx.core as mx
 import pytest
 
 from policies.request.profile import Sampling
-from workers.engine.sampler import Chooser, choose, filter_logits, position_key, reshape_logits
+from workers.engine.sampler import (
+    SamplingContext,
+    choose,
+    filter_logits,
+    position_key,
+    reshape_logits,
+)
 
 LOGITS = mx.array([[2.0, 1.0, 0.0, -1.0]])
 
 
-def chooser(sampling: Sampling, **known: object) -> Chooser:
+def chooser(sampling: Sampling, **known: object) -> SamplingContext:
     facts: dict[str, object] = {"seed": 1, "position": 0, "prompt": [], "answer": []}
-    return Chooser(sampling=sampling, **{**facts, **known})  # type: ignore[arg-type]
+    return SamplingContext(sampling=sampling, **{**facts, **known})  # type: ignore[arg-type]
 
 
 def kept(sampling: Sampling) -> list[bool]:

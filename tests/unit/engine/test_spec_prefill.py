@@ -4,12 +4,12 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.engine.spec_prefill import CHUNK_TOKENS, SINK_TOKENS, TAIL_TOKENS, Scores, select
+from workers.engine.spec_prefill import CHUNK_TOKENS, SINK_TOKENS, TAIL_TOKENS, TokenScores, select
 
 SHARES = st.floats(min_value=0.01, max_value=1.0)
 
 
-def noise(count: int, seed: int) -> Scores:
+def noise(count: int, seed: int) -> TokenScores:
     return np.random.default_rng(seed).random(count, dtype=np.float32)
 
 

@@ -34,14 +34,14 @@ def renderer() -> PromptRenderer:
     )
 
 
-def answered(renderer: PromptRenderer, written: str, *, reads_calls: bool) -> list[str]:
+def answered(renderer: PromptRenderer, written: str, *, keep_call_tokens: bool) -> list[str]:
     """Let an answer arrive token by token; return its text in pieces."""
     generation = Generation(
         request_id="test",
         lane=LaneName.VLM,
         prompt=Prompt(text=""),
         sampling=Sampling(),
-        reads_calls=reads_calls,
+        keep_call_tokens=keep_call_tokens,
     )
     text = renderer.stream(generation)
     tokens = renderer.prepare(Prompt(text=written)).tokens
@@ -52,7 +52,7 @@ def answered(renderer: PromptRenderer, written: str, *, reads_calls: bool) -> li
 def test_a_call_that_special_tokens_mark_is_read(renderer: PromptRenderer, written: str) -> None:
     assert renderer.tool_parser_name == "mistral"
     splitter = ToolCallSplitter(ToolFormat("mistral", []))
-    pieces = answered(renderer, f"Adding ü.{written}</s>", reads_calls=True)
+    pieces = answered(renderer, f"Adding ü.{written}</s>", keep_call_tokens=True)
     parts = [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]
     *content, call = parts
     assert "".join(map(str, content)) == "Adding ü."
@@ -62,7 +62,7 @@ def test_a_call_that_special_tokens_mark_is_read(renderer: PromptRenderer, writt
 
 def test_calls_that_nothing_closes_end_where_the_next_begins(renderer: PromptRenderer) -> None:
     splitter = ToolCallSplitter(ToolFormat("mistral", []))
-    pieces = answered(renderer, f"{NEWER}{NEWER.replace('3', '4')}</s>", reads_calls=True)
+    pieces = answered(renderer, f"{NEWER}{NEWER.replace('3', '4')}</s>", keep_call_tokens=True)
     parts = [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]
     calls = [json.loads(part.arguments) for part in parts if isinstance(part, ToolCall)]
     assert calls == [{"a": 3}, {"a": 4}]
@@ -70,10 +70,10 @@ def test_calls_that_nothing_closes_end_where_the_next_begins(renderer: PromptRen
 
 
 def test_special_tokens_that_no_call_is_written_with_are_no_text(renderer: PromptRenderer) -> None:
-    pieces = answered(renderer, f"[IMG]One{NEWER}</s>", reads_calls=True)
+    pieces = answered(renderer, f"[IMG]One{NEWER}</s>", keep_call_tokens=True)
     assert "".join(pieces) == f"One{NEWER}"
 
 
 def test_without_tools_no_special_token_is_text(renderer: PromptRenderer) -> None:
-    pieces = answered(renderer, f"[IMG]One{NEWER}</s>", reads_calls=False)
+    pieces = answered(renderer, f"[IMG]One{NEWER}</s>", keep_call_tokens=False)
     assert "".join(pieces) == 'Oneadd{"a": 3}'
