@@ -70,7 +70,7 @@ class DraftLength:
             self._accepted[position] = DECAY * self._accepted[position] + (1 - DECAY) * kept
 
     def best(self, rows: int) -> int:
-        """Return the k found best for so many rows, the max_draft_tokens while that is not known."""
+        """Return the draft length of the next step of a batch of `rows` rows."""
         return self._current.get(_size_class(rows), self._max_draft_tokens)
 
     def plain_step_s(self, rows: int) -> float | None:

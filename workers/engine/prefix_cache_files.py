@@ -42,7 +42,7 @@ class HostPrefix:
 
 
 class PrefixCacheFiles:
-    """A folder of prefix_cache of one model; the least recently used go first past `limit_bytes`."""
+    """A directory of cached prefixes of one model, evicted least recently used first."""
 
     def __init__(self, folder: Path, limit_bytes: int, model: str) -> None:
         self._folder = folder
