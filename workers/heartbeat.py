@@ -52,7 +52,7 @@ class BeatRefused(Exception):
 
 
 class _BeatAnswer(BaseModel):
-    beat_s: float = Field(default=2.0, gt=0, le=5)
+    interval_s: float = Field(default=2.0, gt=0, le=5)
 
 
 async def keep_joined(membership: Membership) -> None:
@@ -66,9 +66,9 @@ async def keep_joined(membership: Membership) -> None:
     ) as client:
         try:
             while True:
-                beat_s = await _beat_until_heard(client, membership)
+                interval_s = await _beat_until_heard(client, membership)
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(beat_s):
+                    async with asyncio.timeout(interval_s):
                         await membership.changed.wait()
         finally:
             await _leave(client, membership)
@@ -89,9 +89,9 @@ async def _beat_until_heard(client: httpx.AsyncClient, membership: Membership) -
     if attempt.retry_state.attempt_number > 1:
         log.info("join.heard gateway=%s", membership.gateway_url)
     try:
-        return _BeatAnswer.model_validate_json(answer.content).beat_s
+        return _BeatAnswer.model_validate_json(answer.content).interval_s
     except ValidationError:
-        return _BeatAnswer().beat_s
+        return _BeatAnswer().interval_s
 
 
 async def _leave(client: httpx.AsyncClient, membership: Membership) -> None:

@@ -28,11 +28,11 @@ from pydantic import (
 
 from policies.base import Label
 
-PREFIXES_TOLD = 64
+MAX_REPORTED_PREFIXES = 64
 """Of the system prompts that a worker holds, so many stand in its report."""
-PREFIX_NAME_CHARS = 128
+MAX_PREFIX_NAME_CHARS = 128
 """The longest name that a system prompt may be given."""
-PrefixName = Annotated[str, Field(max_length=PREFIX_NAME_CHARS)]
+PrefixName = Annotated[str, Field(max_length=MAX_PREFIX_NAME_CHARS)]
 
 
 class Record(BaseModel):
@@ -121,9 +121,9 @@ class SpecPrefillCounts(Record):
     prompts: NonNegativeInt = 0
     """Read sparsely."""
     scored_tokens: NonNegativeInt = 0
-    kept_tokens: NonNegativeInt = 0
+    selected_tokens: NonNegativeInt = 0
     """Of the scored ones, those that were read."""
-    read_in_full: dict[str, NonNegativeInt] = Field(default_factory=dict)
+    full_prefills: dict[str, NonNegativeInt] = Field(default_factory=dict)
     """Prompts that were not, by reason."""
 
     def __add__(self, other: SpecPrefillCounts) -> SpecPrefillCounts:
@@ -131,8 +131,8 @@ class SpecPrefillCounts(Record):
         return SpecPrefillCounts(
             prompts=self.prompts + other.prompts,
             scored_tokens=self.scored_tokens + other.scored_tokens,
-            kept_tokens=self.kept_tokens + other.kept_tokens,
-            read_in_full=dict(Counter(self.read_in_full) + Counter(other.read_in_full)),
+            selected_tokens=self.selected_tokens + other.selected_tokens,
+            full_prefills=dict(Counter(self.full_prefills) + Counter(other.full_prefills)),
         )
 
 
@@ -155,7 +155,7 @@ class PrefixCounts(Record):
         )
 
 
-class SavedTime(Record):
+class TimeSaved(Record):
     """What drafting and kept system prompts have saved, in milliseconds, since boot."""
 
     decode_ms: int = 0
@@ -163,13 +163,14 @@ class SavedTime(Record):
 
     Below zero where drafting costs more than it brings; steps whose plain cost is not yet measured
     count nothing."""
-    prompt_ms: NonNegativeInt = 0
+    prefill_ms: NonNegativeInt = 0
     """What reading again would have taken, at the best speed that was measured."""
 
-    def __add__(self, other: SavedTime) -> SavedTime:
+    def __add__(self, other: TimeSaved) -> TimeSaved:
         """Add two counts."""
-        return SavedTime(
-            decode_ms=self.decode_ms + other.decode_ms, prompt_ms=self.prompt_ms + other.prompt_ms
+        return TimeSaved(
+            decode_ms=self.decode_ms + other.decode_ms,
+            prefill_ms=self.prefill_ms + other.prefill_ms,
         )
 
 
@@ -185,11 +186,11 @@ class LaneReport(Record):
     waiting: NonNegativeInt = 0
     slots: NonNegativeInt = 1
     """Rows that may run side by side."""
-    unread_tokens: NonNegativeInt = 0
+    pending_prefill_tokens: NonNegativeInt = 0
     """Prompt tokens of those that wait or are being read, which are still to be read."""
-    read_tokens_s: NonNegativeFloat = 0.0
+    prefill_tokens_per_s: NonNegativeFloat = 0.0
     """Prompt tokens that it reads in a second, as measured lately; 0 while that is not known."""
-    write_tokens_s: NonNegativeFloat = 0.0
+    decode_tokens_per_s: NonNegativeFloat = 0.0
     """Tokens that one answer gets in a second, as measured lately; 0 while that is not known."""
     mtp_enabled: bool = False
     requested_draft_tokens: NonNegativeInt = 0
@@ -205,7 +206,7 @@ class LaneReport(Record):
     bypass_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
     spec_prefill: SpecPrefillCounts = Field(default_factory=SpecPrefillCounts)
     prefix: PrefixCounts = Field(default_factory=PrefixCounts)
-    saved: SavedTime = Field(default_factory=SavedTime)
+    time_saved: TimeSaved = Field(default_factory=TimeSaved)
     requests: NonNegativeInt = 0
     """Finished since boot, cancelled and failed ones too."""
     prompt_tokens: NonNegativeInt = 0
@@ -234,11 +235,11 @@ class WorkerReport(Record):
     memory_bytes: NonNegativeInt = 0
     memory_limit_bytes: NonNegativeInt = 0
     """What it may use at most; 0 where that is not known."""
-    snapshot_bytes: NonNegativeInt = 0
+    prefix_cache_bytes: NonNegativeInt = 0
     """Of these in use, what is kept of system prompts."""
-    prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=PREFIXES_TOLD)
+    prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=MAX_REPORTED_PREFIXES)
     """The system prompts that it holds by the names that it was given, the last one used first."""
-    prefixes_held: NonNegativeInt = 0
+    prefix_count: NonNegativeInt = 0
     """How many it holds; what is not among `prefixes` is evicted only where these are all."""
     lanes: tuple[LaneReport, ...]
 

@@ -49,13 +49,13 @@ class Sample:
     requests: int
     active_bytes: int
     """Held by MLX: weights, caches, snapshots."""
-    snapshot_bytes: int
+    prefix_cache_bytes: int
     resident_bytes: int
 
     @property
     def steady_bytes(self) -> int:
         """Held by MLX beside the snapshots, which have a bound of their own."""
-        return self.active_bytes - self.snapshot_bytes
+        return self.active_bytes - self.prefix_cache_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,7 +140,7 @@ async def _sample(client: httpx.AsyncClient, server: Server, requests: int) -> S
     return Sample(
         requests=requests,
         active_bytes=report["memory_bytes"],
-        snapshot_bytes=report["snapshot_bytes"],
+        prefix_cache_bytes=report["prefix_cache_bytes"],
         resident_bytes=server.resident_bytes(),
     )
 
@@ -154,7 +154,7 @@ def table(samples: Sequence[Sample]) -> Grid:
             "█" * round(BAR_WIDTH * sample.resident_bytes / most),
             str(sample.requests),
             f"{sample.steady_bytes / 1e6:.2f}",
-            f"{sample.snapshot_bytes / 1e6:.2f}",
+            f"{sample.prefix_cache_bytes / 1e6:.2f}",
             f"{sample.resident_bytes / 1e6:.0f}",
         )
 
@@ -190,7 +190,9 @@ def _picture() -> str:
 
 
 async def _run(model: Path, count: int, log: Path) -> list[Sample]:
-    bounded = replace(OURS, arguments=(*OURS.arguments, "--snapshot-bytes", str(SNAPSHOT_BYTES)))
+    bounded = replace(
+        OURS, arguments=(*OURS.arguments, "--prefix-cache-bytes", str(SNAPSHOT_BYTES))
+    )
     async with running(bounded, python=Path(sys.executable), model=model, log=log) as server:
         return await endure(server, count)
 

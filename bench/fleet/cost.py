@@ -60,8 +60,9 @@ def _reports(workers: int) -> Iterator[WorkerReport]:
         lanes = [
             LaneReport(name=name, slots=8, mtp_enabled=name == "text-mtp",
                        draft_tokens_by_rows=(2, 2, 1, 1, 0, 0, 0, 0),
-                       read_tokens_s=rng.uniform(500, 3000), write_tokens_s=rng.uniform(20, 80),
-                       unread_tokens=rng.randrange(3000), running=rng.randrange(4))
+                       prefill_tokens_per_s=rng.uniform(500, 3000),
+                       decode_tokens_per_s=rng.uniform(20, 80),
+                       pending_prefill_tokens=rng.randrange(3000), running=rng.randrange(4))
             for name in ("text-mtp", "vlm")
         ]  # fmt: skip
         yield WorkerReport(

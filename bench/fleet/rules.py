@@ -19,7 +19,7 @@ from gateway.routing.select import RoutingRequest, decide
 from gateway.types import Usage
 from policies.document import shipped_policy
 from policies.request.profile import Endpoint, RequestProfile
-from workers.protocol import PREFIXES_TOLD, LaneReport, WorkerReport
+from workers.protocol import MAX_REPORTED_PREFIXES, LaneReport, WorkerReport
 
 _MODEL = "demo"
 _CHARS_A_TOKEN = 4
@@ -140,7 +140,7 @@ class Oracle(_Deaf):
             row.ask.prefix == ask.prefix for row in (*mac.reading, *mac.waiting)
         )
         own = ask.own_tokens + (0 if known else ask.prefix_tokens)
-        ahead = mac.unread_tokens
+        ahead = mac.pending_prefill_tokens
         wait_s = 0.0
         if mac.in_flight >= mac.kind.slots:
             left = sorted(row.write_left for row in mac.writing) or [100.0]
@@ -238,14 +238,14 @@ def _report(mac: Mac) -> WorkerReport:
         running=len(mac.reading) + len(mac.writing),
         waiting=len(mac.waiting),
         slots=mac.kind.slots,
-        unread_tokens=round(mac.unread_tokens),
-        read_tokens_s=mac.kind.read_per_s,
-        write_tokens_s=mac.write_per_s,
+        pending_prefill_tokens=round(mac.pending_prefill_tokens),
+        prefill_tokens_per_s=mac.kind.read_per_s,
+        decode_tokens_per_s=mac.write_per_s,
     )
     return WorkerReport(
         worker_id=mac.name, boot_id=str(mac.boot), url=f"http://{mac.name}", model=_MODEL,
-        context_tokens=8192, lanes=(lane,), prefixes_held=len(mac.kept),
-        prefixes=tuple(map(str, islice(reversed(mac.kept), PREFIXES_TOLD))),
+        context_tokens=8192, lanes=(lane,), prefix_count=len(mac.kept),
+        prefixes=tuple(map(str, islice(reversed(mac.kept), MAX_REPORTED_PREFIXES))),
     )  # fmt: skip
 
 

@@ -128,7 +128,7 @@ class Mac:
         return tokens / (self.kind.read_per_s * (0.5 if self.writing else 1.0))
 
     @property
-    def unread_tokens(self) -> float:
+    def pending_prefill_tokens(self) -> float:
         """Count what is to be read of all prompts that it has, as far as it can know."""
         tokens, known = 0.0, set(self.kept)
         for at, row in enumerate((*self.reading, *self.waiting)):

@@ -50,7 +50,7 @@ def joining(gateway: Gateway) -> APIRouter:
         gateway.prefix_index.announced(report)
         gateway.scheduler.wake()
         await gateway.store.keep_report(report)
-        return {"beat_s": BEAT_S}
+        return {"interval_s": BEAT_S}
 
     @router.delete("/{worker_id}", status_code=204, responses=failures(KeyRefused))
     async def leave(worker_id: str) -> Response:

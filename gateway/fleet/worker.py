@@ -66,16 +66,16 @@ class WorkerState:
         self.changed()
         if self.listed is not None:
             return  # it says nothing of itself
-        unread_tokens = 0
+        pending_prefill_tokens = 0
         for lane in report.lanes:
-            unread_tokens += lane.unread_tokens
+            pending_prefill_tokens += lane.pending_prefill_tokens
             in_flight = self.in_flight[lane.name]
             # A report is older than what was sent and answered since: only what cannot have been
             # this gateway's at any time since the one before is others'.
             mine = max(in_flight, self.most_in_flight.get(lane.name, 0))
             self.of_others[lane.name] = max(0, lane.running + lane.waiting - mine)
             self.most_in_flight[lane.name] = in_flight
-        self.reads_until_s = now_s + unread_tokens * self.throughput.read_s
+        self.reads_until_s = now_s + pending_prefill_tokens * self.throughput.read_s
 
     def live(self, now_s: float) -> bool:
         """Say whether it was heard of lately."""

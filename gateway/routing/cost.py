@@ -44,7 +44,7 @@ class Throughput(NamedTuple):
 
 def throughput_of(report: WorkerReport) -> Throughput:
     """Read from a report how fast a worker is; once for each report."""
-    rates = [lane.read_tokens_s for lane in report.lanes if lane.read_tokens_s]
+    rates = [lane.prefill_tokens_per_s for lane in report.lanes if lane.prefill_tokens_per_s]
     limit_bytes = report.memory_limit_bytes
     share = report.memory_bytes / limit_bytes if limit_bytes else 0.0
     crowded = min(max(share - _CROWDED, 0.0) / (1 - _CROWDED), 1.0)
@@ -61,7 +61,7 @@ UNMEASURED = Throughput(1 / _READ_TOKENS_S, {}, {}, 0.0)
 
 
 def _answer_s(lane: LaneReport) -> float:
-    return _ANSWER_TOKENS / lane.write_tokens_s if lane.write_tokens_s else 0.0
+    return _ANSWER_TOKENS / lane.decode_tokens_per_s if lane.decode_tokens_per_s else 0.0
 
 
 def _row_s(lane: LaneReport, answer_s: float) -> float:

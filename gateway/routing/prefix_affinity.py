@@ -136,7 +136,7 @@ class PrefixIndex:
             return
         for name in now - before:
             self._keep(name, holding, self._rules.ttl_s)
-        if report.prefixes_held == len(now):
+        if report.prefix_count == len(now):
             for name in before - now:
                 self._drop(name, holding)
         self._announced[holding] = now

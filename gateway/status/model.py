@@ -215,7 +215,7 @@ class Worker(Told):
     """Of the present life; empty where it is gone."""
     context_tokens: NonNegativeInt
     memory_bytes: NonNegativeInt
-    snapshot_bytes: NonNegativeInt
+    prefix_cache_bytes: NonNegativeInt
     """Of these, what is kept of system prompts."""
     last_beat_s_ago: NonNegativeFloat
     ejected: Ejection

@@ -30,7 +30,7 @@ from gateway.telemetry.stats import (
 )
 from policies.document import PolicyDocument
 from policies.sections import Pool
-from workers.protocol import LaneReport, PrefixCounts, SavedTime, WorkerReport, mtp_block
+from workers.protocol import LaneReport, PrefixCounts, TimeSaved, WorkerReport, mtp_block
 
 DEFAULT_WINDOW = "5m"
 _WINDOW = re.compile(r"([1-9][0-9]{0,4})(s|m)")
@@ -226,12 +226,12 @@ def mtp_of(lanes: tuple[LaneReport, ...]) -> told.Mtp:
 def saved_by(lanes: Iterable[LaneReport]) -> told.Saved:
     """Tell what drafting and kept system prompts saved on these lanes."""
     lanes = tuple(lanes)
-    time = sum((lane.saved for lane in lanes), SavedTime())
+    time = sum((lane.time_saved for lane in lanes), TimeSaved())
     return told.Saved(
         decode_steps=sum(lane.speculation.accepted for lane in lanes),
         decode_s=time.decode_ms / 1000,
         prompt_tokens=sum(lane.prefix.cached_tokens for lane in lanes),
-        prompt_s=time.prompt_ms / 1000,
+        prompt_s=time.prefill_ms / 1000,
     )
 
 
@@ -363,7 +363,7 @@ def _worker(
         boot_id=latest.boot_id if member else "",
         context_tokens=latest.context_tokens,
         memory_bytes=latest.memory_bytes if member else 0,
-        snapshot_bytes=latest.snapshot_bytes if member else 0,
+        prefix_cache_bytes=latest.prefix_cache_bytes if member else 0,
         last_beat_s_ago=round(max(0.0, fleet.age_s(member)), 3) if member else 0.0,
         ejected=_ejection(fleet, member),
         busy_for_s=round(fleet.busy_for_s(member), 3) if member else 0.0,

@@ -90,7 +90,7 @@ def progress(report: WorkerReport) -> int:
         + lane.prefix.hits
         + lane.prefix.misses
         + lane.spec_prefill.scored_tokens
-        + sum(lane.spec_prefill.read_in_full.values())
+        + sum(lane.spec_prefill.full_prefills.values())
         + sum(lane.bypass_counts.values())
         for lane in report.lanes
     )
@@ -136,7 +136,7 @@ def _sum(kept: LaneReport, later: LaneReport) -> LaneReport:
             "bypass_counts": dict(bypass),
             "spec_prefill": kept.spec_prefill + later.spec_prefill,
             "prefix": kept.prefix + later.prefix,
-            "saved": kept.saved + later.saved,
+            "time_saved": kept.time_saved + later.time_saved,
             "requests": kept.requests + later.requests,
             "prompt_tokens": kept.prompt_tokens + later.prompt_tokens,
             "completion_tokens": kept.completion_tokens + later.completion_tokens,

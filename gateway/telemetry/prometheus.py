@@ -27,7 +27,7 @@ from prometheus_client.registry import Collector
 from gateway.storage.counters import Key
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import BOUNDS_S, LogHistogram, Sums, cumulative
-from workers.protocol import LaneReport, PrefixCounts, SavedTime, Speculation, WorkerReport
+from workers.protocol import LaneReport, PrefixCounts, Speculation, TimeSaved, WorkerReport
 
 # Each is one of the bounds that are counted by.
 _SHOWN_S = tuple(bound for bound in BOUNDS_S if f"{bound:e}"[:3] in ("1.0", "2.5", "5.0"))
@@ -226,11 +226,11 @@ class WorkerFigures(Collector):
         )
         for key, lanes in sorted(self._lanes.items()):
             prefix = sum((lane.prefix for lane in lanes), PrefixCounts())
-            saved = sum((lane.saved for lane in lanes), SavedTime())
+            saved = sum((lane.time_saved for lane in lanes), TimeSaved())
             hits.add_metric(key, prefix.hits)
             misses.add_metric(key, prefix.misses)
             cached.add_metric(key, prefix.cached_tokens)
-            reading.add_metric(key, saved.prompt_ms / 1000)
+            reading.add_metric(key, saved.prefill_ms / 1000)
             decoding.add_metric(key, saved.decode_ms / 1000)
         yield from (hits, misses, cached, reading, decoding)
 

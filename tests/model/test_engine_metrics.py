@@ -29,8 +29,8 @@ def test_a_drafted_round_saves_the_plain_rounds_that_its_tokens_would_have_taken
     # Each step brings one token more than it accepts, but where the answer ends within it.
     accepted = heard.end.speculation.accepted
     assert accepted > 4
-    assert 1000 * (accepted - 1) <= report.saved.decode_ms <= 1000 * accepted
-    assert report.saved.prompt_ms == 0
+    assert 1000 * (accepted - 1) <= report.time_saved.decode_ms <= 1000 * accepted
+    assert report.time_saved.prefill_ms == 0
 
 
 def test_drafting_that_costs_more_than_it_brings_saves_less_than_nothing(make_lane, submit) -> None:
@@ -38,7 +38,7 @@ def test_drafting_that_costs_more_than_it_brings_saves_less_than_nothing(make_la
     submit(lane, "Count from 1 to 20.")
     run_until_idle(lane)
 
-    assert lane.counters.report().saved.decode_ms < 0
+    assert lane.counters.report().time_saved.decode_ms < 0
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
@@ -49,7 +49,7 @@ def test_nothing_is_said_to_be_saved_while_the_cost_of_a_plain_round_is_not_know
     submit(lane, "Say a word.", max_tokens=4, draft_tokens=draft_tokens)
     run_until_idle(lane)
 
-    assert lane.counters.report().saved.decode_ms == 0
+    assert lane.counters.report().time_saved.decode_ms == 0
 
 
 def test_a_system_prompt_that_is_read_once_saves_its_reading_the_second_time(
@@ -63,6 +63,6 @@ def test_a_system_prompt_that_is_read_once_saves_its_reading_the_second_time(
     run_until_idle(lane)
     after = lane.counters.report()
 
-    assert (first.row.cached_tokens, before.saved.prompt_ms) == (0, 0)
+    assert (first.row.cached_tokens, before.time_saved.prefill_ms) == (0, 0)
     assert second.row.cached_tokens == after.prefix.cached_tokens > 0
-    assert after.saved.prompt_ms > 0
+    assert after.time_saved.prefill_ms > 0

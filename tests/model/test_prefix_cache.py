@@ -239,16 +239,16 @@ def test_a_lane_tells_its_speed_and_what_it_has_still_to_read(
     lane = make_lane(prefix_cache=prefix_cache)
     first = submit(lane, "Hello", system=SYSTEM)
     waiting = lane.counters.report()
-    assert (waiting.read_tokens_s, waiting.write_tokens_s) == (0, 0)
-    assert waiting.unread_tokens == len(first.row.prompt.tokens)
+    assert (waiting.prefill_tokens_per_s, waiting.decode_tokens_per_s) == (0, 0)
+    assert waiting.pending_prefill_tokens == len(first.row.prompt.tokens)
     run_until_idle(lane)
     idle = lane.counters.report()
-    assert idle.unread_tokens == 0
-    assert min(idle.read_tokens_s, idle.write_tokens_s) > 0
+    assert idle.pending_prefill_tokens == 0
+    assert min(idle.prefill_tokens_per_s, idle.decode_tokens_per_s) > 0
 
     again = submit(lane, "Who are you?", system=SYSTEM)
     prefix = again.row.prompt.prefix
     assert prefix is not None
     assert prefix_cache.keys == (prefix.key,)
     unread = len(again.row.prompt.tokens) - prefix.tokens
-    assert lane.counters.report().unread_tokens == unread
+    assert lane.counters.report().pending_prefill_tokens == unread

@@ -99,7 +99,7 @@ def test_keeping_everything_gives_exactly_the_full_answer(
 
     assert heard.row.answer == expected.row.answer
     assert heard.row.speculation.total() == expected.row.speculation.total()
-    assert counts(lane).kept_tokens == counts(lane).scored_tokens
+    assert counts(lane).selected_tokens == counts(lane).scored_tokens
 
 
 def test_usage_tells_the_true_prompt_length_and_what_of_it_was_never_read(
@@ -114,7 +114,7 @@ def test_usage_tells_the_true_prompt_length_and_what_of_it_was_never_read(
     assert usage.prompt_tokens == len(heard.row.prompt.tokens)
     assert usage.skipped_tokens == heard.row.skipped_tokens
     assert counts(lane).prompts == 1
-    assert counts(lane).scored_tokens - counts(lane).kept_tokens == usage.skipped_tokens
+    assert counts(lane).scored_tokens - counts(lane).selected_tokens == usage.skipped_tokens
 
 
 def test_rows_beside_a_sparse_one_give_the_answers_they_give_alone(sparse_lane, submit) -> None:
@@ -236,7 +236,7 @@ def test_any_doubt_ends_in_the_full_answer_and_is_counted(
 
     assert heard.row.answer == expected.row.answer
     assert heard.row.skipped_tokens == 0
-    assert counts(lane).read_in_full == {reason: 1}
+    assert counts(lane).full_prefills == {reason: 1}
     assert counts(lane).prompts == 0
 
 
@@ -257,7 +257,7 @@ def test_a_prompt_is_read_sparsely_from_the_threshold_on_or_on_demand(
     run_until_idle(lane)
 
     assert bool(heard.row.skipped_tokens) is sparse_read
-    assert counts(lane).read_in_full == ({} if sparse_read else {FullPrefillReason.TOO_SHORT: 1})
+    assert counts(lane).full_prefills == ({} if sparse_read else {FullPrefillReason.TOO_SHORT: 1})
 
 
 def test_a_prompt_with_pictures_is_read_in_full(
@@ -274,7 +274,7 @@ def test_a_prompt_with_pictures_is_read_in_full(
     run_until_idle(lane)
 
     assert isinstance(heard.end, Finished)
-    assert counts(lane).read_in_full == {FullPrefillReason.PICTURES: 1}
+    assert counts(lane).full_prefills == {FullPrefillReason.PICTURES: 1}
 
 
 def test_a_worker_without_a_draft_model_counts_only_who_asked_for_one(make_lane, submit) -> None:
@@ -283,7 +283,7 @@ def test_a_worker_without_a_draft_model_counts_only_who_asked_for_one(make_lane,
     run_until_idle(lane)
 
     assert heard[0].row.answer == heard[1].row.answer
-    assert counts(lane).read_in_full == {FullPrefillReason.NO_DRAFT: 1}
+    assert counts(lane).full_prefills == {FullPrefillReason.NO_DRAFT: 1}
 
 
 def test_a_draft_model_that_cannot_be_loaded_leaves_the_worker_serving(
@@ -297,4 +297,4 @@ def test_a_draft_model_that_cannot_be_loaded_leaves_the_worker_serving(
     assert reading.description is not None
     assert "in full" in reading.description
     assert isinstance(heard.end, Finished)
-    assert counts(lane).read_in_full == {FullPrefillReason.NO_DRAFT: 1}
+    assert counts(lane).full_prefills == {FullPrefillReason.NO_DRAFT: 1}

@@ -26,7 +26,7 @@ class Gateway:
     """The heartbeat end of a gateway; `answers` decides by the number of the beat."""
 
     status_of_beat: Callable[[int], int] = lambda _: 200
-    beat_s: float = 5.0
+    interval_s: float = 5.0
     reports: list[WorkerReport] = field(default_factory=list)
     authorizations: set[str] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
@@ -43,7 +43,9 @@ class Gateway:
             async with self.heard:
                 self.reports.append(report)
                 self.heard.notify_all()
-            return JSONResponse({"beat_s": self.beat_s}, self.status_of_beat(len(self.reports)))
+            return JSONResponse(
+                {"interval_s": self.interval_s}, self.status_of_beat(len(self.reports))
+            )
 
         @app.delete("/admin/v1/workers/{worker_id}")
         async def leave(worker_id: str) -> Response:
@@ -89,13 +91,13 @@ async def test_report_is_sent_with_the_token_and_the_worker_leaves_in_the_end() 
 
 
 async def test_beats_follow_the_interval_the_gateway_wishes() -> None:
-    gateway = Gateway(beat_s=0.01)
+    gateway = Gateway(interval_s=0.01)
     async with serve_app(gateway.app()) as url, joined(make_worker(ScriptedEngine()), url):
         await gateway.reports_reach(5)
 
 
 async def test_draining_is_told_at_once() -> None:
-    gateway, worker = Gateway(beat_s=5), make_worker(ScriptedEngine())
+    gateway, worker = Gateway(interval_s=5), make_worker(ScriptedEngine())
     async with serve_app(gateway.app()) as url, joined(worker, url):
         await gateway.reports_reach(1)
         worker.drain()
@@ -133,7 +135,7 @@ async def test_a_beat_that_fails_by_a_fault_of_our_own_is_not_the_last_one(
 
 
 async def test_worker_joins_again_after_the_gateway_came_back() -> None:
-    before, after = Gateway(beat_s=0.01), Gateway()
+    before, after = Gateway(interval_s=0.01), Gateway()
     async with serve_app(before.app()) as url:
         port = httpx.URL(url).port or 0
         joining = joined(make_worker(ScriptedEngine()), url)

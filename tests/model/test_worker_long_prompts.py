@@ -70,8 +70,8 @@ def test_a_worker_with_a_draft_model_reads_a_long_prompt_sparsely_and_counts_it(
     assert report == {
         "prompts": 1,
         "scored_tokens": sparse["prompt_tokens"],
-        "kept_tokens": sparse["prompt_tokens"] - skipped,
-        "read_in_full": {"switched_off": 1},
+        "selected_tokens": sparse["prompt_tokens"] - skipped,
+        "full_prefills": {"switched_off": 1},
     }
     values = {
         sample.name: sample.value
@@ -80,4 +80,4 @@ def test_a_worker_with_a_draft_model_reads_a_long_prompt_sparsely_and_counts_it(
         if sample.labels.get("lane") == "text-mtp"
     }
     assert values["paceline_worker_spec_prefill_prompts_total"] == 1
-    assert values["paceline_worker_spec_prefill_read_in_full_total"] == 1
+    assert values["paceline_worker_spec_prefill_full_prefills_total"] == 1

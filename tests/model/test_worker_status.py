@@ -61,7 +61,7 @@ async def test_status_names_lanes_memory_and_a_report_that_others_can_read(
     assert status["memory"]["weights_bytes"] < status["memory"]["bytes"]
     assert status["ready"] is True
     assert 0 < report.memory_bytes < report.memory_limit_bytes
-    assert report.prefixes_held >= len(report.prefixes)
+    assert report.prefix_count >= len(report.prefixes)
 
 
 async def test_metrics_carry_vllms_counters_once_and_agree_with_status(
@@ -120,12 +120,12 @@ async def test_system_prompts_read_once_are_counted_and_told_in_the_answer(
     assert grown == {"hits": 3, "misses": 1, "cached_tokens": sum(cached)}
     drafts = [answer.json()["metrics"]["speculative_decoding"] for answer in answers]
     assert all(counts["num_draft_tokens"] > 0 for counts in drafts), "with speculation on"
-    assert after["memory"]["snapshot_bytes"] > before["memory"]["snapshot_bytes"]
+    assert after["memory"]["prefix_cache_bytes"] > before["memory"]["prefix_cache_bytes"]
     assert (
         f'paceline_worker_prefix_hits_total{{lane="text-mtp",model_name="{real_worker.model}"}}'
         in (metrics)
     )
-    assert "paceline_worker_snapshot_bytes{" in metrics
+    assert "paceline_worker_prefix_cache_bytes{" in metrics
 
 
 async def test_models_lists_the_one_that_is_served(real_worker: RunningWorker) -> None:

@@ -43,10 +43,10 @@ SYSTEMS = (
     "You are a help desk. " + "The red fox sees the old tree. " * 9,
 )
 SETTINGS = (
-    {"draft_tokens": 1, "max_rows": 8, "chunk_tokens": 512, "snapshot_bytes": 0},
-    {"draft_tokens": 2, "max_rows": 2, "chunk_tokens": 32, "snapshot_bytes": 1 << 30},
-    {"draft_tokens": 3, "max_rows": 5, "chunk_tokens": 64, "snapshot_bytes": 1 << 20},
-    {"draft_tokens": 4, "max_rows": 8, "chunk_tokens": 512, "snapshot_bytes": 1 << 30},
+    {"draft_tokens": 1, "max_rows": 8, "chunk_tokens": 512, "prefix_cache_bytes": 0},
+    {"draft_tokens": 2, "max_rows": 2, "chunk_tokens": 32, "prefix_cache_bytes": 1 << 30},
+    {"draft_tokens": 3, "max_rows": 5, "chunk_tokens": 64, "prefix_cache_bytes": 1 << 20},
+    {"draft_tokens": 4, "max_rows": 8, "chunk_tokens": 512, "prefix_cache_bytes": 1 << 30},
 )
 
 
@@ -217,7 +217,7 @@ class ScheduleRunner:
         draft_tokens: int,
         max_rows: int,
         chunk_tokens: int,
-        snapshot_bytes: int,
+        prefix_cache_bytes: int,
         index: int | None = None,
     ) -> LaneScheduler:
         head = FailingHead(self._checkpoint.head)
@@ -230,7 +230,7 @@ class ScheduleRunner:
             replace(self._checkpoint, head=head),  # type: ignore[arg-type]  # it behaves like one
             self._prompts,
             LaneCounters(LaneName.TEXT_MTP, slots=max_rows, draft_tokens=draft_tokens),
-            prefix_cache=PrefixCache(snapshot_bytes),
+            prefix_cache=PrefixCache(prefix_cache_bytes),
             draft_tokens=draft_tokens,
             max_rows=max_rows,
             prefill_budget=PrefillBudget(chunk_tokens, budget_s=60.0),

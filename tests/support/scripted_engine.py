@@ -105,7 +105,7 @@ class ScriptedEngine:
     def memory_limit_bytes(self) -> int:
         return 0
 
-    def snapshot_bytes(self) -> int:
+    def prefix_cache_bytes(self) -> int:
         return 0
 
     def prefixes(self) -> tuple[str, ...]:

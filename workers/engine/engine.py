@@ -68,7 +68,7 @@ def load_engine(settings: EngineSettings) -> LoadedEngine:
         checkpoint.target.supports_batching = probe_shared_rows(checkpoint.target)
     memory = measure_memory(checkpoint.target, checkpoint.head)
     prefix_cache = PrefixCache(
-        min(settings.snapshot_bytes, memory.room_bytes // 2), _snapshot_files(settings)
+        min(settings.prefix_cache_bytes, memory.room_bytes // 2), _snapshot_files(settings)
     )
     lanes: list[LaneScheduler] = []
     for name in settings.lanes:
@@ -122,10 +122,10 @@ def load_engine(settings: EngineSettings) -> LoadedEngine:
 
 
 def _snapshot_files(settings: EngineSettings) -> PrefixCacheFiles | None:
-    if settings.snapshot_folder is None:
+    if settings.prefix_cache_dir is None:
         return None
     return PrefixCacheFiles(
-        settings.snapshot_folder, settings.snapshot_bytes, fingerprint(settings.model)
+        settings.prefix_cache_dir, settings.prefix_cache_bytes, fingerprint(settings.model)
     )
 
 
@@ -245,7 +245,7 @@ class Engine:
         """Return the bytes that it may hold at most."""
         return self._memory.limit_bytes
 
-    def snapshot_bytes(self) -> int:
+    def prefix_cache_bytes(self) -> int:
         """Return the bytes of them that are kept of system prompts."""
         return self._prefix_cache.size_bytes
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from policies.request.profile import Bypass
 from workers.engine.row import Row
 from workers.engine.types import LaneName
-from workers.protocol import LaneReport, PrefixCounts, SavedTime, SpecPrefillCounts, Speculation
+from workers.protocol import LaneReport, PrefixCounts, SpecPrefillCounts, Speculation, TimeSaved
 
 _FADE = 0.8
 """Weight of what was before against one more measurement."""
@@ -79,13 +79,13 @@ class LaneCounters:
         """Count a prompt of which a draft model chose what to read."""
         with self._lock:
             self._spec_prefill += SpecPrefillCounts(
-                prompts=1, scored_tokens=scored, kept_tokens=kept
+                prompts=1, scored_tokens=scored, selected_tokens=kept
             )
 
     def record_full_prefill(self, reason: str) -> None:
         """Count a prompt that could have been read sparsely and is read in full."""
         with self._lock:
-            self._spec_prefill += SpecPrefillCounts(read_in_full={reason: 1})
+            self._spec_prefill += SpecPrefillCounts(full_prefills={reason: 1})
 
     def record_decode_saving(self, seconds: float) -> None:
         """Count the time that a drafted round has saved; below zero where it has cost some."""
@@ -112,12 +112,12 @@ class LaneCounters:
                 self._requests += 1
                 self._prompt_tokens += usage.prompt_tokens
 
-    def set_occupancy(self, *, running: int, waiting: int, unread_tokens: int) -> None:
+    def set_occupancy(self, *, running: int, waiting: int, pending_prefill_tokens: int) -> None:
         """Note how many requests hold a row, how many wait for one, and what is to be read."""
         with self._lock:
             self._running = running
             self._waiting = waiting
-            self._unread_tokens = unread_tokens
+            self._unread_tokens = pending_prefill_tokens
 
     def record_prefill(self, tokens: int, duration_s: float) -> None:
         """Note how long a piece of a prompt took."""
@@ -143,9 +143,9 @@ class LaneCounters:
                 running=self._running,
                 waiting=self._waiting,
                 slots=self._slots,
-                unread_tokens=self._unread_tokens,
-                read_tokens_s=self._reading.tokens_s,
-                write_tokens_s=self._writing.tokens_s,
+                pending_prefill_tokens=self._unread_tokens,
+                prefill_tokens_per_s=self._reading.tokens_s,
+                decode_tokens_per_s=self._writing.tokens_s,
                 mtp_enabled=self._requested_draft_tokens > 0,
                 head_healthy=self.head_healthy,
                 requested_draft_tokens=self._requested_draft_tokens,
@@ -155,9 +155,9 @@ class LaneCounters:
                 bypass_counts=dict(self._bypass),
                 spec_prefill=self._spec_prefill,
                 prefix=self._prefix,
-                saved=SavedTime(
+                time_saved=TimeSaved(
                     decode_ms=round(self._decode_saved_s * 1000),
-                    prompt_ms=round(self._prompt_saved_s * 1000),
+                    prefill_ms=round(self._prompt_saved_s * 1000),
                 ),
                 requests=self._requests,
                 prompt_tokens=self._prompt_tokens,

@@ -300,7 +300,7 @@ class LaneScheduler:
             unread += len(prefill.read_indices) - prefill.read_count
         running = self.running_rows + (prefill is not None)
         self.counters.set_occupancy(
-            running=running, waiting=len(self._waiting), unread_tokens=unread
+            running=running, waiting=len(self._waiting), pending_prefill_tokens=unread
         )
 
     def _unread_tokens(self, row: Row) -> int:

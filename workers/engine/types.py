@@ -197,9 +197,9 @@ class EngineSettings:
     """Read at a time while nobody decodes."""
     prefill_budget_s: float = 0.1
     """Time of a chunk while somebody does."""
-    snapshot_bytes: int = 1 << 30
+    prefix_cache_bytes: int = 1 << 30
     """Memory for what is kept of system prompts, and disk for it where there is a folder."""
-    snapshot_folder: Path | None = None
+    prefix_cache_dir: Path | None = None
     """Where they are kept across restarts; None keeps them in memory only."""
     spec_prefill: SpecPrefillSettings | None = None
     """None reads every prompt in full."""

@@ -140,7 +140,7 @@ def status(worker: Worker) -> Json:
         "uptime_s": round(worker.clock() - worker.started_s, 1),
         "memory": {
             "bytes": report.memory_bytes,
-            "snapshot_bytes": report.snapshot_bytes,
+            "prefix_cache_bytes": report.prefix_cache_bytes,
             "weights_bytes": card.weights_bytes,
             "parameters": card.parameters,
         },

@@ -86,8 +86,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--id", help="name of this worker (default: machine and port)")
     add("--label", action="append", dest="labels", help="what a policy may choose it by; repeat it")
     add("--draft-tokens", metavar="K", help="tokens drafted a step, 0 to 8 (default: 2)")
-    add("--snapshot-dir", metavar="DIR", help="keep read system prompts across restarts")
-    add("--snapshot-bytes", metavar="N", help="for read system prompts (default: 1 GiB)")
+    add("--prefix-cache-dir", metavar="DIR", help="keep read system prompts across restarts")
+    add("--prefix-cache-bytes", metavar="N", help="for read system prompts (default: 1 GiB)")
     add("--spec-prefill", metavar="DRAFT", help="small model that chooses what to read of prompts")
     add("--spec-prefill-threshold", metavar="N", help="shortest prompt it is for (default: 8192)")
     add("--spec-prefill-keep", metavar="SHARE", help="share that is read, up to 1 (default: 0.3)")
@@ -194,8 +194,8 @@ def _start_engine(
             served_name=source.served_name,
             lanes=settings.lanes,
             draft_tokens=settings.draft_tokens,
-            snapshot_bytes=settings.snapshot_bytes,
-            snapshot_folder=settings.snapshot_dir,
+            prefix_cache_bytes=settings.prefix_cache_bytes,
+            prefix_cache_dir=settings.prefix_cache_dir,
             spec_prefill=None
             if draft is None
             else SpecPrefillSettings(

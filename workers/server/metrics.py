@@ -22,7 +22,7 @@ _LANE_COUNTERS = {
 _SPEC_PREFILL_COUNTERS = {
     "prompts": "Long prompts read sparsely, by the choice of a draft model.",
     "scored_tokens": "Their tokens that the draft model scored.",
-    "kept_tokens": "Those of them that were read.",
+    "selected_tokens": "Those of them that were read.",
 }
 _PREFIX_COUNTERS = {
     "hits": "Prompts whose system prompt was read before.",
@@ -58,7 +58,7 @@ class _Snapshot(Collector):
         yield from _grouped(self._report, "prefix", _PREFIX_COUNTERS)
         yield from _saved(self._report)
         yield self._gauge("memory_bytes", "Memory in use by MLX.")
-        yield self._gauge("snapshot_bytes", "Memory for what is kept of system prompts.")
+        yield self._gauge("prefix_cache_bytes", "Memory for what is kept of system prompts.")
 
     def _gauge(self, name: str, text: str) -> Metric:
         gauge = GaugeMetricFamily(f"paceline_worker_{name}", text, labels=("model_name",))
@@ -123,12 +123,12 @@ def _grouped(report: WorkerReport, group: str, counters: Mapping[str, str]) -> I
 def _spec_prefill(report: WorkerReport) -> Iterator[Metric]:
     yield from _grouped(report, "spec_prefill", _SPEC_PREFILL_COUNTERS)
     in_full = CounterMetricFamily(
-        "paceline_worker_spec_prefill_read_in_full",
+        "paceline_worker_spec_prefill_full_prefills",
         "Prompts read in full though a draft model was asked for, by reason.",
         labels=("model_name", "lane", "reason"),
     )
     for lane in report.lanes:
-        for reason, count in sorted(lane.spec_prefill.read_in_full.items()):
+        for reason, count in sorted(lane.spec_prefill.full_prefills.items()):
             in_full.add_metric((report.model, lane.name, reason), count)
     yield in_full
 
@@ -145,8 +145,8 @@ def _saved(report: WorkerReport) -> Iterator[Metric]:
         labels=("model_name", "lane"),
     )
     for lane in report.lanes:
-        reading.add_metric((report.model, lane.name), lane.saved.prompt_ms / 1000)
-        drafting.add_metric((report.model, lane.name), lane.saved.decode_ms / 1000)
+        reading.add_metric((report.model, lane.name), lane.time_saved.prefill_ms / 1000)
+        drafting.add_metric((report.model, lane.name), lane.time_saved.decode_ms / 1000)
     yield from (reading, drafting)
 
 

@@ -63,7 +63,7 @@ class ServingEngine(Protocol):
     def memory_limit_bytes(self) -> int:
         """Memory that it may use at most; 0 where that is not known."""
 
-    def snapshot_bytes(self) -> int:
+    def prefix_cache_bytes(self) -> int:
         """Memory of it that holds system prompts."""
 
     def prefixes(self) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from policies.request.parser import STRUCTURED_FIELDS, read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.spec_prefill import SpecPrefillOptions
 from workers.engine.types import Generation, LaneName, ModelCard, Picture, Prompt
-from workers.protocol import PREFIX_NAME_CHARS
+from workers.protocol import MAX_PREFIX_NAME_CHARS
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.ports import Json, Prompts, ServingEngine
 from workers.server.tool_calls import ToolFormat
@@ -303,9 +303,9 @@ def _choose_lane(
 
 def _prefix_key(given: str | None) -> str | None:
     """Refuse a key that no report could hold: the worker would never be heard of again."""
-    if given is not None and not 1 <= len(given) <= PREFIX_NAME_CHARS:
+    if given is not None and not 1 <= len(given) <= MAX_PREFIX_NAME_CHARS:
         raise BadRequest(
-            f"The header '{PREFIX_HEADER}' must have 1 to {PREFIX_NAME_CHARS} characters.",
+            f"The header '{PREFIX_HEADER}' must have 1 to {MAX_PREFIX_NAME_CHARS} characters.",
             param=PREFIX_HEADER,
         )
     return given

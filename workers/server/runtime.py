@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from workers.protocol import PREFIXES_TOLD, WorkerReport
+from workers.protocol import MAX_REPORTED_PREFIXES, WorkerReport
 from workers.server.errors import WorkerDraining
 from workers.server.ports import ServingEngine
 
@@ -88,8 +88,8 @@ class Worker:
             draining=self.traffic.draining,
             memory_bytes=self.engine.memory_bytes(),
             memory_limit_bytes=self.engine.memory_limit_bytes(),
-            snapshot_bytes=self.engine.snapshot_bytes(),
-            prefixes=prefixes[:PREFIXES_TOLD],
-            prefixes_held=len(prefixes),
+            prefix_cache_bytes=self.engine.prefix_cache_bytes(),
+            prefixes=prefixes[:MAX_REPORTED_PREFIXES],
+            prefix_count=len(prefixes),
             lanes=self.engine.lane_reports(),
         )

@@ -88,9 +88,9 @@ class WorkerSettings(BaseSettings):
     labels: Annotated[tuple[Label, ...], NoDecode] = ()
     """What the policy may choose it by; with commas between, in the environment."""
     draft_tokens: int = Field(2, ge=0, le=8)
-    snapshot_dir: Path | None = None
+    prefix_cache_dir: Path | None = None
     """Where what was read of system prompts outlives the process."""
-    snapshot_bytes: int = Field(1 << 30, ge=0)
+    prefix_cache_bytes: int = Field(1 << 30, ge=0)
     """For snapshots of system prompts: this much memory, and this much disk."""
     spec_prefill: str = ""
     """A folder or a Hugging Face repository of a small model with the same vocabulary."""

@@ -29,9 +29,9 @@ function card(name, worker) {
 
 const ejection = ({ for_s: left, why }) => make("p", { class: "said bad" }, `Left alone for ${Math.round(left)} s: ${why}.`);
 
-function memory(of, { memory_bytes: held, snapshot_bytes: kept }) {
+function memory(of, { memory_bytes: held, prefix_cache_bytes: kept }) {
   if (!held) return null;
-  return entry("Memory", of("memory_bytes", "size"), kept > 0 && [" with ", of("snapshot_bytes", "size"), " of kept prompts"]);
+  return entry("Memory", of("memory_bytes", "size"), kept > 0 && [" with ", of("prefix_cache_bytes", "size"), " of kept prompts"]);
 }
 
 const accepted = (of) =>

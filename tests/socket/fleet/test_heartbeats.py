@@ -24,7 +24,7 @@ def test_a_heartbeat_needs_the_join_token(gateway: RunningGateway, worker: Scrip
         answer = gateway.client.delete("/admin/v1/workers/fake-a", headers=headers)
         assert answer.status_code == 401
     answer = gateway.client.put("/admin/v1/workers/fake-a", headers=BEARER, json=report)
-    assert answer.json() == {"beat_s": 2.0}
+    assert answer.json() == {"interval_s": 2.0}
 
 
 def test_a_heartbeat_with_a_wrong_field_names_it(

@@ -201,6 +201,6 @@ def test_a_gateway_that_starts_learns_from_heartbeats_who_holds_what(
     other = second_worker if worker.requests else worker
     gateway.remove_worker(worker if worker.requests else second_worker)
     gateway.send_heartbeat(worker if worker.requests else second_worker, boot_id="boot-2")
-    gateway.send_heartbeat(other, prefixes=[name], prefixes_held=1)
+    gateway.send_heartbeat(other, prefixes=[name], prefix_count=1)
     answer = gateway.chat(**asked())
     assert answer.headers["x-paceline-worker"] == other.worker_id

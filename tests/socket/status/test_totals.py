@@ -52,11 +52,11 @@ def test_what_is_kept_of_system_prompts_is_told_by_lane_and_summed_over_boots(
     lane = lane_report("text-mtp", prefix=prefix)
     for boot in ("one", "two"):
         worker.boot_id = boot
-        told = {"lanes": [lane.model_dump()], "snapshot_bytes": 4096}
+        told = {"lanes": [lane.model_dump()], "prefix_cache_bytes": 4096}
         worker.status_report = worker.report(**told)
         gateway.send_heartbeat(worker, **told)
     status = gateway.status()["workers"]["fake-a"]
-    assert status["snapshot_bytes"] == 4096
+    assert status["prefix_cache_bytes"] == 4096
     assert status["lanes"]["text-mtp"]["prefix"] == {name: 2 * n for name, n in prefix.items()}
 
 

@@ -67,8 +67,8 @@ def order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
 
 
 def test_who_reads_faster_is_first_where_there_is_much_to_read() -> None:
-    fast: Told = {"read_tokens_s": 4000.0}
-    slow: Told = {"read_tokens_s": 500.0}
+    fast: Told = {"prefill_tokens_per_s": 4000.0}
+    slow: Told = {"prefill_tokens_per_s": 500.0}
     assert order(LONG, seen(mac("a", **slow), mac("b", **fast))) == "ba"
     # Two requests in its way cost less than reading for six seconds more.
     assert order(LONG, seen(mac("a", **slow), mac("b", 2, **fast))) == "ba"
@@ -81,8 +81,8 @@ def test_prompts_that_are_still_to_be_read_are_waited_for() -> None:
 
 
 def test_a_row_costs_most_where_answers_are_written_slowly() -> None:
-    quick: Told = {"write_tokens_s": 80.0}
-    slow: Told = {"write_tokens_s": 8.0}
+    quick: Told = {"decode_tokens_per_s": 80.0}
+    slow: Told = {"decode_tokens_per_s": 8.0}
     assert order(SHORT, seen(mac("a", 1, **slow), mac("b", 3, **quick))) == "ba"
 
 
@@ -93,7 +93,7 @@ def test_a_worker_whose_memory_is_nearly_full_comes_behind_others() -> None:
 
 def test_a_batch_for_which_drafting_pays_is_preferred_to_one_for_which_it_does_not() -> None:
     pays, does_not = (2, 2, 2, 2), (2, 0, 0, 0)
-    told: Told = {"lane": "text-mtp", "write_tokens_s": 40.0}
+    told: Told = {"lane": "text-mtp", "decode_tokens_per_s": 40.0}
     a = mac("a", 1, draft_tokens_by_rows=does_not, **told)
     b = mac("b", 1, draft_tokens_by_rows=pays, **told)
     found = decide(RoutingRequest(POLICY, GREEDY), seen(a, b), Random(0)).candidates
@@ -105,7 +105,7 @@ def test_a_batch_for_which_drafting_pays_is_preferred_to_one_for_which_it_does_n
 
 def test_a_holder_is_worth_the_time_that_reading_would_take_and_no_more() -> None:
     """At 500 tokens a second 4,000 tokens are eight seconds; 100 are a fifth of one."""
-    slow: Told = {"read_tokens_s": 500.0, "slots": 8}
+    slow: Told = {"prefill_tokens_per_s": 500.0, "slots": 8}
     for profile, shared_tokens, first in ((LONG, 3900, "a"), (SHORT, 90, "b")):
         fleet = seen(mac("a", 2, **slow), mac("b", **slow), holders="a",
                      shared_tokens=shared_tokens)  # fmt: skip
@@ -136,8 +136,8 @@ def test_a_hot_prompt_gets_more_holders_and_a_cold_one_keeps_its_own() -> None:
 
 
 def test_unequal_macs_fill_in_the_measure_of_their_capacity() -> None:
-    big = {"slots": 16, "read_tokens_s": 2000.0, "write_tokens_s": 80.0}
-    small = {"slots": 4, "read_tokens_s": 500.0, "write_tokens_s": 20.0}
+    big = {"slots": 16, "prefill_tokens_per_s": 2000.0, "decode_tokens_per_s": 80.0}
+    small = {"slots": 4, "prefill_tokens_per_s": 500.0, "decode_tokens_per_s": 20.0}
     busy = Counter[str]()
     for number in range(12):
         macs = (mac("a", busy["a"], **big), mac("b", busy["b"], **small))
@@ -179,8 +179,8 @@ def test_every_score_is_in_seconds_and_the_least_that_may_be_had_is_first(
 ) -> None:
     fleet = seen(
         *(
-            mac(str(n), busy, reads_for_s=reads_for_s, memory=memory, read_tokens_s=read,
-                write_tokens_s=write)
+            mac(str(n), busy, reads_for_s=reads_for_s, memory=memory, prefill_tokens_per_s=read,
+                decode_tokens_per_s=write)
             for n, (busy, reads_for_s, memory, read, write) in enumerate(macs)
         ),
         holders="".join(map(str, held)),
@@ -237,7 +237,7 @@ class TestFleet:
         assert self.reads_for_s(fleet) == pytest.approx(6.0)
         fleet.give_back(lease, Verdict.ANSWERED)
         assert self.reads_for_s(fleet) == pytest.approx(4.0), "it has read that, then"
-        fleet.beat(report("a", unread_tokens=1000, read_tokens_s=500.0))
+        fleet.beat(report("a", pending_prefill_tokens=1000, prefill_tokens_per_s=500.0))
         assert self.reads_for_s(fleet) == pytest.approx(2.0), "it knows better"
 
     def test_a_look_that_is_kept_is_the_one_that_would_be_made(

@@ -68,7 +68,7 @@ def test_what_a_worker_counted_confirms_or_drops_its_claim(prefixes: PrefixIndex
 
 
 def announced(fake: ScriptedWorker, *names: str, held: int | None = None) -> WorkerReport:
-    return fake.report(prefixes=names, prefixes_held=len(names) if held is None else held)
+    return fake.report(prefixes=names, prefix_count=len(names) if held is None else held)
 
 
 def test_what_a_worker_stored_and_evicted_is_learnt_from_its_reports(prefixes: PrefixIndex) -> None:
