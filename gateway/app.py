@@ -126,8 +126,8 @@ def _panel(gateway: Gateway, proxy: ProxyHandler, take: state.Take, feed: Feed) 
             proxy.upstream,
             gateway.control,
             gateway.probes,
-            gateway.sharing,
-            gateway.keeping,
+            gateway.cluster_sync,
+            gateway.usage_store,
         ):
             yield
 

@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING
 
-from gateway.auth.api_keys import Keyring, stranded_keys
+from gateway.auth.api_keys import ApiKeys, missing_pools
 from gateway.auth.key_store import KeyStore
-from gateway.auth.usage import Ledger
-from gateway.auth.usage_store import USAGE, Keeping
-from gateway.cluster.counters import RedisStore
-from gateway.cluster.prefix_claims import RedisPrefixes
-from gateway.cluster.rate_limits import RedisLimits
+from gateway.auth.usage import UsageLedger
+from gateway.auth.usage_store import USAGE_KIND, UsageStore
+from gateway.cluster.counters import SharedCounters
+from gateway.cluster.prefix_claims import SharedPrefixClaims
+from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.records import RedisRecords
-from gateway.cluster.redis import RedisLink
-from gateway.cluster.sync import ClusterSync, PeerWorkers, Shared
-from gateway.cluster.worker_reports import RedisBoots
+from gateway.cluster.redis import RedisClient
+from gateway.cluster.sync import ClusterSync, PeerWorkers, SharedState
+from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.config.policy_file import PolicyWatch, read_source
-from gateway.config.policy_store import PolicyStore, open_book
-from gateway.config.policy_versions import all_told
+from gateway.config.policy_store import PolicyStore, open_policy_store
+from gateway.config.policy_versions import problems_text
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_listed, read_keys
@@ -38,7 +38,7 @@ from gateway.fleet.scheduler import Scheduler
 from gateway.periodic import WeekClock
 from gateway.routing.prefix_affinity import PrefixIndex, PrefixNames
 from gateway.routing.replay import RecentCases
-from gateway.storage.counters import MemoryStore, Store
+from gateway.storage.counters import CounterStore, MemoryCounters
 from gateway.storage.records import FileRecords, Records
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
@@ -59,11 +59,11 @@ class Gateway:
     recent_requests: RecentCases
     fleet: WorkerRegistry
     cordons: Cordons
-    store: Store
+    counters: CounterStore
     records: Records
-    keyring: Keyring
+    api_keys: ApiKeys
     key_store: KeyStore
-    keeping: Keeping
+    usage_store: UsageStore
     access_log: AbstractAsyncContextManager[object]
     """What is written of each request, where it is."""
     traces: Traces | None
@@ -76,8 +76,8 @@ class Gateway:
     worker_keys: Mapping[str, str]
     """The secrets of listed workers, by the id of the worker."""
     control: Control
-    sharing: ClusterSync
-    redis: RedisLink | None
+    cluster_sync: ClusterSync
+    redis: RedisClient | None
     """The one connection to Redis, where there is one."""
     probes: Probes
     clock: Callable[[], float]
@@ -92,7 +92,9 @@ class Gateway:
 async def build_gateway(settings: Settings, rng: Random | None = None) -> Gateway:
     """Put the parts together and read what is kept. Raise `StartupError`."""
     check_listed(settings.workers)
-    link = None if settings.redis_url is None else RedisLink(settings.redis_url.get_secret_value())
+    link = (
+        None if settings.redis_url is None else RedisClient(settings.redis_url.get_secret_value())
+    )
     try:
         return await _build(settings, rng or Random(), link)  # noqa: S311  # spreads load alone
     except BaseException:
@@ -101,7 +103,7 @@ async def build_gateway(settings: Settings, rng: Random | None = None) -> Gatewa
         raise
 
 
-async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Gateway:
+async def _build(settings: Settings, rng: Random, link: RedisClient | None) -> Gateway:
     clock, wall = time.monotonic, time.time
     records = _records(settings, link)
     listed_keys = read_keys(settings.workers, os.environ)
@@ -112,18 +114,18 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Gat
     # Gateways that share the token give one system prompt one name.
     token = settings.join_token
     secret = token.get_secret_value().encode() if token else secrets.token_bytes(32)
-    ledger = Ledger(life=secrets.token_hex(4))
-    keyring = Keyring(settings.api_key, clock, wall, ledger.used)
+    ledger = UsageLedger(life=secrets.token_hex(4))
+    keyring = ApiKeys(settings.api_key, clock, wall, ledger.tokens_used)
     keys = KeyStore(records, keyring, wall)
     shared = None if link is None else _shared(link, keyring, prefixes, clock)
-    store: Store = MemoryStore() if shared is None else shared.store
+    store: CounterStore = MemoryCounters() if shared is None else shared.store
     control = Control(settings, fleet, store)
     neighbours = shared and PeerWorkers(
         shared.boots, fleet, dispatch, control, prefixes, clock=clock
     )
     cordons = Cordons(records, fleet, dispatch, control, wall)
     await open_kept(records, ledger, keys, cordons, wall)
-    check_binding(settings, keyed=keyring.demanding)
+    check_binding(settings, keyed=keyring.required)
     traces = _traces(settings)
     access_log = AccessLog(settings.access_log) if settings.access_log else None
     # Last of all that may refuse the start: it writes the first version.
@@ -136,11 +138,13 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Gat
         recent_requests=RecentCases(),
         fleet=fleet,
         cordons=cordons,
-        store=store,
+        counters=store,
         records=records,
-        keyring=keyring,
+        api_keys=keyring,
         key_store=keys,
-        keeping=Keeping(records, ledger, wall, (keys.refresh, cordons.refresh, book.catch_up)),
+        usage_store=UsageStore(
+            records, ledger, wall, (keys.refresh, cordons.refresh, book.refresh)
+        ),
         access_log=access_log or contextlib.nullcontext(),
         traces=traces,
         accounting=accounting,
@@ -151,7 +155,7 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Gat
         worker_keys=listed_keys,
         control=control,
         redis=link,
-        sharing=ClusterSync(shared, neighbours),
+        cluster_sync=ClusterSync(shared, neighbours),
         probes=Probes(settings.workers, listed_keys, fleet, dispatch, store),
         clock=clock,
         week_clock=WeekClock(wall),
@@ -160,7 +164,7 @@ async def _build(settings: Settings, rng: Random, link: RedisLink | None) -> Gat
     )
 
 
-def _records(settings: Settings, link: RedisLink | None) -> Records:
+def _records(settings: Settings, link: RedisClient | None) -> Records:
     folder = settings.state_dir.expanduser()
     if link is not None:
         return RedisRecords(link, folder)
@@ -184,26 +188,28 @@ def _traces(settings: Settings) -> Traces | None:
 
 
 def _shared(
-    link: RedisLink, keyring: Keyring, prefixes: PrefixIndex, clock: Callable[[], float]
-) -> Shared:
-    boots = RedisBoots(link)
-    limits = RedisLimits(link, keyring.allowances, clock)
-    return Shared(link, RedisStore(link, boots), boots, limits, RedisPrefixes(link, prefixes))
+    link: RedisClient, keyring: ApiKeys, prefixes: PrefixIndex, clock: Callable[[], float]
+) -> SharedState:
+    boots = SharedWorkerReports(link)
+    limits = SharedRateLimits(link, keyring.rate_limiters, clock)
+    return SharedState(
+        link, SharedCounters(link, boots), boots, limits, SharedPrefixClaims(link, prefixes)
+    )
 
 
 async def _book(
-    settings: Settings, records: Records, keyring: Keyring, wall: Callable[[], float]
+    settings: Settings, records: Records, keyring: ApiKeys, wall: Callable[[], float]
 ) -> PolicyStore:
     def warnings(policy: PolicyDocument) -> list[Problem]:
-        return stranded_keys(keyring.records.values(), policy, wall())
+        return missing_pools(keyring.records.values(), policy, wall())
 
     source = await asyncio.to_thread(read_source, settings.policy)
     try:
-        return await open_book(records, settings.workers, source, wall, warnings)
+        return await open_policy_store(records, settings.workers, source, wall, warnings)
     except PolicyInvalid as invalid:
         raise StartupError(
-            f"The policy that would be in force is not usable: {all_told(invalid)}. Mend that, or "
-            "name another file with PACELINE_POLICY."
+            f"The policy that would be in force is not usable: {problems_text(invalid)}. Mend "
+            "that, or name another file with PACELINE_POLICY."
         ) from None
     except ValueError:
         raise StartupError(
@@ -218,11 +224,15 @@ async def _book(
 
 
 async def open_kept(
-    records: Records, ledger: Ledger, keys: KeyStore, cordons: Cordons, wall: Callable[[], float]
+    records: Records,
+    ledger: UsageLedger,
+    keys: KeyStore,
+    cordons: Cordons,
+    wall: Callable[[], float],
 ) -> None:
     """Read what is kept, before the first request; raise `StartupError`."""
     try:
-        ledger.remember(await records.all(USAGE), wall())
+        ledger.load_today(await records.all(USAGE_KIND), wall())
         await keys.open()
         await cordons.open()
     except RecordsUnwritable:

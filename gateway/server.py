@@ -112,8 +112,8 @@ async def serve(
     ):
         async with contextlib.aclosing(await create_app(settings)) as app:
             if not is_loopback(settings.host):
-                app.gateway.keyring.always_demand()
-            if unkeyed is not None and not app.gateway.keyring.demanding:
+                app.gateway.api_keys.require_always()
+            if unkeyed is not None and not app.gateway.api_keys.required:
                 unkeyed()
             async with _serving_admins(app, settings, admin_listener, admin_started):
                 address = _address(settings.host, listener)

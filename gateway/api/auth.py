@@ -20,7 +20,7 @@ from starlette.requests import Request
 
 from gateway.api.openapi import DATA_KEY, parameter
 from gateway.assembly import Gateway
-from gateway.auth.api_keys import ANYBODY, Holder, bears
+from gateway.auth.api_keys import ANONYMOUS, ApiKey, matches_any_secret
 from gateway.auth.origins import comes_from_foreign_page, comes_from_this_machine
 from gateway.errors import FieldInvalid, KeyRefused, NotAllowedHere, PageRefused
 from gateway.http.downstream import header
@@ -45,9 +45,9 @@ def with_data_key(gateway: Gateway) -> Guard:
     """
 
     async def guard(request: Request, _told: _DataKey = None) -> None:
-        holder = ANYBODY
-        if gateway.keyring.demanding:
-            holder = gateway.keyring.find(header(request.scope, b"authorization"))
+        holder = ANONYMOUS
+        if gateway.api_keys.required:
+            holder = gateway.api_keys.authenticate(header(request.scope, b"authorization"))
         elif comes_from_foreign_page(request.scope["headers"]):
             raise PageRefused
         request.state.holder = holder
@@ -55,9 +55,9 @@ def with_data_key(gateway: Gateway) -> Guard:
     return guard
 
 
-def holder_of(request: Request) -> Holder:
+def holder_of(request: Request) -> ApiKey:
     """Tell who asks on a route that is guarded by `with_data_key`."""
-    holder: Holder = request.state.holder
+    holder: ApiKey = request.state.holder
     return holder
 
 
@@ -65,7 +65,9 @@ def with_join_token(gateway: Gateway) -> Guard:
     """Demand the secret that workers share with this gateway; without one nobody joins."""
 
     async def guard(request: Request, _told: _JoinToken = None) -> None:
-        if not bears(header(request.scope, b"authorization"), gateway.settings.join_token):
+        if not matches_any_secret(
+            header(request.scope, b"authorization"), gateway.settings.join_token
+        ):
             raise KeyRefused
 
     return guard
@@ -77,7 +79,7 @@ def with_admin_key(gateway: Gateway) -> Guard:
 
     async def guard(request: Request, _told: _AdminKey = None) -> None:
         offered = header(request.scope, b"authorization")
-        if bears(offered, settings.admin_key):
+        if matches_any_secret(offered, settings.admin_key):
             request.state.way_in = "admin"
             return
         if settings.admin_key is not None:
@@ -85,7 +87,7 @@ def with_admin_key(gateway: Gateway) -> Guard:
         peer = request.client.host if request.client else None
         if not comes_from_this_machine(peer, request.scope["headers"]):
             raise NotAllowedHere
-        if bears(offered, settings.join_token) or gateway.keyring.knows(offered):
+        if matches_any_secret(offered, settings.join_token) or gateway.api_keys.accepts(offered):
             raise KeyRefused
         request.state.way_in = "loopback"
 

@@ -55,7 +55,7 @@ class Gauges(Collector):
         yield GaugeMetricFamily(
             "paceline_store_degraded",
             "1 while something cannot be shared with other gateways over Redis.",
-            value=bool(self._gateway.sharing.why_degraded),
+            value=bool(self._gateway.cluster_sync.problem),
         )
 
     def _pools(self) -> Iterable[Metric]:

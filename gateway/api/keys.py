@@ -57,7 +57,7 @@ def keys(gateway: Gateway) -> APIRouter:
     @router.get("", responses=told)
     async def listing() -> dict[str, Any]:
         await gateway.key_store.refresh()
-        return {"keys": [_told(record, gateway) for record in gateway.keyring.records.values()]}
+        return {"keys": [_told(record, gateway) for record in gateway.api_keys.records.values()]}
 
     @router.get("/{name}", responses=one_told | success(ref("Key")))
     async def one(name: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from gateway.api.auth import holder_of, with_data_key
 from gateway.api.openapi import FOR_CLIENTS, failures
 from gateway.assembly import Gateway
-from gateway.auth.api_keys import Holder
+from gateway.auth.api_keys import ApiKey
 from gateway.errors import ModelUnknown
 from policies.evaluate import ANY_MODEL, resolve_model
 
@@ -35,7 +35,7 @@ def models(gateway: Gateway) -> APIRouter:
     return router
 
 
-def _names(gateway: Gateway, holder: Holder) -> dict[str, str]:
+def _names(gateway: Gateway, holder: ApiKey) -> dict[str, str]:
     """Map every name that would be answered now to the model behind it."""
     served = gateway.fleet.view().served_models
     policy = gateway.policy_store.current

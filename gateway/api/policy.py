@@ -31,12 +31,12 @@ from gateway.api.openapi import (
 from gateway.assembly import Gateway
 from gateway.config.policy_store import PolicyStore
 from gateway.config.policy_versions import (
+    Attribution,
     Document,
+    PolicyVersion,
     Proposal,
     Reason,
-    Signature,
-    Version,
-    all_told,
+    problems_text,
     propose,
     propose_yaml,
 )
@@ -135,26 +135,26 @@ async def read_number(gateway: Gateway, request: Request) -> int:
     return number
 
 
-async def read_base(request: Request, book: PolicyStore) -> Version:
+async def read_base(request: Request, book: PolicyStore) -> PolicyVersion:
     """Read from `If-Match` which version is edited; raise where it is not the one in force."""
     given = header(request.scope, b"if-match")
     if given is None:
         raise EditUnconditional
     tags = {tag.strip().strip('"') for tag in given.decode("latin-1").split(",")}
-    return book.version if "*" in tags else await book.expect(tags)
+    return book.version if "*" in tags else await book.require_version(tags)
 
 
-def read_signature(request: Request) -> Signature:
+def read_signature(request: Request) -> Attribution:
     """Read who edits and what for, from headers; raise `FieldInvalid` where there is no note."""
     note = read_note(request)
     if not note:
         raise FieldInvalid(f"An edit needs a note in '{NOTE_HEADER}'.", param=NOTE_HEADER)
-    return Signature(read_author(request), note)
+    return Attribution(read_author(request), note)
 
 
 def refused(invalid: PolicyInvalid) -> PolicyRefused:
     """Say why a policy is refused."""
-    return PolicyRefused(all_told(invalid), param=invalid.problems[0].field or None)
+    return PolicyRefused(problems_text(invalid), param=invalid.problems[0].field or None)
 
 
 async def _body(gateway: Gateway, request: Request) -> bytes:
@@ -202,7 +202,7 @@ def versions(gateway: Gateway) -> APIRouter:
             version = await book.apply(proposal, Reason.EDIT, signature, onto=base)
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
-        return version.told() | {"warnings": _warnings(book, proposal)}
+        return version.metadata() | {"warnings": _warnings(book, proposal)}
 
     @router.put(
         "",
@@ -233,19 +233,19 @@ def versions(gateway: Gateway) -> APIRouter:
         base = await read_base(request, book)
         author, note = read_author(request), read_note(request)
         number = await read_number(gateway, request)
-        earlier = await book.find(number)
+        earlier = await book.read_version(number)
         back = f"back to version {number}"
-        signature = Signature(author, f"{back}: {note}" if note else back)
+        signature = Attribution(author, f"{back}: {note}" if note else back)
         try:
             proposal = await asyncio.to_thread(propose, earlier.document)
             version = await book.apply(proposal, Reason.ROLLBACK, signature, onto=base)
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
-        return version.told() | {"warnings": _warnings(book, proposal)}
+        return version.metadata() | {"warnings": _warnings(book, proposal)}
 
     @router.get("/history", responses=failures(*FOR_ADMINS, *KEPT))
     async def history() -> dict[str, Any]:
-        return {"versions": [version.told() for version in reversed(await book.versions())]}
+        return {"versions": [version.metadata() for version in reversed(await book.versions())]}
 
     @router.get(
         "/history/{number}",
@@ -254,10 +254,10 @@ def versions(gateway: Gateway) -> APIRouter:
     async def one(number: str, request: Request) -> Response:
         if not (number.isascii() and number.isdigit() and len(number) <= _DIGITS):
             raise VersionUnknown(number)
-        version = await book.find(int(number))
+        version = await book.read_version(int(number))
         if _wants_yaml(request):
             return await _as_yaml(version, {VERSION_HEADER: number})
-        return JSONResponse(version.told() | {"document": version.document})
+        return JSONResponse(version.metadata() | {"document": version.document})
 
     return router
 
@@ -303,7 +303,7 @@ def proposals(gateway: Gateway) -> APIRouter:
             pause=functools.partial(asyncio.sleep, 0),
         )
         return {
-            "onto": base.told(),
+            "onto": base.metadata(),
             "changes": [change.told() for change in changes],
             "decisions": moves.total(),
             "moves": _told(moves),
@@ -317,7 +317,7 @@ def _wants_yaml(request: Request) -> bool:
     return YAML in request.headers.get("accept", "")
 
 
-async def _as_yaml(version: Version, headers: Mapping[str, str]) -> Response:
+async def _as_yaml(version: PolicyVersion, headers: Mapping[str, str]) -> Response:
     """Give the document as people write it; comments are not kept, so there are none."""
     text = await asyncio.to_thread(write_yaml, version.document)
     return Response(text, headers=headers, media_type=YAML)

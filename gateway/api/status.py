@@ -53,13 +53,13 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
             return PlainTextResponse("stopping\n", status_code=503)
         if not gateway.fleet.view().workers:
             return PlainTextResponse("no worker\n", status_code=503)
-        why = gateway.sharing.why_degraded
+        why = gateway.cluster_sync.problem
         return PlainTextResponse(f"ready, degraded: {why}\n" if why else "ready\n")
 
     @router.get("/metrics", response_class=PlainTextResponse, responses=failures())
     async def metrics() -> Response:
         await gateway.control.refresh()
-        reports = await gateway.store.reports()
+        reports = await gateway.counters.reports()
         text = exposition(
             GatewayFigures(gateway.accounting), WorkerFigures(reports), Gauges(gateway, proxy)
         )
@@ -89,7 +89,7 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
 
     async def take(asked_s: float) -> Status:
         await gateway.control.refresh()
-        reports, counts = await gateway.store.reports(), await gateway.store.counts()
+        reports, counts = await gateway.counters.reports(), await gateway.counters.counts()
         # From here on nothing is waited for, so that all is of one moment.
         recently = Recently(gateway.windows, asked_s)
         return render(
@@ -111,7 +111,7 @@ def status(gateway: Gateway, take: Take, feed: Feed) -> APIRouter:
     guard = with_data_key(gateway)
 
     async def sees_all(request: Request) -> None:
-        if not holder_of(request).sees_all:
+        if not holder_of(request).unrestricted:
             raise NotAllowedHere(
                 "This key is for some models or pools alone, so it may not see the whole fleet."
             )
@@ -159,7 +159,7 @@ def _around(gateway: Gateway, proxy: ProxyHandler, recently: Recently, uptime_s:
             event_loop_lag_s=round(proxy.load.lag.worst_s, 4),
             added_s=recently.added_s(),
         ),
-        store=Store(**gateway.sharing.told()),
+        store=Store(**gateway.cluster_sync.status()),
         policy=_policy(gateway),
         retries_denied=proxy.upstream.retries.denied,
         quarantined=len(proxy.upstream.quarantine),

@@ -16,7 +16,7 @@ from gateway.api.auth import with_admin_key
 from gateway.api.openapi import FOR_ADMINS, KEPT, failures, parameter, success
 from gateway.assembly import Gateway
 from gateway.auth.rate_limits import day_of
-from gateway.auth.usage import UsageRow, date_of, summed
+from gateway.auth.usage import UsageRow, date_of, sum_by
 from gateway.errors import FieldInvalid
 
 _SHOWN_DAYS = 31
@@ -46,9 +46,9 @@ def usage(gateway: Gateway) -> APIRouter:
         last = _day(request, "to", today)
         if first > last:
             raise FieldInvalid("'from' is later than 'to'.", param="from")
-        days = await gateway.keeping.usage()
+        days = await gateway.usage_store.usage()
         shown = {day: days[day] for day in sorted(days) if first <= day <= last}
-        names = {key: record.name for key, record in gateway.keyring.records.items()}
+        names = {key: record.name for key, record in gateway.api_keys.records.items()}
         rows = [
             {"day": str(date_of(day)), "name": names.get(row.key, ""), **row._asdict()}
             for day, day_rows in shown.items()
@@ -97,5 +97,5 @@ def _csv(rows: Iterable[Mapping[str, Any]]) -> str:
 def _sums(rows: Iterable[UsageRow], name: str) -> dict[str, dict[str, int]]:
     return {
         value: {count: getattr(row, count) for count in _COUNTS}
-        for value, row in summed(rows, name).items()
+        for value, row in sum_by(rows, name).items()
     }

@@ -49,7 +49,7 @@ def joining(gateway: Gateway) -> APIRouter:
         gateway.fleet.beat(report)
         gateway.prefix_index.announced(report)
         gateway.scheduler.wake()
-        await gateway.store.keep_report(report)
+        await gateway.counters.store_report(report)
         return {"interval_s": BEAT_S}
 
     @router.delete("/{worker_id}", status_code=204, responses=failures(KeyRefused))
@@ -89,7 +89,7 @@ def workers(gateway: Gateway) -> APIRouter:
 
     @router.delete("/{worker_id}/cordon", status_code=204, responses=told, openapi_extra=signed)
     async def uncordon(worker_id: str, request: Request) -> Response:
-        await gateway.cordons.lift(worker_id, read_author(request))
+        await gateway.cordons.remove(worker_id, read_author(request))
         return Response(status_code=204)
 
     @router.post(

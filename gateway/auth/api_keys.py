@@ -17,14 +17,14 @@ from gateway.errors import KeyRefused, ModelUnknown
 from gateway.types import Caller, Inspected
 from policies.document import PolicyDocument, Priority, Problem
 
-STATIC_ID = "static"
+STATIC_KEY_ID = "static"
 """The id of PACELINE_API_KEY: a key without limits that is kept nowhere."""
 _BEARER = b"bearer "
 _HIGHEST_FIRST = tuple(Priority)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
+class ApiKey:
     """Who holds a key, as a request needs it: all that can be known before it comes."""
 
     caller: Caller
@@ -33,11 +33,11 @@ class Holder:
     """None: all."""
     priorities: tuple[Priority, ...] = _HIGHEST_FIRST
     """Those that a request may ask for."""
-    allowance: RateLimiter | None = None
+    rate_limiter: RateLimiter | None = None
     """None: nothing is limited."""
 
     @property
-    def sees_all(self) -> bool:
+    def unrestricted(self) -> bool:
         """Say whether nothing of the fleet is kept from this key."""
         return self.models is None and self.caller.pools is None
 
@@ -50,11 +50,11 @@ class Holder:
             raise ModelUnknown(inspected.asked_model)
 
 
-ANYBODY = Holder(caller=Caller())
+ANONYMOUS = ApiKey(caller=Caller())
 """Who asks where no key is needed."""
 
 
-class Keyring:
+class ApiKeys:
     """The keys that open the data plane now. `clock` is monotonic, `wall` the time of the day.
 
     `used_on_day` tells the tokens that a key has used on the day of a moment.
@@ -74,25 +74,25 @@ class Keyring:
         self._clock = clock
         self._wall = wall
         self._used_on_day = used_on_day
-        self._static: dict[bytes, Holder] = {}
+        self._static: dict[bytes, ApiKey] = {}
         if static is not None and static.get_secret_value():
             digest = digest_of(static.get_secret_value().encode())
-            caller = Caller(client=STATIC_ID, key=STATIC_ID)
-            self._static[digest] = Holder(caller=caller, digest=digest)
+            caller = Caller(client=STATIC_KEY_ID, key=STATIC_KEY_ID)
+            self._static[digest] = ApiKey(caller=caller, digest=digest)
         self._by_digest = dict(self._static)
-        self._holders: dict[str, Holder] = {}
+        self._holders: dict[str, ApiKey] = {}
         self.records: Mapping[str, KeyRecord] = {}
         self._keyed = bool(self._static)
-        self.demanding = self._keyed
+        self.required = self._keyed
         """Whether the data plane asks for a key. Never again no: once there was a key, a state that
         is lost or keys that are all revoked must not open it for everybody. Before it is known
         whether there are keys, yes."""
         self.on_end: Callable[[frozenset[str]], None] = lambda _ids: None
         """Told of keys that open nothing any more."""
 
-    def find(self, authorization: bytes | None) -> Holder:
+    def authenticate(self, authorization: bytes | None) -> ApiKey:
         """Say who bears this `Authorization`; raise `KeyRefused` for all who hold no key."""
-        secret = bearer(authorization)
+        secret = bearer_token(authorization)
         if secret is None:
             raise KeyRefused
         digest = digest_of(secret)
@@ -101,32 +101,32 @@ class Keyring:
             raise KeyRefused
         return holder
 
-    def knows(self, authorization: bytes | None) -> bool:
+    def accepts(self, authorization: bytes | None) -> bool:
         """Say whether this is a key of the data plane."""
-        secret = bearer(authorization)
+        secret = bearer_token(authorization)
         return secret is not None and digest_of(secret) in self._by_digest
 
-    def take(self, records: Iterable[KeyRecord]) -> None:
+    def replace(self, records: Iterable[KeyRecord]) -> None:
         """Hold these keys, and no others, from now on."""
         self.records = {record.id: record for record in records}
         self._keyed = self._keyed or bool(self.records)
-        self.demanding = self._keyed
+        self.required = self._keyed
         self._hold_those_that_open()
 
-    def shut(self) -> None:
-        """Demand a key until `take` is told again which there are."""
-        self.demanding = True
+    def require_until_replaced(self) -> None:
+        """Demand a key until `replace` is told again which there are."""
+        self.required = True
 
-    def always_demand(self) -> None:
+    def require_always(self) -> None:
         """Demand a key from now on, also where there is none."""
-        self._keyed = self.demanding = True
+        self._keyed = self.required = True
 
-    def allowances(self) -> list[tuple[str, RateLimiter]]:
+    def rate_limiters(self) -> list[tuple[str, RateLimiter]]:
         """List the limits of the keys that open something now, by the key's id."""
         holders = self._holders.items()
-        return [(name, one.allowance) for name, one in holders if one.allowance is not None]
+        return [(name, one.rate_limiter) for name, one in holders if one.rate_limiter is not None]
 
-    def look_at_clock(self) -> None:
+    def remove_expired(self) -> None:
         """Let go of keys whose time is over; to be called about once a second."""
         now_unix_s = self._wall()
         if any(self.records[name].ended(now_unix_s) for name in self._holders):
@@ -143,9 +143,9 @@ class Keyring:
         if gone:
             self.on_end(gone)
 
-    def _holder(self, record: KeyRecord) -> Holder:
+    def _holder(self, record: KeyRecord) -> ApiKey:
         before = self._holders.get(record.id)
-        return Holder(
+        return ApiKey(
             caller=Caller(
                 client=record.id,
                 priority=max(record.priority, Priority.DEFAULT, key=_HIGHEST_FIRST.index),
@@ -156,7 +156,7 @@ class Keyring:
             digest=bytes.fromhex(record.digest),
             models=frozenset(record.models) or None,
             priorities=_HIGHEST_FIRST[_HIGHEST_FIRST.index(record.priority) :],
-            allowance=self._allowance(record, before.allowance if before else None),
+            rate_limiter=self._allowance(record, before.rate_limiter if before else None),
         )
 
     def _allowance(self, record: KeyRecord, before: RateLimiter | None) -> RateLimiter | None:
@@ -167,20 +167,20 @@ class Keyring:
         limits = (record, self._clock(), unix_s, self._used_on_day(record.id, unix_s))
         if before is None:
             return RateLimiter(*limits)
-        before.change(*limits)
+        before.update(*limits)
         return before
 
 
-def bearer(authorization: bytes | None) -> bytes | None:
+def bearer_token(authorization: bytes | None) -> bytes | None:
     """Take the secret out of an `Authorization` value; None where there is none."""
     if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
         return None
     return authorization[len(_BEARER) :].strip() or None
 
 
-def bears(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:
+def matches_any_secret(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:
     """Say whether an `Authorization` value carries one of these secrets; unset ones never match."""
-    offered = bearer(authorization)
+    offered = bearer_token(authorization)
     if offered is None:
         return False
     # Bytes, because compare_digest refuses non-ASCII text; all of them, so that time tells nothing.
@@ -192,7 +192,7 @@ def bears(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:
     return any(matches)
 
 
-def stranded_keys(
+def missing_pools(
     records: Iterable[KeyRecord], policy: PolicyDocument, unix_s: float
 ) -> list[Problem]:
     """Say of each key that still opens something which of its pools the policy does not have.

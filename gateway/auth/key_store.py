@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
-from gateway.auth.api_keys import Keyring
+from gateway.auth.api_keys import ApiKeys
 from gateway.auth.records import KeyRecord, KeyTerms, new_key
 from gateway.errors import KeyIsRevoked, KeyUnknown, StartupError
 from gateway.storage.records import Records
@@ -32,7 +32,7 @@ class _Revocation(BaseModel):
 class KeyStore:
     """All keys that were ever made; what it knows, its keyring holds."""
 
-    def __init__(self, records: Records, keyring: Keyring, wall: Callable[[], float]) -> None:
+    def __init__(self, records: Records, keyring: ApiKeys, wall: Callable[[], float]) -> None:
         self._records = records
         self._keyring = keyring
         self._wall = wall
@@ -50,11 +50,11 @@ class KeyStore:
             raise StartupError(
                 f"The key {wrong[0]} in the kept state cannot be understood; mend its record."
             )
-        self._keyring.take(keys)
-        self._sure = self._records.fresh(_KIND)
+        self._keyring.replace(keys)
+        self._sure = self._records.is_current(_KIND)
         if not self._sure:
             # Keys that nobody can read now may have been made or revoked since.
-            self._keyring.shut()
+            self._keyring.require_until_replaced()
 
     async def refresh(self) -> None:
         """Take over what others have changed; a record that cannot be understood opens nothing."""
@@ -62,12 +62,12 @@ class KeyStore:
             # One after the other: what was read first must not be taken last, and bring back a key.
             async with self._reading:
                 texts = await self._records.all(_KIND)
-                fresh = self._records.fresh(_KIND)
+                fresh = self._records.is_current(_KIND)
                 if texts != self._texts or fresh != self._sure:
                     self._sure = fresh
                     self._take(texts)
         finally:
-            self._keyring.look_at_clock()  # a key expires whether or not its record can be read
+            self._keyring.remove_expired()  # a key expires whether or not its record can be read
 
     async def create(self, terms: KeyTerms) -> tuple[KeyRecord, str]:
         """Make a key; its secret is told here and never again."""
@@ -114,9 +114,9 @@ class KeyStore:
         keys, wrong = _read(texts)
         for name in wrong:
             log.error("key.unreadable key=%s", name)
-        self._keyring.take(keys)
+        self._keyring.replace(keys)
         if not self._sure:
-            self._keyring.shut()
+            self._keyring.require_until_replaced()
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._wall(), UTC)

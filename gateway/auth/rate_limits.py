@@ -22,21 +22,21 @@ from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
 from gateway.types import Headers
 
-Names = tuple[bytes, bytes, bytes]
+HeaderNames = tuple[bytes, bytes, bytes]
 """Of the limit, of what is left, and of the time until it is whole again."""
-OF_REQUESTS: Names = (
+OF_REQUESTS: HeaderNames = (
     b"x-ratelimit-limit-requests",
     b"x-ratelimit-remaining-requests",
     b"x-ratelimit-reset-requests",
 )
-OF_TOKENS: Names = (
+OF_TOKENS: HeaderNames = (
     b"x-ratelimit-limit-tokens",
     b"x-ratelimit-remaining-tokens",
     b"x-ratelimit-reset-tokens",
 )
 
 
-def limit_headers(names: Names, limit: int, left: int, full_in_s: float) -> Headers:
+def limit_headers(names: HeaderNames, limit: int, left: int, full_in_s: float) -> Headers:
     """Tell a limit, what is left of it, and when it is whole again."""
     of_limit, of_left, of_reset = names
     return [
@@ -68,7 +68,7 @@ def day_of(unix_s: float) -> int:
     return int(unix_s // DAY_S)
 
 
-class Bucket:
+class TokenBucket:
     """A budget for each minute: it refills evenly, up to one minute's worth.
 
     What may still come back of what was taken fills the bucket too: what would run over is no
@@ -87,9 +87,9 @@ class Bucket:
         """What was no longer given back, ever: each that is open loses what was spilled since."""
         self._level = float(limit)
         self._rate = 0.0
-        self.change(limit, now_s)
+        self.set_limit(limit, now_s)
 
-    def change(self, limit: int, now_s: float) -> None:
+    def set_limit(self, limit: int, now_s: float) -> None:
         """Go on with another limit; what was used up stays used up."""
         self.refill(now_s)
         self.limit = limit
@@ -139,28 +139,39 @@ class Bucket:
         self._returnable = self._returnable - returnable if self._open else 0.0
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """How much is there."""
         return max(0, math.floor(self._level))
 
-    def headers(self, names: Names) -> Headers:
+    def headers(self, names: HeaderNames) -> Headers:
         """Tell the limit, what is left, and when it is full."""
-        return limit_headers(names, self.limit, self.left, (self.limit - self._level) / self._rate)
+        return limit_headers(
+            names, self.limit, self.remaining, (self.limit - self._level) / self._rate
+        )
 
 
-class DayBudget:
+class DailyBudget:
     """A budget for each day; what runs over midnight belongs to the day in which it ends."""
 
-    __slots__ = ("_day", "_gateways", "_share", "elsewhere", "limit", "mine", "reserved", "used")
+    __slots__ = (
+        "_day",
+        "_gateways",
+        "_share",
+        "limit",
+        "reserved",
+        "reserved_remotely",
+        "used",
+        "used_locally",
+    )
 
     def __init__(self, limit: int, used: int, day: int) -> None:
         self._day = day
         self.limit = limit
         self.used = used
-        self.mine = 0
+        self.used_locally = 0
         """Of what is used, what was used at this gateway in this life."""
         self.reserved = 0
-        self.elsewhere = 0
+        self.reserved_remotely = 0
         """Reserved at other gateways."""
         self._share: int | None = None
         """All that may be used while nobody knows what is used elsewhere."""
@@ -172,25 +183,25 @@ class DayBudget:
         return self._day
 
     @property
-    def left(self) -> int:
+    def remaining(self) -> int:
         """How much may still be reserved."""
         taken = self.used + self.reserved
-        left = self.limit - taken - self.elsewhere
+        left = self.limit - taken - self.reserved_remotely
         return left if self._share is None else min(left, self._share - taken)
 
-    def share(self, gateways: int) -> None:
+    def divide(self, gateways: int) -> None:
         """Divide what is left between gateways that cannot hear of each other; 1: they can."""
         if gateways == 1:
             self._share = None
         elif self._share is None:
             self._gateways = gateways
-            self._share = self.used + self.reserved + max(0, self.left) // gateways
-            self.elsewhere = 0
+            self._share = self.used + self.reserved + max(0, self.remaining) // gateways
+            self.reserved_remotely = 0
 
-    def turn(self, unix_s: float) -> None:
+    def roll_over(self, unix_s: float) -> None:
         """Come to the day of this moment; a clock that is set back gives no second budget."""
         if (day := day_of(unix_s)) > self._day:
-            self._day, self.used, self.mine = day, 0, 0
+            self._day, self.used, self.used_locally = day, 0, 0
             if self._share is not None:
                 self._share = self.reserved + self.limit // self._gateways
 
@@ -203,14 +214,14 @@ class Reservation(NamedTuple):
     """What one request that was let in has taken, and where."""
 
     tokens: int
-    of_requests: Bucket | None
+    of_requests: TokenBucket | None
     requests_ticket: float
-    of_tokens: Bucket | None
+    of_tokens: TokenBucket | None
     tokens_ticket: float
-    of_day: DayBudget | None
+    of_day: DailyBudget | None
 
 
-class Used(NamedTuple):
+class AdmittedTotals(NamedTuple):
     """What one gateway has let in for a key in this life, as others hear of it."""
 
     requests: int
@@ -235,24 +246,24 @@ class RateLimiter:
         self._let_in = 0
         self._taken = 0
         """Tokens; both less what was given back."""
-        self._requests: Bucket | None = None
-        self._tokens: Bucket | None = None
-        self._day: DayBudget | None = None
-        self.change(limits, now_s, unix_s, used_today)
+        self._requests: TokenBucket | None = None
+        self._tokens: TokenBucket | None = None
+        self._day: DailyBudget | None = None
+        self.update(limits, now_s, unix_s, used_today)
 
-    def change(self, limits: Limits, now_s: float, unix_s: float, used_today: int) -> None:
+    def update(self, limits: Limits, now_s: float, unix_s: float, used_today: int) -> None:
         """Go on under other limits; `used_today` counts where there was none for a day."""
         self._limits = limits
         self._divide(now_s)
         if limits.tokens_a_day is None:
             self._day = None
         elif self._day is None:
-            self._day = DayBudget(limits.tokens_a_day, used_today, day_of(unix_s))
-            self._day.share(self._gateways)
+            self._day = DailyBudget(limits.tokens_a_day, used_today, day_of(unix_s))
+            self._day.divide(self._gateways)
         else:
             self._day.limit = limits.tokens_a_day
 
-    def share(self, gateways: int, now_s: float) -> None:
+    def divide(self, gateways: int, now_s: float) -> None:
         """Divide all limits between so many gateways, for as long as they hear nothing of others.
 
         1: they hear of each other, and each one subtracts what the others use.
@@ -262,7 +273,7 @@ class RateLimiter:
         self._gateways = gateways
         self._divide(now_s)
         if self._day is not None:
-            self._day.share(gateways)
+            self._day.divide(gateways)
         if gateways > 1:
             self._elsewhere = 0
 
@@ -272,13 +283,15 @@ class RateLimiter:
         self._requests = _changed(self._requests, _part(limits.requests_a_minute, gateways), now_s)
         self._tokens = _changed(self._tokens, _part(limits.tokens_a_minute, gateways), now_s)
 
-    def used(self) -> Used:
+    def admitted(self) -> AdmittedTotals:
         """Tell others what this gateway has let in."""
         day = self._day
-        counted = (0, 0, 0) if day is None else (day.day, day.mine, day.reserved)
-        return Used(self._let_in, self._taken, *counted, self.running)
+        counted = (0, 0, 0) if day is None else (day.day, day.used_locally, day.reserved)
+        return AdmittedTotals(self._let_in, self._taken, *counted, self.running)
 
-    def charge(self, requests: int, tokens: int, day: int, day_tokens: int, now_s: float) -> None:
+    def charge_remote(
+        self, requests: int, tokens: int, day: int, day_tokens: int, now_s: float
+    ) -> None:
         """Take what other gateways have let in since the last time, of the day on that day."""
         if self._requests is not None:
             self._requests.refill(now_s)
@@ -289,11 +302,11 @@ class RateLimiter:
         if self._day is not None and day == self._day.day:
             self._day.used += day_tokens
 
-    def hold_elsewhere(self, running: int, reserved: int) -> None:
+    def set_remote_load(self, running: int, reserved: int) -> None:
         """Hear what runs at other gateways now, and what is reserved there of the day's budget."""
         self._elsewhere = running
         if self._day is not None:
-            self._day.elsewhere = reserved
+            self._day.reserved_remotely = reserved
 
     def reserve(self, tokens: int, now_s: float, unix_s: float) -> Reservation:
         """Let in a request of so many tokens; raise, and take nothing, at a limit."""
@@ -304,7 +317,7 @@ class RateLimiter:
             if tokens > whole:
                 raise TokensOverLimit("tokens_a_minute", whole, tokens)
         if day is not None:
-            day.turn(unix_s)
+            day.roll_over(unix_s)
             if tokens > day.limit:
                 raise TokensOverLimit("tokens_a_day", day.limit, tokens)
         if self._at_once is not None and self.running + self._elsewhere >= self._at_once:
@@ -315,7 +328,7 @@ class RateLimiter:
                 raise LimitReached("requests_a_minute", requests.limit, wait_s)
         if minute is not None and (wait_s := minute.wait_s(tokens)):
             raise LimitReached("tokens_a_minute", minute.limit, wait_s)
-        if day is not None and tokens > day.left:
+        if day is not None and tokens > day.remaining:
             raise LimitReached("tokens_a_day", day.limit, DAY_S - unix_s % DAY_S)
         self.running += 1
         self._let_in += 1
@@ -346,10 +359,10 @@ class RateLimiter:
             of_tokens.refill(now_s)
             of_tokens.settle(tokens_ticket, reserved, tokens)
         if of_day is not None:
-            of_day.turn(unix_s)
+            of_day.roll_over(unix_s)
             of_day.reserved -= reserved
             of_day.used += tokens
-            of_day.mine += tokens
+            of_day.used_locally += tokens
 
     def headers(self, now_s: float, unix_s: float) -> Headers:
         """Tell limits, what is left and when it is whole again, in OpenAI's headers.
@@ -364,11 +377,13 @@ class RateLimiter:
         if minute is not None:
             minute.refill(now_s)
         if day is not None:
-            day.turn(unix_s)
-        if minute is not None and (day is None or minute.left <= day.left):
+            day.roll_over(unix_s)
+        if minute is not None and (day is None or minute.remaining <= day.remaining):
             told += minute.headers(OF_TOKENS)
         elif day is not None:
-            told += limit_headers(OF_TOKENS, day.limit, max(0, day.left), DAY_S - unix_s % DAY_S)
+            told += limit_headers(
+                OF_TOKENS, day.limit, max(0, day.remaining), DAY_S - unix_s % DAY_S
+            )
         return told
 
 
@@ -377,10 +392,10 @@ def _part(limit: int | None, gateways: int) -> int | None:
     return None if limit is None else max(1, limit // gateways)
 
 
-def _changed(bucket: Bucket | None, limit: int | None, now_s: float) -> Bucket | None:
+def _changed(bucket: TokenBucket | None, limit: int | None, now_s: float) -> TokenBucket | None:
     if limit is None:
         return None
     if bucket is None:
-        return Bucket(limit, now_s)
-    bucket.change(limit, now_s)
+        return TokenBucket(limit, now_s)
+    bucket.set_limit(limit, now_s)
     return bucket

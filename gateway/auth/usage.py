@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gateway.auth.rate_limits import DAY_S, day_of
 from gateway.types import Caller, Spent, Usage
 
-KEPT_DAYS = 93
+RETENTION_DAYS = 93
 _FOLDED = "folded"
 # Nobody writes to a day any more that ended so many days ago.
 _OPEN_DAYS = 2
@@ -51,7 +51,7 @@ class _DayRecord(BaseModel):
     lives: tuple[str, ...] = ()
 
 
-class Ledger:
+class UsageLedger:
     """What this life of the gateway has counted."""
 
     def __init__(self, life: str) -> None:
@@ -61,20 +61,20 @@ class Ledger:
         self._before: dict[tuple[str, int], int] = {}
         """Tokens by key and day."""
 
-    def remember(self, texts: Mapping[str, str], unix_s: float) -> None:
+    def load_today(self, texts: Mapping[str, str], unix_s: float) -> None:
         """Take over what was used on this day before this life began: no restart is a new one."""
         today = day_of(unix_s)
-        rows = summed(fold(texts).get(today, ()), "key")
+        rows = sum_by(rows_by_day(texts).get(today, ()), "key")
         self._before = {(key, today): row.tokens for key, row in rows.items()}
 
-    def used(self, key: str, unix_s: float) -> int:
+    def tokens_used(self, key: str, unix_s: float) -> int:
         """Tell the tokens that a key has used on the day of this moment, as far as is known."""
         day = day_of(unix_s)
         counts = [one for (name, _), one in self._days.get(day, {}).items() if name == key]
         mine = sum(prompt + completion + guessed for _, prompt, completion, _, guessed in counts)
         return mine + self._before.get((key, day), 0)
 
-    def enter(self, caller: Caller, usage: Usage, cost: Spent, unix_s: float) -> None:
+    def add(self, caller: Caller, usage: Usage, cost: Spent, unix_s: float) -> None:
         """Enter one request that has ended at this moment."""
         day = day_of(unix_s)
         rows = self._days.get(day)
@@ -90,20 +90,20 @@ class Ledger:
         counts[4] += cost.guessed_tokens
         self._unkept.add(day)
 
-    def unkept(self) -> tuple[int, ...]:
+    def unsaved_days(self) -> tuple[int, ...]:
         """List the days of which something is not kept yet, oldest first."""
         return tuple(sorted(self._unkept))
 
-    def record(self, day: int) -> tuple[str, str]:
-        """Write down a day, under its name; it counts as kept unless `lost` says otherwise."""
+    def save(self, day: int) -> tuple[str, str]:
+        """Write down a day, under its name; it counts as saved until `mark_unsaved`."""
         self._unkept.discard(day)
         return self._name(day), self._text(day)
 
-    def lost(self, day: int) -> None:
+    def mark_unsaved(self, day: int) -> None:
         """Hear that a day could not be kept."""
         self._unkept.add(day)
 
-    def forget(self, unix_s: float) -> None:
+    def drop_saved_days(self, unix_s: float) -> None:
         """Drop days that are over and kept."""
         today = day_of(unix_s)
         self._days = {
@@ -124,7 +124,7 @@ class Ledger:
         return _DayRecord(rows=rows).model_dump_json()
 
 
-def fold(texts: Mapping[str, str]) -> dict[int, tuple[UsageRow, ...]]:
+def rows_by_day(texts: Mapping[str, str]) -> dict[int, tuple[UsageRow, ...]]:
     """Add up, by day, what the records of all lives tell; what cannot be read counts nothing."""
     read = _read(texts)
     folded = {(day, life) for (day, _), record in read.items() for life in record.lives}
@@ -137,15 +137,15 @@ def fold(texts: Mapping[str, str]) -> dict[int, tuple[UsageRow, ...]]:
     return {day: tuple(rows.values()) for day, rows in sums.items()}
 
 
-def tidied(texts: Mapping[str, str], today: int) -> tuple[dict[str, str], tuple[str, ...]]:
+def compacted(texts: Mapping[str, str], today: int) -> tuple[dict[str, str], tuple[str, ...]]:
     """Say what to keep in place of days that are over, and then which records to remove."""
     read = _read(texts)
     kept: dict[str, str] = {}
     over: list[str] = []
-    for day, rows in fold(texts).items():
+    for day, rows in rows_by_day(texts).items():
         lives = [life for of_day, life in read if of_day == day]
         parts = [life for life in lives if life != _FOLDED]
-        if day <= today - KEPT_DAYS:
+        if day <= today - RETENTION_DAYS:
             over += [f"{date_of(day)}/{life}" for life in lives]
         elif day <= today - _OPEN_DAYS and parts:
             earlier = read[day, _FOLDED].lives if _FOLDED in lives else ()
@@ -155,7 +155,7 @@ def tidied(texts: Mapping[str, str], today: int) -> tuple[dict[str, str], tuple[
     return kept, tuple(over)
 
 
-def summed(rows: Iterable[UsageRow], name: str) -> dict[str, UsageRow]:
+def sum_by(rows: Iterable[UsageRow], name: str) -> dict[str, UsageRow]:
     """Add up rows that share this field, `key` or `team`."""
     sums: dict[str, UsageRow] = {}
     for row in rows:

@@ -7,18 +7,18 @@ from types import TracebackType
 from typing import Self
 
 from gateway.auth.rate_limits import day_of
-from gateway.auth.usage import Ledger, UsageRow, fold, tidied
+from gateway.auth.usage import UsageLedger, UsageRow, compacted, rows_by_day
 from gateway.periodic import PeriodicTasks, Work
 from gateway.storage.records import Records
 
-USAGE = "usage"
+USAGE_KIND = "usage"
 """The kind of its records."""
 # A key that another gateway revoked must stop within two seconds.
 _LOOK_S = 0.5
 _FLUSH_S = 5.0
 
 
-class Keeping:
+class UsageStore:
     """The context in which records stay fresh and usage is kept; a crash loses some seconds of it.
 
     `looks` follow what other gateways change, whatever they share it by.
@@ -27,7 +27,7 @@ class Keeping:
     def __init__(
         self,
         records: Records,
-        ledger: Ledger,
+        ledger: UsageLedger,
         wall: Callable[[], float],
         looks: Sequence[Work],
     ) -> None:
@@ -52,30 +52,32 @@ class Keeping:
 
     async def usage(self) -> Mapping[int, tuple[UsageRow, ...]]:
         """Tell what all keys have used, by day, up to this moment."""
-        kept = await self._records.all(USAGE)
-        return fold({**kept, **self._ledger.records()})
+        kept = await self._records.all(USAGE_KIND)
+        return rows_by_day({**kept, **self._ledger.records()})
 
     async def _flush(self) -> None:
         """Keep what was used since the last time."""
-        for day in self._ledger.unkept():
-            name, text = self._ledger.record(day)
+        for day in self._ledger.unsaved_days():
+            name, text = self._ledger.save(day)
             try:
-                await self._records.replace(USAGE, name, text)
+                await self._records.replace(USAGE_KIND, name, text)
             except BaseException:
-                self._ledger.lost(day)
+                self._ledger.mark_unsaved(day)
                 raise
         now_unix_s = self._wall()
-        self._ledger.forget(now_unix_s)
+        self._ledger.drop_saved_days(now_unix_s)
         # Each time, also with nothing to tidy: a store that was away is found to be well again.
-        records = await self._records.all(USAGE)
-        if self._tidied_on != (today := day_of(now_unix_s)) and self._records.fresh(USAGE):
+        records = await self._records.all(USAGE_KIND)
+        if self._tidied_on != (today := day_of(now_unix_s)) and self._records.is_current(
+            USAGE_KIND
+        ):
             await self._tidy(records, today)
             self._tidied_on = today
 
     async def _tidy(self, records: Mapping[str, str], today: int) -> None:
         """Keep one record for each day that is over, and none of days long ago."""
-        kept, over = tidied(records, today)
+        kept, over = compacted(records, today)
         for name, text in kept.items():
-            await self._records.replace(USAGE, name, text)
+            await self._records.replace(USAGE_KIND, name, text)
         for name in over:
-            await self._records.remove(USAGE, name)
+            await self._records.remove(USAGE_KIND, name)

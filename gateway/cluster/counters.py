@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from gateway.cluster.redis import RedisLink
-from gateway.cluster.worker_reports import RedisBoots
-from gateway.storage.counters import Key, nothing_owed
+from gateway.cluster.redis import RedisClient
+from gateway.cluster.worker_reports import SharedWorkerReports
+from gateway.storage.counters import CounterKey, no_pending
 from workers.protocol import WorkerReport
 
 _COUNTS = "paceline:{counts}:lives"
@@ -58,30 +58,30 @@ class _Life(NamedTuple):
 
     written: str
     told_ms: int
-    totals: Mapping[Key, int]
+    totals: Mapping[CounterKey, int]
 
 
-class RedisStore:
+class SharedCounters:
     """The store that gateways share. `exchange` is to be called about twice a second."""
 
-    def __init__(self, link: RedisLink, boots: RedisBoots) -> None:
+    def __init__(self, link: RedisClient, boots: SharedWorkerReports) -> None:
         self._link = link
         self._boots = boots
         self._exchange, self._fold, self._put_back = (
             link.script(lua) for lua in (_EXCHANGE, _FOLD, _PUT_BACK)
         )
-        self.owing: Callable[[], None] = nothing_owed
+        self.owing: Callable[[], None] = no_pending
         self._life = secrets.token_hex(8)
-        self._mine: Counter[Key] = Counter()
+        self._mine: Counter[CounterKey] = Counter()
         self._others: dict[str, _Life] = {}
         self._connections = -1
 
-    def count(self, tally: Mapping[Key, int]) -> None:
+    def add(self, tally: Mapping[CounterKey, int]) -> None:
         """Add to counts."""
         for key, amount in tally.items():
             self._mine[key] += amount
 
-    async def counts(self) -> Mapping[Key, int]:
+    async def counts(self) -> Mapping[CounterKey, int]:
         """Read all counts: this gateway's as of now, the others' as of the last exchange."""
         self.owing()
         counts = Counter(self._mine)
@@ -89,9 +89,9 @@ class RedisStore:
             counts.update(life.totals)
         return counts
 
-    async def keep_report(self, report: WorkerReport) -> None:
+    async def store_report(self, report: WorkerReport) -> None:
         """Keep a report unless a later one of that boot is already kept."""
-        self._boots.keep(report)
+        self._boots.store(report)
 
     async def reports(self) -> tuple[WorkerReport, ...]:
         """Read the last report of every boot, also of workers that are gone."""
@@ -102,7 +102,7 @@ class RedisStore:
         self.owing()
         life, text = self._life, _written(self._mine)
         connections = self._link.connections
-        now_ms, folded, known, told = await self._link.ask("counts", lambda: self._ask(life, text))
+        now_ms, folded, known, told = await self._link.call("counts", lambda: self._ask(life, text))
         if folded is not None:
             self._begin_anew(folded)
             return
@@ -129,7 +129,7 @@ class RedisStore:
         if lost:
             keys = [_COUNTS, *(_folded(name) for name in lost)]
             pairs = [text for name, one in lost.items() for text in (name, one.written)]
-            await self._link.ask("counts", lambda: self._put_back(keys, pairs))
+            await self._link.call("counts", lambda: self._put_back(keys, pairs))
 
     def _begin_anew(self, folded: _Life) -> None:
         """Go on under another name, without what others have folded of this life."""
@@ -151,7 +151,7 @@ class RedisStore:
         summed = f"[0,{_written(Counter(earlier.totals) + Counter(life.totals))}]"
         keys = [_COUNTS, _folded(name)]
         steps: list[str | int] = [name, life.written, earlier.written, summed, _FOLDED_KEPT_S]
-        if await self._link.ask("counts", lambda: self._fold(keys, steps)):
+        if await self._link.call("counts", lambda: self._fold(keys, steps)):
             del self._others[name]
             self._others[_EARLIER] = _read(summed)
 
@@ -160,7 +160,7 @@ def _folded(life: str) -> str:
     return f"paceline:{{counts}}:folded:{life}"
 
 
-def _written(totals: Mapping[Key, int]) -> str:
+def _written(totals: Mapping[CounterKey, int]) -> str:
     return json.dumps([[list(key), amount] for key, amount in totals.items()])
 
 

@@ -10,7 +10,7 @@ import json
 import secrets
 from collections.abc import Sequence
 
-from gateway.cluster.redis import RedisLink
+from gateway.cluster.redis import RedisClient
 from gateway.routing.prefix_affinity import KEYS_KEPT, NEWS_KEPT, Claim, PrefixIndex
 
 _NEWS = "paceline:{prefixes}:news"
@@ -34,10 +34,10 @@ return {now, redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], '+')}
 """
 
 
-class RedisPrefixes:
+class SharedPrefixClaims:
     """The claims that gateways share. Only one task calls `exchange`."""
 
-    def __init__(self, link: RedisLink, prefixes: PrefixIndex) -> None:
+    def __init__(self, link: RedisClient, prefixes: PrefixIndex) -> None:
         self._link = link
         self._prefixes = prefixes
         self._exchange = link.script(_EXCHANGE)
@@ -52,7 +52,7 @@ class RedisPrefixes:
         self._untold = [*self._untold, *self._prefixes.take_news()][-NEWS_KEPT:]
         news = [json.dumps(claim) for claim in self._untold]
         anew = self._connections != self._link.connections  # perhaps another Redis
-        now_ms, entries = await self._link.ask(
+        now_ms, entries = await self._link.call(
             "prefixes", lambda: self._ask("" if anew else self._last, news)
         )
         self._untold = []

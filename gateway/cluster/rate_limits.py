@@ -12,8 +12,8 @@ import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 
-from gateway.auth.rate_limits import RateLimiter, Used
-from gateway.cluster.redis import RedisLink
+from gateway.auth.rate_limits import AdmittedTotals, RateLimiter
+from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
 
 _USED = "paceline:{limits}:used"
@@ -42,16 +42,16 @@ return 1
 # Who starts while Redis is away does not know; nobody shares with less than two.
 _GATEWAYS_UNKNOWN = 2
 _LIVES_KEPT = 64
-_UNUSED = Used(0, 0, 0, 0, 0, 0)
-_Life = Mapping[str, Used]
+_UNUSED = AdmittedTotals(0, 0, 0, 0, 0, 0)
+_Life = Mapping[str, AdmittedTotals]
 
 
-class RedisLimits:
+class SharedRateLimits:
     """The limits that gateways share. `clock` is monotonic; only one task calls `exchange`."""
 
     def __init__(
         self,
-        link: RedisLink,
+        link: RedisClient,
         allowances: Callable[[], Iterable[tuple[str, RateLimiter]]],
         clock: Callable[[], float],
     ) -> None:
@@ -60,7 +60,7 @@ class RedisLimits:
         self._clock = clock
         self._exchange, self._leave = link.script(_EXCHANGE), link.script(_LEAVE)
         self._life = secrets.token_hex(8)
-        self._seen: dict[str, dict[str, Used]] = {}
+        self._seen: dict[str, dict[str, AdmittedTotals]] = {}
         """What other lives had let in when they were last heard of."""
         self._begun = False
         self._away = False
@@ -69,10 +69,10 @@ class RedisLimits:
 
     async def exchange(self) -> None:
         """Tell what was let in, take off what others let in; away from Redis, allow a share."""
-        used = {name: allowance.used() for name, allowance in self._allowances()}
+        used = {name: allowance.admitted() for name, allowance in self._allowances()}
         told = json.dumps({name: one for name, one in used.items() if any(one)})
         try:
-            alive, lives = await self._link.ask("limits", lambda: self._ask(told))
+            alive, lives = await self._link.call("limits", lambda: self._ask(told))
         except RecordsUnwritable:
             self._away = True
             self._share(self.gateways or _GATEWAYS_UNKNOWN)
@@ -85,7 +85,7 @@ class RedisLimits:
 
     async def leave(self) -> None:
         """Let the others have this gateway's part at once."""
-        await self._link.ask("limits", lambda: self._leave([_USED, _SEEN], [self._life]))
+        await self._link.call("limits", lambda: self._leave([_USED, _SEEN], [self._life]))
 
     async def _ask(self, told: str) -> tuple[frozenset[str], dict[str, _Life]]:
         arguments: list[str | int] = [self._life, told, _ALIVE_MS, _KEPT_MS]
@@ -96,7 +96,7 @@ class RedisLimits:
     def _share(self, gateways: int) -> None:
         now_s = self._clock()
         for _, allowance in self._allowances():
-            allowance.share(gateways, now_s)
+            allowance.divide(gateways, now_s)
 
     def _take(self, lives: Mapping[str, _Life], alive: frozenset[str], *, minute: bool) -> None:
         now_s = self._clock()
@@ -107,14 +107,14 @@ class RedisLimits:
                 self._seen[life].update(lives[life])
         for name, allowance in self._allowances():
             running = reserved = 0
-            day = allowance.used().day
+            day = allowance.admitted().day
             for life, keys in lives.items():
                 if (now := keys.get(name)) is None:
                     continue
                 before = self._seen[life].get(name, _UNUSED)
                 self._seen[life][name] = now
                 same_day = before.day == now.day
-                allowance.charge(
+                allowance.charge_remote(
                     now.requests - before.requests if minute else 0,
                     now.tokens - before.tokens if minute else 0,
                     now.day,
@@ -124,14 +124,16 @@ class RedisLimits:
                 if life in alive:
                     running += now.running
                     reserved += now.reserved if now.day == day else 0
-            allowance.hold_elsewhere(running, reserved)
+            allowance.set_remote_load(running, reserved)
         while len(self._seen) > _LIVES_KEPT:
             del self._seen[next(iter(self._seen))]
 
 
-def _read(text: str) -> dict[str, Used]:
+def _read(text: str) -> dict[str, AdmittedTotals]:
     """Read what a life has let in; raise `ValueError` where it is none."""
     try:
-        return {name: Used(*map(int, counts)) for name, counts in json.loads(text).items()}
+        return {
+            name: AdmittedTotals(*map(int, counts)) for name, counts in json.loads(text).items()
+        }
     except (AttributeError, TypeError):
         raise ValueError("not the use of a gateway") from None

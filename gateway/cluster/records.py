@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from gateway.cluster.redis import RedisLink
+from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
-from gateway.storage.records import Shelf, Shelves, only_writer, read_shelves, write_shelves
+from gateway.storage.records import Texts, TextsByKind, exclusive_writer, read_file, write_file
 
 log = logging.getLogger(__name__)
 
@@ -94,26 +94,26 @@ class RedisRecords:
 
     remote = True
 
-    def __init__(self, link: RedisLink, folder: Path) -> None:
+    def __init__(self, link: RedisClient, folder: Path) -> None:
         self._link = link
         self._read, self._add, self._replace, self._remove, self._put_back = (
             link.script(lua) for lua in (_READ, _ADD, _REPLACE, _REMOVE, _PUT_BACK)
         )
-        self._copy = folder / f"shared-{link.digest}.json"
+        self._copy = folder / f"shared-{link.address_digest}.json"
         self._known = {kind: _Known(_numbered(one)) for kind, one in _from(self._copy).items()}
         self._looking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._copying: asyncio.Task[None] | None = None
         self._copy_is_old = False
 
-    def fresh(self, kind: str) -> bool:
+    def is_current(self, kind: str) -> bool:
         """Say whether `all` tells what is kept, or was in this life; not what a file remembers."""
         return kind in self._known and self._known[kind].fresh
 
     async def all(self, kind: str) -> Mapping[str, str]:
         """Read all records of a kind by name, oldest first, or what was last known of them."""
-        if not self._link.away:
+        if not self._link.unreachable:
             look = asyncio.create_task(self._look_in_turn(kind), name=f"look at {kind}")
-            if self.fresh(kind):
+            if self.is_current(kind):
                 await self._link.waited(look)  # an admin may be waiting
             else:
                 await look  # nobody is served yet by what was never read
@@ -141,7 +141,7 @@ class RedisRecords:
         """Read what has changed, and put back what Redis has lost."""
         part, known = f"records of {kind}", self._known.get(kind, _Known({}))
         connections = self._link.connections
-        turn, told = await self._link.ask(part, lambda: self._news(kind, known.turn))
+        turn, told = await self._link.call(part, lambda: self._news(kind, known.turn))
         if told is None:
             self._known[kind] = known._replace(connections=connections, fresh=True)
             return
@@ -152,7 +152,7 @@ class RedisRecords:
         # It is known from here on, also where it cannot be put back.
         self._known[kind] = _Known({**lost, **told}, "", known.connections, fresh=True)
         if lost:
-            await self._link.ask(part, lambda: self._return(kind, lost))
+            await self._link.call(part, lambda: self._return(kind, lost))
             log.warning("redis.put_back kind=%s records=%d", kind, len(lost))
         records = {**lost, **told}
         self._known[kind] = _Known(records, turn, connections, fresh=True)
@@ -175,7 +175,7 @@ class RedisRecords:
         pairs = [text for name, one in lost.items() for text in (name, one.written())]
         await self._put_back([_key(kind)], pairs)
 
-    def _texts(self, kind: str) -> Shelf:
+    def _texts(self, kind: str) -> Texts:
         known = self._known.get(kind, _Known({}))
         in_order = sorted(known.records.items(), key=lambda item: item[1].place)
         return {name: record.text for name, record in in_order}
@@ -190,9 +190,9 @@ class RedisRecords:
             except (OSError, ValueError) as error:
                 log.warning("redis.no_copy why=%s", type(error).__name__)
 
-    def _write_copy(self, shelves: Shelves) -> None:
-        with only_writer(self._copy):
-            write_shelves(self._copy, shelves)
+    def _write_copy(self, shelves: TextsByKind) -> None:
+        with exclusive_writer(self._copy):
+            write_file(self._copy, shelves)
 
 
 def _key(kind: str) -> str:
@@ -209,14 +209,14 @@ def _read_one(text: str) -> _Record:
     return _Record(int(match[1]), match[2]) if match else _Record(0, json.dumps(text))
 
 
-def _numbered(shelf: Shelf) -> dict[str, _Record]:
+def _numbered(shelf: Texts) -> dict[str, _Record]:
     return {name: _Record(place, text) for place, (name, text) in enumerate(shelf.items())}
 
 
-def _from(copy: Path) -> Shelves:
+def _from(copy: Path) -> TextsByKind:
     """Read the copy; one that cannot be read is none."""
     try:
-        return read_shelves(copy)
+        return read_file(copy)
     except (OSError, ValueError):
         log.warning("redis.copy_unreadable file=%s", copy)
         return {}

@@ -49,7 +49,7 @@ _FAILURES = (RedisError, ValueError, *_UNREACHABLE)
 Answer = TypeVar("Answer")
 
 
-class RedisLink:
+class RedisClient:
     """The client of one Redis, and how it is with it. Opens nothing before the first question."""
 
     def __init__(self, url: str) -> None:
@@ -58,7 +58,7 @@ class RedisLink:
                 url,
                 decode_responses=True,
                 # With one, every question is sent under `asyncio.wait_for`, which before Python
-                # 3.12 may swallow that its task is cancelled. `ask` and `edit` have the deadline.
+                # 3.12 may swallow that its task is cancelled. `call` and `edit` have the deadline.
                 socket_timeout=None,
                 socket_connect_timeout=DEADLINE_S,
                 # Whoever asks asks again with its next turn; a retry here would only be late.
@@ -77,15 +77,15 @@ class RedisLink:
         what it held."""
         given = pool.connection_kwargs
         place = [str(given.get(name, "")) for name in ("host", "port", "path", "db")]
-        self.digest = hashlib.sha256("|".join(place).encode()).hexdigest()[:12]
+        self.address_digest = hashlib.sha256("|".join(place).encode()).hexdigest()[:12]
         """Names the place of this Redis, without any secret."""
         self._troubles: dict[str, str] = {}
         self._late: set[asyncio.Task[Any]] = set()
-        self.away = False
+        self.unreachable = False
         """It did not answer the last question at all. The turns of sharing go on asking."""
 
     @property
-    def why(self) -> str:
+    def problem(self) -> str:
         """Say in one sentence what was found wrong last; empty where nothing is."""
         return next(reversed(self._troubles.values()), "")
 
@@ -98,7 +98,7 @@ class RedisLink:
         """Prepare a script; Redis is told of it where it does not know it (any more)."""
         return self.redis.register_script(lua)
 
-    async def ask(self, part: str, question: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def call(self, part: str, question: Callable[[], Awaitable[Answer]]) -> Answer:
         """Ask on behalf of a part; raise `RecordsUnwritable` where no good answer comes in time.
 
         A question reads its answer too, and raises `ValueError` for one that makes no sense.
@@ -107,10 +107,10 @@ class RedisLink:
             async with asyncio.timeout(DEADLINE_S):
                 answer = await question()
         except _FAILURES as error:
-            self.away = isinstance(error, _UNREACHABLE)
+            self.unreachable = isinstance(error, _UNREACHABLE)
             self._note(part, _sentence(error))
             raise RecordsUnwritable from None
-        self.away = False
+        self.unreachable = False
         self._note(part, "")
         return answer
 
@@ -119,7 +119,7 @@ class RedisLink:
 
         What is not answered in that time may be kept all the same: raise `WriteUnconfirmed`.
         """
-        if self.away:
+        if self.unreachable:
             raise RecordsUnwritable
         asking = asyncio.create_task(_answer(question), name="edit of records")
         try:
@@ -152,7 +152,7 @@ class RedisLink:
                     return True
                 # Perhaps the answer lies there, and it was this process that did not get on.
                 await asyncio.sleep(0)
-            self.away = True
+            self.unreachable = True
             return False
         finally:
             if not asking.done():

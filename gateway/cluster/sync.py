@@ -13,11 +13,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
-from gateway.cluster.counters import RedisStore
-from gateway.cluster.prefix_claims import RedisPrefixes
-from gateway.cluster.rate_limits import RedisLimits
-from gateway.cluster.redis import RedisLink
-from gateway.cluster.worker_reports import RedisBoots
+from gateway.cluster.counters import SharedCounters
+from gateway.cluster.prefix_claims import SharedPrefixClaims
+from gateway.cluster.rate_limits import SharedRateLimits
+from gateway.cluster.redis import RedisClient
+from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.errors import RecordsUnwritable
 from gateway.fleet.health import Control
 from gateway.fleet.registry import WorkerRegistry
@@ -36,7 +36,7 @@ class PeerWorkers:
 
     def __init__(
         self,
-        boots: RedisBoots,
+        boots: SharedWorkerReports,
         fleet: WorkerRegistry,
         dispatch: Scheduler,
         control: Control,
@@ -104,20 +104,20 @@ class PeerWorkers:
 TURN_S = 0.5
 
 
-class Shared(NamedTuple):
+class SharedState(NamedTuple):
     """All that is shared over one Redis."""
 
-    link: RedisLink
-    store: RedisStore
-    boots: RedisBoots
-    limits: RedisLimits
-    prefixes: RedisPrefixes
+    link: RedisClient
+    store: SharedCounters
+    boots: SharedWorkerReports
+    limits: SharedRateLimits
+    prefixes: SharedPrefixClaims
 
 
 class ClusterSync:
     """The context in which a gateway shares; without Redis it does nothing."""
 
-    def __init__(self, shared: Shared | None, neighbours: PeerWorkers | None) -> None:
+    def __init__(self, shared: SharedState | None, neighbours: PeerWorkers | None) -> None:
         self._shared = shared
         works: tuple[Work, ...] = ()
         if shared is not None and neighbours is not None:
@@ -131,19 +131,19 @@ class ClusterSync:
         # That records are unwritable the link tells, and how it is with Redis stands in the state.
         self._turns = PeriodicTasks([(work, TURN_S) for work in works], untold=(RecordsUnwritable,))
 
-    def told(self) -> dict[str, Any]:
+    def status(self) -> dict[str, Any]:
         """Tell, for `/v1/status`, where state is kept and how it is with that."""
         if self._shared is None:
             return {"kind": "memory", "state": "ok", "why": "", "gateways": 1}
         link = self._shared.link
         state = "degraded" if link.degraded else "ok"
         gateways = self._shared.limits.gateways
-        return {"kind": "redis", "state": state, "why": link.why, "gateways": gateways}
+        return {"kind": "redis", "state": state, "why": link.problem, "gateways": gateways}
 
     @property
-    def why_degraded(self) -> str:
+    def problem(self) -> str:
         """Say what is wrong with what is shared; empty where nothing is."""
-        return "" if self._shared is None else self._shared.link.why
+        return "" if self._shared is None else self._shared.link.problem
 
     async def __aenter__(self) -> Self:
         await self._turns.__aenter__()

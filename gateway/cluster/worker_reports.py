@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from gateway.cluster.redis import RedisLink
-from gateway.storage.counters import BOOTS_KEPT, EARLIER_BOOTS, folded, progress
+from gateway.cluster.redis import RedisClient
+from gateway.storage.counters import EARLIER_BOOTS, MAX_BOOTS, progress, sum_reports
 from workers.protocol import WorkerReport
 
 _BOOTS = "paceline:{fleet}:boots"
@@ -97,10 +97,10 @@ class Heard(NamedTuple):
     """Since its last heartbeat; None where it said goodbye."""
 
 
-class RedisBoots:
+class SharedWorkerReports:
     """The boots that gateways share. Only one task calls `exchange`."""
 
-    def __init__(self, link: RedisLink) -> None:
+    def __init__(self, link: RedisClient) -> None:
         self._link = link
         self._exchange, self._fold, self._put_back = (
             link.script(lua) for lua in (_EXCHANGE, _FOLD, _PUT_BACK)
@@ -115,7 +115,7 @@ class RedisBoots:
         """When the hash began, and how many boots were folded away in it."""
         self._connections = -1
 
-    def keep(self, report: WorkerReport) -> None:
+    def store(self, report: WorkerReport) -> None:
         """Keep a report unless a later one of that boot is already kept, or it was folded."""
         if _name(report) in self._folded:
             return
@@ -146,7 +146,7 @@ class RedisBoots:
             body = ("0", "") if report is None else (progress(report), report.model_dump_json())
             arguments += [name, body[0], ages.get(name, _NO_BEAT_MS), body[1]]
         connections = self._link.connections
-        now_ms, mark, whole, heard = await self._link.ask("workers", lambda: self._ask(arguments))
+        now_ms, mark, whole, heard = await self._link.call("workers", lambda: self._ask(arguments))
         for name, report in sent.items():
             if self._mine.get(name) is report:
                 del self._mine[name]
@@ -179,9 +179,9 @@ class RedisBoots:
         boots = {name: boot for name, boot in read.items() if boot is not None}
         return now_ms, mark, bool(whole), boots
 
-    def _forget(self, folded: Iterable[str]) -> None:
+    def _forget(self, sum_reports: Iterable[str]) -> None:
         """Count nothing more of boots that were folded."""
-        self._folded |= dict.fromkeys(folded)
+        self._folded |= dict.fromkeys(sum_reports)
         for name in tuple(self._folded)[:-_FOLDED_KNOWN]:
             del self._folded[name]
 
@@ -190,7 +190,7 @@ class RedisBoots:
         self._boots = {**lost, **self._boots}
         self._mark = ""
         pairs = [text for name, boot in lost.items() for text in (name, boot.written)]
-        await self._link.ask("workers", lambda: self._put_back([_BOOTS], pairs))
+        await self._link.call("workers", lambda: self._put_back([_BOOTS], pairs))
 
     async def _fold_one(self) -> None:
         """Add the oldest boot of a worker to the sum of its earlier ones where it has too many."""
@@ -198,17 +198,17 @@ class RedisBoots:
         for name, boot in sorted(self._boots.items(), key=lambda item: item[1].began_ms):
             if not boot.report.boot_id.startswith(EARLIER_BOOTS):
                 by_worker.setdefault(boot.report.worker_id, []).append(name)
-        crowded = [names for names in by_worker.values() if len(names) > BOOTS_KEPT]
+        crowded = [names for names in by_worker.values() if len(names) > MAX_BOOTS]
         if not crowded:
             return
         oldest = self._boots[crowded[0][0]]
         boot_id = f"{EARLIER_BOOTS}:{oldest.report.model}"
         sum_name = f"{oldest.report.worker_id}/{boot_id}"
         earlier = self._boots.get(sum_name)
-        summed = folded(earlier.report if earlier else None, oldest.report, boot_id)
+        summed = sum_reports(earlier.report if earlier else None, oldest.report, boot_id)
         text = f"[{progress(summed)},0,0,{summed.model_dump_json()}]"
         steps = [crowded[0][0], oldest.written, sum_name, earlier.written if earlier else "", text]
-        await self._link.ask("workers", lambda: self._fold([_BOOTS, _FOLDED], steps))
+        await self._link.call("workers", lambda: self._fold([_BOOTS, _FOLDED], steps))
 
 
 def _only_folded(before: str, mark: str) -> bool:

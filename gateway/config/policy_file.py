@@ -7,8 +7,14 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from gateway.config.policy_store import PolicyStore, Source
-from gateway.config.policy_versions import Proposal, Reason, Signature, all_told, propose_yaml
+from gateway.config.policy_store import PolicySource, PolicyStore
+from gateway.config.policy_versions import (
+    Attribution,
+    Proposal,
+    Reason,
+    problems_text,
+    propose_yaml,
+)
 from gateway.errors import StartupError
 from policies.document import PolicyInvalid, Problem, shipped_policy
 
@@ -16,21 +22,21 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 _LIMIT_BYTES = 1024 * 1024
-_BY_FILE = Signature("file", "the policy file says so")
-_SHIPPED = Signature("paceline", "the policy that comes with Paceline")
+_BY_FILE = Attribution("file", "the policy file says so")
+_SHIPPED = Attribution("paceline", "the policy that comes with Paceline")
 
 
-def read_source(file: Path | None) -> Source:
+def read_source(file: Path | None) -> PolicySource:
     """Read the policy file, or what is shipped where there is none.
 
     Raise `StartupError` with the file, and the line and field of all that is wrong in it.
     """
     if file is None:
-        return Source(Proposal.of(shipped_policy()), Reason.START, _SHIPPED)
+        return PolicySource(Proposal.of(shipped_policy()), Reason.START, _SHIPPED)
     try:
-        return Source(_Look.at(file).proposal(), Reason.FILE, _BY_FILE)
+        return PolicySource(_Look.at(file).proposal(), Reason.FILE, _BY_FILE)
     except PolicyInvalid as invalid:
-        raise StartupError(f"The policy {file} is not usable: {all_told(invalid)}.") from None
+        raise StartupError(f"The policy {file} is not usable: {problems_text(invalid)}.") from None
 
 
 class _Look(NamedTuple):
@@ -83,9 +89,9 @@ class PolicyWatch:
         """Take what the file says, or say aloud why not."""
         try:
             proposal = await asyncio.to_thread(look.proposal)
-            await self._book.take(proposal, Reason.FILE, _BY_FILE)
+            await self._book.apply_source(proposal, Reason.FILE, _BY_FILE)
         except PolicyInvalid as invalid:
-            self.problem = all_told(invalid)
+            self.problem = problems_text(invalid)
             log.error("policy.refused file=%s problems=%s", self._file, self.problem)
         else:
             self.problem = ""

@@ -16,13 +16,13 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 from gateway.config.policy_versions import (
+    Attribution,
+    PolicyVersion,
     Proposal,
     Reason,
-    Signature,
-    Version,
-    all_told,
-    brings_news,
-    check_fits,
+    check_workers,
+    is_new,
+    problems_text,
     propose,
 )
 from gateway.config.static_workers import ListedWorker
@@ -32,7 +32,7 @@ from policies.document import PolicyDocument, PolicyInvalid, Problem
 
 log = logging.getLogger(__name__)
 
-KIND = "policy"
+POLICY_KIND = "policy"
 """Of these records; the name of each is its number."""
 Now = Callable[[], float]
 """Seconds since 1970: versions tell people when they were made."""
@@ -53,7 +53,7 @@ class PolicyStore:
         records: Records,
         workers: Sequence[ListedWorker],
         now: Now,
-        version: Version,
+        version: PolicyVersion,
         policy: PolicyDocument,
         *,
         warnings: Warnings,
@@ -70,86 +70,90 @@ class PolicyStore:
 
     def check(self, proposal: Proposal) -> None:
         """Raise `PolicyInvalid` where a policy cannot be in force at this gateway."""
-        check_fits(proposal, self._workers)
+        check_workers(proposal, self._workers)
 
-    async def expect(self, etags: Collection[str]) -> Version:
+    async def require_version(self, etags: Collection[str]) -> PolicyVersion:
         """Return the version in force; raise `VersionConflict` where it has none of these tags."""
         if self.version.etag not in etags:
-            await self.catch_up()  # who edits may have asked another gateway, which was ahead
+            await self.refresh()  # who edits may have asked another gateway, which was ahead
         if self.version.etag not in etags:
             raise self._overtaken()
         return self.version
 
     async def apply(
-        self, proposal: Proposal, reason: Reason, signature: Signature, *, onto: Version
-    ) -> Version:
+        self, proposal: Proposal, reason: Reason, signature: Attribution, *, onto: PolicyVersion
+    ) -> PolicyVersion:
         """Put a policy in force in place of this version; raise `VersionConflict`."""
         if onto.etag != self.version.etag:
             raise self._overtaken()
         return await self._add(proposal, reason, signature, onto)
 
-    async def take(self, proposal: Proposal, reason: Reason, signature: Signature) -> None:
+    async def apply_source(
+        self, proposal: Proposal, reason: Reason, signature: Attribution
+    ) -> None:
         """Put in force what the policy file says, where that is news."""
-        while brings_news(versions := await self.versions(), proposal.document, reason):
+        while is_new(versions := await self.versions(), proposal.document, reason):
             last = max((self.version, *versions), key=lambda version: version.number)
             try:
                 await self._add(proposal, reason, signature, last)
             except VersionConflict:  # another gateway, which may have read the same file
                 continue
 
-    async def versions(self) -> tuple[Version, ...]:
+    async def versions(self) -> tuple[PolicyVersion, ...]:
         """Read all versions, oldest first."""
         with _legible():
             return await read_versions(self._records)
 
-    async def find(self, number: int) -> Version:
+    async def read_version(self, number: int) -> PolicyVersion:
         """Find a version by its number; raise `VersionUnknown`."""
         for version in await self.versions():
             if version.number == number:
                 return version
         raise VersionUnknown(number)
 
-    async def catch_up(self) -> None:
+    async def refresh(self) -> None:
         """Follow the records, where another gateway has added to them."""
-        kept = await self._records.all(KIND)
-        if not kept and self._records.fresh(KIND):
+        kept = await self._records.all(POLICY_KIND)
+        if not kept and self._records.is_current(POLICY_KIND):
             await self._begin()
             return
         with _legible():
             number = max((int(name) for name in kept), default=0)
             if number <= self.version.number or number == self._unusable:
                 return
-            version = Version.read(kept[str(number)])
+            version = PolicyVersion.from_json(kept[str(number)])
         try:
             proposal = await asyncio.to_thread(propose, version.document)
             self.check(proposal)
         except PolicyInvalid as invalid:
             self._unusable = number
-            log.error("policy.unusable version=%d problems=%s", number, all_told(invalid))
+            log.error("policy.unusable version=%d problems=%s", number, problems_text(invalid))
         else:
             self._turn_to(version, proposal.policy)
 
     async def _begin(self) -> None:
         """Add what is in force as the first version: at the start it could not be kept."""
-        begun, signature = self.version, Signature(self.version.author, self.version.note)
-        first = Version.after(None, begun.document, begun.reason, signature, begun.time)
+        begun, signature = self.version, Attribution(self.version.author, self.version.note)
+        first = PolicyVersion.following(None, begun.document, begun.reason, signature, begun.time)
         if begun.number < first.number and await self._records.add(
-            KIND, str(first.number), first.written()
+            POLICY_KIND, str(first.number), first.to_json()
         ):
             self._turn_to(first, self.current)
 
     async def _add(
-        self, proposal: Proposal, reason: Reason, signature: Signature, last: Version
-    ) -> Version:
+        self, proposal: Proposal, reason: Reason, signature: Attribution, last: PolicyVersion
+    ) -> PolicyVersion:
         """Add the version that follows another, unless somebody else has.
 
         Where nobody hears the end of it (a disk that hangs, a caller that leaves) it is kept, and
-        `catch_up` finds it, or it never was.
+        `refresh` finds it, or it never was.
         """
         self.check(proposal)
-        version = Version.after(last, proposal.document, reason, signature, _utc(self._now()))
-        if not await self._records.add(KIND, str(version.number), version.written()):
-            await self.catch_up()
+        version = PolicyVersion.following(
+            last, proposal.document, reason, signature, _utc(self._now())
+        )
+        if not await self._records.add(POLICY_KIND, str(version.number), version.to_json()):
+            await self.refresh()
             raise self._overtaken()
         self._turn_to(version, proposal.policy)
         return version
@@ -157,7 +161,7 @@ class PolicyStore:
     def _overtaken(self) -> VersionConflict:
         return VersionConflict(self.version.number, self.version.author)
 
-    def _turn_to(self, version: Version, policy: PolicyDocument) -> None:
+    def _turn_to(self, version: PolicyVersion, policy: PolicyDocument) -> None:
         """Put a version in force, unless a later one is."""
         if version.number > self.version.number:
             self.current, self.version = policy, version
@@ -166,18 +170,18 @@ class PolicyStore:
                 log.warning("policy.warning version=%d what=%s", version.number, warning.sentence)
 
 
-class Source(NamedTuple):
+class PolicySource(NamedTuple):
     """What a gateway is told at its start to be its policy: by a file, or by what is shipped."""
 
     proposal: Proposal
     reason: Reason
-    signature: Signature
+    signature: Attribution
 
 
-async def open_book(
+async def open_policy_store(
     records: Records,
     workers: Sequence[ListedWorker],
-    source: Source,
+    source: PolicySource,
     now: Now,
     warnings: Warnings = no_warnings,
 ) -> PolicyStore:
@@ -187,12 +191,12 @@ async def open_book(
     """
     versions = await read_versions(records)
     if not versions:
-        check_fits(source.proposal, workers)
-        first = Version.after(
+        check_workers(source.proposal, workers)
+        first = PolicyVersion.following(
             None, source.proposal.document, source.reason, source.signature, _utc(now())
         )
         try:
-            added = await records.add(KIND, str(first.number), first.written())
+            added = await records.add(POLICY_KIND, str(first.number), first.to_json())
         except RecordsUnwritable:
             if not records.remote:
                 raise
@@ -205,12 +209,12 @@ async def open_book(
             )
         versions = await read_versions(records)  # another gateway begins at the same moment
     newest = versions[-1]
-    if brings_news(versions, source.proposal.document, source.reason):
+    if is_new(versions, source.proposal.document, source.reason):
         # What is about to be replaced need not be good: a new file is the way out of a bad one.
         book = PolicyStore(records, workers, now, newest, source.proposal.policy, warnings=warnings)
         try:
-            await book.take(*source)
-            await book.catch_up()
+            await book.apply_source(*source)
+            await book.refresh()
             return book
         except RecordsUnwritable:
             if not records.remote:
@@ -218,14 +222,14 @@ async def open_book(
             if source.reason is Reason.FILE:
                 return book  # in force; the watch takes it as soon as it can be kept
     kept = propose(newest.document)
-    check_fits(kept, workers)
+    check_workers(kept, workers)
     return PolicyStore(records, workers, now, newest, kept.policy, warnings=warnings)
 
 
-async def read_versions(records: Records) -> tuple[Version, ...]:
+async def read_versions(records: Records) -> tuple[PolicyVersion, ...]:
     """Read all versions that are kept, oldest first; raise `ValueError` for a damaged one."""
-    kept = await records.all(KIND)
-    versions = [Version.read(text) for text in kept.values()]
+    kept = await records.all(POLICY_KIND)
+    versions = [PolicyVersion.from_json(text) for text in kept.values()]
     if [str(version.number) for version in versions] != list(kept):
         raise ValueError("a version under another's number")
     return tuple(sorted(versions, key=lambda version: version.number))

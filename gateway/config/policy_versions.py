@@ -50,7 +50,7 @@ def propose_yaml(text: str) -> Proposal:
     return Proposal.of(parse_policy(text, _SOURCE))
 
 
-def check_fits(proposal: Proposal, workers: Sequence[ListedWorker]) -> None:
+def check_workers(proposal: Proposal, workers: Sequence[ListedWorker]) -> None:
     """Raise `PolicyInvalid` where workers are listed for pools that the policy does not have.
 
     In force it would stop the next start.
@@ -60,7 +60,7 @@ def check_fits(proposal: Proposal, workers: Sequence[ListedWorker]) -> None:
         raise PolicyInvalid(_SOURCE, tuple(problems))
 
 
-def all_told(invalid: PolicyInvalid) -> str:
+def problems_text(invalid: PolicyInvalid) -> str:
     """Tell in one line all that is wrong, without where it was read from."""
     return "; ".join(map(str, invalid.problems))
 
@@ -78,7 +78,7 @@ class Reason(StrEnum):
     """An admin who went back to what an earlier version says."""
 
 
-class Signature(NamedTuple):
+class Attribution(NamedTuple):
     """Who made a version, as they say themselves, and what for."""
 
     author: str
@@ -86,7 +86,7 @@ class Signature(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Version:
+class PolicyVersion:
     """One version of the policy; once it is kept it never changes."""
 
     number: int
@@ -100,12 +100,12 @@ class Version:
     document: Document
 
     @classmethod
-    def after(
+    def following(
         cls,
-        last: Version | None,
+        last: PolicyVersion | None,
         document: Document,
         reason: Reason,
-        signature: Signature,
+        signature: Attribution,
         time: str,
     ) -> Self:
         """Make the version that follows another, or the first one."""
@@ -124,27 +124,27 @@ class Version:
         )
 
     @classmethod
-    def read(cls, text: str) -> Version:
+    def from_json(cls, text: str) -> PolicyVersion:
         """Read a version as it was kept; raise `ValueError`."""
         try:
             return _VERSION.validate_json(text)
         except ValidationError:
             raise ValueError("not a version of a policy") from None
 
-    def written(self) -> str:
+    def to_json(self) -> str:
         """Write it as it is kept."""
         return json.dumps(asdict(self))
 
-    def told(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Tell of it as JSON, without what it says."""
         return {name: getattr(self, name) for name in _TOLD}
 
 
 _TOLD = ("number", "etag", "author", "time", "note", "reason")
-_VERSION = TypeAdapter(Version)
+_VERSION = TypeAdapter(PolicyVersion)
 
 
-def brings_news(versions: Sequence[Version], document: Document, reason: Reason) -> bool:
+def is_new(versions: Sequence[PolicyVersion], document: Document, reason: Reason) -> bool:
     """Say whether what is read from the file, or shipped, must become the next version.
 
     A file is news once it says something else than when it was last read: so an admin's edit stays

@@ -85,7 +85,7 @@ class Cordons:
             log.info("worker.cordoned worker=%s by=%r", worker_id, author)
         await self.refresh()
 
-    async def lift(self, worker_id: str, author: str) -> None:
+    async def remove(self, worker_id: str, author: str) -> None:
         """Let a worker have requests again, whoever cordoned it; raise `WorkerUnknown`."""
         await self.refresh()  # at another gateway, perhaps just now
         if worker_id not in self._known():

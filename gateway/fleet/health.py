@@ -23,7 +23,7 @@ from gateway.errors import WorkerIdTaken
 from gateway.fleet.registry import BEAT_S, WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.upstream import certificate_authorities
-from gateway.storage.counters import Store
+from gateway.storage.counters import CounterStore
 from workers.protocol import WorkerReport
 
 ATTEMPTS = 2
@@ -54,7 +54,7 @@ REFRESH_TIMEOUT_S = 0.5
 class Control:
     """The control calls to workers. An async context: it holds the connections."""
 
-    def __init__(self, settings: Settings, fleet: WorkerRegistry, store: Store) -> None:
+    def __init__(self, settings: Settings, fleet: WorkerRegistry, store: CounterStore) -> None:
         self._fleet = fleet
         self._store = store
         token = settings.join_token
@@ -89,7 +89,7 @@ class Control:
         for report in reports:
             if report is not None:
                 self._fleet.refresh(report)
-                await self._store.keep_report(report)
+                await self._store.store_report(report)
 
     async def knock_at(self, worker_id: str) -> None:
         """Ask one worker how it is, by its name; nobody asks those that are listed by hand."""
@@ -103,7 +103,7 @@ class Control:
         if report is None:
             return False
         self._fleet.vouch(report)
-        await self._store.keep_report(report)
+        await self._store.store_report(report)
         return True
 
     async def _ask(self, worker: WorkerReport) -> WorkerReport | None:
@@ -133,7 +133,7 @@ class Probes:
         keys: Mapping[str, str],
         fleet: WorkerRegistry,
         dispatch: Scheduler,
-        store: Store,
+        store: CounterStore,
     ) -> None:
         self._workers = workers
         self._keys = keys
@@ -173,7 +173,7 @@ class Probes:
                 except WorkerIdTaken:
                     trouble = "another worker that joined has its id"
                 else:
-                    await self._store.keep_report(worker.report)
+                    await self._store.store_report(worker.report)
                     self._dispatch.wake()
             self._tell(worker, trouble)
             await asyncio.sleep(BEAT_S)

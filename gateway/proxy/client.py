@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gateway.auth.api_keys import Holder
+from gateway.auth.api_keys import ApiKey
 from gateway.errors import FieldInvalid
 from gateway.http.downstream import Scope, header
 from gateway.types import Caller
@@ -16,7 +16,7 @@ PRIORITY_HEADER = "x-paceline-priority"
 _VALUE_LIMIT_BYTES = 128
 
 
-def read_caller(scope: Scope, policy: PolicyDocument, holder: Holder) -> Caller:
+def read_caller(scope: Scope, policy: PolicyDocument, holder: ApiKey) -> Caller:
     """Read who asks; raise `FieldInvalid` for a priority that policy or key do not let them have.
 
     All requests of a key share one place in line, and so do all without one: nobody gets two by

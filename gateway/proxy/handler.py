@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gateway.assembly import Gateway
-from gateway.auth.api_keys import ANYBODY, Holder
+from gateway.auth.api_keys import ANONYMOUS, ApiKey
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.errors import (
     BodyTooSlow,
@@ -62,7 +62,7 @@ class _Steps:
     policy: PolicyDocument
     """What was in force when the request came, and its own to its end."""
     body_bytes: int = 0
-    holder: Holder = ANYBODY
+    holder: ApiKey = ANONYMOUS
     inspected: Inspected | None = None
     trip: RequestContext | None = None
     trace: Trace | None = None
@@ -76,7 +76,7 @@ class ProxyHandler:
         self.upstream = Forwarder(
             line.settings, line.worker_keys, line.scheduler, line.prefix_index, line.clock
         )
-        line.keyring.on_end = self._end_keys
+        line.api_keys.on_end = self._end_keys
         self.load = Load(line.settings.requests_limit)
         self._present: dict[CancelScope, _Steps] = {}
         self._leaving = False
@@ -140,7 +140,7 @@ class ProxyHandler:
             raise
         except GatewayError as failure:
             error, outcome = failure, _outcome(failure)
-            if (allowance := steps.holder.allowance) is not None:
+            if (allowance := steps.holder.rate_limiter) is not None:
                 reply.limits = allowance.headers(self._line.clock(), self._line.wall())
             await reply.fail(failure, route_headers(steps.trip) if steps.trip else ())
         except Exception:
@@ -161,8 +161,8 @@ class ProxyHandler:
         settings = self._line.settings
         if scope["method"] != "POST":
             raise MethodRefused("POST")
-        if self._line.keyring.demanding:
-            steps.holder = self._line.keyring.find(header(scope, b"authorization"))
+        if self._line.api_keys.required:
+            steps.holder = self._line.api_keys.authenticate(header(scope, b"authorization"))
         elif comes_from_foreign_page(scope["headers"]):
             raise PageRefused
         if self._stopping:
@@ -205,7 +205,7 @@ class ProxyHandler:
             began_s=began_s,
             trace=steps.trace,
         )
-        allowance = steps.holder.allowance
+        allowance = steps.holder.rate_limiter
         if allowance is None:
             await self.upstream.forward(trip, reply)
             return

@@ -16,7 +16,7 @@ from gateway.errors import FieldInvalid
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import WorkerState
 from gateway.status import model as told
-from gateway.storage.counters import Key, by_name
+from gateway.storage.counters import CounterKey, sum_lanes
 from gateway.telemetry.stats import (
     LONGEST_S,
     NONE,
@@ -262,7 +262,7 @@ def render(
     in_line: Callable[[str], int],
     in_flight: Callable[[str], int],
     reports: tuple[WorkerReport, ...],
-    counts: Mapping[Key, int],
+    counts: Mapping[CounterKey, int],
     recently: Recently,
 ) -> told.Status:
     """Put the state of the whole line into one record; all of it is read in one go."""
@@ -367,7 +367,7 @@ def _worker(
         last_beat_s_ago=round(max(0.0, fleet.age_s(member)), 3) if member else 0.0,
         ejected=_ejection(fleet, member),
         busy_for_s=round(fleet.busy_for_s(member), 3) if member else 0.0,
-        lanes={lane.name: _lane(lane, member, worker_id, recently) for lane in by_name(lanes)},
+        lanes={lane.name: _lane(lane, member, worker_id, recently) for lane in sum_lanes(lanes)},
         prefix=prefix_of(lanes),
         saved=saved_by(lanes),
         mtp=mtp,
@@ -444,7 +444,7 @@ def _model(
     model: str,
     lanes: tuple[LaneReport, ...],
     members: Iterable[WorkerState],
-    counts: Mapping[Key, int],
+    counts: Mapping[CounterKey, int],
     recently: Recently,
 ) -> told.Model:
     mtp = mtp_of(lanes)
@@ -462,7 +462,7 @@ def _model(
     )
 
 
-def _decisions(counts: Mapping[Key, int]) -> told.Decisions:
+def _decisions(counts: Mapping[CounterKey, int]) -> told.Decisions:
     by: dict[str, dict[str, int]] = {"pools": {}, "routes": {}, "reasons": {}}
     total = 0
     for key, count in sorted(counts.items()):
@@ -480,7 +480,7 @@ def _decisions(counts: Mapping[Key, int]) -> told.Decisions:
     )
 
 
-def _decisions_of(counts: Mapping[Key, int], pool: str) -> dict[str, int]:
+def _decisions_of(counts: Mapping[CounterKey, int], pool: str) -> dict[str, int]:
     """List the decisions for one pool by their reason."""
     found: dict[str, int] = {}
     for key, count in sorted(counts.items()):
@@ -489,6 +489,6 @@ def _decisions_of(counts: Mapping[Key, int], pool: str) -> dict[str, int]:
     return found
 
 
-def _under(counts: Mapping[Key, int], first: str) -> dict[str, int]:
+def _under(counts: Mapping[CounterKey, int], first: str) -> dict[str, int]:
     """List the counts of one family by their second name."""
     return {key[1]: count for key, count in sorted(counts.items()) if key[0] == first}

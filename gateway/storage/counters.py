@@ -12,57 +12,57 @@ from typing import Protocol
 
 from workers.protocol import LaneReport, WorkerReport
 
-Key = tuple[str, ...]
+CounterKey = tuple[str, ...]
 """The name of a count, from general to special: ("decisions", "vlm", "pictures", "media")."""
 
-BOOTS_KEPT = 16
+MAX_BOOTS = 16
 EARLIER_BOOTS = "earlier"
 _FOLDED_KNOWN = 1024
 
 
-def nothing_owed() -> None:
+def no_pending() -> None:
     """Add nothing to the counts: all are added as they come."""
 
 
-class Store(Protocol):
+class CounterStore(Protocol):
     """Counts only grow; reports are replaced by later ones of the same boot."""
 
     owing: Callable[[], None]
     """Called before counts are read or shared: it adds what is not added yet."""
 
-    def count(self, tally: Mapping[Key, int]) -> None:
+    def add(self, tally: Mapping[CounterKey, int]) -> None:
         """Add to counts. Never waits."""
 
-    async def counts(self) -> Mapping[Key, int]:
+    async def counts(self) -> Mapping[CounterKey, int]:
         """Read all counts."""
 
-    async def keep_report(self, report: WorkerReport) -> None:
+    async def store_report(self, report: WorkerReport) -> None:
         """Keep a report unless a later one of that boot is already kept."""
 
     async def reports(self) -> tuple[WorkerReport, ...]:
         """Read the last report of every boot, also of workers that are gone."""
 
 
-class MemoryStore:
+class MemoryCounters:
     """The store of one gateway process; what it knows ends with the process."""
 
     def __init__(self) -> None:
-        self.owing: Callable[[], None] = nothing_owed
-        self._counts: Counter[Key] = Counter()
+        self.owing: Callable[[], None] = no_pending
+        self._counts: Counter[CounterKey] = Counter()
         self._boots: dict[str, dict[str, WorkerReport]] = {}
         self._folded: deque[tuple[str, str]] = deque(maxlen=_FOLDED_KNOWN)
 
-    def count(self, tally: Mapping[Key, int]) -> None:
+    def add(self, tally: Mapping[CounterKey, int]) -> None:
         """Add to counts."""
         for key, amount in tally.items():
             self._counts[key] += amount
 
-    async def counts(self) -> Mapping[Key, int]:
+    async def counts(self) -> Mapping[CounterKey, int]:
         """Read all counts."""
         self.owing()
         return dict(self._counts)
 
-    async def keep_report(self, report: WorkerReport) -> None:
+    async def store_report(self, report: WorkerReport) -> None:
         """Keep a report unless a later one of that boot is already kept."""
         if (report.worker_id, report.boot_id) in self._folded:
             return  # it comes late, and the boot is in the sum of earlier ones
@@ -71,7 +71,7 @@ class MemoryStore:
         # A heartbeat and an answer to a question may overtake each other.
         if kept is None or progress(report) >= progress(kept):
             boots[report.boot_id] = report
-        if len(boots) > BOOTS_KEPT:
+        if len(boots) > MAX_BOOTS:
             self._folded.append((report.worker_id, _fold_oldest(boots)))
 
     async def reports(self) -> tuple[WorkerReport, ...]:
@@ -101,7 +101,7 @@ def _fold_oldest(boots: dict[str, WorkerReport]) -> str:
     oldest = next(boot for boot in boots if not boot.startswith(EARLIER_BOOTS))
     report = boots.pop(oldest)
     name = f"{EARLIER_BOOTS}:{report.model}"
-    summed = folded(boots.pop(name, None), report, name)
+    summed = sum_reports(boots.pop(name, None), report, name)
     # Put first, so that the order stays the order of boots.
     rest = dict(boots)
     boots.clear()
@@ -110,15 +110,15 @@ def _fold_oldest(boots: dict[str, WorkerReport]) -> str:
     return oldest
 
 
-def folded(earlier: WorkerReport | None, report: WorkerReport, name: str) -> WorkerReport:
+def sum_reports(earlier: WorkerReport | None, report: WorkerReport, name: str) -> WorkerReport:
     """Add a boot to the sum of earlier ones, which goes by this name."""
-    lanes = report.lanes if earlier is None else by_name((*earlier.lanes, *report.lanes))
+    lanes = report.lanes if earlier is None else sum_lanes((*earlier.lanes, *report.lanes))
     return report.model_copy(
         update={"boot_id": name, "lanes": lanes, "ready": False, "prefixes": ()}
     )
 
 
-def by_name(lanes: Iterable[LaneReport]) -> tuple[LaneReport, ...]:
+def sum_lanes(lanes: Iterable[LaneReport]) -> tuple[LaneReport, ...]:
     """Add up lanes of one name; what is no count comes from the last of them."""
     found: dict[str, LaneReport] = {}
     for lane in lanes:

@@ -18,9 +18,9 @@ from typing import Protocol, TypeVar
 
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 
-Shelf = dict[str, str]
+Texts = dict[str, str]
 """Name of a record -> its JSON text, oldest first."""
-Shelves = dict[str, Shelf]
+TextsByKind = dict[str, Texts]
 
 _TIMEOUT_S = 5.0
 _Stamp = tuple[int, int, int]
@@ -34,7 +34,7 @@ class Records(Protocol):
     def remote(self) -> bool:
         """Say whether they are on another machine, which may be away for a while."""
 
-    def fresh(self, kind: str) -> bool:
+    def is_current(self, kind: str) -> bool:
         """Say whether `all` tells what is kept; not what is remembered from an earlier life."""
 
     async def all(self, kind: str) -> Mapping[str, str]:
@@ -57,16 +57,16 @@ class FileRecords:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read: tuple[_Stamp | None, Shelves] = (None, {})
+        self._read: tuple[_Stamp | None, TextsByKind] = (None, {})
 
-    def fresh(self, _kind: str) -> bool:
+    def is_current(self, _kind: str) -> bool:
         """Say that it is what is kept."""
         return True
 
     def check(self) -> None:
         """Raise `StartupError` where the file is there and cannot be read."""
         try:
-            read_shelves(self._path)
+            read_file(self._path)
         except (OSError, ValueError):
             raise StartupError(
                 f"The state in {self._path} cannot be read; mend it, or move it away to begin anew."
@@ -77,12 +77,12 @@ class FileRecords:
         shelves = await _within_time(self._shelves)
         return dict(shelves.get(kind, {}))
 
-    def _shelves(self) -> Shelves:
+    def _shelves(self) -> TextsByKind:
         """Read the file where it has changed: gateways look again and again at what others did."""
         stamp = _stamp(self._path)
         seen, shelves = self._read
         if stamp is None or stamp != seen:
-            shelves = read_shelves(self._path)
+            shelves = read_file(self._path)
             self._read = (stamp, shelves)
         return shelves
 
@@ -93,7 +93,7 @@ class FileRecords:
     async def replace(self, kind: str, name: str, text: str) -> None:
         """Keep a record in place of the one of that name."""
 
-        def put(shelves: Shelves) -> bool:
+        def put(shelves: TextsByKind) -> bool:
             shelf = shelves.setdefault(kind, {})
             changed = shelf.get(name) != text
             shelf[name] = text
@@ -105,15 +105,15 @@ class FileRecords:
         """Forget a record."""
         await self._change(lambda shelves: shelves.get(kind, {}).pop(name, None) is not None)
 
-    async def _change(self, change: Callable[[Shelves], bool]) -> bool:
+    async def _change(self, change: Callable[[TextsByKind], bool]) -> bool:
         """Read, change and write in one step; say whether anything was changed."""
 
         def run() -> bool:
-            with only_writer(self._path):
-                shelves = read_shelves(self._path)
+            with exclusive_writer(self._path):
+                shelves = read_file(self._path)
                 changed = change(shelves)
                 if changed:
-                    write_shelves(self._path, shelves)
+                    write_file(self._path, shelves)
                 return changed
 
         return await _within_time(run, WriteUnconfirmed)
@@ -132,7 +132,7 @@ async def _within_time(
         raise RecordsUnwritable from error
 
 
-def _add(shelves: Shelves, kind: str, name: str, text: str) -> bool:
+def _add(shelves: TextsByKind, kind: str, name: str, text: str) -> bool:
     shelf = shelves.setdefault(kind, {})
     if name in shelf:
         return False
@@ -149,7 +149,7 @@ def _stamp(path: Path) -> _Stamp | None:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def read_shelves(path: Path) -> Shelves:
+def read_file(path: Path) -> TextsByKind:
     """Read the whole file; nothing is there before the first write. Raise `ValueError`."""
     try:
         told = json.loads(path.read_text(encoding="utf-8"))
@@ -163,7 +163,7 @@ def read_shelves(path: Path) -> Shelves:
     }
 
 
-def write_shelves(path: Path, shelves: Shelves) -> None:
+def write_file(path: Path, shelves: TextsByKind) -> None:
     """Write beside, then put in place: at every moment there is a whole file."""
     told = {
         kind: {name: json.loads(text) for name, text in shelf.items()}
@@ -182,7 +182,7 @@ def write_shelves(path: Path, shelves: Shelves) -> None:
 
 
 @contextlib.contextmanager
-def only_writer(path: Path) -> Iterator[None]:
+def exclusive_writer(path: Path) -> Iterator[None]:
     """Keep all others out, those of other processes too, for as long as the context lasts."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)

@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from gateway.auth.usage import Ledger
-from gateway.storage.counters import Key, Store
+from gateway.auth.usage import UsageLedger
+from gateway.storage.counters import CounterKey, CounterStore
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.stats import Figures, Place, Sums
@@ -69,7 +69,11 @@ class Accounting:
     """The books of one gateway. `wall` is the time of the day."""
 
     def __init__(
-        self, store: Store, ledger: Ledger, access_log: AccessLog | None, wall: Callable[[], float]
+        self,
+        store: CounterStore,
+        ledger: UsageLedger,
+        access_log: AccessLog | None,
+        wall: Callable[[], float],
     ) -> None:
         self._store = store
         self._ledger = ledger
@@ -77,7 +81,7 @@ class Accounting:
         self._wall = wall
         self._sheets: dict[tuple[object, ...], _Sheet] = {}
         self._places: dict[Place, Sums] = {}
-        self._totals: Counter[Key] = Counter()
+        self._totals: Counter[CounterKey] = Counter()
         store.owing = self.settle
 
     def account(self, served: RequestRecord) -> None:
@@ -113,7 +117,7 @@ class Accounting:
         if sheet.sums is not None:
             _time(sheet.sums, served)
         if served.spent.requests:
-            self._ledger.enter(served.caller, usage, served.spent, self._wall())
+            self._ledger.add(served.caller, usage, served.spent, self._wall())
         if self._access_log is not None:
             self._access_log.write(served, self._wall())
 
@@ -123,13 +127,13 @@ class Accounting:
             if sheet.requests:
                 kind = _Kind(*written)  # type: ignore[arg-type]  # as `account` has written it
                 tally = _tally(kind, sheet)
-                self._store.count(tally)
+                self._store.add(tally)
                 self._totals.update(tally)
                 self._totals["requests", *_request_labels(kind)] += sheet.requests
                 _add_up(sheet, kind)
                 sheet.clear()
 
-    def totals(self) -> Mapping[Key, int]:
+    def totals(self) -> Mapping[CounterKey, int]:
         """Read what this gateway has counted in its life."""
         self.settle()
         return self._totals
@@ -189,10 +193,10 @@ def _add_up(sheet: _Sheet, kind: _Kind) -> None:
         sums.prefix[kind.prefix] += sheet.requests
 
 
-def _tally(kind: _Kind, sheet: _Sheet) -> dict[Key, int]:
+def _tally(kind: _Kind, sheet: _Sheet) -> dict[CounterKey, int]:
     """List what the requests of a sheet add to the counts."""
     requests = sheet.requests
-    counts: dict[Key, int] = {("outcomes", kind.outcome.value): requests}
+    counts: dict[CounterKey, int] = {("outcomes", kind.outcome.value): requests}
     if kind.code:
         counts["errors", kind.code] = requests
     if kind.place is not None:

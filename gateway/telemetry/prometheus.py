@@ -24,7 +24,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from gateway.storage.counters import Key
+from gateway.storage.counters import CounterKey
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import BOUNDS_S, LogHistogram, Sums, cumulative
 from workers.protocol import LaneReport, PrefixCounts, Speculation, TimeSaved, WorkerReport
@@ -134,7 +134,7 @@ def exposition(*collectors: Collector) -> bytes:
 
 
 def _counter(
-    totals: Mapping[Key, int], family: str, text: str, *labels: str, name: str = ""
+    totals: Mapping[CounterKey, int], family: str, text: str, *labels: str, name: str = ""
 ) -> CounterMetricFamily:
     metric = CounterMetricFamily(f"paceline_{name or family}", text, labels=labels)
     for key, count in sorted(totals.items()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from gateway.storage.records import Shelves
+from gateway.storage.records import TextsByKind
 
 
 class MemoryRecords:
@@ -13,9 +13,9 @@ class MemoryRecords:
     remote = False
 
     def __init__(self) -> None:
-        self.shelves: Shelves = {}
+        self.shelves: TextsByKind = {}
 
-    def fresh(self, _kind: str) -> bool:
+    def is_current(self, _kind: str) -> bool:
         return True
 
     async def all(self, kind: str) -> Mapping[str, str]:

@@ -11,16 +11,16 @@ from typing import Any
 import httpx
 import yaml
 
-from gateway.config.policy_store import PolicyStore, Source, open_book
-from gateway.config.policy_versions import Proposal, Reason, Signature, propose
+from gateway.config.policy_store import PolicySource, PolicyStore, open_policy_store
+from gateway.config.policy_versions import Attribution, Proposal, Reason, propose
 from gateway.config.static_workers import ListedWorker
 from gateway.storage.records import Records
 from tests.support.memory_records import MemoryRecords
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import ScriptedWorker
 
-AUTHOR_ANN = Signature("ann", "a test")
-AUTHOR_BOB = Signature("bob", "another test")
+AUTHOR_ANN = Attribution("ann", "a test")
+AUTHOR_BOB = Attribution("bob", "another test")
 DEFAULT_ROUTE = {"name": "rest", "to": "vlm"}
 """The route that takes what no other one takes."""
 
@@ -46,8 +46,8 @@ def proposal(pool: str = "vlm") -> Proposal:
 
 async def make_policy_store(records: Records | None = None, pool: str = "vlm") -> PolicyStore:
     """A book that begins with one pool, or goes on where the records end."""
-    source = Source(proposal(pool), Reason.START, AUTHOR_ANN)
-    return await open_book(records or MemoryRecords(), (), source, lambda: 0.0)
+    source = PolicySource(proposal(pool), Reason.START, AUTHOR_ANN)
+    return await open_policy_store(records or MemoryRecords(), (), source, lambda: 0.0)
 
 
 @contextlib.contextmanager

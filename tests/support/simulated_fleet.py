@@ -9,13 +9,13 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.auth.usage import Ledger
-from gateway.cluster.counters import RedisStore
-from gateway.cluster.redis import RedisLink
-from gateway.cluster.worker_reports import RedisBoots
+from gateway.auth.usage import UsageLedger
+from gateway.cluster.counters import SharedCounters
+from gateway.cluster.redis import RedisClient
+from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.routing.select import Candidate, Decision
 from gateway.status.render import mtp_of
-from gateway.storage.counters import Store
+from gateway.storage.counters import CounterStore
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.prometheus import WorkerFigures, exposition
 from gateway.telemetry.request_record import RequestRecord
@@ -85,9 +85,9 @@ class SimulatedWorker:
 class SimulatedGateway:
     """The books of one life of a gateway."""
 
-    def __init__(self, store: Store, wall: Any) -> None:
+    def __init__(self, store: CounterStore, wall: Any) -> None:
         self.store = store
-        self.accounting = Accounting(store, Ledger("life"), None, wall)
+        self.accounting = Accounting(store, UsageLedger("life"), None, wall)
 
     async def sync(self) -> None:
         """Tell the others, and hear of them."""
@@ -100,9 +100,9 @@ class SimulatedRedisGateway(SimulatedGateway):
     """The same, in a Redis that others share."""
 
     def __init__(self, server: RedisServer, wall: Any) -> None:
-        self._link = RedisLink(server.url)
-        self._boots = RedisBoots(self._link)
-        self._store = RedisStore(self._link, self._boots)
+        self._link = RedisClient(server.url)
+        self._boots = SharedWorkerReports(self._link)
+        self._store = SharedCounters(self._link, self._boots)
         super().__init__(self._store, wall)
 
     async def sync(self) -> None:
@@ -167,7 +167,7 @@ class Simulation:
             report = self.pending_reports[self.dice.randrange(len(self.pending_reports))]
             if self.dice.random() < 0.6:
                 self.pending_reports.remove(report)
-            await self.dice.choice(self.gateways).store.keep_report(report)
+            await self.dice.choice(self.gateways).store.store_report(report)
 
     def restart_worker(self) -> None:
         """End a boot; its last words are in the mail."""
@@ -184,7 +184,7 @@ class Simulation:
         letters = 2 * [*self.pending_reports, *(worker.report() for worker in self.workers)]
         self.dice.shuffle(letters)
         for letter in letters:
-            await self.dice.choice(self.gateways).store.keep_report(letter)
+            await self.dice.choice(self.gateways).store.store_report(letter)
         for _ in range(3):
             for gateway in self.gateways:
                 await gateway.sync()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
-from gateway.auth.api_keys import Keyring
+from gateway.auth.api_keys import ApiKeys
 from gateway.auth.records import KeyTerms, new_key
 from gateway.errors import KeyRefused
 from policies.document import Priority
@@ -25,25 +25,25 @@ from tests.support.running_gateway import (
 from tests.support.scripted_worker import Script, ScriptedWorker
 
 
-def keyring(*terms: KeyTerms, static: str | None = None) -> tuple[Keyring, list[str]]:
-    ring = Keyring(
+def keyring(*terms: KeyTerms, static: str | None = None) -> tuple[ApiKeys, list[str]]:
+    ring = ApiKeys(
         SecretStr(static) if static else None,
         clock=lambda: 0.0,
         wall=lambda: 0.0,
         used_on_day=lambda _key, _unix_s: 0,
     )
     made = [new_key(one, datetime.fromtimestamp(0, UTC)) for one in terms]
-    ring.take([record for record, _ in made])
+    ring.replace([record for record, _ in made])
     return ring, [secret for _, secret in made]
 
 
 def test_two_keys_that_begin_alike_are_two_callers() -> None:
     """S05 (CVE-2026-35030): nothing is remembered under a part of a secret."""
     ring, (secret,) = keyring(KeyTerms(name="a"))
-    found = ring.find(f"Bearer {secret}".encode())
+    found = ring.authenticate(f"Bearer {secret}".encode())
     for other in (secret[:40], secret[:20], secret + "x", secret[:-1] + "!", secret.upper()):
         with pytest.raises(KeyRefused):
-            ring.find(f"Bearer {other}".encode())
+            ring.authenticate(f"Bearer {other}".encode())
     assert found.caller.key.startswith("key-")
 
 
@@ -54,7 +54,7 @@ def test_no_other_bytes_open_anything(offered: bytes) -> None:
     for authorization in (offered, b"Bearer " + offered, b"bearer\t" + offered):
         if authorization.strip() != b"Bearer static-secret":
             with pytest.raises(KeyRefused):
-                ring.find(authorization)
+                ring.authenticate(authorization)
 
 
 def test_unknown_wrong_expired_and_revoked_keys_get_one_answer(

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from pydantic import SecretStr
 
 from gateway.auth.rate_limits import DAY_S
-from gateway.auth.usage import KEPT_DAYS, Ledger, UsageRow, date_of, fold, tidied
+from gateway.auth.usage import (
+    RETENTION_DAYS,
+    UsageLedger,
+    UsageRow,
+    compacted,
+    date_of,
+    rows_by_day,
+)
 from gateway.types import Caller, Spent, Usage
 from tests.support.running_gateway import (
     RunningGateway,
@@ -35,7 +42,7 @@ ENTRIES = st.lists(
         st.sampled_from(("life-1", "life-2", "life-3")),
         st.sampled_from((ANN, BOB)),
         st.integers(0, 9),
-        st.integers(0, KEPT_DAYS + 3),
+        st.integers(0, RETENTION_DAYS + 3),
     ),
     max_size=30,
 )
@@ -43,10 +50,10 @@ ENTRIES = st.lists(
 
 def kept_by(entries: list[tuple[str, Caller, int, int]]) -> dict[str, str]:
     """What all lives keep of requests so many days ago."""
-    ledgers = {life: Ledger(life) for life in ("life-1", "life-2", "life-3")}
+    ledgers = {life: UsageLedger(life) for life in ("life-1", "life-2", "life-3")}
     for life, caller, tokens, days_ago in entries:
         at_unix_s = (TODAY - days_ago) * DAY_S
-        ledgers[life].enter(caller, Usage(tokens, 1, 0), Spent(1, tokens + 1), at_unix_s)
+        ledgers[life].add(caller, Usage(tokens, 1, 0), Spent(1, tokens + 1), at_unix_s)
     return {name: text for one in ledgers.values() for name, text in one.records().items()}
 
 
@@ -54,9 +61,9 @@ def totals(texts: dict[str, str]) -> dict[tuple[int, str], tuple[int, int]]:
     """Requests and tokens, by day and key, of the days that are not forgotten."""
     return {
         (day, row.key): (row.requests, row.tokens)
-        for day, rows in fold(texts).items()
+        for day, rows in rows_by_day(texts).items()
         for row in rows
-        if day > TODAY - KEPT_DAYS
+        if day > TODAY - RETENTION_DAYS
     }
 
 
@@ -64,7 +71,7 @@ def totals(texts: dict[str, str]) -> dict[tuple[int, str], tuple[int, int]]:
 def test_all_lives_add_up(entries: list[tuple[str, Caller, int, int]]) -> None:
     sums: dict[tuple[int, str], tuple[int, int]] = {}
     for _, caller, tokens, days_ago in entries:
-        if days_ago < KEPT_DAYS:
+        if days_ago < RETENTION_DAYS:
             place = (TODAY - days_ago, caller.key)
             requests, so_far = sums.get(place, (0, 0))
             sums[place] = (requests + 1, so_far + tokens + 1)
@@ -78,33 +85,33 @@ def test_folding_days_counts_nothing_twice_wherever_it_stops(
     texts = kept_by(entries)
     before = totals(texts)
     for _ in range(2):
-        kept, over = tidied(texts, TODAY)
+        kept, over = compacted(texts, TODAY)
         texts |= kept
         for name in over[: data.draw(st.integers(0, len(over)))]:
             del texts[name]
         assert totals(texts) == before
-    kept, over = tidied(texts, TODAY)
+    kept, over = compacted(texts, TODAY)
     texts = {name: text for name, text in (texts | kept).items() if name not in over}
     assert totals(texts) == before
-    assert tidied(texts, TODAY) == ({}, ()), "nothing is left to do"
+    assert compacted(texts, TODAY) == ({}, ()), "nothing is left to do"
     days = {name.partition("/")[0] for name in texts}
     assert len(texts) <= len(days) + 2 * 2, "one record for a day, but for the last two"
 
 
 def test_a_day_that_was_kept_is_written_again_only_when_something_changes() -> None:
-    ledger = Ledger("life")
-    ledger.enter(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)
-    assert ledger.unkept() == (TODAY,)
-    name, text = ledger.record(TODAY)
+    ledger = UsageLedger("life")
+    ledger.add(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)
+    assert ledger.unsaved_days() == (TODAY,)
+    name, text = ledger.save(TODAY)
     assert name == f"{date_of(TODAY)}/life"
     assert json.loads(text)["rows"] == [["key-a", "lab", 1, 5, 2, 1, 0]]
-    assert ledger.unkept() == ()
-    ledger.lost(TODAY)
-    assert ledger.unkept() == (TODAY,)
-    ledger.forget((TODAY + 9) * DAY_S)
-    assert ledger.unkept() == (TODAY,), "what is not kept is not forgotten"
-    ledger.record(TODAY)
-    ledger.forget((TODAY + 9) * DAY_S)
+    assert ledger.unsaved_days() == ()
+    ledger.mark_unsaved(TODAY)
+    assert ledger.unsaved_days() == (TODAY,)
+    ledger.drop_saved_days((TODAY + 9) * DAY_S)
+    assert ledger.unsaved_days() == (TODAY,), "what is not kept is not forgotten"
+    ledger.save(TODAY)
+    ledger.drop_saved_days((TODAY + 9) * DAY_S)
     assert ledger.records() == {}
 
 
@@ -115,12 +122,12 @@ def test_a_record_that_cannot_be_read_counts_nothing_and_stops_nothing() -> None
 
 
 def test_used_today_is_of_this_life_and_of_those_before() -> None:
-    ledger = Ledger("life-2")
+    ledger = UsageLedger("life-2")
     kept = kept_by([("life-1", ANN, 9, 0), ("life-3", ANN, 1, 0), ("life-1", ANN, 100, 1)])
-    ledger.remember(kept, TODAY * DAY_S)
-    ledger.enter(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)
-    assert ledger.used("key-a", TODAY * DAY_S) == 10 + 2 + 7
-    assert ledger.used("key-a", (TODAY + 1) * DAY_S) == 0
+    ledger.load_today(kept, TODAY * DAY_S)
+    ledger.add(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)
+    assert ledger.tokens_used("key-a", TODAY * DAY_S) == 10 + 2 + 7
+    assert ledger.tokens_used("key-a", (TODAY + 1) * DAY_S) == 0
 
 
 def usage_of(gateway: RunningGateway, query: str = "") -> dict[str, Any]:

@@ -7,15 +7,15 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from gateway.cluster.counters import RedisStore
-from gateway.cluster.redis import RedisLink
-from gateway.cluster.worker_reports import RedisBoots
+from gateway.cluster.counters import SharedCounters
+from gateway.cluster.redis import RedisClient
+from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.errors import RecordsUnwritable
-from gateway.storage.counters import Key
+from gateway.storage.counters import CounterKey
 from tests.support.boot_reports import boot_report
 from tests.support.redis_server import RedisServer
 
-DONE: Key = ("outcomes", "completed")
+DONE: CounterKey = ("outcomes", "completed")
 COUNTS = "paceline:{counts}:lives"
 Opens = Callable[[RedisServer], "Opened"]
 
@@ -23,16 +23,16 @@ Opens = Callable[[RedisServer], "Opened"]
 class Opened:
     """The store of one gateway."""
 
-    def __init__(self, link: RedisLink) -> None:
+    def __init__(self, link: RedisClient) -> None:
         self.link = link
-        self.boots = RedisBoots(link)
-        self.store = RedisStore(link, self.boots)
+        self.boots = SharedWorkerReports(link)
+        self.store = SharedCounters(link, self.boots)
 
     async def turn(self) -> None:
         await self.store.exchange()
         await self.boots.exchange((), ())
 
-    async def counts(self) -> Mapping[Key, int]:
+    async def counts(self) -> Mapping[CounterKey, int]:
         await self.turn()
         return await self.store.counts()
 
@@ -42,7 +42,7 @@ async def open_counters() -> AsyncIterator[Opens]:
     async with AsyncExitStack() as stack:
 
         def one(server: RedisServer) -> Opened:
-            opened = Opened(RedisLink(server.url))
+            opened = Opened(RedisClient(server.url))
             stack.push_async_callback(opened.link.close)
             return opened
 
@@ -53,13 +53,13 @@ async def test_counts_of_all_gateways_add_up_however_often_they_are_told(
     redis: RedisServer, open_counters: Opens
 ) -> None:
     first, second = open_counters(redis), open_counters(redis)
-    first.store.count({DONE: 2, ("retries",): 1})
-    second.store.count({DONE: 3})
+    first.store.add({DONE: 2, ("retries",): 1})
+    second.store.add({DONE: 3})
     for _ in range(3):
         await first.turn()
         await second.turn()
     assert await first.counts() == await second.counts() == {DONE: 5, ("retries",): 1}
-    first.store.count({DONE: 1})
+    first.store.add({DONE: 1})
     await first.turn()
     assert await open_counters(redis).counts() == {DONE: 6, ("retries",): 1}
 
@@ -68,12 +68,12 @@ async def test_what_is_counted_while_redis_is_away_is_told_later_and_once(
     private_redis: RedisServer, open_counters: Opens
 ) -> None:
     first, second = open_counters(private_redis), open_counters(private_redis)
-    first.store.count({DONE: 1})
+    first.store.add({DONE: 1})
     await first.turn()
     await second.turn()
     private_redis.kill()
     for _ in range(2):
-        first.store.count({DONE: 1})
+        first.store.add({DONE: 1})
         with pytest.raises(RecordsUnwritable):
             await first.turn()
     assert await first.store.counts() == {DONE: 3}
@@ -88,7 +88,7 @@ async def test_a_life_that_ended_long_ago_is_folded_and_counts_once(
 ) -> None:
     for count in (2, 3):
         ended = open_counters(redis)
-        ended.store.count({DONE: count})
+        ended.store.add({DONE: count})
         await ended.turn()
         life = ended.store._life
         text = redis.client.hget(COUNTS, life)
@@ -105,14 +105,14 @@ async def test_a_life_that_was_folded_while_it_was_cut_off_goes_on_and_counts_on
     redis: RedisServer, open_counters: Opens
 ) -> None:
     cut_off, other = open_counters(redis), open_counters(redis)
-    cut_off.store.count({DONE: 2})
+    cut_off.store.add({DONE: 2})
     await cut_off.turn()
     life = cut_off.store._life
     text = redis.client.hget(COUNTS, life)
     assert isinstance(text, str)
     redis.client.hset(COUNTS, life, "[1," + text.partition(",")[2])
     assert await other.counts() == {DONE: 2}
-    cut_off.store.count({DONE: 5})
+    cut_off.store.add({DONE: 5})
 
     await cut_off.turn()
     assert await cut_off.counts() == {DONE: 7}
@@ -124,10 +124,10 @@ async def test_a_redis_that_is_emptied_gets_back_what_gateways_know_of_ended_liv
     redis: RedisServer, open_counters: Opens
 ) -> None:
     ended, here = open_counters(redis), open_counters(redis)
-    ended.store.count({DONE: 4})
-    await ended.store.keep_report(boot_report("a", 5))
+    ended.store.add({DONE: 4})
+    await ended.store.store_report(boot_report("a", 5))
     await ended.turn()
-    here.store.count({DONE: 1})
+    here.store.add({DONE: 1})
     await here.turn()
     redis.client.flushall()
 
@@ -141,9 +141,9 @@ async def test_an_overtaken_report_does_not_turn_counts_back(
     redis: RedisServer, open_counters: Opens
 ) -> None:
     first, second = open_counters(redis), open_counters(redis)
-    await first.store.keep_report(boot_report("a", 5))
+    await first.store.store_report(boot_report("a", 5))
     await first.turn()
-    await second.store.keep_report(boot_report("a", 3))
+    await second.store.store_report(boot_report("a", 3))
     await second.turn()
     for each in (first, second, open_counters(redis)):
         await each.turn()
@@ -155,7 +155,7 @@ async def test_sums_over_any_number_of_boots_are_exact_and_what_is_kept_is_bound
 ) -> None:
     first, second = open_counters(redis), open_counters(redis)
     for boot in range(40):
-        await (first, second)[boot % 2].store.keep_report(boot_report(f"boot-{boot}", boot))
+        await (first, second)[boot % 2].store.store_report(boot_report(f"boot-{boot}", boot))
         await first.turn()
         await second.turn()
     for _ in range(30):
@@ -174,13 +174,13 @@ async def test_a_life_that_nobody_wrote_is_a_failure_and_no_count(
     redis: RedisServer, open_counters: Opens, text: str
 ) -> None:
     opened = open_counters(redis)
-    opened.store.count({DONE: 1})
+    opened.store.add({DONE: 1})
     await opened.turn()
     redis.client.hset(COUNTS, "odd", text)
     with pytest.raises(RecordsUnwritable):
         await opened.turn()
     assert await opened.store.counts() == {DONE: 1}
-    assert opened.link.why == "A key of Paceline holds in Redis what Paceline did not write."
+    assert opened.link.problem == "A key of Paceline holds in Redis what Paceline did not write."
     redis.client.hdel(COUNTS, "odd")
     assert await opened.counts() == {DONE: 1}
     assert not opened.link.degraded

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.storage.counters import BOOTS_KEPT, MemoryStore
+from gateway.storage.counters import MAX_BOOTS, MemoryCounters
 from gateway.telemetry.prometheus import GatewayFigures, exposition
 from tests.support.redis_server import RedisServer
 from tests.support.simulated_fleet import SimulatedGateway, SimulatedRedisGateway, Simulation
@@ -76,7 +76,7 @@ async def test_sums_are_exact_over_restarts_of_workers_and_gateways(
 @given(EVENTS, st.integers(0, 2**32))
 async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], seed: int) -> None:
     simulation = Simulation([], seed)
-    simulation.gateways.append(SimulatedGateway(MemoryStore(), lambda: simulation.unix_s))
+    simulation.gateways.append(SimulatedGateway(MemoryCounters(), lambda: simulation.unix_s))
     for event in events:
         match event:
             case "answer":
@@ -122,25 +122,25 @@ async def test_a_report_that_comes_after_its_boot_was_folded_counts_nothing_agai
     begin = (
         (lambda: SimulatedRedisGateway(redis, wall))
         if shared
-        else lambda: SimulatedGateway(MemoryStore(), wall)
+        else lambda: SimulatedGateway(MemoryCounters(), wall)
     )
     simulation.gateways += [begin()] if not shared else [begin(), begin()]
     simulation.workers = simulation.workers[:1]
     first, *others = simulation.gateways
-    for _ in range(BOOTS_KEPT + 4):
+    for _ in range(MAX_BOOTS + 4):
         simulation.answer()
-        await first.store.keep_report(simulation.workers[0].report())
+        await first.store.store_report(simulation.workers[0].report())
         await first.sync()
         simulation.restart_worker()
     for gateway in (first, *others):
         for _ in range(8):
             await gateway.sync()
         for letter in simulation.pending_reports:
-            await gateway.store.keep_report(letter)
+            await gateway.store.store_report(letter)
         await gateway.sync()
     simulation.pending_reports.clear()
     await simulation.settle()
     await simulation.check()
     for gateway in simulation.gateways:
-        assert len(await gateway.store.reports()) <= BOOTS_KEPT + 2
+        assert len(await gateway.store.reports()) <= MAX_BOOTS + 2
         await gateway.close()

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from gateway.cluster.prefix_claims import RedisPrefixes
-from gateway.cluster.redis import RedisLink
+from gateway.cluster.prefix_claims import SharedPrefixClaims
+from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
 from gateway.routing.prefix_affinity import NEWS_KEPT, PrefixIndex
 from gateway.types import Usage
@@ -23,8 +23,8 @@ class Neighbour:
     def __init__(self, url: str) -> None:
         self.now_s = 0.0
         self.prefixes = PrefixIndex(lambda: self.now_s)
-        self.link = RedisLink(url)
-        self._shared = RedisPrefixes(self.link, self.prefixes)
+        self.link = RedisClient(url)
+        self._shared = SharedPrefixClaims(self.link, self.prefixes)
 
     async def turn(self) -> None:
         await self._shared.exchange()

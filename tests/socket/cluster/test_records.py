@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from gateway.cluster.records import RedisRecords
-from gateway.cluster.redis import RedisLink
+from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, WriteUnconfirmed
 from tests.support.redis_server import RedisServer
 
-Opens = Callable[[RedisServer], tuple[RedisRecords, RedisLink]]
+Opens = Callable[[RedisServer], tuple[RedisRecords, RedisClient]]
 
 
 @pytest.fixture
@@ -22,17 +22,17 @@ async def open_records(tmp_path: Path) -> AsyncIterator[Opens]:
     """Open the records as one gateway does; all share a state folder."""
     async with AsyncExitStack() as stack:
 
-        def one(server: RedisServer) -> tuple[RedisRecords, RedisLink]:
-            link = RedisLink(server.url)
+        def one(server: RedisServer) -> tuple[RedisRecords, RedisClient]:
+            link = RedisClient(server.url)
             stack.push_async_callback(link.close)
             return RedisRecords(link, tmp_path), link
 
         yield one
 
 
-async def answers(link: RedisLink) -> None:
+async def answers(link: RedisClient) -> None:
     """Ask as the turns of sharing do."""
-    await link.ask("turns", link.script("return 1"))
+    await link.call("turns", link.script("return 1"))
 
 
 async def test_what_another_gateway_changes_is_seen_at_the_next_look(
@@ -70,7 +70,7 @@ async def test_a_redis_that_lost_everything_gets_it_back_and_nobody_forgets_mean
     private_redis.kill()
     assert await records.all("keys") == kept
     assert link.degraded
-    assert link.why == "Redis cannot be reached."
+    assert link.problem == "Redis cannot be reached."
     private_redis.start()
     await answers(link)
     assert await records.all("keys") == kept
@@ -92,14 +92,14 @@ async def test_a_start_without_redis_knows_what_the_copy_tells_and_that_it_is_ol
 
     later, link = open_records(private_redis)
     assert list(await later.all("keys")) == list(kept) == ["b", "a"]
-    assert not later.fresh("keys")
+    assert not later.is_current("keys")
     with pytest.raises(RecordsUnwritable):
         await later.add("keys", "c", "3")
 
     private_redis.start()
     await answers(link)
     assert await later.all("keys") == kept
-    assert later.fresh("keys")
+    assert later.is_current("keys")
     assert await later.add("keys", "c", "3")
     assert not link.degraded
 
@@ -141,7 +141,7 @@ async def test_a_key_of_another_type_is_a_failure_and_no_empty_answer(
     redis.client.set("paceline:{keys}:records", "a string")
 
     assert await records.all("keys") == {"a": "1"}
-    assert link.why == "A key of Paceline holds something else in Redis."
+    assert link.problem == "A key of Paceline holds something else in Redis."
     redis.client.delete("paceline:{keys}:records")
     assert await records.all("keys") == {"a": "1"}
     assert not link.degraded
@@ -170,7 +170,7 @@ async def test_nobody_waits_for_an_edit_that_redis_is_slow_to_answer_and_it_may_
     private_redis.freeze()
     with pytest.raises(WriteUnconfirmed):
         await records.add("keys", "b", "2")
-    assert link.away
+    assert link.unreachable
     with pytest.raises(RecordsUnwritable) as refused:
         await records.remove("keys", "a")  # of which Redis never hears
     assert refused.type is RecordsUnwritable, "that is certain"

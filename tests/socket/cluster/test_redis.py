@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from gateway.cluster.redis import DEADLINE_S, RedisLink
+from gateway.cluster.redis import DEADLINE_S, RedisClient
 from gateway.errors import RecordsUnwritable, WriteUnconfirmed
 from gateway.server import run
 from tests.support.redis_server import RedisServer
@@ -20,11 +20,11 @@ async def test_no_question_waits_in_a_way_that_may_swallow_the_end_of_its_task(
     def swallows(*_: object, **__: object) -> NoReturn:
         raise AssertionError("before Python 3.12 wait_for may swallow a cancellation")
 
-    link = RedisLink(redis.url)
+    link = RedisClient(redis.url)
     monkeypatch.setattr(asyncio, "wait_for", swallows)
     try:
-        assert await link.ask("tests", link.redis.ping)
-        assert await link.ask("tests", lambda: link.script("return 7")([], [])) == 7
+        assert await link.call("tests", link.redis.ping)
+        assert await link.call("tests", lambda: link.script("return 7")([], [])) == 7
     finally:
         await link.close()
 
@@ -32,14 +32,14 @@ async def test_no_question_waits_in_a_way_that_may_swallow_the_end_of_its_task(
 def test_an_edit_that_redis_answered_while_this_process_stood_still_is_answered(
     redis: RedisServer,
 ) -> None:
-    async def asks(link: RedisLink) -> bool:
+    async def asks(link: RedisClient) -> bool:
         # Between question and answer the machine sleeps; it wakes up behind every deadline.
         asyncio.get_running_loop().call_later(0.01, time.sleep, DEADLINE_S + 0.2)
         await link.redis.blpop(["nothing is there"], 0.03)
         return True
 
     async def main() -> None:
-        link = RedisLink(redis.url)
+        link = RedisClient(redis.url)
         try:
             assert await link.edit(link.redis.ping), "the connection is there"
             assert await link.edit(lambda: asks(link))
@@ -60,7 +60,7 @@ async def test_an_edit_that_nobody_waits_for_any_more_does_not_go_on_for_ever(
         finally:
             ended.set()
 
-    link = RedisLink(redis.url)
+    link = RedisClient(redis.url)
     with pytest.raises(WriteUnconfirmed):
         await link.edit(hangs)
     async with asyncio.timeout(60):
@@ -74,9 +74,9 @@ async def test_a_connection_that_is_closed_under_a_question_is_a_redis_that_is_a
     async def asks_uvloop() -> NoReturn:
         raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
 
-    link = RedisLink(redis.url)
+    link = RedisClient(redis.url)
     with pytest.raises(RecordsUnwritable):
-        await link.ask("tests", asks_uvloop)
-    assert link.away
-    assert link.why == "Redis cannot be reached."
+        await link.call("tests", asks_uvloop)
+    assert link.unreachable
+    assert link.problem == "Redis cannot be reached."
     await link.close()

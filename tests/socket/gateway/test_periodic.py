@@ -72,6 +72,6 @@ def test_nothing_is_asked_twice_of_what_gateways_share(
             if task.get_name().startswith("turns ")
         ]
     assert len(names) == len(set(names))
-    assert {"turns KeyBook.refresh", "turns Cordons.refresh", "turns PolicyBook.catch_up"} <= {
+    assert {"turns KeyStore.refresh", "turns Cordons.refresh", "turns PolicyStore.refresh"} <= {
         *names
     }

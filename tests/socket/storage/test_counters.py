@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.cluster.counters import RedisStore
-from gateway.cluster.redis import RedisLink
-from gateway.cluster.worker_reports import RedisBoots
-from gateway.storage.counters import Key, MemoryStore, Store
+from gateway.cluster.counters import SharedCounters
+from gateway.cluster.redis import RedisClient
+from gateway.cluster.worker_reports import SharedWorkerReports
+from gateway.storage.counters import CounterKey, CounterStore, MemoryCounters
 from tests.support.boot_reports import boot_report
 from workers.protocol import LaneReport
 
 
 class Kept(NamedTuple):
-    store: Store
+    store: CounterStore
     turn: Callable[[], Awaitable[None]]
     """What is done beside requests, twice a second."""
 
@@ -33,11 +33,11 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Kept]:
         async def nothing() -> None:
             pass
 
-        yield Kept(MemoryStore(), nothing)
+        yield Kept(MemoryCounters(), nothing)
         return
-    link = RedisLink(request.getfixturevalue("redis").url)
-    boots = RedisBoots(link)
-    store = RedisStore(link, boots)
+    link = RedisClient(request.getfixturevalue("redis").url)
+    boots = SharedWorkerReports(link)
+    store = SharedCounters(link, boots)
 
     async def turn() -> None:
         await store.exchange()
@@ -49,14 +49,14 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[Kept]:
 
 async def test_an_overtaken_report_does_not_turn_counts_back(store: Kept) -> None:
     for requests in (5, 3):
-        await store.store.keep_report(boot_report("a", requests))
+        await store.store.store_report(boot_report("a", requests))
         await store.turn()
     assert [one.lanes[0].requests for one in await store.store.reports()] == [5]
 
 
 async def test_a_crash_loop_costs_no_count_and_fills_no_memory(store: Kept) -> None:
     for boot in range(40):
-        await store.store.keep_report(boot_report(f"boot-{boot}", boot))
+        await store.store.store_report(boot_report(f"boot-{boot}", boot))
         await store.turn()
     for _ in range(30):
         await store.turn()
@@ -66,13 +66,13 @@ async def test_a_crash_loop_costs_no_count_and_fills_no_memory(store: Kept) -> N
 
 
 async def test_counts_add_up_with_what_is_owed(store: Kept) -> None:
-    store.store.count({("outcomes", "completed"): 1, ("retries",): 2})
+    store.store.add({("outcomes", "completed"): 1, ("retries",): 2})
     await store.turn()
-    owed: list[dict[Key, int]] = [{("outcomes", "completed"): 1}]
+    owed: list[dict[CounterKey, int]] = [{("outcomes", "completed"): 1}]
 
     def pay() -> None:
         while owed:
-            store.store.count(owed.pop())
+            store.store.add(owed.pop())
 
     store.store.owing = pay
     assert await store.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
@@ -84,9 +84,9 @@ async def test_counts_add_up_with_what_is_owed(store: Kept) -> None:
 async def test_sums_over_any_number_of_boots_are_exact_and_memory_is_bounded(
     lives: list[tuple[int, str]],
 ) -> None:
-    store = MemoryStore()
+    store = MemoryCounters()
     for boot, (requests, model) in enumerate(lives):
-        await store.keep_report(boot_report(f"boot-{boot}", requests, model))
+        await store.store_report(boot_report(f"boot-{boot}", requests, model))
     kept = await store.reports()
     for model in ("demo", "other"):
         lanes = [one.lanes[0] for one in kept if one.model == model]

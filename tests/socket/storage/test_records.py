@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cluster.records import RedisRecords
-from gateway.cluster.redis import RedisLink
+from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, StartupError
 from gateway.storage.records import FileRecords, Records
 from tests.support.memory_records import MemoryRecords
@@ -26,7 +26,7 @@ async def records(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     elif request.param == "file":
         yield FileRecords(tmp_path / "state.json")
     else:
-        link = RedisLink(request.getfixturevalue("redis").url)
+        link = RedisClient(request.getfixturevalue("redis").url)
         yield RedisRecords(link, tmp_path)
         await link.close()
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.auth.rate_limits import DAY_S, Bucket, RateLimiter
+from gateway.auth.rate_limits import DAY_S, RateLimiter, TokenBucket
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
 from tests.support.rate_limit_model import ALL_LIMITS, MINUTE_S, NOON, RateLimitModel
@@ -79,7 +79,7 @@ def test_in_the_end_nothing_stays_reserved(steps: list[tuple[str, float, int, in
     day.now_s += MINUTE_S * (1 + used / 600)
     requests.refill(day.now_s)
     tokens.refill(day.now_s)
-    assert (requests.left, tokens.left) == (6, 600)
+    assert (requests.remaining, tokens.remaining) == (6, 600)
 
 
 @given(st.integers(1, 600), st.floats(0, 60))
@@ -96,7 +96,7 @@ def test_what_is_given_back_at_once_leaves_no_trace(tokens: int, waited_s: float
 
 def test_a_refund_after_a_refill_is_no_second_burst() -> None:
     """Requests that stood in line for a minute and got nobody do not double the next minute."""
-    bucket, tickets = Bucket(10, 0.0), []
+    bucket, tickets = TokenBucket(10, 0.0), []
     for _ in range(10):
         assert bucket.wait_s(1) == 0
         tickets.append(bucket.take(1))
@@ -192,7 +192,7 @@ def test_headers_are_openais_and_tell_of_the_limit_that_is_nearest() -> None:
 def test_other_limits_are_no_new_budget_and_what_runs_is_settled_where_it_was_taken() -> None:
     allowance = RateLimiter(Limits(requests_a_minute=2, tokens_a_minute=100), 0.0, NOON)
     running = allowance.reserve(90, 0.0, NOON)
-    allowance.change(Limits(requests_a_minute=1, tokens_a_day=50), 0.0, NOON, used_today=0)
+    allowance.update(Limits(requests_a_minute=1, tokens_a_day=50), 0.0, NOON, used_today=0)
     allowance.settle(running, 1, 90, 0.0, NOON)  # taken when nothing limited a day
     headers = dict(allowance.headers(0.0, NOON))
     assert headers[b"x-ratelimit-remaining-requests"] == b"1"

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.config.policy_store import KIND, PolicyStore, Source, open_book
+from gateway.config.policy_store import POLICY_KIND, PolicySource, PolicyStore, open_policy_store
 from gateway.config.policy_versions import (
+    Attribution,
+    PolicyVersion,
     Proposal,
     Reason,
-    Signature,
-    Version,
-    brings_news,
+    is_new,
     propose,
     propose_yaml,
 )
@@ -42,13 +42,15 @@ from tests.support.policies import (
 EXAMPLES = Path(__file__).parents[3] / "policies" / "examples"
 
 
-def version(number: int, reason: Reason, pool: str) -> Version:
-    made = Version.after(None, single_pool_policy(pool), reason, AUTHOR_ANN, "2026-11-22T01:20:00Z")
-    return Version(**{**_fields(made), "number": number})
+def version(number: int, reason: Reason, pool: str) -> PolicyVersion:
+    made = PolicyVersion.following(
+        None, single_pool_policy(pool), reason, AUTHOR_ANN, "2026-11-22T01:20:00Z"
+    )
+    return PolicyVersion(**{**_fields(made), "number": number})
 
 
-def _fields(made: Version) -> dict[str, Any]:
-    return {**made.told(), "document": made.document}
+def _fields(made: PolicyVersion) -> dict[str, Any]:
+    return {**made.metadata(), "document": made.document}
 
 
 @pytest.mark.parametrize(
@@ -76,13 +78,13 @@ def test_what_is_read_at_the_start_counts_where_it_is_news(
     before: list[tuple[Reason, str]], reason: Reason, pool: str, news: bool
 ) -> None:
     versions = [version(number, *made) for number, made in enumerate(before, start=1)]
-    assert brings_news(versions, single_pool_policy(pool), reason) == news
+    assert is_new(versions, single_pool_policy(pool), reason) == news
 
 
 async def test_what_was_kept_comes_back_whole(tmp_path: Path) -> None:
     records = FileRecords(tmp_path / "state.json")
     book = await make_policy_store(records)
-    signature = Signature("Zoë", "50% mehr für „alle“")
+    signature = Attribution("Zoë", "50% mehr für „alle“")
     made = await book.apply(proposal("b"), Reason.EDIT, signature, onto=book.version)
 
     again = await make_policy_store(FileRecords(tmp_path / "state.json"))
@@ -132,31 +134,31 @@ async def test_an_edit_of_what_another_gateway_has_already_is_no_lost_race() -> 
     records = MemoryRecords()
     here, there = await make_policy_store(records), await make_policy_store(records)
     ahead = await there.apply(proposal("b"), Reason.EDIT, AUTHOR_BOB, onto=there.version)
-    assert await here.expect({ahead.etag}) == ahead
+    assert await here.require_version({ahead.etag}) == ahead
     await here.apply(proposal("c"), Reason.EDIT, AUTHOR_ANN, onto=ahead)
     with pytest.raises(VersionConflict):
         await there.apply(
-            proposal("d"), Reason.EDIT, AUTHOR_BOB, onto=await there.expect({ahead.etag})
+            proposal("d"), Reason.EDIT, AUTHOR_BOB, onto=await there.require_version({ahead.etag})
         )
     with pytest.raises(VersionConflict):
-        await there.expect({ahead.etag, "another"})
+        await there.require_version({ahead.etag, "another"})
 
 
 async def test_a_policy_that_listed_workers_do_not_fit_is_never_in_force() -> None:
     worker = ListedWorker(
         id="studio", kind="openai", url="http://mac:1", models=("m",), pools=("a",), slots=1
     )
-    source = Source(proposal("a"), Reason.START, AUTHOR_ANN)
-    book = await open_book(MemoryRecords(), (worker,), source, lambda: 0.0)
+    source = PolicySource(proposal("a"), Reason.START, AUTHOR_ANN)
+    book = await open_policy_store(MemoryRecords(), (worker,), source, lambda: 0.0)
     with pytest.raises(PolicyInvalid, match="'studio' is listed for the pool 'a'"):
         await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=book.version)
     assert book.current == proposal("a").policy
     assert len(await book.versions()) == 1
     with pytest.raises(PolicyInvalid, match="'studio' is listed for the pool 'a'"):
-        await open_book(
+        await open_policy_store(
             MemoryRecords(),
             (worker,),
-            Source(proposal("b"), Reason.START, AUTHOR_ANN),
+            PolicySource(proposal("b"), Reason.START, AUTHOR_ANN),
             lambda: 0.0,
         )
 
@@ -165,22 +167,26 @@ async def test_a_kept_version_that_is_no_longer_good_stops_the_start_until_a_fil
     None
 ):
     records = MemoryRecords()
-    bad = Version.after(None, {"version": 1, "pools": {}}, Reason.FILE, AUTHOR_ANN, "then")
-    await records.add(KIND, "1", bad.written())
+    bad = PolicyVersion.following(
+        None, {"version": 1, "pools": {}}, Reason.FILE, AUTHOR_ANN, "then"
+    )
+    await records.add(POLICY_KIND, "1", bad.to_json())
     with pytest.raises(PolicyInvalid):
         await make_policy_store(records)
-    book = await open_book(records, (), Source(proposal("b"), Reason.FILE, AUTHOR_ANN), lambda: 0.0)
+    book = await open_policy_store(
+        records, (), PolicySource(proposal("b"), Reason.FILE, AUTHOR_ANN), lambda: 0.0
+    )
     assert (book.version.number, book.current) == (2, proposal("b").policy)
 
 
 async def test_a_version_of_another_gateway_that_is_not_good_here_is_not_followed() -> None:
     records = MemoryRecords()
     book = await make_policy_store(records)
-    bad = Version.after(book.version, {"version": 2}, Reason.EDIT, AUTHOR_BOB, "then")
-    await records.add(KIND, str(bad.number), bad.written())
-    await book.catch_up()
+    bad = PolicyVersion.following(book.version, {"version": 2}, Reason.EDIT, AUTHOR_BOB, "then")
+    await records.add(POLICY_KIND, str(bad.number), bad.to_json())
+    await book.refresh()
     assert book.current == proposal().policy
-    await book.take(proposal("b"), Reason.FILE, AUTHOR_ANN)
+    await book.apply_source(proposal("b"), Reason.FILE, AUTHOR_ANN)
     assert (book.version.number, book.current) == (3, proposal("b").policy)
 
 
@@ -200,7 +206,7 @@ async def test_a_version_that_was_kept_though_nobody_heard_of_it_is_followed() -
     with pytest.raises(RecordsUnwritable):
         await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=book.version)
     assert book.current == proposal().policy
-    await book.catch_up()
+    await book.refresh()
     assert book.current == proposal("b").policy
 
 
@@ -209,9 +215,9 @@ async def test_what_is_in_force_survives_that_its_records_are_taken_away(tmp_pat
     book = await make_policy_store(records)
     await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=book.version)
     (tmp_path / "state.json").unlink()
-    await book.catch_up()
+    await book.refresh()
     assert (book.version.number, book.current) == (2, proposal("b").policy)
-    await book.take(proposal("c"), Reason.FILE, AUTHOR_ANN)
+    await book.apply_source(proposal("c"), Reason.FILE, AUTHOR_ANN)
     assert (book.version.number, book.current) == (3, proposal("c").policy)
 
 
@@ -219,13 +225,13 @@ async def test_what_is_in_force_survives_that_its_records_are_taken_away(tmp_pat
 async def test_a_damaged_book_is_said_to_be_so_and_what_is_in_force_stays(damage: str) -> None:
     records = MemoryRecords()
     book = await make_policy_store(records)
-    await records.add(KIND, "7", damage)
+    await records.add(POLICY_KIND, "7", damage)
     with pytest.raises(RecordsUnwritable):
         await book.versions()
     with pytest.raises(RecordsUnwritable):
-        await book.take(proposal("b"), Reason.FILE, AUTHOR_ANN)
+        await book.apply_source(proposal("b"), Reason.FILE, AUTHOR_ANN)
     with pytest.raises(RecordsUnwritable):
-        await book.expect({"an etag of another gateway"})
+        await book.require_version({"an etag of another gateway"})
     assert book.current == proposal().policy
     with pytest.raises(ValueError, match="version"):
         await make_policy_store(records)
@@ -237,7 +243,15 @@ def test_a_policy_in_yaml_says_the_same_as_in_json() -> None:
 
 def test_a_book_is_changed_in_no_other_way() -> None:
     changing = {name for name in vars(PolicyStore) if not name.startswith("_")}
-    assert changing == {"apply", "catch_up", "check", "expect", "find", "take", "versions"}
+    assert changing == {
+        "apply",
+        "apply_source",
+        "check",
+        "read_version",
+        "refresh",
+        "require_version",
+        "versions",
+    }
 
 
 POOLS = st.sampled_from("abcd")
@@ -280,9 +294,9 @@ class BookMachine(RuleBasedStateMachine):
             self.runner.close()
 
     def text(self, number: int) -> str:
-        return self.records.shelves[KIND][str(number)]
+        return self.records.shelves[POLICY_KIND][str(number)]
 
-    def edit(self, at: int, offered: Any, reason: Reason, onto: Version) -> None:
+    def edit(self, at: int, offered: Any, reason: Reason, onto: PolicyVersion) -> None:
         """Do what an admin asks at one gateway, and say what must have become of it."""
         book, count = self.books[at], len(self.kept)
         behind = book.version.number < count or onto.number < count
@@ -296,11 +310,11 @@ class BookMachine(RuleBasedStateMachine):
         else:
             assert not behind
             assert (made.number, made.document) == (count + 1, good.document)
-            self.kept.append(made.written())
+            self.kept.append(made.to_json())
 
-    def base(self, at: int, age: int) -> Version:
+    def base(self, at: int, age: int) -> PolicyVersion:
         number = max(1, self.books[at].version.number - age)
-        return Version.read(self.kept[number - 1])
+        return PolicyVersion.from_json(self.kept[number - 1])
 
     @rule(at=st.sampled_from((0, 1)), pool=POOLS, age=st.sampled_from((0, 0, 1)))
     def put(self, at: int, pool: str, age: int) -> None:
@@ -320,16 +334,16 @@ class BookMachine(RuleBasedStateMachine):
         book, number = self.books[at], len(self.kept) - back
         if number < 1:
             with pytest.raises(VersionUnknown):
-                self.runner.run(book.find(number))
+                self.runner.run(book.read_version(number))
         else:
-            earlier = self.runner.run(book.find(number))
+            earlier = self.runner.run(book.read_version(number))
             self.edit(at, earlier.document, Reason.ROLLBACK, self.base(at, 0))
 
     @rule(at=st.sampled_from((0, 1)), pool=POOLS)
     def edit_the_file(self, at: int, pool: str) -> None:
         before = self.runner.run(self.books[at].versions())
-        news = brings_news(before, single_pool_policy(pool), Reason.FILE)
-        self.runner.run(self.books[at].take(proposal(pool), Reason.FILE, AUTHOR_BOB))
+        news = is_new(before, single_pool_policy(pool), Reason.FILE)
+        self.runner.run(self.books[at].apply_source(proposal(pool), Reason.FILE, AUTHOR_BOB))
         if news:
             self.kept.append(self.text(len(self.kept) + 1))
             assert self.books[at].current == proposal(pool).policy
@@ -352,28 +366,28 @@ class BookMachine(RuleBasedStateMachine):
 
         current = self.books[0].version.number == len(self.kept)
         ends = self.runner.run(both())
-        won = [end for end in ends if isinstance(end, Version)]
+        won = [end for end in ends if isinstance(end, PolicyVersion)]
         assert len(won) == current
-        assert all(isinstance(end, Version | VersionConflict) for end in ends)
-        self.kept += [one.written() for one in won]
+        assert all(isinstance(end, PolicyVersion | VersionConflict) for end in ends)
+        self.kept += [one.to_json() for one in won]
 
     @rule(at=st.sampled_from((0, 1)))
     def catch_up(self, at: int) -> None:
-        self.runner.run(self.books[at].catch_up())
+        self.runner.run(self.books[at].refresh())
         assert self.books[at].version.number == len(self.kept)
 
     @invariant()
     def the_book_never_loses_or_changes_a_version(self) -> None:
         if hasattr(self, "kept"):
             numbers = map(str, range(1, len(self.kept) + 1))
-            assert list(self.records.shelves[KIND].items()) == list(
+            assert list(self.records.shelves[POLICY_KIND].items()) == list(
                 zip(numbers, self.kept, strict=True)
             )
 
     @invariant()
     def what_is_in_force_is_good_is_kept_and_never_goes_back(self) -> None:
         for at, book in enumerate(getattr(self, "books", [])):
-            assert book.version == Version.read(self.kept[book.version.number - 1])
+            assert book.version == PolicyVersion.from_json(self.kept[book.version.number - 1])
             assert book.current == read_policy(book.version.document, "in force")
             assert book.version.number >= self.seen[at]
             self.seen[at] = book.version.number
