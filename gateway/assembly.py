@@ -32,12 +32,12 @@ from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_listed, read_keys
 from gateway.errors import RecordsUnwritable, StartupError
 from gateway.fleet.cordons import Cordons
-from gateway.fleet.health import Control, Probes
+from gateway.fleet.health import HealthChecker, ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.periodic import WeekClock
-from gateway.routing.prefix_affinity import PrefixIndex, PrefixNames
-from gateway.routing.replay import RecentCases
+from gateway.routing.prefix_affinity import PrefixHasher, PrefixIndex
+from gateway.routing.replay import RecentRequests
 from gateway.storage.counters import CounterStore, MemoryCounters
 from gateway.storage.records import FileRecords, Records
 from gateway.telemetry.access_log import AccessLog
@@ -56,7 +56,7 @@ class Gateway:
     settings: Settings
     policy_store: PolicyStore
     policy_file: PolicyWatch
-    recent_requests: RecentCases
+    recent_requests: RecentRequests
     fleet: WorkerRegistry
     cordons: Cordons
     counters: CounterStore
@@ -71,15 +71,15 @@ class Gateway:
     accounting: Accounting
     windows: Windows
     scheduler: Scheduler
-    prefix_names: PrefixNames
+    prefix_names: PrefixHasher
     prefix_index: PrefixIndex
     worker_keys: Mapping[str, str]
     """The secrets of listed workers, by the id of the worker."""
-    control: Control
+    control: ReportClient
     cluster_sync: ClusterSync
     redis: RedisClient | None
     """The one connection to Redis, where there is one."""
-    probes: Probes
+    probes: HealthChecker
     clock: Callable[[], float]
     """Monotonic seconds."""
     week_clock: WeekClock
@@ -119,7 +119,7 @@ async def _build(settings: Settings, rng: Random, link: RedisClient | None) -> G
     keys = KeyStore(records, keyring, wall)
     shared = None if link is None else _shared(link, keyring, prefixes, clock)
     store: CounterStore = MemoryCounters() if shared is None else shared.store
-    control = Control(settings, fleet, store)
+    control = ReportClient(settings, fleet, store)
     neighbours = shared and PeerWorkers(
         shared.boots, fleet, dispatch, control, prefixes, clock=clock
     )
@@ -135,7 +135,7 @@ async def _build(settings: Settings, rng: Random, link: RedisClient | None) -> G
         settings=settings,
         policy_store=book,
         policy_file=PolicyWatch(book, settings.policy),
-        recent_requests=RecentCases(),
+        recent_requests=RecentRequests(),
         fleet=fleet,
         cordons=cordons,
         counters=store,
@@ -150,13 +150,13 @@ async def _build(settings: Settings, rng: Random, link: RedisClient | None) -> G
         accounting=accounting,
         windows=Windows(accounting.figures, clock),
         scheduler=dispatch,
-        prefix_names=PrefixNames(secret),
+        prefix_names=PrefixHasher(secret),
         prefix_index=prefixes,
         worker_keys=listed_keys,
         control=control,
         redis=link,
         cluster_sync=ClusterSync(shared, neighbours),
-        probes=Probes(settings.workers, listed_keys, fleet, dispatch, store),
+        probes=HealthChecker(settings.workers, listed_keys, fleet, dispatch, store),
         clock=clock,
         week_clock=WeekClock(wall),
         wall=wall,

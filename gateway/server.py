@@ -153,7 +153,7 @@ async def _watching(app: GatewayApp, server: _Server) -> AsyncIterator[None]:
     gateway = app.gateway
     watching = (
         asyncio.create_task(sweep(server.server_state.connections)),
-        asyncio.create_task(keep_measuring(app.proxy.load.lag, gateway.fleet.excuse)),
+        asyncio.create_task(keep_measuring(app.proxy.load.lag, gateway.fleet.compensate_stall)),
     )
     try:
         async with PeriodicTasks(

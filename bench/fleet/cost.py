@@ -19,7 +19,7 @@ from rich.console import Console
 from bench.harness.tables import Grid
 from gateway.fleet.circuit_breaker import Verdict
 from gateway.fleet.registry import WorkerRegistry
-from gateway.routing.prefix_affinity import KEYS_KEPT, PrefixIndex
+from gateway.routing.prefix_affinity import MAX_PREFIXES, PrefixIndex
 from gateway.routing.select import RoutingRequest, decide
 from policies.document import shipped_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
@@ -80,18 +80,18 @@ def measure(workers: int, profile: RequestProfile) -> Cost:
     rng, policy, reports = Random(2), shipped_policy(), tuple(_reports(workers))
     fleet = WorkerRegistry(time.monotonic, rng.random)
     prefixes = PrefixIndex(time.monotonic)
-    for number in range(KEYS_KEPT):
+    for number in range(MAX_PREFIXES):
         for copy in range(min(3, workers)):
             holding = f"mac-{(number + copy) % workers}", "1"
-            prefixes.sent(str(number), holding, policy.prefix)
+            prefixes.record_dispatch(str(number), holding, policy.prefix)
     cases = [
-        RoutingRequest(policy, profile, prefix=str(rng.randrange(KEYS_KEPT)))
+        RoutingRequest(policy, profile, prefix=str(rng.randrange(MAX_PREFIXES)))
         for _ in range(_DECISIONS)
     ]
 
     def beat() -> None:
         for report in reports:
-            fleet.beat(report)
+            fleet.heartbeat(report)
 
     beat()
     views = [prefixes.mark(fleet.view(), case.prefix) for case in cases]
@@ -138,7 +138,7 @@ def main() -> None:
             if workers == _WORKERS[-1]:
                 reached_us = max(reached_us, cost.decision_us)
     grid = Grid(
-        title=f"CPU microseconds of a decision, {KEYS_KEPT:,} system prompts known",
+        title=f"CPU microseconds of a decision, {MAX_PREFIXES:,} system prompts known",
         columns=(
             "workers, request",
             "decision, least",

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from bench.fleet.world import Ask, Mac
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.fleet.registry import BEAT_S, WorkerRegistry
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.fleet.worker import Lease
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.select import RoutingRequest, decide
@@ -191,7 +191,7 @@ class Ours:
         self._now_s = now_s
         holding = self._leases[ask.number].holding
         prefixes = self._prefixes[ask.number % len(self._fleets)]
-        prefixes.sent(str(ask.prefix), holding, self._policy.prefix)
+        prefixes.record_dispatch(str(ask.prefix), holding, self._policy.prefix)
 
     def answered(self, ask: Ask, mac: Mac, cached_tokens: int | None) -> None:
         self._now_s = max(self._now_s, mac.now_s)
@@ -201,29 +201,29 @@ class Ours:
         lost = cached_tokens is None
         fleet.give_back(lease, Verdict.FAILED if lost else Verdict.ANSWERED)
         usage = None if lost else Usage(1, 1, cached_tokens or 0)
-        expected = lease.candidate.holder
-        prefixes.told(str(ask.prefix), lease.holding, usage, expected=expected)
+        expected = lease.candidate.prefix_cached
+        prefixes.record_usage(str(ask.prefix), lease.holding, usage, expected=expected)
 
     def _hear(self, macs: Sequence[Mac]) -> None:
         """Take in the heartbeats that are due, and what other gateways tell."""
         for mac in macs:
             boot = mac.name, mac.boot
-            if self._beats_s.get(boot, -BEAT_S) + BEAT_S <= self._now_s:
+            if self._beats_s.get(boot, -HEARTBEAT_INTERVAL_S) + HEARTBEAT_INTERVAL_S <= self._now_s:
                 self._beats_s[boot] = self._now_s
                 first, *others = self._fleets
                 report = _report(mac)
-                first.beat(report)
+                first.heartbeat(report)
                 for fleet in others:
-                    fleet.hear(report, _TOLD_EVERY_S)
+                    fleet.merge_remote(report, _TOLD_EVERY_S)
                 for prefixes in self._prefixes:
-                    prefixes.announced(report)
+                    prefixes.record_report(report)
         if self._exchanged_s + _TOLD_EVERY_S <= self._now_s:
             self._exchanged_s = self._now_s
-            news = [prefixes.take_news() for prefixes in self._prefixes]
+            news = [prefixes.take_pending() for prefixes in self._prefixes]
             for by, claims in enumerate(news):
                 for at, prefixes in enumerate(self._prefixes):
                     for claim in claims if at != by else ():
-                        prefixes.hear(claim, _TOLD_EVERY_S)
+                        prefixes.merge(claim, _TOLD_EVERY_S)
 
 
 def _profile(ask: Ask) -> RequestProfile:

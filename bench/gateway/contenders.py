@@ -17,7 +17,7 @@ import httpx
 from bench.gateway import backend
 from bench.harness.processes import end, free_port, inherited
 from bench.harness.venvs import PeerUnavailable, Venv, last_words, python_of
-from gateway.fleet.registry import BEAT_S
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 
 KEY: Final = "bench-key"
 _JOIN_TOKEN: Final = "bench-join-token"
@@ -174,7 +174,7 @@ async def _beat(port: int, worker_port: int) -> None:
         while True:
             with contextlib.suppress(httpx.HTTPError):
                 await client.put(path, json=worker.model_dump(mode="json"))
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
 
 async def _until_it_relays(

@@ -47,7 +47,7 @@ def explanation(gateway: Gateway) -> APIRouter:
         )
         inspected = inspect(raw, endpoint, policy, fleet)
         holder.check_model(inspected)
-        prefix = gateway.prefix_names.name(inspected, caller, policy.prefix)
+        prefix = gateway.prefix_names.prefix_key(inspected, caller, policy.prefix)
         case = RoutingRequest(policy, inspected.profile, asker, caller.pools, prefix)
         # The same dice as the next request, thrown without moving them.
         rng = Random()  # noqa: S311
@@ -65,14 +65,14 @@ def _left_out(gateway: Gateway, fleet: FleetView) -> dict[str, str]:
     taking = {worker.worker_id for worker in fleet.workers}
     return {
         member.report.worker_id: worker_state(gateway.fleet, member)
-        for member in gateway.fleet.members()
+        for member in gateway.fleet.workers()
         if member.report.worker_id not in taking
     }
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:
     """Tell of one lane; of its score no more digits than mean anything."""
-    rounded = {name: round(getattr(candidate, name), 4) for name in ("score_s", "read_s")}
+    rounded = {name: round(getattr(candidate, name), 4) for name in ("score_s", "prefill_s")}
     return candidate._asdict() | rounded
 
 

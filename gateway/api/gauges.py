@@ -63,8 +63,10 @@ class Gauges(Collector):
         in_flight = _gauge("pool_in_flight", "Requests that hold a slot.", "pool")
         waiting = _gauge("pool_waiting", "Requests in line for a slot.", "pool")
         for name, pool in self._gateway.policy_store.current.pools.items():
-            lanes = self._fleet.lanes(name, pool)
-            open_slots = sum(lane.slots for member, lane in lanes if self._fleet.opens(member))
+            lanes = self._fleet.pool_lanes(name, pool)
+            open_slots = sum(
+                lane.slots for member, lane in lanes if self._fleet.is_available(member)
+            )
             slots.add_metric([name], pool.bounded(open_slots))
             in_flight.add_metric([name], self._gateway.scheduler.running(name))
             waiting.add_metric([name], self._gateway.scheduler.waiting(name))
@@ -76,9 +78,9 @@ class Gauges(Collector):
             "worker_ejections", "Ejections of a worker that are not yet forgiven.", "worker"
         )
         in_flight = _gauge("worker_in_flight", "Requests that hold a slot.", "worker", "lane")
-        for member in self._fleet.members():
+        for member in self._fleet.workers():
             worker_id = member.report.worker_id
-            is_open.add_metric([worker_id], self._fleet.opens(member))
+            is_open.add_metric([worker_id], self._fleet.is_available(member))
             ejections.add_metric([worker_id], member.breaker.ejections)
             for lane in member.report.lanes:
                 in_flight.add_metric([worker_id, lane.name], member.in_flight[lane.name])

@@ -52,7 +52,7 @@ from gateway.errors import (
     VersionUnknown,
 )
 from gateway.http.downstream import header, read_small_body
-from gateway.routing.replay import Moves
+from gateway.routing.replay import PoolMoves
 from policies.diff import differences, merge_patch
 from policies.document import PolicyInvalid, Problem
 from policies.yaml_io import TextInvalid, read_yaml, write_yaml
@@ -295,7 +295,7 @@ def proposals(gateway: Gateway) -> APIRouter:
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
         changes = await asyncio.to_thread(differences, base.document, proposal.document)
-        moves = await gateway.recent_requests.moves(
+        moves = await gateway.recent_requests.count_moves(
             policy,
             proposal.policy,
             gateway.fleet.view(),
@@ -327,6 +327,6 @@ def _warnings(book: PolicyStore, proposal: Proposal) -> list[dict[str, Any]]:
     return [warning._asdict() for warning in book.warnings(proposal.policy)]
 
 
-def _told(moves: Moves) -> list[dict[str, Any]]:
+def _told(moves: PoolMoves) -> list[dict[str, Any]]:
     """List where how many would go, those that stay too, most first."""
     return [{"from": old, "to": new, "count": count} for (old, new), count in moves.most_common()]

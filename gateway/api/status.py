@@ -58,7 +58,7 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
 
     @router.get("/metrics", response_class=PlainTextResponse, responses=failures())
     async def metrics() -> Response:
-        await gateway.control.refresh()
+        await gateway.control.refresh_all()
         reports = await gateway.counters.reports()
         text = exposition(
             GatewayFigures(gateway.accounting), WorkerFigures(reports), Gauges(gateway, proxy)
@@ -88,7 +88,7 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
     began_s = gateway.clock()
 
     async def take(asked_s: float) -> Status:
-        await gateway.control.refresh()
+        await gateway.control.refresh_all()
         reports, counts = await gateway.counters.reports(), await gateway.counters.counts()
         # From here on nothing is waited for, so that all is of one moment.
         recently = Recently(gateway.windows, asked_s)
@@ -164,7 +164,7 @@ def _around(gateway: Gateway, proxy: ProxyHandler, recently: Recently, uptime_s:
         retries_denied=proxy.upstream.retries.denied,
         quarantined=len(proxy.upstream.quarantine),
         prefixes_known=len(gateway.prefix_index),
-        prefixes_untrue=gateway.prefix_index.untrue,
+        prefixes_untrue=gateway.prefix_index.mispredicted,
     )
 
 

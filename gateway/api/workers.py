@@ -14,7 +14,7 @@ from gateway.api.auth import AUTHOR, read_author, with_admin_key, with_join_toke
 from gateway.api.openapi import FOR_ADMINS, KEPT, WITH_BODY, failures, parameter, ref, takes
 from gateway.assembly import Gateway
 from gateway.errors import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
-from gateway.fleet.registry import BEAT_S
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
 from gateway.http.downstream import read_small_body
 from gateway.status.render import worker_state
@@ -46,21 +46,21 @@ def joining(gateway: Gateway) -> APIRouter:
         report = _read_report(raw)
         if report.worker_id != worker_id:
             raise FieldInvalid("The report is of another worker than the path.", param="worker_id")
-        gateway.fleet.beat(report)
-        gateway.prefix_index.announced(report)
+        gateway.fleet.heartbeat(report)
+        gateway.prefix_index.record_report(report)
         gateway.scheduler.wake()
         await gateway.counters.store_report(report)
-        return {"interval_s": BEAT_S}
+        return {"interval_s": HEARTBEAT_INTERVAL_S}
 
     @router.delete("/{worker_id}", status_code=204, responses=failures(KeyRefused))
     async def leave(worker_id: str) -> Response:
-        gateway.fleet.leave(worker_id)
+        gateway.fleet.remove(worker_id)
         return Response(status_code=204)
 
     @router.get("/{worker_id}/joined", responses=failures(KeyRefused, WorkerUnknown))
     async def has_joined(worker_id: str) -> dict[str, str]:
         """Let who brings a worker learn that it may be used; all else of workers is for admins."""
-        for member in gateway.fleet.members():
+        for member in gateway.fleet.workers():
             if member.report.worker_id == worker_id:
                 return {"worker_id": worker_id, "url": member.report.url}
         raise WorkerUnknown
@@ -78,7 +78,7 @@ def workers(gateway: Gateway) -> APIRouter:
 
     @router.get("", responses=failures(*FOR_ADMINS))
     async def listing() -> dict[str, Any]:
-        members = {member.report.worker_id: member for member in gateway.fleet.members()}
+        members = {member.report.worker_id: member for member in gateway.fleet.workers()}
         names = [*members, *(name for name in gateway.cordons.by_worker if name not in members)]
         return {"workers": [_told(gateway, name, members.get(name)) for name in names]}
 
@@ -106,7 +106,7 @@ def workers(gateway: Gateway) -> APIRouter:
 
 
 def _one(gateway: Gateway, worker_id: str) -> dict[str, Any]:
-    members = (member for member in gateway.fleet.members() if member.report.worker_id == worker_id)
+    members = (member for member in gateway.fleet.workers() if member.report.worker_id == worker_id)
     return _told(gateway, worker_id, next(members, None))
 
 
@@ -115,7 +115,7 @@ def _told(gateway: Gateway, worker_id: str, member: WorkerState | None) -> dict[
     told: dict[str, Any] = {
         "worker_id": worker_id,
         "state": worker_state(gateway.fleet, member),
-        "in_flight": gateway.fleet.requests_of(worker_id),
+        "in_flight": gateway.fleet.local_requests(worker_id),
         "lanes": [],
     }
     if member is not None:
@@ -133,7 +133,7 @@ def _told(gateway: Gateway, worker_id: str, member: WorkerState | None) -> dict[
                 }
                 for lane in member.report.lanes
             ],
-            "last_beat_s_ago": round(gateway.fleet.age_s(member), 3),
+            "last_beat_s_ago": round(gateway.fleet.heartbeat_age_s(member), 3),
         }
     cordon = gateway.cordons.by_worker.get(worker_id)
     if cordon is not None:

@@ -11,10 +11,15 @@ import secrets
 from collections.abc import Sequence
 
 from gateway.cluster.redis import RedisClient
-from gateway.routing.prefix_affinity import KEYS_KEPT, NEWS_KEPT, Claim, PrefixIndex
+from gateway.routing.prefix_affinity import (
+    MAX_PENDING_CLAIMS,
+    MAX_PREFIXES,
+    PrefixClaim,
+    PrefixIndex,
+)
 
 _NEWS = "paceline:{prefixes}:news"
-_KEPT = 2 * KEYS_KEPT
+_KEPT = 2 * MAX_PREFIXES
 # Answers with the clock of Redis, by which ids of entries tell their age, and with the entries
 # behind the last one that was read; with the last ones of all where none was.
 _EXCHANGE = """
@@ -44,12 +49,12 @@ class SharedPrefixClaims:
         self._life = secrets.token_hex(8)
         self._last = ""
         self._connections = -1
-        self._untold: list[Claim] = []
+        self._untold: list[PrefixClaim] = []
 
     async def exchange(self) -> None:
         """Tell of the claims made here since the last turn, and hear of the others'."""
         # What could not be told is told later, unless there is too much of it.
-        self._untold = [*self._untold, *self._prefixes.take_news()][-NEWS_KEPT:]
+        self._untold = [*self._untold, *self._prefixes.take_pending()][-MAX_PENDING_CLAIMS:]
         news = [json.dumps(claim) for claim in self._untold]
         anew = self._connections != self._link.connections  # perhaps another Redis
         now_ms, entries = await self._link.call(
@@ -60,21 +65,21 @@ class SharedPrefixClaims:
         for at, by, claim in entries:
             self._last = at
             if claim is not None and by != self._life:
-                self._prefixes.hear(claim, max(0.0, (now_ms - int(at.split("-")[0])) / 1000))
+                self._prefixes.merge(claim, max(0.0, (now_ms - int(at.split("-")[0])) / 1000))
 
     async def _ask(
         self, last: str, news: Sequence[str]
-    ) -> tuple[int, list[tuple[str, str, Claim | None]]]:
+    ) -> tuple[int, list[tuple[str, str, PrefixClaim | None]]]:
         arguments: list[str | int] = [last, self._life, _KEPT, *news]
         now_ms, entries = await self._exchange([_NEWS], arguments)
         return now_ms, [_read(at, fields) for at, fields in entries]
 
 
-def _read(at: str, fields: Sequence[str]) -> tuple[str, str, Claim | None]:
+def _read(at: str, fields: Sequence[str]) -> tuple[str, str, PrefixClaim | None]:
     """Read one entry; no claim where another version of Paceline wrote it, or nobody knows who."""
     told = dict(zip(fields[::2], fields[1::2], strict=True))
     try:
         name, worker_id, boot_id, for_s = json.loads(told["claim"])
-        return at, told["by"], Claim(str(name), str(worker_id), str(boot_id), float(for_s))
+        return at, told["by"], PrefixClaim(str(name), str(worker_id), str(boot_id), float(for_s))
     except (KeyError, TypeError, ValueError):
         return at, "", None

@@ -19,10 +19,10 @@ from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.errors import RecordsUnwritable
-from gateway.fleet.health import Control
+from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
-from gateway.fleet.worker import SILENT_AFTER_S, WorkerState
+from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, WorkerState
 from gateway.periodic import PeriodicTasks, Work
 from gateway.routing.prefix_affinity import PrefixIndex
 from workers.protocol import WorkerReport
@@ -39,7 +39,7 @@ class PeerWorkers:
         boots: SharedWorkerReports,
         fleet: WorkerRegistry,
         dispatch: Scheduler,
-        control: Control,
+        control: ReportClient,
         prefixes: PrefixIndex,
         *,
         clock: Callable[[], float],
@@ -56,9 +56,9 @@ class PeerWorkers:
     async def exchange(self) -> None:
         """Tell of the workers that were heard here, and hear of the others'."""
         here = {
-            member.report.worker_id: (member.report, member.asked_at_s)
-            for member in self._fleet.members()
-            if member.listed is None and member.asked_at_s > float("-inf")
+            member.report.worker_id: (member.report, member.local_heartbeat_at_s)
+            for member in self._fleet.workers()
+            if member.listed is None and member.local_heartbeat_at_s > float("-inf")
         }
         now_s = self._clock()
         news = [
@@ -69,35 +69,35 @@ class PeerWorkers:
         left = [
             report
             for name, (report, at_s) in self._told.items()
-            if name not in here and now_s - at_s < SILENT_AFTER_S
+            if name not in here and now_s - at_s < HEARTBEAT_TIMEOUT_S
         ]
         heard = await self._boots.exchange(news, left)
         self._told = here
         for report, age_s in heard:
             if age_s is not None:
-                if self._fleet.hear(report, age_s):
-                    self._prefixes.announced(report)
+                if self._fleet.merge_remote(report, age_s):
+                    self._prefixes.record_report(report)
             elif self._is_member(report):
-                self._fleet.leave(report.worker_id)
+                self._fleet.remove(report.worker_id)
         self._dispatch.wake()
 
     async def ask_silent(self) -> None:
         """Ask workers that beat elsewhere whether they are there, where nobody tells of them."""
         silent = [
             member
-            for member in self._fleet.members()
-            if not member.joined_here and self._fleet.age_s(member) > _ASK_AFTER_S
+            for member in self._fleet.workers()
+            if not member.local and self._fleet.heartbeat_age_s(member) > _ASK_AFTER_S
         ]
         await asyncio.gather(*(self._ask(member) for member in silent))
 
     async def _ask(self, member: WorkerState) -> None:
-        if await self._control.knock(member.report):
+        if await self._control.probe(member.report):
             self._dispatch.wake()
 
     def _is_member(self, report: WorkerReport) -> bool:
         return any(
             member.report.worker_id == report.worker_id and member.report.boot_id == report.boot_id
-            for member in self._fleet.members()
+            for member in self._fleet.workers()
         )
 
 

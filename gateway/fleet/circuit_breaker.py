@@ -13,15 +13,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-CONNECTION_FAILURES = 3
+MAX_CONNECT_FAILURES = 3
 """In a row: the machine is off, asleep, or nobody listens."""
-ERRORS = 5
+MAX_FAILURES = 5
 """In a row, connection failures among them."""
-EJECTION_S = 10.0
+BASE_EJECTION_S = 10.0
 """Times the number of ejections so far, which one healthy minute takes one from."""
-LONGEST_EJECTION_S = 300.0
+MAX_EJECTION_S = 300.0
 _JITTER = 0.2
-_FORGIVEN_S = 60.0
+_FORGET_EJECTION_S = 60.0
 
 
 class Verdict(Enum):
@@ -40,27 +40,27 @@ class Verdict(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Breaker:
+class CircuitBreaker:
     """What is held against one worker; a new value for each thing that happens."""
 
-    connection_failures: int = 0
-    errors: int = 0
+    connect_failures: int = 0
+    failures: int = 0
     ejections: int = 0
     ejected_at_s: float = 0.0
     """Requests that were sent before this moment have nothing more to say."""
     ejected_until_s: float = 0.0
     healthy_since_s: float = 0.0
-    at_a_time: int | None = None
+    probation_limit: int | None = None
     """How many requests it may have on probation; None once it is trusted with all its slots."""
     busy_until_s: float = 0.0
-    why: str = ""
+    reason: str = ""
     """Of the last ejection."""
 
-    def ejected(self, now_s: float) -> bool:
+    def is_ejected(self, now_s: float) -> bool:
         """Say whether it gets nothing because of what it did."""
         return now_s < self.ejected_until_s
 
-    def busy(self, now_s: float) -> bool:
+    def is_busy(self, now_s: float) -> bool:
         """Say whether it gets nothing because it asked for that."""
         return now_s < self.busy_until_s
 
@@ -69,60 +69,62 @@ class Breaker:
         """Return the moment from which it gets requests again."""
         return max(self.ejected_until_s, self.busy_until_s)
 
-    def answered(self, now_s: float, slots: int) -> Breaker:
+    def record_success(self, now_s: float, slots: int) -> CircuitBreaker:
         """Take note of a good end; on probation the number at a time doubles up to all slots."""
-        if self.at_a_time is None:
-            if not self.errors:
+        if self.probation_limit is None:
+            if not self.failures:
                 return self
-            return replace(self, connection_failures=0, errors=0)
-        more = self.at_a_time * 2
+            return replace(self, connect_failures=0, failures=0)
+        more = self.probation_limit * 2
         return replace(
             self,
-            connection_failures=0,
-            errors=0,
-            at_a_time=more if more < slots else None,
+            connect_failures=0,
+            failures=0,
+            probation_limit=more if more < slots else None,
             healthy_since_s=now_s,
         )
 
-    def asked_to_wait(self, now_s: float, retry_after_s: float) -> Breaker:
+    def record_busy(self, now_s: float, retry_after_s: float) -> CircuitBreaker:
         """Leave it alone for as long as it asks."""
         return replace(self, busy_until_s=max(self.busy_until_s, now_s + retry_after_s))
 
-    def failed(self, now_s: float, verdict: Verdict, *, last: bool, dice: float) -> Breaker:
+    def record_failure(
+        self, now_s: float, verdict: Verdict, *, last: bool, dice: float
+    ) -> CircuitBreaker:
         """Take note of a failure; eject unless this is the last worker. `dice` is in [0, 1)."""
         unreachable = verdict is Verdict.UNREACHABLE
         noted = replace(
             self,
-            connection_failures=self.connection_failures + 1 if unreachable else 0,
-            errors=self.errors + 1,
+            connect_failures=self.connect_failures + 1 if unreachable else 0,
+            failures=self.failures + 1,
         )
-        why = noted.grounds
+        why = noted.ejection_reason
         if last or not why:
             return noted
-        forgiven = int(max(0.0, now_s - self.healthy_since_s) / _FORGIVEN_S)
+        forgiven = int(max(0.0, now_s - self.healthy_since_s) / _FORGET_EJECTION_S)
         ejections = max(0, self.ejections - forgiven) + 1
-        length_s = min(LONGEST_EJECTION_S, EJECTION_S * ejections * (1 + _JITTER * dice))
-        return Breaker(
+        length_s = min(MAX_EJECTION_S, BASE_EJECTION_S * ejections * (1 + _JITTER * dice))
+        return CircuitBreaker(
             ejections=ejections,
             ejected_at_s=now_s,
             ejected_until_s=now_s + length_s,
             healthy_since_s=now_s + length_s,
-            at_a_time=1,
+            probation_limit=1,
             busy_until_s=self.busy_until_s,
-            why=why,
+            reason=why,
         )
 
     @property
-    def grounds(self) -> str:
+    def ejection_reason(self) -> str:
         """Say why what is noted is enough for an ejection; empty when it is not."""
-        if self.connection_failures >= CONNECTION_FAILURES:
-            return f"{self.connection_failures} connections failed in a row"
-        if self.errors >= ERRORS:
-            return f"{self.errors} requests failed in a row"
-        if self.at_a_time is not None:
+        if self.connect_failures >= MAX_CONNECT_FAILURES:
+            return f"{self.connect_failures} connections failed in a row"
+        if self.failures >= MAX_FAILURES:
+            return f"{self.failures} requests failed in a row"
+        if self.probation_limit is not None:
             return "it failed on probation"
         return ""
 
 
-HEALTHY = Breaker()
+HEALTHY = CircuitBreaker()
 """Nothing is held against it; nearly all workers at nearly all times."""

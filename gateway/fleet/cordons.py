@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 
 from gateway.errors import StartupError, WorkerUnknown
-from gateway.fleet.health import Control
+from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.storage.records import Records
@@ -45,7 +45,7 @@ class Cordons:
         records: Records,
         fleet: WorkerRegistry,
         dispatch: Scheduler,
-        control: Control,
+        control: ReportClient,
         wall: Callable[[], float],
     ) -> None:
         self._records = records
@@ -73,7 +73,7 @@ class Cordons:
             cordons = {name: Cordon.model_validate_json(text) for name, text in kept.items()}
             if cordons != self.by_worker:
                 self.by_worker = cordons
-                self._fleet.cordon(frozenset(cordons))
+                self._fleet.set_cordoned(frozenset(cordons))
                 self._dispatch.wake()
 
     async def add(self, worker_id: str, author: str) -> None:
@@ -107,14 +107,14 @@ class Cordons:
         for look in range(int(timeout_s / _LOOK_S) + 1):
             if worker_id not in self.by_worker:
                 break
-            if look >= first_look and not self._fleet.requests_of(worker_id):
+            if look >= first_look and not self._fleet.local_requests(worker_id):
                 if shared:
-                    await self._control.knock_at(worker_id)
-                if not self._fleet.running_on(worker_id):
+                    await self._control.probe_by_id(worker_id)
+                if not self._fleet.total_requests(worker_id):
                     return True
             await asyncio.sleep(_LOOK_S)
         return False
 
     def _known(self) -> set[str]:
         """Name the workers that can be spoken of: those that are here, or were when cordoned."""
-        return {member.report.worker_id for member in self._fleet.members()} | {*self.by_worker}
+        return {member.report.worker_id for member in self._fleet.workers()} | {*self.by_worker}

@@ -20,23 +20,23 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from gateway.config.settings import Settings
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import WorkerIdTaken
-from gateway.fleet.registry import BEAT_S, WorkerRegistry
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.upstream import certificate_authorities
 from gateway.storage.counters import CounterStore
 from workers.protocol import WorkerReport
 
-ATTEMPTS = 2
+MAX_ATTEMPTS = 2
 _BETWEEN_ATTEMPTS_S = 0.05
 
 
-async def get(client: httpx.AsyncClient, url: str, **headers: str) -> httpx.Response:
+async def get_with_retry(client: httpx.AsyncClient, url: str, **headers: str) -> httpx.Response:
     """Return the answer, whatever its status; raise httpx's error of the last attempt.
 
     The caller limits the time of all attempts together.
     """
     retrying = AsyncRetrying(
-        stop=stop_after_attempt(ATTEMPTS),
+        stop=stop_after_attempt(MAX_ATTEMPTS),
         wait=wait_fixed(_BETWEEN_ATTEMPTS_S),
         retry=retry_if_exception_type(httpx.TransportError),
         reraise=True,
@@ -48,10 +48,10 @@ async def get(client: httpx.AsyncClient, url: str, **headers: str) -> httpx.Resp
 
 
 log = logging.getLogger(__name__)
-REFRESH_TIMEOUT_S = 0.5
+REPORT_TIMEOUT_S = 0.5
 
 
-class Control:
+class ReportClient:
     """The control calls to workers. An async context: it holds the connections."""
 
     def __init__(self, settings: Settings, fleet: WorkerRegistry, store: CounterStore) -> None:
@@ -63,7 +63,7 @@ class Control:
     async def __aenter__(self) -> Self:
         self._client = httpx.AsyncClient(
             headers=self._headers,
-            timeout=REFRESH_TIMEOUT_S,
+            timeout=REPORT_TIMEOUT_S,
             # Nobody reads a connection between two questions, so nobody would see it end.
             limits=httpx.Limits(max_keepalive_connections=0),
             verify=certificate_authorities(),
@@ -79,37 +79,37 @@ class Control:
     ) -> None:
         await self._client.aclose()
 
-    async def refresh(self) -> None:
+    async def refresh_all(self) -> None:
         """Ask every live worker for its report, so that sums are those of this moment.
 
         A worker that does not answer in time keeps its last report.
         """
-        joined = [member for member in self._fleet.members() if member.listed is None]
+        joined = [member for member in self._fleet.workers() if member.listed is None]
         reports = await asyncio.gather(*(self._ask(member.report) for member in joined))
         for report in reports:
             if report is not None:
-                self._fleet.refresh(report)
+                self._fleet.update_report(report)
                 await self._store.store_report(report)
 
-    async def knock_at(self, worker_id: str) -> None:
+    async def probe_by_id(self, worker_id: str) -> None:
         """Ask one worker how it is, by its name; nobody asks those that are listed by hand."""
-        for member in self._fleet.members():
+        for member in self._fleet.workers():
             if member.report.worker_id == worker_id and member.listed is None:
-                await self.knock(member.report)
+                await self.probe(member.report)
 
-    async def knock(self, worker: WorkerReport) -> bool:
+    async def probe(self, worker: WorkerReport) -> bool:
         """Ask one worker whether it is there; its answer counts as a heartbeat."""
         report = await self._ask(worker)
         if report is None:
             return False
-        self._fleet.vouch(report)
+        self._fleet.probe_succeeded(report)
         await self._store.store_report(report)
         return True
 
     async def _ask(self, worker: WorkerReport) -> WorkerReport | None:
         try:
-            async with asyncio.timeout(REFRESH_TIMEOUT_S):
-                answer = await get(self._client, f"{worker.url}/v1/status")
+            async with asyncio.timeout(REPORT_TIMEOUT_S):
+                answer = await get_with_retry(self._client, f"{worker.url}/v1/status")
             answer.raise_for_status()
             report = WorkerReport.model_validate(from_json(answer.content)["report"])
         # Whatever one worker makes the client library raise (a connection reset as it is made is an
@@ -124,7 +124,7 @@ class Control:
 PROBE_TIMEOUT_S = 1.5
 
 
-class Probes:
+class HealthChecker:
     """One task for each listed worker. An async context: it holds them and their connections."""
 
     def __init__(
@@ -169,24 +169,24 @@ class Probes:
             trouble = await self._trouble(worker)
             if not trouble:
                 try:
-                    self._fleet.beat(worker.report, listed=worker)
+                    self._fleet.heartbeat(worker.report, listed=worker)
                 except WorkerIdTaken:
                     trouble = "another worker that joined has its id"
                 else:
                     await self._store.store_report(worker.report)
                     self._dispatch.wake()
             self._tell(worker, trouble)
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     async def _trouble(self, worker: ListedWorker) -> str:
         """Say what is wrong with a worker; empty when it is there."""
         try:
-            async with asyncio.timeout(PROBE_TIMEOUT_S * ATTEMPTS):
+            async with asyncio.timeout(PROBE_TIMEOUT_S * MAX_ATTEMPTS):
                 status = await self._status(worker)
         except (httpx.TimeoutException, TimeoutError) as error:
             # A server with one thread cannot answer both us and a request; the limits on requests
             # are what finds out whether it still works on that.
-            return "" if self._fleet.requests_of(worker.id) else repr(error)
+            return "" if self._fleet.local_requests(worker.id) else repr(error)
         except Exception as error:  # noqa: BLE001  # whatever it is, it must not end the asking
             return repr(error)
         # Not every server lists its models; but one that wants another key would refuse us always.
@@ -195,7 +195,7 @@ class Probes:
     async def _status(self, worker: ListedWorker) -> int:
         key = self._keys.get(worker.id)
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        answer = await get(self._client, f"{worker.url}/v1/models", **headers)
+        answer = await get_with_retry(self._client, f"{worker.url}/v1/models", **headers)
         return answer.status_code
 
     def _tell(self, worker: ListedWorker, trouble: str) -> None:

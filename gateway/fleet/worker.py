@@ -6,14 +6,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from gateway.config.static_workers import ListedWorker
-from gateway.fleet.circuit_breaker import HEALTHY, Breaker
+from gateway.fleet.circuit_breaker import HEALTHY, CircuitBreaker
 from gateway.routing.cost import Throughput, throughput_of
 from gateway.routing.select import Candidate
 from gateway.routing.view import LaneView, WorkerView
 from gateway.types import WorkerBoot
 from workers.protocol import WorkerReport
 
-SILENT_AFTER_S = 7.0
+HEARTBEAT_TIMEOUT_S = 7.0
 """Three beats missed: out, and so within ten seconds in every case."""
 
 
@@ -22,28 +22,28 @@ class WorkerState:
     """One boot of one worker; only `Fleet` changes it."""
 
     report: WorkerReport
-    beaten_at_s: float
+    heartbeat_at_s: float
     listed: ListedWorker | None = None
     """Set for a worker that is listed by hand; its slots are shared by all its lanes."""
-    breaker: Breaker = HEALTHY
+    breaker: CircuitBreaker = HEALTHY
     in_flight: Counter[str] = field(default_factory=Counter)
-    on_probation: int = 0
+    probation_requests: int = 0
     """Requests sent since its last ejection that it has not yet answered."""
     cordoned: bool = False
     """An admin keeps new requests from it."""
-    asked_at_s: float = float("-inf")
+    local_heartbeat_at_s: float = float("-inf")
     """When it was heard here last, not through another gateway."""
-    joined_here: bool = True
+    local: bool = True
     """It beats at this gateway, as far as is known."""
-    most_in_flight: dict[str, int] = field(default_factory=dict)
+    peak_in_flight: dict[str, int] = field(default_factory=dict)
     """By lane, since its last report: how many of its rows may have been this gateway's."""
-    of_others: dict[str, int] = field(default_factory=dict)
+    remote_requests: dict[str, int] = field(default_factory=dict)
     """By lane, as of its last report: the rows of other gateways."""
-    reads_until_s: float = 0.0
+    prefill_until_s: float = 0.0
     """When it will have read the prompts that it has, as far as can be told."""
-    reading_s: float = 0.0
+    pending_prefill_s: float = 0.0
     """How long it reads, in all, what this gateway has sent and got no answer to yet."""
-    heard_s: float = 0.0
+    answered_at_s: float = 0.0
     """When it last answered a request of this gateway, or joined."""
     throughput: Throughput = field(init=False)
     """How fast it is, by its last report."""
@@ -54,16 +54,16 @@ class WorkerState:
     """By the requests on its lanes, since its last report: the same few come again and again."""
 
     def __post_init__(self) -> None:
-        self.heard_s = self.reads_until_s = self.beaten_at_s
-        self.learn(self.report, self.beaten_at_s)
+        self.answered_at_s = self.prefill_until_s = self.heartbeat_at_s
+        self.update(self.report, self.heartbeat_at_s)
 
-    def learn(self, report: WorkerReport, now_s: float) -> None:
+    def update(self, report: WorkerReport, now_s: float) -> None:
         """Take over what a report says, and work out once what each decision asks of it."""
         self.report = report
         self.throughput = throughput_of(report)
         self.slots = {lane.name: max(1, lane.slots) for lane in report.lanes}
         self._seen.clear()
-        self.changed()
+        self.invalidate_view()
         if self.listed is not None:
             return  # it says nothing of itself
         pending_prefill_tokens = 0
@@ -72,17 +72,17 @@ class WorkerState:
             in_flight = self.in_flight[lane.name]
             # A report is older than what was sent and answered since: only what cannot have been
             # this gateway's at any time since the one before is others'.
-            mine = max(in_flight, self.most_in_flight.get(lane.name, 0))
-            self.of_others[lane.name] = max(0, lane.running + lane.waiting - mine)
-            self.most_in_flight[lane.name] = in_flight
-        self.reads_until_s = now_s + pending_prefill_tokens * self.throughput.read_s
+            mine = max(in_flight, self.peak_in_flight.get(lane.name, 0))
+            self.remote_requests[lane.name] = max(0, lane.running + lane.waiting - mine)
+            self.peak_in_flight[lane.name] = in_flight
+        self.prefill_until_s = now_s + pending_prefill_tokens * self.throughput.prefill_token_s
 
-    def live(self, now_s: float) -> bool:
+    def is_live(self, now_s: float) -> bool:
         """Say whether it was heard of lately."""
-        return now_s - self.beaten_at_s <= SILENT_AFTER_S
+        return now_s - self.heartbeat_at_s <= HEARTBEAT_TIMEOUT_S
 
     @property
-    def willing(self) -> bool:
+    def accepting(self) -> bool:
         """Say whether it takes new requests as far as it says itself, and admins do."""
         return self.report.ready and not self.report.draining and not self.cordoned
 
@@ -102,13 +102,13 @@ class WorkerState:
             seen = self._seen.get(busy)
             if seen is None:
                 seen = self._seen[busy] = self._look()
-            self._view = seen.at(self.reads_until_s, self.heard_s)
+            self._view = seen.at_time(self.prefill_until_s, self.answered_at_s)
         return self._view
 
     def _look(self) -> WorkerView:
         report = self.report
         lanes = [
-            LaneView.of(lane, self.occupied(lane.name), self.of_others.get(lane.name, 0))
+            LaneView.of(lane, self.occupied(lane.name), self.remote_requests.get(lane.name, 0))
             for lane in report.lanes
         ]
         return WorkerView.of(
@@ -120,7 +120,7 @@ class WorkerState:
             throughput=self.throughput,
         )
 
-    def changed(self) -> None:
+    def invalidate_view(self) -> None:
         """Forget the snapshot."""
         self._view = None
 

@@ -53,7 +53,7 @@ class RequestContext:
             return NO_PREFIX
         if self.usage is not UNUSED:
             return "hit" if self.usage.cached_tokens else "miss"
-        return "hit" if self.candidate and self.candidate.holder else "miss"
+        return "hit" if self.candidate and self.candidate.prefix_cached else "miss"
 
 
 def route_headers(trip: RequestContext) -> Headers:

@@ -288,7 +288,7 @@ class Forwarder:
         )
         trip.candidate = lease.candidate
         if trip.case.prefix:
-            self._prefixes.sent(trip.case.prefix, lease.holding, trip.case.policy.prefix)
+            self._prefixes.record_dispatch(trip.case.prefix, lease.holding, trip.case.policy.prefix)
         if trip.dispatched_s is None:
             trip.waited_s = lease.waited_s
         return lease
@@ -297,8 +297,8 @@ class Forwarder:
         """Learn from the end of an attempt whether the worker holds the system prompt."""
         if trip.case.prefix:
             counted = None if trip.usage is UNUSED else trip.usage
-            expected = lease.candidate.holder
-            self._prefixes.told(trip.case.prefix, lease.holding, counted, expected=expected)
+            expected = lease.candidate.prefix_cached
+            self._prefixes.record_usage(trip.case.prefix, lease.holding, counted, expected=expected)
 
     def _tries_again(self, error: GatewayError, lease: Lease, trip: RequestContext) -> bool:
         """Say whether another worker may be asked: never where this one can have started.

@@ -194,9 +194,9 @@ class ProxyHandler:
         fleet = line.fleet.view()
         inspected = steps.inspected = inspect(raw, endpoint, policy, fleet)
         steps.holder.check_model(inspected)
-        prefix = line.prefix_names.name(inspected, caller, policy.prefix)
+        prefix = line.prefix_names.prefix_key(inspected, caller, policy.prefix)
         case = RoutingRequest(policy, inspected.profile, asker, caller.pools, prefix)
-        line.recent_requests.remember(case)
+        line.recent_requests.add(case)
         trip = steps.trip = RequestContext(
             identity=reply.identity,
             inspected=inspected,

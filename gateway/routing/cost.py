@@ -1,7 +1,8 @@
 """What a lane would cost a request, in seconds: worked out when a worker changes, not per request.
 
 A cost is the time to the first token as far as it can be known here, and what the others on the
-worker lose by one more. What a request adds is its own reading alone: tokens times `read_s`.
+worker lose by one more. What a request adds is its own reading alone: tokens times
+`prefill_token_s`.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ _CROWDED_S = 2.0
 class Throughput(NamedTuple):
     """How fast a worker is, by its last report."""
 
-    read_s: float
+    prefill_token_s: float
     """A token of a prompt."""
     row_s: Mapping[str, float]
     """By lane: what one more row costs."""
     answer_s: Mapping[str, float]
     """By lane: the time of an answer."""
-    crowded_s: float
+    memory_cost_s: float
     """What it costs that its memory is nearly full."""
 
 
@@ -76,5 +77,5 @@ def load_cost_s(
     `rows` are those of the lane, `others` those of the worker's other lanes.
     """
     row_s = throughput.row_s.get(lane.name) or _row_s(lane, 0.0)
-    cost_s = throughput.crowded_s + row_s * (rows + others * _OTHER_LANE_SHARE)
+    cost_s = throughput.memory_cost_s + row_s * (rows + others * _OTHER_LANE_SHARE)
     return cost_s if pays else cost_s + _NOT_PAYING_SHARE * throughput.answer_s.get(lane.name, 0.0)

@@ -19,8 +19,8 @@ from gateway.types import Caller, Inspected, Usage, WorkerBoot
 from policies.sections import PrefixPolicy
 from workers.protocol import WorkerReport
 
-KEYS_KEPT = 10_000
-NEWS_KEPT = 2_000
+MAX_PREFIXES = 10_000
+MAX_PENDING_CLAIMS = 2_000
 # Reading less takes a worker hardly longer than looking for it.
 _SHORTEST_BYTES = 256
 _BOOTS_KEPT = 256
@@ -28,14 +28,14 @@ _NOTHING: frozenset[str] = frozenset()
 _SYSTEM_FIELDS = ("tools", "chat_template_kwargs")
 
 
-class PrefixNames:
+class PrefixHasher:
     """Names system prompts by a keyed digest, so that a name says nothing of the words."""
 
     def __init__(self, secret: bytes) -> None:
         self._begun = blake2b(key=blake2b(secret, person=b"paceline-prefix").digest(),
                               digest_size=16)  # fmt: skip
 
-    def name(self, inspected: Inspected, caller: Caller, rules: PrefixPolicy) -> str:
+    def prefix_key(self, inspected: Inspected, caller: Caller, rules: PrefixPolicy) -> str:
         """Name what a request shares with others; empty where that is too little to look for."""
         body = inspected.body
         messages = body.get("messages")
@@ -55,13 +55,13 @@ class PrefixNames:
         return digest.hexdigest()
 
 
-class Claim(NamedTuple):
+class PrefixClaim(NamedTuple):
     """What gateways tell each other: who holds a system prompt for how long; 0 is not at all."""
 
-    name: str
+    prefix_key: str
     worker_id: str
     boot_id: str
-    for_s: float
+    ttl_s: float
 
 
 class PrefixIndex:
@@ -77,8 +77,8 @@ class PrefixIndex:
         """Those of the last request."""
         self._announced: OrderedDict[WorkerBoot, frozenset[str]] = OrderedDict()
         """What workers told that they hold, by their last reports."""
-        self._news: dict[tuple[str, str, str], Claim] = {}
-        self.untrue = 0
+        self._news: dict[tuple[str, str, str], PrefixClaim] = {}
+        self.mispredicted = 0
         """Claims that a worker's own count has shown to be wrong."""
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class PrefixIndex:
         workers, known_models, rows, places, at_s, _, _ = fleet
         return FleetView(workers, known_models, rows, places, at_s, holders, tokens)
 
-    def sent(self, name: str, holding: WorkerBoot, rules: PrefixPolicy) -> None:
+    def record_dispatch(self, name: str, holding: WorkerBoot, rules: PrefixPolicy) -> None:
         """Learn that a worker is about to read it: who asks next is to find it there."""
         self._rules = rules
         if not rules.holders:
@@ -107,9 +107,11 @@ class PrefixIndex:
         claims = self._claims[name]
         while len(claims) > rules.holders:
             del claims[next(iter(claims))]
-        self._tell(Claim(name, *holding, rules.ttl_s))
+        self._tell(PrefixClaim(name, *holding, rules.ttl_s))
 
-    def told(self, name: str, holding: WorkerBoot, usage: Usage | None, *, expected: bool) -> None:
+    def record_usage(
+        self, name: str, holding: WorkerBoot, usage: Usage | None, *, expected: bool
+    ) -> None:
         """Learn from how a request ended whether the worker holds it; `usage` is its own count.
 
         `expected` says that it was sent there for that.
@@ -118,14 +120,14 @@ class PrefixIndex:
             untrue = not expected  # perhaps it was never read
         else:
             untrue = expected and not usage.cached_tokens
-            self.untrue += untrue
+            self.mispredicted += untrue
             if usage.cached_tokens and name in self._claims:
                 self._tokens[name] = usage.cached_tokens
         if untrue:
             self._drop(name, holding)
-            self._tell(Claim(name, *holding, 0.0))
+            self._tell(PrefixClaim(name, *holding, 0.0))
 
-    def announced(self, report: WorkerReport) -> None:
+    def record_report(self, report: WorkerReport) -> None:
         """Learn from a worker's report what it has stored and evicted since the one before.
 
         All gateways hear the report, so none needs to tell.
@@ -144,24 +146,24 @@ class PrefixIndex:
         if len(self._announced) > _BOOTS_KEPT:
             self._announced.popitem(last=False)
 
-    def take_news(self) -> tuple[Claim, ...]:
+    def take_pending(self) -> tuple[PrefixClaim, ...]:
         """Give what other gateways should hear, each claim once, as it is now."""
         news, self._news = tuple(self._news.values()), {}
         return news
 
-    def hear(self, claim: Claim, age_s: float) -> None:
+    def merge(self, claim: PrefixClaim, age_s: float) -> None:
         """Take in what another gateway claimed so long ago."""
         holding = (claim.worker_id, claim.boot_id)
-        if claim.for_s > age_s:
-            self._keep(claim.name, holding, claim.for_s - age_s)
-        elif not claim.for_s:
-            self._drop(claim.name, holding)
+        if claim.ttl_s > age_s:
+            self._keep(claim.prefix_key, holding, claim.ttl_s - age_s)
+        elif not claim.ttl_s:
+            self._drop(claim.prefix_key, holding)
 
-    def _tell(self, claim: Claim) -> None:
+    def _tell(self, claim: PrefixClaim) -> None:
         about = claim[:3]
         self._news.pop(about, None)
         self._news[about] = claim
-        if len(self._news) > NEWS_KEPT:  # nobody hears them just now
+        if len(self._news) > MAX_PENDING_CLAIMS:  # nobody hears them just now
             del self._news[next(iter(self._news))]
 
     def _keep(self, name: str, holding: WorkerBoot, for_s: float) -> None:
@@ -169,7 +171,7 @@ class PrefixIndex:
         self._claims.move_to_end(name)
         claims.pop(holding, None)
         claims[holding] = self._clock() + for_s
-        if len(self._claims) > KEYS_KEPT:
+        if len(self._claims) > MAX_PREFIXES:
             self._tokens.pop(self._claims.popitem(last=False)[0], None)
 
     def _drop(self, name: str, holding: WorkerBoot) -> None:

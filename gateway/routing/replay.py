@@ -17,28 +17,28 @@ from policies.document import PolicyDocument
 if TYPE_CHECKING:
     from random import Random
 
-CASES_KEPT = 10_000
+MAX_RECENT_REQUESTS = 10_000
 # A handful takes a millisecond or two: so long the requests of others wait at most.
 _AT_A_TIME = 25
 
-Moves = Counter[tuple[str, str]]
+PoolMoves = Counter[tuple[str, str]]
 """How many requests go to which pool now, and to which they would."""
 
 
-class RecentCases:
+class RecentRequests:
     """The last 10,000 requests that were decided."""
 
     def __init__(self) -> None:
-        self._cases: deque[RoutingRequest] = deque(maxlen=CASES_KEPT)
+        self._cases: deque[RoutingRequest] = deque(maxlen=MAX_RECENT_REQUESTS)
 
-    def remember(self, case: RoutingRequest) -> None:
+    def add(self, case: RoutingRequest) -> None:
         """Keep a case in place of the oldest one."""
         profile = case.profile
         if profile.stop or profile.sampling.logit_bias:
             case = _without_lists(case)
         self._cases.append(case)
 
-    async def moves(
+    async def count_moves(
         self,
         old: PolicyDocument,
         new: PolicyDocument,
@@ -46,7 +46,7 @@ class RecentCases:
         *,
         rng: Random,
         pause: Callable[[], Awaitable[None]],
-    ) -> Moves:
+    ) -> PoolMoves:
         """Count where they would go by the one and by the other policy, with this fleet.
 
         `pause` lets other requests run; it is awaited before each 25 requests.
@@ -55,7 +55,7 @@ class RecentCases:
         is taken as it was read when it came: under the names, defaults, limits and headers of the
         policy that was in force then.
         """
-        moves = Moves()
+        moves = PoolMoves()
         for number, case in enumerate(tuple(self._cases)):
             if number % _AT_A_TIME == 0:
                 await pause()

@@ -72,7 +72,7 @@ def decide(
     policy, profile, asker, pools, _ = case
     route, bypass = judge(policy, profile, asker)
     model, lanes_barred = profile.model, bool(bypass)
-    bypass = bypass or _fleet_bypass(fleet.rows.get((model, MTP_LANE), ()))
+    bypass = bypass or _fleet_bypass(fleet.lane_costs.get((model, MTP_LANE), ()))
     spill_after_s = None if route.spill is None else route.spill.after_wait_ms / 1000
     briefly = briefly and spill_after_s != 0
     found: list[Candidate] = []
@@ -120,7 +120,7 @@ def decide(
 def _fleet_bypass(rows: Sequence[LaneCost]) -> tuple[Bypass, ...]:
     """Say why no worker could speculate, though the request may."""
     for row in rows:
-        if row[4].lane.drafts:
+        if row[4].lane.can_draft:
             return ()
     sick = any(not row[4].lane.report.head_healthy for row in rows)
     return (Bypass.HEAD_UNHEALTHY if sick else Bypass.NO_MTP_WORKER,)
@@ -128,7 +128,7 @@ def _fleet_bypass(rows: Sequence[LaneCost]) -> tuple[Bypass, ...]:
 
 def _able(lane: LaneView) -> bool:
     """Say whether a lane is what it is called: a speculative one speculates."""
-    return lane.drafts or lane.name != MTP_LANE
+    return lane.can_draft or lane.name != MTP_LANE
 
 
 def _rows(
@@ -148,8 +148,8 @@ def _rows(
         if barred and lane == MTP_LANE:
             continue
         asked = model, lane
-        if rows := fleet.rows.get(asked):
-            places = None if found else fleet.places[asked]
+        if rows := fleet.lane_costs.get(asked):
+            places = None if found else fleet.positions[asked]
             found = found + rows if found else rows
     if pool.workers is None:
         return found, places
@@ -167,13 +167,13 @@ def _rank(
     explores: bool,
 ) -> _Ranked:
     """Tell what each lane of a pool costs, each for its weight, and which is the first."""
-    now_s, holders = fleet.now_s, fleet.holders
+    now_s, holders = fleet.now_s, fleet.prefix_boots
     tokens = profile.text_chars / _CHARS_A_TOKEN
     if profile.media:
         tokens += profile.media_count * _TOKENS_A_PICTURE
     shared_tokens = 0.0
     if holders:
-        shared_tokens = fleet.shared_tokens or tokens or _USUAL_SHARED_TOKENS
+        shared_tokens = fleet.prefix_tokens or tokens or _USUAL_SHARED_TOKENS
         tokens = max(tokens, shared_tokens)
     if pool.weights:
         scores_s = _weighted(rows, pool, tokens, now_s, rng)
@@ -255,7 +255,7 @@ def _saved_s(
 
 
 def _holds(seat: LaneRef, fleet: FleetView) -> bool:
-    return (seat.worker_id, seat.boot_id) in fleet.holders
+    return (seat.worker_id, seat.boot_id) in fleet.prefix_boots
 
 
 def _quiet(rows: Sequence[LaneCost], now_s: float, rng: Random) -> int:
@@ -274,7 +274,7 @@ def _reason(lane: LaneView, bypass: tuple[Bypass, ...]) -> str:
     if lane.name != MTP_LANE:
         return BY_POLICY
     # What the lane has measured counts for the batch that this request would be part of.
-    return ELIGIBLE if lane.pays else Bypass.MTP_NOT_PAYING.value
+    return ELIGIBLE if lane.drafting_pays else Bypass.MTP_NOT_PAYING.value
 
 
 class RoutingRequest(NamedTuple):
@@ -299,11 +299,11 @@ class Candidate(NamedTuple):
     load: float
     spill: bool = False
     """Only once the request has waited for those before, as long as the route says."""
-    holder: bool = False
+    prefix_cached: bool = False
     """It holds the system prompt of the request."""
     score_s: float = 0.0
     """What the request would cost there, in seconds: the least comes first."""
-    read_s: float = 0.0
+    prefill_s: float = 0.0
     """Of these, the reading of what the worker does not hold."""
     explored: bool = False
     """First because nobody has heard of it for a while, not because it costs least."""

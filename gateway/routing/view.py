@@ -19,11 +19,11 @@ class LaneView(NamedTuple):
     slots: int
     load: float
     """Busy rows over all rows; above 1 something waits."""
-    drafts: bool
+    can_draft: bool
     """It has an MTP head that is on and healthy."""
-    pays: bool
+    drafting_pays: bool
     """Drafting is worth it in the batch that one more request would be part of."""
-    rows: int
+    busy_rows: int
     """Busy ones, those of other gateways too."""
     report: LaneReport
 
@@ -69,7 +69,7 @@ class WorkerView(NamedTuple):
     worker_id: str
     models: tuple[str, ...]
     lanes: tuple[LaneView, ...]
-    rows: tuple[LaneCost, ...]
+    lane_costs: tuple[LaneCost, ...]
     """One for each lane."""
     labels: tuple[str, ...] = ()
     boot_id: str = ""
@@ -90,20 +90,20 @@ class WorkerView(NamedTuple):
         """Look at a worker of these lanes: they share one machine."""
         busy = 0
         for lane in lanes:
-            busy += lane.rows
+            busy += lane.busy_rows
         rows = [
             (
                 load_cost_s(
                     throughput,
                     lane.report,
-                    lane.rows if lane.in_flight < lane.slots else lane.rows * FULL,
-                    busy - lane.rows,
-                    pays=lane.pays,
+                    lane.busy_rows if lane.in_flight < lane.slots else lane.busy_rows * FULL,
+                    busy - lane.busy_rows,
+                    pays=lane.drafting_pays,
                 )
-                if busy or not lane.pays
-                else throughput.crowded_s,
+                if busy or not lane.drafting_pays
+                else throughput.memory_cost_s,
                 reads_until_s,
-                throughput.read_s,
+                throughput.prefill_token_s,
                 heard_s,
                 LaneRef(worker_id, boot_id, labels, models, lane),
             )
@@ -111,7 +111,7 @@ class WorkerView(NamedTuple):
         ]
         return cls(worker_id, models, lanes, tuple(rows), labels, boot_id)
 
-    def at(self, reads_until_s: float, heard_s: float) -> WorkerView:
+    def at_time(self, reads_until_s: float, heard_s: float) -> WorkerView:
         """Give the same worker with as many requests, at another moment."""
         worker_id, models, lanes, before, labels, boot_id = self
         rows = [
@@ -127,13 +127,13 @@ class FleetView(NamedTuple):
     """Those that take requests now."""
     known_models: frozenset[str]
     """All that were ever served here: a model whose only worker restarts is not unknown."""
-    rows: LaneCosts
-    places: Places
+    lane_costs: LaneCosts
+    positions: Places
     now_s: float = 0.0
     """The moment, on the clock by which workers read and are heard."""
-    holders: frozenset[WorkerBoot] = frozenset()
+    prefix_boots: frozenset[WorkerBoot] = frozenset()
     """Those that hold the system prompt of the request that is to be decided."""
-    shared_tokens: int = 0
+    prefix_tokens: int = 0
     """What they need not read of it; 0 where no worker has counted it yet."""
 
     @classmethod
@@ -147,7 +147,7 @@ class FleetView(NamedTuple):
     @property
     def served_models(self) -> frozenset[str]:
         """Name the models that can answer now."""
-        return frozenset([model for model, _ in self.rows])
+        return frozenset([model for model, _ in self.lane_costs])
 
 
 def rows_of(workers: Iterable[WorkerView]) -> LaneCosts:
@@ -155,7 +155,7 @@ def rows_of(workers: Iterable[WorkerView]) -> LaneCosts:
     rows: dict[tuple[str, str], list[LaneCost]] = {}
     for worker in workers:
         for model in worker.models:
-            for row in worker.rows:
+            for row in worker.lane_costs:
                 rows.setdefault((model, row[4].lane.name), []).append(row)
     return {asked: tuple(found) for asked, found in rows.items()}
 

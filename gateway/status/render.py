@@ -266,7 +266,7 @@ def render(
     recently: Recently,
 ) -> told.Status:
     """Put the state of the whole line into one record; all of it is read in one go."""
-    members = {member.report.worker_id: member for member in fleet.members()}
+    members = {member.report.worker_id: member for member in fleet.workers()}
     served = {model for member in members.values() for model in member.models}
     models = sorted({report.model for report in reports} | served)
     reports = as_of_now(reports, members)
@@ -340,7 +340,7 @@ def worker_state(fleet: WorkerRegistry, member: WorkerState | None) -> told.Work
         ("cordoned", member.cordoned),
         ("ejected", fleet.ejected_for_s(member) > 0),
         ("busy", fleet.busy_for_s(member) > 0),
-        ("probation", member.breaker.at_a_time is not None),
+        ("probation", member.breaker.probation_limit is not None),
     )
     return next((state for state, holds in found if holds), "ready")
 
@@ -364,7 +364,7 @@ def _worker(
         context_tokens=latest.context_tokens,
         memory_bytes=latest.memory_bytes if member else 0,
         prefix_cache_bytes=latest.prefix_cache_bytes if member else 0,
-        last_beat_s_ago=round(max(0.0, fleet.age_s(member)), 3) if member else 0.0,
+        last_beat_s_ago=round(max(0.0, fleet.heartbeat_age_s(member)), 3) if member else 0.0,
         ejected=_ejection(fleet, member),
         busy_for_s=round(fleet.busy_for_s(member), 3) if member else 0.0,
         lanes={lane.name: _lane(lane, member, worker_id, recently) for lane in sum_lanes(lanes)},
@@ -380,7 +380,7 @@ def _ejection(fleet: WorkerRegistry, member: WorkerState | None) -> told.Ejectio
     if member is None or not for_s:
         return told.Ejection(for_s=0.0, why="", times=0)
     breaker = member.breaker
-    return told.Ejection(for_s=round(for_s, 3), why=breaker.why, times=breaker.ejections)
+    return told.Ejection(for_s=round(for_s, 3), why=breaker.reason, times=breaker.ejections)
 
 
 def _lane(
@@ -418,8 +418,8 @@ def _pool(
     recently: Recently,
 ) -> told.Pool:
     """Tell how busy a pool is now, and what its lanes did over all boots."""
-    live = fleet.lanes(name, pool)
-    open_to_requests = [(member, lane) for member, lane in live if fleet.opens(member)]
+    live = fleet.pool_lanes(name, pool)
+    open_to_requests = [(member, lane) for member, lane in live if fleet.is_available(member)]
     mtp = mtp_of(lanes)
     return told.Pool(
         lanes=pool.lanes,

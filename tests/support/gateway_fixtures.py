@@ -39,7 +39,7 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.fixture(autouse=True)
 def long_status_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a worker told is waited for, on a machine that is busy with other tests too."""
-    monkeypatch.setattr(control, "REFRESH_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 5.0)
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,7 @@ class SchedulerHarness:
 
     def slots_in_use(self) -> int:
         """Count the slots that are taken."""
-        return sum(sum(member.in_flight.values()) for member in self.fleet.members())
+        return sum(sum(member.in_flight.values()) for member in self.fleet.workers())
 
 
 def worker_report(worker_id: str = "mac", *, slots: int = 1, **changes: Any) -> WorkerReport:

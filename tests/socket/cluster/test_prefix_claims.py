@@ -10,7 +10,7 @@ import pytest
 from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable
-from gateway.routing.prefix_affinity import NEWS_KEPT, PrefixIndex
+from gateway.routing.prefix_affinity import MAX_PENDING_CLAIMS, PrefixIndex
 from gateway.types import Usage
 from policies.sections import PrefixPolicy
 from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, prefix_holders
@@ -45,11 +45,11 @@ async def test_what_one_gateway_claims_the_other_knows_and_what_it_drops_too(
     two_indexes: tuple[Neighbour, Neighbour],
 ) -> None:
     one, other = two_indexes
-    one.prefixes.sent("p", STUDIO, RULES)
+    one.prefixes.record_dispatch("p", STUDIO, RULES)
     await one.turn()
     await other.turn()
     assert other.holders() == {STUDIO}
-    other.prefixes.told("p", STUDIO, Usage(100, 5, 0), expected=True)
+    other.prefixes.record_usage("p", STUDIO, Usage(100, 5, 0), expected=True)
     await other.turn()
     await one.turn()
     assert one.holders() == set()
@@ -59,7 +59,7 @@ async def test_a_claim_is_as_old_elsewhere_as_it_is_here(
     two_indexes: tuple[Neighbour, Neighbour],
 ) -> None:
     one, other = two_indexes
-    one.prefixes.sent("p", STUDIO, PrefixPolicy(ttl_s=60))
+    one.prefixes.record_dispatch("p", STUDIO, PrefixPolicy(ttl_s=60))
     await one.turn()
     await other.turn()
     other.now_s = 61.0
@@ -69,9 +69,9 @@ async def test_a_claim_is_as_old_elsewhere_as_it_is_here(
 async def test_a_gateway_that_starts_knows_what_was_claimed_before(redis: RedisServer) -> None:
     early = Neighbour(redis.url)
     for number in range(50):
-        early.prefixes.sent(str(number), STUDIO, RULES)
+        early.prefixes.record_dispatch(str(number), STUDIO, RULES)
         await early.turn()
-    early.prefixes.sent("0", LAPTOP, RULES)
+    early.prefixes.record_dispatch("0", LAPTOP, RULES)
     await early.turn()
     late = Neighbour(redis.url)
     await late.turn()
@@ -83,12 +83,12 @@ async def test_a_gateway_that_starts_knows_what_was_claimed_before(redis: RedisS
 
 async def test_its_own_news_come_back_to_nobody(two_indexes: tuple[Neighbour, Neighbour]) -> None:
     one, _ = two_indexes
-    one.prefixes.sent("p", STUDIO, RULES)
+    one.prefixes.record_dispatch("p", STUDIO, RULES)
     await one.turn()
-    one.prefixes.told("p", STUDIO, None, expected=False)
+    one.prefixes.record_usage("p", STUDIO, None, expected=False)
     turning = asyncio.create_task(one.turn())
     await asyncio.sleep(0)  # the news are on their way
-    one.prefixes.sent("p", STUDIO, RULES)
+    one.prefixes.record_dispatch("p", STUDIO, RULES)
     await turning
     assert one.holders() == {STUDIO}, "what came back is older than what it knows"
 
@@ -97,8 +97,8 @@ async def test_a_claim_that_waited_in_redis_has_grown_older_there(
     two_indexes: tuple[Neighbour, Neighbour],
 ) -> None:
     one, late = two_indexes
-    one.prefixes.sent("p", STUDIO, PrefixPolicy(ttl_s=0.1))
-    one.prefixes.sent("q", STUDIO, RULES)
+    one.prefixes.record_dispatch("p", STUDIO, PrefixPolicy(ttl_s=0.1))
+    one.prefixes.record_dispatch("q", STUDIO, RULES)
     await one.turn()
     await asyncio.sleep(0.2)
     await late.turn()
@@ -111,7 +111,7 @@ async def test_what_could_not_be_told_is_told_once_redis_is_back(
     one, other = Neighbour(private_redis.url), Neighbour(private_redis.url)
     await one.turn()
     private_redis.kill()
-    one.prefixes.sent("p", STUDIO, RULES)
+    one.prefixes.record_dispatch("p", STUDIO, RULES)
     for _ in range(2):
         with pytest.raises(RecordsUnwritable):
             await one.turn()
@@ -130,7 +130,7 @@ async def test_an_entry_that_nobody_understands_stops_none_of_the_others(
     one, other = two_indexes
     redis.client.xadd("paceline:{prefixes}:news", {"by": "x", "claim": "[1]"})
     redis.client.xadd("paceline:{prefixes}:news", {"words": "none"})
-    one.prefixes.sent("p", STUDIO, RULES)
+    one.prefixes.record_dispatch("p", STUDIO, RULES)
     await one.turn()
     await other.turn()
     assert other.holders() == {STUDIO}
@@ -138,9 +138,9 @@ async def test_an_entry_that_nobody_understands_stops_none_of_the_others(
 
 def test_news_that_nobody_hears_are_bounded() -> None:
     prefixes = PrefixIndex(lambda: 0.0)
-    for number in range(NEWS_KEPT + 10):
-        prefixes.sent(str(number), STUDIO, RULES)
-    news = prefixes.take_news()
-    assert len(news) == NEWS_KEPT
-    assert news[-1].name == str(NEWS_KEPT + 9)
-    assert not prefixes.take_news()
+    for number in range(MAX_PENDING_CLAIMS + 10):
+        prefixes.record_dispatch(str(number), STUDIO, RULES)
+    news = prefixes.take_pending()
+    assert len(news) == MAX_PENDING_CLAIMS
+    assert news[-1].prefix_key == str(MAX_PENDING_CLAIMS + 9)
+    assert not prefixes.take_pending()

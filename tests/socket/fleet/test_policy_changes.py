@@ -162,7 +162,7 @@ async def test_whatever_policies_come_every_slot_comes_back_and_nobody_waits_for
         for name in ("a", "b", "c")
     ]
     door = SchedulerHarness(policies[0])
-    door.fleet.beat(worker_report(slots=2))
+    door.fleet.heartbeat(worker_report(slots=2))
 
     async def one() -> str:
         case = RoutingRequest(rng.choice(policies), SAMPLED)
@@ -181,7 +181,7 @@ async def test_whatever_policies_come_every_slot_comes_back_and_nobody_waits_for
 
 async def test_the_bounds_of_a_line_are_those_of_each_ones_own_policy() -> None:
     door = SchedulerHarness(read_policy(single_pool_policy("a", limit=3, timeout_s=30.0), "test"))
-    door.fleet.beat(worker_report())
+    door.fleet.heartbeat(worker_report())
     held = await door.acquire()
     patient = [door.acquire() for _ in range(2)]
     await run_ready_tasks()
@@ -201,7 +201,7 @@ async def test_the_bounds_of_a_line_are_those_of_each_ones_own_policy() -> None:
 
 async def test_a_route_of_the_same_name_in_another_policy_holds_nobody_up() -> None:
     door = SchedulerHarness(read_policy(single_pool_policy("a"), "test"))
-    door.fleet.beat(worker_report())
+    door.fleet.heartbeat(worker_report())
     held = await door.acquire()
     blocked = door.acquire()
     await run_ready_tasks()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.routing.prefix_affinity import PrefixNames
+from gateway.routing.prefix_affinity import PrefixHasher
 from gateway.types import Caller, Inspected
 from policies.request.profile import Endpoint, RequestProfile
 from tests.support.prefix_claims import RULES
@@ -91,7 +91,7 @@ def test_a_claim_is_dropped_where_the_worker_has_counted_otherwise(
     explained = gateway_with_worker.client.post(
         "/v1/route/explain", json={"model": "demo", **asked()}
     ).json()
-    assert not explained["candidates"][0]["holder"]
+    assert not explained["candidates"][0]["prefix_cached"]
 
 
 def test_a_request_that_failed_leaves_no_claim(
@@ -107,7 +107,7 @@ def test_an_explanation_says_who_holds_it(two_worker_gateway: RunningGateway) ->
     explained = two_worker_gateway.client.post(
         "/v1/route/explain", json={"model": "demo", **asked()}
     ).json()
-    assert [one["holder"] for one in explained["candidates"]] == [True, False]
+    assert [one["prefix_cached"] for one in explained["candidates"]] == [True, False]
     assert explained["candidates"][0]["worker_id"] == at
 
 
@@ -117,7 +117,7 @@ def test_an_explanation_tells_every_score_and_why_others_take_nothing(
     body = {"model": "demo", **asked()}
     told = two_worker_gateway.client.post("/v1/route/explain", json=body).json()
     assert {one["worker_id"] for one in told["candidates"]} == {"fake-a", "fake-b"}
-    assert all(one["score_s"] >= one["read_s"] > 0 for one in told["candidates"])
+    assert all(one["score_s"] >= one["prefill_s"] > 0 for one in told["candidates"])
     assert told["left_out"] == {}
     assert two_worker_gateway.admin.put("/admin/v1/workers/fake-b/cordon").is_success
     told = two_worker_gateway.client.post("/v1/route/explain", json=body).json()
@@ -166,21 +166,21 @@ def inspected(**body: Any) -> Inspected:
 def test_a_name_depends_on_all_that_is_shared_and_on_nothing_else() -> None:
     """S50 (CVE-2025-25183, CVE-2025-46722): it is keyed, so nobody outside can make one, and of
     whole texts, so two of them never meet."""
-    names = PrefixNames(b"secret")
+    names = PrefixHasher(b"secret")
     lab = Caller(key="1", team="lab")
-    name = names.name(inspected(), lab, RULES)
+    name = names.prefix_key(inspected(), lab, RULES)
     assert re.fullmatch("[0-9a-f]{32}", name)
     said = [asked()["messages"][0], {"role": "user", "content": "Something else?"}]
-    assert names.name(inspected(messages=said, temperature=0), lab, RULES) == name
-    assert names.name(inspected(), Caller(key="2", team="lab"), RULES) == name
+    assert names.prefix_key(inspected(messages=said, temperature=0), lab, RULES) == name
+    assert names.prefix_key(inspected(), Caller(key="2", team="lab"), RULES) == name
     others = {
-        names.name(inspected(model="large"), lab, RULES),
-        names.name(inspected(tools=[{"type": "function"}]), lab, RULES),
-        names.name(inspected(chat_template_kwargs={"enable_thinking": False}), lab, RULES),
-        names.name(inspected(**asked(LONG + "!")), lab, RULES),
-        names.name(inspected(), Caller(key="1", team="shop"), RULES),
-        names.name(inspected(), Caller(key="1"), RULES),
-        PrefixNames(b"other").name(inspected(), lab, RULES),
+        names.prefix_key(inspected(model="large"), lab, RULES),
+        names.prefix_key(inspected(tools=[{"type": "function"}]), lab, RULES),
+        names.prefix_key(inspected(chat_template_kwargs={"enable_thinking": False}), lab, RULES),
+        names.prefix_key(inspected(**asked(LONG + "!")), lab, RULES),
+        names.prefix_key(inspected(), Caller(key="1", team="shop"), RULES),
+        names.prefix_key(inspected(), Caller(key="1"), RULES),
+        PrefixHasher(b"other").prefix_key(inspected(), lab, RULES),
     }
     assert len(others - {name}) == 7
 

@@ -112,7 +112,7 @@ def test_status_asks_the_workers_before_it_adds_up(
 def test_a_worker_that_does_not_answer_keeps_its_last_report_and_holds_nobody_up(
     gateway: RunningGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "REFRESH_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.2)
     lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6))
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -6,100 +6,104 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.fleet.circuit_breaker import (
-    CONNECTION_FAILURES,
-    ERRORS,
     HEALTHY,
-    LONGEST_EJECTION_S,
-    Breaker,
+    MAX_CONNECT_FAILURES,
+    MAX_EJECTION_S,
+    MAX_FAILURES,
+    CircuitBreaker,
     Verdict,
 )
 
 
-def failing(breaker: Breaker, times: int, *, now_s: float = 0.0, dice: float = 0.0) -> Breaker:
+def failing(
+    breaker: CircuitBreaker, times: int, *, now_s: float = 0.0, dice: float = 0.0
+) -> CircuitBreaker:
     for _ in range(times):
-        breaker = breaker.failed(now_s, Verdict.FAILED, last=False, dice=dice)
+        breaker = breaker.record_failure(now_s, Verdict.FAILED, last=False, dice=dice)
     return breaker
 
 
-def unreachable(breaker: Breaker, times: int) -> Breaker:
+def unreachable(breaker: CircuitBreaker, times: int) -> CircuitBreaker:
     for _ in range(times):
-        breaker = breaker.failed(0.0, Verdict.UNREACHABLE, last=False, dice=0.0)
+        breaker = breaker.record_failure(0.0, Verdict.UNREACHABLE, last=False, dice=0.0)
     return breaker
 
 
 def test_f20_three_connection_failures_or_five_errors_in_a_row_eject() -> None:
-    assert not unreachable(HEALTHY, CONNECTION_FAILURES - 1).ejected(0.0)
-    assert unreachable(HEALTHY, CONNECTION_FAILURES).ejected(0.0)
-    assert unreachable(HEALTHY, CONNECTION_FAILURES).why == "3 connections failed in a row"
-    assert not failing(HEALTHY, ERRORS - 1).ejected(0.0)
-    assert failing(HEALTHY, ERRORS).ejected(0.0)
-    assert failing(HEALTHY, ERRORS).why == "5 requests failed in a row"
+    assert not unreachable(HEALTHY, MAX_CONNECT_FAILURES - 1).is_ejected(0.0)
+    assert unreachable(HEALTHY, MAX_CONNECT_FAILURES).is_ejected(0.0)
+    assert unreachable(HEALTHY, MAX_CONNECT_FAILURES).reason == "3 connections failed in a row"
+    assert not failing(HEALTHY, MAX_FAILURES - 1).is_ejected(0.0)
+    assert failing(HEALTHY, MAX_FAILURES).is_ejected(0.0)
+    assert failing(HEALTHY, MAX_FAILURES).reason == "5 requests failed in a row"
 
 
 def test_an_answer_breaks_the_row() -> None:
     breaker = HEALTHY
     for _ in range(20):
-        breaker = failing(breaker, ERRORS - 1).answered(0.0, slots=4)
+        breaker = failing(breaker, MAX_FAILURES - 1).record_success(0.0, slots=4)
     assert breaker == HEALTHY
 
 
 def test_errors_between_refused_connections_break_their_row_but_not_that_of_errors() -> None:
     breaker = failing(unreachable(HEALTHY, 2), 1)
-    assert not unreachable(breaker, 1).ejected(0.0)
-    assert unreachable(breaker, 2).ejected(0.0), "five failures in all"
+    assert not unreachable(breaker, 1).is_ejected(0.0)
+    assert unreachable(breaker, 2).is_ejected(0.0), "five failures in all"
 
 
 def test_f23_each_ejection_is_longer_up_to_five_minutes() -> None:
     breaker, now_s, lengths = HEALTHY, 0.0, []
     for _ in range(40):
-        breaker = failing(breaker, 1 if breaker.at_a_time else ERRORS, now_s=now_s)
+        breaker = failing(breaker, 1 if breaker.probation_limit else MAX_FAILURES, now_s=now_s)
         lengths.append(breaker.ejected_until_s - now_s)
         now_s = breaker.ejected_until_s
     assert lengths[:3] == [10.0, 20.0, 30.0]
-    assert lengths[-1] == LONGEST_EJECTION_S
+    assert lengths[-1] == MAX_EJECTION_S
 
 
 def test_f23_the_dice_spread_the_return_and_never_past_the_bound() -> None:
-    assert failing(HEALTHY, ERRORS, dice=0.5).ejected_until_s == 11.0
-    assert failing(HEALTHY, ERRORS, dice=0.999).ejected_until_s < 12.0
+    assert failing(HEALTHY, MAX_FAILURES, dice=0.5).ejected_until_s == 11.0
+    assert failing(HEALTHY, MAX_FAILURES, dice=0.999).ejected_until_s < 12.0
 
 
 def test_a_healthy_minute_is_worth_one_ejection() -> None:
-    breaker = failing(HEALTHY, ERRORS)
+    breaker = failing(HEALTHY, MAX_FAILURES)
     breaker = failing(breaker, 1, now_s=10.0)
     assert breaker.ejections == 2
     for _ in range(2):
-        breaker = breaker.answered(30.0, slots=4)
-    assert breaker.at_a_time is None
-    assert failing(breaker, ERRORS, now_s=89.0).ejections == 3
-    assert failing(breaker, ERRORS, now_s=91.0).ejections == 2
-    assert failing(breaker, ERRORS, now_s=9999.0).ejections == 1
+        breaker = breaker.record_success(30.0, slots=4)
+    assert breaker.probation_limit is None
+    assert failing(breaker, MAX_FAILURES, now_s=89.0).ejections == 3
+    assert failing(breaker, MAX_FAILURES, now_s=91.0).ejections == 2
+    assert failing(breaker, MAX_FAILURES, now_s=9999.0).ejections == 1
 
 
 def test_f23_one_good_answer_doubles_what_it_may_have_and_one_bad_one_ejects_again() -> None:
-    breaker = failing(HEALTHY, ERRORS)
-    assert breaker.at_a_time == 1
-    breaker = breaker.answered(10.0, slots=8)
-    assert breaker.at_a_time == 2
+    breaker = failing(HEALTHY, MAX_FAILURES)
+    assert breaker.probation_limit == 1
+    breaker = breaker.record_success(10.0, slots=8)
+    assert breaker.probation_limit == 2
     again = failing(breaker, 1, now_s=11.0)
-    assert (again.ejected(30.9), again.ejected(31.0)) == (True, False)
-    assert again.why == "it failed on probation"
-    assert breaker.answered(10.0, slots=8).answered(10.0, slots=8).at_a_time is None
+    assert (again.is_ejected(30.9), again.is_ejected(31.0)) == (True, False)
+    assert again.reason == "it failed on probation"
+    assert (
+        breaker.record_success(10.0, slots=8).record_success(10.0, slots=8).probation_limit is None
+    )
 
 
 def test_f22_the_last_worker_is_not_ejected_but_the_next_failure_with_another_one_does_it() -> None:
     breaker = HEALTHY
     for _ in range(50):
-        breaker = breaker.failed(0.0, Verdict.FAILED, last=True, dice=0.0)
-    assert not breaker.ejected(0.0)
-    assert failing(breaker, 1).ejected(0.0)
+        breaker = breaker.record_failure(0.0, Verdict.FAILED, last=True, dice=0.0)
+    assert not breaker.is_ejected(0.0)
+    assert failing(breaker, 1).is_ejected(0.0)
 
 
 def test_being_busy_is_no_failure() -> None:
-    breaker = failing(HEALTHY, ERRORS - 1).asked_to_wait(0.0, 5.0)
-    assert (breaker.busy(4.9), breaker.busy(5.0)) == (True, False)
-    assert breaker.asked_to_wait(1.0, 1.0).opens_at_s == 5.0, "the longer one counts"
-    assert not breaker.ejected(0.0)
+    breaker = failing(HEALTHY, MAX_FAILURES - 1).record_busy(0.0, 5.0)
+    assert (breaker.is_busy(4.9), breaker.is_busy(5.0)) == (True, False)
+    assert breaker.record_busy(1.0, 1.0).opens_at_s == 5.0, "the longer one counts"
+    assert not breaker.is_ejected(0.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("auf"), st.floats(0, 100), st.floats(0, 0.99))))
@@ -110,10 +114,10 @@ def test_whatever_happens_an_ejection_has_an_end_and_a_reason(
     for what, later_s, dice in steps:
         now_s += later_s
         if what == "a":
-            breaker = breaker.answered(now_s, slots=4)
+            breaker = breaker.record_success(now_s, slots=4)
         else:
             verdict = Verdict.UNREACHABLE if what == "u" else Verdict.FAILED
-            breaker = breaker.failed(now_s, verdict, last=False, dice=dice)
-        assert breaker.ejected_until_s <= now_s + LONGEST_EJECTION_S
-        assert breaker.ejected(now_s) <= bool(breaker.why)
-        assert breaker.at_a_time is None or breaker.at_a_time in (1, 2)
+            breaker = breaker.record_failure(now_s, verdict, last=False, dice=dice)
+        assert breaker.ejected_until_s <= now_s + MAX_EJECTION_S
+        assert breaker.is_ejected(now_s) <= bool(breaker.reason)
+        assert breaker.probation_limit is None or breaker.probation_limit in (1, 2)

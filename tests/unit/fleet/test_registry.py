@@ -6,8 +6,8 @@ import pytest
 
 from gateway.errors import WorkerIdTaken
 from gateway.fleet.circuit_breaker import Verdict
-from gateway.fleet.registry import BEAT_S, WorkerRegistry
-from gateway.fleet.worker import SILENT_AFTER_S, Lease
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
+from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
 from gateway.routing.select import Candidate
 from tests.support.fake_clock import FakeClock
 from tests.support.scripted_worker import lane_report
@@ -43,9 +43,9 @@ def ids(fleet: WorkerRegistry) -> list[str]:
 def test_a_worker_that_stops_beating_is_out_within_ten_seconds(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
-    assert SILENT_AFTER_S + BEAT_S < 10
-    fleet.beat(report())
-    clock.now_s = SILENT_AFTER_S
+    assert HEARTBEAT_TIMEOUT_S + HEARTBEAT_INTERVAL_S < 10
+    fleet.heartbeat(report())
+    clock.now_s = HEARTBEAT_TIMEOUT_S
     assert ids(fleet) == ["mac"]
     clock.now_s += 0.001
     assert ids(fleet) == []
@@ -54,7 +54,7 @@ def test_a_worker_that_stops_beating_is_out_within_ten_seconds(
 
 def test_a_beat_keeps_a_worker_in(fleet: WorkerRegistry, clock: FakeClock) -> None:
     for _ in range(10):
-        fleet.beat(report())
+        fleet.heartbeat(report())
         clock.now_s += 5
     assert ids(fleet) == ["mac"]
 
@@ -64,7 +64,7 @@ def test_f38_what_came_while_this_gateway_did_not_listen_is_held_against_nobody(
 ) -> None:
     two(fleet)
     clock.now_s = 8.0
-    fleet.excuse(8.0)
+    fleet.compensate_stall(8.0)
     assert ids(fleet) == ["a", "b"], "their heartbeats wait to be read"
     fail(fleet, "a", 5, Verdict.UNREACHABLE)
     assert ids(fleet) == ["a", "b"], "the limits on time ran out on us, not on them"
@@ -77,26 +77,26 @@ def test_f38_nobody_is_found_silent_before_it_is_known_whether_we_listened(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     two(fleet)
-    fleet.excuse(0.0)
+    fleet.compensate_stall(0.0)
     clock.now_s = 8.0
     assert ids(fleet) == ["a", "b"]
-    fleet.excuse(0.0)
+    fleet.compensate_stall(0.0)
     assert ids(fleet) == []
 
 
 def test_f38_a_short_delay_excuses_no_silence(fleet: WorkerRegistry, clock: FakeClock) -> None:
     two(fleet)
     clock.now_s = 7.5
-    fleet.excuse(0.9)
+    fleet.compensate_stall(0.9)
     assert ids(fleet) == []
 
 
 def test_an_id_belongs_to_one_live_worker(fleet: WorkerRegistry, clock: FakeClock) -> None:
-    fleet.beat(report())
+    fleet.heartbeat(report())
     with pytest.raises(WorkerIdTaken):
-        fleet.beat(report("2", "http://other:9200"))
-    clock.now_s = SILENT_AFTER_S + 1
-    fleet.beat(report("2", "http://other:9200"))
+        fleet.heartbeat(report("2", "http://other:9200"))
+    clock.now_s = HEARTBEAT_TIMEOUT_S + 1
+    fleet.heartbeat(report("2", "http://other:9200"))
     assert ids(fleet) == ["mac"]
 
 
@@ -117,20 +117,20 @@ def in_flight(fleet: WorkerRegistry) -> int:
 def test_a_new_boot_on_the_same_address_takes_over_at_once_with_no_load(
     fleet: WorkerRegistry,
 ) -> None:
-    fleet.beat(report())
+    fleet.heartbeat(report())
     lease = taken(fleet)
     assert in_flight(fleet) == 1
-    fleet.beat(report("2"))
+    fleet.heartbeat(report("2"))
     assert in_flight(fleet) == 0
     fleet.give_back(lease, Verdict.FAILED)
     assert in_flight(fleet) == 0, "released on the old boot, not the new"
-    assert fleet.members()[0].breaker.errors == 0, "and not held against the new one"
+    assert fleet.workers()[0].breaker.failures == 0, "and not held against the new one"
 
 
 def test_a_slot_is_counted_while_it_is_held_and_no_more_are_given_than_there_are(
     fleet: WorkerRegistry,
 ) -> None:
-    fleet.beat(report())
+    fleet.heartbeat(report())
     leases = [taken(fleet) for _ in range(4)]
     assert fleet.view().workers[0].lanes[0].load == 1
     assert take(fleet) is None
@@ -142,15 +142,15 @@ def test_a_slot_is_counted_while_it_is_held_and_no_more_are_given_than_there_are
 
 def test_nobody_and_unknown_lanes_have_no_slots(fleet: WorkerRegistry) -> None:
     assert take(fleet) is None
-    fleet.beat(report())
+    fleet.heartbeat(report())
     assert take(fleet, lane="other") is None
-    fleet.leave("mac")
+    fleet.remove("mac")
     assert take(fleet) is None
 
 
 def two(fleet: WorkerRegistry) -> None:
-    fleet.beat(report(worker_id="a"))
-    fleet.beat(report(worker_id="b"))
+    fleet.heartbeat(report(worker_id="a"))
+    fleet.heartbeat(report(worker_id="b"))
 
 
 def fail(
@@ -190,7 +190,7 @@ def test_f24_it_comes_back_with_one_request_then_two_then_all(
             break
         for lease in leases[1:]:
             fleet.give_back(lease, Verdict.NONE)
-    assert fleet.members()[0].breaker.at_a_time is None
+    assert fleet.workers()[0].breaker.probation_limit is None
 
 
 def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
@@ -206,7 +206,7 @@ def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
         fleet.give_back(lease, Verdict.NONE)
     fleet.give_back(taken(fleet, "a"), Verdict.FAILED)
     assert ids(fleet) == ["b"]
-    assert fleet.members()[0].breaker.ejections == 2
+    assert fleet.workers()[0].breaker.ejections == 2
 
 
 def test_what_was_sent_before_an_ejection_has_no_more_to_say(
@@ -223,7 +223,7 @@ def test_what_was_sent_before_an_ejection_has_no_more_to_say(
     fleet.give_back(broken, Verdict.FAILED)
     assert take(fleet, "a") is None, "one at a time still"
     fleet.give_back(on_probation, Verdict.ANSWERED)
-    assert fleet.members()[0].breaker.at_a_time == 2
+    assert fleet.workers()[0].breaker.probation_limit == 2
 
 
 def test_the_last_worker_of_a_model_is_never_left_alone(
@@ -233,10 +233,10 @@ def test_the_last_worker_of_a_model_is_never_left_alone(
     fail(fleet, "a", 5)
     fail(fleet, "b", 50)
     assert ids(fleet) == ["b"], "the last one stays"
-    fleet.leave("b")
+    fleet.remove("b")
     assert ids(fleet) == ["a"], "an ejected one is better than none"
     assert len([taken(fleet, "a") for _ in range(4)]) == 4, "with all its slots"
-    fleet.beat(report(worker_id="c", model="other"))
+    fleet.heartbeat(report(worker_id="c", model="other"))
     assert ids(fleet) == ["a", "c"], "a worker of another model is no help"
 
 
@@ -252,18 +252,18 @@ def test_a_worker_that_asks_for_time_gets_it_and_is_not_broken(
     assert fleet.opens_in_s("demo") == 2.0
     clock.now_s = 3.0
     assert ids(fleet) == ["a", "b"]
-    assert [member.breaker.ejections for member in fleet.members()] == [0, 0]
+    assert [member.breaker.ejections for member in fleet.workers()] == [0, 0]
 
 
 def test_an_answer_of_another_boot_changes_nothing(fleet: WorkerRegistry) -> None:
-    fleet.beat(report())
-    fleet.refresh(report("0", ready=False))
+    fleet.heartbeat(report())
+    fleet.update_report(report("0", ready=False))
     assert ids(fleet) == ["mac"]
 
 
 def test_a_snapshot_does_not_change_with_the_table(fleet: WorkerRegistry) -> None:
-    fleet.beat(report())
+    fleet.heartbeat(report())
     view = fleet.view()
     taken(fleet)
-    fleet.leave("mac")
+    fleet.remove("mac")
     assert view.workers[0].lanes[0].in_flight == 0

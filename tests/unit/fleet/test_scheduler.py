@@ -49,7 +49,7 @@ def policy_of(*, spill_ms: int | None = None, **queue: Any) -> PolicyDocument:
 @pytest.fixture
 def scheduler() -> SchedulerHarness:
     made = SchedulerHarness(policy_of(limit=3, timeout_s=30))
-    made.fleet.beat(worker_report())
+    made.fleet.heartbeat(worker_report())
     return made
 
 
@@ -84,7 +84,7 @@ async def test_the_line_is_bounded_and_says_when_to_come_back(scheduler: Schedul
         await scheduler.acquire()
     assert full.value.retry_after_s == 1.0
     scheduler.clock.now_s = 5.0
-    scheduler.fleet.beat(worker_report())
+    scheduler.fleet.heartbeat(worker_report())
     scheduler.dispatch.release(first, Verdict.ANSWERED)
     lease = await waiting[0]
     assert lease.waited_s == 5.0
@@ -94,7 +94,7 @@ async def test_the_line_is_bounded_and_says_when_to_come_back(scheduler: Schedul
 
 async def test_who_waits_too_long_is_told_so_and_leaves_no_trace() -> None:
     door = SchedulerHarness(policy_of(timeout_s=0.02))
-    door.fleet.beat(worker_report())
+    door.fleet.heartbeat(worker_report())
     lease = await door.acquire()
     with pytest.raises(QueueTimeout):
         await door.acquire()
@@ -130,7 +130,7 @@ async def test_who_leaves_in_the_moment_of_getting_a_slot_passes_it_on(
 
 async def test_clients_take_turns_and_interactive_requests_come_first() -> None:
     door = SchedulerHarness(policy_of(limit=100))
-    door.fleet.beat(worker_report())
+    door.fleet.heartbeat(worker_report())
     lease = await door.acquire()
     order: list[str] = []
 
@@ -155,7 +155,7 @@ async def test_clients_take_turns_and_interactive_requests_come_first() -> None:
 
 async def test_a_full_pool_spills_after_its_wait_and_the_reason_says_so() -> None:
     door = SchedulerHarness(policy_of(spill_ms=20))
-    door.fleet.beat(worker_report())
+    door.fleet.heartbeat(worker_report())
     assert (await door.acquire(GREEDY)).candidate.reason == "eligible"
     spilled = door.acquire(GREEDY)
     assert await door.queue_length("text-mtp") == 1
@@ -166,7 +166,7 @@ async def test_a_full_pool_spills_after_its_wait_and_the_reason_says_so() -> Non
 
 async def test_without_spill_a_full_pool_is_waited_for() -> None:
     door = SchedulerHarness(policy_of(timeout_s=0.05))
-    door.fleet.beat(worker_report())
+    door.fleet.heartbeat(worker_report())
     await door.acquire(GREEDY)
     with pytest.raises(QueueTimeout):
         await door.acquire(GREEDY)
@@ -174,14 +174,14 @@ async def test_without_spill_a_full_pool_is_waited_for() -> None:
 
 async def test_a_spill_after_no_wait_is_at_once() -> None:
     door = SchedulerHarness(policy_of(spill_ms=0))
-    door.fleet.beat(worker_report())
+    door.fleet.heartbeat(worker_report())
     reasons = [(await door.acquire(GREEDY)).candidate.reason for _ in range(2)]
     assert reasons == ["eligible", "spilled"]
 
 
 async def test_who_has_spilled_still_takes_the_preferred_pool_when_that_is_free_first() -> None:
     door = SchedulerHarness(policy_of(spill_ms=1))
-    door.fleet.beat(worker_report())
+    door.fleet.heartbeat(worker_report())
     preferred = await door.acquire(GREEDY)
     await door.acquire(SAMPLED)
     waiting = door.acquire(GREEDY)
@@ -195,19 +195,19 @@ async def test_a_worker_that_joins_serves_those_who_wait(scheduler: SchedulerHar
     await scheduler.acquire()
     waiting = scheduler.acquire()
     await run_ready_tasks()
-    scheduler.fleet.beat(worker_report("other"))
+    scheduler.fleet.heartbeat(worker_report("other"))
     scheduler.dispatch.wake()
     assert (await waiting).candidate.worker_id == "other"
 
 
 async def test_when_the_preferred_pool_is_gone_who_waits_for_it_takes_the_next() -> None:
     door = SchedulerHarness(policy_of())
-    door.fleet.beat(worker_report())
+    door.fleet.heartbeat(worker_report())
     await door.acquire(GREEDY)
     waiting = [door.acquire(GREEDY) for _ in range(3)]
     await run_ready_tasks()
     vlm_alone = [lane_report("vlm", slots=3).model_dump()]
-    door.fleet.beat(worker_report(lanes=vlm_alone))
+    door.fleet.heartbeat(worker_report(lanes=vlm_alone))
     door.dispatch.wake()
     for each in waiting:
         lease = await each
@@ -215,7 +215,7 @@ async def test_when_the_preferred_pool_is_gone_who_waits_for_it_takes_the_next()
 
 
 async def test_a_request_of_another_model_holds_nobody_up(scheduler: SchedulerHarness) -> None:
-    scheduler.fleet.beat(worker_report("second", model="other"))
+    scheduler.fleet.heartbeat(worker_report("second", model="other"))
     demo = await scheduler.acquire()
     other = await scheduler.acquire(SAMPLED._replace(model="other"))
     blocked, waiting = scheduler.acquire(), scheduler.acquire(SAMPLED._replace(model="other"))
@@ -245,7 +245,7 @@ async def test_whatever_happens_every_slot_comes_back_and_none_is_given_twice(se
     rng = Random(seed)
     door = SchedulerHarness(policy_of(spill_ms=1, limit=8, timeout_s=0.05))
     for name in ("a", "b"):
-        door.fleet.beat(worker_report(name, slots=2))
+        door.fleet.heartbeat(worker_report(name, slots=2))
     verdicts: list[Verdict] = list(Verdict)
     most = 0
 
@@ -263,10 +263,10 @@ async def test_whatever_happens_every_slot_comes_back_and_none_is_given_twice(se
     tasks = [asyncio.create_task(one()) for _ in range(200)]
     moves: tuple[Callable[[], object], ...] = (
         lambda: rng.choice(tasks).cancel(),
-        lambda: door.fleet.beat(worker_report("a", slots=rng.choice((1, 2)))),
+        lambda: door.fleet.heartbeat(worker_report("a", slots=rng.choice((1, 2)))),
         door.dispatch.wake,
         lambda: setattr(door.clock, "now_s", door.clock.now_s + rng.random()),
-        lambda: door.fleet.beat(worker_report("b", slots=2)),
+        lambda: door.fleet.heartbeat(worker_report("b", slots=2)),
     )
     while not all(task.done() for task in tasks):
         rng.choice(moves)()
@@ -309,7 +309,7 @@ STRICT = SAMPLED._replace(stream=True)
 
 async def test_a_pool_has_no_more_requests_than_its_own_slots_and_the_lane_serves_others() -> None:
     door = SchedulerHarness(bounded_pools(2))
-    door.fleet.beat(worker_report(slots=9))
+    door.fleet.heartbeat(worker_report(slots=9))
     held = [await door.acquire(STRICT) for _ in range(2)]
     waiting = door.acquire(STRICT)
     assert await door.queue_length("few") == 1
@@ -326,7 +326,7 @@ async def test_a_pool_has_no_more_requests_than_its_own_slots_and_the_lane_serve
 
 async def test_a_pool_that_is_full_by_its_own_slots_spills_like_any_other() -> None:
     door = SchedulerHarness(bounded_pools(1))
-    door.fleet.beat(worker_report(slots=9))
+    door.fleet.heartbeat(worker_report(slots=9))
     assert (await door.acquire(GREEDY)).candidate.pool == "few"
     spilled = await door.acquire(GREEDY)
     assert (spilled.candidate.pool, spilled.candidate.reason) == ("many", "spilled")
@@ -347,7 +347,7 @@ async def test_who_waits_keeps_the_route_that_they_were_given() -> None:
         "test",
     )
     door = SchedulerHarness(policy)
-    door.fleet.beat(worker_report(slots=9))
+    door.fleet.heartbeat(worker_report(slots=9))
     first = await door.acquire(asker=Asker(team="a"))
     second = door.acquire(asker=Asker(team="a"))
     assert await door.queue_length("few") == 1

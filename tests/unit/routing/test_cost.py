@@ -56,8 +56,8 @@ def mac(
 def seen(*macs: WorkerView, holders: str = "", shared_tokens: int = 0) -> FleetView:
     return FleetView.of(macs, frozenset(("demo",)))._replace(
         now_s=NOW_S,
-        holders=frozenset((name, "1") for name in holders),
-        shared_tokens=shared_tokens,
+        prefix_boots=frozenset((name, "1") for name in holders),
+        prefix_tokens=shared_tokens,
     )
 
 
@@ -188,8 +188,10 @@ def test_every_score_is_in_seconds_and_the_least_that_may_be_had_is_first(
     case = RoutingRequest(POLICY, LONG._replace(text_chars=chars), prefix="p")
     found = decide(case, fleet, Random(seed)).candidates
     assert [one.score_s for one in found] == sorted(one.score_s for one in found)
-    assert all(one.score_s >= one.read_s - 1e-6 >= -1e-6 for one in found)
-    assert {one.worker_id for one in found if one.holder} == {str(n) for n in held if n < len(macs)}
+    assert all(one.score_s >= one.prefill_s - 1e-6 >= -1e-6 for one in found)
+    assert {one.worker_id for one in found if one.prefix_cached} == {
+        str(n) for n in held if n < len(macs)
+    }
     assert len(found) == len(macs)
 
 
@@ -203,41 +205,41 @@ class TestFleet:
     @pytest.fixture
     def fleet(self, clock: list[float]) -> WorkerRegistry:
         made = WorkerRegistry(lambda: clock[0], lambda: 0.0)
-        made.beat(report("a"))
+        made.heartbeat(report("a"))
         return made
 
     def rows(self, fleet: WorkerRegistry) -> int:
-        return fleet.view().workers[0].lanes[0].rows
+        return fleet.view().workers[0].lanes[0].busy_rows
 
     def reads_for_s(self, fleet: WorkerRegistry) -> float:
         view = fleet.view()
-        return max(0.0, view.workers[0].rows[0][1] - view.now_s)
+        return max(0.0, view.workers[0].lane_costs[0][1] - view.now_s)
 
     def test_rows_of_other_gateways_count_and_its_own_never_twice(
         self, fleet: WorkerRegistry
     ) -> None:
         leases = [fleet.take(Candidate("vlm", "vlm", "a", "", 0)) for _ in range(2)]
-        fleet.beat(report("a", running=2, waiting=3))
+        fleet.heartbeat(report("a", running=2, waiting=3))
         assert self.rows(fleet) == 5
         for lease in leases:
             assert lease is not None
             fleet.give_back(lease, Verdict.ANSWERED)
         assert self.rows(fleet) == 3
         # Sent off while the two still ran: nobody else's.
-        fleet.beat(report("a", running=2))
+        fleet.heartbeat(report("a", running=2))
         assert self.rows(fleet) == 0
 
     def test_what_is_sent_is_read_one_after_the_other(
         self, fleet: WorkerRegistry, clock: list[float]
     ) -> None:
-        lease = fleet.take(Candidate("vlm", "vlm", "a", "", 0, read_s=3.0))
+        lease = fleet.take(Candidate("vlm", "vlm", "a", "", 0, prefill_s=3.0))
         assert lease is not None
         clock[0] += 1
-        fleet.take(Candidate("vlm", "vlm", "a", "", 0, read_s=4.0))
+        fleet.take(Candidate("vlm", "vlm", "a", "", 0, prefill_s=4.0))
         assert self.reads_for_s(fleet) == pytest.approx(6.0)
         fleet.give_back(lease, Verdict.ANSWERED)
         assert self.reads_for_s(fleet) == pytest.approx(4.0), "it has read that, then"
-        fleet.beat(report("a", pending_prefill_tokens=1000, prefill_tokens_per_s=500.0))
+        fleet.heartbeat(report("a", pending_prefill_tokens=1000, prefill_tokens_per_s=500.0))
         assert self.reads_for_s(fleet) == pytest.approx(2.0), "it knows better"
 
     def test_a_look_that_is_kept_is_the_one_that_would_be_made(
@@ -246,20 +248,20 @@ class TestFleet:
         rng = Random(5)
         leases: list[Lease] = []
         for name in "bcd":
-            fleet.beat(report(name))
+            fleet.heartbeat(report(name))
         for step in range(400):
             clock[0] += rng.random() / 10
             name = rng.choice("abcd")
             what = rng.randrange(6)
             if what == 0:
-                fleet.beat(report(name, running=rng.randrange(4)))
+                fleet.heartbeat(report(name, running=rng.randrange(4)))
             elif what == 1:
-                fleet.cordon(frozenset(rng.sample("abcd", rng.randrange(3))))
+                fleet.set_cordoned(frozenset(rng.sample("abcd", rng.randrange(3))))
             elif what == 2 and leases:
                 verdict = rng.choice((Verdict.ANSWERED, Verdict.FAILED, Verdict.BUSY))
                 fleet.give_back(leases.pop(), verdict, 0.5)
             elif (
-                lease := fleet.take(Candidate("vlm", "vlm", name, "", 0, read_s=0.1))
+                lease := fleet.take(Candidate("vlm", "vlm", name, "", 0, prefill_s=0.1))
             ) is not None:
                 leases.append(lease)
             kept = fleet.view()

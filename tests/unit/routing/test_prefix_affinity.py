@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.prefix_affinity import KEYS_KEPT, PrefixIndex
+from gateway.routing.prefix_affinity import MAX_PREFIXES, PrefixIndex
 from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
 from gateway.types import Usage
@@ -31,7 +31,7 @@ def prefixes(clock: list[float]) -> PrefixIndex:
 
 
 def test_a_claim_ends_with_its_time(prefixes: PrefixIndex, clock: list[float]) -> None:
-    prefixes.sent("p", STUDIO, RULES)
+    prefixes.record_dispatch("p", STUDIO, RULES)
     clock[0] = RULES.ttl_s - 1
     assert prefix_holders(prefixes) == {STUDIO}
     clock[0] = RULES.ttl_s
@@ -41,30 +41,30 @@ def test_a_claim_ends_with_its_time(prefixes: PrefixIndex, clock: list[float]) -
 def test_the_last_that_had_it_are_remembered(prefixes: PrefixIndex) -> None:
     two = PrefixPolicy(holders=2)
     for holding in (STUDIO, LAPTOP, STUDIO, ("mini", "1")):
-        prefixes.sent("p", holding, two)
+        prefixes.record_dispatch("p", holding, two)
     assert prefix_holders(prefixes) == {STUDIO, ("mini", "1")}
-    prefixes.sent("p", STUDIO, PrefixPolicy(holders=0))
+    prefixes.record_dispatch("p", STUDIO, PrefixPolicy(holders=0))
     assert prefix_holders(prefixes) == set()
 
 
 def test_a_flood_of_system_prompts_pushes_out_the_oldest(prefixes: PrefixIndex) -> None:
-    for number in range(KEYS_KEPT + 5):
-        prefixes.sent(str(number), STUDIO, RULES)
-    assert len(prefixes) == KEYS_KEPT
+    for number in range(MAX_PREFIXES + 5):
+        prefixes.record_dispatch(str(number), STUDIO, RULES)
+    assert len(prefixes) == MAX_PREFIXES
     assert prefix_holders(prefixes, "4") == set()
     assert prefix_holders(prefixes, "5") == {STUDIO}
 
 
 def test_what_a_worker_counted_confirms_or_drops_its_claim(prefixes: PrefixIndex) -> None:
-    prefixes.sent("p", STUDIO, RULES)
-    prefixes.told("p", STUDIO, Usage(100, 5, 0), expected=False)
+    prefixes.record_dispatch("p", STUDIO, RULES)
+    prefixes.record_usage("p", STUDIO, Usage(100, 5, 0), expected=False)
     assert prefix_holders(prefixes) == {STUDIO}, "it has read it now"
-    prefixes.told("p", STUDIO, Usage(100, 5, 90), expected=True)
-    prefixes.told("p", STUDIO, None, expected=True)
+    prefixes.record_usage("p", STUDIO, Usage(100, 5, 90), expected=True)
+    prefixes.record_usage("p", STUDIO, None, expected=True)
     assert prefix_holders(prefixes) == {STUDIO}, "what failed later says nothing of it"
-    prefixes.told("p", STUDIO, Usage(100, 5, 0), expected=True)
+    prefixes.record_usage("p", STUDIO, Usage(100, 5, 0), expected=True)
     assert prefix_holders(prefixes) == set()
-    assert prefixes.untrue == 1
+    assert prefixes.mispredicted == 1
 
 
 def announced(fake: ScriptedWorker, *names: str, held: int | None = None) -> WorkerReport:
@@ -74,13 +74,13 @@ def announced(fake: ScriptedWorker, *names: str, held: int | None = None) -> Wor
 def test_what_a_worker_stored_and_evicted_is_learnt_from_its_reports(prefixes: PrefixIndex) -> None:
     fake = ScriptedWorker(worker_id="studio", boot_id="1")
     fake.socket.close()
-    prefixes.announced(announced(fake, "p", "q"))
+    prefixes.record_report(announced(fake, "p", "q"))
     assert prefix_holders(prefixes) == prefix_holders(prefixes, "q") == {STUDIO}
-    prefixes.sent("p", LAPTOP, RULES)
-    prefixes.announced(announced(fake, "q"))
+    prefixes.record_dispatch("p", LAPTOP, RULES)
+    prefixes.record_report(announced(fake, "q"))
     assert prefix_holders(prefixes) == {LAPTOP}, "evicted there, and nowhere else"
     # One that is only not among those that are told is not evicted.
-    prefixes.announced(announced(fake, "r", held=3))
+    prefixes.record_report(announced(fake, "r", held=3))
     assert prefix_holders(prefixes, "q") == prefix_holders(prefixes, "r") == {STUDIO}
 
 
@@ -89,9 +89,9 @@ def test_what_is_being_read_is_not_forgotten_for_a_report_that_has_it_not_yet(
 ) -> None:
     fake = ScriptedWorker(worker_id="studio", boot_id="1")
     fake.socket.close()
-    prefixes.announced(announced(fake, "q"))
-    prefixes.sent("p", STUDIO, RULES)
-    prefixes.announced(announced(fake, "q"))
+    prefixes.record_report(announced(fake, "q"))
+    prefixes.record_dispatch("p", STUDIO, RULES)
+    prefixes.record_report(announced(fake, "q"))
     assert prefix_holders(prefixes) == {STUDIO}
 
 
@@ -101,7 +101,7 @@ def worker_of(holding: tuple[str, str], in_flight: int = 0) -> WorkerView:
 
 
 def first_of(*workers: WorkerView, seed: int = 0) -> str:
-    fleet = FleetView.of(workers, frozenset(("demo",)))._replace(holders=frozenset((STUDIO,)))
+    fleet = FleetView.of(workers, frozenset(("demo",)))._replace(prefix_boots=frozenset((STUDIO,)))
     return decide(CASE, fleet, Random(seed)).candidates[0].worker_id
 
 
@@ -134,10 +134,10 @@ def test_holders_change_the_order_and_never_who_may_answer(
 ) -> None:
     workers = tuple(worker_of((f"mac-{n}", "1"), count) for n, count in enumerate(busy))
     plain = FleetView.of(workers, frozenset(("demo",)))
-    marked = plain._replace(holders=frozenset((f"mac-{n}", "1") for n in held))
+    marked = plain._replace(prefix_boots=frozenset((f"mac-{n}", "1") for n in held))
     without, found = (decide(CASE, fleet, Random(seed)).candidates for fleet in (plain, marked))
     assert {one.worker_id for one in without} == {one.worker_id for one in found}
-    assert {one.worker_id for one in found if one.holder} <= {f"mac-{n}" for n in held}
+    assert {one.worker_id for one in found if one.prefix_cached} <= {f"mac-{n}" for n in held}
     least = min(one.load for one in found)
     assert found[0].load <= least + 0.625
-    assert not found[0].holder or found[0].load < 1 or found[0].load == least
+    assert not found[0].prefix_cached or found[0].load < 1 or found[0].load == least

@@ -6,7 +6,7 @@ import asyncio
 import functools
 from random import Random
 
-from gateway.routing.replay import CASES_KEPT, Moves, RecentCases
+from gateway.routing.replay import MAX_RECENT_REQUESTS, PoolMoves, RecentRequests
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from policies.compiler import Asker
@@ -23,25 +23,25 @@ NOBODY = FleetView.of((), frozenset())
 
 
 async def moves(
-    recent: RecentCases, old: PolicyDocument, new: PolicyDocument, fleet_view: FleetView
-) -> Moves:
-    return await recent.moves(
+    recent: RecentRequests, old: PolicyDocument, new: PolicyDocument, fleet_view: FleetView
+) -> PoolMoves:
+    return await recent.count_moves(
         old, new, fleet_view, rng=Random(0), pause=functools.partial(asyncio.sleep, 0)
     )
 
 
 async def test_the_last_ten_thousand_are_replayed() -> None:
-    recent = RecentCases()
-    for number in range(CASES_KEPT + 500):
-        recent.remember(RoutingRequest(OLD, GREEDY if number < CASES_KEPT else SAMPLED))
+    recent = RecentRequests()
+    for number in range(MAX_RECENT_REQUESTS + 500):
+        recent.add(RoutingRequest(OLD, GREEDY if number < MAX_RECENT_REQUESTS else SAMPLED))
     counted = await moves(recent, OLD, NEW, FLEET)
-    assert counted == {("text-mtp", "all"): CASES_KEPT - 500, ("vlm", "all"): 500}
+    assert counted == {("text-mtp", "all"): MAX_RECENT_REQUESTS - 500, ("vlm", "all"): 500}
 
 
 async def test_the_same_policy_moves_nothing_whatever_the_fleet_is() -> None:
-    recent = RecentCases()
+    recent = RecentRequests()
     for profile in (GREEDY, SAMPLED):
-        recent.remember(RoutingRequest(OLD, profile))
+        recent.add(RoutingRequest(OLD, profile))
     for view in (FLEET, fleet_view(worker_view("a", text_mtp=9)), NOBODY):
         counted = await moves(recent, OLD, OLD, view)
         assert all(before == after for before, after in counted)
@@ -49,16 +49,16 @@ async def test_the_same_policy_moves_nothing_whatever_the_fleet_is() -> None:
 
 
 async def test_who_asked_and_which_pools_their_key_may_use_are_replayed_too() -> None:
-    recent = RecentCases()
+    recent = RecentRequests()
     routes = [
         {"name": "blue", "when": {"team": "blue"}, "to": "vlm"},
         {"name": "rest", "to": ["text-mtp", "all"]},
     ]
     pools = {name: {"lanes": "vlm"} for name in ("vlm", "text-mtp", "all")}
     by_team = read_policy({"version": 1, "routes": routes, "pools": pools}, "test")
-    recent.remember(RoutingRequest(OLD, SAMPLED, Asker(team="blue")))
-    recent.remember(RoutingRequest(OLD, SAMPLED, Asker(team="red"), frozenset({"vlm", "all"})))
-    recent.remember(RoutingRequest(OLD, SAMPLED, Asker(team="red"), frozenset({"elsewhere"})))
+    recent.add(RoutingRequest(OLD, SAMPLED, Asker(team="blue")))
+    recent.add(RoutingRequest(OLD, SAMPLED, Asker(team="red"), frozenset({"vlm", "all"})))
+    recent.add(RoutingRequest(OLD, SAMPLED, Asker(team="red"), frozenset({"elsewhere"})))
     assert await moves(recent, OLD, by_team, FLEET) == {
         ("vlm", "vlm"): 1,
         ("vlm", "all"): 1,
@@ -67,13 +67,13 @@ async def test_who_asked_and_which_pools_their_key_may_use_are_replayed_too() ->
 
 
 def test_no_text_and_nothing_long_is_kept_and_the_case_is_decided_alike() -> None:
-    recent = RecentCases()
+    recent = RecentRequests()
     bias = tuple((token, 1.0) for token in range(1024))
     profile = GREEDY._replace(
         stop=("canary words",) * 16, sampling=GREEDY.sampling._replace(logit_bias=bias)
     )
     asker = Asker(key="k1", headers={"x-app": "batch"})
-    recent.remember(RoutingRequest(OLD, profile, asker))
+    recent.add(RoutingRequest(OLD, profile, asker))
     (kept,) = recent._cases
     assert "canary" not in repr(kept)
     assert len(kept.profile.sampling.logit_bias) == 1
