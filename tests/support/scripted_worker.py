@@ -199,7 +199,7 @@ def parse_script(told: Mapping[str, Any]) -> Script:
     if values.get("events") is not None:
         values["events"] = tuple(piece.encode() for piece in values["events"])
     values["headers"] = tuple((k.encode(), v.encode()) for k, v in values.get("headers", ()))
-    values["turns"] = tuple(parse_script(turn) for turn in values.get("turns", ()))
+    values["rotation"] = tuple(parse_script(one) for one in values.get("rotation", ()))
     return Script(**values)
 
 
