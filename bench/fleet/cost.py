@@ -17,7 +17,7 @@ from typing import Final, NamedTuple
 from rich.console import Console
 
 from bench.harness.tables import Grid
-from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import WorkerRegistry
 from gateway.routing.prefix_affinity import MAX_PREFIXES, PrefixIndex
 from gateway.routing.select import RoutingRequest, decide
@@ -85,7 +85,7 @@ def measure(workers: int, profile: RequestProfile) -> Cost:
             holding = f"mac-{(number + copy) % workers}", "1"
             prefixes.record_dispatch(str(number), holding, policy.prefix)
     cases = [
-        RoutingRequest(policy, profile, prefix=str(rng.randrange(MAX_PREFIXES)))
+        RoutingRequest(policy, profile, prefix_key=str(rng.randrange(MAX_PREFIXES)))
         for _ in range(_DECISIONS)
     ]
 
@@ -94,22 +94,22 @@ def measure(workers: int, profile: RequestProfile) -> Cost:
             fleet.heartbeat(report)
 
     beat()
-    views = [prefixes.mark(fleet.view(), case.prefix) for case in cases]
+    views = [prefixes.annotate(fleet.view(), case.prefix_key) for case in cases]
 
     def look() -> None:
         for case in cases:
-            prefixes.mark(fleet.view(), case.prefix)
+            prefixes.annotate(fleet.view(), case.prefix_key)
 
     def choose() -> None:
         for case, view in zip(cases, views, strict=True):
-            decide(case, view, rng, briefly=True)
+            decide(case, view, rng, first_only=True)
 
     def all_of_it() -> None:
         for case in cases:
-            view = prefixes.mark(fleet.view(), case.prefix)
-            for candidate in decide(case, view, rng, briefly=True).candidates:
-                if (lease := fleet.take(candidate)) is not None:
-                    fleet.give_back(lease, Verdict.ANSWERED)
+            view = prefixes.annotate(fleet.view(), case.prefix_key)
+            for candidate in decide(case, view, rng, first_only=True).candidates:
+                if (lease := fleet.acquire(candidate)) is not None:
+                    fleet.release(lease, AttemptResult.SUCCEEDED)
                     break
             else:
                 raise SystemExit("There is always room: what was timed is not what is told.")

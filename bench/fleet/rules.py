@@ -11,7 +11,7 @@ from random import Random
 from typing import Protocol
 
 from bench.fleet.world import Ask, Mac
-from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.fleet.worker import Lease
 from gateway.routing.prefix_affinity import PrefixIndex
@@ -175,21 +175,21 @@ class Ours:
         fleet = self._fleets[ask.number % len(self._fleets)]
         prefixes = self._prefixes[ask.number % len(self._fleets)]
         profile = _profile(ask)
-        case = RoutingRequest(self._policy, profile, prefix=str(ask.prefix))
-        for briefly in (True, False):
-            view = prefixes.mark(fleet.view(), case.prefix)
-            decision = decide(case, view, self._rng, briefly=briefly)
+        case = RoutingRequest(self._policy, profile, prefix_key=str(ask.prefix))
+        for first_only in (True, False):
+            view = prefixes.annotate(fleet.view(), case.prefix_key)
+            decision = decide(case, view, self._rng, first_only=first_only)
             for one in decision.candidates:
-                if (lease := fleet.take(one)) is not None:
+                if (lease := fleet.acquire(one)) is not None:
                     self._leases[ask.number] = lease
                     return int(one.worker_id)
-            if decision.whole:
+            if decision.complete:
                 break
         return None
 
     def sent(self, ask: Ask, mac: Mac, now_s: float) -> None:
         self._now_s = now_s
-        holding = self._leases[ask.number].holding
+        holding = self._leases[ask.number].boot
         prefixes = self._prefixes[ask.number % len(self._fleets)]
         prefixes.record_dispatch(str(ask.prefix), holding, self._policy.prefix)
 
@@ -199,10 +199,10 @@ class Ours:
         fleet = self._fleets[ask.number % len(self._fleets)]
         prefixes = self._prefixes[ask.number % len(self._fleets)]
         lost = cached_tokens is None
-        fleet.give_back(lease, Verdict.FAILED if lost else Verdict.ANSWERED)
+        fleet.release(lease, AttemptResult.FAILED if lost else AttemptResult.SUCCEEDED)
         usage = None if lost else Usage(1, 1, cached_tokens or 0)
         expected = lease.candidate.prefix_cached
-        prefixes.record_usage(str(ask.prefix), lease.holding, usage, expected=expected)
+        prefixes.record_usage(str(ask.prefix), lease.boot, usage, expected=expected)
 
     def _hear(self, macs: Sequence[Mac]) -> None:
         """Take in the heartbeats that are due, and what other gateways tell."""

@@ -52,8 +52,8 @@ def explanation(gateway: Gateway) -> APIRouter:
         # The same dice as the next request, thrown without moving them.
         rng = Random()  # noqa: S311
         rng.setstate(gateway.rng.getstate())
-        decision = decide(case, gateway.prefix_index.mark(fleet, prefix), rng)
-        if decision.barred:
+        decision = decide(case, gateway.prefix_index.annotate(fleet, prefix), rng)
+        if decision.forbidden:
             raise PoolsNotAllowed
         return _told(inspected, asker, decision) | {"left_out": _left_out(gateway, fleet)}
 

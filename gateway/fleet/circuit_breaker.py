@@ -24,18 +24,18 @@ _JITTER = 0.2
 _FORGET_EJECTION_S = 60.0
 
 
-class Verdict(Enum):
+class AttemptResult(Enum):
     """What the end of one request says of the worker that had it."""
 
-    ANSWERED = auto()
+    SUCCEEDED = auto()
     """It did what a worker does; refusing a wrong request is that too."""
     FAILED = auto()
-    SILENT = auto()
+    TIMED_OUT = auto()
     """It did not answer, or not go on, in the time allowed."""
     UNREACHABLE = auto()
     BUSY = auto()
     """It asks to be left alone for a while, and is not broken."""
-    NONE = auto()
+    ABANDONED = auto()
     """The end was not its doing: the client left, or this gateway ended."""
 
 
@@ -65,7 +65,7 @@ class CircuitBreaker:
         return now_s < self.busy_until_s
 
     @property
-    def opens_at_s(self) -> float:
+    def available_at_s(self) -> float:
         """Return the moment from which it gets requests again."""
         return max(self.ejected_until_s, self.busy_until_s)
 
@@ -89,10 +89,10 @@ class CircuitBreaker:
         return replace(self, busy_until_s=max(self.busy_until_s, now_s + retry_after_s))
 
     def record_failure(
-        self, now_s: float, verdict: Verdict, *, last: bool, dice: float
+        self, now_s: float, result: AttemptResult, *, last: bool, jitter: float
     ) -> CircuitBreaker:
-        """Take note of a failure; eject unless this is the last worker. `dice` is in [0, 1)."""
-        unreachable = verdict is Verdict.UNREACHABLE
+        """Take note of a failure; eject unless this is the last worker. `jitter` is in [0, 1)."""
+        unreachable = result is AttemptResult.UNREACHABLE
         noted = replace(
             self,
             connect_failures=self.connect_failures + 1 if unreachable else 0,
@@ -103,7 +103,7 @@ class CircuitBreaker:
             return noted
         forgiven = int(max(0.0, now_s - self.healthy_since_s) / _FORGET_EJECTION_S)
         ejections = max(0, self.ejections - forgiven) + 1
-        length_s = min(MAX_EJECTION_S, BASE_EJECTION_S * ejections * (1 + _JITTER * dice))
+        length_s = min(MAX_EJECTION_S, BASE_EJECTION_S * ejections * (1 + _JITTER * jitter))
         return CircuitBreaker(
             ejections=ejections,
             ejected_at_s=now_s,

@@ -38,7 +38,7 @@ class FairQueue(Generic[Ticket]):
         """List the tickets, next one first; the line may change meanwhile."""
         return iter([ticket for _, _, ticket in self._order])
 
-    def enter(self, ticket: Ticket, priority: Priority, client: str) -> None:
+    def enqueue(self, ticket: Ticket, priority: Priority, client: str) -> None:
         """Stand in line."""
         flow = (priority, client)
         last, waiting = self._flows.get(flow, (0.0, 0))
@@ -48,13 +48,13 @@ class FairQueue(Generic[Ticket]):
         self._places[ticket] = (finish, self._entered, flow)
         bisect.insort(self._order, (finish, self._entered, ticket))
 
-    def serve(self, ticket: Ticket) -> None:
+    def dequeue(self, ticket: Ticket) -> None:
         """Take a ticket out because its turn has come: time passes for the others."""
         finish, _, _ = self._places[ticket]
         self._virtual = max(self._virtual, finish)
-        self.leave(ticket)
+        self.remove(ticket)
 
-    def leave(self, ticket: Ticket) -> None:
+    def remove(self, ticket: Ticket) -> None:
         """Take a ticket out that waits no longer; one that is not in line may leave too."""
         place = self._places.pop(ticket, None)
         if place is None:

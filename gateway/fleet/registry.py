@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import WorkerIdTaken
-from gateway.fleet.circuit_breaker import HEALTHY, Verdict
+from gateway.fleet.circuit_breaker import HEALTHY, AttemptResult
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, serves_alike
 from gateway.routing.select import Candidate
 from gateway.routing.view import FleetView, WorkerView, places_of, rows_of
@@ -58,23 +58,23 @@ HEARTBEAT_INTERVAL_S = 2.0
 NOBODY: frozenset[str] = frozenset()
 # This gateway did not listen for so long: what seems to have failed then proves nothing.
 _DEAF_S = 1.0
-_UNHEARD = frozenset((Verdict.SILENT, Verdict.UNREACHABLE))
+_UNHEARD = frozenset((AttemptResult.TIMED_OUT, AttemptResult.UNREACHABLE))
 
 
 class WorkerRegistry:
     """Workers by id. `clock` is monotonic; one event loop owns the table, so nothing is locked.
 
-    `dice` gives numbers in [0, 1): ejected workers do not all come back at the same moment.
+    `jitter` gives numbers in [0, 1): ejected workers do not all come back at the same moment.
     """
 
     def __init__(
         self,
         clock: Callable[[], float],
-        dice: Callable[[], float],
+        jitter: Callable[[], float],
         known_models: frozenset[str] = NOBODY,
     ) -> None:
         self._clock = clock
-        self._dice = dice
+        self._jitter = jitter
         self._members: dict[str, WorkerState] = {}
         self._known_models = known_models
         self._cordoned = NOBODY
@@ -168,7 +168,7 @@ class WorkerRegistry:
         self._members.pop(worker_id, None)
         self._sight.until_s = NEVER_S
 
-    def take(self, candidate: Candidate) -> Lease | None:
+    def acquire(self, candidate: Candidate) -> Lease | None:
         """Take a slot of this lane, or None where none is free now."""
         now_s = self._clock()
         member = self._members.get(candidate.worker_id)
@@ -188,17 +188,17 @@ class WorkerRegistry:
         member.probation_requests += on_probation
         return Lease(candidate, member, breaker.ejected_at_s, on_probation)
 
-    def give_back(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
+    def release(self, lease: Lease, result: AttemptResult, retry_after_s: float = 0.0) -> None:
         """Free the slot, and hold what happened against the worker."""
         now_s = self._clock()
-        candidate, member = lease.candidate, lease.member
+        candidate, member = lease.candidate, lease.state
         before = member.breaker
         member.in_flight[candidate.lane] -= 1
         member.pending_prefill_s -= candidate.prefill_s
         member.prefill_until_s = min(member.prefill_until_s, now_s + member.pending_prefill_s)
         member.invalidate_view()
         self._changed.add(member)
-        if verdict is Verdict.ANSWERED:
+        if result is AttemptResult.SUCCEEDED:
             member.answered_at_s = now_s
             if before is HEALTHY:
                 return
@@ -206,13 +206,13 @@ class WorkerRegistry:
             return  # it was sent before the last ejection, and that has been judged
         if before.probation_limit is not None:
             member.probation_requests -= 1
-        if verdict is Verdict.ANSWERED:
+        if result is AttemptResult.SUCCEEDED:
             member.breaker = before.record_success(now_s, max(member.slots.values(), default=1))
-        elif verdict is Verdict.BUSY:
+        elif result is AttemptResult.BUSY:
             member.breaker = before.record_busy(now_s, retry_after_s)
-        elif verdict is Verdict.FAILED or (verdict in _UNHEARD and not self._deaf(now_s)):
+        elif result is AttemptResult.FAILED or (result in _UNHEARD and not self._deaf(now_s)):
             last = self._is_last(member, now_s)
-            member.breaker = before.record_failure(now_s, verdict, last=last, dice=self._dice())
+            member.breaker = before.record_failure(now_s, result, last=last, jitter=self._jitter())
         if member.breaker.ejected_at_s != before.ejected_at_s:
             member.probation_requests = 0
         if member.breaker is not before:
@@ -259,7 +259,7 @@ class WorkerRegistry:
         # What time alone changes: whoever is silent for too long is out, and who was left alone
         # for a while is not any more.
         ends_s = [member.heartbeat_at_s + HEARTBEAT_TIMEOUT_S for member in members]
-        opens_s = [at_s for member in members if (at_s := member.breaker.opens_at_s) > now_s]
+        opens_s = [at_s for member in members if (at_s := member.breaker.available_at_s) > now_s]
         self._sight = Sight(
             [member.view() for member in members if self._open(member, now_s)],
             until_s=min((*ends_s, *opens_s), default=NEVER_S),
@@ -270,11 +270,11 @@ class WorkerRegistry:
         """Say whether a worker gets new requests now."""
         return self._open(member, self._clock())
 
-    def opens_in_s(self, model: str) -> float | None:
+    def available_in_s(self, model: str) -> float | None:
         """Tell when the first worker of a model that is left alone now gets requests again."""
         now_s = self._clock()
         waits_s = [
-            member.breaker.opens_at_s - now_s
+            member.breaker.available_at_s - now_s
             for member in self._members.values()
             if member.accepting and model in member.models
         ]
@@ -331,7 +331,7 @@ class WorkerRegistry:
             other is not member
             and other.accepting
             and not set(member.models).isdisjoint(other.models)
-            and now_s >= other.breaker.opens_at_s
+            and now_s >= other.breaker.available_at_s
             for other in self._members.values()
         )
 

@@ -26,7 +26,7 @@ from gateway.errors import (
     QueueTimeout,
     WorkerBusy,
 )
-from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.fair_queue import FairQueue
 from gateway.fleet.registry import NOBODY, WorkerRegistry
 from gateway.fleet.worker import Lease
@@ -103,13 +103,13 @@ class Scheduler:
         `PoolsNotAllowed`, `NoWorker` or `WorkerBusy` if no worker is left, `QueueFull` or
         `QueueTimeout`. The caller must `release` the lease in the same function, however it ends.
         """
-        decision = self._decide(case, tried, briefly=True)
+        decision = self._decide(case, tried, first_only=True)
         if on_decision is not None:
             on_decision(decision)
-        if decision.barred:
+        if decision.forbidden:
             raise PoolsNotAllowed
         lease = self._first_free(case, decision)
-        if lease is None and not decision.whole:
+        if lease is None and not decision.complete:
             decision = self._decide(case, tried)
             lease = self._first_free(case, decision)
         if lease is not None:
@@ -119,11 +119,11 @@ class Scheduler:
         return await self._wait(case, decision, caller, tried)
 
     def _decide(
-        self, case: RoutingRequest, tried: frozenset[str], *, briefly: bool = False
+        self, case: RoutingRequest, tried: frozenset[str], *, first_only: bool = False
     ) -> Decision:
         """Decide as of now, leaving out workers that were tried already."""
-        fleet = self._prefixes.mark(self._fleet.view(without=tried), case.prefix)
-        return decide(case, fleet, self._rng, briefly=briefly)
+        fleet = self._prefixes.annotate(self._fleet.view(without=tried), case.prefix_key)
+        return decide(case, fleet, self._rng, first_only=first_only)
 
     def _first_free(self, case: RoutingRequest, decision: Decision) -> Lease | None:
         """Take a slot of the first that has one, of those that need not be waited for."""
@@ -134,16 +134,16 @@ class Scheduler:
                 return lease
         return None
 
-    def release(self, lease: Lease, verdict: Verdict, retry_after_s: float = 0.0) -> None:
+    def release(self, lease: Lease, result: AttemptResult, retry_after_s: float = 0.0) -> None:
         """Free the slot, hold what happened against the worker, and let the next one in."""
-        before = lease.member.breaker
+        before = lease.state.breaker
         self._pools[lease.candidate.pool].running -= 1
-        self._fleet.give_back(lease, verdict, retry_after_s)
-        after = lease.member.breaker  # serving those in line does not change it
+        self._fleet.release(lease, result, retry_after_s)
+        after = lease.state.breaker  # serving those in line does not change it
         if self._waiting:
             self.wake()
-        if after is not before and after.opens_at_s > before.opens_at_s:
-            delay_s = after.opens_at_s - self._clock()
+        if after is not before and after.available_at_s > before.available_at_s:
+            delay_s = after.available_at_s - self._clock()
             asyncio.get_running_loop().call_later(delay_s, self.wake)
 
     def _take(self, candidate: Candidate, policy: PolicyDocument) -> Lease | None:
@@ -152,7 +152,7 @@ class Scheduler:
         bound = policy.pools[candidate.pool].slots
         if bound is not None and pool.running >= bound:
             return None
-        lease = self._fleet.take(candidate)
+        lease = self._fleet.acquire(candidate)
         if lease is not None:
             pool.running += 1
         return lease
@@ -217,18 +217,18 @@ class Scheduler:
             return lease
         except BaseException:
             if seat.done():  # a slot was given to one who leaves in the same moment
-                self.release(seat.result(), Verdict.NONE)
+                self.release(seat.result(), AttemptResult.ABANDONED)
             raise
         finally:
             self._pools[home].at_home -= 1
             self._waiting -= 1
             for name in waiter.pools:
-                self._pools[name].line.leave(waiter)
+                self._pools[name].line.remove(waiter)
 
     def _enter(self, waiter: _Waiter, pool: str) -> None:
         self._entered += 1
         waiter.pools.append(pool)
-        self._pools[pool].line.enter(waiter, waiter.caller.priority, waiter.caller.client)
+        self._pools[pool].line.enqueue(waiter, waiter.caller.priority, waiter.caller.client)
 
     def _widen(self, waiter: _Waiter) -> None:
         """Let a request stand in the lines of all pools that may take it."""
@@ -238,8 +238,8 @@ class Scheduler:
 
     def _seat(self, waiter: _Waiter, pool: str) -> bool:
         """Give a slot of this pool to a request in line, if one is free that it may have."""
-        for briefly in (True, False):
-            decision = self._decide(waiter.case, waiter.tried, briefly=briefly)
+        for first_only in (True, False):
+            decision = self._decide(waiter.case, waiter.tried, first_only=first_only)
             for candidate in decision.candidates:
                 if candidate.pool != pool or (candidate.spill and not waiter.spilled):
                     continue
@@ -247,23 +247,23 @@ class Scheduler:
                     self._leave_lines(waiter, pool)
                     waiter.seat.set_result(lease)
                     return True
-            if decision.whole:
+            if decision.complete:
                 break
         if decision.candidates and decision.candidates[0].pool not in waiter.pools:
             self._widen(waiter)  # nobody is left in the pool that it waited for
         return False
 
     def _leave_lines(self, waiter: _Waiter, pool: str) -> None:
-        self._pools[pool].line.serve(waiter)
+        self._pools[pool].line.dequeue(waiter)
         for name in waiter.pools:
-            self._pools[name].line.leave(waiter)
+            self._pools[name].line.remove(waiter)
             self._pools[name].last_wait_s = self._clock() - waiter.entered_s
 
     def _no_worker(self, profile: RequestProfile) -> GatewayError:
         """Return the error for a request that no worker can take now."""
-        opens_in_s = self._fleet.opens_in_s(profile.model)
-        if opens_in_s is not None:
-            return WorkerBusy(opens_in_s)
+        available_in_s = self._fleet.available_in_s(profile.model)
+        if available_in_s is not None:
+            return WorkerBusy(available_in_s)
         return NoWorker(f"No worker can take requests for the model '{profile.model}' now.")
 
 

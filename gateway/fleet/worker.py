@@ -130,7 +130,7 @@ class Lease:
     """One slot of one lane, held by one request from the decision to the last byte."""
 
     candidate: Candidate
-    member: WorkerState
+    state: WorkerState
     ejected_at_s: float
     """Of the worker's last ejection before this request was sent."""
     on_probation: bool
@@ -139,14 +139,14 @@ class Lease:
     """How long the request stood in line for it."""
 
     @property
-    def worker(self) -> WorkerReport:
+    def report(self) -> WorkerReport:
         """The worker whose slot it is."""
-        return self.member.report
+        return self.state.report
 
     @property
-    def holding(self) -> WorkerBoot:
+    def boot(self) -> WorkerBoot:
         """The worker in this life of it, as one that holds system prompts."""
-        return self.worker.worker_id, self.worker.boot_id
+        return self.report.worker_id, self.report.boot_id
 
 
 def serves_alike(one: WorkerReport, other: WorkerReport) -> bool:

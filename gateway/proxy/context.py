@@ -49,7 +49,7 @@ class RequestContext:
 
         Until the worker has counted it is what is expected.
         """
-        if not self.case.prefix:
+        if not self.case.prefix_key:
             return NO_PREFIX
         if self.usage is not UNUSED:
             return "hit" if self.usage.cached_tokens else "miss"

@@ -28,7 +28,7 @@ from gateway.errors import (
     WorkerStalled,
     WorkerUnreachable,
 )
-from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.worker import Lease
 from gateway.http.downstream import ResponseWriter
@@ -262,23 +262,23 @@ class Forwarder:
             except (NoWorker, WorkerBusy) as none_left:
                 # A busy worker says when to retry, and the scheduler has the earliest such time.
                 raise none_left if isinstance(failure, WorkerBusy | None) else failure from None
-            verdict, retry_after_s = Verdict.NONE, 0.0
+            result, retry_after_s = AttemptResult.ABANDONED, 0.0
             try:
                 await self._attempt(lease, body, reply, trip)
-                verdict = Verdict.ANSWERED
+                result = AttemptResult.SUCCEEDED
                 self.quarantine.answered(body)
                 return
             except GatewayError as error:
-                verdict, retry_after_s = verdict_of(error), error.retry_after_s or 0.0
+                result, retry_after_s = attempt_result(error), error.retry_after_s or 0.0
                 trip.begun &= not isinstance(error, _NEVER_BEGUN)
                 if isinstance(error, WorkerLost) and not reply.started:
-                    self.quarantine.lost(body, "/".join(lease.holding), self._clock())
+                    self.quarantine.lost(body, "/".join(lease.boot), self._clock())
                 tried |= {lease.candidate.worker_id}
                 if not self._tries_again(error, lease, trip):
                     raise
                 failure = error
             finally:
-                self._dispatch.release(lease, verdict, retry_after_s)
+                self._dispatch.release(lease, result, retry_after_s)
                 self._learn(trip, lease)
 
     async def _lease(self, trip: RequestContext, tried: frozenset[str]) -> Lease:
@@ -287,18 +287,22 @@ class Forwarder:
             trip.case, trip.caller, tried, on_decision=trip.record_decision
         )
         trip.candidate = lease.candidate
-        if trip.case.prefix:
-            self._prefixes.record_dispatch(trip.case.prefix, lease.holding, trip.case.policy.prefix)
+        if trip.case.prefix_key:
+            self._prefixes.record_dispatch(
+                trip.case.prefix_key, lease.boot, trip.case.policy.prefix
+            )
         if trip.dispatched_s is None:
             trip.waited_s = lease.waited_s
         return lease
 
     def _learn(self, trip: RequestContext, lease: Lease) -> None:
         """Learn from the end of an attempt whether the worker holds the system prompt."""
-        if trip.case.prefix:
+        if trip.case.prefix_key:
             counted = None if trip.usage is UNUSED else trip.usage
             expected = lease.candidate.prefix_cached
-            self._prefixes.record_usage(trip.case.prefix, lease.holding, counted, expected=expected)
+            self._prefixes.record_usage(
+                trip.case.prefix_key, lease.boot, counted, expected=expected
+            )
 
     def _tries_again(self, error: GatewayError, lease: Lease, trip: RequestContext) -> bool:
         """Say whether another worker may be asked: never where this one can have started.
@@ -311,7 +315,7 @@ class Forwarder:
         log.warning(
             "attempt.failed request=%s worker=%s code=%s again=%s",
             trip.identity,
-            lease.worker.worker_id,
+            lease.report.worker_id,
             error.code,
             again,
         )
@@ -321,7 +325,7 @@ class Forwarder:
         self, lease: Lease, body: bytes, reply: ResponseWriter, trip: RequestContext
     ) -> None:
         """Ask one worker and relay its answer."""
-        if lease.member.listed is not None:
+        if lease.state.listed is not None:
             body = to_json(for_openai(trip.inspected.body), inf_nan_mode="null")
         try:
             answer = await self._send(lease, body, trip)
@@ -348,7 +352,7 @@ class Forwarder:
     ) -> UpstreamResponse:
         """Send the request; further attempts count against the budget until the answer begins."""
         headers = self._headers(lease, trip)
-        url = lease.worker.url + _PATHS[trip.inspected.profile.endpoint]
+        url = lease.report.url + _PATHS[trip.inspected.profile.endpoint]
         trip.attempts += 1
         trip.dispatched_s = trip.dispatched_s or self._clock()
         if trip.attempts == 1:
@@ -359,30 +363,30 @@ class Forwarder:
     def _headers(self, lease: Lease, trip: RequestContext) -> dict[str, str]:
         """Say who asks and for which lane; the join token is for workers that joined alone."""
         headers = {"content-type": "application/json", "x-request-id": trip.identity}
-        if lease.member.listed is None:
+        if lease.state.listed is None:
             headers["authorization"] = self._authorization
             headers["x-paceline-lane"] = lease.candidate.lane
-            if trip.case.prefix:
-                headers["x-paceline-prefix-key"] = trip.case.prefix
-        elif key := self._keys.get(lease.worker.worker_id):
+            if trip.case.prefix_key:
+                headers["x-paceline-prefix-key"] = trip.case.prefix_key
+        elif key := self._keys.get(lease.report.worker_id):
             headers["authorization"] = f"Bearer {key}"
         if trip.trace is not None:
             headers |= trip.trace.attempt(trip.inspected.profile, lease.candidate)
         return headers
 
 
-def verdict_of(error: GatewayError) -> Verdict:
+def attempt_result(error: GatewayError) -> AttemptResult:
     """Say what the end of an attempt says of the worker."""
     match error:
         case RefusedByWorker():
-            return Verdict.ANSWERED
+            return AttemptResult.SUCCEEDED
         case WorkerUnreachable():
-            return Verdict.UNREACHABLE
+            return AttemptResult.UNREACHABLE
         case WorkerBusy():
-            return Verdict.BUSY
+            return AttemptResult.BUSY
         case WorkerSilent():
-            return Verdict.SILENT
+            return AttemptResult.TIMED_OUT
         case WorkerError():
-            return Verdict.FAILED
+            return AttemptResult.FAILED
         case _:
-            return Verdict.NONE
+            return AttemptResult.ABANDONED

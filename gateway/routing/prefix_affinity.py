@@ -85,7 +85,7 @@ class PrefixIndex:
         """Count the system prompts that are known."""
         return len(self._claims)
 
-    def mark(self, fleet: FleetView, name: str) -> FleetView:
+    def annotate(self, fleet: FleetView, name: str) -> FleetView:
         """Mark in a snapshot who holds a system prompt now."""
         claims = self._claims.get(name)
         if not claims:

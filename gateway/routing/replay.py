@@ -64,7 +64,7 @@ class RecentRequests:
 
 
 def _pool(policy: PolicyDocument, case: RoutingRequest, fleet: FleetView, rng: Random) -> str:
-    decision = decide(case._replace(policy=policy), fleet, rng, briefly=True)
+    decision = decide(case._replace(policy=policy), fleet, rng, first_only=True)
     return decision.candidates[0].pool if decision.candidates else NOWHERE
 
 

@@ -58,7 +58,7 @@ _ONE: Sequence[int] = (0,)
 
 
 def decide(
-    case: RoutingRequest, fleet: FleetView, rng: Random, *, briefly: bool = False
+    case: RoutingRequest, fleet: FleetView, rng: Random, *, first_only: bool = False
 ) -> Decision:
     """Rank the workers that may take this request: pools in the route's order, then by cost.
 
@@ -66,7 +66,7 @@ def decide(
     worker does not hold. Among equals the order is `rng`'s, so that one seed always gives one
     decision. A speculative lane that cannot speculate now comes last: it answers plainly where
     nobody else does. Behind the first pool that somebody serves all others are for spilling. Pools
-    that the asker may not use are as if the route did not name them. `briefly` names the first
+    that the asker may not use are as if the route did not name them. `first_only` names the first
     alone: nearly always it takes the request, and to sort the others would take longest.
     """
     policy, profile, asker, pools, _ = case
@@ -74,7 +74,7 @@ def decide(
     model, lanes_barred = profile.model, bool(bypass)
     bypass = bypass or _fleet_bypass(fleet.lane_costs.get((model, MTP_LANE), ()))
     spill_after_s = None if route.spill is None else route.spill.after_wait_ms / 1000
-    briefly = briefly and spill_after_s != 0
+    first_only = first_only and spill_after_s != 0
     found: list[Candidate] = []
     last_resort: list[Candidate] = []
     order: Sequence[int]
@@ -82,18 +82,18 @@ def decide(
     allowed = route.to if pools is None else [pool for pool in route.to if pool in pools]
     for name in allowed:
         spill = bool(found)
-        if spill and briefly:
+        if spill and first_only:
             whole = False
             break
         pool = policy.pools[name]
         rows, places = _rows(fleet, model, name, pool, barred=lanes_barred)
         if not rows:
             continue
-        if briefly and len(rows) == 1:
+        if first_only and len(rows) == 1:
             ranked, order = _ALONE, _ONE
         else:
             ranked = _rank(rows, places, pool, profile, fleet, rng=rng, explores=not spill)
-            if briefly and _able(rows[ranked.first][4].lane):
+            if first_only and _able(rows[ranked.first][4].lane):
                 order, whole = (ranked.first,), False
             else:
                 order = _order(ranked, rng)
@@ -136,7 +136,7 @@ def _rows(
 ) -> tuple[tuple[LaneCost, ...], Mapping[str, int] | None]:
     """List the lanes of a pool that may take the request, and where each worker stands there.
 
-    `barred`: the request cannot speculate. No places are given where a pool has lanes of its own
+    `forbidden`: the request cannot speculate. No places are given where a pool has lanes of its own
     choice, since nobody has kept those.
     """
     found: tuple[LaneCost, ...] = ()
@@ -283,9 +283,9 @@ class RoutingRequest(NamedTuple):
     policy: PolicyDocument
     profile: RequestProfile
     asker: Asker = SOMEBODY
-    pools: frozenset[str] | None = None
+    allowed_pools: frozenset[str] | None = None
     """Those that the asker may use; None: all."""
-    prefix: str = ""
+    prefix_key: str = ""
     """The name of its system prompt; empty where there is none worth looking for."""
 
 
@@ -317,7 +317,7 @@ class Decision(NamedTuple):
     candidates: tuple[Candidate, ...]
     spill_after_s: float | None = None
     """None: it never spills."""
-    barred: bool = False
+    forbidden: bool = False
     """The key may use none of the route's pools."""
-    whole: bool = True
+    complete: bool = True
     """All are named who may take it; otherwise the best few."""

@@ -13,4 +13,4 @@ STUDIO, LAPTOP = ("studio", "1"), ("laptop", "1")
 
 def prefix_holders(prefixes: PrefixIndex, name: str = "p") -> set[tuple[str, str]]:
     """Tell who is thought to hold a system prompt."""
-    return set(prefixes.mark(FleetView.of((), frozenset()), name).prefix_boots)
+    return set(prefixes.annotate(FleetView.of((), frozenset()), name).prefix_boots)

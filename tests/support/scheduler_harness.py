@@ -28,7 +28,7 @@ class SchedulerHarness:
         self.policy = policy
         """Of those who ask from now on."""
         self.clock = FakeClock()
-        self.fleet = WorkerRegistry(self.clock, dice=lambda: 0.0)
+        self.fleet = WorkerRegistry(self.clock, jitter=lambda: 0.0)
         self.dispatch = Scheduler(self.fleet, PrefixIndex(self.clock), self.clock, Random(0))
 
     def acquire(

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from gateway.errors import QueueFull, QueueTimeout
-from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.routing.select import RoutingRequest
 from policies.document import read_policy
 from tests.support.policies import PolicyAdmin, single_pool_policy
@@ -171,7 +171,7 @@ async def test_whatever_policies_come_every_slot_comes_back_and_nobody_waits_for
             await asyncio.sleep(rng.choice((0, 0, 0.001)))
             return lease.candidate.pool
         finally:
-            door.dispatch.release(lease, Verdict.ANSWERED)
+            door.dispatch.release(lease, AttemptResult.SUCCEEDED)
 
     ends = await asyncio.gather(*(one() for _ in range(200)), return_exceptions=True)
     assert {type(end) for end in ends} <= {str, QueueFull}
@@ -192,10 +192,10 @@ async def test_the_bounds_of_a_line_are_those_of_each_ones_own_policy() -> None:
     with pytest.raises(QueueTimeout):
         await door.acquire()
     assert not any(one.done() for one in patient)
-    door.dispatch.release(held, Verdict.ANSWERED)
+    door.dispatch.release(held, AttemptResult.SUCCEEDED)
     lease = await patient[0]
     await cancel_all(patient[1:])
-    door.dispatch.release(lease, Verdict.ANSWERED)
+    door.dispatch.release(lease, AttemptResult.SUCCEEDED)
     assert door.slots_in_use() == 0
 
 
@@ -209,5 +209,5 @@ async def test_a_route_of_the_same_name_in_another_policy_holds_nobody_up() -> N
     free = door.acquire(SAMPLED._replace(sampling=SAMPLED.sampling._replace(temperature=0)))
     assert (await free).candidate.lane == "text-mtp"
     assert not blocked.done()
-    door.dispatch.release(held, Verdict.ANSWERED)
+    door.dispatch.release(held, AttemptResult.SUCCEEDED)
     assert (await blocked).candidate.lane == "vlm"

@@ -1,4 +1,4 @@
-"""Ejection and return of one worker, under a clock and dice of the test's own."""
+"""Ejection and return of one worker, under a clock and jitter that the test sets."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from gateway.fleet.circuit_breaker import (
     MAX_CONNECT_FAILURES,
     MAX_EJECTION_S,
     MAX_FAILURES,
+    AttemptResult,
     CircuitBreaker,
-    Verdict,
 )
 
 
 def failing(
-    breaker: CircuitBreaker, times: int, *, now_s: float = 0.0, dice: float = 0.0
+    breaker: CircuitBreaker, times: int, *, now_s: float = 0.0, jitter: float = 0.0
 ) -> CircuitBreaker:
     for _ in range(times):
-        breaker = breaker.record_failure(now_s, Verdict.FAILED, last=False, dice=dice)
+        breaker = breaker.record_failure(now_s, AttemptResult.FAILED, last=False, jitter=jitter)
     return breaker
 
 
 def unreachable(breaker: CircuitBreaker, times: int) -> CircuitBreaker:
     for _ in range(times):
-        breaker = breaker.record_failure(0.0, Verdict.UNREACHABLE, last=False, dice=0.0)
+        breaker = breaker.record_failure(0.0, AttemptResult.UNREACHABLE, last=False, jitter=0.0)
     return breaker
 
 
@@ -61,9 +61,9 @@ def test_f23_each_ejection_is_longer_up_to_five_minutes() -> None:
     assert lengths[-1] == MAX_EJECTION_S
 
 
-def test_f23_the_dice_spread_the_return_and_never_past_the_bound() -> None:
-    assert failing(HEALTHY, MAX_FAILURES, dice=0.5).ejected_until_s == 11.0
-    assert failing(HEALTHY, MAX_FAILURES, dice=0.999).ejected_until_s < 12.0
+def test_f23_jitter_spreads_ejection_ends_and_never_past_the_bound() -> None:
+    assert failing(HEALTHY, MAX_FAILURES, jitter=0.5).ejected_until_s == 11.0
+    assert failing(HEALTHY, MAX_FAILURES, jitter=0.999).ejected_until_s < 12.0
 
 
 def test_a_healthy_minute_is_worth_one_ejection() -> None:
@@ -94,7 +94,7 @@ def test_f23_one_good_answer_doubles_what_it_may_have_and_one_bad_one_ejects_aga
 def test_f22_the_last_worker_is_not_ejected_but_the_next_failure_with_another_one_does_it() -> None:
     breaker = HEALTHY
     for _ in range(50):
-        breaker = breaker.record_failure(0.0, Verdict.FAILED, last=True, dice=0.0)
+        breaker = breaker.record_failure(0.0, AttemptResult.FAILED, last=True, jitter=0.0)
     assert not breaker.is_ejected(0.0)
     assert failing(breaker, 1).is_ejected(0.0)
 
@@ -102,7 +102,7 @@ def test_f22_the_last_worker_is_not_ejected_but_the_next_failure_with_another_on
 def test_being_busy_is_no_failure() -> None:
     breaker = failing(HEALTHY, MAX_FAILURES - 1).record_busy(0.0, 5.0)
     assert (breaker.is_busy(4.9), breaker.is_busy(5.0)) == (True, False)
-    assert breaker.record_busy(1.0, 1.0).opens_at_s == 5.0, "the longer one counts"
+    assert breaker.record_busy(1.0, 1.0).available_at_s == 5.0, "the longer one counts"
     assert not breaker.is_ejected(0.0)
 
 
@@ -111,13 +111,13 @@ def test_whatever_happens_an_ejection_has_an_end_and_a_reason(
     steps: list[tuple[str, float, float]],
 ) -> None:
     breaker, now_s = HEALTHY, 0.0
-    for what, later_s, dice in steps:
+    for what, later_s, jitter in steps:
         now_s += later_s
         if what == "a":
             breaker = breaker.record_success(now_s, slots=4)
         else:
-            verdict = Verdict.UNREACHABLE if what == "u" else Verdict.FAILED
-            breaker = breaker.record_failure(now_s, verdict, last=False, dice=dice)
+            verdict = AttemptResult.UNREACHABLE if what == "u" else AttemptResult.FAILED
+            breaker = breaker.record_failure(now_s, verdict, last=False, jitter=jitter)
         assert breaker.ejected_until_s <= now_s + MAX_EJECTION_S
         assert breaker.is_ejected(now_s) <= bool(breaker.reason)
         assert breaker.probation_limit is None or breaker.probation_limit in (1, 2)

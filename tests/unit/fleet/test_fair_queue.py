@@ -17,7 +17,7 @@ def line_of(*tickets: tuple[str, Priority]) -> FairQueue[str]:
     """A line in which tickets named "client-number" stand."""
     line: FairQueue[str] = FairQueue()
     for number, (client, priority) in enumerate(tickets):
-        line.enter(f"{client}-{number}", priority, client)
+        line.enqueue(f"{client}-{number}", priority, client)
     return line
 
 
@@ -26,7 +26,7 @@ def served(line: FairQueue[str], count: int) -> list[str]:
     order = []
     for _ in range(count):
         ticket = next(iter(line))
-        line.serve(ticket)
+        line.dequeue(ticket)
         order.append(ticket.partition("-")[0])
     return order
 
@@ -45,7 +45,7 @@ def test_a_newcomer_is_not_ahead_of_everything_that_waits() -> None:
     line = line_of(*[("old", DEFAULT)] * 20)
     served(line, 10)
     for number in range(10):
-        line.enter(f"new-{number}", DEFAULT, "new")
+        line.enqueue(f"new-{number}", DEFAULT, "new")
     assert Counter(served(line, 10)) == {"old": 5, "new": 5}
 
 
@@ -60,7 +60,7 @@ def test_interactive_comes_first_and_bulk_comes_too() -> None:
 def test_who_leaves_takes_its_place_along() -> None:
     line = line_of(*[("a", DEFAULT)] * 3, ("b", DEFAULT))
     for ticket in ("a-0", "a-1", "a-1", "nobody"):
-        line.leave(ticket)
+        line.remove(ticket)
     assert len(line) == 2
     assert set(line) == {"a-2", "b-3"}
 
@@ -68,8 +68,8 @@ def test_who_leaves_takes_its_place_along() -> None:
 def test_leaving_and_coming_again_wins_nothing() -> None:
     line = line_of(*[("a", DEFAULT)] * 3, ("b", DEFAULT))
     before = list(line).index("b-3")
-    line.leave("b-3")
-    line.enter("b-4", DEFAULT, "b")
+    line.remove("b-3")
+    line.enqueue("b-4", DEFAULT, "b")
     assert list(line).index("b-4") >= before
 
 
@@ -90,13 +90,13 @@ def test_nobody_is_lost_doubled_or_starved(moves: list[tuple[str, str, Priority]
     for number, (move, client, priority) in enumerate(moves):
         if move == "enter":
             inside.append((number, client, priority))
-            line.enter(inside[-1], priority, client)
+            line.enqueue(inside[-1], priority, client)
         elif inside and move == "serve":
             ticket = next(iter(line))
             inside.remove(ticket)
-            line.serve(ticket)
+            line.dequeue(ticket)
         elif inside:
-            line.leave(inside.pop(rng.randrange(len(inside))))
+            line.remove(inside.pop(rng.randrange(len(inside))))
         assert sorted(line) == sorted(inside)
     for flow in {(client, priority) for _, client, priority in inside}:
         own = [ticket for ticket in line if ticket[1:] == flow]
@@ -110,7 +110,7 @@ def test_a_ticket_is_served_after_at_most_its_share_of_others(
     line: FairQueue[str] = FairQueue()
     for number in range(200):
         for client in range(clients):
-            line.enter(f"{client}-{number}", INTERACTIVE, str(client))
-    line.enter("late-0", priority, "late")
+            line.enqueue(f"{client}-{number}", INTERACTIVE, str(client))
+    line.enqueue("late-0", priority, "late")
     before = clients * WEIGHTS[INTERACTIVE] // WEIGHTS[priority]
     assert "late" in served(line, before + clients + 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.errors import WorkerIdTaken
-from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
 from gateway.routing.select import Candidate
@@ -33,7 +33,7 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def fleet(clock: FakeClock) -> WorkerRegistry:
-    return WorkerRegistry(clock, dice=lambda: 0.0)
+    return WorkerRegistry(clock, jitter=lambda: 0.0)
 
 
 def ids(fleet: WorkerRegistry) -> list[str]:
@@ -66,10 +66,10 @@ def test_f38_what_came_while_this_gateway_did_not_listen_is_held_against_nobody(
     clock.now_s = 8.0
     fleet.compensate_stall(8.0)
     assert ids(fleet) == ["a", "b"], "their heartbeats wait to be read"
-    fail(fleet, "a", 5, Verdict.UNREACHABLE)
+    fail(fleet, "a", 5, AttemptResult.UNREACHABLE)
     assert ids(fleet) == ["a", "b"], "the limits on time ran out on us, not on them"
     clock.now_s = 9.0
-    fail(fleet, "a", 3, Verdict.UNREACHABLE)
+    fail(fleet, "a", 3, AttemptResult.UNREACHABLE)
     assert ids(fleet) == ["b"]
 
 
@@ -101,7 +101,7 @@ def test_an_id_belongs_to_one_live_worker(fleet: WorkerRegistry, clock: FakeCloc
 
 
 def take(fleet: WorkerRegistry, worker_id: str = "mac", lane: str = "vlm") -> Lease | None:
-    return fleet.take(Candidate(lane, lane, worker_id, "policy", 0.0))
+    return fleet.acquire(Candidate(lane, lane, worker_id, "policy", 0.0))
 
 
 def taken(fleet: WorkerRegistry, worker_id: str = "mac") -> Lease:
@@ -122,7 +122,7 @@ def test_a_new_boot_on_the_same_address_takes_over_at_once_with_no_load(
     assert in_flight(fleet) == 1
     fleet.heartbeat(report("2"))
     assert in_flight(fleet) == 0
-    fleet.give_back(lease, Verdict.FAILED)
+    fleet.release(lease, AttemptResult.FAILED)
     assert in_flight(fleet) == 0, "released on the old boot, not the new"
     assert fleet.workers()[0].breaker.failures == 0, "and not held against the new one"
 
@@ -135,7 +135,7 @@ def test_a_slot_is_counted_while_it_is_held_and_no_more_are_given_than_there_are
     assert fleet.view().workers[0].lanes[0].load == 1
     assert take(fleet) is None
     for lease in leases:
-        fleet.give_back(lease, Verdict.NONE)
+        fleet.release(lease, AttemptResult.ABANDONED)
     assert fleet.view().workers[0].lanes[0].load == 0
     assert take(fleet) is not None
 
@@ -154,10 +154,10 @@ def two(fleet: WorkerRegistry) -> None:
 
 
 def fail(
-    fleet: WorkerRegistry, worker_id: str, times: int, verdict: Verdict = Verdict.FAILED
+    fleet: WorkerRegistry, worker_id: str, times: int, verdict: AttemptResult = AttemptResult.FAILED
 ) -> None:
     for _ in range(times):
-        fleet.give_back(taken(fleet, worker_id), verdict)
+        fleet.release(taken(fleet, worker_id), verdict)
 
 
 def test_f20_a_worker_that_fails_five_times_is_out_for_ten_seconds(
@@ -179,17 +179,17 @@ def test_f24_it_comes_back_with_one_request_then_two_then_all(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     two(fleet)
-    fail(fleet, "a", 3, Verdict.UNREACHABLE)
+    fail(fleet, "a", 3, AttemptResult.UNREACHABLE)
     clock.now_s = 10.0
     two(fleet)
     for at_a_time in (1, 2, 4):
         leases = [taken(fleet, "a") for _ in range(at_a_time)]
         assert take(fleet, "a") is None
         for lease in leases:
-            fleet.give_back(lease, Verdict.ANSWERED)
+            fleet.release(lease, AttemptResult.SUCCEEDED)
             break
         for lease in leases[1:]:
-            fleet.give_back(lease, Verdict.NONE)
+            fleet.release(lease, AttemptResult.ABANDONED)
     assert fleet.workers()[0].breaker.probation_limit is None
 
 
@@ -203,8 +203,8 @@ def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
     for _ in range(3):
         lease = taken(fleet, "a")
         assert take(fleet, "a") is None
-        fleet.give_back(lease, Verdict.NONE)
-    fleet.give_back(taken(fleet, "a"), Verdict.FAILED)
+        fleet.release(lease, AttemptResult.ABANDONED)
+    fleet.release(taken(fleet, "a"), AttemptResult.FAILED)
     assert ids(fleet) == ["b"]
     assert fleet.workers()[0].breaker.ejections == 2
 
@@ -219,10 +219,10 @@ def test_what_was_sent_before_an_ejection_has_no_more_to_say(
     clock.now_s = 11.0
     two(fleet)
     on_probation = taken(fleet, "a")
-    fleet.give_back(slow, Verdict.ANSWERED)
-    fleet.give_back(broken, Verdict.FAILED)
+    fleet.release(slow, AttemptResult.SUCCEEDED)
+    fleet.release(broken, AttemptResult.FAILED)
     assert take(fleet, "a") is None, "one at a time still"
-    fleet.give_back(on_probation, Verdict.ANSWERED)
+    fleet.release(on_probation, AttemptResult.SUCCEEDED)
     assert fleet.workers()[0].breaker.probation_limit == 2
 
 
@@ -244,12 +244,12 @@ def test_a_worker_that_asks_for_time_gets_it_and_is_not_broken(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     two(fleet)
-    fleet.give_back(taken(fleet, "a"), Verdict.BUSY, 3.0)
+    fleet.release(taken(fleet, "a"), AttemptResult.BUSY, 3.0)
     assert ids(fleet) == ["b"]
-    assert fleet.opens_in_s("demo") == 3.0
-    fleet.give_back(taken(fleet, "b"), Verdict.BUSY, 2.0)
+    assert fleet.available_in_s("demo") == 3.0
+    fleet.release(taken(fleet, "b"), AttemptResult.BUSY, 2.0)
     assert ids(fleet) == []
-    assert fleet.opens_in_s("demo") == 2.0
+    assert fleet.available_in_s("demo") == 2.0
     clock.now_s = 3.0
     assert ids(fleet) == ["a", "b"]
     assert [member.breaker.ejections for member in fleet.workers()] == [0, 0]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
-from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.routing.select import RoutingRequest
 from gateway.types import Caller
 from policies.compiler import Asker
@@ -58,7 +58,7 @@ async def test_a_free_slot_is_had_at_once_and_then_one_waits(scheduler: Schedule
     second = scheduler.acquire()
     assert await scheduler.queue_length() == 1
     assert not second.done()
-    scheduler.dispatch.release(first, Verdict.ANSWERED)
+    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
     assert (await second).candidate.worker_id == "mac"
     assert await scheduler.queue_length() == 0
 
@@ -69,7 +69,7 @@ async def test_a_slot_that_is_given_back_goes_to_the_line_and_not_to_who_just_ca
     first = await scheduler.acquire()
     waiting = scheduler.acquire()
     await run_ready_tasks()
-    scheduler.dispatch.release(first, Verdict.ANSWERED)
+    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
     newcomer = scheduler.acquire()
     await run_ready_tasks()
     assert (waiting.done(), newcomer.done()) == (True, False)
@@ -85,7 +85,7 @@ async def test_the_line_is_bounded_and_says_when_to_come_back(scheduler: Schedul
     assert full.value.retry_after_s == 1.0
     scheduler.clock.now_s = 5.0
     scheduler.fleet.heartbeat(worker_report())
-    scheduler.dispatch.release(first, Verdict.ANSWERED)
+    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
     lease = await waiting[0]
     assert lease.waited_s == 5.0
     assert scheduler.dispatch.retry_after_s("vlm") == 5.0
@@ -99,7 +99,7 @@ async def test_who_waits_too_long_is_told_so_and_leaves_no_trace() -> None:
     with pytest.raises(QueueTimeout):
         await door.acquire()
     assert await door.queue_length() == 0
-    door.dispatch.release(lease, Verdict.ANSWERED)
+    door.dispatch.release(lease, AttemptResult.SUCCEEDED)
     assert door.slots_in_use() == 0
 
 
@@ -109,8 +109,8 @@ async def test_who_leaves_the_line_frees_the_place_at_once(scheduler: SchedulerH
     await run_ready_tasks()
     await cancel_all(waiting[:2])
     assert await scheduler.queue_length() == 1
-    scheduler.dispatch.release(first, Verdict.ANSWERED)
-    scheduler.dispatch.release(await waiting[2], Verdict.ANSWERED)
+    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
+    scheduler.dispatch.release(await waiting[2], AttemptResult.SUCCEEDED)
     assert scheduler.slots_in_use() == 0
 
 
@@ -120,11 +120,11 @@ async def test_who_leaves_in_the_moment_of_getting_a_slot_passes_it_on(
     first = await scheduler.acquire()
     leaving, next_one = scheduler.acquire(), scheduler.acquire()
     await run_ready_tasks()
-    scheduler.dispatch.release(first, Verdict.ANSWERED)
+    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
     leaving.cancel()  # its slot is already its own, and it has not run since
     lease = await next_one
     assert leaving.cancelled()
-    scheduler.dispatch.release(lease, Verdict.ANSWERED)
+    scheduler.dispatch.release(lease, AttemptResult.SUCCEEDED)
     assert scheduler.slots_in_use() == 0
 
 
@@ -137,7 +137,7 @@ async def test_clients_take_turns_and_interactive_requests_come_first() -> None:
     async def one(name: str, client: str, priority: Priority) -> None:
         own = await door.acquire(client=client, priority=priority)
         order.append(name)
-        door.dispatch.release(own, Verdict.ANSWERED)
+        door.dispatch.release(own, AttemptResult.SUCCEEDED)
 
     tasks: list[Awaitable[None]] = []
     for name, client, priority in (
@@ -148,7 +148,7 @@ async def test_clients_take_turns_and_interactive_requests_come_first() -> None:
     ):
         tasks.append(asyncio.create_task(one(name, client, priority)))
         await run_ready_tasks()
-    door.dispatch.release(lease, Verdict.ANSWERED)
+    door.dispatch.release(lease, AttemptResult.SUCCEEDED)
     await asyncio.gather(*tasks)
     assert order == ["urgent", "greedy", "modest", "greedy", "greedy", "bulk"]
 
@@ -187,7 +187,7 @@ async def test_who_has_spilled_still_takes_the_preferred_pool_when_that_is_free_
     waiting = door.acquire(GREEDY)
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    door.dispatch.release(preferred, Verdict.ANSWERED)
+    door.dispatch.release(preferred, AttemptResult.SUCCEEDED)
     assert (await waiting).candidate.reason == "eligible"
 
 
@@ -220,10 +220,10 @@ async def test_a_request_of_another_model_holds_nobody_up(scheduler: SchedulerHa
     other = await scheduler.acquire(SAMPLED._replace(model="other"))
     blocked, waiting = scheduler.acquire(), scheduler.acquire(SAMPLED._replace(model="other"))
     await run_ready_tasks()
-    scheduler.dispatch.release(other, Verdict.ANSWERED)
+    scheduler.dispatch.release(other, AttemptResult.SUCCEEDED)
     assert (await waiting).candidate.worker_id == "second"
     assert not blocked.done()
-    scheduler.dispatch.release(demo, Verdict.ANSWERED)
+    scheduler.dispatch.release(demo, AttemptResult.SUCCEEDED)
     await blocked
 
 
@@ -234,7 +234,7 @@ async def test_nobody_there_is_said_at_once_and_so_is_everybody_busy(
         await scheduler.acquire(SAMPLED._replace(model="unknown"))
     with pytest.raises(NoWorker):
         await scheduler.acquire(tried=frozenset({"mac"}))
-    scheduler.dispatch.release(await scheduler.acquire(), Verdict.BUSY, 7.0)
+    scheduler.dispatch.release(await scheduler.acquire(), AttemptResult.BUSY, 7.0)
     with pytest.raises(WorkerBusy) as busy:
         await scheduler.acquire()
     assert busy.value.retry_after_s == 7.0
@@ -246,7 +246,7 @@ async def test_whatever_happens_every_slot_comes_back_and_none_is_given_twice(se
     door = SchedulerHarness(policy_of(spill_ms=1, limit=8, timeout_s=0.05))
     for name in ("a", "b"):
         door.fleet.heartbeat(worker_report(name, slots=2))
-    verdicts: list[Verdict] = list(Verdict)
+    verdicts: list[AttemptResult] = list(AttemptResult)
     most = 0
 
     async def one() -> None:
@@ -316,10 +316,10 @@ async def test_a_pool_has_no_more_requests_than_its_own_slots_and_the_lane_serve
     assert door.dispatch.running("few") == 2
     others = [await door.acquire(SAMPLED) for _ in range(3)]
     assert {lease.candidate.pool for lease in others} == {"many"}
-    door.dispatch.release(others[0], Verdict.ANSWERED)
+    door.dispatch.release(others[0], AttemptResult.SUCCEEDED)
     await run_ready_tasks()
     assert not waiting.done(), "a slot of another pool is none of this one"
-    door.dispatch.release(held[0], Verdict.ANSWERED)
+    door.dispatch.release(held[0], AttemptResult.SUCCEEDED)
     assert (await waiting).candidate.pool == "few"
     assert (door.dispatch.running("few"), door.dispatch.running("many")) == (2, 2)
 
@@ -351,6 +351,6 @@ async def test_who_waits_keeps_the_route_that_they_were_given() -> None:
     first = await door.acquire(asker=Asker(team="a"))
     second = door.acquire(asker=Asker(team="a"))
     assert await door.queue_length("few") == 1
-    door.dispatch.release(first, Verdict.ANSWERED)
+    door.dispatch.release(first, AttemptResult.SUCCEEDED)
     assert (await second).candidate.pool == "few"
     assert (await door.acquire(asker=Asker(team="b"))).candidate.pool == "many"

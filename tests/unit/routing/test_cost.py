@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.fleet.circuit_breaker import Verdict
+from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import Lease
 from gateway.routing.cost import throughput_of
@@ -62,7 +62,7 @@ def seen(*macs: WorkerView, holders: str = "", shared_tokens: int = 0) -> FleetV
 
 
 def order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
-    found = decide(RoutingRequest(POLICY, profile, prefix="p"), fleet, Random(seed)).candidates
+    found = decide(RoutingRequest(POLICY, profile, prefix_key="p"), fleet, Random(seed)).candidates
     return "".join(one.worker_id for one in found)
 
 
@@ -185,7 +185,7 @@ def test_every_score_is_in_seconds_and_the_least_that_may_be_had_is_first(
         ),
         holders="".join(map(str, held)),
     )  # fmt: skip
-    case = RoutingRequest(POLICY, LONG._replace(text_chars=chars), prefix="p")
+    case = RoutingRequest(POLICY, LONG._replace(text_chars=chars), prefix_key="p")
     found = decide(case, fleet, Random(seed)).candidates
     assert [one.score_s for one in found] == sorted(one.score_s for one in found)
     assert all(one.score_s >= one.prefill_s - 1e-6 >= -1e-6 for one in found)
@@ -218,12 +218,12 @@ class TestFleet:
     def test_rows_of_other_gateways_count_and_its_own_never_twice(
         self, fleet: WorkerRegistry
     ) -> None:
-        leases = [fleet.take(Candidate("vlm", "vlm", "a", "", 0)) for _ in range(2)]
+        leases = [fleet.acquire(Candidate("vlm", "vlm", "a", "", 0)) for _ in range(2)]
         fleet.heartbeat(report("a", running=2, waiting=3))
         assert self.rows(fleet) == 5
         for lease in leases:
             assert lease is not None
-            fleet.give_back(lease, Verdict.ANSWERED)
+            fleet.release(lease, AttemptResult.SUCCEEDED)
         assert self.rows(fleet) == 3
         # Sent off while the two still ran: nobody else's.
         fleet.heartbeat(report("a", running=2))
@@ -232,12 +232,12 @@ class TestFleet:
     def test_what_is_sent_is_read_one_after_the_other(
         self, fleet: WorkerRegistry, clock: list[float]
     ) -> None:
-        lease = fleet.take(Candidate("vlm", "vlm", "a", "", 0, prefill_s=3.0))
+        lease = fleet.acquire(Candidate("vlm", "vlm", "a", "", 0, prefill_s=3.0))
         assert lease is not None
         clock[0] += 1
-        fleet.take(Candidate("vlm", "vlm", "a", "", 0, prefill_s=4.0))
+        fleet.acquire(Candidate("vlm", "vlm", "a", "", 0, prefill_s=4.0))
         assert self.reads_for_s(fleet) == pytest.approx(6.0)
-        fleet.give_back(lease, Verdict.ANSWERED)
+        fleet.release(lease, AttemptResult.SUCCEEDED)
         assert self.reads_for_s(fleet) == pytest.approx(4.0), "it has read that, then"
         fleet.heartbeat(report("a", pending_prefill_tokens=1000, prefill_tokens_per_s=500.0))
         assert self.reads_for_s(fleet) == pytest.approx(2.0), "it knows better"
@@ -258,10 +258,12 @@ class TestFleet:
             elif what == 1:
                 fleet.set_cordoned(frozenset(rng.sample("abcd", rng.randrange(3))))
             elif what == 2 and leases:
-                verdict = rng.choice((Verdict.ANSWERED, Verdict.FAILED, Verdict.BUSY))
-                fleet.give_back(leases.pop(), verdict, 0.5)
+                verdict = rng.choice(
+                    (AttemptResult.SUCCEEDED, AttemptResult.FAILED, AttemptResult.BUSY)
+                )
+                fleet.release(leases.pop(), verdict, 0.5)
             elif (
-                lease := fleet.take(Candidate("vlm", "vlm", name, "", 0, prefill_s=0.1))
+                lease := fleet.acquire(Candidate("vlm", "vlm", name, "", 0, prefill_s=0.1))
             ) is not None:
                 leases.append(lease)
             kept = fleet.view()

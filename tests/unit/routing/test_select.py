@@ -263,8 +263,8 @@ def test_every_decision_is_possible_ranked_and_reasoned(
         assert one.spill == (one.reason == "spilled") == (one.pool != decision.candidates[0].pool)
     for ranked in scores_s.values():
         assert ranked == sorted(ranked)
-    brief = decide(RoutingRequest(POLICY, profile), view, Random(seed), briefly=True)
-    assert (brief.route, brief.bypass, brief.barred) == (*decision[:2], decision.barred)
+    brief = decide(RoutingRequest(POLICY, profile), view, Random(seed), first_only=True)
+    assert (brief.route, brief.bypass, brief.forbidden) == (*decision[:2], decision.forbidden)
     assert [one[:3] for one in brief.candidates[:1]] == [one[:3] for one in decision.candidates[:1]]
     left_out = {one[:3] for one in decision.candidates} - {one[:3] for one in brief.candidates}
-    assert not left_out or not brief.whole
+    assert not left_out or not brief.complete
