@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
-import yaml
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import (
     BaseSettings,
-    InitSettingsSource,
     NoDecode,
-    PydanticBaseSettingsSource,
     SettingsConfigDict,
 )
 
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import StartupError
-
-_DEFAULT_FILE = Path("paceline.yaml")
-# `paceline worker` reads the same file, and from it this section alone.
-_SECTIONS_OF_OTHERS = frozenset(("worker",))
+from workers.config_file import InvalidSettings, load_layered
 
 
 class Settings(BaseSettings):
@@ -64,6 +57,8 @@ class Settings(BaseSettings):
 
     workers: Annotated[tuple[ListedWorker, ...], NoDecode] = ()
     """OpenAI-compatible servers that are listed by hand."""
+    worker: object = None
+    """The section of the file that `paceline worker` reads; a gateway ignores it."""
 
     head_timeout_s: float = Field(default=15.0, gt=0)
     """The longest that a client may take to send the headers of a request."""
@@ -98,65 +93,9 @@ class Settings(BaseSettings):
 
 
 def load_settings(config: Path | None = None, **flags: object) -> Settings:
-    """Read flags (None: not given), environment and file; raise `StartupError` naming the fault.
-
-    The file is `config`, else `PACELINE_CONFIG`, else `paceline.yaml` where it exists.
-    """
-    named = config or (
-        Path(os.environ["PACELINE_CONFIG"]) if os.getenv("PACELINE_CONFIG") else None
-    )
-    file = named or _DEFAULT_FILE
-    if named is not None and not named.is_file():
-        raise StartupError(f"The configuration file {named} does not exist.")
-    written = _read_file(file)
-
-    class Layered(Settings):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return (
-                init_settings,
-                env_settings,
-                InitSettingsSource(settings_cls, written),
-            )
-
+    """Read flags (None: not given), environment and file; raise `StartupError` naming the fault."""
     given = {name: value for name, value in flags.items() if value is not None}
     try:
-        return Layered(**given)  # type: ignore[arg-type]  # checked by pydantic
-    except ValidationError as invalid:
-        raise StartupError(_sentence(invalid, given)) from None
-
-
-def _read_file(file: Path) -> dict[str, Any]:
-    """Read what the file says to the gateway; nothing where there is no file."""
-    try:
-        written = yaml.safe_load(file.read_text(encoding="utf-8")) if file.exists() else None
-    except (OSError, ValueError, yaml.YAMLError):
-        written = ()
-    if not isinstance(written, dict | None):
-        raise StartupError(f"The configuration file {file} is not a YAML mapping.")
-    sections = written or {}
-    return {str(name): sections[name] for name in sections if name not in _SECTIONS_OF_OTHERS}
-
-
-def _sentence(invalid: ValidationError, flags: dict[str, object]) -> str:
-    """Name each wrong setting as the user wrote it; never repeat its value, it may be a key."""
-    problems = []
-    for error in invalid.errors(include_input=False, include_url=False):
-        name = ".".join(str(part) for part in error["loc"])
-        variable = f"PACELINE_{name.upper()}"
-        if name in flags:
-            spelled = f"--{name.replace('_', '-')}"
-        elif variable in os.environ:
-            spelled = variable
-        else:
-            spelled = f"'{name}' in the configuration file"
-        what = "unknown setting" if error["type"] == "extra_forbidden" else error["msg"]
-        problems.append(f"{spelled}: {what}")
-    return "The settings are not usable: " + "; ".join(problems) + "."
+        return load_layered(Settings, given, config)
+    except InvalidSettings as invalid:
+        raise StartupError(str(invalid)) from None

@@ -21,9 +21,9 @@ from tests.support.worker_process import (
     wait_until_ready,
     worker_process,
 )
+from workers.config_file import InvalidSettings
 from workers.demo import CHECKPOINT
 from workers.server.server import Ending, serve
-from workers.server.settings import UnusableSettings
 
 STORY = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -130,7 +130,7 @@ async def test_a_port_that_another_worker_took_while_the_weights_loaded_is_told_
         except OSError:
             pytest.skip("this system tells of it before the weights load")
         first.listen()
-        with pytest.raises(UnusableSettings, match=f"Cannot listen on {host} port {port}: "):
+        with pytest.raises(InvalidSettings, match=f"Cannot listen on {host} port {port}: "):
             await serve(
                 make_worker(ScriptedEngine()),
                 second,

@@ -9,20 +9,16 @@ import argparse
 import asyncio
 import json
 import logging
-import os
 import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import uvloop
-import yaml
-from pydantic import ValidationError
-from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
+from workers.config_file import InvalidSettings, load_layered
 from workers.engine.spec_prefill import SpecPrefillSettings
 from workers.engine.types import EngineSettings, ModelCard, ModelUnusable
 from workers.protocol import READY_PREFIX, ExitCode
@@ -31,105 +27,46 @@ from workers.server.ports import ServingEngine
 from workers.server.runtime import Identity, Worker
 from workers.server.server import Ending, cannot_listen, serve, watch_leash
 from workers.server.settings import (
-    UnusableSettings,
     WorkerSettings,
     advertised_url,
     default_worker_id,
 )
 
-_DEFAULT_FILE = Path("paceline.yaml")
-_SECTION = "worker"
-_SPELLED = {"labels": "--label"}
-"""Flags that are not called as their settings are."""
-
 
 def read_settings(arguments: Sequence[str]) -> WorkerSettings:
-    """Read flags, environment and file; raise `UnusableSettings` naming each wrong setting.
-
-    The file is `--config`, else `PACELINE_CONFIG`, else `paceline.yaml` where it exists.
-    """
-    flags = {name: value for name, value in vars(_parser().parse_args(arguments)).items() if value}
-    written = _read_section(flags.pop("config", None) or os.environ.get("PACELINE_CONFIG"))
-
-    class Layered(WorkerSettings):
-        @classmethod
-        def settings_customise_sources(
-            cls,
-            settings_cls: type[BaseSettings],
-            init_settings: PydanticBaseSettingsSource,
-            env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,
-            file_secret_settings: PydanticBaseSettingsSource,
-        ) -> tuple[PydanticBaseSettingsSource, ...]:
-            return init_settings, env_settings, InitSettingsSource(settings_cls, written)
-
-    try:
-        return Layered(**flags)
-    except ValidationError as invalid:
-        raise UnusableSettings(_sentence(invalid, flags, written)) from None
+    """Return the settings of a command line; raise `InvalidSettings` naming each wrong one."""
+    options = vars(_parser().parse_args(arguments))
+    flags = {name: value for name, value in options.items() if value}
+    config = flags.pop("config", None)
+    return load_layered(
+        WorkerSettings, flags, config, section="worker", flag_names={"labels": "label"}
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paceline worker",
-        description="Serve one MLX model on this machine, with a lane that speculates and one "
-        "that sees pictures.",
-        argument_default=None,
+        description="Serve one MLX model on this machine: text with speculative decoding, and "
+        "images if the model supports them.",
     )
     add = parser.add_argument
-    add("--model", help="folder or Hugging Face name of an MLX model (default: a toy model)")
-    add("--lanes", help="comma-separated lanes to run (default: text-mtp,vlm)")
+    add("--model", help="folder or Hugging Face repository of an MLX model (default: a toy model)")
+    add("--lanes", help="comma-separated lanes (default: text-mtp,vlm)")
     add("--host", help="address to listen on (default: loopback, or the one facing the gateway)")
-    add("--port", help="port to listen on (default: 9200; 0 takes a free one)")
-    add("--join", metavar="URL", help="gateway to report to")
-    add("--token", help="join token of the gateway (better: PACELINE_JOIN_TOKEN)")
-    add("--id", help="name of this worker (default: machine and port)")
-    add("--label", action="append", dest="labels", help="what a policy may choose it by; repeat it")
-    add("--draft-tokens", metavar="K", help="tokens drafted a step, 0 to 8 (default: 2)")
-    add("--prefix-cache-dir", metavar="DIR", help="keep read system prompts across restarts")
-    add("--prefix-cache-bytes", metavar="N", help="for read system prompts (default: 1 GiB)")
-    add("--spec-prefill", metavar="DRAFT", help="small model that chooses what to read of prompts")
-    add("--spec-prefill-threshold", metavar="N", help="shortest prompt it is for (default: 8192)")
-    add("--spec-prefill-keep", metavar="SHARE", help="share that is read, up to 1 (default: 0.3)")
-    add("--config", metavar="FILE", help="settings file, section 'worker' (default: paceline.yaml)")
-    add("--leash", action="store_true", help="end when standard input closes")
+    add("--port", help="port to listen on; 0 picks a free port (default: 9200)")
+    add("--join", metavar="URL", help="gateway that receives the heartbeats of this worker")
+    add("--token", help="join token of the gateway (PACELINE_JOIN_TOKEN does not show it in `ps`)")
+    add("--id", help="name of this worker (default: host name and port)")
+    add("--label", action="append", dest="labels", help="label for pools of the policy; repeatable")
+    add("--draft-tokens", metavar="K", help="draft tokens per step, 0 to 8 (default: 2)")
+    add("--prefix-cache-dir", metavar="DIR", help="store the prefix cache across restarts")
+    add("--prefix-cache-bytes", metavar="N", help="size of the prefix cache (default: 1 GiB)")
+    add("--spec-prefill", metavar="DRAFT", help="small model that selects tokens of long prompts")
+    add("--spec-prefill-threshold", metavar="N", help="shortest long prompt (default: 8192)")
+    add("--spec-prefill-keep", metavar="SHARE", help="share of tokens to prefill (default: 0.3)")
+    add("--config", metavar="FILE", type=Path, help="settings file (default: paceline.yaml)")
+    add("--leash", action="store_true", help="shut down when standard input closes")
     return parser
-
-
-def _read_section(named: str | None) -> dict[str, Any]:
-    file = Path(named) if named else _DEFAULT_FILE
-    try:
-        written = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        if named:
-            raise UnusableSettings(f"The configuration file {file} does not exist.") from None
-        return {}
-    except (OSError, ValueError, yaml.YAMLError):
-        raise UnusableSettings(f"The configuration file {file} cannot be read as YAML.") from None
-    section = written.get(_SECTION) if isinstance(written, Mapping) else written
-    if section is not None and not isinstance(section, Mapping):
-        raise UnusableSettings(f"'{_SECTION}' in {file} must be a mapping.")
-    return dict(section or {})
-
-
-def _sentence(
-    invalid: ValidationError, flags: Mapping[str, object], written: Mapping[str, object]
-) -> str:
-    """Name each wrong setting as the user wrote it; never its value, which may be a secret."""
-    problems = []
-    for error in invalid.errors(include_input=False, include_url=False):
-        name = str(error["loc"][0]) if error["loc"] else ""
-        text = error["msg"].removeprefix("Value error, ")
-        if not name:
-            problems.append(text)
-            continue
-        spelled = f"'{name}' in the section '{_SECTION}' of the configuration file"
-        if name in flags:
-            spelled = _SPELLED.get(name, f"--{name.replace('_', '-')}")
-        elif name not in written:
-            spelled = name if name.startswith("PACELINE_") else f"PACELINE_WORKER_{name.upper()}"
-        problems.append(f"{spelled}: {text}")
-    return "The settings are not usable: " + "; ".join(problems) + "."
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -150,7 +87,7 @@ def _run(arguments: Sequence[str]) -> int:
         settings = read_settings(arguments)
         # Before the weights, which may take minutes: a taken port should be known at once.
         listener = _listen(settings.listening_host(), settings.port)
-    except UnusableSettings as unusable:
+    except InvalidSettings as unusable:
         return _give_up(unusable, ExitCode.SETTINGS)
     with listener:
         try:
@@ -162,7 +99,7 @@ def _run(arguments: Sequence[str]) -> int:
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 alive = runner.run(_live(settings, source, engine, listener))
-        except UnusableSettings as unusable:
+        except InvalidSettings as unusable:
             return _give_up(unusable, ExitCode.SETTINGS)
         finally:
             engine.stop()

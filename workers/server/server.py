@@ -14,10 +14,10 @@ from types import FrameType
 import uvicorn
 from pydantic import SecretStr
 
+from workers.config_file import InvalidSettings
 from workers.heartbeat import Membership, keep_joined
 from workers.server.app import create_app
 from workers.server.runtime import Worker
-from workers.server.settings import UnusableSettings
 
 log = logging.getLogger(__name__)
 
@@ -42,9 +42,9 @@ class Ending:
         (self.insisted if self.asked.is_set() else self.asked).set()
 
 
-def cannot_listen(host: str, port: int, error: OSError) -> UnusableSettings:
+def cannot_listen(host: str, port: int, error: OSError) -> InvalidSettings:
     """Say why no connection can be taken there."""
-    return UnusableSettings(f"Cannot listen on {host} port {port}: {error.strerror}.")
+    return InvalidSettings(f"Cannot listen on {host} port {port}: {error.strerror}.")
 
 
 class _Server(uvicorn.Server):
@@ -86,7 +86,7 @@ async def serve(
 ) -> bool:
     """Serve until the end is asked for or the engine dies; say whether the engine lived.
 
-    Raises `UnusableSettings` where the listener cannot listen.
+    Raises `InvalidSettings` where the listener cannot listen.
     """
     config = uvicorn.Config(
         create_app(worker, token),

@@ -16,6 +16,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from policies.base import Label
+from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
 
 DEFAULT_HOST = "127.0.0.1"
@@ -58,10 +59,6 @@ def advertised_url(host: str, port: int, gateway_url: str | None) -> str:
 
 
 DEFAULT_PORT = 9200
-
-
-class UnusableSettings(Exception):
-    """The settings cannot work; the message is one sentence for the person who started it."""
 
 
 class WorkerSettings(BaseSettings):
@@ -149,10 +146,10 @@ class WorkerSettings(BaseSettings):
         return bool(self.join) and not is_loopback(urlsplit(self.join).hostname or "")
 
     def listening_host(self) -> str:
-        """Return the host to listen on; raise `UnusableSettings` where no way leads out."""
+        """Return the host to listen on; raise `InvalidSettings` where no way leads out."""
         if self.host or not self.joins_another_machine:
             return self.host or DEFAULT_HOST
         try:
             return source_address_towards(self.join)
         except OSError as error:
-            raise UnusableSettings(f"No way leads to the gateway at {self.join}.") from error
+            raise InvalidSettings(f"No way leads to the gateway at {self.join}.") from error

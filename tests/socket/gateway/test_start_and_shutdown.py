@@ -128,6 +128,7 @@ def test_flags_come_before_environment_before_file_before_defaults(
         ("port: many", "'port' in the configuration file: "),
         ("- a", "is not a YAML mapping"),
         ("a: [", "is not a YAML mapping"),
+        ("1: 2", "is not a YAML mapping"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_field(tmp_path: Path, text: str, sentence: str) -> None:

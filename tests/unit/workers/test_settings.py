@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
 from workers.protocol import WorkerReport
 from workers.server.main import read_settings
-from workers.server.settings import UnusableSettings, advertised_url, default_worker_id, is_loopback
+from workers.server.settings import advertised_url, default_worker_id, is_loopback
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +84,7 @@ def test_gateways_own_host_and_port_are_not_the_workers(monkeypatch: pytest.Monk
     ],
 )
 def test_setting_that_cannot_work_is_named(arguments: list[str], named: str) -> None:
-    with pytest.raises(UnusableSettings, match="(?s).*" + named):
+    with pytest.raises(InvalidSettings, match="(?s).*" + named):
         read_settings(arguments)
 
 
@@ -92,7 +93,7 @@ def test_wrong_settings_of_environment_and_file_are_named_as_they_are_written(
 ) -> None:
     (tmp_path / "paceline.yaml").write_text("worker: {prot: 9200}")
     monkeypatch.setenv("PACELINE_WORKER_DRAFT_TOKENS", "many")
-    with pytest.raises(UnusableSettings) as unusable:
+    with pytest.raises(InvalidSettings) as unusable:
         read_settings([])
     assert "PACELINE_WORKER_DRAFT_TOKENS" in str(unusable.value)
     assert "'prot'" in str(unusable.value)
@@ -109,7 +110,7 @@ def test_token_comes_from_flag_or_environment_and_is_never_shown(
     assert from_flag.token is not None
     assert from_flag.token.get_secret_value() == "canary-2"
     assert "canary" not in repr(from_flag)
-    with pytest.raises(UnusableSettings) as unusable:
+    with pytest.raises(InvalidSettings) as unusable:
         read_settings(["--token", "canary-3", "--port", "x"])
     assert "canary" not in str(unusable.value)
 
