@@ -1,23 +1,22 @@
-"""The access log: a line of JSON for each request, its way and its times, never a word of it.
+"""The access log: one JSON line for each request, without any of its text.
 
-Lines gather in memory and a thread writes them, so no request waits for a disk; nor does the end
-of the gateway for one that hangs, or for a reader that does not read.
+A thread writes the lines from a bounded queue, so neither requests nor shutdown wait for a slow
+disk or a blocked pipe.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import io
+import atexit
 import logging
-import os
 import sys
-from collections.abc import Callable
+import time
 from datetime import UTC, datetime
+from io import TextIOWrapper
+from logging.handlers import QueueListener, WatchedFileHandler
 from pathlib import Path
-from threading import Thread
-from types import TracebackType
+from queue import Full, Queue
+from threading import Event, Lock, Thread
 from typing import Any, Self
 
 from pydantic_core import to_json
@@ -29,151 +28,152 @@ from gateway.types import Drafts
 log = logging.getLogger(__name__)
 
 STANDARD_OUTPUT = "-"
-_WRITTEN_EVERY_S = 0.25
-_LAST_WRITE_S = 2.0
-# Some seconds of a busy gateway; a disk that cannot follow for longer must not fill the memory.
-_LINES_HELD = 100_000
+_STANDARD_OUTPUT_PATH = "/dev/stdout"
+_WRITE_INTERVAL_S = 0.25
+_CLOSE_TIMEOUT_S = 2.0
+# Some seconds of a busy gateway; a disk that is slower for longer must not fill the memory.
+_QUEUE_LIMIT = 100_000
+_LOSS_LOG_INTERVAL_S = 1.0
 _NO_DRAFTS = Drafts(0, 0, 0, ())
 
 
 class AccessLog:
-    """An async context: it holds the file, and writes what is left when it ends.
+    """An async context that opens the log at construction and writes queued lines on exit.
 
-    `target` is a file that is added to, or `-` for standard output. Raise `StartupError` where it
-    cannot be opened. A file that was moved away is opened anew, so logs can be rotated.
+    `target` is a file to append to, or `-` for standard output. Raise `StartupError` if it cannot
+    be opened. A file that was renamed is opened anew, so logs can be rotated.
     """
 
     def __init__(self, target: str) -> None:
-        self._path = None if target == STANDARD_OUTPUT else Path(target).expanduser()
-        self._lines: list[bytes] = []
-        self._dropped = 0
-        self._ending = asyncio.Event()
-        self._given_up = False
-        """The end has come, and the thread still writes: the file is the thread's to close."""
-        self._file = self._opened()
+        self._queue: Queue[logging.LogRecord | None] = Queue(_QUEUE_LIMIT)
+        self._losses = _LossCounter()
+        self._file = _open(target, self._losses)
+        self._listener = _BatchListener(self._queue, self._file)
 
-    def write(self, served: RequestRecord, unix_s: float) -> None:
-        """Add the line of one request."""
-        if len(self._lines) < _LINES_HELD:
-            self._lines.append(to_json(line_of(served, unix_s), inf_nan_mode="null"))
-        else:
-            self._dropped += 1
+    def write(self, record: RequestRecord, unix_s: float) -> None:
+        """Queue the line of one request, or drop it if the queue is full."""
+        line = to_json(access_log_entry(record, unix_s), inf_nan_mode="null").decode()
+        try:
+            self._queue.put_nowait(logging.makeLogRecord({"msg": line}))
+        except Full:
+            self._losses.add("queue full")
 
     async def __aenter__(self) -> Self:
-        self._task = asyncio.create_task(self._go_on(), name="access log")
+        self._listener.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._ending.set()
-        _, unfinished = await asyncio.wait((self._task,), timeout=_LAST_WRITE_S)
-        if unfinished:
-            log.warning("access_log.unfinished")
-            self._task.cancel()
-            self._given_up = True
-        elif self._path is not None:
-            self._file.close()
+    async def __aexit__(self, *exc_info: object) -> None:
+        closing = Thread(target=self._close, name="access log", daemon=True)
+        closing.start()
+        await asyncio.to_thread(closing.join, _CLOSE_TIMEOUT_S)
+        if closing.is_alive():
+            log.warning("access_log.close_timeout")
+            # At exit `logging` would wait for the lock of the handler whose write is blocked.
+            atexit.unregister(logging.shutdown)
+        self._losses.log()
 
-    async def _go_on(self) -> None:
-        """Write all that has gathered, again and again, and a last time at the end."""
-        ended = False
-        while not ended:
-            with contextlib.suppress(TimeoutError):
-                ended = await asyncio.wait_for(self._ending.wait(), _WRITTEN_EVERY_S)
-            await self._flush()
+    def _close(self) -> None:
+        self._listener.stop()
+        self._file.close()
 
-    async def _flush(self) -> None:
-        if not self._lines:
-            return
-        lines, self._lines = self._lines, []
+
+class _BatchListener(QueueListener):
+    """A listener that wakes up a few times a second, not once for every request."""
+
+    def __init__(self, queue: Queue[logging.LogRecord | None], handler: logging.Handler) -> None:
+        super().__init__(queue, handler)
+        self._stopping = Event()
+
+    def dequeue(self, block: bool) -> logging.LogRecord:
+        """Return the next line; wait for a batch to gather if there is none."""
+        if self.queue.empty():
+            self._stopping.wait(_WRITE_INTERVAL_S)
+        return super().dequeue(block)
+
+    def enqueue_sentinel(self) -> None:
+        """Wait for space in a full queue, unlike the base class."""
+        self._stopping.set()
+        self.queue.put(None)
+
+
+class _LogFile(WatchedFileHandler):
+    """A file or standard output; failed writes are counted as lost lines."""
+
+    def __init__(self, path: str, losses: _LossCounter) -> None:
+        self._losses = losses
+        super().__init__(path, encoding="utf-8")
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one line; reopen the file first if it was moved away."""
         try:
-            await _in_thread(lambda: self._write(b"\n".join(lines) + b"\n"))
-        except OSError as error:
-            self._dropped += len(lines)
-            log.warning("access_log.failed lines=%d error=%s", self._dropped, error.strerror)
-        else:
-            if self._dropped:
-                log.warning("access_log.dropped lines=%d", self._dropped)
-            self._dropped = 0
+            super().emit(record)
+        except OSError:  # from reopening the file
+            self.handleError(record)
 
-    def _write(self, text: bytes) -> None:
-        if self._path is not None and not self._is_there(self._path):
-            moved, self._file = self._file, self._path.open("ab", buffering=0)
-            moved.close()
-        rest = memoryview(text)
-        while rest:
-            written = self._file.write(rest)
-            if written is None:  # of standard output that somebody made non-blocking
-                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-            rest = rest[written:]
-        if self._given_up:
-            self._file.close()
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Count the line as lost; the base class would print a stack trace."""
+        error = sys.exc_info()[1]
+        self._losses.add((isinstance(error, OSError) and error.strerror) or str(error))
 
-    def _is_there(self, path: Path) -> bool:
-        try:
-            return os.path.samestat(path.stat(), os.fstat(self._file.fileno()))
-        except OSError:
-            return False
-
-    def _opened(self) -> io.FileIO:
-        if self._path is None:
-            return open(sys.stdout.fileno(), "wb", buffering=0, closefd=False)
-        try:
-            return self._path.open("ab", buffering=0)
-        except OSError as error:
-            raise StartupError(
-                f"The access log {self._path} cannot be written ({error.strerror}); name another "
-                "file with PACELINE_ACCESS_LOG, or - for standard output."
-            ) from None
+    def _open(self) -> TextIOWrapper:
+        if self.baseFilename == _STANDARD_OUTPUT_PATH:
+            return open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False)
+        return super()._open()
 
 
-async def _in_thread(work: Callable[[], None]) -> None:
-    """Do this in a thread that the end of the process does not wait for, unlike asyncio's own."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[None] = loop.create_future()
+class _LossCounter:
+    """Counts lost lines, and logs the count at most once a second."""
 
-    def settle(error: OSError | None) -> None:
-        if done.done():
-            return
-        if error is None:
-            done.set_result(None)
-        else:
-            done.set_exception(error)
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._lines = 0
+        self._reason = ""
+        self._logged_s = -_LOSS_LOG_INTERVAL_S
 
-    def run() -> None:
-        failure = None
-        try:
-            work()
-        except OSError as error:
-            failure = error
-        finally:
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits for it
-                loop.call_soon_threadsafe(settle, failure)
+    def add(self, reason: str) -> None:
+        """Count one lost line."""
+        with self._lock:
+            self._lines += 1
+            self._reason = reason
+        if time.monotonic() - self._logged_s >= _LOSS_LOG_INTERVAL_S:
+            self.log()
 
-    Thread(target=run, name="access log", daemon=True).start()
-    await done
+    def log(self) -> None:
+        """Log the lines lost since the last call, if any."""
+        with self._lock:
+            lines, self._lines = self._lines, 0
+            self._logged_s = time.monotonic()
+        if lines:
+            log.warning("access_log.lines_lost lines=%d reason=%s", lines, self._reason)
 
 
-def line_of(served: RequestRecord, unix_s: float) -> dict[str, Any]:
-    """Say what is told of a request: names of ours and numbers, nothing that a client wrote."""
-    candidate, decision, usage = served.candidate, served.decision, served.usage
-    drafts = served.drafts or _NO_DRAFTS
-    profile = None if served.inspected is None else served.inspected.profile
+def _open(target: str, losses: _LossCounter) -> _LogFile:
+    path = _STANDARD_OUTPUT_PATH if target == STANDARD_OUTPUT else str(Path(target).expanduser())
+    try:
+        return _LogFile(path, losses)
+    except OSError as error:
+        raise StartupError(
+            f"The access log {path} cannot be opened for writing ({error.strerror}). Set "
+            "PACELINE_ACCESS_LOG to another file, or to - for standard output."
+        ) from None
+
+
+def access_log_entry(record: RequestRecord, unix_s: float) -> dict[str, Any]:
+    """Return the fields of one line: our own names and numbers, no text that a client sent."""
+    candidate, decision, usage = record.candidate, record.decision, record.usage
+    drafts = record.drafts or _NO_DRAFTS
+    profile = None if record.inspected is None else record.inspected.profile
     return {
         "event": "request.done",
         "time": datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds"),
-        "request": served.request_id,
-        "key": served.caller.key,
+        "request": record.request_id,
+        "key": record.caller.key,
         "endpoint": profile.endpoint.value if profile else "",
         "stream": profile.stream if profile else False,
-        "outcome": served.outcome.value,
-        "status": served.status,
-        "code": served.code,
-        # Until a worker was found, a model's name is but a word of the client.
+        "outcome": record.outcome.value,
+        "status": record.status,
+        "code": record.code,
+        # Without a worker, the name of the model is still text from the client.
         "model": profile.model if profile and candidate else "",
         "route": decision.route if decision else "",
         "bypass": [reason.value for reason in decision.bypass] if decision else [],
@@ -181,13 +181,13 @@ def line_of(served: RequestRecord, unix_s: float) -> dict[str, Any]:
         "lane": candidate.lane if candidate else "",
         "worker": candidate.worker_id if candidate else "",
         "reason": candidate.reason if candidate else "",
-        "prefix": served.prefix,
-        "attempts": served.attempts,
-        "seconds": round(served.seconds, 6),
-        "added_s": _rounded(served.added_s),
-        "waited_s": round(served.waited_s, 6),
-        "first_token_s": _rounded(served.first_token_s),
-        "token_s": _rounded(served.token_s),
+        "prefix": record.prefix,
+        "attempts": record.attempts,
+        "seconds": round(record.seconds, 6),
+        "added_s": _rounded(record.added_s),
+        "waited_s": round(record.waited_s, 6),
+        "first_token_s": _rounded(record.first_token_s),
+        "token_s": _rounded(record.token_s),
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "cached_tokens": usage.cached_tokens,
@@ -198,5 +198,5 @@ def line_of(served: RequestRecord, unix_s: float) -> dict[str, Any]:
 
 
 def _rounded(seconds: float | None) -> float:
-    """Write a duration; 0 where it was not measured."""
+    """Return a duration in seconds, or 0 if it was not measured."""
     return 0.0 if seconds is None else round(seconds, 6)
