@@ -42,7 +42,7 @@ from gateway.storage.counters import CounterStore, MemoryCounters
 from gateway.storage.records import FileRecords, Records
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
-from gateway.telemetry.stats import Windows
+from gateway.telemetry.stats import SnapshotHistory
 from policies.document import PolicyDocument, PolicyInvalid, Problem
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Gateway:
     traces: Traces | None
     """Where spans go, where they are asked for."""
     accounting: Accounting
-    windows: Windows
+    stats_history: SnapshotHistory
     scheduler: Scheduler
     prefix_names: PrefixHasher
     prefix_index: PrefixIndex
@@ -117,8 +117,10 @@ async def _build(settings: Settings, rng: Random, link: RedisClient | None) -> G
     ledger = UsageLedger(life=secrets.token_hex(4))
     keyring = ApiKeys(settings.api_key, clock, wall, ledger.tokens_used)
     keys = KeyStore(records, keyring, wall)
-    shared = None if link is None else _shared(link, keyring, prefixes, clock)
-    store: CounterStore = MemoryCounters() if shared is None else shared.store
+    access_log = AccessLog(settings.access_log) if settings.access_log else None
+    accounting = Accounting(ledger, access_log, wall)
+    shared = None if link is None else _shared(link, keyring, prefixes, accounting, clock)
+    store: CounterStore = shared.store if shared else MemoryCounters(accounting.take_pending)
     control = ReportClient(settings, fleet, store)
     neighbours = shared and PeerWorkers(
         shared.boots, fleet, dispatch, control, prefixes, clock=clock
@@ -127,10 +129,8 @@ async def _build(settings: Settings, rng: Random, link: RedisClient | None) -> G
     await open_kept(records, ledger, keys, cordons, wall)
     check_binding(settings, keyed=keyring.required)
     traces = _traces(settings)
-    access_log = AccessLog(settings.access_log) if settings.access_log else None
     # Last of all that may refuse the start: it writes the first version.
     book = await _book(settings, records, keyring, wall)
-    accounting = Accounting(store, ledger, access_log, wall)
     return Gateway(
         settings=settings,
         policy_store=book,
@@ -148,7 +148,7 @@ async def _build(settings: Settings, rng: Random, link: RedisClient | None) -> G
         access_log=access_log or contextlib.nullcontext(),
         traces=traces,
         accounting=accounting,
-        windows=Windows(accounting.figures, clock),
+        stats_history=SnapshotHistory(accounting.lane_totals, clock),
         scheduler=dispatch,
         prefix_names=PrefixHasher(secret),
         prefix_index=prefixes,
@@ -188,13 +188,16 @@ def _traces(settings: Settings) -> Traces | None:
 
 
 def _shared(
-    link: RedisClient, keyring: ApiKeys, prefixes: PrefixIndex, clock: Callable[[], float]
+    link: RedisClient,
+    keyring: ApiKeys,
+    prefixes: PrefixIndex,
+    accounting: Accounting,
+    clock: Callable[[], float],
 ) -> SharedState:
     boots = SharedWorkerReports(link)
+    store = SharedCounters(link, boots, accounting.take_pending)
     limits = SharedRateLimits(link, keyring.rate_limiters, clock)
-    return SharedState(
-        link, SharedCounters(link, boots), boots, limits, SharedPrefixClaims(link, prefixes)
-    )
+    return SharedState(link, store, boots, limits, SharedPrefixClaims(link, prefixes))
 
 
 async def _book(

@@ -23,7 +23,7 @@ from gateway.errors import StartupError
 from gateway.http.downstream import DownstreamProtocol, sweep
 from gateway.periodic import PeriodicTasks
 from gateway.proxy.load_shedding import keep_measuring
-from gateway.telemetry.stats import STEP_S
+from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -157,7 +157,10 @@ async def _watching(app: GatewayApp, server: _Server) -> AsyncIterator[None]:
     )
     try:
         async with PeriodicTasks(
-            [(gateway.policy_file.look, policy_file.LOOK_S), (gateway.windows.step, STEP_S)]
+            [
+                (gateway.policy_file.look, policy_file.LOOK_S),
+                (gateway.stats_history.record, SNAPSHOT_INTERVAL_S),
+            ]
         ):
             yield
     finally:

@@ -91,7 +91,7 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
         await gateway.control.refresh_all()
         reports, counts = await gateway.counters.reports(), await gateway.counters.counts()
         # From here on nothing is waited for, so that all is of one moment.
-        recently = Recently(gateway.windows, asked_s)
+        recently = Recently(gateway.stats_history, asked_s)
         return render(
             around=_around(gateway, proxy, recently, gateway.clock() - began_s),
             policy=gateway.policy_store.current,

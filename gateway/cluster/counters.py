@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
-from gateway.storage.counters import CounterKey, no_pending
+from gateway.storage.counters import CounterKey, TakePending
 from workers.protocol import WorkerReport
 
 _COUNTS = "paceline:{counts}:lives"
@@ -64,26 +64,23 @@ class _Life(NamedTuple):
 class SharedCounters:
     """The store that gateways share. `exchange` is to be called about twice a second."""
 
-    def __init__(self, link: RedisClient, boots: SharedWorkerReports) -> None:
+    def __init__(
+        self, link: RedisClient, boots: SharedWorkerReports, take_pending: TakePending = dict
+    ) -> None:
         self._link = link
         self._boots = boots
         self._exchange, self._fold, self._put_back = (
             link.script(lua) for lua in (_EXCHANGE, _FOLD, _PUT_BACK)
         )
-        self.owing: Callable[[], None] = no_pending
+        self._take_pending = take_pending
         self._life = secrets.token_hex(8)
         self._mine: Counter[CounterKey] = Counter()
         self._others: dict[str, _Life] = {}
         self._connections = -1
 
-    def add(self, tally: Mapping[CounterKey, int]) -> None:
-        """Add to counts."""
-        for key, amount in tally.items():
-            self._mine[key] += amount
-
     async def counts(self) -> Mapping[CounterKey, int]:
         """Read all counts: this gateway's as of now, the others' as of the last exchange."""
-        self.owing()
+        self._mine.update(self._take_pending())
         counts = Counter(self._mine)
         for life in self._others.values():
             counts.update(life.totals)
@@ -99,7 +96,7 @@ class SharedCounters:
 
     async def exchange(self) -> None:
         """Write what this life has counted, and read what others have."""
-        self.owing()
+        self._mine.update(self._take_pending())
         life, text = self._life, _written(self._mine)
         connections = self._link.connections
         now_ms, folded, known, told = await self._link.call("counts", lambda: self._ask(life, text))

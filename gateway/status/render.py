@@ -18,15 +18,15 @@ from gateway.fleet.worker import WorkerState
 from gateway.status import model as told
 from gateway.storage.counters import CounterKey, sum_lanes
 from gateway.telemetry.stats import (
-    LONGEST_S,
-    NONE,
-    STEP_S,
-    Counts,
-    Figures,
-    Place,
-    Windows,
+    EMPTY,
+    MAX_WINDOW_S,
+    SNAPSHOT_INTERVAL_S,
+    Buckets,
+    LaneKey,
+    LaneTotals,
+    SnapshotHistory,
     percentile,
-    total,
+    sum_totals,
 )
 from policies.document import PolicyDocument
 from policies.sections import Pool
@@ -41,9 +41,10 @@ def window_s(text: str) -> float:
     """Read a window, as 90s or 5m; raise `FieldInvalid` for what is none, or is not kept."""
     found = _WINDOW.fullmatch(text)
     seconds = int(found[1]) * _SECONDS[found[2]] if found else 0.0
-    if not STEP_S <= seconds <= LONGEST_S:
+    if not SNAPSHOT_INTERVAL_S <= seconds <= MAX_WINDOW_S:
         raise FieldInvalid(
-            f"'window' must be a time from {STEP_S:.0f}s to {LONGEST_S / 60:.0f}m, as 90s or 5m.",
+            f"'window' must be between {SNAPSHOT_INTERVAL_S:.0f}s and {MAX_WINDOW_S / 60:.0f}m, "
+            "for example 90s or 5m.",
             param="window",
         )
     return seconds
@@ -52,27 +53,27 @@ def window_s(text: str) -> float:
 class Recently:
     """One window up to now; all that it tells is of the same two moments."""
 
-    def __init__(self, windows: Windows, asked_s: float) -> None:
-        now = windows.latest()
-        self._steps = windows.reach_back(now, asked_s)
+    def __init__(self, history: SnapshotHistory, asked_s: float) -> None:
+        now = history.take_snapshot()
+        self._steps = history.window(now, asked_s)
         self._now_s = now.at_s
         self._seconds = now.at_s - self._steps[0].at_s
-        self._places = now.since(self._steps[0])
-        self._everywhere = now.everywhere.since(self._steps[0].everywhere)
+        self._places = now.minus(self._steps[0])
+        self._everywhere = now.all_lanes.minus(self._steps[0].all_lanes)
         self.window = told.Window(
-            asked_s=asked_s, covered_s=round(self._seconds, 3), longest_s=LONGEST_S
+            asked_s=asked_s, covered_s=round(self._seconds, 3), longest_s=MAX_WINDOW_S
         )
 
     def of_all(self, mtp: told.Mtp) -> told.Recent:
         """Tell what all requests came to; `mtp` is of all lanes."""
         return self._recent(self._everywhere, mtp)
 
-    def of(self, chosen: Callable[[Place], bool], mtp: told.Mtp) -> told.Recent:
+    def of(self, chosen: Callable[[LaneKey], bool], mtp: told.Mtp) -> told.Recent:
         """Tell what the requests of these places came to; `mtp` is of the lanes there."""
         places = (one for place, one in self._places.items() if chosen(place))
-        return self._recent(total(places), mtp)
+        return self._recent(sum_totals(places), mtp)
 
-    def _recent(self, figures: Figures, mtp: told.Mtp) -> told.Recent:
+    def _recent(self, figures: LaneTotals, mtp: told.Mtp) -> told.Recent:
         return told.Recent(
             requests=figures.requests,
             failed=figures.failed,
@@ -102,7 +103,7 @@ class Recently:
         """Tell of the window step by step, oldest first."""
         points = []
         for then, now in pairwise(self._steps):
-            figures = now.everywhere.since(then.everywhere)
+            figures = now.all_lanes.minus(then.all_lanes)
             seconds = now.at_s - then.at_s
             points.append(
                 told.Point(
@@ -121,7 +122,7 @@ class Recently:
         return tuple(points)
 
 
-def _drafts(figures: Figures, mtp: told.Mtp) -> told.Mtp:
+def _drafts(figures: LaneTotals, mtp: told.Mtp) -> told.Mtp:
     """Tell what drafting did, as the workers' answers said."""
     lanes = mtp if isinstance(mtp, told.MtpOn) else None
     if lanes is None and not figures.drafts:
@@ -148,15 +149,15 @@ def _drafts(figures: Figures, mtp: told.Mtp) -> told.Mtp:
     )
 
 
-def _spread(counts: Counts) -> told.Percentiles:
-    if counts is NONE:
+def _spread(counts: Buckets) -> told.Percentiles:
+    if counts is EMPTY:
         return _NO_VALUES
     return told.Percentiles(
         count=sum(counts), p50=percentile(counts, 0.5), p95=percentile(counts, 0.95)
     )
 
 
-def _speeds(token_s: Counts) -> told.Percentiles:
+def _speeds(token_s: Buckets) -> told.Percentiles:
     """Turn seconds a token into tokens a second: who is fastest took the least time."""
     slow_s, fast_s = percentile(token_s, 0.5), percentile(token_s, 0.05)
     return told.Percentiles(count=sum(token_s), p50=_a_second(1, slow_s), p95=_a_second(1, fast_s))

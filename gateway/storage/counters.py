@@ -15,23 +15,16 @@ from workers.protocol import LaneReport, WorkerReport
 CounterKey = tuple[str, ...]
 """The name of a count, from general to special: ("decisions", "vlm", "pictures", "media")."""
 
+TakePending = Callable[[], Mapping[CounterKey, int]]
+"""Returns what this gateway has counted since the last call, for the store to add."""
+
 MAX_BOOTS = 16
 EARLIER_BOOTS = "earlier"
 _FOLDED_KNOWN = 1024
 
 
-def no_pending() -> None:
-    """Add nothing to the counts: all are added as they come."""
-
-
 class CounterStore(Protocol):
     """Counts only grow; reports are replaced by later ones of the same boot."""
-
-    owing: Callable[[], None]
-    """Called before counts are read or shared: it adds what is not added yet."""
-
-    def add(self, tally: Mapping[CounterKey, int]) -> None:
-        """Add to counts. Never waits."""
 
     async def counts(self) -> Mapping[CounterKey, int]:
         """Read all counts."""
@@ -46,20 +39,15 @@ class CounterStore(Protocol):
 class MemoryCounters:
     """The store of one gateway process; what it knows ends with the process."""
 
-    def __init__(self) -> None:
-        self.owing: Callable[[], None] = no_pending
+    def __init__(self, take_pending: TakePending = dict) -> None:
+        self._take_pending = take_pending
         self._counts: Counter[CounterKey] = Counter()
         self._boots: dict[str, dict[str, WorkerReport]] = {}
         self._folded: deque[tuple[str, str]] = deque(maxlen=_FOLDED_KNOWN)
 
-    def add(self, tally: Mapping[CounterKey, int]) -> None:
-        """Add to counts."""
-        for key, amount in tally.items():
-            self._counts[key] += amount
-
     async def counts(self) -> Mapping[CounterKey, int]:
         """Read all counts."""
-        self.owing()
+        self._counts.update(self._take_pending())
         return dict(self._counts)
 
     async def store_report(self, report: WorkerReport) -> None:

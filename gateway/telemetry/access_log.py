@@ -82,18 +82,19 @@ class _BatchListener(QueueListener):
 
     def __init__(self, queue: Queue[logging.LogRecord | None], handler: logging.Handler) -> None:
         super().__init__(queue, handler)
+        self._lines = queue
         self._stopping = Event()
 
     def dequeue(self, block: bool) -> logging.LogRecord:
         """Return the next line; wait for a batch to gather if there is none."""
-        if self.queue.empty():
+        if self._lines.empty():
             self._stopping.wait(_WRITE_INTERVAL_S)
         return super().dequeue(block)
 
     def enqueue_sentinel(self) -> None:
         """Wait for space in a full queue, unlike the base class."""
         self._stopping.set()
-        self.queue.put(None)
+        self._lines.put(None)
 
 
 class _LogFile(WatchedFileHandler):

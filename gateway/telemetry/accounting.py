@@ -1,227 +1,221 @@
-"""Account for every request once: a few additions while it ends, the rest when somebody reads.
+"""Account for every request once: a few additions when it ends, all else when a reader asks.
 
-Requests of one kind (the same route, reason, worker, outcome and so on) add to one sheet. What a
-sheet means for all the counts is worked out when the books are settled, which is before they are
-read or shared: so thousands of requests cost what one does.
+Requests with the same labels (route, reason, worker, outcome and so on) share one set of counters.
+A flush, before counts are read or shared, turns these counters into totals; so the cost of a
+request does not depend on how many totals it adds to.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from gateway.auth.usage import UsageLedger
-from gateway.storage.counters import CounterKey, CounterStore
+from gateway.storage.counters import CounterKey
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord
-from gateway.telemetry.stats import Figures, Place, Sums
-from gateway.types import NOWHERE, UNUSED, Drafts, Outcome
+from gateway.telemetry.stats import LaneKey, LaneStats, LaneTotals
+from gateway.types import NOWHERE, UNUSED, Outcome
 from policies.request.profile import Bypass
 
-# Kinds of requests in use are some dozens. Who makes up more (which takes strange requests) makes
-# the books settle early, and nothing else.
-_SHEETS_KEPT = 2048
+# Some dozens are in use. A client that causes more only makes the counters flush earlier.
+_LABELS_LIMIT = 2048
 
 
-class _Kind(NamedTuple):
-    """What requests of one sheet have in common."""
+class Accounting:
+    """Counters of the requests of one gateway. `wall` returns the seconds since the epoch."""
+
+    def __init__(
+        self, ledger: UsageLedger, access_log: AccessLog | None, wall: Callable[[], float]
+    ) -> None:
+        self._ledger = ledger
+        self._access_log = access_log
+        self._wall = wall
+        self._counters: dict[Hashable, _Counters] = {}
+        self._lanes: dict[LaneKey, LaneStats] = {}
+        self._totals: Counter[CounterKey] = Counter()
+        self._pending: Counter[CounterKey] = Counter()
+
+    def account(self, record: RequestRecord) -> None:
+        """Count one finished request; never wait, and never raise an error."""
+        candidate, decision, inspected = record.candidate, record.decision, record.inspected
+        # All that `_Labels` holds. A plain tuple: building a named one takes three times as long.
+        key = (
+            record.outcome,
+            record.status,
+            record.code,
+            record.prefix,
+            record.usage is UNUSED,
+            decision and (decision.route, decision.bypass),
+            candidate and (candidate.pool, candidate.lane, candidate.worker_id, candidate.reason),
+            candidate and inspected and inspected.profile.model,
+        )
+        counters = self._counters.get(key) or self._add_counters(key, record)
+        counters.requests += 1
+        counters.prompt_tokens += record.usage.prompt_tokens
+        counters.completion_tokens += record.usage.completion_tokens
+        counters.cached_tokens += record.usage.cached_tokens
+        if record.attempts > 1:
+            counters.retries += record.attempts - 1
+        if counters.lane is not None:
+            _observe(counters.lane, record)
+        if record.spent.requests:
+            self._ledger.add(record.caller, record.usage, record.spent, self._wall())
+        if self._access_log is not None:
+            self._access_log.write(record, self._wall())
+
+    def take_pending(self) -> Mapping[CounterKey, int]:
+        """Return what has been counted since the last call, for the store."""
+        self._flush()
+        pending, self._pending = self._pending, Counter()
+        return pending
+
+    def totals(self) -> Mapping[CounterKey, int]:
+        """Return all counts since this gateway started."""
+        self._flush()
+        return self._totals
+
+    def lane_stats(self) -> Mapping[LaneKey, LaneStats]:
+        """Return counters and histograms by lane."""
+        self._flush()
+        return self._lanes
+
+    def lane_totals(self) -> dict[LaneKey, LaneTotals]:
+        """Return a snapshot of the counters and histograms by lane."""
+        return {key: lane.totals() for key, lane in self.lane_stats().items()}
+
+    def _add_counters(self, key: Hashable, record: RequestRecord) -> _Counters:
+        if len(self._counters) >= _LABELS_LIMIT:
+            self._flush()
+        labels, lane = _labels(record), None
+        if labels.pool != NOWHERE:
+            lane_key = LaneKey(labels.pool, labels.lane, labels.worker_id, labels.model)
+            lane = self._lanes.setdefault(lane_key, LaneStats())
+        counters = self._counters[key] = _Counters(labels, lane)
+        return counters
+
+    def _flush(self) -> None:
+        flushed, self._counters = self._counters, {}
+        for counters in flushed.values():
+            labels = counters.labels
+            counts = _counts(counters)
+            self._pending.update(counts)
+            self._totals.update(counts)
+            request_labels = (labels.pool, labels.reason or NOWHERE, str(labels.status))
+            self._totals["requests", *request_labels] += counters.requests
+            if counters.lane is not None:
+                _add(counters.lane, counters)
+
+
+class _Labels(NamedTuple):
+    """What the requests that share counters have in common."""
 
     outcome: Outcome
     status: int
     code: str
     prefix: str
-    """Empty where no worker has counted the request."""
-    place: Place | None
-    route: str
+    """Empty if no worker reported usage."""
+    pool: str
+    """`NOWHERE` if no worker was reached; lane, worker, reason and model are empty then."""
+    lane: str
+    worker_id: str
     reason: str
+    model: str
+    route: str
     bypass: tuple[Bypass, ...]
 
+    @property
+    def bypass_reasons(self) -> set[str]:
+        """All reasons for which these requests were not drafted for."""
+        reasons = {reason.value for reason in self.bypass}
+        if self.reason == Bypass.MTP_NOT_PAYING:  # a property of the worker, not of the request
+            reasons.add(self.reason)
+        return reasons
 
-class _Sheet:
-    """What requests of one kind have added up to since the books were settled."""
 
-    __slots__ = (
-        *("accepted", "cached_tokens", "completion_tokens", "drafted", "drafts", "histogram"),
-        *("prompt_tokens", "requests", "retries", "sums"),
+@dataclass(slots=True)
+class _Counters:
+    """Counters of requests with the same labels since the last flush."""
+
+    labels: _Labels
+    lane: LaneStats | None
+    requests: int = 0
+    retries: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+def _labels(record: RequestRecord) -> _Labels:
+    candidate, decision, inspected = record.candidate, record.decision, record.inspected
+    return _Labels(
+        outcome=record.outcome,
+        status=record.status,
+        code=record.code,
+        prefix="" if record.usage is UNUSED else record.prefix,
+        pool=candidate.pool if candidate else NOWHERE,
+        lane=candidate.lane if candidate else "",
+        worker_id=candidate.worker_id if candidate else "",
+        reason=candidate.reason if candidate else "",
+        model=inspected.profile.model if candidate and inspected else "",
+        route=decision.route if decision else "",
+        bypass=decision.bypass if decision else (),
     )
 
-    def __init__(self, sums: Sums | None) -> None:
-        self.sums = sums
-        self.clear()
 
-    def clear(self) -> None:
-        self.requests = self.retries = 0
-        self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
-        self.drafts = self.drafted = self.accepted = 0
-        self.histogram: Counter[int] = Counter()
-
-    def draft(self, drafts: Drafts) -> None:
-        """Add what drafting did for one request."""
-        self.drafts += drafts.steps
-        self.drafted += drafts.drafted
-        self.accepted += drafts.accepted
-        for accepted, steps in enumerate(drafts.histogram):
-            self.histogram[accepted] += steps
-
-
-class Accounting:
-    """The books of one gateway. `wall` is the time of the day."""
-
-    def __init__(
-        self,
-        store: CounterStore,
-        ledger: UsageLedger,
-        access_log: AccessLog | None,
-        wall: Callable[[], float],
-    ) -> None:
-        self._store = store
-        self._ledger = ledger
-        self._access_log = access_log
-        self._wall = wall
-        self._sheets: dict[tuple[object, ...], _Sheet] = {}
-        self._places: dict[Place, Sums] = {}
-        self._totals: Counter[CounterKey] = Counter()
-        store.owing = self.settle
-
-    def account(self, served: RequestRecord) -> None:
-        """Enter one finished request; never waits and never fails a request."""
-        usage, candidate, decision = served.usage, served.candidate, served.decision
-        counted = usage is not UNUSED
-        place = None
-        if candidate is not None and served.inspected is not None:
-            model = served.inspected.profile.model
-            place = (candidate.pool, candidate.lane, candidate.worker_id, model)
-        kind = (
-            served.outcome,
-            served.status,
-            served.code,
-            served.prefix if counted else "",
-            place,
-            decision.route if decision is not None else "",
-            candidate.reason if candidate is not None else "",
-            decision.bypass if decision is not None else (),
-        )
-        sheet = self._sheets.get(kind)
-        if sheet is None:
-            sheet = self._begin(kind, place)
-        sheet.requests += 1
-        if counted:
-            sheet.prompt_tokens += usage.prompt_tokens
-            sheet.completion_tokens += usage.completion_tokens
-            sheet.cached_tokens += usage.cached_tokens
-        if served.drafts is not None:
-            sheet.draft(served.drafts)
-        if served.attempts > 1:
-            sheet.retries += served.attempts - 1
-        if sheet.sums is not None:
-            _time(sheet.sums, served)
-        if served.spent.requests:
-            self._ledger.add(served.caller, usage, served.spent, self._wall())
-        if self._access_log is not None:
-            self._access_log.write(served, self._wall())
-
-    def settle(self) -> None:
-        """Work out what the sheets add to the counts."""
-        for written, sheet in self._sheets.items():
-            if sheet.requests:
-                kind = _Kind(*written)  # type: ignore[arg-type]  # as `account` has written it
-                tally = _tally(kind, sheet)
-                self._store.add(tally)
-                self._totals.update(tally)
-                self._totals["requests", *_request_labels(kind)] += sheet.requests
-                _add_up(sheet, kind)
-                sheet.clear()
-
-    def totals(self) -> Mapping[CounterKey, int]:
-        """Read what this gateway has counted in its life."""
-        self.settle()
-        return self._totals
-
-    def places(self) -> Mapping[Place, Sums]:
-        """Read what requests have added up to, by the place where they ran."""
-        self.settle()
-        return self._places
-
-    def figures(self) -> dict[Place, Figures]:
-        """Take a snapshot of all places."""
-        return {place: sums.frozen() for place, sums in self.places().items()}
-
-    def _begin(self, kind: tuple[object, ...], place: tuple[str, ...] | None) -> _Sheet:
-        if len(self._sheets) >= _SHEETS_KEPT:
-            self.settle()
-            self._sheets.clear()
-        sums = None
-        if place is not None:
-            sums = self._places.setdefault(Place(*place), Sums())
-        sheet = self._sheets[kind] = _Sheet(sums)
-        return sheet
+def _observe(lane: LaneStats, record: RequestRecord) -> None:
+    """Add the durations and drafts of one request."""
+    if record.added_s is not None:
+        lane.added_s.add(record.added_s)
+    if record.waited_s:
+        lane.wait_s.add(record.waited_s)
+    if record.first_token_s is not None:
+        lane.first_token_s.add(record.first_token_s)
+    if record.token_s is not None:
+        lane.token_s.add(record.token_s)
+    if record.outcome is Outcome.COMPLETED:
+        lane.answer_s.add(record.seconds)
+    if record.drafts is not None:
+        lane.drafts += record.drafts.steps
+        lane.drafted += record.drafts.drafted
+        lane.accepted += record.drafts.accepted
+        for accepted, steps in enumerate(record.drafts.histogram):
+            lane.histogram[accepted] += steps
 
 
-def _time(sums: Sums, served: RequestRecord) -> None:
-    """Enter how long a request took, part by part."""
-    if served.added_s is not None:
-        sums.added_s.add(served.added_s)
-    if served.waited_s:
-        sums.wait_s.add(served.waited_s)
-    if served.first_token_s is not None:
-        sums.first_token_s.add(served.first_token_s)
-    if served.token_s is not None:
-        sums.token_s.add(served.token_s)
-    if served.outcome is Outcome.COMPLETED:
-        sums.answer_s.add(served.seconds)
+def _add(lane: LaneStats, counters: _Counters) -> None:
+    """Add flushed counters to the statistics of their lane."""
+    labels = counters.labels
+    lane.requests += counters.requests
+    if labels.outcome is Outcome.FAILED:
+        lane.failed += counters.requests
+    lane.prompt_tokens += counters.prompt_tokens
+    lane.completion_tokens += counters.completion_tokens
+    lane.cached_tokens += counters.cached_tokens
+    lane.reasons[labels.reason] += counters.requests
+    for reason in labels.bypass_reasons:
+        lane.bypass[reason] += counters.requests
+    if labels.prefix:
+        lane.prefix[labels.prefix] += counters.requests
 
 
-def _add_up(sheet: _Sheet, kind: _Kind) -> None:
-    sums = sheet.sums
-    if sums is None:
-        return
-    sums.requests += sheet.requests
-    if kind.outcome is Outcome.FAILED:
-        sums.failed += sheet.requests
-    sums.prompt_tokens += sheet.prompt_tokens
-    sums.completion_tokens += sheet.completion_tokens
-    sums.cached_tokens += sheet.cached_tokens
-    sums.drafts += sheet.drafts
-    sums.drafted += sheet.drafted
-    sums.accepted += sheet.accepted
-    sums.histogram.update(sheet.histogram)
-    sums.reasons[kind.reason] += sheet.requests
-    for reason in _kept_out(kind):
-        sums.bypass[reason] += sheet.requests
-    if kind.prefix:
-        sums.prefix[kind.prefix] += sheet.requests
-
-
-def _tally(kind: _Kind, sheet: _Sheet) -> dict[CounterKey, int]:
-    """List what the requests of a sheet add to the counts."""
-    requests = sheet.requests
-    counts: dict[CounterKey, int] = {("outcomes", kind.outcome.value): requests}
-    if kind.code:
-        counts["errors", kind.code] = requests
-    if kind.place is not None:
-        pool, _, _, model = kind.place
-        counts["decisions", pool, kind.route, kind.reason] = requests
-        for reason in _kept_out(kind):
+def _counts(counters: _Counters) -> dict[CounterKey, int]:
+    """Return what flushed counters add to the counts of the fleet."""
+    labels, requests = counters.labels, counters.requests
+    counts: dict[CounterKey, int] = {("outcomes", labels.outcome.value): requests}
+    if labels.code:
+        counts["errors", labels.code] = requests
+    if counters.lane is not None:
+        counts["decisions", labels.pool, labels.route, labels.reason] = requests
+        for reason in labels.bypass_reasons:
             counts["bypass", reason] = requests
-        counts["tokens", model, "prompt"] = sheet.prompt_tokens
-        counts["tokens", model, "completion"] = sheet.completion_tokens
-        counts["tokens", model, "cached"] = sheet.cached_tokens
-    if kind.prefix:
-        counts["prefix", kind.prefix] = requests
-    if sheet.retries:
-        counts["retries",] = sheet.retries
+        counts["tokens", labels.model, "prompt"] = counters.prompt_tokens
+        counts["tokens", labels.model, "completion"] = counters.completion_tokens
+        counts["tokens", labels.model, "cached"] = counters.cached_tokens
+    if labels.prefix:
+        counts["prefix", labels.prefix] = requests
+    if counters.retries:
+        counts["retries",] = counters.retries
     return counts
-
-
-def _kept_out(kind: _Kind) -> set[str]:
-    """Name every reason that kept requests of a kind from being drafted for."""
-    reasons = {reason.value for reason in kind.bypass}
-    if kind.reason == Bypass.MTP_NOT_PAYING:  # of that worker, not of the request
-        reasons.add(kind.reason)
-    return reasons
-
-
-def _request_labels(kind: _Kind) -> tuple[str, str, str]:
-    pool = NOWHERE if kind.place is None else kind.place[0]
-    return pool, kind.reason or NOWHERE, str(kind.status)

@@ -26,7 +26,7 @@ from prometheus_client.registry import Collector
 
 from gateway.storage.counters import CounterKey
 from gateway.telemetry.accounting import Accounting
-from gateway.telemetry.stats import BOUNDS_S, LogHistogram, Sums, cumulative
+from gateway.telemetry.stats import BOUNDS_S, LaneStats, LogHistogram, cumulative
 from workers.protocol import LaneReport, PrefixCounts, Speculation, TimeSaved, WorkerReport
 
 # Each is one of the bounds that are counted by.
@@ -107,7 +107,7 @@ class GatewayFigures(Collector):
             ),
         ):
             yield _histogram(name, text, bounds_s, by_pool, take)
-        everywhere: dict[tuple[str, ...], list[Sums]] = {
+        everywhere: dict[tuple[str, ...], list[LaneStats]] = {
             (): [sums for all_sums in by_pool.values() for sums in all_sums]
         }
         yield _histogram(
@@ -118,9 +118,9 @@ class GatewayFigures(Collector):
             attrgetter("added_s"),
         )
 
-    def _by_pool(self) -> dict[tuple[str, ...], list[Sums]]:
-        by_pool: dict[tuple[str, ...], list[Sums]] = {}
-        for place, sums in self._accounting.places().items():
+    def _by_pool(self) -> dict[tuple[str, ...], list[LaneStats]]:
+        by_pool: dict[tuple[str, ...], list[LaneStats]] = {}
+        for place, sums in self._accounting.lane_stats().items():
             by_pool.setdefault((place.pool,), []).append(sums)
         return by_pool
 
@@ -147,8 +147,8 @@ def _histogram(
     name: str,
     text: str,
     bounds_s: tuple[float, ...],
-    groups: Mapping[tuple[str, ...], Iterable[Sums]],
-    take: Callable[[Sums], LogHistogram],
+    groups: Mapping[tuple[str, ...], Iterable[LaneStats]],
+    take: Callable[[LaneStats], LogHistogram],
 ) -> HistogramMetricFamily:
     labels = ["pool"] if () not in groups else []
     metric = HistogramMetricFamily(f"paceline_{name}_seconds", text, labels=labels)
@@ -167,7 +167,7 @@ _LABELS = ("model_name", "worker")
 
 
 class WorkerFigures(Collector):
-    """Sums over all boots, so that a worker that starts anew does not go back to nothing."""
+    """LaneStats over all boots, so that a worker that starts anew does not go back to nothing."""
 
     def __init__(self, reports: Iterable[WorkerReport]) -> None:
         self._lanes: dict[tuple[str, str], list[LaneReport]] = {}

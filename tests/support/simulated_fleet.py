@@ -15,7 +15,7 @@ from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.routing.select import Candidate, Decision
 from gateway.status.render import mtp_of
-from gateway.storage.counters import CounterStore
+from gateway.storage.counters import CounterStore, MemoryCounters
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.prometheus import WorkerFigures, exposition
 from gateway.telemetry.request_record import RequestRecord
@@ -83,11 +83,14 @@ class SimulatedWorker:
 
 
 class SimulatedGateway:
-    """The books of one life of a gateway."""
+    """The accounting of one run of a gateway, and its store."""
 
-    def __init__(self, store: CounterStore, wall: Any) -> None:
-        self.store = store
-        self.accounting = Accounting(store, UsageLedger("life"), None, wall)
+    def __init__(self, wall: Any) -> None:
+        self.accounting = Accounting(UsageLedger("life"), None, wall)
+        self.store = self._make_store()
+
+    def _make_store(self) -> CounterStore:
+        return MemoryCounters(self.accounting.take_pending)
 
     async def sync(self) -> None:
         """Tell the others, and hear of them."""
@@ -102,8 +105,11 @@ class SimulatedRedisGateway(SimulatedGateway):
     def __init__(self, server: RedisServer, wall: Any) -> None:
         self._link = RedisClient(server.url)
         self._boots = SharedWorkerReports(self._link)
-        self._store = SharedCounters(self._link, self._boots)
-        super().__init__(self._store, wall)
+        super().__init__(wall)
+
+    def _make_store(self) -> CounterStore:
+        self._store = SharedCounters(self._link, self._boots, self.accounting.take_pending)
+        return self._store
 
     async def sync(self) -> None:
         await self._store.exchange()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 
@@ -26,7 +27,15 @@ class Opened:
     def __init__(self, link: RedisClient) -> None:
         self.link = link
         self.boots = SharedWorkerReports(link)
-        self.store = SharedCounters(link, self.boots)
+        self.pending: Counter[CounterKey] = Counter()
+        self.store = SharedCounters(link, self.boots, self._take_pending)
+
+    def count(self, counts: Mapping[CounterKey, int]) -> None:
+        self.pending.update(counts)
+
+    def _take_pending(self) -> Mapping[CounterKey, int]:
+        pending, self.pending = self.pending, Counter()
+        return pending
 
     async def turn(self) -> None:
         await self.store.exchange()
@@ -53,13 +62,13 @@ async def test_counts_of_all_gateways_add_up_however_often_they_are_told(
     redis: RedisServer, open_counters: Opens
 ) -> None:
     first, second = open_counters(redis), open_counters(redis)
-    first.store.add({DONE: 2, ("retries",): 1})
-    second.store.add({DONE: 3})
+    first.count({DONE: 2, ("retries",): 1})
+    second.count({DONE: 3})
     for _ in range(3):
         await first.turn()
         await second.turn()
     assert await first.counts() == await second.counts() == {DONE: 5, ("retries",): 1}
-    first.store.add({DONE: 1})
+    first.count({DONE: 1})
     await first.turn()
     assert await open_counters(redis).counts() == {DONE: 6, ("retries",): 1}
 
@@ -68,12 +77,12 @@ async def test_what_is_counted_while_redis_is_away_is_told_later_and_once(
     private_redis: RedisServer, open_counters: Opens
 ) -> None:
     first, second = open_counters(private_redis), open_counters(private_redis)
-    first.store.add({DONE: 1})
+    first.count({DONE: 1})
     await first.turn()
     await second.turn()
     private_redis.kill()
     for _ in range(2):
-        first.store.add({DONE: 1})
+        first.count({DONE: 1})
         with pytest.raises(RecordsUnwritable):
             await first.turn()
     assert await first.store.counts() == {DONE: 3}
@@ -88,7 +97,7 @@ async def test_a_life_that_ended_long_ago_is_folded_and_counts_once(
 ) -> None:
     for count in (2, 3):
         ended = open_counters(redis)
-        ended.store.add({DONE: count})
+        ended.count({DONE: count})
         await ended.turn()
         life = ended.store._life
         text = redis.client.hget(COUNTS, life)
@@ -105,14 +114,14 @@ async def test_a_life_that_was_folded_while_it_was_cut_off_goes_on_and_counts_on
     redis: RedisServer, open_counters: Opens
 ) -> None:
     cut_off, other = open_counters(redis), open_counters(redis)
-    cut_off.store.add({DONE: 2})
+    cut_off.count({DONE: 2})
     await cut_off.turn()
     life = cut_off.store._life
     text = redis.client.hget(COUNTS, life)
     assert isinstance(text, str)
     redis.client.hset(COUNTS, life, "[1," + text.partition(",")[2])
     assert await other.counts() == {DONE: 2}
-    cut_off.store.add({DONE: 5})
+    cut_off.count({DONE: 5})
 
     await cut_off.turn()
     assert await cut_off.counts() == {DONE: 7}
@@ -124,10 +133,10 @@ async def test_a_redis_that_is_emptied_gets_back_what_gateways_know_of_ended_liv
     redis: RedisServer, open_counters: Opens
 ) -> None:
     ended, here = open_counters(redis), open_counters(redis)
-    ended.store.add({DONE: 4})
+    ended.count({DONE: 4})
     await ended.store.store_report(boot_report("a", 5))
     await ended.turn()
-    here.store.add({DONE: 1})
+    here.count({DONE: 1})
     await here.turn()
     redis.client.flushall()
 
@@ -174,7 +183,7 @@ async def test_a_life_that_nobody_wrote_is_a_failure_and_no_count(
     redis: RedisServer, open_counters: Opens, text: str
 ) -> None:
     opened = open_counters(redis)
-    opened.store.add({DONE: 1})
+    opened.count({DONE: 1})
     await opened.turn()
     redis.client.hset(COUNTS, "odd", text)
     with pytest.raises(RecordsUnwritable):

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.storage.counters import MAX_BOOTS, MemoryCounters
+from gateway.storage.counters import MAX_BOOTS
 from gateway.telemetry.prometheus import GatewayFigures, exposition
 from tests.support.redis_server import RedisServer
 from tests.support.simulated_fleet import SimulatedGateway, SimulatedRedisGateway, Simulation
@@ -76,7 +76,7 @@ async def test_sums_are_exact_over_restarts_of_workers_and_gateways(
 @given(EVENTS, st.integers(0, 2**32))
 async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], seed: int) -> None:
     simulation = Simulation([], seed)
-    simulation.gateways.append(SimulatedGateway(MemoryCounters(), lambda: simulation.unix_s))
+    simulation.gateways.append(SimulatedGateway(lambda: simulation.unix_s))
     for event in events:
         match event:
             case "answer":
@@ -92,7 +92,7 @@ async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], se
     await simulation.settle()
     await simulation.check()
     (gateway,) = simulation.gateways
-    figures = list(gateway.accounting.figures().items())
+    figures = list(gateway.accounting.lane_totals().items())
     for place, total in (
         ("drafts", sum(one.drafts for _, one in figures)),
         ("attempted", sum(one.drafted for _, one in figures)),
@@ -100,7 +100,7 @@ async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], se
         ("completion", sum(one.completion_tokens for _, one in figures)),
     ):
         assert total == simulation.expected_counts["fleet", place], (
-            "the windows are of the same sums"
+            "windows are computed from the same counters"
         )
     text = exposition(GatewayFigures(gateway.accounting)).decode()
     scraped = {
@@ -120,9 +120,7 @@ async def test_a_report_that_comes_after_its_boot_was_folded_counts_nothing_agai
     simulation = Simulation([], 7)
     wall = lambda: simulation.unix_s  # noqa: E731
     begin = (
-        (lambda: SimulatedRedisGateway(redis, wall))
-        if shared
-        else lambda: SimulatedGateway(MemoryCounters(), wall)
+        (lambda: SimulatedRedisGateway(redis, wall)) if shared else lambda: SimulatedGateway(wall)
     )
     simulation.gateways += [begin()] if not shared else [begin(), begin()]
     simulation.workers = simulation.workers[:1]

@@ -1,0 +1,84 @@
+"""Latency histograms, and windows over snapshots of counters."""
+
+from __future__ import annotations
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.telemetry.stats import (
+    BOUNDS_S,
+    MAX_WINDOW_S,
+    SNAPSHOT_INTERVAL_S,
+    LaneKey,
+    LaneTotals,
+    LogHistogram,
+    SnapshotHistory,
+    percentile,
+)
+
+LANE = LaneKey("vlm", "vlm", "a", "demo")
+
+
+@given(st.lists(st.floats(1e-6, 900), min_size=1), st.sampled_from([0.05, 0.5, 0.95]))
+def test_a_percentile_is_right_to_the_width_of_its_bucket(
+    durations_s: list[float], share: float
+) -> None:
+    histogram = LogHistogram()
+    for duration_s in durations_s:
+        histogram.add(duration_s)
+    rank = max(1, -(-round(share * len(durations_s) * 1000) // 1000))
+    true_s = sorted(durations_s)[rank - 1]
+    found_s = percentile(histogram.counts, share)
+    above = next((bound for bound in BOUNDS_S if bound >= true_s), BOUNDS_S[-1])
+    below = max((bound for bound in BOUNDS_S if bound < true_s), default=0.0)
+    assert below <= found_s <= above
+
+
+class GrowingTotals:
+    """Totals that a test increases, and a clock that it advances."""
+
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+        self.requests = 0
+        self.history = SnapshotHistory(self.lane_totals, lambda: self.now_s)
+
+    def lane_totals(self) -> dict[LaneKey, LaneTotals]:
+        return {LANE: LaneTotals(requests=self.requests)} if self.requests else {}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.1, 120)), max_size=60), st.floats(10, 900))
+async def test_a_window_counts_every_request_of_its_time_once_and_memory_is_bounded(
+    grown: list[tuple[int, float]], window_s: float
+) -> None:
+    totals = GrowingTotals()
+    begun = [(totals.now_s, 0)]
+    for requests, seconds in grown:
+        totals.now_s += seconds
+        totals.requests += requests
+        await totals.history.record()
+        begun.append((totals.now_s, totals.requests))
+    now = totals.history.take_snapshot()
+    steps = totals.history.window(now, window_s)
+    counted = [b.minus(a).get(LANE, LaneTotals()).requests for a, b in itertools.pairwise(steps)]
+    whole = now.minus(steps[0]).get(LANE, LaneTotals()).requests
+    before = dict(begun)[steps[0].at_s]
+    assert sum(counted) == whole == totals.requests - before
+    covered_s = now.at_s - steps[0].at_s
+    kept_from_s = max(
+        at_s for at_s, _ in begun if now.at_s - at_s >= MAX_WINDOW_S or at_s == begun[0][0]
+    )
+    assert covered_s >= min(window_s, now.at_s - kept_from_s)
+    assert len(steps) <= len(grown) + 2
+
+
+async def test_snapshots_are_kept_for_fifteen_minutes_and_no_longer() -> None:
+    totals = GrowingTotals()
+    for _ in range(1000):
+        totals.now_s += SNAPSHOT_INTERVAL_S
+        totals.requests += 1
+        await totals.history.record()
+    steps = totals.history.window(totals.history.take_snapshot(), MAX_WINDOW_S)
+    assert steps[-1].at_s - steps[0].at_s == MAX_WINDOW_S
+    assert len(totals.history._snapshots) == MAX_WINDOW_S / SNAPSHOT_INTERVAL_S + 1
