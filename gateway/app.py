@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import AsyncIterator, Iterable
+import itertools
+from collections.abc import Collection, Iterable
 from importlib.metadata import version
 from random import Random
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
@@ -14,7 +15,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
-from starlette.types import Lifespan
 
 from gateway.api import explain, keys, models, openapi, policy, usage
 from gateway.api import pages as page
@@ -32,8 +32,16 @@ from gateway.errors import (
     to_body,
     to_headers,
 )
-from gateway.http.downstream import Receive, ResponseWriter, Scope, Send
+from gateway.http.downstream import (
+    Receive,
+    ResponseWriter,
+    Scope,
+    Send,
+    check_connections,
+)
+from gateway.proxy.forward import Forwarder
 from gateway.proxy.handler import ENDPOINTS, ProxyHandler
+from gateway.proxy.load_shedding import LoopMonitor
 from gateway.status.events import Feed
 from gateway.status.render import DEFAULT_WINDOW, window_s
 
@@ -44,6 +52,9 @@ class GatewayApp:
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self.proxy = ProxyHandler(gateway)
+        self.connections: list[Collection[Any]] = []
+        """The live connections of each server."""
+        self._loop_monitor = LoopMonitor(self.proxy.load.lag, gateway.fleet.compensate_stall)
         self._hosts = Hosts(gateway.settings)
         take = state.snapshots(gateway, self.proxy)
         self._feed = Feed(functools.partial(take, window_s(DEFAULT_WINDOW)))
@@ -53,7 +64,7 @@ class GatewayApp:
         """What is served on the port for admins, where they have one of their own."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand generating requests to the relay and all else to the panel."""
+        """Hand generating requests to the relay and all else to FastAPI."""
         endpoint = None
         if scope["type"] == "http":
             try:
@@ -68,22 +79,22 @@ class GatewayApp:
         else:
             await self._panel(scope, receive, send)
 
-    def leave(self) -> None:
-        """Tell load balancers to send new requests elsewhere; those that come are served."""
-        self.proxy.leave()
+    @property
+    def forwarder(self) -> Forwarder:
+        """Return the context that holds the connections to workers."""
+        return self.proxy.upstream
 
-    def stop_taking(self) -> None:
-        """Refuse new generating requests; those that run go on."""
-        self.proxy.stop_taking()
+    async def measure_load(self) -> None:
+        """Measure the delay of the event loop."""
+        await self._loop_monitor.measure()
+
+    async def check_connections(self) -> None:
+        """Check the time limits of all client connections."""
+        check_connections(itertools.chain(*self.connections))
 
     async def drained(self) -> None:
         """Wait until no generating request runs."""
         await self.proxy.drained()
-
-    async def aclose(self) -> None:
-        """Give back what was opened before the first request."""
-        if self.gateway.redis is not None:
-            await self.gateway.redis.close()
 
     def cut(self) -> None:
         """End what still runs: streams with an error event."""
@@ -111,27 +122,13 @@ class AdminApp:
 
 
 async def create_app(settings: Settings, rng: Random | None = None) -> GatewayApp:
-    """Build the gateway; connections are opened by the lifespan. May raise `StartRefused`."""
+    """Build the gateway; its parts are not started. May raise `StartupError`."""
     return GatewayApp(await build_gateway(settings, rng))
 
 
 def _panel(gateway: Gateway, proxy: ProxyHandler, take: state.Take, feed: Feed) -> FastAPI:
-    """Build what FastAPI holds; its lifespan holds the connections of the whole gateway."""
-
-    @contextlib.asynccontextmanager
-    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
-        async with (
-            gateway.access_log,
-            gateway.traces or contextlib.nullcontext(),
-            proxy.upstream,
-            gateway.control,
-            gateway.probes,
-            gateway.cluster_sync,
-            gateway.usage_store,
-        ):
-            yield
-
-    panel = _bare_panel(lifespan)
+    """Build what FastAPI holds."""
+    panel = _bare_panel()
     panel.include_router(state.probes(gateway, proxy))
     panel.include_router(state.status(gateway, take, feed))
     panel.include_router(page.dashboard())
@@ -154,9 +151,8 @@ def _add_admin_routes(panel: FastAPI, gateway: Gateway) -> None:
     panel.include_router(usage.usage(gateway))
 
 
-def _bare_panel(lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
+def _bare_panel() -> FastAPI:
     panel = FastAPI(
-        lifespan=lifespan,
         title="Paceline",
         version=version("paceline"),
         docs_url=None,

@@ -1,17 +1,18 @@
-"""The parts of one gateway, put together once and passed along: no globals."""
+"""The gateway: its parts, built, started and closed in order."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gateway.auth.api_keys import ApiKeys, missing_pools
 from gateway.auth.key_store import KeyStore
@@ -33,25 +34,65 @@ from gateway.config.static_workers import check_listed, read_keys
 from gateway.errors import RecordsUnwritable, StartupError
 from gateway.fleet.cordons import Cordons
 from gateway.fleet.health import HealthChecker, ReportClient
-from gateway.fleet.registry import WorkerRegistry
+from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
-from gateway.periodic import WeekClock
+from gateway.periodic import Job, WeekClock, Work, periodic_tasks
 from gateway.routing.prefix_affinity import PrefixHasher, PrefixIndex
 from gateway.routing.replay import RecentRequests
 from gateway.storage.counters import CounterStore, MemoryCounters
 from gateway.storage.records import FileRecords, Records
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.accounting import Accounting
-from gateway.telemetry.stats import SnapshotHistory
+from gateway.telemetry.stats import SNAPSHOT_INTERVAL_S, SnapshotHistory
 from policies.document import PolicyDocument, PolicyInvalid, Problem
+from workers.lifecycle import Shutdown, first_of
 
 if TYPE_CHECKING:
     from gateway.telemetry.tracing import Traces
 
 
+LOOP_CHECK_S = 0.25
+# A gateway must reject a key within two seconds of its revocation by another one.
+_REFRESH_S = 0.5
+_EXCHANGE_S = 0.5
+_POLICY_FILE_CHECK_S = 1.0
+_USAGE_FLUSH_S = 5.0
+_CONNECTION_CHECK_S = 1.0
+
+
+@dataclass(slots=True)
+class DrainState:
+    """The progress of the shutdown, as the data plane and `/readyz` read it."""
+
+    lame_duck: bool = False
+    """Load balancers should send requests elsewhere; `/readyz` answers 503."""
+    draining: bool = False
+    """New requests are rejected; running ones go on."""
+
+
+class DataPlane(Protocol):
+    """The running requests, and the parts above the gateway that it starts and closes."""
+
+    @property
+    def forwarder(self) -> AbstractAsyncContextManager[object]:
+        """Return the context that holds the connections to workers."""
+
+    async def measure_load(self) -> None:
+        """Measure the delay of the event loop."""
+
+    async def check_connections(self) -> None:
+        """Check the time limits of all client connections."""
+
+    async def drained(self) -> None:
+        """Wait until no request runs."""
+
+    def cut(self) -> None:
+        """End the requests that still run: streams with an error event."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
-    """Everything that the data plane and the admin plane share."""
+    """The parts of one gateway, started and closed in order."""
 
     settings: Settings
     policy_store: PolicyStore
@@ -64,99 +105,167 @@ class Gateway:
     api_keys: ApiKeys
     key_store: KeyStore
     usage_store: UsageStore
-    access_log: AbstractAsyncContextManager[object]
-    """What is written of each request, where it is."""
+    access_log: AccessLog | None
     traces: Traces | None
-    """Where spans go, where they are asked for."""
     accounting: Accounting
     stats_history: SnapshotHistory
     scheduler: Scheduler
     prefix_names: PrefixHasher
     prefix_index: PrefixIndex
     worker_keys: Mapping[str, str]
-    """The secrets of listed workers, by the id of the worker."""
+    """The API keys of static workers, by worker id."""
     control: ReportClient
     cluster_sync: ClusterSync
     redis: RedisClient | None
-    """The one connection to Redis, where there is one."""
     probes: HealthChecker
     clock: Callable[[], float]
     """Monotonic seconds."""
     week_clock: WeekClock
     wall: Callable[[], float]
-    """The time of the day, in seconds since the epoch."""
+    """Seconds since 1970."""
     rng: Random
     """Breaks ties between equal workers."""
+    drain_state: DrainState = field(default_factory=DrainState)
+    exit_stack: AsyncExitStack = field(default_factory=AsyncExitStack)
+    """Closes the parts, the last one first; Redis is open from the start."""
+
+    @contextlib.asynccontextmanager
+    async def started(self, data_plane: DataPlane) -> AsyncIterator[None]:
+        """Start the parts, run the periodic jobs, and close all in reverse order."""
+        async with self.exit_stack as stack:
+            for part in (self.access_log, self.traces, data_plane.forwarder):
+                if part is not None:
+                    await stack.enter_async_context(part)
+            await stack.enter_async_context(self.control.connected())
+            await stack.enter_async_context(self.probes.connected())
+            for work in reversed((self.usage_store.flush, *self.cluster_sync.final_exchanges)):
+                stack.push_async_callback(Job(work=work, period_s=0).run)
+            await stack.enter_async_context(periodic_tasks(self._jobs(data_plane)))
+            yield
+
+    def _jobs(self, data_plane: DataPlane) -> list[Job]:
+        """List every periodic job with its period."""
+        periods_s: list[tuple[Work, float]] = [
+            (self.key_store.refresh, _REFRESH_S),
+            (self.cordons.refresh, _REFRESH_S),
+            (self.policy_store.refresh, _REFRESH_S),
+            (self.policy_file.look, _POLICY_FILE_CHECK_S),
+            (self.usage_store.flush, _USAGE_FLUSH_S),
+            (self.stats_history.record, SNAPSHOT_INTERVAL_S),
+            (data_plane.check_connections, _CONNECTION_CHECK_S),
+        ]
+        return [
+            Job(work=data_plane.measure_load, period_s=LOOP_CHECK_S, at_start=True),
+            *(Job(work=work, period_s=period_s) for work, period_s in periods_s),
+            # The connection to Redis reports its own failures, in the log and in `/v1/status`.
+            *(
+                Job(work=work, period_s=_EXCHANGE_S, silent_errors=(RecordsUnwritable,))
+                for work in self.cluster_sync.exchanges
+            ),
+            *(
+                Job(
+                    work=functools.partial(self.probes.probe, worker),
+                    period_s=HEARTBEAT_INTERVAL_S,
+                    name=f"probe {worker.id}",
+                    at_start=True,
+                )
+                for worker in self.settings.workers
+            ),
+        ]
+
+    async def run_until_drained(
+        self, shutdown: Shutdown, server: asyncio.Task[None], data_plane: DataPlane
+    ) -> None:
+        """Serve until the shutdown is requested, then drain; return once the server may close."""
+        settings, state = self.settings, self.drain_state
+        try:
+            await first_of(server, shutdown.requested.wait())
+            state.lame_duck = True
+            if shutdown.lame_duck:
+                await first_of(server, shutdown.forced.wait(), timeout_s=settings.lame_duck_s)
+            state.draining = True
+            await first_of(
+                data_plane.drained(),
+                shutdown.forced.wait(),
+                timeout_s=settings.drain_timeout_s,
+            )
+        finally:
+            state.lame_duck = state.draining = True
+            data_plane.cut()
 
 
 async def build_gateway(settings: Settings, rng: Random | None = None) -> Gateway:
-    """Put the parts together and read what is kept. Raise `StartupError`."""
+    """Build the parts and load the stored state; raise `StartupError`."""
     check_listed(settings.workers)
-    link = (
-        None if settings.redis_url is None else RedisClient(settings.redis_url.get_secret_value())
-    )
-    try:
-        return await _build(settings, rng or Random(), link)  # noqa: S311  # spreads load alone
-    except BaseException:
-        if link is not None:
-            await link.close()
-        raise
+    async with AsyncExitStack() as stack:
+        redis = None
+        if settings.redis_url is not None:
+            redis = RedisClient(settings.redis_url.get_secret_value())
+            stack.push_async_callback(redis.close)
+        gateway = await _build(settings, rng or Random(), redis)  # noqa: S311  # spreads load only
+        await gateway.exit_stack.enter_async_context(stack.pop_all())
+        return gateway
 
 
-async def _build(settings: Settings, rng: Random, link: RedisClient | None) -> Gateway:
+async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> Gateway:
     clock, wall = time.monotonic, time.time
-    records = _records(settings, link)
-    listed_keys = read_keys(settings.workers, os.environ)
+    records = _records(settings, redis)
+    worker_keys = read_keys(settings.workers, os.environ)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
     fleet = WorkerRegistry(clock, rng.random, listed_models)
-    prefixes = PrefixIndex(clock)
-    dispatch = Scheduler(fleet, prefixes, clock, rng)
+    prefix_index = PrefixIndex(clock)
+    scheduler = Scheduler(fleet, prefix_index, clock, rng)
     # Gateways that share the token give one system prompt one name.
     token = settings.join_token
     secret = token.get_secret_value().encode() if token else secrets.token_bytes(32)
     ledger = UsageLedger(life=secrets.token_hex(4))
-    keyring = ApiKeys(settings.api_key, clock, wall, ledger.tokens_used)
-    keys = KeyStore(records, keyring, wall)
+    api_keys = ApiKeys(settings.api_key, clock, wall, ledger.tokens_used)
+    key_store = KeyStore(records, api_keys, wall)
     access_log = AccessLog(settings.access_log) if settings.access_log else None
     accounting = Accounting(ledger, access_log, wall)
-    shared = None if link is None else _shared(link, keyring, prefixes, accounting, clock)
-    store: CounterStore = shared.store if shared else MemoryCounters(accounting.take_pending)
-    control = ReportClient(settings, fleet, store)
-    neighbours = shared and PeerWorkers(
-        shared.boots, fleet, dispatch, control, prefixes, clock=clock
+    shared = None
+    if redis is not None:
+        shared = _shared(redis, api_keys, prefix_index, accounting, clock)
+    counters: CounterStore = shared.store if shared else MemoryCounters(accounting.take_pending)
+    control = ReportClient(settings, fleet, counters)
+    peers = shared and PeerWorkers(
+        shared.boots, fleet, scheduler, control, prefix_index, clock=clock
     )
-    cordons = Cordons(records, fleet, dispatch, control, wall)
-    await open_kept(records, ledger, keys, cordons, wall)
-    check_binding(settings, keyed=keyring.required)
+    cordons = Cordons(records, fleet, scheduler, control, wall)
+    try:
+        ledger.load_today(await records.all(USAGE_KIND), wall())
+        await key_store.open()
+        await cordons.open()
+    except RecordsUnwritable:
+        raise StartupError("The stored keys and their usage cannot be read.") from None
+    check_binding(settings, keyed=api_keys.required)
     traces = _traces(settings)
-    # Last of all that may refuse the start: it writes the first version.
-    book = await _book(settings, records, keyring, wall)
+    # Last of all that may prevent the start: it writes the first version.
+    policy_store = await _policy_store(settings, records, api_keys, wall)
     return Gateway(
         settings=settings,
-        policy_store=book,
-        policy_file=PolicyWatch(book, settings.policy),
+        policy_store=policy_store,
+        policy_file=PolicyWatch(policy_store, settings.policy),
         recent_requests=RecentRequests(),
         fleet=fleet,
         cordons=cordons,
-        counters=store,
+        counters=counters,
         records=records,
-        api_keys=keyring,
-        key_store=keys,
-        usage_store=UsageStore(
-            records, ledger, wall, (keys.refresh, cordons.refresh, book.refresh)
-        ),
-        access_log=access_log or contextlib.nullcontext(),
+        api_keys=api_keys,
+        key_store=key_store,
+        usage_store=UsageStore(records, ledger, wall),
+        access_log=access_log,
         traces=traces,
         accounting=accounting,
         stats_history=SnapshotHistory(accounting.lane_totals, clock),
-        scheduler=dispatch,
+        scheduler=scheduler,
         prefix_names=PrefixHasher(secret),
-        prefix_index=prefixes,
-        worker_keys=listed_keys,
+        prefix_index=prefix_index,
+        worker_keys=worker_keys,
         control=control,
-        redis=link,
-        cluster_sync=ClusterSync(shared, neighbours),
-        probes=HealthChecker(settings.workers, listed_keys, fleet, dispatch, store),
+        cluster_sync=ClusterSync(shared, peers),
+        redis=redis,
+        probes=HealthChecker(worker_keys, fleet, scheduler, counters),
         clock=clock,
         week_clock=WeekClock(wall),
         wall=wall,
@@ -200,7 +309,7 @@ def _shared(
     return SharedState(link, store, boots, limits, SharedPrefixClaims(link, prefixes))
 
 
-async def _book(
+async def _policy_store(
     settings: Settings, records: Records, keyring: ApiKeys, wall: Callable[[], float]
 ) -> PolicyStore:
     def warnings(policy: PolicyDocument) -> list[Problem]:
@@ -224,19 +333,3 @@ async def _book(
             f"The policy cannot be kept in {settings.state_dir}; make it writable, or name another "
             "folder with PACELINE_STATE_DIR."
         ) from None
-
-
-async def open_kept(
-    records: Records,
-    ledger: UsageLedger,
-    keys: KeyStore,
-    cordons: Cordons,
-    wall: Callable[[], float],
-) -> None:
-    """Read what is kept, before the first request; raise `StartupError`."""
-    try:
-        ledger.load_today(await records.all(USAGE_KIND), wall())
-        await keys.open()
-        await cordons.open()
-    except RecordsUnwritable:
-        raise StartupError("What is kept of keys and their usage cannot be read.") from None

@@ -63,6 +63,7 @@ import math
 from pydantic_core import to_json
 
 from gateway.types import Headers
+from workers.protocol import error_body
 
 
 class StartupError(Exception):
@@ -540,16 +541,7 @@ class RefusedByWorker(RequestRefused):
 
 def to_body(error: GatewayError) -> bytes:
     """Render an error in OpenAI's shape."""
-    return to_json(
-        {
-            "error": {
-                "message": error.message,
-                "type": error.type,
-                "param": error.param,
-                "code": error.code,
-            }
-        }
-    )
+    return to_json(error_body(error.message, kind=error.type, param=error.param, code=error.code))
 
 
 def to_event(error: GatewayError) -> bytes:

@@ -1,13 +1,13 @@
-"""Work beside requests that is done again and again."""
+"""Jobs that run periodically beside the requests, and the clock of policy schedules."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
-from types import TracebackType
-from typing import Self
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
 
 from gateway.errors import RecordsUnwritable
 
@@ -15,72 +15,72 @@ log = logging.getLogger(__name__)
 Work = Callable[[], Awaitable[None]]
 
 
-class PeriodicTasks:
-    """The context in which works take turns, each every so many seconds and none behind another.
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """Work that is repeated; the period begins when the previous run has ended.
 
-    What goes wrong is told once, until a turn of the same work goes well, and tried again with the
-    next turn; faults of the kinds `untold` are told elsewhere.
+    A failure is logged once until a later run succeeds.
     """
 
-    def __init__(
-        self, works: Iterable[tuple[Work, float]], untold: tuple[type[Exception], ...] = ()
-    ) -> None:
-        self._works = tuple(works)
-        self._untold = untold
-        self._failing: set[str] = set()
+    work: Work
+    period_s: float
+    name: str = ""
+    at_start: bool = False
+    """The first run does not wait for a period."""
+    silent_errors: tuple[type[Exception], ...] = ()
+    """Errors that another component reports."""
+    failing: bool = False
 
-    async def __aenter__(self) -> Self:
-        self._tasks = [
-            asyncio.create_task(self._go_on(work, every_s), name=f"turns {work.__qualname__}")
-            for work, every_s in self._works
-        ]
-        return self
+    def __post_init__(self) -> None:
+        self.name = self.name or self.work.__qualname__
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def take(self, work: Work) -> None:
-        """Do this now; raise nothing of what goes wrong with it."""
-        part = work.__qualname__
+    async def run(self) -> None:
+        """Run once; log an error instead of raising it."""
         try:
-            await work()
-            self._failing.discard(part)
-        except self._untold:
+            await self.work()
+            self.failing = False
+        except self.silent_errors:
             pass
-        except Exception as fault:
-            if part not in self._failing:
-                self._failing.add(part)
-                if isinstance(fault, RecordsUnwritable):
-                    log.warning("records.unwritable part=%s", part)
+        except Exception as error:
+            if not self.failing:
+                self.failing = True
+                if isinstance(error, RecordsUnwritable):
+                    log.warning("records.unwritable job=%s", self.name)
                 else:
-                    log.exception("turns.broken part=%s", part)
+                    log.exception("job.failed job=%s", self.name)
 
-    async def _go_on(self, work: Work, every_s: float) -> None:
+    async def repeat(self) -> None:
+        """Run again and again until cancelled."""
+        if self.at_start:
+            await self.run()
         while True:
-            await asyncio.sleep(every_s)
-            await self.take(work)
+            await asyncio.sleep(self.period_s)
+            await self.run()
+
+
+@contextlib.asynccontextmanager
+async def periodic_tasks(jobs: Iterable[Job]) -> AsyncIterator[None]:
+    """Run each job in a task of its own within the context, so that none delays another."""
+    tasks = [asyncio.create_task(job.repeat(), name=f"job {job.name}") for job in jobs]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class WeekClock:
-    """Tells the minute of the week in local time, from Monday 00:00; worked out once a minute.
-
-    `now` gives seconds since 1970.
-    """
+    """The minute of the week in local time, from Monday 00:00; computed once a minute."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
+        """Seconds since 1970."""
         self._minute = -1
         self._of_week = 0
 
     def minute(self) -> int:
-        """Tell the minute of the week that it is now."""
+        """Return the present minute of the week."""
         minute = int(self._now() // 60)
         if minute != self._minute:
             local = time.localtime(minute * 60)

@@ -13,6 +13,8 @@ What the gateway knows of engines: the report every worker makes, and who can ma
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from collections import Counter
 from enum import IntEnum
 from typing import Annotated
@@ -270,6 +272,28 @@ def mtp_block(lanes: tuple[LaneReport, ...]) -> dict[str, object]:
         ],
         "bypass_counts": dict(sorted(bypass.items())),
     }
+
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+"""An `x-request-id` of a client that is safe to log and to send on."""
+
+
+def error_body(
+    message: str, *, kind: str, param: str | None, code: str | None
+) -> dict[str, dict[str, str | None]]:
+    """Return an error in OpenAI's shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches the address; of names, only localhost does."""
+    if host == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 READY_PREFIX = "PACELINE_WORKER_READY "

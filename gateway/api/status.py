@@ -49,7 +49,7 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
     @router.get("/health", response_class=PlainTextResponse, responses=failures() | not_ready)
     @router.get("/readyz", response_class=PlainTextResponse, responses=failures() | not_ready)
     async def readyz() -> PlainTextResponse:
-        if proxy.leaving:
+        if gateway.drain_state.lame_duck:
             return PlainTextResponse("stopping\n", status_code=503)
         if not gateway.fleet.view().workers:
             return PlainTextResponse("no worker\n", status_code=503)
@@ -152,8 +152,8 @@ def _around(gateway: Gateway, proxy: ProxyHandler, recently: Recently, uptime_s:
     return Around(
         unix_s=round(gateway.wall(), 3),
         gateway=GatewayStatus(
-            ready=not proxy.leaving and bool(gateway.fleet.view().workers),
-            stopping=proxy.leaving,
+            ready=not gateway.drain_state.lame_duck and bool(gateway.fleet.view().workers),
+            stopping=gateway.drain_state.lame_duck,
             uptime_s=round(uptime_s, 3),
             requests_in_flight=proxy.load.requests,
             event_loop_lag_s=round(proxy.load.lag.worst_s, 4),

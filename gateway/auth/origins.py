@@ -6,9 +6,10 @@ import socket
 from collections.abc import Iterable, Sequence
 
 from gateway.config.settings import Settings
-from gateway.config.startup_checks import is_address, is_loopback
+from gateway.config.startup_checks import is_address
 from gateway.errors import HostRefused
 from gateway.types import Header
+from workers.protocol import is_loopback
 
 _HOSTS_KEPT = 64
 _TOLD_BY_BROWSERS = frozenset((b"origin", b"sec-fetch-site", b"sec-fetch-mode", b"sec-fetch-dest"))

@@ -2,61 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Mapping
 
 from gateway.auth.rate_limits import day_of
 from gateway.auth.usage import UsageLedger, UsageRow, compacted, rows_by_day
-from gateway.periodic import PeriodicTasks, Work
 from gateway.storage.records import Records
 
 USAGE_KIND = "usage"
 """The kind of its records."""
-# A key that another gateway revoked must stop within two seconds.
-_LOOK_S = 0.5
-_FLUSH_S = 5.0
 
 
 class UsageStore:
-    """The context in which records stay fresh and usage is kept; a crash loses some seconds of it.
+    """The stored usage of all keys; a crash loses the seconds since the last `flush`."""
 
-    `looks` follow what other gateways change, whatever they share it by.
-    """
-
-    def __init__(
-        self,
-        records: Records,
-        ledger: UsageLedger,
-        wall: Callable[[], float],
-        looks: Sequence[Work],
-    ) -> None:
+    def __init__(self, records: Records, ledger: UsageLedger, wall: Callable[[], float]) -> None:
         self._records = records
         self._ledger = ledger
         self._wall = wall
         self._tidied_on = -1
-        self._turns = PeriodicTasks([*((look, _LOOK_S) for look in looks), (self._flush, _FLUSH_S)])
-
-    async def __aenter__(self) -> Self:
-        await self._turns.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._turns.__aexit__(kind, error, trace)
-        await self._turns.take(self._flush)
 
     async def usage(self) -> Mapping[int, tuple[UsageRow, ...]]:
         """Tell what all keys have used, by day, up to this moment."""
         kept = await self._records.all(USAGE_KIND)
         return rows_by_day({**kept, **self._ledger.records()})
 
-    async def _flush(self) -> None:
-        """Keep what was used since the last time."""
+    async def flush(self) -> None:
+        """Store the usage since the last flush."""
         for day in self._ledger.unsaved_days():
             name, text = self._ledger.save(day)
             try:

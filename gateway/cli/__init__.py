@@ -42,13 +42,15 @@ def _run(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["worker"]:
         # A process of its own: the gateway's code and an engine's never share one.
         os.execv(sys.executable, [sys.executable, "-m", "workers", *arguments[1:]])  # noqa: S606
-    options = _parser(chosen=arguments[0] if arguments else "").parse_args(arguments)
-    from gateway.errors import StartupError  # noqa: PLC0415  # loads pydantic: not for `--help`
-
     try:
+        options = _parser(chosen=arguments[0] if arguments else "").parse_args(arguments)
         exit_code: int = options.run(options)
         sys.stdout.flush()
-    except StartupError as error:
+    except Exception as error:
+        from gateway.errors import StartupError  # noqa: PLC0415  # loads pydantic: not for `--help`
+
+        if not isinstance(error, StartupError):
+            raise
         sys.stderr.write(f"paceline: {error}\n")
         return 2
     return exit_code

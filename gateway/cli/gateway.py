@@ -8,8 +8,9 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from gateway.config.settings import Settings, load_settings
-from gateway.server import Ending, serve, settle_collector
 from gateway.server import run as run_loop
+from gateway.server import serve, settle_collector
+from workers.lifecycle import Shutdown
 
 _UNKEYED = (
     "There is no key yet: only this machine is served, and without one. "
@@ -40,11 +41,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _serve(settings: Settings) -> None:
-    ending = Ending()
-    with ending.on_signals():
+    shutdown = Shutdown()
+    with shutdown.on_signals():
         await serve(
             settings,
-            ending=ending,
+            shutdown=shutdown,
             started=lambda address: print(f"Paceline listens on {address}", flush=True),  # noqa: T201
             unkeyed=lambda: print(_UNKEYED, flush=True),  # noqa: T201
             admin_started=lambda address: print(f"Admins are served on {address}", flush=True),  # noqa: T201

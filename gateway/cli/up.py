@@ -27,10 +27,12 @@ from rich.text import Text
 from gateway.cli import gateway as serve
 from gateway.cli.supervisor import GiveUp, Supervisor
 from gateway.config.settings import Settings
-from gateway.config.startup_checks import ensure_join_token, is_loopback
-from gateway.server import Ending, settle_collector
+from gateway.config.startup_checks import ensure_join_token
 from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
+from gateway.server import settle_collector
+from workers.lifecycle import Shutdown
+from workers.protocol import is_loopback
 
 _SNIPPET = """\
 from openai import OpenAI
@@ -144,15 +146,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _run(settings: Settings, options: argparse.Namespace) -> int:
-    ending = Ending()
-    with ending.on_signals():
+    shutdown = Shutdown()
+    with shutdown.on_signals():
         terminal = _Terminal()
         address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         unkeyed = asyncio.Event()
         gateway = asyncio.create_task(
             serve_gateway(
                 settings,
-                ending=ending,
+                shutdown=shutdown,
                 started=address.set_result,
                 admin_started=lambda address: terminal.say(f"Admins are served on {address}."),
                 unkeyed=unkeyed.set,
@@ -172,17 +174,17 @@ async def _run(settings: Settings, options: argparse.Namespace) -> int:
             keyed=not unkeyed.is_set(),
             terminal=terminal,
         )
-        return await _beside(gateway, own_worker, ending)
+        return await _beside(gateway, own_worker, shutdown)
 
 
-async def _beside(gateway: asyncio.Task[None], own_worker: _OwnWorker, ending: Ending) -> int:
+async def _beside(gateway: asyncio.Task[None], own_worker: _OwnWorker, shutdown: Shutdown) -> int:
     """Keep the worker running for as long as the gateway runs; streams end before the worker."""
     worker = asyncio.create_task(own_worker.run(), name="worker")
     try:
         await asyncio.wait({gateway, worker}, return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
             own_worker.terminal.say(f"Ending: {worker.result().reason}.")
-            ending.ask()
+            shutdown.request()
         await gateway
         return 1 if worker.done() else 0
     finally:

@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 from gateway.cluster.counters import SharedCounters
 from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
-from gateway.errors import RecordsUnwritable
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, WorkerState
-from gateway.periodic import PeriodicTasks, Work
+from gateway.periodic import Work
 from gateway.routing.prefix_affinity import PrefixIndex
 from workers.protocol import WorkerReport
 
@@ -101,9 +99,6 @@ class PeerWorkers:
         )
 
 
-TURN_S = 0.5
-
-
 class SharedState(NamedTuple):
     """All that is shared over one Redis."""
 
@@ -115,21 +110,23 @@ class SharedState(NamedTuple):
 
 
 class ClusterSync:
-    """The context in which a gateway shares; without Redis it does nothing."""
+    """The exchange with other gateways over Redis; without Redis it has no work."""
 
     def __init__(self, shared: SharedState | None, neighbours: PeerWorkers | None) -> None:
         self._shared = shared
-        works: tuple[Work, ...] = ()
+        self.exchanges: tuple[Work, ...] = ()
+        """Run periodically."""
+        self.final_exchanges: tuple[Work, ...] = ()
+        """Run once at the end."""
         if shared is not None and neighbours is not None:
-            works = (
+            self.exchanges = (
                 shared.store.exchange,
                 shared.limits.exchange,
                 shared.prefixes.exchange,
                 neighbours.exchange,
                 neighbours.ask_silent,
             )
-        # That records are unwritable the link tells, and how it is with Redis stands in the state.
-        self._turns = PeriodicTasks([(work, TURN_S) for work in works], untold=(RecordsUnwritable,))
+            self.final_exchanges = (shared.store.exchange, shared.limits.leave)
 
     def status(self) -> dict[str, Any]:
         """Tell, for `/v1/status`, where state is kept and how it is with that."""
@@ -144,18 +141,3 @@ class ClusterSync:
     def problem(self) -> str:
         """Say what is wrong with what is shared; empty where nothing is."""
         return "" if self._shared is None else self._shared.link.problem
-
-    async def __aenter__(self) -> Self:
-        await self._turns.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._turns.__aexit__(kind, error, trace)
-        if self._shared is not None:
-            await self._turns.take(self._shared.store.exchange)
-            await self._turns.take(self._shared.limits.leave)

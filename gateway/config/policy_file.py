@@ -20,7 +20,6 @@ from policies.document import PolicyInvalid, Problem, shipped_policy
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 1.0
 _LIMIT_BYTES = 1024 * 1024
 _BY_FILE = Attribution("file", "the policy file says so")
 _SHIPPED = Attribution("paceline", "the policy that comes with Paceline")
@@ -74,7 +73,7 @@ class PolicyWatch:
         """Why what the file says now is not taken; empty where it is, or was."""
 
     async def look(self) -> None:
-        """Look at the file once; to be called every `LOOK_S`."""
+        """Look at the file once; to be called once a second."""
         if self._file is None:
             return
         # No deadline: a disk that hangs holds up one thread and nobody else.

@@ -12,6 +12,7 @@ from pathlib import Path
 from gateway.config.settings import Settings
 from gateway.errors import StartupError
 from gateway.types import fits_header
+from workers.protocol import is_loopback
 
 
 def check_binding(settings: Settings, *, keyed: bool) -> None:
@@ -95,14 +96,3 @@ def is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def is_loopback(host: str) -> bool:
-    """Say whether an address or name is this machine's own."""
-    if host == "localhost":
-        return True
-    if not is_address(host):
-        return False
-    address = ipaddress.ip_address(host)
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback

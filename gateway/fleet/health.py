@@ -8,10 +8,9 @@ Ask listed workers whether they are there: their heartbeat, since they send none
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
-from types import TracebackType
-from typing import Self
+from collections.abc import AsyncIterator, Mapping
 
 import httpx
 from pydantic_core import from_json
@@ -20,7 +19,7 @@ from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_attempt,
 from gateway.config.settings import Settings
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import WorkerIdTaken
-from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
+from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.upstream import certificate_authorities
 from gateway.storage.counters import CounterStore
@@ -52,7 +51,7 @@ REPORT_TIMEOUT_S = 0.5
 
 
 class ReportClient:
-    """The control calls to workers. An async context: it holds the connections."""
+    """The control calls to workers, within `connected`."""
 
     def __init__(self, settings: Settings, fleet: WorkerRegistry, store: CounterStore) -> None:
         self._fleet = fleet
@@ -60,24 +59,18 @@ class ReportClient:
         token = settings.join_token
         self._headers = {"authorization": f"Bearer {token.get_secret_value()}"} if token else {}
 
-    async def __aenter__(self) -> Self:
-        self._client = httpx.AsyncClient(
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Open the connections within the context."""
+        async with httpx.AsyncClient(
             headers=self._headers,
             timeout=REPORT_TIMEOUT_S,
-            # Nobody reads a connection between two questions, so nobody would see it end.
+            # No task reads an idle connection, so the end of one would go unnoticed.
             limits=httpx.Limits(max_keepalive_connections=0),
             verify=certificate_authorities(),
             trust_env=False,
-        )
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self._client.aclose()
+        ) as self._client:
+            yield
 
     async def refresh_all(self) -> None:
         """Ask every live worker for its report, so that sums are those of this moment.
@@ -125,58 +118,41 @@ PROBE_TIMEOUT_S = 1.5
 
 
 class HealthChecker:
-    """One task for each listed worker. An async context: it holds them and their connections."""
+    """The health checks of static workers, within `connected`."""
 
     def __init__(
         self,
-        workers: Sequence[ListedWorker],
         keys: Mapping[str, str],
         fleet: WorkerRegistry,
         dispatch: Scheduler,
         store: CounterStore,
     ) -> None:
-        self._workers = workers
         self._keys = keys
         self._fleet = fleet
         self._dispatch = dispatch
         self._store = store
         self._silent: set[str] = set()
 
-    async def __aenter__(self) -> Self:
-        self._client = httpx.AsyncClient(
+    @contextlib.asynccontextmanager
+    async def connected(self) -> AsyncIterator[None]:
+        """Open the connections within the context."""
+        async with httpx.AsyncClient(
             timeout=PROBE_TIMEOUT_S, verify=certificate_authorities(), trust_env=False
-        )
-        self._tasks = [
-            asyncio.create_task(self._keep_asking(worker), name=f"probe {worker.id}")
-            for worker in self._workers
-        ]
-        return self
+        ) as self._client:
+            yield
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._client.aclose()
-
-    async def _keep_asking(self, worker: ListedWorker) -> None:
-        """Let a worker beat for as long as it answers; silent for a while, it is out."""
-        while True:
-            trouble = await self._trouble(worker)
-            if not trouble:
-                try:
-                    self._fleet.heartbeat(worker.report, listed=worker)
-                except WorkerIdTaken:
-                    trouble = "another worker that joined has its id"
-                else:
-                    await self._store.store_report(worker.report)
-                    self._dispatch.wake()
-            self._tell(worker, trouble)
-            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+    async def probe(self, worker: ListedWorker) -> None:
+        """Record a heartbeat if the worker answers; called every `HEARTBEAT_INTERVAL_S`."""
+        trouble = await self._trouble(worker)
+        if not trouble:
+            try:
+                self._fleet.heartbeat(worker.report, listed=worker)
+            except WorkerIdTaken:
+                trouble = "another worker that joined has its id"
+            else:
+                await self._store.store_report(worker.report)
+                self._dispatch.wake()
+        self._tell(worker, trouble)
 
     async def _trouble(self, worker: ListedWorker) -> str:
         """Say what is wrong with a worker; empty when it is there."""

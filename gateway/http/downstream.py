@@ -16,7 +16,6 @@ the event loop in which it came, and a head leaves in one packet with what follo
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from http import HTTPStatus
@@ -39,6 +38,7 @@ from gateway.errors import (
     to_headers,
 )
 from gateway.types import Header, Headers
+from workers.protocol import REQUEST_ID
 
 EXCHANGE = "paceline.exchange"
 """The ASGI extension whose `running` gives the `Exchange` of the request that runs."""
@@ -176,7 +176,6 @@ HEADERS_LIMIT = 100
 # How long the rest of a request that was refused is read and dropped. Closing at once would send a
 # reset, and that destroys the refusal before the client can read it.
 _LINGER_S = 2.0
-_SWEEP_S = 1.0
 _UPGRADING = frozenset((b"connection", b"upgrade", b"http2-settings"))
 
 
@@ -327,14 +326,11 @@ class DownstreamProtocol(HttpToolsProtocol):
         self._outlet.close()
 
 
-async def sweep(connections: Iterable[Any]) -> None:
-    """Check the connections of a live set once a second, for ever."""
-    loop = asyncio.get_running_loop()
-    while True:
-        await asyncio.sleep(_SWEEP_S)
-        now_s = loop.time()
-        for connection in tuple(connections):
-            connection.check(now_s)
+def check_connections(connections: Iterable[Any]) -> None:
+    """Check the time limits of all connections; to be called once a second."""
+    now_s = asyncio.get_running_loop().time()
+    for connection in tuple(connections):
+        connection.check(now_s)
 
 
 class _Outlet(asyncio.Transport):
@@ -413,7 +409,6 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 
 class ClientLeft(Exception):
@@ -431,9 +426,9 @@ def header(scope: Scope, name: bytes) -> bytes | None:
 
 def request_id(scope: Scope) -> str:
     """Take the client's request id when it is a harmless one, else make one."""
-    given = header(scope, b"x-request-id")
-    if given is not None and _REQUEST_ID.fullmatch(given):
-        return given.decode()
+    given = (header(scope, b"x-request-id") or b"").decode("latin-1")
+    if REQUEST_ID.fullmatch(given):
+        return given
     return f"req-{secrets.token_hex(12)}"
 
 

@@ -79,26 +79,8 @@ class ProxyHandler:
         line.api_keys.on_end = self._end_keys
         self.load = Load(line.settings.requests_limit)
         self._present: dict[CancelScope, _Steps] = {}
-        self._leaving = False
-        self._stopping = False
         self._idle = asyncio.Event()
         self._idle.set()
-
-    @property
-    def leaving(self) -> bool:
-        """Say whether new requests should go elsewhere; whether they are refused is another thing.
-
-        A load balancer learns it from `/readyz` and needs its time for that.
-        """
-        return self._leaving
-
-    def leave(self) -> None:
-        """Tell that new requests should go elsewhere; those that come are still served."""
-        self._leaving = True
-
-    def stop_taking(self) -> None:
-        """Refuse new requests from now on; those that run go on."""
-        self._leaving = self._stopping = True
 
     async def drained(self) -> None:
         """Wait until no request runs."""
@@ -112,7 +94,6 @@ class ProxyHandler:
 
     def cut(self) -> None:
         """End what still runs: whole answers with an error, streams with an error event."""
-        self.stop_taking()
         for presence in tuple(self._present):
             presence.end(ShuttingDown())
 
@@ -165,7 +146,7 @@ class ProxyHandler:
             steps.holder = self._line.api_keys.authenticate(header(scope, b"authorization"))
         elif comes_from_foreign_page(scope["headers"]):
             raise PageRefused
-        if self._stopping:
+        if self._line.drain_state.draining:
             raise ShuttingDown
         self.load.admit()
         presence.limit(settings.body_timeout_s, BodyTooSlow())

@@ -6,11 +6,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from gateway.assembly import LOOP_CHECK_S
 from gateway.errors import Overloaded
 
 BODIES_LIMIT_BYTES = 512 * 1024 * 1024
 """Bodies of running requests, all together: with what is made of them, a few times that."""
-_TICK_S = 0.25
 _REMEMBERED_S = 10.0
 # One long pause (a machine that slept, a large body) is no overload; being late all the time is.
 _SUSTAINED_TICKS = 4
@@ -18,10 +18,10 @@ _TOO_LATE_S = 0.25
 
 
 class LoopLag:
-    """How late what is due is run; pure, fed by `keep_measuring`."""
+    """How late what is due is run; pure, fed by `LoopMonitor`."""
 
     def __init__(self) -> None:
-        self._late_s: deque[float] = deque([0.0], maxlen=int(_REMEMBERED_S / _TICK_S))
+        self._late_s: deque[float] = deque([0.0], maxlen=int(_REMEMBERED_S / LOOP_CHECK_S))
         self.too_late = False
         """The loop cannot keep up: every one of the last ticks was late."""
 
@@ -62,16 +62,19 @@ class Load:
         self._body_bytes -= body_bytes
 
 
-async def keep_measuring(lag: LoopLag, excuse: Callable[[float], None]) -> None:
-    """Measure the event loop that runs this, for ever.
+class LoopMonitor:
+    """Measures the delay of the event loop; `excuse` gets each delay, from 0 s at the start."""
 
-    `excuse` gets each delay: what others seem to have missed in that time, this gateway missed.
-    """
-    loop = asyncio.get_running_loop()
-    excuse(0.0)
-    while True:
-        due_s = loop.time() + _TICK_S
-        await asyncio.sleep(_TICK_S)
-        late_s = loop.time() - due_s
-        excuse(late_s)
-        lag.note(late_s)
+    def __init__(self, lag: LoopLag, excuse: Callable[[float], None]) -> None:
+        self._lag = lag
+        self._excuse = excuse
+        self._due_s = float("inf")
+
+    async def measure(self) -> None:
+        """Measure the delay since the last call; to be called every `LOOP_CHECK_S`."""
+        now_s = asyncio.get_running_loop().time()
+        late_s = max(0.0, now_s - self._due_s)
+        self._due_s = now_s + LOOP_CHECK_S
+        # Other gateways and workers may have been heard too late by as much as this one was.
+        self._excuse(late_s)
+        self._lag.note(late_s)

@@ -23,7 +23,8 @@ from tests.support.worker_process import (
 )
 from workers.config_file import InvalidSettings
 from workers.demo import CHECKPOINT
-from workers.server.server import Ending, serve
+from workers.lifecycle import Shutdown
+from workers.server.server import serve
 
 STORY = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -88,7 +89,7 @@ async def test_worker_whose_engine_died_ends_and_says_so_to_who_started_it() -> 
             listener,
             token=None,
             gateway_url="",
-            ending=Ending(),
+            shutdown=Shutdown(),
             on_ready=die,
         )
     assert not alive
@@ -136,7 +137,7 @@ async def test_a_port_that_another_worker_took_while_the_weights_loaded_is_told_
                 second,
                 token=None,
                 gateway_url="",
-                ending=Ending(),
+                shutdown=Shutdown(),
                 on_ready=lambda: pytest.fail("it takes no requests"),
             )
 

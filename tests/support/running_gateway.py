@@ -17,9 +17,10 @@ import httpx
 from pydantic import SecretStr
 
 from gateway.config.settings import Settings
-from gateway.server import Ending, run, serve
+from gateway.server import run, serve
 from tests.support.http_server import Request, ServerConnection, serve_connections
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
+from workers.lifecycle import Shutdown
 
 
 @contextlib.contextmanager
@@ -66,7 +67,7 @@ class RunningGateway:
         self.admin_url = ""
         """Where admins are served, if they have a port of their own."""
         self.loop: asyncio.AbstractEventLoop
-        self._ending: Ending
+        self._shutdown: Shutdown
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> RunningGateway:
@@ -88,7 +89,7 @@ class RunningGateway:
     def request_shutdown(self) -> None:
         """Ask for the end as a signal does: once for after the answers, twice for now."""
         with contextlib.suppress(RuntimeError):  # it has ended already
-            self.loop.call_soon_threadsafe(self._ending.ask)
+            self.loop.call_soon_threadsafe(self._shutdown.request)
 
     def wait_closed(self) -> None:
         _await_end(self._thread, self.loop)
@@ -137,10 +138,10 @@ class RunningGateway:
     def _run(self) -> None:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
-            self._ending = Ending()
+            self._shutdown = Shutdown()
             await serve(
                 self._settings,
-                ending=self._ending,
+                shutdown=self._shutdown,
                 started=self._address.set_result,
                 admin_started=lambda url: setattr(self, "admin_url", url),
             )

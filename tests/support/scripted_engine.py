@@ -22,6 +22,7 @@ from workers.engine.types import (
     ModelCard,
     Usage,
 )
+from workers.lifecycle import Server
 from workers.protocol import LaneReport, Speculation
 from workers.server.app import create_app
 from workers.server.runtime import Identity, Worker
@@ -150,21 +151,6 @@ async def serve_app(app: Any, port: int = 0) -> AsyncIterator[str]:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-    server = _Server(config)
-    serve_worker = asyncio.create_task(server.serve(sockets=[listener]))
-    try:
-        await server.listening.wait()
+    listener.listen()
+    async with Server(config).on(listener):
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await serve_worker
-
-
-class _Server(uvicorn.Server):
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        self.listening.set()

@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse
 
 from policies.request.fields import FieldError
 from workers.engine.types import EngineBusy, EngineStopped, InvalidGeneration
+from workers.protocol import error_body
 from workers.server.ports import Json
 
 log = logging.getLogger(__name__)
@@ -49,14 +50,7 @@ class Refused(Exception):
 
     def body(self) -> Json:
         """Render OpenAI's error object."""
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        return error_body(self.message, kind=self.kind, param=self.param, code=self.code)
 
 
 class BadRequest(Refused):

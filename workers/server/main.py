@@ -21,11 +21,12 @@ import uvloop
 from workers.config_file import InvalidSettings, load_layered
 from workers.engine.spec_prefill import SpecPrefillSettings
 from workers.engine.types import EngineSettings, ModelCard, ModelUnusable
+from workers.lifecycle import Shutdown
 from workers.protocol import READY_PREFIX, ExitCode
 from workers.server.model_source import ModelSource, resolve_model
 from workers.server.ports import ServingEngine
 from workers.server.runtime import Identity, Worker
-from workers.server.server import Ending, cannot_listen, serve, watch_leash
+from workers.server.server import cannot_listen, serve, watch_leash
 from workers.server.settings import (
     WorkerSettings,
     advertised_url,
@@ -159,17 +160,18 @@ async def _live(
         clock=time.time,
         started_s=time.time(),
     )
-    ending = Ending()
-    leash = asyncio.create_task(watch_leash(ending)) if settings.leash else None
+    shutdown = Shutdown()
+    leash = asyncio.create_task(watch_leash(shutdown)) if settings.leash else None
     try:
-        return await serve(
-            worker,
-            listener,
-            token=settings.token,
-            gateway_url=settings.join,
-            ending=ending,
-            on_ready=lambda: _announce(worker, source),
-        )
+        with shutdown.on_signals():
+            return await serve(
+                worker,
+                listener,
+                token=settings.token,
+                gateway_url=settings.join,
+                shutdown=shutdown,
+                on_ready=lambda: _announce(worker, source),
+            )
     finally:
         if leash is not None:
             leash.cancel()

@@ -13,7 +13,6 @@ import asyncio
 import base64
 import binascii
 import json
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +33,7 @@ from policies.request.parser import STRUCTURED_FIELDS, read_profile
 from policies.request.profile import Bypass, Endpoint, RequestProfile, bypass_reasons
 from workers.engine.spec_prefill import SpecPrefillOptions
 from workers.engine.types import Generation, LaneName, ModelCard, Picture, Prompt
-from workers.protocol import MAX_PREFIX_NAME_CHARS
+from workers.protocol import MAX_PREFIX_NAME_CHARS, REQUEST_ID
 from workers.server.errors import BadRequest, BodyTooLarge, ClientLeft, UnknownModel
 from workers.server.ports import Json, Prompts, ServingEngine
 from workers.server.tool_calls import ToolFormat
@@ -184,7 +183,6 @@ def _decode(param: str, url: str, pixels_left: int) -> Picture:
 
 LANE_HEADER = "x-paceline-lane"
 PREFIX_HEADER = "x-paceline-prefix-key"
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +204,7 @@ class Call:
 def request_id_of(request: Request) -> str:
     """Take over the caller's x-request-id when it is harmless, else make one."""
     given = request.headers.get("x-request-id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 async def read_call(

@@ -5,7 +5,6 @@ Who a worker is on the network: its name, and the address others reach it at.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 import socket
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from policies.base import Label
 from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
+from workers.protocol import is_loopback
 
 DEFAULT_HOST = "127.0.0.1"
 _WILDCARDS = frozenset(("0.0.0.0", "::", ""))  # noqa: S104 - recognised, not listened on
@@ -27,16 +27,6 @@ def default_worker_id(hostname: str, port: int) -> str:
     """Name a worker after its machine and port: stable over restarts, two on one host differ."""
     short = re.sub(r"[^A-Za-z0-9-]+", "-", hostname.partition(".")[0]).strip("-") or "worker"
     return f"{short[:50]}-{port}"
-
-
-def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches the host; a name other than localhost is not."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def source_address_towards(url: str) -> str:

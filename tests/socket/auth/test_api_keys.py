@@ -21,7 +21,7 @@ from pydantic import SecretStr
 
 from gateway.cli import main
 from gateway.errors import StartupError
-from gateway.server import Ending, serve
+from gateway.server import serve
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import (
     RunningGateway,
@@ -32,6 +32,7 @@ from tests.support.running_gateway import (
     wait_until,
 )
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker
+from workers.lifecycle import Shutdown
 
 
 def test_a_key_is_shown_once_and_its_secret_is_kept_nowhere(
@@ -172,7 +173,7 @@ async def test_one_secret_serves_one_purpose(tmp_path: Path) -> None:
     same = SecretStr("the-same")
     settings = make_settings(tmp_path, api_key=same, admin_key=same)
     with pytest.raises(StartupError, match="PACELINE_API_KEY and PACELINE_ADMIN_KEY are the same"):
-        await serve(settings, ending=Ending())
+        await serve(settings, shutdown=Shutdown())
 
 
 @pytest.mark.parametrize("name", ["api_key", "admin_key", "join_token"])
@@ -182,7 +183,7 @@ async def test_a_secret_that_no_header_can_hold_stops_the_start_and_is_not_repea
     wrong = {name: SecretStr("a-secret\n")}
     settings = make_settings(tmp_path).model_copy(update=wrong)
     with pytest.raises(StartupError, match=f"PACELINE_{name.upper()} holds what") as refused:
-        await serve(settings, ending=Ending())
+        await serve(settings, shutdown=Shutdown())
     assert "a-secret" not in str(refused.value)
 
 
@@ -190,28 +191,32 @@ async def test_a_made_key_lets_it_listen_beyond_loopback(tmp_path: Path) -> None
     with RunningGateway(make_settings(tmp_path)) as gateway:
         gateway.create_key()
     settings = make_settings(tmp_path).model_copy(update={"host": "0.0.0.0"})
-    ending = Ending()
+    shutdown = Shutdown()
     told: list[str] = []
 
     def started(address: str) -> None:
         told.append(address)
-        ending.ask()
+        shutdown.request()
 
-    await serve(settings, ending=ending, started=started, unkeyed=lambda: told.append("unkeyed"))
+    await serve(
+        settings, shutdown=shutdown, started=started, unkeyed=lambda: told.append("unkeyed")
+    )
     assert len(told) == 1
     assert told[0].startswith("http://0.0.0.0:")
 
 
 async def test_without_a_key_it_says_so_at_the_start(tmp_path: Path) -> None:
-    ending = Ending()
+    shutdown = Shutdown()
     told: list[str] = []
 
     def started(address: str) -> None:
         told.append("started")
-        ending.ask()
+        shutdown.request()
 
     settings = make_settings(tmp_path)
-    await serve(settings, ending=ending, started=started, unkeyed=lambda: told.append("unkeyed"))
+    await serve(
+        settings, shutdown=shutdown, started=started, unkeyed=lambda: told.append("unkeyed")
+    )
     assert told == ["unkeyed", "started"]
 
 
@@ -230,7 +235,7 @@ async def test_a_key_that_cannot_be_understood_stops_the_start_by_name(
     corrupt_key_id: str, tmp_path: Path
 ) -> None:
     with pytest.raises(StartupError, match=f"The key {corrupt_key_id} "):
-        await serve(make_settings(tmp_path), ending=Ending())
+        await serve(make_settings(tmp_path), shutdown=Shutdown())
 
 
 def test_a_key_that_is_damaged_while_it_runs_opens_nothing(
@@ -410,7 +415,7 @@ def test_whoever_changes_the_policy_is_warned_aloud_of_keys_that_it_strands(
     caplog: pytest.LogCaptureFixture,
     way: str,
 ) -> None:
-    monkeypatch.setattr("gateway.config.policy_file.LOOK_S", 0.05)
+    monkeypatch.setattr("gateway.assembly._POLICY_FILE_CHECK_S", 0.05)
     file = tmp_path / "policy.yaml"
     file.write_text(to_yaml(single_pool_policy("a")))
     settings = make_settings(tmp_path, policy=file)

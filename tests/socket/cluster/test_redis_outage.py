@@ -76,7 +76,7 @@ def test_f29_a_gateway_that_was_idle_while_redis_was_away_is_well_again_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also what is kept of usage is asked for again, though nothing was used."""
-    monkeypatch.setattr("gateway.auth.usage_store._FLUSH_S", 0.1)
+    monkeypatch.setattr("gateway.assembly._USAGE_FLUSH_S", 0.1)
     before = start_gateway()
     key = before.create_key()
     wait_until(lambda: copied(tmp_path / "a", key["id"]))

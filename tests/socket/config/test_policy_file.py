@@ -14,16 +14,17 @@ import pytest
 
 from gateway.config.settings import Settings
 from gateway.errors import StartupError
-from gateway.server import Ending, run, serve
+from gateway.server import run, serve
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import ScriptedWorker
+from workers.lifecycle import Shutdown
 
 
 @pytest.fixture(autouse=True)
 def short_file_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let gateways look at their files more often than people edit them."""
-    monkeypatch.setattr("gateway.config.policy_file.LOOK_S", 0.05)
+    monkeypatch.setattr("gateway.assembly._POLICY_FILE_CHECK_S", 0.05)
 
 
 @pytest.fixture
@@ -39,9 +40,9 @@ def running(file: Path | None, folder: Path, **settings: Any) -> RunningGateway:
 
 def start(settings: Settings) -> None:
     """Start a gateway that ends at once."""
-    ending = Ending()
-    ending.ask()
-    run(serve(settings, ending=ending))
+    shutdown = Shutdown()
+    shutdown.request()
+    run(serve(settings, shutdown=shutdown))
 
 
 def in_force(gateway: RunningGateway) -> tuple[int, list[str], str]:

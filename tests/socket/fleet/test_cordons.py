@@ -14,9 +14,10 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.errors import StartupError
-from gateway.server import Ending, serve
+from gateway.server import serve
 from tests.support.running_gateway import RunningGateway, make_settings, status_and_code, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
+from workers.lifecycle import Shutdown
 
 PATH = "/admin/v1/workers"
 
@@ -232,4 +233,4 @@ def test_a_time_to_wait_that_is_none_is_refused_by_name(
 async def test_a_cordon_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"cordons": {"fake-a": {"since": "yesterday"}}}')
     with pytest.raises(StartupError, match="cordons that cannot be understood"):
-        await serve(make_settings(tmp_path), ending=Ending())
+        await serve(make_settings(tmp_path), shutdown=Shutdown())

@@ -12,10 +12,11 @@ from pydantic import SecretStr
 
 from gateway.cli import main
 from gateway.errors import StartupError
-from gateway.server import Ending, serve
+from gateway.server import serve
 from tests.support.policies import ROUTES, PolicyAdmin, single_pool_policy
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, status_and_code
 from tests.support.scripted_worker import ScriptedWorker
+from workers.lifecycle import Shutdown
 
 
 @pytest.fixture
@@ -97,12 +98,12 @@ def test_commands_find_the_gateway_by_its_own_settings(
 async def test_admins_beyond_this_machine_need_their_key(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, admin_port=0, admin_host="0.0.0.0")
     with pytest.raises(StartupError, match="set PACELINE_ADMIN_KEY first"):
-        await serve(settings, ending=Ending())
-    ending = Ending()
-    ending.ask()
+        await serve(settings, shutdown=Shutdown())
+    shutdown = Shutdown()
+    shutdown.request()
     keyed = settings.model_copy(update={"admin_key": SecretStr("k")})
     addresses: list[str] = []
-    await serve(keyed, ending=ending, admin_started=addresses.append)
+    await serve(keyed, shutdown=shutdown, admin_started=addresses.append)
     assert addresses[0].startswith("http://0.0.0.0:")
 
 
@@ -113,4 +114,4 @@ async def test_a_port_of_admins_that_is_taken_is_one_clear_sentence(tmp_path: Pa
         with pytest.raises(
             StartupError, match=rf"Cannot listen on 127\.0\.0\.1 port {port}.*PACELINE_ADMIN_PORT"
         ):
-            await serve(settings, ending=Ending())
+            await serve(settings, shutdown=Shutdown())

@@ -1,4 +1,4 @@
-"""Work beside requests: each by itself, and told of once where it goes wrong."""
+"""Periodic jobs: each runs by itself, and a failure is logged once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from pydantic import SecretStr
 
 from gateway.errors import RecordsUnwritable
-from gateway.periodic import PeriodicTasks
+from gateway.periodic import Job, periodic_tasks
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings
 
@@ -34,29 +34,31 @@ class Work:
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
-        (RuntimeError("odd"), "turns.broken part=Work.turn"),
-        (RecordsUnwritable(), "records.unwritable part=Work.turn"),
+        (RuntimeError("odd"), "job.failed job=Work.turn"),
+        (RecordsUnwritable(), "records.unwritable job=Work.turn"),
     ],
 )
 async def test_a_fault_is_told_once_until_it_is_well_again(
     caplog: pytest.LogCaptureFixture, fault: Exception, told: str
 ) -> None:
     work = Work(*[fault] * 3, None, *[fault] * 3)
-    async with PeriodicTasks([(work.turn, 0.001)]):
+    async with periodic_tasks([Job(work=work.turn, period_s=0.001)]):
         await asyncio.wait_for(work.done.wait(), 10)
     assert [one.getMessage() for one in caplog.records] == [told] * 2
 
 
 async def test_what_is_told_elsewhere_is_not_told_again(caplog: pytest.LogCaptureFixture) -> None:
     work = Work(RecordsUnwritable())
-    async with PeriodicTasks([(work.turn, 0.001)], untold=(RecordsUnwritable,)):
+    job = Job(work=work.turn, period_s=0.001, silent_errors=(RecordsUnwritable,))
+    async with periodic_tasks([job]):
         await asyncio.wait_for(work.done.wait(), 10)
     assert not caplog.records
 
 
 async def test_a_work_that_hangs_holds_up_no_other() -> None:
     work = Work()
-    async with PeriodicTasks([(work.hang, 0.001), (work.turn, 0.001)]):
+    jobs = [Job(work=one, period_s=0.001) for one in (work.hang, work.turn)]
+    async with periodic_tasks(jobs):
         await asyncio.wait_for(work.done.wait(), 10)
 
 
@@ -69,9 +71,7 @@ def test_nothing_is_asked_twice_of_what_gateways_share(
         names = [
             task.get_name()
             for task in asyncio.all_tasks(gateway.loop)
-            if task.get_name().startswith("turns ")
+            if task.get_name().startswith("job ")
         ]
     assert len(names) == len(set(names))
-    assert {"turns KeyStore.refresh", "turns Cordons.refresh", "turns PolicyStore.refresh"} <= {
-        *names
-    }
+    assert {"job KeyStore.refresh", "job Cordons.refresh", "job PolicyStore.refresh"} <= {*names}

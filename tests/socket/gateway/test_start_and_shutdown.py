@@ -17,10 +17,11 @@ from pydantic import SecretStr
 from gateway.config.settings import Settings, load_settings
 from gateway.config.startup_checks import ensure_join_token
 from gateway.errors import StartupError
-from gateway.server import Ending, serve
+from gateway.server import serve
 from tests.support.gateway_process import running_gateway_process
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, wait_until
 from tests.support.scripted_worker import DONE, ScriptedWorker
+from workers.lifecycle import Shutdown
 
 
 def test_f35_an_ending_gateway_lets_streams_finish_and_takes_nothing_new(
@@ -75,28 +76,28 @@ async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         settings = make_settings(tmp_path).model_copy(update={"port": port})
         with pytest.raises(StartupError, match=f"Cannot listen on 127.0.0.1 port {port}"):
-            await serve(settings, ending=Ending())
+            await serve(settings, shutdown=Shutdown())
 
 
 async def test_listening_beyond_loopback_needs_a_key(tmp_path: Path) -> None:
     settings = make_settings(tmp_path).model_copy(update={"host": "0.0.0.0"})
     with pytest.raises(StartupError, match="set PACELINE_API_KEY first"):
-        await serve(settings, ending=Ending())
+        await serve(settings, shutdown=Shutdown())
 
 
 async def test_with_a_key_it_listens_beyond_loopback(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, api_key=SecretStr("k")).model_copy(
         update={"host": "0.0.0.0"}
     )
-    ending = Ending()
+    shutdown = Shutdown()
     addresses: list[str] = []
 
     def started(address: str) -> None:
         addresses.append(address)
-        ending.ask()
+        shutdown.request()
 
     async with asyncio.timeout(30):
-        await serve(settings, ending=ending, started=started)
+        await serve(settings, shutdown=shutdown, started=started)
     assert addresses[0].startswith("http://0.0.0.0:")
 
 
@@ -107,7 +108,7 @@ async def test_a_bad_policy_stops_the_start_and_names_file_and_field(tmp_path: P
     )
     settings = make_settings(tmp_path, policy=policy)
     with pytest.raises(StartupError, match=r"mine\.yaml .*line 2: routes\.0\.to\.0: there is no"):
-        await serve(settings, ending=Ending())
+        await serve(settings, shutdown=Shutdown())
 
 
 def test_flags_come_before_environment_before_file_before_defaults(

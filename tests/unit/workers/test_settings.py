@@ -11,9 +11,9 @@ import pytest
 
 from workers.config_file import InvalidSettings
 from workers.engine.types import LaneName
-from workers.protocol import WorkerReport
+from workers.protocol import WorkerReport, is_loopback
 from workers.server.main import read_settings
-from workers.server.settings import advertised_url, default_worker_id, is_loopback
+from workers.server.settings import advertised_url, default_worker_id
 
 
 @pytest.fixture(autouse=True)
