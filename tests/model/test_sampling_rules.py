@@ -151,19 +151,19 @@ def test_a_request_that_names_its_k_is_drafted_for_where_it_does_not_pay(make_la
     assert lane.counters.report().bypass_counts == {}
 
 
-class Watched(DraftLength):
-    """Notes of which rounds it is told the cost."""
+class RecordingDraftLength(DraftLength):
+    """Records the draft lengths of the steps whose cost it observes."""
 
     def __init__(self) -> None:
         super().__init__(2)
-        self.learnt: list[int] = []
+        self.observed: list[int] = []
 
-    def observe(self, rows: int, k: int, duration_s: float) -> None:
-        self.learnt.append(k)
+    def observe_cost(self, rows: int, k: int, duration_s: float) -> None:
+        self.observed.append(k)
 
 
-class Scripted(Watched):
-    """Chooses by a plan, then plain rounds."""
+class ScriptedDraftLength(RecordingDraftLength):
+    """Chooses by a plan, then plain steps."""
 
     def __init__(self, *plan: int) -> None:
         super().__init__()
@@ -172,29 +172,29 @@ class Scripted(Watched):
     def choose(self, rows: int, fewest_steps: int = 0) -> int:
         return next(self._plan, 0)
 
-    def tastes(self, rows: int, fewest_steps: int) -> bool:
+    def is_exploring(self, rows: int, fewest_steps: int) -> bool:
         return False
 
 
-def drafted_by(policy: Watched, lane, ask) -> list[int]:
-    """Let a policy choose for one answer, and list how much each step drafted."""
+def drafted_by(policy: RecordingDraftLength, lane, ask) -> list[int]:
+    """Return the draft lengths of the steps of one answer under a policy."""
     lane._decoder._draft_length = policy
     heard = ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
     run_until_idle(lane)
     return [step.drafted for step in heard.end.steps]
 
 
-def test_a_round_that_first_reads_what_plain_ones_left_teaches_nothing(make_lane, submit) -> None:
-    policy = Scripted(0, 0, 0, 2, 2, 0, 1)
+def test_the_cost_of_a_step_that_reads_the_backlog_is_not_observed(make_lane, submit) -> None:
+    policy = ScriptedDraftLength(0, 0, 0, 2, 2, 0, 1)
 
     assert drafted_by(policy, make_lane(), submit) == [2, 2, 1]
-    assert policy.learnt[:5] == [0, 0, 0, 2, 0]
-    assert 1 not in policy.learnt
+    assert policy.observed[:5] == [0, 0, 0, 2, 0]
+    assert 1 not in policy.observed
 
 
-def test_the_first_rounds_of_an_answer_teach_nothing_of_costs(make_lane, submit) -> None:
-    policy = Watched()
+def test_the_cost_of_the_first_steps_of_an_answer_is_not_observed(make_lane, submit) -> None:
+    policy = RecordingDraftLength()
     whole = drafted_by(policy, make_lane(), submit).count(2)
 
     assert whole > EXPLORATION_STEPS
-    assert policy.learnt == [2] * (whole - EXPLORATION_STEPS)
+    assert policy.observed == [2] * (whole - EXPLORATION_STEPS)

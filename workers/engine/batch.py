@@ -1,8 +1,8 @@
-"""The rows that decode together, and their caches: join at any round, leave at any round.
+"""Batch of decoding rows and their caches; rows join and leave between any two steps.
 
-While a batch drafts nothing, its MTP head is left behind and the hidden states that it would have
-read are kept instead: plain rounds then cost what they cost without a head, and drafting can be
-taken up again by one pass over what was kept.
+While a batch drafts nothing, the hidden states that its MTP head would read collect in a backlog:
+plain steps then cost what they cost without a head, and drafting resumes after one pass of the head
+over the backlog.
 """
 
 from __future__ import annotations
@@ -11,38 +11,38 @@ from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
-from workers.engine.kv_cache import RowCache, capacity
+from workers.engine.kv_cache import RowCache
 from workers.engine.model import ArraysCache, KVCache, LayerCache, MtpHead
 from workers.engine.row import Row
 
 MAX_BACKLOG_STEPS = 32
-"""Tokens the head may be behind at most."""
+"""Backlog at which the head reads it even though the batch drafts nothing."""
 
 
 class Batch:
-    """Live rows and, row by row, their caches, the head's caches and the last chosen token.
+    """Decoding rows and, row by row, their caches, the head's caches and the last chosen token.
 
-    Between rounds the target's caches hold exactly prompt + answer[:-1]. The head's hold the same
-    less what it is behind, and when it is not, `seed_hidden` is its state that drafts the first
-    token behind the answer.
+    Between steps the target's caches hold exactly prompt + answer[:-1]. The head's caches hold the
+    same less the backlog; while there is no backlog, `seed_hidden` is the head's state that drafts
+    the first token after the answer.
     """
 
     def __init__(self, *, shared: bool) -> None:
-        """Make an empty batch; one that is not shared never holds more than one row."""
+        """Create an empty batch; one that is not shared never holds more than one row."""
         self._shared = shared
         self.clear()
 
     def clear(self) -> None:
-        """Drop all rows and free what they held."""
+        """Remove all rows and free their memory."""
         self.rows: list[Row] = []
         self.caches: list[LayerCache] = []
         self.head_caches: list[RowCache] = []
         self.last_tokens: mx.array = mx.zeros((0,), dtype=mx.int32)
         """[rows]: the last token of every answer, in no cache yet."""
         self.position_shift: mx.array = self.last_tokens
-        """[rows]: from the slot of a token to its position."""
+        """[rows]: difference from the slot of a token to its position."""
         self.seed_hidden: mx.array | None = None
-        """[rows, 1, width], None in a batch that never drafts."""
+        """[rows, 1, width]; None in a batch that never drafts."""
         self._backlog: list[tuple[mx.array, mx.array]] = []
         """Tokens [rows, 1] and hidden states [rows, 1, width] that the head has not read."""
 
@@ -51,11 +51,11 @@ class Batch:
 
     @property
     def offset(self) -> mx.array:
-        """[rows]: the cursors of the target's caches."""
+        """Return the cursors [rows] of the target's caches."""
         return next(cache.offset for cache in self.caches if isinstance(cache, RowCache))
 
     def set_offset(self, offset: mx.array) -> None:
-        """Move all cursors, those of the head along with the target's."""
+        """Move the cursors of all caches, the head's too."""
         for cache in self._row_caches():
             cache.offset = offset
 
@@ -83,32 +83,32 @@ class Batch:
             cache.keys, cache.values = keys, values
 
     def reserve(self, tokens: int) -> None:
-        """Make room for so many more tokens in every row."""
+        """Reserve slots for `tokens` more tokens in every row."""
         needed = max(row.slots_used for row in self.rows) + tokens
         for cache in self._row_caches():
             cache.reserve(needed)
 
     @property
     def has_head_caches(self) -> bool:
-        """Say whether the head follows these rows."""
+        """Return whether the head can draft for these rows."""
         return bool(self.head_caches)
 
     @property
     def has_backlog(self) -> bool:
-        """Say whether the head has tokens to read before it can draft."""
+        """Return whether the head has tokens to read before it can draft."""
         return bool(self._backlog)
 
     @property
     def backlog_full(self) -> bool:
-        """Say whether the head is to be brought up to date, drafting or not."""
+        """Return whether the head must read the backlog even if the batch drafts nothing."""
         return len(self._backlog) >= MAX_BACKLOG_STEPS
 
     def append_backlog(self, tokens: mx.array, hidden: mx.array) -> None:
-        """Keep what the head would have read of a plain round."""
+        """Store the input that the head would have read in a plain step."""
         self._backlog.append((tokens, hidden))
 
     def read_backlog(self, head: MtpHead) -> None:
-        """Let the head read all it is behind, in one pass."""
+        """Let the head read its backlog in one pass."""
         if not self._backlog:
             return
         tokens = mx.concatenate([tokens for tokens, _ in self._backlog], axis=1)
@@ -127,22 +127,28 @@ class Batch:
         row: Row,
         caches: Sequence[LayerCache],
         head_caches: Sequence[KVCache],
-        last: int,
+        last_token: int,
         seed_hidden: mx.array | None,
     ) -> None:
-        """Add a prefilled row; its caches are taken over."""
-        new_caches = [_opened(cache, row) for cache in caches] if self._shared else list(caches)
-        new_head_caches = [_row_cache(cache, row) for cache in head_caches]
-        token = mx.array([last], dtype=mx.int32)
-        shift = mx.array(
-            [row.context_tokens + row.position_offset - row.slots_used], dtype=mx.int32
-        )
+        """Add a row after its prefill; the batch takes over its caches."""
+        slots = row.slots_used
+        new_caches = [
+            RowCache.of_row(cache.keys, cache.values, slots)
+            if self._shared and isinstance(cache, KVCache)
+            else cache
+            for cache in caches
+        ]
+        new_head_caches = [
+            RowCache.of_row(cache.keys, cache.values, slots) for cache in head_caches
+        ]
+        token = mx.array([last_token], dtype=mx.int32)
+        shift = mx.array([row.context_tokens + row.position_offset - slots], dtype=mx.int32)
         if not self.rows:
             self.caches, self.head_caches = new_caches, new_head_caches
             self.last_tokens, self.position_shift, self.seed_hidden = token, shift, seed_hidden
         else:
-            for mine, new in zip(self.caches, new_caches, strict=True):
-                _extend(mine, new)
+            for cache, new in zip(self.caches, new_caches, strict=True):
+                _extend(cache, new)
             for head_cache, new_head_cache in zip(self.head_caches, new_head_caches, strict=True):
                 head_cache.join(new_head_cache)
             self.last_tokens = mx.concatenate([self.last_tokens, token])
@@ -174,12 +180,12 @@ class Batch:
         self._backlog = [(tokens[chosen], hidden[chosen]) for tokens, hidden in self._backlog]
 
     def evaluate(self) -> None:
-        """Compute what the caches hold, layer by layer, so that no copy outlives its layer."""
+        """Compute the contents of the caches, layer by layer, so that no copy outlives its layer."""
         for cache in (*self.caches, *self.head_caches):
             mx.eval(cache.state)
 
     def evaluate_async(self) -> None:
-        """Hand to the device all that the next round starts from, without waiting for it."""
+        """Start computing all inputs of the next step on the device, without waiting."""
         mx.async_eval(
             self.last_tokens, self.seed_hidden, self._backlog,
             [cache.state for cache in self.caches], [cache.state for cache in self.head_caches],
@@ -189,16 +195,6 @@ class Batch:
     def _row_caches(self) -> Iterator[RowCache]:
         yield from (cache for cache in self.caches if isinstance(cache, RowCache))
         yield from self.head_caches
-
-
-def _opened(cache: LayerCache, row: Row) -> LayerCache:
-    return _row_cache(cache, row) if isinstance(cache, KVCache) else cache
-
-
-def _row_cache(cache: KVCache, row: Row) -> RowCache:
-    joined = RowCache(cache.keys, cache.values, mx.array([row.slots_used], dtype=mx.int32))
-    joined.resize(capacity(row.slots_used + 1))
-    return joined
 
 
 def _extend(cache: LayerCache, other: LayerCache) -> None:

@@ -1,18 +1,16 @@
-"""The live rows of a lane, in batches: one round of each at a time.
-
-Rows that draft and rows that must not are batches of their own: a verify is wider than a plain
-step, and who gains nothing from it shall not pay for it.
-
-When a round fails, nobody knows whose row it was, and no cache of the batch can be trusted. All of
-its rows are read again and fall back by one step: from drafting to plain, from there to a batch of
-their own. A row that fails even there is the one that cannot be served.
-
-One round of a batch: draft, verify, accept, commit, all rows at once and each for itself.
+"""Decode the rows of a lane in batches, one step at a time: draft, verify, accept, append.
 
 Speculative decoding by match (Leviathan et al. 2023, arXiv 2211.17192, for a draft of the likeliest
-tokens): the target chooses a token at every position by the row's own rules, and a drafted token is
-kept when it is that very choice. So every row gets exactly the tokens it would get without
-speculation, whatever sampler it uses and whoever shares its batch.
+tokens): the target chooses a token at every position by the row's own sampling rules, and accepts a
+drafted token where it equals that choice. Every row therefore gets exactly the tokens that it would
+get without speculation, whatever its sampler and whatever rows share its batch.
+
+Rows that draft and rows that do not form separate batches: a verify costs more than a plain step,
+and a row that gains nothing from it must not pay for it.
+
+An error in a step does not name its row, and invalidates every cache of the batch. All rows of the
+batch are requeued for a new prefill and degrade by one level: from drafting to plain, from plain to
+a batch of their own. A row that fails alone in its batch is the cause, and ends with the error.
 """
 
 from __future__ import annotations
@@ -34,23 +32,262 @@ from workers.engine.step_graph import StepGraph
 from workers.engine.types import TokenLogprob
 
 
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """Effect of one step of one batch, or of one join, on its rows."""
+
+    finished: list[Row] = field(default_factory=list)
+    failed: list[Row] = field(default_factory=list)
+    """Rows that `error` ends."""
+    requeued: list[Row] = field(default_factory=list)
+    """Rows whose caches were lost: they need a new prefill."""
+    error: Exception | None = None
+
+
+class Decoder:
+    """All decoding rows of a lane; used by the engine thread only."""
+
+    def __init__(
+        self,
+        target: Target,
+        head: DraftHead,
+        counters: LaneCounters,
+        *,
+        draft_tokens: int,
+        max_rows: int,
+        eos: frozenset[int],
+        token_bytes: Callable[[int], bytes],
+        clock: Callable[[], float],
+    ) -> None:
+        self._target = target
+        self._head = head
+        # A family that finds positions in its caches is no pure function of arrays.
+        self._graph = StepGraph(target, head.usable) if target.explicit_positions else None
+        self._counters = counters
+        self._draft_length = DraftLength(draft_tokens)
+        self._max_rows = max_rows
+        self._eos = eos
+        self._token_bytes = token_bytes
+        self._clock = clock
+        # A family whose caches cannot hold rows of different lengths decodes row by row, and so
+        # does a suspect row: both in the family's own caches, which a compiled step cannot take.
+        self._shared = target.supports_batching
+        self._drafting, self._plain = Batch(shared=self._shared), Batch(shared=self._shared)
+        self._single: list[Batch] = []
+
+    @property
+    def rows(self) -> list[Row]:
+        """Return all rows."""
+        return [row for batch in self._batches for row in batch.rows]
+
+    @property
+    def _batches(self) -> list[Batch]:
+        return [self._drafting, self._plain, *self._single]
+
+    def rows_by_batch(self, *newcomers: Row) -> list[list[Row]]:
+        """Return the rows grouped by batch, as they will be after these newcomers have joined."""
+        drafting, plain, *single = [list(batch.rows) for batch in self._batches]
+        for row in newcomers:
+            if not self._can_share(row):
+                single.append([row])
+            else:
+                (drafting if row.draft_tokens else plain).append(row)
+        return [rows for rows in (drafting, plain, *single) if rows]
+
+    def clear(self) -> None:
+        """Remove all rows."""
+        for batch in self._batches:
+            batch.clear()
+
+    def drop_cancelled(self) -> list[Row]:
+        """Remove and return the cancelled rows."""
+        cancelled = [row for row in self.rows if row.cancelled]
+        for batch in self._batches:
+            batch.select([i for i, row in enumerate(batch.rows) if not row.cancelled])
+        return cancelled
+
+    def preempt(self) -> Row:
+        """Remove and return the row with the shortest answer, to free its memory now."""
+        preempted = min(self.rows, key=lambda row: len(row.answer))
+        for batch in self._batches:
+            batch.select([i for i, row in enumerate(batch.rows) if row is not preempted])
+            batch.evaluate()  # without it the memory would stay in use until the next step
+        return preempted
+
+    def append_first_token(self, row: Row, scores: mx.array, token: int) -> None:
+        """Append the token that follows a prompt, chosen from scores [1, vocabulary]."""
+        logprobs = self._logprobs(row, scores, [token])
+        row.append_tokens([token], self._eos, logprobs, now_s=self._clock())
+
+    def join(self, prefill: Prefill) -> Outcome:
+        """Add a row whose prefill is complete and whose answer has at least one token."""
+        row, token = prefill.row, prefill.row.answer[-1]
+        head, seed, outcome = self._head.for_row(row), None, Outcome()
+        if head is not None:
+            outcome = self._read_backlog(head)
+            try:
+                seed = seed_head(prefill, head, token)
+            except Exception as error:  # noqa: BLE001  # the target needs no head to go on
+                self._head.record_error(error)
+                self._head.disable_for(row)
+        batch = self._batch_for(row)
+        others = list(batch.rows)
+        try:
+            head_caches = prefill.head_caches if seed is not None else []
+            batch.join(row, prefill.caches, head_caches, token, seed)
+        except Exception as error:  # noqa: BLE001  # a partial join leaves no cache intact
+            batch.clear()
+            return Outcome(failed=[row], requeued=[*others, *outcome.requeued], error=error)
+        return outcome
+
+    def step(self) -> Iterator[Outcome]:
+        """Advance every row by one step, batch by batch."""
+        for batch in self._batches:
+            if batch.rows:
+                yield self._step(batch)
+        self._single = [batch for batch in self._single if batch.rows]
+
+    def _step(self, batch: Batch) -> Outcome:
+        rows = list(batch.rows)
+        drafting = any(row.draft_tokens for row in rows)
+        if drafting and self._head.usable is None:
+            return self._requeue(batch, RuntimeError("The MTP head became unhealthy."))
+        k, representative = self._choose_k(batch) if drafting else (0, False)
+        begun_s = self._clock()
+        try:
+            if self._graph is None:
+                result = run_uncompiled_step(batch, self._target)
+            else:
+                result = run_step(batch, self._graph, k)
+        except Exception as error:  # noqa: BLE001  # it may be any row's: requeueing isolates it
+            if drafting:
+                self._head.record_error(error)
+                for row in rows:
+                    row.speculation.record_errors(row.draft_limit(k))
+            return self._requeue(batch, error)
+        outcome, appended = self._append(rows, result, begun_s)
+        duration_s = self._clock() - begun_s
+        self._counters.record_decode(sum(map(len, result.tokens)) / len(rows), duration_s)
+        if drafting:
+            self._head.record_success()
+            if k == self._draft_length.best(len(rows)) == 0:
+                for row in rows:
+                    row.drafting_skipped = True
+            if representative and max(result.drafted) == k:
+                self._record_cost(len(rows), k, duration_s)
+            self._record_saving(result, appended, duration_s)
+        ended = [*outcome.finished, *outcome.failed]
+        batch.select([i for i, row in enumerate(rows) if row not in ended])
+        return outcome
+
+    def _choose_k(self, batch: Batch) -> tuple[int, bool]:
+        """Return the draft length of the next step, and whether its duration is representative.
+
+        A step that begins an answer, or in which the head reads its backlog, costs more for that
+        reason alone: counting it would keep a lane from drafting where drafting pays.
+        """
+        count = len(batch.rows)
+        fewest_steps = min(row.speculation.step_count for row in batch.rows)
+        k = self._draft_length.choose(count, fewest_steps)
+        exploring = self._draft_length.is_exploring(count, fewest_steps)
+        return k, not (exploring or (k and batch.has_backlog))
+
+    def _append(self, rows: list[Row], result: StepResult, now_s: float) -> tuple[Outcome, int]:
+        """Append its tokens to every row; return the rows that ended, and the tokens appended.
+
+        An error while a row takes its tokens belongs to that row alone.
+        """
+        outcome, appended = Outcome(), 0
+        for index, row in enumerate(rows):
+            try:
+                appended += self._append_to(row, result, index, now_s)
+            except Exception as error:  # noqa: BLE001  # one bad answer must not end the others
+                outcome.failed.append(row)
+                outcome.error = error
+                continue
+            if row.finish_reason:
+                outcome.finished.append(row)
+        return outcome, appended
+
+    def _append_to(self, row: Row, result: StepResult, index: int, now_s: float) -> int:
+        tokens, drafted = result.tokens[index], result.drafted[index]
+        logprobs = self._logprobs(row, result.scores[index], tokens)
+        appended = row.append_tokens(tokens, self._eos, logprobs, now_s=now_s)
+        if drafted:
+            # An accepted draft token behind the end of the answer counts as rejected, so that the
+            # counts add up to `completion_tokens`.
+            row.speculation.record_step(drafted, min(appended, len(tokens) - 1))
+            self._draft_length.observe_acceptance(drafted, len(tokens) - 1)
+        return appended
+
+    def _record_cost(self, rows: int, k: int, duration_s: float) -> None:
+        """Record the cost of a step of draft length k, including that of appending its tokens."""
+        self._draft_length.observe_cost(rows, k, duration_s)
+        self._counters.set_draft_tokens(
+            [self._draft_length.best(size) for size in range(1, self._max_rows + 1)]
+        )
+
+    def _record_saving(self, result: StepResult, appended: int, duration_s: float) -> None:
+        """Record the time that a drafted step saved against the plain steps that it replaced."""
+        rows = len(result.tokens)
+        plain_s = self._draft_length.plain_step_s(rows)
+        if plain_s is not None and any(result.drafted):
+            self._counters.record_decode_saving(plain_s * appended / rows - duration_s)
+
+    def _read_backlog(self, head: MtpHead) -> Outcome:
+        """Let the head read the backlog of the drafting batch, so that another row can join it."""
+        try:
+            self._drafting.read_backlog(head)
+        except Exception as error:  # noqa: BLE001  # only the head's caches are lost
+            self._head.record_error(error)
+            return self._requeue(self._drafting, error)
+        return Outcome()
+
+    def _requeue(self, batch: Batch, error: Exception) -> Outcome:
+        """Empty a batch whose caches are invalid; requeue its rows degraded, fail a suspect one."""
+        rows = list(batch.rows)
+        batch.clear()
+        requeued = [row for row in rows if not row.suspect]
+        failed = [row for row in rows if row.suspect]
+        for row in requeued:
+            row.suspect = not row.draft_tokens
+            self._head.disable_for(row)
+        return Outcome(failed=failed, requeued=requeued, error=error)
+
+    def _batch_for(self, row: Row) -> Batch:
+        if self._can_share(row):
+            return self._drafting if row.draft_tokens else self._plain
+        batch = Batch(shared=self._graph is not None)
+        self._single.append(batch)
+        return batch
+
+    def _can_share(self, row: Row) -> bool:
+        return self._shared and not row.suspect
+
+    def _logprobs(
+        self, row: Row, scores: mx.array, tokens: Sequence[int]
+    ) -> tuple[TokenLogprob, ...]:
+        top = row.generation.top_logprobs
+        return () if top is None else token_logprobs(scores, tokens, top, self._token_bytes)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one round decided, row by row."""
+    """Tokens that one step of a batch decided, row by row."""
 
     drafted: tuple[int, ...]
-    """Draft tokens judged."""
+    """Number of verified draft tokens."""
     tokens: tuple[tuple[int, ...], ...]
-    """The accepted drafts, then the one token that the target adds."""
+    """The accepted draft tokens, then the one token that the target adds."""
     scores: mx.array
-    """[rows, L, vocabulary]: the scores behind every token, for whoever reports them."""
+    """[rows, L, vocabulary]: the scores behind every token, for log-probabilities."""
 
 
 def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
-    """Advance every row by one verify of up to k drafted tokens, or of as many as it asked for.
+    """Advance every row by one verify of up to k draft tokens, or of its fixed draft length.
 
-    The host waits for the device once, for what was decided; what follows from it is computed while
-    the host passes the tokens on.
+    The host waits for the device once, for the chosen tokens; the device computes the new caches
+    while the host emits them.
     """
     limits = [row.draft_limit(k) if batch.has_head_caches else 0 for row in batch.rows]
     length = max(limits)
@@ -65,16 +302,12 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
     )
     chosen = choose(verified.scores, [row.sampling_context() for row in batch.rows], drafts)
     if length:
-        settled = graph.commit(
+        committed = graph.commit(
             verified, chosen, (drafts, mx.array(limits)), (batch.head_state, offset)
         )
-        accepted = settled.accepted
-        batch.last_tokens, batch.state, batch.head_state = (
-            settled.last,
-            settled.state,
-            settled.head_state,
-        )
-        batch.seed_hidden = settled.seed_hidden
+        accepted, batch.last_tokens = committed.accepted, committed.last_tokens
+        batch.state, batch.head_state = committed.state, committed.head_state
+        batch.seed_hidden = committed.seed_hidden
     else:
         accepted = mx.zeros((len(batch),), dtype=mx.int32)
         batch.last_tokens, batch.state = chosen[:, 0], verified.state
@@ -88,7 +321,7 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
 
 
 def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
-    """Advance every row by one token, for families whose rounds are no pure functions of arrays."""
+    """Advance every row by one token, for families whose steps are no pure functions of arrays."""
     batch.reserve(1)
     positions = [[row.context_tokens + row.position_offset] for row in batch.rows]
     forward = target.forward(
@@ -104,7 +337,7 @@ def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
 
 
 def _draft(batch: Batch, graph: StepGraph, length: int) -> mx.array:
-    """Let the head guess the next `length` tokens of every row: [rows, length]."""
+    """Draft the next `length` tokens of every row with the head: [rows, length]."""
     if graph.head is not None and (length or batch.backlog_full):
         batch.read_backlog(graph.head)
     if not length:
@@ -113,7 +346,7 @@ def _draft(batch: Batch, graph: StepGraph, length: int) -> mx.array:
     drafts, batch.head_state = graph.draft(
         batch.seed_hidden, batch.head_state, batch.offset, length
     )
-    mx.async_eval(drafts)  # the head works while the host describes the verify
+    mx.async_eval(drafts)  # the device drafts while the host describes the verify
     return drafts
 
 
@@ -121,250 +354,13 @@ def _result(limits: list[int], decided: mx.array, scores: mx.array) -> StepResul
     rows = decided.tolist()
     return StepResult(
         drafted=tuple(limits),
-        # An accepted draft is the target's own choice, so the choices are the answer.
+        # An accepted draft token is the target's own choice, so the choices are the answer.
         tokens=tuple(tuple(row[1 : row[0] + 2]) for row in rows),
         scores=scores,
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """What one round of one batch, or one join, did to its rows."""
-
-    finished: list[Row] = field(default_factory=list)
-    failed: list[Row] = field(default_factory=list)
-    """Those that `error` ends."""
-    again: list[Row] = field(default_factory=list)
-    """Those whose caches are lost with it: to be read again."""
-    error: Exception | None = None
-
-
-class Decoder:
-    """All rows of a lane that decode; the engine thread alone touches it."""
-
-    def __init__(
-        self,
-        target: Target,
-        head: DraftHead,
-        counters: LaneCounters,
-        *,
-        draft_tokens: int,
-        max_rows: int,
-        eos: frozenset[int],
-        raw: Callable[[int], bytes],
-        clock: Callable[[], float],
-    ) -> None:
-        self._target = target
-        self._head = head
-        # Families that find positions in their caches are no pure functions of arrays.
-        self._graph = StepGraph(target, head.usable) if target.explicit_positions else None
-        self._counters = counters
-        self._draft_length = DraftLength(draft_tokens)
-        self._max_rows = max_rows
-        self._eos = eos
-        self._raw = raw
-        self._clock = clock
-        # A family whose caches cannot hold rows of different length decodes row by row, and so
-        # does a row that no batch could hold: both in the caches that the family makes itself,
-        # which a compiled round cannot take.
-        self._shared = target.supports_batching
-        self._drafting, self._plain = Batch(shared=self._shared), Batch(shared=self._shared)
-        self._alone: list[Batch] = []
-
-    @property
-    def rows(self) -> list[Row]:
-        """Name all rows."""
-        return [row for batch in self._batches for row in batch.rows]
-
-    @property
-    def _batches(self) -> list[Batch]:
-        return [self._drafting, self._plain, *self._alone]
-
-    def clear(self) -> None:
-        """Drop all rows."""
-        for batch in self._batches:
-            batch.clear()
-
-    def drop_cancelled(self) -> list[Row]:
-        """Drop the rows that nobody reads any more, and name them."""
-        gone = [row for row in self.rows if row.cancelled]
-        for batch in self._batches:
-            batch.select([i for i, row in enumerate(batch.rows) if not row.cancelled])
-        return gone
-
-    def rows_by_batch(self, *newcomers: Row) -> list[list[Row]]:
-        """Name the rows by batch, as they will be once these have joined."""
-        drafting, plain, *alone = [list(batch.rows) for batch in self._batches]
-        for row in newcomers:
-            if not self._may_share(row):
-                alone.append([row])
-            else:
-                (drafting if row.draft_tokens else plain).append(row)
-        return [rows for rows in (drafting, plain, *alone) if rows]
-
-    def preempt(self) -> Row:
-        """Drop the row that has written least, to be read again when there is room for it."""
-        sent = min(self.rows, key=lambda row: len(row.answer))
-        for batch in self._batches:
-            batch.select([i for i, row in enumerate(batch.rows) if row is not sent])
-            batch.evaluate()  # room is what it was sent back for
-        return sent
-
-    def append_first_token(self, row: Row, scores: mx.array, token: int) -> None:
-        """Take the token that follows a prompt, chosen from scores [1, vocabulary]."""
-        logprobs = self._logprobs(row, scores, [token])
-        row.append_tokens([token], self._eos, logprobs, now_s=self._clock())
-
-    def join(self, prefill: Prefill) -> Outcome:
-        """Take a row that has been read, with the first token of its answer at least."""
-        row, token = prefill.row, prefill.row.answer[-1]
-        head, seed, outcome = self._head.for_row(row), None, Outcome()
-        if head is not None:
-            outcome = self._catch_up(head)
-            try:
-                seed = seed_head(prefill, head, token)
-            except Exception as error:  # noqa: BLE001  # the target needs no head to go on
-                self._head.record_error(error)
-                self._head.disable_for(row)
-        batch = self._batch_for(row)
-        others = list(batch.rows)
-        try:
-            head_caches = prefill.head_caches if seed is not None else []
-            batch.join(row, prefill.caches, head_caches, token, seed)
-        except Exception as error:  # noqa: BLE001  # half joined: no row's caches are whole
-            batch.clear()
-            return Outcome(failed=[row], again=[*others, *outcome.again], error=error)
-        return outcome
-
-    def _catch_up(self, head: MtpHead) -> Outcome:
-        """Bring the head up to date with the rows that it drafts for, so that others can join."""
-        try:
-            self._drafting.read_backlog(head)
-        except Exception as error:  # noqa: BLE001  # its state is lost, and with it only drafts
-            self._head.record_error(error)
-            return self._fall_back(self._drafting, error)
-        return Outcome()
-
-    def step(self) -> Iterator[Outcome]:
-        """Advance every row by one round, batch by batch."""
-        for batch in self._batches:
-            if batch.rows:
-                yield self._round(batch)
-        self._alone = [batch for batch in self._alone if batch.rows]
-
-    def _round(self, batch: Batch) -> Outcome:
-        rows = list(batch.rows)
-        drafts = any(row.draft_tokens for row in rows)
-        head = self._head.usable if drafts else None
-        if drafts and head is None:
-            return self._fall_back(batch, RuntimeError("The head was found unhealthy meanwhile."))
-        k, usual = 0, True
-        if head:
-            fewest_steps = min(row.speculation.step_count for row in rows)
-            k = self._draft_length.choose(len(rows), fewest_steps)
-            usual = not (
-                self._draft_length.is_exploring(len(rows), fewest_steps)
-                or (k and batch.has_backlog)
-            )
-        begun_s = self._clock()
-        try:
-            if self._graph is None:
-                result = run_uncompiled_step(batch, self._target)
-            else:
-                result = run_step(batch, self._graph, k)
-        except Exception as error:  # noqa: BLE001  # whose row it was is found out by falling back
-            if head:
-                self._head.record_error(error)
-                for row in rows:
-                    row.speculation.record_errors(row.draft_limit(k))
-            return self._fall_back(batch, error)
-        failed, raised, taken = [], None, 0
-        for index, row in enumerate(rows):
-            try:
-                taken += self._take(row, result, index, begun_s)
-            except Exception as error:  # noqa: BLE001  # one bad answer must not end the others
-                failed.append(row)
-                raised = error
-        written = sum(map(len, result.tokens)) / len(rows)
-        duration_s = self._clock() - begun_s
-        self._counters.record_decode(written, duration_s)
-        if head:
-            self._head.record_success()
-            if k == self._draft_length.best(len(rows)) == 0:
-                for row in rows:
-                    row.drafting_skipped = True
-            self._learn(rows, result, k if usual else None, duration_s)
-            self._note_saving(rows, result, taken, duration_s)
-        batch.select(
-            [i for i, row in enumerate(rows) if not row.finish_reason and row not in failed]
-        )
-        finished = [row for row in rows if row.finish_reason and row not in failed]
-        return Outcome(finished=finished, failed=failed, error=raised)
-
-    def _fall_back(self, batch: Batch, error: Exception) -> Outcome:
-        """Empty a batch whose caches cannot be trusted any more; say who may try again."""
-        rows = list(batch.rows)
-        batch.clear()
-        failed = [row for row in rows if row.suspect]
-        again = [row for row in rows if not row.suspect]
-        for row in again:
-            row.suspect = not row.draft_tokens
-            self._head.disable_for(row)
-        return Outcome(failed=failed, again=again, error=error)
-
-    def _learn(self, rows: list[Row], result: StepResult, k: int | None, duration_s: float) -> None:
-        """Note what a round of k cost, if that is what it was.
-
-        Writing the tokens out is a part of it: a longer draft has more of them. k is None for a
-        round that costs more for another reason: it began an answer, or brought the head up to date
-        with rounds that drafted nothing. Either would keep a lane from drafting where it pays.
-        """
-        if k is None or max(result.drafted) != k:
-            return  # the rows asked for other lengths
-        self._draft_length.observe_cost(len(rows), k, duration_s)
-        self._counters.set_draft_tokens(
-            [self._draft_length.best(size) for size in range(1, self._max_rows + 1)]
-        )
-
-    def _note_saving(
-        self, rows: list[Row], result: StepResult, taken: int, duration_s: float
-    ) -> None:
-        """Note the time that a drafted round has saved, where the cost of a plain one is known."""
-        plain_s = self._draft_length.plain_step_s(len(rows))
-        if plain_s is not None and any(result.drafted):
-            # One by one, these tokens would have been so many plain rounds of these rows.
-            self._counters.record_decode_saving(plain_s * taken / len(rows) - duration_s)
-
-    def _take(self, row: Row, result: StepResult, index: int, now_s: float) -> int:
-        """Give a row its tokens of a round; say how many it took."""
-        tokens, drafted = result.tokens[index], result.drafted[index]
-        logprobs = self._logprobs(row, result.scores[index], tokens)
-        taken = row.append_tokens(tokens, self._eos, logprobs, now_s=now_s)
-        if drafted:
-            # A drafted token behind the end of the answer bought nothing: it counts as
-            # rejected, so that the counts explain `completion_tokens`.
-            row.speculation.record_step(drafted, min(taken, len(tokens) - 1))
-            self._draft_length.observe_acceptance(drafted, len(tokens) - 1)
-        return taken
-
-    def _may_share(self, row: Row) -> bool:
-        return self._shared and not row.suspect
-
-    def _batch_for(self, row: Row) -> Batch:
-        if self._may_share(row):
-            return self._drafting if row.draft_tokens else self._plain
-        batch = Batch(shared=self._graph is not None)
-        self._alone.append(batch)
-        return batch
-
-    def _logprobs(
-        self, row: Row, scores: mx.array, tokens: Sequence[int]
-    ) -> tuple[TokenLogprob, ...]:
-        top = row.generation.top_logprobs
-        return () if top is None else token_logprobs(scores, tokens, top, self._raw)
-
-
 def check_device(target: Target) -> None:
-    """Run one token; an error means that nothing can be served any more, whoever asks."""
+    """Compute one token; raise if even that fails, since then the engine can serve nothing."""
     token = mx.zeros((1, 1), dtype=mx.int32)
     mx.eval(target.scores(target.forward(token, target.new_caches(), token)))

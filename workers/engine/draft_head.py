@@ -1,7 +1,7 @@
-"""The MTP head of a lane, and whether it is still trusted.
+"""MTP head of a lane, with its health.
 
-A head that raises costs the rows that it drafted for their drafts and nothing else: the target
-needs no head to go on. One that goes on raising is given up until the worker starts again.
+An error of the head costs the affected rows their drafts only: the target decodes without a head.
+After several consecutive errors the head stays off until the worker restarts.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from workers.engine.row import Row
 logger = logging.getLogger(__name__)
 
 MAX_CONSECUTIVE_ERRORS = 3
-"""So many without a sound round between them are no accident."""
 
 
 class DraftHead:
-    """Hands out the head while it may be used; what it found is in the lane's counters."""
+    """The head of a lane; its health is stored in the lane's counters."""
 
     def __init__(self, head: MtpHead | None, counters: LaneCounters) -> None:
         self._head = head
@@ -29,33 +28,35 @@ class DraftHead:
 
     @property
     def exists(self) -> bool:
-        """Say whether there is a head at all."""
+        """Return whether the lane has a head, healthy or not."""
         return self._head is not None
 
     @property
     def usable(self) -> MtpHead | None:
-        """Return the head unless it is found to be unhealthy."""
+        """Return the head, or None if there is none or it is unhealthy."""
         return self._head if self._counters.head_healthy else None
 
     def for_row(self, row: Row) -> MtpHead | None:
-        """Return the head for a row that is drafted for, None for one that is not or no more."""
+        """Return the head for a row that drafts; None for any other row."""
         if self.usable is None:
             self.disable_for(row)
         return self.usable if row.draft_tokens else None
 
     def record_success(self) -> None:
-        """Note a round that it drafted for without an error."""
+        """Reset the count of consecutive errors."""
         self._consecutive_errors = 0
 
     def record_error(self, error: Exception) -> None:
-        """Note an error; after a few in a row the head is used no more."""
+        """Count an error; mark the head unhealthy at `MAX_CONSECUTIVE_ERRORS`."""
         self._consecutive_errors += 1
-        logger.error("head.failed errors_in_a_row=%d", self._consecutive_errors, exc_info=error)
+        logger.error(
+            "mtp_head.failed consecutive_errors=%d", self._consecutive_errors, exc_info=error
+        )
         if self._consecutive_errors == MAX_CONSECUTIVE_ERRORS:
             self._counters.head_healthy = False
 
     def disable_for(self, row: Row) -> None:
-        """Draft no more for a row that was admitted to be drafted for, and count why."""
+        """Stop drafting for a row that was admitted as drafting, and count the bypass."""
         if row.draft_tokens:
             row.draft_tokens = 0
             self._counters.record_bypass(row, Bypass.HEAD_UNHEALTHY)

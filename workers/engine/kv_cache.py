@@ -1,20 +1,18 @@
-"""A key-value cache in which every row of the batch has a cursor of its own.
+"""Caches of a batch: keys and values with one cursor a row, recurrent states with their history.
 
-Row r holds its keys at slots [0, offset[r]). A rejected draft is not moved away: the next append
-overwrites it, so rolling back costs no data movement whatever the length of the context. All slots
-are handed to the attention each time, with a mask that hides those behind a row's cursor: shapes
-stay the same from round to round, and a round can be compiled once.
+Row r of a `RowCache` holds its keys at slots [0, offset[r]). The next append overwrites a rejected
+draft, so that a rollback moves no data whatever the length of the context. The attention gets all
+slots each time, with a mask that hides those at or after a row's cursor: shapes stay the same from
+step to step, and a step can be compiled once.
 
-It is duck-typed to what mlx-vlm's models read (`offset`, `_idx`, `make_mask`, `update_and_fetch`).
-It must not grow `extract` or `merge`: with them the Qwen3.5 model would run the batch row by row.
-`tests/model/test_mlx_vlm_contract.py` holds that contract.
+A `RecurrentCache` records, for one forward pass, the state after every token of the pass, through
+the protocol of mlx-vlm's cache-aware operators: `update_window` for causal windows,
+`update_recurrent` for state transitions. An operator that replaces a state without that protocol
+leaves no history; `history` then raises, and the family is verified token by token.
 
-A recurrent cache that remembers, for one forward pass, the state behind every token of it.
-
-It speaks the protocol of mlx-vlm's cache-aware operators (`update_window` for causal windows,
-`update_recurrent` for state transitions): the operator knows how to produce states, the cache says
-how many it wants and holds them. An operator that replaces a state without that protocol leaves no
-history, which `history` refuses, and the family is then verified token by token.
+Both are duck-typed to what mlx-vlm's models read (`offset`, `_idx`, `make_mask`,
+`update_and_fetch`), and must not grow `extract` or `merge`: with them the Qwen3.5 model would run
+the batch row by row. `tests/model/test_mlx_vlm_contract.py` tests that contract.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ import mlx.core as mx
 
 MIN_SLOTS = 256
 CAPACITIES_PER_DOUBLING = 4
-"""Capacities between a power of two and the next: few shapes, and never a quarter unused."""
+"""Capacities between a power of two and the next: few shapes, and less than a quarter unused."""
 
 
 class RowCache:
-    """Keys and values of shape [rows, heads, slots, head width], one cursor a row."""
+    """Keys and values of shape [rows, heads, slots, head width], with one cursor a row."""
 
     left_padding = None  # rows start at slot 0: the models must not look for padding
 
@@ -40,6 +38,15 @@ class RowCache:
         self.offset = offset
         """[rows]: the cursors."""
 
+    @classmethod
+    def of_row(
+        cls, keys: mx.array, values: mx.array, tokens: int, room_tokens: int = 1
+    ) -> RowCache:
+        """Return the cache of one row of `tokens` tokens, with room for `room_tokens` more."""
+        cache = cls(keys, values, mx.array([tokens], dtype=mx.int32))
+        cache.resize(capacity(tokens + room_tokens))
+        return cache
+
     # --- read by the models -------------------------------------------------------------------
 
     @property
@@ -48,7 +55,7 @@ class RowCache:
 
     @property
     def batch_size(self) -> int:
-        """Count the rows."""
+        """Return the number of rows."""
         return int(self.keys.shape[0])
 
     @property
@@ -57,22 +64,22 @@ class RowCache:
         return self.keys, self.values
 
     def size(self) -> int:
-        """Return the slots that an attention looks at."""
+        """Return the number of slots that the attention reads."""
         return self.slots
 
     def empty(self) -> bool:
-        """Say that nothing is stored; never so for a joined row."""
+        """Return False: a joined row always holds tokens."""
         return False
 
-    def make_mask(self, N: int, **_: object) -> mx.array:  # noqa: N803  # theirs
-        """Let query i of a row see exactly that row's slots up to its own: [rows, 1, N, slots]."""
+    def make_mask(self, N: int, **_: object) -> mx.array:  # noqa: N803  # mlx-vlm's name
+        """Mask all but a row's own slots up to query i, for each query: [rows, 1, N, slots]."""
         queries = self.offset[:, None] + mx.arange(N)
         return mx.arange(self.slots)[None, None, None] <= queries[:, None, :, None]
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append [rows, heads, L, width] behind every row's cursor; return all slots.
+        """Append [rows, heads, L, width] at every row's cursor; return all slots.
 
-        The slots must have been reserved: how many are needed is not known on the device.
+        The caller must have reserved the slots: the device does not know how many are needed.
         """
         length = keys.shape[2]
         at = (self.offset[:, None] + mx.arange(length))[:, None, :, None]
@@ -91,12 +98,12 @@ class RowCache:
         return int(self.keys.shape[2])
 
     def reserve(self, tokens: int) -> None:
-        """Make room for rows of up to `tokens` tokens."""
+        """Grow to hold rows of up to `tokens` tokens."""
         if tokens > self.slots:
             self.resize(capacity(tokens))
 
     def join(self, other: RowCache) -> None:
-        """Add the rows of another cache behind these."""
+        """Append the rows of another cache."""
         slots = max(self.slots, other.slots)
         self.resize(slots)
         other.resize(slots)
@@ -105,7 +112,7 @@ class RowCache:
         self.offset = mx.concatenate([self.offset, other.offset])
 
     def select(self, rows: Sequence[int], tokens: int) -> None:
-        """Drop all rows but these, of up to `tokens` tokens, and the slots only others used."""
+        """Drop all rows but these, of up to `tokens` tokens, and the slots that they do not need."""
         chosen = mx.array(rows, dtype=mx.int32)
         slots = min(capacity(tokens), self.slots)
         self.keys = self.keys[chosen][:, :, :slots]
@@ -113,7 +120,7 @@ class RowCache:
         self.offset = self.offset[chosen]
 
     def resize(self, slots: int) -> None:
-        """Have exactly so many slots a row, none of them behind a cursor lost."""
+        """Set the capacity of every row; it must not be below any cursor."""
         missing = slots - self.slots
         if missing < 0:
             self.keys, self.values = self.keys[:, :, :slots], self.values[:, :, :slots]
@@ -123,13 +130,13 @@ class RowCache:
 
 
 def capacity(tokens: int) -> int:
-    """Return the slots to hold so many tokens: one of few numbers, up to a quarter more."""
+    """Return the number of slots to reserve for `tokens` tokens: up to a quarter more."""
     step = _step(tokens)
     return -(-tokens // step) * step
 
 
 def capacity_within(slots: int) -> int:
-    """Return the largest capacity of at most so many slots."""
+    """Return the largest capacity of at most `slots` slots."""
     return slots // _step(slots) * _step(slots)
 
 
@@ -141,8 +148,8 @@ def _step(tokens: int) -> int:
 
 
 History: TypeAlias = tuple[mx.array, ...]
-"""What one slot went through over L > 1 tokens: `(source,)` [rows, width + L, ...] of a window, or
-`(between, final)` of a state: [rows, L - 1, ...] behind all tokens but the last, and [rows, ...]"""
+"""States of one slot over L > 1 tokens: `(source,)` [rows, width + L, ...] of a window, or
+`(between, final)` of a state: [rows, L - 1, ...] after all tokens but the last, and [rows, ...]"""
 
 
 class RecurrentCache:
@@ -164,7 +171,7 @@ class RecurrentCache:
     def update_window(
         self, index: int, source: mx.array, width: int, *, lengths: object = None
     ) -> mx.array:
-        """Take the tokens that a causal window moves over, those before it included."""
+        """Store the tokens that a causal window passes over, including those before the pass."""
         self._history[index] = (source,)
         self._slots[index] = source[:, source.shape[1] - width :]
         return self._slots[index]
@@ -180,11 +187,11 @@ class RecurrentCache:
         return output, final
 
     def advance(self, steps: int) -> None:
-        """Hear that tokens were read: rows here have no padding that would care."""
+        """Do nothing: the rows have no padding to advance over."""
 
     @property
     def state(self) -> tuple[mx.array, ...]:
-        """Return the state behind the last token."""
+        """Return the state after the last token."""
         return tuple(self._slots)
 
     def history(self) -> list[History]:
@@ -193,7 +200,7 @@ class RecurrentCache:
 
 
 def stack_history(steps: Sequence[tuple[mx.array, ...]]) -> list[History]:
-    """Make histories of the slots as they were behind one token after another."""
+    """Return the history of every slot, given all slots after one token and the next."""
     return [
         (mx.stack(states[:-1], axis=1), states[-1])
         for states in (list(slot) for slot in zip(*steps, strict=True))
@@ -201,7 +208,7 @@ def stack_history(steps: Sequence[tuple[mx.array, ...]]) -> list[History]:
 
 
 def state_after(history: History, tokens: mx.array, length: int) -> mx.array:
-    """Take, for every row, the state behind its first `tokens[row]` of the `length` tokens."""
+    """Return, for every row, the state after its first `tokens[row]` of the `length` tokens."""
     if len(history) == 1:
         (source,) = history
         at = tokens[:, None] + mx.arange(source.shape[1] - length)

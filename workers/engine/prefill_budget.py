@@ -27,9 +27,9 @@ class PrefillBudget:
         self._block_costs_s: deque[float] = deque(maxlen=SAMPLES)
         self._best_block_s: float | None = None
 
-    def chunk_tokens(self, *, beside_decoding: bool) -> int:
+    def chunk_tokens(self, *, others_decode: bool) -> int:
         """Return how many tokens to read next, at most; one block where the cost is not known."""
-        if not beside_decoding:
+        if not others_decode:
             return self._max_chunk_tokens
         blocks = 1
         if self._block_costs_s:

@@ -1,7 +1,4 @@
-"""One answer while it is being made: the only mutable record of the engine.
-
-Draft and verify counts of one answer, step by step.
-"""
+"""Row of a lane: one generation from admission to its end, and its speculation counts."""
 
 from __future__ import annotations
 
@@ -27,6 +24,11 @@ from workers.engine.types import (
 )
 from workers.protocol import Speculation
 
+EventSink = Callable[[Event | EngineError], None]
+DELTA_INTERVAL_S = 0.01
+"""Minimum time between two deltas of an answer. A delta costs the worker, the gateway and the
+client more than a token costs a small model, and no reader needs a hundred in a second."""
+
 
 class SpeculationCounter:
     """Draft and verify counts of one row, step by step."""
@@ -41,23 +43,23 @@ class SpeculationCounter:
 
     @property
     def steps(self) -> tuple[DraftStep, ...]:
-        """Name the verifies of this row's drafts, in order."""
+        """Return the verified drafts of the row, in order."""
         return tuple(self._steps)
 
     @property
     def step_count(self) -> int:
-        """Count them, in no time."""
+        """Return the number of verified drafts, in constant time."""
         return len(self._steps)
 
     def record_step(self, drafted: int, accepted: int) -> None:
-        """Count one verify of this row's draft."""
+        """Count one verified draft."""
         self._steps.append(DraftStep(drafted=drafted, accepted=accepted))
         self._drafted += drafted
         self._accepted += accepted
         self._histogram[accepted] += 1
 
     def record_errors(self, drafted: int) -> None:
-        """Count draft tokens that were wanted and never came."""
+        """Count the tokens of a draft that failed."""
         self._drafted += drafted
         self._errors += drafted
 
@@ -75,51 +77,46 @@ class SpeculationCounter:
         )
 
 
-EventSink = Callable[[Event | EngineError], None]
-DELTA_INTERVAL_S = 0.01
-"""Between two pieces of an answer at least. Each costs the worker, the gateway and the client more
-than a token costs a small model, and nobody reads a hundred of them in a second."""
-
-
 @dataclass(slots=True, kw_only=True, eq=False)
 class Row:
-    """A generation in a lane: what was asked, what came out so far, and where it is heard."""
+    """A generation in a lane: its request, its answer so far, and the sink of its events."""
 
     generation: Generation
     prompt: PreparedPrompt
     seed: int
     max_tokens: int
     draft_tokens: int
-    """The most this row may be drafted at a time; 0 for one that must not speculate."""
+    """Maximum draft length; 0 for a row that must not speculate."""
     draft_tokens_fixed: bool = False
-    """Whether the request named its k: then it gets just that, paying or not."""
+    """Whether the request names its draft length: it then applies even where it does not pay."""
     bypass: tuple[Bypass, ...] = ()
-    """Why it must not speculate, for the lane's counts."""
+    """Reasons why the row must not speculate, for the lane's counts."""
     text: TextStream
     speculation: SpeculationCounter
     sink: EventSink
     answer: list[int] = field(default_factory=list)
+    """Tokens of the answer so far."""
     finish_reason: FinishReason | None = None
     cancelled: bool = False
     drafting_skipped: bool = False
-    """Whether the lane drafted nothing for it at some time, as that was measured not to pay."""
+    """Whether the lane drafted nothing at some step, since drafting did not pay."""
     suspect: bool = False
-    """Whether it was in a plain round that failed: it then decodes in a batch of its own."""
+    """Whether a plain step with this row failed: it then decodes in a batch of its own."""
     cached_tokens: int = 0
-    """Prompt tokens that came out of a snapshot instead of being read."""
+    """Prompt tokens taken from the prefix cache."""
     skipped_tokens: int = 0
-    """Prompt tokens that are never read: a draft model found that they do not matter."""
+    """Prompt tokens that the target never reads, since a draft model found them unimportant."""
     prefetched: HostPrefix | None = None
-    """What disk had of the prompt's beginning, until the prefill begins."""
+    """Shared prefix of the prompt, read from disk; None again once the prefill has started."""
     position_offset: int = 0
-    """Token number to text position; pictures take fewer positions than tokens."""
+    """Difference from token number to text position: pictures take fewer positions than tokens."""
     _last_delta_s: float = -inf
     _pending_text: str = ""
     _pending_logprobs: list[TokenLogprob] = field(default_factory=list)
 
     @property
     def context_tokens(self) -> int:
-        """Count the tokens behind the next one: all but the last one of the answer."""
+        """Count the tokens before the next one: the prompt and all of the answer but its last."""
         return len(self.prompt.tokens) + max(len(self.answer) - 1, 0)
 
     @property
@@ -128,19 +125,19 @@ class Row:
         return self.context_tokens - self.skipped_tokens
 
     def slots_after(self, tokens: int) -> int:
-        """Count the slots it uses once it has grown by so many tokens, or has ended before."""
+        """Count the slots in use after up to `tokens` further tokens of the answer."""
         return self.slots_used + min(tokens, max(self.max_tokens - len(self.answer), 0))
 
     def draft_limit(self, k: int) -> int:
-        """Count the tokens to draft next where the lane would draft k.
+        """Return the length of the next draft in a lane that drafts k tokens.
 
-        No more than can be used: one token comes with the verify anyway.
+        A draft never exceeds what the answer has room for beside the token of the verify itself.
         """
         wanted = self.draft_tokens if self.draft_tokens_fixed else min(k, self.draft_tokens)
         return max(min(wanted, self.max_tokens - len(self.answer) - 1), 0)
 
     def sampling_context(self) -> SamplingContext:
-        """Describe to the sampler how the next token of this row is chosen."""
+        """Return the sampler's input for the next token."""
         return SamplingContext(
             sampling=self.generation.sampling,
             seed=self.seed,
@@ -150,7 +147,7 @@ class Row:
         )
 
     def usage(self) -> Usage:
-        """Count the tokens so far, the end token included, as vLLM does."""
+        """Return the token counts so far, the end token included, as vLLM does."""
         return Usage(
             prompt_tokens=len(self.prompt.tokens),
             completion_tokens=len(self.answer),
@@ -166,18 +163,18 @@ class Row:
         *,
         now_s: float,
     ) -> int:
-        """Take the tokens of one step up to the end of the answer; return how many were taken.
+        """Append the tokens of one step up to the end of the answer; return how many fitted.
 
-        The text they make certain goes to the sink in one piece: at once, or with that of the next
-        steps where the last piece is younger than `DELTA_INTERVAL_S`.
+        The sink gets the decoded text in one delta: at once, or together with the text of the next
+        steps if the last delta is younger than `DELTA_INTERVAL_S`.
         """
-        taken = 0
+        appended = 0
         text = ""
         for token in tokens:
             if logprobs:
                 begin = self.text.decided_chars
-                self._pending_logprobs.append(replace(logprobs[taken], offset_chars=begin))
-            taken += 1
+                self._pending_logprobs.append(replace(logprobs[appended], offset_chars=begin))
+            appended += 1
             self.answer.append(token)
             if token in ends:
                 self.finish_reason = FinishReason.STOP
@@ -188,21 +185,15 @@ class Row:
                 elif len(self.answer) >= self.max_tokens:
                     self.finish_reason = FinishReason.LENGTH
             if self.finish_reason:
+                text += self.text.flush()
                 break
-        if self.finish_reason:
-            text += self.text.flush()
         self._pending_text += text
         if self.finish_reason or now_s - self._last_delta_s >= DELTA_INTERVAL_S:
             self._emit_delta(now_s)
-        return taken
-
-    def _emit_delta(self, now_s: float) -> None:
-        if self._pending_text or self._pending_logprobs:
-            self.sink(Delta(text=self._pending_text, logprobs=tuple(self._pending_logprobs)))
-            self._last_delta_s, self._pending_text, self._pending_logprobs = now_s, "", []
+        return appended
 
     def finished_event(self) -> Finished:
-        """Describe the end of the answer."""
+        """Return the event that ends the answer."""
         assert self.finish_reason is not None
         return Finished(
             reason=self.finish_reason,
@@ -210,3 +201,8 @@ class Row:
             speculation=self.speculation.total(),
             steps=self.speculation.steps,
         )
+
+    def _emit_delta(self, now_s: float) -> None:
+        if self._pending_text or self._pending_logprobs:
+            self.sink(Delta(text=self._pending_text, logprobs=tuple(self._pending_logprobs)))
+            self._last_delta_s, self._pending_text, self._pending_logprobs = now_s, "", []

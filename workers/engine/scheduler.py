@@ -1,8 +1,8 @@
-"""One lane: a waiting line, at most one prompt being read, and the live rows.
+"""Scheduler of one lane: its queue, at most one prefill, and the decoding rows.
 
-A step reads as: drop who left, admit, make room, prefill a chunk, run a round, emit. It blocks on
-MLX alone, and whoever waits or leaves costs the others nothing. What raises an error ends one row;
-the others of its batch are read again, and so is who has written least where memory ends.
+A step drops cancelled rows, admits the next one, evicts what exceeds the memory, reads one chunk of
+a prompt, and decodes one step of every batch. Only MLX blocks it. An error ends one row; the other
+rows of its batch are requeued, and so is the row with the shortest answer when memory runs out.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ DRAFTABLE_BYPASSES = {
     ),
     LaneName.VLM: frozenset({Bypass.MEDIA}),
 }
-"""What keeps a request out of the text-mtp pool and is drafted for all the same where it runs.
+"""Bypass reasons by which a gateway avoids the text-mtp lane, but which a lane can draft for.
 
-Sampled text and text with penalties, biases or log-probabilities, since a policy that sends it to
-this lane means it; pictures, since after its prefill a picture row is a text row with a position
-offset."""
+text-mtp: sampling, penalties, biases and log-probabilities, since a policy that routes them to this
+lane wants them drafted. vlm: pictures, since after its prefill a row with pictures is a text row
+with a position offset."""
 
 
 class LaneScheduler:
-    """Runs generations side by side on the engine thread; no method is safe from another."""
+    """Generations of one lane; used by the engine thread only, unless a method says otherwise."""
 
     def __init__(
         self,
@@ -87,52 +87,65 @@ class LaneScheduler:
             draft_tokens=draft_tokens,
             max_rows=max_rows,
             eos=checkpoint.eos,
-            raw=prompts.raw,
+            token_bytes=prompts.raw,
             clock=clock,
         )
 
     @property
     def busy(self) -> bool:
-        """Say whether a step has anything to do."""
+        """Return whether a step has anything to do."""
         return bool(self._waiting or self._prefill or self.running_rows)
 
     @property
     def running_rows(self) -> int:
-        """Count the rows that decode."""
+        """Return the number of decoding rows."""
         return len(self._decoder.rows)
 
     @property
     def waiting_rows(self) -> int:
-        """Count the rows that no prompt is being read of yet."""
+        """Return the number of queued rows; safe from any thread."""
         return len(self._waiting)
 
     @property
     def rows_in_memory(self) -> list[Row]:
-        """Name the rows that hold caches: those that decode, and the one that is being read."""
+        """Return the rows that hold caches: the decoding ones and the one in prefill."""
         rows = self._decoder.rows
         return rows if self._prefill is None else [*rows, self._prefill.row]
 
-    def bypass_reasons(self, generation: Generation) -> tuple[Bypass, ...]:
-        """Name what keeps a generation from speculating in this lane; safe from any thread."""
-        if not self._head.exists:
-            return generation.bypass
-        allowed = DRAFTABLE_BYPASSES[self.name]
-        stops = tuple(reason for reason in generation.bypass if reason not in allowed)
-        return stops if self.counters.head_healthy else (*stops, Bypass.HEAD_UNHEALTHY)
-
     @property
     def has_head(self) -> bool:
-        """Say whether the lane has a head to draft with."""
+        """Return whether the lane has an MTP head; safe from any thread."""
         return self._head.exists
 
+    @property
+    def prefill_prefix_key(self) -> str | None:
+        """Return the key of the prefix that the prefill reads and will store in the cache."""
+        prefill = self._prefill
+        if prefill is None or not prefill.prefix_tokens or not prefill.row.prompt.prefix:
+            return None
+        return prefill.row.prompt.prefix.key
+
+    def bypass_reasons(self, generation: Generation) -> tuple[Bypass, ...]:
+        """Return why a generation must not speculate in this lane; safe from any thread."""
+        if not self._head.exists:
+            return generation.bypass
+        draftable = DRAFTABLE_BYPASSES[self.name]
+        reasons = tuple(reason for reason in generation.bypass if reason not in draftable)
+        return reasons if self.counters.head_healthy else (*reasons, Bypass.HEAD_UNHEALTHY)
+
+    def rows_by_batch(self, *newcomers: Row) -> list[list[Row]]:
+        """Return the rows with caches, grouped by the batch that they are in or will join."""
+        in_prefill = [] if self._prefill is None else [self._prefill.row]
+        return self._decoder.rows_by_batch(*in_prefill, *newcomers)
+
     def add(self, row: Row) -> None:
-        """Put a row at the end of the waiting line."""
+        """Queue a row."""
         self.counters.record_admission(row)
         self._waiting.append(row)
         self._update_occupancy()
 
     def step(self) -> None:
-        """Drop who left, read one chunk of the next prompt, advance every live row by one round."""
+        """Drop cancelled rows, read one chunk of a prompt, and decode one step of every row."""
         self._drop_cancelled()
         self._admit()
         self._evict()
@@ -143,7 +156,7 @@ class LaneScheduler:
         self._update_occupancy()
 
     def close(self, reason: EngineError) -> None:
-        """End every row with this reason."""
+        """End every row with this error."""
         rows = [*self._waiting, *self.rows_in_memory]
         self._waiting.clear()
         self._prefill = None
@@ -153,70 +166,63 @@ class LaneScheduler:
             row.sink(reason)
 
     def _drop_cancelled(self) -> None:
-        gone = [row for row in self._waiting if row.cancelled]
-        for row in gone:
+        cancelled = [row for row in self._waiting if row.cancelled]
+        for row in cancelled:
             self._waiting.remove(row)
         if self._prefill is not None and self._prefill.row.cancelled:
-            gone.append(self._prefill.row)
+            cancelled.append(self._prefill.row)
             self._prefill = None
-        gone += self._decoder.drop_cancelled()
-        for row in gone:
+        cancelled += self._decoder.drop_cancelled()
+        for row in cancelled:
             self.counters.record_finish(row)
 
-    @property
-    def prefill_prefix_key(self) -> str | None:
-        """Name the prefix that is being read now and will be kept."""
-        prefill = self._prefill
-        if prefill is None or not prefill.prefix_tokens or not prefill.row.prompt.prefix:
-            return None
-        return prefill.row.prompt.prefix.key
-
     def _admit(self) -> None:
-        if self._prefill is None and self._waiting and self.running_rows < self._max_rows:
-            prefix = self._waiting[0].prompt.prefix
-            if prefix and any(lane.prefill_prefix_key == prefix.key for lane in self._siblings):
-                return  # in a few steps it can be had instead of read
-            if not self._fits(self._waiting[0]):
-                return  # rows that end make room
-            row = self._waiting.popleft()
-            try:
-                self._prefill = start_prefill(
-                    row, self._target, self._head.usable, self._prefix_cache
-                )
-                if not row.answer and (row.cached_tokens or self._prefill.prefix_tokens):
-                    self.counters.record_prefix_lookup(
-                        row, self._prefill_budget.best_case_s(row.cached_tokens)
-                    )
-                self._sparse_prefill.start_scoring(self._prefill, self.counters)
-            except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
-                self._fail([row], error)
-
-    def rows_by_batch(self, *newcomers: Row) -> list[list[Row]]:
-        """Name the rows that hold caches, by the batch that they are in or will join."""
-        reading = [] if self._prefill is None else [self._prefill.row]
-        return self._decoder.rows_by_batch(*reading, *newcomers)
+        if self._prefill is not None or not self._waiting or self.running_rows >= self._max_rows:
+            return
+        row = self._waiting[0]
+        prefix = row.prompt.prefix
+        if prefix and any(lane.prefill_prefix_key == prefix.key for lane in self._siblings):
+            return  # in a few steps the prefix cache will have it
+        if not self._fits(row):
+            return  # rows that end will free memory
+        self._waiting.popleft()
+        try:
+            self._prefill = start_prefill(row, self._target, self._head.usable, self._prefix_cache)
+            if not row.answer and (row.cached_tokens or self._prefill.prefix_tokens):
+                saved_s = self._prefill_budget.best_case_s(row.cached_tokens)
+                self.counters.record_prefix_lookup(row, saved_s)
+            self._sparse_prefill.start_scoring(self._prefill, self.counters)
+        except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
+            self._fail([row], error)
 
     def _fits(self, newcomer: Row) -> bool:
-        # A row that is alone always runs: it was found to fit when it came.
-        return not self._in_memory or self._free_bytes(newcomer, ahead_tokens=GROWTH_TOKENS) >= 0
+        # A row alone always fits: the engine has rejected prompts that exceed the memory.
+        return (
+            not self._rows_in_all_lanes
+            or self._free_bytes(newcomer, growth_tokens=GROWTH_TOKENS) >= 0
+        )
 
     @property
-    def _in_memory(self) -> int:
+    def _rows_in_all_lanes(self) -> int:
         return sum(len(lane.rows_in_memory) for lane in {self, *self._siblings})
 
-    def _free_bytes(self, *newcomers: Row, ahead_tokens: int = 0) -> int:
-        """Count what the rows of all lanes leave, once each has grown by so many tokens."""
+    def _free_bytes(self, *newcomers: Row, growth_tokens: int = 0) -> int:
+        """Return the bytes that the rows of all lanes leave, each grown by `growth_tokens`."""
         batches = self.rows_by_batch(*newcomers)
-        batches += [
-            rows for lane in self._siblings if lane is not self for rows in lane.rows_by_batch()
-        ]
-        tokens = [[row.slots_after(ahead_tokens) for row in rows] for rows in batches]
+        for lane in self._siblings:
+            if lane is not self:
+                batches += lane.rows_by_batch()
+        tokens = [[row.slots_after(growth_tokens) for row in rows] for rows in batches]
         return self._memory.room_bytes - self._memory.batch_cache_bytes(tokens)
 
     def _evict(self) -> None:
-        """Let prefix_cache go where rows need the room, and rows where they outgrow it together."""
-        # Never the last one: some answer always comes to its end.
-        while (free_bytes := self._free_bytes()) < 0 and self.running_rows and self._in_memory > 1:
+        """Preempt rows that together exceed the memory, and evict cached prefixes for the rest."""
+        # One row always stays, so that some answer completes.
+        while (
+            (free_bytes := self._free_bytes()) < 0
+            and self.running_rows
+            and self._rows_in_all_lanes > 1
+        ):
             self._waiting.appendleft(self._decoder.preempt())
         self._prefix_cache.evict_to(max(free_bytes, 0))
 
@@ -230,16 +236,17 @@ class LaneScheduler:
             return
         if prefill.complete:
             self._prefill = None
-            self._apply(
-                Outcome(finished=[row]) if row.finish_reason else self._decoder.join(prefill)
-            )
+            if row.finish_reason:
+                self._finish(row)
+            else:
+                self._apply(self._decoder.join(prefill))
 
     def _prefill_chunk(self, prefill: Prefill) -> None:
-        """Read one chunk, or let a draft model find out what to read; choose the first token."""
+        """Read one chunk, or let the draft model score one; choose the first token at the end."""
         row = prefill.row
-        beside_decoding = any(lane.running_rows for lane in (self, *self._siblings))
+        others_decode = any(lane.running_rows for lane in (self, *self._siblings))
         before, begun_s = prefill.read_count, self._clock()
-        chunk_tokens = self._prefill_budget.chunk_tokens(beside_decoding=beside_decoding)
+        chunk_tokens = self._prefill_budget.chunk_tokens(others_decode=others_decode)
         if prefill.scoring is not None:
             self._sparse_prefill.score_chunk(prefill, chunk_tokens, self.counters)
             return
@@ -258,7 +265,7 @@ class LaneScheduler:
             self._decoder.append_first_token(row, prefill.scores[0], token)
 
     def _store_prefix(self, prefill: Prefill) -> None:
-        """Keep the shared beginning that has just been read, if there is room for the copy."""
+        """Store the shared prefix once it has been read, if there is memory for the copy."""
         prefix = prefill.row.prompt.prefix
         if prefix is None or prefill.read_count != prefill.prefix_tokens:
             return
@@ -267,27 +274,27 @@ class LaneScheduler:
             prefill.prefix_tokens = 0
             return
         self._prefix_cache.evict_to(free_bytes)
-        if (snapshot := make_cached_prefix(prefill)) is not None:
-            self._prefix_cache.store(prefix.key, snapshot)
+        if (cached := make_cached_prefix(prefill)) is not None:
+            self._prefix_cache.store(prefix.key, cached)
 
     def _apply(self, outcome: Outcome) -> None:
-        """Tell whose answer has ended; put at the front of the line who must be read again."""
+        """Finish and fail the rows that ended; requeue the others first in the queue."""
         for row in outcome.finished:
             self._finish(row)
-        self._waiting.extendleft(reversed(outcome.again))
+        self._waiting.extendleft(reversed(outcome.requeued))
         if outcome.error is not None:
             self._fail(outcome.failed, outcome.error)
 
     def _finish(self, row: Row) -> None:
-        """Count first, tell then: who asks for the sums after an answer finds it in them."""
+        # The counts come first: a client may read them as soon as its answer has ended.
         self.counters.record_finish(row)
         self._update_occupancy()
         row.sink(row.finished_event())
 
     def _fail(self, rows: list[Row], error: Exception) -> None:
-        """End rows with an error; raise if not even one token can be computed any more."""
+        """End rows with an error; raise if the device can compute nothing any more."""
         logger.error("lane.failed lane=%s rows=%d", self.name, len(rows), exc_info=error)
-        failed = GenerationFailed("The engine failed while it made this answer.")
+        failed = GenerationFailed("The engine failed while it generated this answer.")
         for row in rows:
             self.counters.record_finish(row)
             row.sink(error if isinstance(error, InvalidGeneration) else failed)
@@ -295,16 +302,16 @@ class LaneScheduler:
 
     def _update_occupancy(self) -> None:
         prefill = self._prefill
-        unread = sum(map(self._unread_tokens, self._waiting)) if self._waiting else 0
+        pending = sum(map(self._pending_tokens, self._waiting)) if self._waiting else 0
         if prefill is not None:
-            unread += len(prefill.read_indices) - prefill.read_count
+            pending += len(prefill.read_indices) - prefill.read_count
         running = self.running_rows + (prefill is not None)
         self.counters.set_occupancy(
-            running=running, waiting=len(self._waiting), pending_prefill_tokens=unread
+            running=running, waiting=len(self._waiting), pending_prefill_tokens=pending
         )
 
-    def _unread_tokens(self, row: Row) -> int:
-        """Count what is to be read of a prompt that waits, as far as can be told before."""
+    def _pending_tokens(self, row: Row) -> int:
+        """Return the prompt tokens of a queued row that are not in the prefix cache."""
         prefix = row.prompt.prefix
-        known = prefix.tokens if prefix and prefix.key in self._prefix_cache else 0
-        return len(row.prompt.tokens) - known
+        cached = prefix.tokens if prefix and prefix.key in self._prefix_cache else 0
+        return len(row.prompt.tokens) - cached

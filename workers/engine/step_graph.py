@@ -1,10 +1,10 @@
-"""The device side of a round as pure functions of arrays, compiled once for each shape.
+"""Device side of a step as pure functions of arrays, compiled once for each shape.
 
-A small model on a fast machine is bound by the host that launches its operations, not by the
-device: compiled, a verify of three tokens costs what an ordinary step costs uncompiled. It takes
-shapes that do not change from round to round: caches hand out all their slots (`kv_cache.py`),
-cursors and counts stay on the device, and what a row rejects is undone there too. So the host
-learns what was accepted while the device already works on what follows from it.
+The host that launches the operations limits a small model on a fast machine, not the device:
+compiled, a verify of three tokens costs as much as an uncompiled plain step. Compilation needs
+shapes that do not change from step to step: caches return all their slots (`kv_cache.py`), cursors
+and counts stay on the device, and the device rolls back rejected tokens itself. The host reads the
+accepted tokens while the device already computes the next state.
 
 States are lists of layers: `(keys, values)` of an attention, the slots of a recurrent layer.
 """
@@ -22,12 +22,12 @@ from workers.engine.model import KVCache, MtpHead, Target
 LayerState: TypeAlias = tuple[mx.array, ...]
 State: TypeAlias = list[LayerState]
 Layers: TypeAlias = list[LayerState | list[History]]
-"""A state with L tokens appended; where L > 1 recurrent layers have their histories instead."""
+"""A state after L more tokens; where L > 1 recurrent layers have their histories instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyResult:
-    """What the target made of L tokens a row."""
+    """Output of the target for L tokens of every row."""
 
     scores: mx.array
     """[rows, L, vocabulary]."""
@@ -37,18 +37,18 @@ class VerifyResult:
 
     @property
     def state(self) -> State:
-        """Return the state behind a single token: nothing of it can be undone."""
+        """Return the state after a verify of one token, which needs no rollback."""
         return cast("State", self.layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitResult:
-    """Where a round that drafted leaves the batch."""
+    """State of a batch after a step that drafted."""
 
     accepted: mx.array
-    """[rows]: the drafts that the target would have chosen too, from the first on."""
-    last: mx.array
-    """[rows]: the token behind them, in no cache yet."""
+    """[rows]: number of leading draft tokens that equal the target's choices."""
+    last_tokens: mx.array
+    """[rows]: the token after them, in no cache yet."""
     state: State
     head_state: State
     seed_hidden: mx.array
@@ -56,7 +56,7 @@ class CommitResult:
 
 
 class StepGraph:
-    """Drafts, verifies and settles for a Qwen3.5-like target, with its head or without one."""
+    """Draft, verify and commit of a Qwen3.5-like target, with or without its head."""
 
     def __init__(self, target: Target, head: MtpHead | None) -> None:
         self.head = head
@@ -69,14 +69,14 @@ class StepGraph:
     def draft(
         self, seed_hidden: mx.array, head_state: State, offset: mx.array, length: int
     ) -> tuple[mx.array, State]:
-        """Let the head guess the next `length` tokens: [rows, length], and its caches with them."""
+        """Draft the next `length` tokens: [rows, length]; return the head's new caches too."""
         drafts, state = self._draft(seed_hidden, head_state, offset, length)
         return drafts, state
 
     def verify(
         self, tokens: mx.array, state: State, offset: mx.array, position_shift: mx.array
     ) -> VerifyResult:
-        """Run tokens [rows, L] through the target, behind every row's cursor."""
+        """Run tokens [rows, L] through the target, at every row's cursor."""
         scores, hidden, layers = self._verify(tokens, state, offset, position_shift)
         return VerifyResult(scores=scores, hidden=hidden, layers=layers)
 
@@ -87,30 +87,30 @@ class StepGraph:
         drafted: tuple[mx.array, mx.array],
         head: tuple[State, mx.array],
     ) -> CommitResult:
-        """Keep the drafts that were chosen, row by row; undo the others.
+        """Accept the matching draft tokens row by row, and roll back the others.
 
-        `chosen` is [rows, k + 1]; `drafted` the drafts [rows, k] and how many of them count [rows];
-        `head` the head's caches and their cursors [rows].
+        `chosen` is [rows, k + 1]; `drafted` the drafts [rows, k] and their lengths [rows]; `head`
+        the head's caches and their cursors [rows].
         """
-        accepted, last, state, kept_head_state, seed_hidden = self._commit(
+        accepted, last_tokens, state, head_state, seed_hidden = self._commit(
             verified.layers, verified.hidden, chosen, drafted, head
         )
         return CommitResult(
             accepted=accepted,
-            last=last,
+            last_tokens=last_tokens,
             state=state,
-            head_state=kept_head_state,
+            head_state=head_state,
             seed_hidden=seed_hidden,
         )
 
     def roll_back(self, layers: Layers, kept: mx.array, length: int) -> State:
-        """Return the state behind the first `kept[row]` of `length` verified tokens."""
+        """Return the state after the first `kept[row]` of `length` verified tokens."""
         return [
             tuple(layer) if attends else tuple(state_after(slot, kept, length) for slot in layer)
             for attends, layer in zip(self._attends, layers, strict=True)
         ]
 
-    # --- what is compiled: no value is read, and nothing but arrays comes out ----------------
+    # --- compiled: these read no value, and return nothing but arrays -----------------------
 
     def _trace_draft(
         self, seed_hidden: mx.array, head_state: State, offset: mx.array, length: int
@@ -143,7 +143,7 @@ class StepGraph:
     def _trace_one_by_one(
         self, tokens: mx.array, state: State, offset: mx.array, positions: mx.array
     ) -> tuple[mx.array, mx.array, Layers]:
-        """Verify where states behind each token of a pass are not to be had: a pass a token."""
+        """Verify with one pass per token, where the layers record no history within a pass."""
         steps: list[State] = []
         hidden, scores = [], []
         for at in range(tokens.shape[1]):
@@ -172,19 +172,19 @@ class StepGraph:
         drafts, limits = drafted
         head_state, head_offset = head
         length = chosen.shape[1]
-        asked = mx.arange(length - 1)[None] < limits[:, None]
-        matches = mx.logical_and(drafts == chosen[:, :-1], asked)
+        within_limit = mx.arange(length - 1)[None] < limits[:, None]
+        matches = mx.logical_and(drafts == chosen[:, :-1], within_limit)
         accepted = mx.cumprod(matches.astype(mx.int32), axis=1).sum(axis=1)
-        last = mx.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
+        last_tokens = mx.take_along_axis(chosen, accepted[:, None], axis=1)[:, 0]
         state = self.roll_back(layers, accepted + 1, length)
-        # What the head stored for its own guesses is replaced by what the target really saw. The
-        # choices behind a row's last one are read too and forgotten again, by its cursor: one pass
-        # for all rows costs less than one a row.
+        # The head's states for its own drafts are replaced by those for the target's choices. It
+        # also reads the choices after a row's last token, which the row's cursor then excludes: one
+        # pass for all rows costs less than one per row.
         caches = [RowCache(keys, values, head_offset) for keys, values in head_state]
         positions = head_offset[:, None] + mx.arange(length, dtype=mx.int32)
         read = self.head.forward(chosen, hidden, caches, positions)
         seed_hidden = mx.take_along_axis(read, accepted[:, None, None], axis=1)
-        return accepted, last, state, [cache.state for cache in caches], seed_hidden
+        return accepted, last_tokens, state, [cache.state for cache in caches], seed_hidden
 
     def _open(self, state: State, offset: mx.array) -> list[RowCache | RecurrentCache]:
         return [

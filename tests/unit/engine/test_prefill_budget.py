@@ -11,21 +11,21 @@ def test_alone_a_prompt_is_read_in_the_longest_chunks() -> None:
     pace = PrefillBudget(512, budget_s=0.1)
     pace.observe(512, 50.0)
 
-    assert pace.chunk_tokens(beside_decoding=False) == 512
+    assert pace.chunk_tokens(others_decode=False) == 512
 
 
-def test_beside_decoding_a_chunk_costs_less_than_the_budget() -> None:
+def test_beside_other_rows_a_chunk_costs_less_than_the_budget() -> None:
     pace = PrefillBudget(512, budget_s=0.1)
     pace.observe(64, 0.064)  # a millisecond a token
 
-    assert pace.chunk_tokens(beside_decoding=True) == 64
+    assert pace.chunk_tokens(others_decode=True) == 64
 
 
 def test_a_token_that_costs_more_the_longer_the_context_keeps_the_budget() -> None:
     pace = PrefillBudget(512, budget_s=0.1)
     read, costs_s = 0, []
     while read < 4096:
-        tokens = pace.chunk_tokens(beside_decoding=True)
+        tokens = pace.chunk_tokens(others_decode=True)
         costs_s.append(tokens * (150e-6 + read * 0.1e-6))
         pace.observe(tokens, costs_s[-1])
         read += tokens
@@ -35,22 +35,22 @@ def test_a_token_that_costs_more_the_longer_the_context_keeps_the_budget() -> No
 
 
 def test_an_unknown_cost_begins_with_one_block() -> None:
-    assert PrefillBudget(512, 0.1).chunk_tokens(beside_decoding=True) == BLOCK_TOKENS
+    assert PrefillBudget(512, 0.1).chunk_tokens(others_decode=True) == BLOCK_TOKENS
 
 
 def test_a_machine_too_slow_for_the_budget_still_gets_on() -> None:
     pace = PrefillBudget(512, budget_s=0.1)
     pace.observe(64, 60.0)
 
-    assert pace.chunk_tokens(beside_decoding=True) == BLOCK_TOKENS
+    assert pace.chunk_tokens(others_decode=True) == BLOCK_TOKENS
 
 
-def test_a_short_prompt_beside_decoding_is_read_at_once_whatever_short_ones_cost() -> None:
+def test_a_short_prompt_beside_other_rows_is_read_at_once_whatever_short_ones_cost() -> None:
     pace = PrefillBudget(512, budget_s=0.1)
     for tokens in (3, 19, 40):
         pace.observe(tokens, 0.036)  # the block that it is padded to
 
-    assert pace.chunk_tokens(beside_decoding=True) == 128
+    assert pace.chunk_tokens(others_decode=True) == 128
 
 
 def drive(
