@@ -180,7 +180,7 @@ class Batch:
         self._backlog = [(tokens[chosen], hidden[chosen]) for tokens, hidden in self._backlog]
 
     def evaluate(self) -> None:
-        """Compute the contents of the caches, layer by layer, so that no copy outlives its layer."""
+        """Compute the caches layer by layer, so that no copy outlives its layer."""
         for cache in (*self.caches, *self.head_caches):
             mx.eval(cache.state)
 

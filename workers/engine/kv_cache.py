@@ -112,7 +112,7 @@ class RowCache:
         self.offset = mx.concatenate([self.offset, other.offset])
 
     def select(self, rows: Sequence[int], tokens: int) -> None:
-        """Drop all rows but these, of up to `tokens` tokens, and the slots that they do not need."""
+        """Keep only these rows, of up to `tokens` tokens, and the slots that they need."""
         chosen = mx.array(rows, dtype=mx.int32)
         slots = min(capacity(tokens), self.slots)
         self.keys = self.keys[chosen][:, :, :slots]
