@@ -14,6 +14,7 @@ from workers.engine.prefix_cache import PrefixCache
 from workers.engine.prefix_cache_files import HostPrefix, PrefixCacheFiles, fingerprint
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.types import LaneName
+from workers.protocol import PrefixCounts
 
 SYSTEM = "You are the help desk of a small shop. " + "The red fox sees the old tree. " * 20
 OTHER = "Be brief. " + "The blue boat finds the warm stone. " * 20
@@ -29,6 +30,7 @@ def prefix_cache() -> PrefixCache:
 def test_a_hit_gives_the_answer_and_the_counts_of_a_miss(
     make_lane, submit, prefix_cache, name
 ) -> None:
+    counts = PrefixCounts()
     for question in QUESTIONS:
         cold_lane = make_lane(name)
         cold = submit(cold_lane, question, system=SYSTEM)
@@ -39,7 +41,8 @@ def test_a_hit_gives_the_answer_and_the_counts_of_a_miss(
 
         assert warm.row.answer == cold.row.answer
         assert warm.row.speculation.total() == cold.row.speculation.total()
-    assert (prefix_cache.counts.hits, prefix_cache.counts.misses) == (len(QUESTIONS) - 1, 1)
+        counts += warm_lane.counters.report().prefix
+    assert (counts.hits, counts.misses) == (len(QUESTIONS) - 1, 1)
 
 
 def test_cached_tokens_are_those_that_were_not_read(make_lane, submit, prefix_cache) -> None:
@@ -96,7 +99,8 @@ def test_two_lanes_read_a_prefix_once_between_them(make_lane, submit, prefix_cac
             lane.step()
 
     assert [one.row.cached_tokens > 0 for one in heard] == [False, True]
-    assert prefix_cache.counts.misses == 1
+    counts = sum((lane.counters.report().prefix for lane in lanes), PrefixCounts())
+    assert (counts.hits, counts.misses) == (1, 1)
 
 
 def test_a_key_that_stands_for_other_tokens_is_a_miss(make_lane, submit, prefix_cache) -> None:
@@ -120,10 +124,11 @@ def test_least_recently_used_snapshots_go_when_memory_is_full(make_lane, submit)
     small = PrefixCache(int(measured.size_bytes * 1.5))
     lane = make_lane(prefix_cache=small)
     for system in (SYSTEM, OTHER, SYSTEM):
-        submit(lane, "Hello", system=system)
+        last = submit(lane, "Hello", system=system)
         run_until_idle(lane)
 
-    assert (small.counts.hits, small.counts.evicted) == (0, 2)
+    assert lane.counters.report().prefix.hits == 0
+    assert small.keys == (last.row.prompt.prefix.key,)
     assert small.size_bytes <= measured.size_bytes * 1.5
 
 
@@ -214,7 +219,7 @@ def test_disk_holds_no_more_than_its_limit(tmp_path) -> None:
     arrays = {"tokens": np.zeros(100, np.int32)}
     small = PrefixCacheFiles(tmp_path, 1500, "model")
     for key in "abc":
-        small.save(key, HostPrefix(arrays=arrays, half=frozenset()))
+        small.save(key, HostPrefix(arrays=arrays, bfloat16=frozenset()))
 
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1500
     assert (small.load("a"), small.load("c") is None) == (None, False)

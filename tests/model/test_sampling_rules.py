@@ -123,7 +123,7 @@ def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, su
     measured = lane._decoder._draft_length
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
         for _ in range(SAMPLES):
-            measured.observe(3, k, cost_s)
+            measured.observe_cost(3, k, cost_s)
     # The first two are drafted for while they are nearly alone; with the third it does not pay.
     heard = [
         submit(lane, "Count from 1 to 20.", adaptive=True, max_tokens=limit)

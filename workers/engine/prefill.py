@@ -1,4 +1,4 @@
-"""Read a prompt into fresh caches, a chunk at a time, target and MTP head side by side."""
+"""Prefill: read a prompt into new caches, a chunk at a time, with the target and the MTP head."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from workers.engine.model import KVCache, LayerCache, MtpHead, PromptEmbedding, 
 from workers.engine.prefix_cache import (
     CachedPrefix,
     PrefixCache,
+    copy_caches,
     detached,
     restore_caches,
-    save_caches,
 )
 from workers.engine.prompt_scorer import PromptScoring
 from workers.engine.row import Row
@@ -22,47 +22,47 @@ from workers.engine.types import InvalidGeneration
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Prefill:
-    """A row whose prompt is being read. Pictures are read with the first chunk's forward pass."""
+    """Prefill of one row."""
 
     row: Row
     tokens: Sequence[int]
-    """The prompt, and what was answered before a round failed: all that the caches must hold."""
+    """The prompt, and the answer so far of a requeued row: all that the caches must hold."""
     caches: list[LayerCache]
     head: MtpHead | None
-    """None where there is none, or it has failed on this very prompt."""
+    """None if there is no usable head, or it failed on this prompt."""
     head_caches: list[KVCache]
     head_error: Exception | None = None
-    """What the head raised, until somebody takes note of it."""
+    """Error of the head that the scheduler has not recorded yet."""
     prompt_embedding: PromptEmbedding | None = None
     read_indices: Sequence[int]
-    """Which of the tokens are read, in order: all, or those that a draft model kept."""
+    """Indices of the tokens to read, in order: all, or the selection of a draft model."""
     scoring: PromptScoring | None = None
-    """Set while a draft model looks for them; nothing is read meanwhile."""
+    """Set while a draft model selects them; the target reads nothing meanwhile."""
     read_count: int = 0
-    """How many of them are in the target's caches; the head's hold one less."""
+    """Number of indices read by the target; the head has read one less."""
     prefix_tokens: int = 0
-    """Where the shared beginning of the prompt ends, if it is to be kept once it is read."""
+    """Length of the shared prefix if it is to be stored once it is read, else 0."""
     last_hidden: mx.array | None = None
     """[1, 1, width] of the last token read."""
     scores: mx.array | None = field(default=None)
-    """[1, 1, vocabulary] behind the whole prompt, once it has been read."""
+    """[1, 1, vocabulary] after the last token, once all are read."""
 
     @property
     def complete(self) -> bool:
-        """Say whether the whole prompt has been read."""
+        """Return whether all tokens have been read."""
         return self.read_count == len(self.read_indices)
 
 
 def start_prefill(
     row: Row, target: Target, head: MtpHead | None, prefix_cache: PrefixCache
 ) -> Prefill:
-    """Open the caches of a row, look at its pictures, and start from a snapshot if there is one."""
+    """Create the caches of a row, embed its pictures, and restore its prefix if it is cached."""
     caches, embedding = target.new_caches(), None
     if row.prompt.media:
         media = {name: mx.array(array) for name, array in row.prompt.media.items()}
         try:
             embedding = target.embed(mx.array([row.prompt.tokens], dtype=mx.int32), media)
-        except ValueError as error:  # as many marks as pictures take, or it is no prompt
+        except ValueError as error:  # the prompt has more or fewer marks than the pictures take
             raise InvalidGeneration(
                 "messages", "The pictures do not fit the places for them in the prompt."
             ) from error
@@ -77,46 +77,52 @@ def start_prefill(
         prompt_embedding=embedding,
         read_indices=range(len(tokens)),
     )
-    prefix = row.prompt.prefix
-    if prefix is not None and target.supports_prefix_cache and not (embedding and embedding.extras):
-        snapshot = prefix_cache.lookup(prefix.key, row.prompt.tokens)
-        if snapshot is None and row.prefetched is not None:
-            snapshot = prefix_cache.store_prefetched(prefix.key, row.prompt.tokens, row.prefetched)
-        row.prefetched = None
-        # A lane whose head is unhealthy keeps prefix_cache without it: of no use to one that
-        # drafts.
-        if snapshot is None or (head and not snapshot.head_caches):
-            prefill.prefix_tokens = prefix.tokens
-        else:
-            restore_caches(prefill.caches, snapshot.caches)
-            if head:
-                restore_caches(prefill.head_caches, snapshot.head_caches)
-            prefill.last_hidden = snapshot.last_hidden
-            prefill.read_count = len(snapshot.tokens)
-            if not row.answer:
-                row.cached_tokens = prefill.read_count
+    if target.supports_prefix_cache and not (embedding and embedding.extras):
+        _restore_prefix(prefill, prefix_cache)
     return prefill
 
 
+def _restore_prefix(prefill: Prefill, prefix_cache: PrefixCache) -> None:
+    """Start from the cached prefix of the prompt, or mark the prefix to be stored."""
+    row, prefix = prefill.row, prefill.row.prompt.prefix
+    if prefix is None:
+        return
+    entry = prefix_cache.lookup(prefix.key, row.prompt.tokens)
+    if entry is None and row.prefetched is not None:
+        entry = prefix_cache.store_prefetched(prefix.key, row.prompt.tokens, row.prefetched)
+    row.prefetched = None
+    # A lane with an unhealthy head stores prefixes without it, which a drafting row cannot use.
+    if entry is None or (prefill.head and not entry.head_caches):
+        prefill.prefix_tokens = prefix.tokens
+        return
+    restore_caches(prefill.caches, entry.caches)
+    if prefill.head:
+        restore_caches(prefill.head_caches, entry.head_caches)
+    prefill.last_hidden = entry.last_hidden
+    prefill.read_count = len(entry.tokens)
+    if not row.answer:
+        row.cached_tokens = prefill.read_count
+
+
 def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> None:
-    """Read the next `chunk_tokens` of the prompt at most, or of the answer before a failure."""
+    """Read up to `chunk_tokens` more tokens of the prompt, or of a requeued row's answer."""
     row = prefill.row
     begin = prefill.read_count
     end = min(begin + chunk_tokens, len(prefill.read_indices))
     if begin < prefill.prefix_tokens:
-        end = min(end, prefill.prefix_tokens)  # the caches are kept as they are right there
+        end = min(end, prefill.prefix_tokens)  # the cache stores the state right there
     embedding = prefill.prompt_embedding if begin < len(row.prompt.tokens) else None
     if embedding is not None:
-        # What the family adds beside its embeddings cannot be cut in pieces.
+        # The family's extras apply to the whole prompt and cannot be split.
         end = len(row.prompt.tokens) if embedding.extras else min(end, len(row.prompt.tokens))
-    reads = prefill.read_indices[begin:end]
-    positions = mx.array([list(reads)], dtype=mx.int32)
+    indices = prefill.read_indices[begin:end]
+    positions = mx.array([list(indices)], dtype=mx.int32)
     if embedding is not None and embedding.positions is not None:
         positions = embedding.positions[..., begin:end]
     elif begin >= len(row.prompt.tokens):
         positions = positions + row.position_offset
     forward = target.forward(
-        mx.array([[prefill.tokens[at] for at in reads]], dtype=mx.int32),
+        mx.array([[prefill.tokens[at] for at in indices]], dtype=mx.int32),
         prefill.caches,
         positions,
         embeddings=embedding.embeddings[:, begin:end] if embedding else None,
@@ -124,10 +130,10 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> None:
     )
     if prefill.head is not None and forward.hidden is not None:
         try:
-            _read_with_head(prefill, prefill.head, forward.hidden, begin, end)
+            _prefill_head(prefill, prefill.head, forward.hidden, begin, end)
         except Exception as error:  # noqa: BLE001  # the target needs no head to go on
             prefill.head, prefill.head_caches, prefill.head_error = None, [], error
-            prefill.prefix_tokens = 0  # a snapshot without the head would be of no use to others
+            prefill.prefix_tokens = 0  # drafting rows could not use a prefix without the head
     prefill.read_count = end
     if forward.hidden is not None:
         prefill.last_hidden = forward.hidden[:, -1:]
@@ -139,28 +145,11 @@ def prefill_chunk(prefill: Prefill, target: Target, chunk_tokens: int) -> None:
     )
 
 
-def make_cached_prefix(prefill: Prefill) -> CachedPrefix | None:
-    """Return what is worth keeping if the shared beginning has just been read."""
-    if not prefill.prefix_tokens or prefill.read_count != prefill.prefix_tokens:
-        return None
-    prefill.prefix_tokens = 0
-    snapshot = CachedPrefix(
-        tokens=prefill.row.prompt.tokens[: prefill.read_count],
-        caches=save_caches(prefill.caches),
-        head_caches=save_caches(prefill.head_caches),
-        last_hidden=None if prefill.last_hidden is None else detached(prefill.last_hidden),
-    )
-    mx.eval(snapshot.arrays)
-    return snapshot
+def _prefill_head(prefill: Prefill, head: MtpHead, hidden: mx.array, begin: int, end: int) -> None:
+    """Let the head read pairs of the hidden state of token i and token i + 1.
 
-
-def _read_with_head(
-    prefill: Prefill, head: MtpHead, hidden: mx.array, begin: int, end: int
-) -> None:
-    """Give the head what it can pair: the hidden state of token i with token i + 1.
-
-    Its positions are slot numbers, as they are when it drafts: tokens left out leave no gap, which
-    costs no acceptance (true positions, tried on the demo model, were accepted no more often).
+    Its positions are slot numbers, as they are when it drafts: skipped tokens leave no gap. This
+    costs no acceptance (with true positions the demo model accepted no more drafts).
     """
     tokens = prefill.tokens
     if prefill.last_hidden is not None:
@@ -168,18 +157,33 @@ def _read_with_head(
         begin -= 1
     else:
         hidden = hidden[:, :-1]
-    reads = prefill.read_indices[begin : end - 1]
-    if reads:
+    indices = prefill.read_indices[begin : end - 1]
+    if indices:
         head.forward(
-            mx.array([[tokens[at + 1] for at in reads]], dtype=mx.int32),
+            mx.array([[tokens[at + 1] for at in indices]], dtype=mx.int32),
             hidden,
             prefill.head_caches,
             mx.arange(begin, end - 1, dtype=mx.int32)[None],
         )
 
 
+def make_cached_prefix(prefill: Prefill) -> CachedPrefix | None:
+    """Return the cache entry of the shared prefix if it has just been read."""
+    if not prefill.prefix_tokens or prefill.read_count != prefill.prefix_tokens:
+        return None
+    prefill.prefix_tokens = 0
+    entry = CachedPrefix(
+        tokens=prefill.row.prompt.tokens[: prefill.read_count],
+        caches=copy_caches(prefill.caches),
+        head_caches=copy_caches(prefill.head_caches),
+        last_hidden=None if prefill.last_hidden is None else detached(prefill.last_hidden),
+    )
+    mx.eval(entry.arrays)
+    return entry
+
+
 def seed_head(prefill: Prefill, head: MtpHead, last_token: int) -> mx.array:
-    """Show the head the last token of the answer; return the state [1, 1, width] that drafts."""
+    """Let the head read the last token of the answer; return its state [1, 1, width]."""
     assert prefill.last_hidden is not None
     position = len(prefill.read_indices) - 1
     return head.forward(

@@ -1,11 +1,9 @@
-"""What is left of a system prompt once it has been read: caches to start the next row from.
+"""Cache of shared prompt prefixes: system prompts and tools that are read once.
 
-A snapshot holds, after the shared beginning of prompts, every cache of the target (recurrent states
-too), those of the MTP head, and the last hidden state, so that a hit goes on exactly as the prefill
-would have, with speculation on. It is found by the gateway's prefix key or by the worker's own
-digest, and used only if its tokens are the beginning of the prompt: a key is a hint, never proof.
-
-All of it belongs to the engine thread.
+An entry holds, for the shared beginning of prompts, every cache of the target (recurrent states
+too), those of the MTP head, and the last hidden state. A hit continues exactly as the prefill would
+have, with speculation. The key is the gateway's prefix key or the worker's own digest, and only a
+hint: an entry is used only if its tokens are the beginning of the prompt.
 """
 
 from __future__ import annotations
@@ -27,128 +25,125 @@ CacheState = tuple[mx.array | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPrefix:
-    """The caches after a prefix; its arrays are shared by all rows that start from it."""
+    """The caches after a prefix; all rows that start from it share its arrays."""
 
     tokens: tuple[int, ...]
     caches: tuple[CacheState, ...]
     head_caches: tuple[CacheState, ...]
-    """Empty where the model has no MTP head."""
+    """Empty if the prefill ran without an MTP head."""
     last_hidden: mx.array | None
 
     @property
     def arrays(self) -> list[mx.array]:
-        """List all arrays."""
-        arrays = [array for state in (*self.caches, *self.head_caches) for array in state]
-        return [array for array in (*arrays, self.last_hidden) if array is not None]
+        """Return all arrays."""
+        return [array for _, array in _named_arrays(self)]
 
     @property
     def size_bytes(self) -> int:
-        """Count the bytes of all arrays."""
+        """Return the size of all arrays."""
         return sum(array.nbytes for array in self.arrays)
 
 
-@dataclass(slots=True)
-class PrefixCacheStats:
-    """How often a prefix was found, since start."""
-
-    hits: int = 0
-    misses: int = 0
-    stored: int = 0
-    evicted: int = 0
-    tokens_saved: int = 0
-
-
 class PrefixCache:
-    """The least recently used go first when `limit_bytes` are exceeded.
+    """Prefixes in memory, evicted least recently used first at `limit_bytes`.
 
-    With `files`, every new one is also written to disk, by a thread that nobody waits for.
+    With `files`, a background thread also writes every new one to disk. Used by the engine thread
+    only, unless a method says otherwise.
     """
 
     def __init__(self, limit_bytes: int, files: PrefixCacheFiles | None = None) -> None:
         self._limit_bytes = limit_bytes
         self._files = files
-        self._writer = ThreadPoolExecutor(1, "paceline-prefix_cache") if files else None
+        self._writer = ThreadPoolExecutor(1, "paceline-prefix-cache") if files else None
         self._by_key: OrderedDict[str, CachedPrefix] = OrderedDict()
         self._size_bytes = 0
-        self.counts = PrefixCacheStats()
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Name those in memory, the last one used first; safe from any thread."""
+        """Return the keys in memory, most recently used first; safe from any thread."""
         return tuple(self._by_key)[::-1]
 
+    @property
+    def size_bytes(self) -> int:
+        """Return the memory in use."""
+        return self._size_bytes
+
     def __contains__(self, key: str) -> bool:
-        """Say whether there is one of this key in memory."""
+        """Return whether memory holds this key."""
         return key in self._by_key
 
     def prefetch(self, key: str) -> HostPrefix | None:
-        """Read from disk what memory does not hold; safe from any thread, blocks."""
+        """Read a prefix that is not in memory from disk; safe from any thread, blocks."""
         if self._files is None or key in self._by_key:
             return None
         return self._files.load(key)
 
     def lookup(self, key: str, tokens: Sequence[int]) -> CachedPrefix | None:
-        """Return the snapshot of this key if it is a beginning of these tokens."""
-        found = self._by_key.get(key)
-        if found is None or tuple(tokens[: len(found.tokens)]) != found.tokens:
-            self.counts.misses += 1
+        """Return the entry of this key if `tokens` begin with its tokens."""
+        entry = self._by_key.get(key)
+        if entry is None or tuple(tokens[: len(entry.tokens)]) != entry.tokens:
             return None
         self._by_key.move_to_end(key)
-        self.counts.hits += 1
-        self.counts.tokens_saved += len(found.tokens)
-        return found
+        return entry
 
-    def store(self, key: str, snapshot: CachedPrefix) -> None:
-        """Store a snapshot just taken; drop the least recently used until all fit."""
-        self._insert(key, snapshot)
+    def store(self, key: str, entry: CachedPrefix) -> None:
+        """Insert a new entry, on disk too; evict others until all fit."""
+        self._insert(key, entry)
         if self._files is not None and self._writer is not None:
-            self._writer.submit(self._files.save, key, to_host(snapshot))
+            self._writer.submit(self._files.save, key, to_host(entry))
 
     def store_prefetched(
-        self, key: str, tokens: Sequence[int], read: HostPrefix
+        self, key: str, tokens: Sequence[int], prefetched: HostPrefix
     ) -> CachedPrefix | None:
-        """Store what came from disk, if it is a beginning of these tokens."""
-        snapshot = from_host(read)
-        if tuple(tokens[: len(snapshot.tokens)]) != snapshot.tokens:
+        """Insert an entry read from disk and return it, if `tokens` begin with its tokens."""
+        entry = from_host(prefetched)
+        if tuple(tokens[: len(entry.tokens)]) != entry.tokens:
             return None
-        self._insert(key, snapshot)
-        self.counts.tokens_saved += len(snapshot.tokens)
-        return snapshot
+        self._insert(key, entry)
+        return entry
+
+    def evict_to(self, size_bytes: int) -> None:
+        """Evict the least recently used entries until the others fit into `size_bytes`."""
+        while self._by_key and self._size_bytes > size_bytes:
+            self._remove(next(iter(self._by_key)))
 
     def close(self) -> None:
-        """Wait for the last writes."""
+        """Wait for the last writes to disk."""
         if self._writer is not None:
             self._writer.shutdown()
 
-    def _insert(self, key: str, snapshot: CachedPrefix) -> None:
+    def _insert(self, key: str, entry: CachedPrefix) -> None:
         self._remove(key)
-        if snapshot.size_bytes > self._limit_bytes:
+        if entry.size_bytes > self._limit_bytes:
             return
-        self._by_key[key] = snapshot
-        self._size_bytes += snapshot.size_bytes
-        self.counts.stored += 1
+        self._by_key[key] = entry
+        self._size_bytes += entry.size_bytes
         self.evict_to(self._limit_bytes)
 
-    def evict_to(self, size_bytes: int) -> None:
-        """Drop the least recently used until the others take no more than this."""
-        while self._by_key and self._size_bytes > size_bytes:
-            self._remove(next(iter(self._by_key)))
-            self.counts.evicted += 1
-
-    @property
-    def size_bytes(self) -> int:
-        """Count the bytes in use."""
-        return self._size_bytes
-
     def _remove(self, key: str) -> None:
-        dropped = self._by_key.pop(key, None)
-        if dropped is not None:
-            self._size_bytes -= dropped.size_bytes
+        removed = self._by_key.pop(key, None)
+        if removed is not None:
+            self._size_bytes -= removed.size_bytes
 
 
-def save_caches(caches: Sequence[LayerCache]) -> tuple[CacheState, ...]:
-    """Copy what one row's caches hold now; later appends do not touch the copy."""
-    return tuple(_save(cache) for cache in caches)
+def copy_caches(caches: Sequence[LayerCache]) -> tuple[CacheState, ...]:
+    """Copy the contents of one row's caches; later appends do not change the copy."""
+    return tuple(_copy(cache) for cache in caches)
+
+
+def _copy(cache: LayerCache) -> CacheState:
+    if isinstance(cache, KVCache):
+        if cache.keys is None:
+            return (None, None)
+        keys, values = cache.state
+        return (detached(keys), detached(values))
+    assert isinstance(cache, ArraysCache)
+    return tuple(None if array is None else detached(array) for array in cache.cache)
+
+
+def detached(array: mx.array) -> mx.array:
+    """Return a copy that keeps no other memory alive, as a view of a larger array would."""
+    return mx.contiguous(array)
 
 
 def restore_caches(empty: Sequence[LayerCache], states: Sequence[CacheState]) -> None:
@@ -162,49 +157,38 @@ def restore_caches(empty: Sequence[LayerCache], states: Sequence[CacheState]) ->
             cache.state = list(state)
 
 
-def to_host(snapshot: CachedPrefix) -> HostPrefix:
-    """Copy a snapshot out of MLX; NumPy has no bfloat16, so its bits are carried."""
-    arrays: dict[str, np.ndarray[Any, Any]] = {"tokens": np.array(snapshot.tokens, np.int32)}
-    half = set()
-    for name, array in _named(snapshot):
+def to_host(entry: CachedPrefix) -> HostPrefix:
+    """Copy an entry out of MLX; arrays in bfloat16, which NumPy lacks, are copied as bits."""
+    arrays: dict[str, np.ndarray[Any, Any]] = {"tokens": np.array(entry.tokens, np.int32)}
+    bfloat16 = set()
+    for name, array in _named_arrays(entry):
         if array.dtype == mx.bfloat16:
-            half.add(name)
+            bfloat16.add(name)
             array = array.view(mx.uint16)  # noqa: PLW2901  # the same array, read as bits
         arrays[name] = np.array(array)
-    return HostPrefix(arrays=arrays, half=frozenset(half))
+    return HostPrefix(arrays=arrays, bfloat16=frozenset(bfloat16))
 
 
-def from_host(read: HostPrefix) -> CachedPrefix:
-    """Bring a snapshot back into MLX."""
-    found: dict[str, dict[int, dict[int, mx.array]]] = {"cache": {}, "head": {}}
+def from_host(host: HostPrefix) -> CachedPrefix:
+    """Copy an entry back into MLX."""
+    slots: dict[str, dict[int, dict[int, mx.array]]] = {"cache": {}, "head": {}}
     last_hidden = None
-    for name, host in read.arrays.items():
-        array = mx.array(host)
-        if name in read.half:
+    for name, values in host.arrays.items():
+        array = mx.array(values)
+        if name in host.bfloat16:
             array = array.view(mx.bfloat16)
         part, *place = name.split(".")
         if part == "hidden":
             last_hidden = array
-        elif part in found:
+        elif part in slots:
             layer, slot = map(int, place)
-            found[part].setdefault(layer, {})[slot] = array
+            slots[part].setdefault(layer, {})[slot] = array
     return CachedPrefix(
-        tokens=tuple(read.arrays["tokens"].tolist()),
-        caches=_states(found["cache"]),
-        head_caches=_states(found["head"]),
+        tokens=tuple(host.arrays["tokens"].tolist()),
+        caches=_states(slots["cache"]),
+        head_caches=_states(slots["head"]),
         last_hidden=last_hidden,
     )
-
-
-def _named(snapshot: CachedPrefix) -> Iterator[tuple[str, mx.array]]:
-    parts = {"cache": snapshot.caches, "head": snapshot.head_caches}
-    for part, states in parts.items():
-        for layer, state in enumerate(states):
-            for slot, array in enumerate(state):
-                if array is not None:
-                    yield f"{part}.{layer}.{slot}", array
-    if snapshot.last_hidden is not None:
-        yield "hidden", snapshot.last_hidden
 
 
 def _states(layers: dict[int, dict[int, mx.array]]) -> tuple[CacheState, ...]:
@@ -213,16 +197,11 @@ def _states(layers: dict[int, dict[int, mx.array]]) -> tuple[CacheState, ...]:
     )
 
 
-def _save(cache: LayerCache) -> CacheState:
-    if isinstance(cache, KVCache):
-        if cache.keys is None:
-            return (None, None)
-        keys, values = cache.state
-        return (detached(keys), detached(values))
-    assert isinstance(cache, ArraysCache)
-    return tuple(None if array is None else detached(array) for array in cache.cache)
-
-
-def detached(array: mx.array) -> mx.array:
-    """Return an array that keeps nothing else in memory, as a view of a larger one would."""
-    return mx.contiguous(array)
+def _named_arrays(entry: CachedPrefix) -> Iterator[tuple[str, mx.array]]:
+    for part, states in (("cache", entry.caches), ("head", entry.head_caches)):
+        for layer, state in enumerate(states):
+            for slot, array in enumerate(state):
+                if array is not None:
+                    yield f"{part}.{layer}.{slot}", array
+    if entry.last_hidden is not None:
+        yield "hidden", entry.last_hidden

@@ -1,10 +1,10 @@
-"""Snapshots on disk: a system prompt that was read yesterday need not be read today.
+"""Prefix cache on disk, which survives a restart of the worker.
 
-One safetensors file a snapshot, named by a digest of its key. A file is a cache and nothing more:
-it is used only if its bytes match the digest written beside them and it was made by the very same
-weights; whatever is wrong with it, it is removed and the prompt is read again. No pickle, no code.
+One safetensors file holds one prefix; its name is a digest of the key. A file is used only if its
+contents match the digest in its metadata and the same weights have made it. Any other file is
+deleted, and the prompt is read again. A file holds no code: no pickle.
 
-Reading and writing happen away from the engine thread, on plain NumPy arrays.
+Reads and writes happen on plain NumPy arrays, outside the engine thread.
 """
 
 from __future__ import annotations
@@ -26,53 +26,53 @@ logger = logging.getLogger(__name__)
 
 HostArrays = Mapping[str, np.ndarray[Any, Any]]
 
-_SUFFIX = ".snapshot.safetensors"
+_SUFFIX = ".prefix.safetensors"
 _SAMPLES = 16
 _SAMPLE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPrefix:
-    """A snapshot without MLX: half-precision arrays are carried as their bits."""
+    """A cached prefix without MLX; arrays in bfloat16 are stored as bits."""
 
     arrays: HostArrays
-    """By place, e.g. `cache.3.0`; `tokens` among them."""
-    half: frozenset[str]
-    """Names of the arrays that are bfloat16."""
+    """By name: `tokens`, `hidden`, and `cache.LAYER.SLOT` or `head.LAYER.SLOT`."""
+    bfloat16: frozenset[str]
+    """Names of the arrays in bfloat16."""
 
 
 class PrefixCacheFiles:
     """A directory of cached prefixes of one model, evicted least recently used first."""
 
-    def __init__(self, folder: Path, limit_bytes: int, model: str) -> None:
-        self._folder = folder
+    def __init__(self, directory: Path, limit_bytes: int, model: str) -> None:
+        self._directory = directory
         self._limit_bytes = limit_bytes
         self._model = model
-        folder.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
 
     def load(self, key: str) -> HostPrefix | None:
-        """Read a snapshot; None if there is none, or none that can be trusted."""
+        """Read a prefix; return None if there is none, and delete a file that is invalid."""
         path = self._path(key)
         if not path.exists():
             return None
         try:
             with safe_open(path, framework="numpy") as file:
-                written = file.metadata() or {}
+                metadata = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
         except (OSError, SafetensorError, ValueError) as error:
             return self._discard(path, f"unreadable: {error}")
-        if written.get("model") != self._model or written.get("key") != key:
+        if metadata.get("model") != self._model or metadata.get("key") != key:
             return self._discard(path, "made by another model or for another prompt")
-        if written.get("digest") != _digest(arrays):
+        if metadata.get("digest") != _digest(arrays):
             return self._discard(path, "damaged")
-        os.utime(path)  # used now: the last to be evicted
+        os.utime(path)  # the time of modification orders the eviction
         return HostPrefix(
-            arrays=arrays, half=frozenset(filter(None, written.get("half", "").split(",")))
+            arrays=arrays, bfloat16=frozenset(filter(None, metadata.get("bfloat16", "").split(",")))
         )
 
-    def save(self, key: str, snapshot: HostPrefix) -> None:
-        """Write a snapshot, all of it or nothing, and make room for it first."""
-        size_bytes = sum(array.nbytes for array in snapshot.arrays.values())
+    def save(self, key: str, prefix: HostPrefix) -> None:
+        """Write a prefix atomically; evict the least recently used ones to make room."""
+        size_bytes = sum(array.nbytes for array in prefix.arrays.values())
         if size_bytes > self._limit_bytes:
             return
         self._evict_for(size_bytes)
@@ -81,31 +81,31 @@ class PrefixCacheFiles:
         metadata = {
             "model": self._model,
             "key": key,
-            "half": ",".join(sorted(snapshot.half)),
-            "digest": _digest(snapshot.arrays),
+            "bfloat16": ",".join(sorted(prefix.bfloat16)),
+            "digest": _digest(prefix.arrays),
         }
         try:
-            save_file(dict(snapshot.arrays), partial, metadata=metadata)
+            save_file(dict(prefix.arrays), partial, metadata=metadata)
             partial.replace(path)
         except OSError as error:
-            logger.warning("snapshot.not_written error=%s", error)
+            logger.warning("prefix_cache.write_failed error=%s", error)
             partial.unlink(missing_ok=True)
 
-    def _evict_for(self, wanted_bytes: int) -> None:
-        files = sorted(self._folder.glob("*" + _SUFFIX), key=lambda path: path.stat().st_mtime)
+    def _evict_for(self, size_bytes: int) -> None:
+        files = sorted(self._directory.glob("*" + _SUFFIX), key=lambda path: path.stat().st_mtime)
         used_bytes = sum(path.stat().st_size for path in files)
         for path in files:
-            if used_bytes + wanted_bytes <= self._limit_bytes:
+            if used_bytes + size_bytes <= self._limit_bytes:
                 return
             used_bytes -= path.stat().st_size
             path.unlink(missing_ok=True)
 
     def _path(self, key: str) -> Path:
-        return self._folder / (blake2b(key.encode(), digest_size=16).hexdigest() + _SUFFIX)
+        return self._directory / (blake2b(key.encode(), digest_size=16).hexdigest() + _SUFFIX)
 
     @staticmethod
-    def _discard(path: Path, why: str) -> None:
-        logger.warning("snapshot.discarded file=%s why=%s", path.name, why)
+    def _discard(path: Path, reason: str) -> None:
+        logger.warning("prefix_cache.file_discarded file=%s reason=%s", path.name, reason)
         path.unlink(missing_ok=True)
 
 

@@ -96,7 +96,7 @@ class SparsePrefill:
         if scoring.scope.begin < prefill.prefix_tokens:
             prefill.prefix_tokens = 0  # caches with holes are not the prefix: never to be kept
         scored = scoring.scope.end - scoring.scope.begin
-        counters.record_sparse_prefill(scored=scored, kept=scored - row.skipped_tokens)
+        counters.record_sparse_prefill(scored=scored, selected=scored - row.skipped_tokens)
 
 
 NO_SPARSE_PREFILL = SparsePrefill(None, None)
