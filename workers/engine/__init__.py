@@ -1,5 +1,5 @@
-"""The MLX engine: one copy of the weights, two lanes, one thread that owns every MLX call.
+"""MLX engine: one copy of the weights, two lanes, one thread that makes every MLX call.
 
-`workers.engine.engine.Engine` is the door; importing it imports MLX, which takes seconds.
-`workers.engine.types`, the records that go in and come out, needs none of it.
+Start with `workers.engine.engine.Engine`; importing it imports MLX, which takes seconds.
+`workers.engine.types`, the records that enter and leave the engine, imports without MLX.
 """

@@ -1,7 +1,7 @@
-"""The thread that owns every MLX call, and the bridge between it and event loops.
+"""Thread that makes every MLX call, with a command queue from the event loops.
 
-Commands go in through a queue, events come out by `call_soon_threadsafe`: no lock is held while
-MLX runs, and an event loop never waits for it. Whatever is taken in gets an end.
+Commands enter through a queue, events leave by `call_soon_threadsafe`: the thread holds no lock
+while MLX runs, and an event loop never waits for it. Every submitted row gets an end.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Stop:
 
 
 class EngineThread(Generic[T]):
-    """Loads the lanes, then steps every busy one in turn until it is told to stop."""
+    """A thread that loads the lanes and steps every busy one in turn until it is stopped."""
 
     def __init__(self, load: Callable[[], tuple[T, Sequence[LaneScheduler]]]) -> None:
         self._load = load
@@ -54,35 +54,35 @@ class EngineThread(Generic[T]):
         self._loaded: Future[T] = Future()
 
     def start(self) -> T:
-        """Start the thread; return what the loading made, or raise what it raised."""
+        """Start the thread; return the result of `load`, or raise its error."""
         self._thread.start()
         return self._loaded.result()
 
     @property
     def alive(self) -> bool:
-        """Say whether the thread still takes work."""
+        """Return whether the thread runs."""
         return self._thread.is_alive()
 
     def submit(self, lane: LaneName, row: Row) -> None:
-        """Hand a row to a lane; raise `EngineStopped` where the thread takes no more."""
+        """Queue a row for a lane; raise `EngineStopped` if the thread has ended."""
         with self._submit_lock:
             if not self._accepting:
                 raise EngineStopped(_STOPPED)
             self._commands.put(_Submit(lane, row))
 
     def cancel(self, row: Row) -> None:
-        """Ask for a row to be dropped before the next step."""
+        """Drop a row before the next step."""
         self._commands.put(_Cancel(row))
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after its current step; rows still running fail with `EngineStopped`."""
+        """End the thread after its current step; running rows fail with `EngineStopped`."""
         self._commands.put(_Stop())
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
             result, lanes = self._load()
-        except BaseException as error:  # noqa: BLE001  # handed to whoever called start()
+        except BaseException as error:  # noqa: BLE001  # start() raises it
             self._loaded.set_exception(error)
             return
         self._loaded.set_result(result)
@@ -97,16 +97,16 @@ class EngineThread(Generic[T]):
         finally:
             with self._submit_lock:
                 self._accepting = False
-            while not self._commands.empty():  # what came during the last step
+            while not self._commands.empty():  # submitted during the last step
                 command = self._commands.get()
                 if isinstance(command, _Submit):
                     by_name[command.lane].add(command.row)
             for lane in lanes:
                 lane.close(EngineStopped(_STOPPED))
-            mx.clear_streams()  # a thread that ends with streams of its own aborts the process
+            mx.clear_streams()  # MLX aborts the process if a thread ends with streams of its own
 
     def _run_commands(self, lanes: dict[LaneName, LaneScheduler]) -> bool:
-        """Carry out the commands that wait; sleep while there is nothing to do at all."""
+        """Run the queued commands, waiting for one while no lane is busy; return False to stop."""
         while True:
             idle = not any(lane.busy for lane in lanes.values())
             try:

@@ -1,7 +1,4 @@
-"""What goes into the engine and what comes out: frozen records, no MLX type in them.
-
-What an engine is started with, and what it says of itself: records without MLX.
-"""
+"""Requests, events, errors and settings of the engine: frozen records without MLX."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ class LaneName(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """Why a generation ended, in OpenAI's words."""
+    """OpenAI's reasons why a generation ended."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -40,63 +37,63 @@ class Picture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A rendered prompt; `text` holds one image marker of the model's own for each picture."""
+    """A rendered prompt; `text` has one image marker of the model for each picture."""
 
     text: str
     pictures: tuple[Picture, ...] = ()
     prefix_text: str = ""
-    """The beginning that prompts with the same system messages and tools share."""
+    """Beginning that all prompts with the same system messages and tools share."""
     prefix_key: str | None = None
-    """The gateway's key for it; None lets the worker make one of its own."""
+    """The gateway's key of the shared prefix; None lets the worker compute one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One answer to be generated (a request with n = 3 becomes three of them)."""
+    """Request for one answer (a chat request with n = 3 becomes three of them)."""
 
     request_id: str
     lane: LaneName
     prompt: Prompt
     sampling: Sampling
     max_tokens: int | None = None
-    """None means the checkpoint's own limit, or else up to the end of the context window."""
+    """None applies the checkpoint's limit, or else that of the context window."""
     stop: tuple[str, ...] = ()
     keep_call_tokens: bool = False
-    """Whether the control tokens that calls of tools are written with stay in its text."""
+    """Whether the text includes the control tokens that mark tool calls."""
     top_logprobs: int | None = None
     draft_tokens: int | None = None
-    """k wanted by this request; None takes the worker's setting."""
+    """Draft length that the request names; None applies the worker's setting."""
     spec_prefill: SpecPrefillOptions = field(default_factory=SpecPrefillOptions)
-    """Whether a long prompt may be read sparsely, and how much of it."""
+    """Whether to read a long prompt sparsely, and how much of it."""
     further_choice: bool = False
-    """Another answer to a prompt that is counted already."""
+    """Whether another choice of the same request already counts the prompt."""
     bypass: tuple[Bypass, ...] = ()
-    """Why it does not speculate, counted in the lane's `bypass_counts`; empty if it may."""
+    """Reasons not to speculate, counted in the lane's `bypass_counts`; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredToken:
-    """A token that was, or might have been, chosen."""
+    """A candidate token with its log-probability."""
 
     token_id: int
     raw: bytes
-    """Of a character that takes several tokens each has only some."""
+    """Bytes of the token: a part of a character where a character takes several tokens."""
     logprob: float
 
     @property
     def text(self) -> str:
-        r"""Spell it, with escapes such as `\xf0` for the bytes that are no whole character."""
+        r"""Return the text, with escapes such as `\xf0` for an incomplete character."""
         return self.raw.decode(errors="backslashreplace")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprob(ScoredToken):
-    """The log-probability of one emitted token and of the likeliest alternatives."""
+    """An emitted token with its most likely alternatives."""
 
     top: tuple[ScoredToken, ...] = ()
-    """Likeliest first."""
+    """Most likely first."""
     offset_chars: int = 0
-    """Where in the answer its text begins, or that of the character which it goes on with."""
+    """Offset in the answer of its text, or of the character that it continues."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,19 +104,19 @@ class Usage:
     completion_tokens: int
     cached_tokens: int = 0
     skipped_tokens: int = 0
-    """Of the prompt, never read: SpecPrefill left them out."""
+    """Prompt tokens that SpecPrefill skipped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """Newly decided text; empty while a stop string or a split character may still follow."""
+    """New text; empty while it may belong to a stop string or to an incomplete character."""
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class DraftStep(NamedTuple):
-    """One verify of one request's draft; the token that it brings anyway is not counted."""
+    """Counts of one verified draft, without the token that every verify adds."""
 
     drafted: int
     accepted: int
@@ -127,28 +124,28 @@ class DraftStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finished:
-    """The end of one generation; nothing follows."""
+    """Last event of a generation."""
 
     reason: FinishReason
     usage: Usage
     speculation: Speculation = field(default_factory=Speculation)
     steps: tuple[DraftStep, ...] = ()
-    """What the counts are sums of, but for drafts that failed: those were no step."""
+    """Steps that `speculation` sums up; drafts that failed are no steps."""
 
 
 Event = Delta | Finished
-"""Zero or more `Delta`, then one `Finished`; a failure is raised out of the iterator instead."""
+"""A generation yields any number of `Delta`, then one `Finished`, or raises `EngineError`."""
 
 
 class EngineError(Exception):
     """The engine cannot run or finish a generation.
 
     EngineError
-    +-- InvalidGeneration   this request can never run here (names the field)
-    +-- EngineBusy          the queue is full; try again later
-    +-- GenerationFailed    it broke while running; others go on
+    +-- InvalidGeneration   the request can never run on this engine (names the field)
+    +-- EngineBusy          the queue is full; a retry may succeed
+    +-- GenerationFailed    the generation failed while running; others continue
     +-- EngineStopped       the engine is shutting down or its thread has died
-    +-- ModelUnusable       the model folder cannot be served
+    +-- ModelUnusable       the engine cannot serve the model
     """
 
 
@@ -163,53 +160,53 @@ class InvalidGeneration(EngineError):
 
 
 class EngineBusy(EngineError):
-    """The waiting line is full; `retry_after_s` says when a try may pay."""
+    """The queue is full; `retry_after_s` is the suggested delay of a retry."""
 
     def __init__(self, retry_after_s: float) -> None:
-        super().__init__("The waiting line of this lane is full.")
+        super().__init__("The queue of this lane is full.")
         self.retry_after_s = retry_after_s
 
 
 class GenerationFailed(EngineError):
-    """One generation broke; the lane goes on with the others."""
+    """One generation failed; the lane continues with the others."""
 
 
 class EngineStopped(EngineError):
-    """The engine takes no more work."""
+    """The engine accepts no more requests."""
 
 
 class ModelUnusable(EngineError):
-    """The model folder cannot be served; the message says what to look at."""
+    """The engine cannot serve the model; the message names the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSettings:
-    """What an engine is started with."""
+    """Settings of an engine."""
 
     model: Path
-    """A local Hugging Face folder."""
+    """A local directory in the format of Hugging Face."""
     served_name: str
     lanes: tuple[LaneName, ...] = (LaneName.TEXT_MTP, LaneName.VLM)
     draft_tokens: int = 2
     max_rows: int = 8
-    """Rows that decode side by side, a lane."""
+    """Maximum number of rows that decode together in one lane."""
     prefill_chunk_tokens: int = 1024
-    """Read at a time while nobody decodes."""
+    """Chunk of a prefill while no row decodes."""
     prefill_budget_s: float = 0.1
-    """Time of a chunk while somebody does."""
+    """Maximum duration of a chunk while rows decode."""
     prefix_cache_bytes: int = 1 << 30
-    """Memory for what is kept of system prompts, and disk for it where there is a folder."""
+    """Limit of the prefix cache in memory, and of the one on disk."""
     prefix_cache_dir: Path | None = None
-    """Where they are kept across restarts; None keeps them in memory only."""
+    """Directory of the prefix cache on disk; None caches in memory only."""
     spec_prefill: SpecPrefillSettings | None = None
     """None reads every prompt in full."""
     queue_limit: int = 256
-    """Requests that may wait for a row, a lane."""
+    """Maximum number of queued requests in one lane."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What a started engine serves."""
+    """Description of the model that an engine serves."""
 
     model: str
     family: str
@@ -217,14 +214,14 @@ class ModelCard:
     context_tokens: int
     vision: bool
     parameters: int
-    """Of the model and its MTP head together."""
+    """Number of parameters of the model and its MTP head."""
     weights_bytes: int
-    """What they take in memory, once for all lanes."""
+    """Memory of the parameters, which all lanes share."""
     native_verify: bool
-    """Whether a draft is verified in one forward pass; else token by token, which never pays."""
+    """Whether the target verifies a draft in one forward pass; token by token never pays."""
     mtp: bool
     mtp_unavailable_reason: str | None
     draft_tokens_requested: int
     draft_tokens_effective: int
     spec_prefill: str | None = None
-    """How long prompts are read, for people; None where no draft model was asked for."""
+    """Phrase on how long prompts are read; None if no draft model is configured."""
