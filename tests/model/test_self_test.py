@@ -38,7 +38,7 @@ def test_the_demos_head_is_sound_and_says_how_often_it_was_right(
 
     assert health.healthy
     assert health.steps > MIN_STEPS
-    assert health.description.startswith("MTP head sound: ")
+    assert health.description.startswith("MTP head healthy: ")
 
 
 def test_a_head_that_guesses_wrong_is_unhealthy_and_the_sentence_says_where_to_look(

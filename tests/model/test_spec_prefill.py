@@ -79,11 +79,11 @@ def test_what_is_kept_is_read_and_continued_at_its_true_positions(
     run_until_idle(lane)
     prompt = heard.row.prompt.tokens
     scoring = scorer.begin(prompt, ScoringRange(begin=0, end=len(prompt), keep_share=0.3))
-    while scoring.read_indices is None:
+    while scoring.selected is None:
         scoring.advance(512)
 
-    expected = list(greedy_behind(checkpoint, prompt, scoring.read_indices, len(heard.row.answer)))
-    assert heard.row.skipped_tokens == len(prompt) - len(scoring.read_indices) > 0.6 * len(prompt)
+    expected = list(greedy_behind(checkpoint, prompt, scoring.selected, len(heard.row.answer)))
+    assert heard.row.skipped_tokens == len(prompt) - len(scoring.selected) > 0.6 * len(prompt)
     assert heard.row.answer == expected
 
 

@@ -1,75 +1,75 @@
-"""Turn tokens into text as they come: whole characters only, nothing of a stop string."""
+"""Incremental detokenizer: whole characters only, and nothing of a stop string."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 REPLACEMENT = "\ufffd"
-"""What a tokenizer writes for the bytes of a character that is not complete yet."""
+"""A tokenizer's output for the bytes of an incomplete character."""
 
 
 class TextStream:
-    """The text of one growing token sequence.
+    """Text of one growing token sequence.
 
-    `push` returns the characters that are sure to stand in the answer: a character whose bytes
-    are still coming, and an ending that may grow into a stop string, are held back. The decoding
-    window of two cursors is vLLM's (detokenize_incrementally).
+    `push` returns only characters that certainly belong to the answer: it holds back an incomplete
+    character, and an ending that may become a stop string. The decoding window of two offsets is
+    vLLM's (detokenize_incrementally).
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stop: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stop = tuple(stop)
         self._tokens: list[int] = []
-        self._shown = 0
-        self._read = 0
-        self._held = ""
+        self._prefix_offset = 0
+        self._read_offset = 0
+        self._pending = ""
         self.decided_chars = 0
-        """How many are sure to come out of the tokens so far, stop strings and all."""
+        """Number of complete characters in the tokens so far, stop strings included."""
         self.stopped = False
-        """True once a stop string has been completed; nothing may be pushed after it."""
+        """Whether a stop string is complete; nothing may be pushed after it."""
 
     def push(self, token: int) -> str:
-        """Add one token; return the text it made certain."""
+        """Append one token; return the new text."""
         self._tokens.append(token)
-        return self._settle(self._newly_decoded(final=False))
+        return self._release(self._newly_decoded(final=False))
 
     def flush(self) -> str:
-        """End the sequence; return what was still held back."""
+        """End the sequence; return the text held back."""
         if self.stopped:
             return ""
-        text = self._settle(self._newly_decoded(final=True))
-        held, self._held = self._held, ""
-        return text if self.stopped else text + held
+        text = self._release(self._newly_decoded(final=True))
+        pending, self._pending = self._pending, ""
+        return text if self.stopped else text + pending
 
     def _newly_decoded(self, *, final: bool) -> str:
-        known = self._decode(self._tokens[self._shown : self._read])
-        text = self._decode(self._tokens[self._shown :])
-        if len(text) <= len(known) or (text.endswith(REPLACEMENT) and not final):
+        previous = self._decode(self._tokens[self._prefix_offset : self._read_offset])
+        text = self._decode(self._tokens[self._prefix_offset :])
+        if len(text) <= len(previous) or (text.endswith(REPLACEMENT) and not final):
             return ""
-        self._shown, self._read = self._read, len(self._tokens)
-        self.decided_chars += len(text) - len(known)
-        return text[len(known) :]
+        self._prefix_offset, self._read_offset = self._read_offset, len(self._tokens)
+        self.decided_chars += len(text) - len(previous)
+        return text[len(previous) :]
 
-    def _settle(self, text: str) -> str:
-        self._held += text
+    def _release(self, text: str) -> str:
+        self._pending += text
         if not self._stop:
-            text, self._held = self._held, ""
+            text, self._pending = self._pending, ""
             return text
-        found = [at for at in (self._held.find(stop) for stop in self._stop) if at >= 0]
-        if found:
+        matches = [at for at in (self._pending.find(stop) for stop in self._stop) if at >= 0]
+        if matches:
             self.stopped = True
-            text, self._held = self._held[: min(found)], ""
+            text, self._pending = self._pending[: min(matches)], ""
             return text
-        keep = max(_overlap(self._held, stop) for stop in self._stop)
-        text, self._held = (
-            self._held[: len(self._held) - keep],
-            self._held[len(self._held) - keep :],
+        keep = max(_overlap(self._pending, stop) for stop in self._stop)
+        text, self._pending = (
+            self._pending[: len(self._pending) - keep],
+            self._pending[len(self._pending) - keep :],
         )
         return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of `text` may be the beginning of `stop`."""
+    """Return how many characters at the end of `text` may begin `stop`."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,10 +1,10 @@
-"""What rows cost in memory, measured at load, and how long a row can become at all.
+"""Memory estimate of rows, measured at load, and the maximum length of a row.
 
-On Apple silicon a process that asks for more than the working set is not refused, it is aborted,
-and takes every other answer with it. So a prompt that cannot fit is refused before it is read, an
-answer ends where even a row alone would not fit any more, and what does not fit beside others waits
-(`lane.py`). Not counted: caches of sliding windows, which stop growing, and what a draft model
-holds while it reads; both come out of the share that is left for activations.
+On Apple silicon the system aborts a process that exceeds the working set, with all its answers. The
+engine therefore rejects a prompt that cannot fit before reading it, ends an answer at the length at
+which even a single row no longer fits, and queues rows that do not fit beside others
+(`scheduler.py`). The estimate omits caches of sliding windows, which stop growing, and the draft
+model's caches during scoring; both fit into the share that is left for activations.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ from workers.engine.model import ArraysCache, KVCache, MtpHead, Target
 
 _PROBE_TOKENS = 16
 GROWTH_TOKENS = 256
-"""What each row should be able to grow by when another one joins, so that it may stay a while."""
-_ROUND_TOKENS = 16
-"""What one round may write at most: a draft, and the token behind it."""
+"""Growth reserved for each row when another one joins, to avoid an early preemption."""
+_STEP_TOKENS = 16
+"""Maximum tokens of one step: a draft and the token after it."""
 _SHARE_FOR_CACHES = 0.9
-"""Of what the weights leave; the rest is for activations and for pictures."""
+"""Share of the memory beside the weights; the rest is for activations and pictures."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one row, and bytes that all rows may have together."""
+    """Memory of one row, and the memory for all rows."""
 
     token_bytes: int
-    """Grows with the context: keys and values of every attention layer, the head's too."""
+    """Bytes for each token: keys and values of every attention layer, the head's too."""
     row_bytes: int
-    """Whatever the length: recurrent states."""
+    """Bytes at any length: recurrent states."""
     room_bytes: int
+    """Limit for the caches of all rows."""
     limit_bytes: int = 0
-    """What the process may use in all."""
+    """Limit of the process."""
 
     def batch_cache_bytes(self, batches: Iterable[Sequence[int]]) -> int:
-        """Count the bytes of batches, given the tokens of their rows, after one more round.
+        """Return the bytes of batches after one more step, given the tokens of their rows.
 
         A batch holds each of its rows at the length of the longest.
         """
         return sum(
-            len(tokens) * self.row_cache_bytes(capacity(max(tokens) + _ROUND_TOKENS))
+            len(tokens) * self.row_cache_bytes(capacity(max(tokens) + _STEP_TOKENS))
             for tokens in batches
         )
 
     def row_cache_bytes(self, slots: int) -> int:
-        """Count the bytes of a row that holds so many slots."""
+        """Return the bytes of a row of `slots` slots."""
         return self.row_bytes + self.token_bytes * slots
 
     def max_row_tokens(self) -> int:
-        """Return how many tokens a row alone on the machine can come to, its answer included."""
+        """Return the maximum tokens of a row without others, its answer included."""
         slots = max(self.room_bytes - self.row_bytes, 0) // max(self.token_bytes, 1)
-        return max(capacity_within(slots) - _ROUND_TOKENS, 0)
+        return max(capacity_within(slots) - _STEP_TOKENS, 0)
 
 
 def measure_memory(target: Target, head: MtpHead | None) -> MemoryEstimate:
-    """Read a few tokens and look at what the caches hold; must run on the engine thread."""
+    """Read a few tokens and measure the caches; runs on the engine thread."""
     caches = target.new_caches()
     tokens = mx.zeros((1, _PROBE_TOKENS), dtype=mx.int32)
     target.forward(tokens, caches, mx.arange(_PROBE_TOKENS)[None])

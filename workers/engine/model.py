@@ -1,9 +1,8 @@
-"""Everything the engine takes from mlx-vlm, in one place.
+"""Interface to mlx-vlm: the only module that uses what mlx-vlm does not document.
 
-Public classes and functions only: loaders, model classes, caches, cache transactions. What is
-duck-typed (how a Qwen3.5 language model takes positions and gives hidden states, which modules its
-MTP head has) is used here and nowhere else, and `tests/model/test_mlx_vlm_contract.py` fails when
-it moves.
+It imports public classes and functions only: loaders, model classes, caches. How a Qwen3.5 language
+model takes positions and returns hidden states, and which modules its MTP head has, is duck-typed
+here and nowhere else; `tests/model/test_mlx_vlm_contract.py` fails when that changes.
 """
 
 from __future__ import annotations
@@ -45,33 +44,33 @@ __all__ = [
 
 LayerCache: TypeAlias = RowCache | KVCache | ArraysCache
 
-# They give the positions of a prompt with pictures along with its embeddings,
-_GIVES_POSITIONS = Qwen2VlLanguage | Qwen25VlLanguage | Qwen3VlLanguage | Qwen3VlMoeLanguage
-# or leave them on the language model.
-_LEAVES_POSITIONS = Glm4vLanguage | Glm4vMoeLanguage | GlmOcrLanguage | PaddleOcrLanguage
+# Families that return the positions of a prompt with pictures along with its embeddings,
+_ReturnsPositions = Qwen2VlLanguage | Qwen25VlLanguage | Qwen3VlLanguage | Qwen3VlMoeLanguage
+# and families that store them in the language model.
+_StoresPositions = Glm4vLanguage | Glm4vMoeLanguage | GlmOcrLanguage | PaddleOcrLanguage
 _POSITION_ATTRIBUTES = ("_position_ids", "_rope_deltas")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A loaded model folder."""
+    """A loaded model."""
 
     target: Target
     head: MtpHead | None
     mtp_unavailable_reason: str | None
-    """One sentence for people, None when there is a head."""
+    """A phrase for the logs and the ready line; None if there is a head."""
     processor: Any
     eos: frozenset[int]
     vocabulary: int
     context_tokens: int
     default_max_tokens: int | None
-    """Of an answer whose request names no limit, where the checkpoint does."""
+    """The checkpoint's limit for answers whose request names none."""
     family: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """What a forward pass leaves: hidden states [rows, L, width], or scores where it gives none."""
+    """Output of a forward pass: hidden states [rows, L, width], or scores if it has none."""
 
     hidden: mx.array | None
     scores: mx.array | None
@@ -79,49 +78,49 @@ class Forward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEmbedding:
-    """A prompt with its pictures in it: what a prefill needs instead of token ids."""
+    """Embeddings of a prompt with pictures, which replace its token ids in the prefill."""
 
     embeddings: mx.array
     """[1, tokens, width]."""
     positions: mx.array | None
     """[3, 1, tokens] for models with multimodal rotary positions."""
     position_offset: int
-    """What is added to a slot number to get a text position behind the pictures."""
+    """Difference from a slot number to a text position after the pictures."""
     extras: dict[str, mx.array]
-    """Whatever else the family's language model wants along with them."""
+    """Further arguments of the family's language model."""
 
 
 class Target:
-    """The model that decides: one copy of the weights, used by both lanes."""
+    """The model that generates the answers; both lanes share its weights."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.language = getattr(model, "language_model", model)
-        # These families take explicit positions and hand out hidden states, which the MTP lane
-        # lives on; the others find positions in their caches and give scores.
+        # These families take explicit positions and return hidden states, which the MTP head needs;
+        # the others find positions in their caches and return scores.
         self.explicit_positions = isinstance(self.language, Qwen35Language | Qwen35MoeLanguage)
         self.takes_positions = self.explicit_positions or isinstance(
-            self.language, _GIVES_POSITIONS | _LEAVES_POSITIONS
+            self.language, _ReturnsPositions | _StoresPositions
         )
-        kept = any(hasattr(self.language, name) for name in _POSITION_ATTRIBUTES)
-        self.stores_positions = kept and not self.takes_positions
-        """Whether the model itself keeps where the tokens of a row are, and cannot be told."""
+        stored = any(hasattr(self.language, name) for name in _POSITION_ATTRIBUTES)
+        self.stores_positions = stored and not self.takes_positions
+        """Whether the model stores the positions of one row itself and takes none."""
         self.native_verify = True
         """Whether several tokens may be verified in one pass; probed at load."""
-        whole = all(type(cache) in (KVCache, ArraysCache) for cache in self.new_caches())
-        self.supports_prefix_cache = whole and not self.stores_positions
-        """Whether a beginning that was read can be kept; a window moves on and loses it."""
-        self.supports_batching = whole and not self.stores_positions
+        complete = all(type(cache) in (KVCache, ArraysCache) for cache in self.new_caches())
+        self.supports_prefix_cache = complete and not self.stores_positions
+        """Whether the caches of a prefix can be stored: a sliding window loses its beginning."""
+        self.supports_batching = complete and not self.stores_positions
         """Whether rows of any length may share one forward pass; probed at load."""
 
-    def row_limit(self, asked: int) -> int:
-        """Say how many rows may run at once where so many are asked for."""
-        return 1 if self.stores_positions else asked
+    def row_limit(self, max_rows: int) -> int:
+        """Return how many of `max_rows` rows may run at once."""
+        return 1 if self.stores_positions else max_rows
 
     def new_caches(self) -> list[LayerCache]:
-        """Make the empty caches of one row, a layer each."""
+        """Create the empty caches of one row, one for each layer."""
         if self.stores_positions:
-            # Those of the prompt before: some families read the next one with them, or raise.
+            # Some families would read the next prompt with the positions of the last one, or raise.
             for name in _POSITION_ATTRIBUTES:
                 if hasattr(self.language, name):
                     setattr(self.language, name, None)
@@ -129,18 +128,18 @@ class Target:
         return make() if make else [KVCache() for _ in self.language.layers]
 
     def embed(self, token_ids: mx.array, media: dict[str, mx.array]) -> PromptEmbedding:
-        """Run the vision tower and put what it saw into the prompt's embeddings."""
+        """Run the vision tower and embed its output into the prompt."""
         features = self.model.get_input_embeddings(token_ids, **media).to_dict()
         known = ("inputs_embeds", "position_ids", "rope_deltas", "attention_mask")
         positions, deltas = features.get("position_ids"), features.get("rope_deltas")
-        if isinstance(self.language, _LEAVES_POSITIONS):
+        if isinstance(self.language, _StoresPositions):
             positions, deltas = (getattr(self.language, name) for name in _POSITION_ATTRIBUTES)
         extras = {
             name: value
             for name, value in features.items()
             if value is not None and name not in known
         }
-        if self.stores_positions:  # it finds them by itself, and wants to know the pictures' sizes
+        if self.stores_positions:  # it computes positions from the sizes of the pictures
             extras |= {name: size for name, size in media.items() if name.endswith("_grid_thw")}
         return PromptEmbedding(
             embeddings=features["inputs_embeds"],
@@ -160,7 +159,7 @@ class Target:
     ) -> Forward:
         """Run tokens [rows, L] at positions [rows, L] or [3, rows, L] and append to the caches.
 
-        Families that find positions in their caches are not told them.
+        Families that find positions in their caches ignore `positions`.
         """
         arguments: dict[str, Any] = dict(extras or {})
         if embeddings is not None:
@@ -201,11 +200,11 @@ class MtpHead:
         self._score = target.language.speculative_logits_from_hidden
 
     def parameters(self) -> Any:
-        """Return the head's own weights; embeddings and scores are the target's."""
+        """Return the head's own weights; it shares the target's embeddings and output layer."""
         return self._drafter.parameters()
 
     def new_caches(self) -> list[KVCache]:
-        """Make the empty caches of one row, a layer each."""
+        """Create the empty caches of one row, one for each layer."""
         return [KVCache() for _ in self._drafter.layers]
 
     def forward(
@@ -215,7 +214,7 @@ class MtpHead:
         caches: Sequence[LayerCache],
         positions: mx.array,
     ) -> mx.array:
-        """Read token i + 1 beside the hidden state of token i; return the head's hidden states.
+        """Read token i + 1 with the hidden state of token i; return the head's hidden states.
 
         Shapes: tokens and positions [rows, L], hidden [rows, L, width].
         """
@@ -231,14 +230,14 @@ class MtpHead:
         return head.norm(state)
 
     def draft(self, hidden: mx.array) -> mx.array:
-        """Return the likeliest next token [rows] of hidden states [rows, 1, width]."""
+        """Return the most likely next token [rows] of hidden states [rows, 1, width]."""
         return mx.argmax(self._score(hidden)[:, 0], axis=-1).astype(mx.int32)
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Load a Hugging Face folder: target, processor and, where there is one, the MTP head.
+    """Load target, processor and, if there is one, the MTP head from a directory.
 
-    Raises what the libraries raise; the caller turns it into a sentence.
+    Raises the errors of the libraries.
     """
     model, processor = load(str(path))
     _cast_for_device(model)
@@ -261,10 +260,10 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def _cast_for_device(model: Any) -> None:
-    """Hold half-precision weights in single precision where only that is computed fast.
+    """Cast half-precision weights to single precision on a CPU.
 
-    A CPU has no matrix product for bfloat16: MLX loops over it, ten times slower than a BLAS in
-    float32, and as slow for three tokens as three times one.
+    A CPU has no matrix product for bfloat16: MLX computes it in a loop, ten times slower than a
+    BLAS in float32, and three tokens take three times as long as one.
     """
     if mx.default_device() == mx.Device(mx.cpu):
         model.set_dtype(mx.float32)
@@ -273,11 +272,11 @@ def _cast_for_device(model: Any) -> None:
 
 def _load_head(path: Path, target: Target) -> tuple[MtpHead | None, str | None]:
     if not target.explicit_positions:
-        return None, "this model family has no MTP head that the text-mtp lane can drive"
+        return None, "this model family has no MTP head that the text-mtp lane supports"
     try:
         drafter, _ = load_drafter(str(path), kind="mtp")
     except (ValueError, KeyError, FileNotFoundError):
-        return None, "the checkpoint holds no mtp.* tensors (many conversions drop them)"
+        return None, "the checkpoint has no mtp.* tensors (many conversions drop them)"
     if not isinstance(drafter, Qwen3_5MTPDraftModel):
         return None, "the MTP head of this model family is not supported by the text-mtp lane"
     _cast_for_device(drafter)
@@ -293,7 +292,7 @@ def _generation_config(path: Path) -> dict[str, Any]:
 def _end_tokens(
     config: dict[str, Any], generation: dict[str, Any], processor: Any
 ) -> frozenset[int]:
-    """Collect every token that ends an answer: config, generation config, tokenizer."""
+    """Return every token that ends an answer, by configuration, generation config, tokenizer."""
     named = [config.get("eos_token_id"), (config.get("text_config") or {}).get("eos_token_id")]
     named.append(generation.get("eos_token_id"))
     named.append(getattr(getattr(processor, "tokenizer", processor), "eos_token_id", None))

@@ -1,8 +1,8 @@
-"""How much of a prompt to read at a time: all the machine likes alone, a time budget beside others.
+"""Prefill budget: the size of prompt chunks, bounded by time while other rows decode.
 
-Rows that decode stand still while a chunk is read, so the chunk is bounded in seconds, not tokens:
-what 512 tokens cost differs a hundredfold between a small model and a large one. Pure: durations
-come in, no clock is read.
+Rows do not decode while a chunk is read. The bound is in seconds, since the cost of 512 tokens
+differs a hundredfold between a small model and a large one. Pure: the caller passes durations, no
+clock is read.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections import deque
 
 BLOCK_TOKENS = 64
-"""Chunks are whole blocks: recurrent layers scan in blocks, and a part of one costs all of it. The
-weights, too, are read once for 64 tokens as for 16."""
+"""Chunks are whole blocks: recurrent layers scan in blocks, and a part of a block costs as much as
+a whole one. Reading the weights, too, costs the same for 64 tokens as for 16."""
 SAMPLES = 3
-"""Chunks remembered; the dearest counts, since each looks at a longer context than the last."""
+"""Chunks whose costs are stored; the highest counts, since the context grows with each chunk."""
 TARGET_SHARE = 0.75
-"""Of the budget: it is a bound, and the next chunk may cost a third more than the last ones."""
+"""Share of the budget to aim for: the next chunk may cost a third more than the last ones."""
 
 
 class PrefillBudget:
-    """Chooses chunk sizes for one lane."""
+    """Chunk sizes of one lane."""
 
     def __init__(self, max_chunk_tokens: int, budget_s: float) -> None:
         self._max_chunk_tokens = max_chunk_tokens
@@ -28,7 +28,7 @@ class PrefillBudget:
         self._best_block_s: float | None = None
 
     def chunk_tokens(self, *, others_decode: bool) -> int:
-        """Return how many tokens to read next, at most; one block where the cost is not known."""
+        """Return the size of the next chunk; one block beside other rows if no cost is known."""
         if not others_decode:
             return self._max_chunk_tokens
         blocks = 1
@@ -37,14 +37,14 @@ class PrefillBudget:
         return min(blocks * BLOCK_TOKENS, self._max_chunk_tokens)
 
     def observe(self, tokens: int, duration_s: float) -> None:
-        """Learn what a chunk cost."""
+        """Record the duration of a chunk."""
         block_s = duration_s / _blocks(tokens)
         self._block_costs_s.append(block_s)
         if self._best_block_s is None or block_s < self._best_block_s:
             self._best_block_s = block_s
 
     def best_case_s(self, tokens: int) -> float:
-        """Say how long reading so many would take at the best speed so far; 0 if there is none."""
+        """Return how long `tokens` tokens take at the best speed so far; 0 if none is known."""
         return (self._best_block_s or 0.0) * _blocks(tokens)
 
 

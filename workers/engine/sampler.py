@@ -1,9 +1,7 @@
-"""Choose the next tokens: every row by its own rules, whoever shares its batch.
+"""Sampler: choose the next tokens of a batch, every row by its own rules.
 
-A sampled row draws with a key made of its seed and the position of the token, so that the same
-seed gives the same text alone, in a full batch, and with or without speculation.
-
-The log-probabilities of chosen tokens, from the model's own scores (before any sampling).
+A sampled row draws with a key made of its seed and the position of the token, so that the same seed
+gives the same text alone, in a full batch, and with or without speculation.
 """
 
 from __future__ import annotations
@@ -21,13 +19,13 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingContext:
-    """The rules of one row and what they need to know of it."""
+    """Sampling rules of one row and their inputs."""
 
     sampling: Sampling
     seed: int
     """The request's seed, or one drawn for it."""
     position: int
-    """How many tokens the answer has so far."""
+    """Number of tokens of the answer so far."""
     prompt: Sequence[int]
     answer: Sequence[int]
 
@@ -37,8 +35,8 @@ def choose(
 ) -> mx.array:
     """Choose a token for every row and position: [rows, L, vocabulary] to [rows, L] int32.
 
-    Position i is chosen as if the first i of `drafts` [rows, L - 1] stood in the answer: it is only
-    read where they do.
+    Position i is chosen as if the answer included the first i of `drafts` [rows, L - 1]; the caller
+    uses it only if it does.
     """
     greedy = mx.argmax(logits, axis=-1).astype(mx.int32)
     if all(row.sampling.greedy and not row.sampling.reshapes_logits for row in rows):
@@ -59,11 +57,13 @@ def _choose_row(logits: mx.array, row: SamplingContext, drafts: mx.array | None)
         logits = reshape_logits(logits, row, drafts)
     if row.sampling.greedy:
         return mx.argmax(logits, axis=-1).astype(mx.int32)
-    kept = filter_logits(logits / row.sampling.temperature, row.sampling)
+    filtered = filter_logits(logits / row.sampling.temperature, row.sampling)
     return mx.concatenate(
         [
-            mx.random.categorical(kept[at : at + 1], key=position_key(row.seed, row.position + at))
-            for at in range(kept.shape[0])
+            mx.random.categorical(
+                filtered[at : at + 1], key=position_key(row.seed, row.position + at)
+            )
+            for at in range(filtered.shape[0])
         ]
     ).astype(mx.int32)
 
@@ -79,13 +79,13 @@ def reshape_logits(
     vocabulary = logits.shape[-1]
     drafted = mx.zeros((1, vocabulary))
     if drafts is not None and drafts.size:
-        told = (drafts[:, None] == mx.arange(vocabulary)).astype(mx.float32)
-        drafted = mx.concatenate([drafted, mx.cumsum(told, axis=0)])
+        one_hot = (drafts[:, None] == mx.arange(vocabulary)).astype(mx.float32)
+        drafted = mx.concatenate([drafted, mx.cumsum(one_hot, axis=0)])
     if sampling.repetition_penalty != 1.0:
-        seen = drafted + _counts({*row.prompt, *row.answer}, vocabulary) > 0
+        present = drafted + _counts({*row.prompt, *row.answer}, vocabulary) > 0
         penalty = sampling.repetition_penalty
-        punished = mx.where(logits > 0, logits / penalty, logits * penalty)
-        logits = mx.where(seen, punished, logits)
+        penalized = mx.where(logits > 0, logits / penalty, logits * penalty)
+        logits = mx.where(present, penalized, logits)
     if row.answer and (sampling.presence_penalty or sampling.frequency_penalty):
         counts = drafted + _counts(row.answer, vocabulary)
         cost = counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty
@@ -98,13 +98,13 @@ def reshape_logits(
 
 
 def _counts(tokens: Iterable[int], vocabulary: int) -> mx.array:
-    """Count how often each token occurs: [vocabulary]."""
+    """Return the number of occurrences of each token: [vocabulary]."""
     at = mx.array(list(tokens), dtype=mx.int32)
     return mx.zeros((vocabulary,)).at[at].add(1.0)
 
 
 def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
-    """Remove what top_k, min_p and top_p leave out from [L, vocabulary] tempered scores."""
+    """Set all scores [L, vocabulary] that top_k, min_p or top_p exclude to minus infinity."""
     vocabulary = logits.shape[-1]
     if 0 < sampling.top_k < vocabulary:
         kth = mx.sort(logits, axis=-1)[:, vocabulary - sampling.top_k]
@@ -115,7 +115,7 @@ def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
     if sampling.top_p < 1:
         ordered = mx.sort(logits, axis=-1)[:, ::-1]
         shares = mx.softmax(ordered, axis=-1)
-        # A token stays while the shares of the likelier ones do not reach top_p yet.
+        # A token stays if the shares of the likelier ones sum up to less than top_p.
         count = (mx.cumsum(shares, axis=-1) - shares < sampling.top_p).sum(-1, keepdims=True)
         least = mx.take_along_axis(ordered, count - 1, axis=-1)
         logits = mx.where(logits >= least, logits, -mx.inf)
@@ -123,7 +123,7 @@ def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
 
 
 def position_key(seed: int, position: int) -> mx.array:
-    """Return the random key of one position: neighbouring seeds and positions are unrelated.
+    """Return the random key of one position; adjacent seeds and positions get unrelated keys.
 
     Two rounds of splitmix64 (Steele, Lea, Flood 2014), since a plain sum would make position 1 of
     seed 0 the same draw as position 0 of seed 1.
@@ -139,11 +139,12 @@ def _mix(value: int) -> int:
 
 
 def token_logprobs(
-    scores: mx.array, tokens: Sequence[int], top: int, raw: Callable[[int], bytes]
+    scores: mx.array, tokens: Sequence[int], top: int, token_bytes: Callable[[int], bytes]
 ) -> tuple[TokenLogprob, ...]:
-    """Describe the tokens chosen from scores [L, vocabulary], each with the `top` likeliest.
+    """Return the log-probabilities of tokens and of the `top` most likely alternatives.
 
-    There may be fewer tokens than scores.
+    They come from the model's scores [L, vocabulary], before any sampling; there may be fewer
+    tokens than scores.
     """
     logprobs = scores[: len(tokens)].astype(mx.float32)
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
@@ -153,10 +154,10 @@ def token_logprobs(
     return tuple(
         TokenLogprob(
             token_id=ids[0],
-            raw=raw(ids[0]),
+            raw=token_bytes(ids[0]),
             logprob=shares[0],
             top=tuple(
-                ScoredToken(token_id=index, raw=raw(index), logprob=value)
+                ScoredToken(token_id=index, raw=token_bytes(index), logprob=value)
                 for index, value in zip(ids[1:], shares[1:], strict=True)
             ),
         )

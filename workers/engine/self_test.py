@@ -1,8 +1,8 @@
-"""Does the MTP head guess what its model says? Asked once, before anybody else is served.
+"""Self-test of the MTP head and warm-up of the lanes, before the worker serves requests.
 
-A head that was converted wrongly never fails, it only never helps; users then see no speed-up and
-no reason. A few greedy answers to everyday questions tell a sound head (60 to 90 % of first guesses
-right) from a broken one (next to none).
+A wrongly converted head never fails, it only never helps, and users see no speed-up and no reason.
+A few greedy answers to everyday questions separate a healthy head (60 to 90 % of first draft tokens
+accepted) from a broken one (almost none).
 """
 
 from __future__ import annotations
@@ -25,48 +25,50 @@ QUESTIONS = (
 )
 ANSWER_TOKENS = 64
 MIN_ACCEPTANCE = 0.2
-"""Of first guesses. Chance is one in the vocabulary; the worst sound heads reported reach 0.5."""
+"""Share of first draft tokens: the worst healthy heads reach 0.5, a random one almost none."""
 MIN_STEPS = 16
-"""Fewer judge nothing: a model that answers in a word is not a sick head."""
+"""Fewer steps prove nothing: a model may answer in one word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadHealth:
-    """What the self-test found."""
+    """Result of the self-test."""
 
     first_token_acceptance: float
     steps: int
     failures: int = 0
-    """Answers that went on without the head, since it had raised."""
+    """Answers in which the head raised an error."""
 
     @property
     def healthy(self) -> bool:
-        """Say whether the head may draft."""
-        right = self.steps < MIN_STEPS or self.first_token_acceptance >= MIN_ACCEPTANCE
-        return right and not self.failures
+        """Return whether the head may draft."""
+        accurate = self.steps < MIN_STEPS or self.first_token_acceptance >= MIN_ACCEPTANCE
+        return accurate and not self.failures
 
     @property
     def description(self) -> str:
-        """Say to people what was found and what to look at."""
+        """Return the result as a sentence, with the likely causes."""
         if self.failures:
             return (
                 f"MTP head unhealthy: it failed in {self.failures} answers of the self-test; "
-                "the lane serves without it. Look at the log for what it raised, and at the "
-                "checkpoint: mtp.* tensors missing, or of another model size or revision."
+                "the lane runs without it. Check the log for the error, and the checkpoint: mtp.* "
+                "tensors may be missing, or belong to another model size or revision."
             )
-        share = f"{self.first_token_acceptance:.0%} of {self.steps} first guesses were right"
+        share = (
+            f"{self.first_token_acceptance:.0%} of {self.steps} first draft tokens were accepted"
+        )
         if self.healthy:
-            return f"MTP head sound: {share}."
+            return f"MTP head healthy: {share}."
         return (
-            f"MTP head unhealthy: only {share}; the lane serves without it. "
-            "Look at the checkpoint: RMSNorm weights of mtp.* off by one (converted twice, or not "
-            "at all), mtp.* tensors missing or left at random, a head of another model size or "
-            "revision, or a head quantised too far (keep it in bfloat16)."
+            f"MTP head unhealthy: only {share}; the lane runs without it. Check the checkpoint: "
+            "RMSNorm weights of mtp.* may be off by one (converted twice, or not at all), mtp.* "
+            "tensors may be missing or random, or the head may belong to another model size or "
+            "revision, or be quantised too far (it needs bfloat16)."
         )
 
 
 def check_head(lane: LaneScheduler, prompts: PromptRenderer) -> HeadHealth:
-    """Answer a few questions on a lane of the test's own; must run on the engine thread."""
+    """Answer a few questions on a lane without clients; runs on the engine thread."""
     rows = [_row(lane, prompts, question, 1, ANSWER_TOKENS) for question in QUESTIONS]
     for row in rows:
         lane.add(row)
@@ -81,14 +83,14 @@ def check_head(lane: LaneScheduler, prompts: PromptRenderer) -> HeadHealth:
     )
 
 
-def warm_up(lane: LaneScheduler, prompts: PromptRenderer, longest_draft: int) -> None:
-    """Run every kind of round once, alone and in company, before anybody waits for one.
+def warm_up(lane: LaneScheduler, prompts: PromptRenderer, max_draft_tokens: int) -> None:
+    """Run every kind of step once, with one row and with several, to compile its kernels.
 
-    MLX compiles a kernel when it is first used; on Linux that takes a C++ compiler, and seconds.
-    Raises `ModelUnusable` if not one question was answered.
+    MLX compiles a kernel at its first use; on Linux that takes a C++ compiler and seconds.
+    Raises `ModelUnusable` if no question was answered.
     """
     ends: list[object] = []
-    for draft_tokens in range(longest_draft + 1):
+    for draft_tokens in range(max_draft_tokens + 1):
         for question in QUESTIONS[:2]:
             max_tokens = 2 * (draft_tokens + 2)
             lane.add(_row(lane, prompts, question, draft_tokens, max_tokens, sink=ends.append))
@@ -96,8 +98,8 @@ def warm_up(lane: LaneScheduler, prompts: PromptRenderer, longest_draft: int) ->
             lane.step()
     if not any(isinstance(end, Finished) for end in ends):
         raise ModelUnusable(
-            "The model loads but cannot answer: every question asked at the start failed, and the "
-            "log says with what; its family may be one that Paceline cannot serve."
+            "The model loads but cannot answer: every question of the warm-up failed. The log "
+            "has the errors; Paceline may not support the model's family."
         )
 
 

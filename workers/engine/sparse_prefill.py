@@ -1,11 +1,10 @@
-"""Reading long prompts sparsely: which ones, by whose scores, and what is counted of it.
+"""SpecPrefill of a lane: select which tokens of a long prompt the target reads.
 
-A sparse row is a row like any other: its caches hold fewer slots than it has positions, which its
-batch never notices, since positions come from the row and slots from the caches. Recurrent layers
-read only the kept tokens, so what they remember of the rest is nothing. While a prompt is scored,
-the draft's caches live in the room that admission has kept for the row, and are gone before the
-target reads. Any doubt about a prompt or about the draft model ends in a full prefill, counted by
-its reason.
+A sparse row is an ordinary row whose caches hold fewer slots than it has positions: positions come
+from the row and slots from the caches, so that its batch needs no special case. Recurrent layers
+read only the selected tokens. While a prompt is scored, the draft model's caches use the memory
+that admission has reserved for the row, and are freed before the target reads. Any doubt about a
+prompt or the draft model ends in a full prefill, counted by its reason.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class SparsePrefill:
-    """Decides for every prompt, before it is read and while it is scored."""
+    """Settings and draft model of the sparse prefill."""
 
     def __init__(
         self,
@@ -35,14 +34,14 @@ class SparsePrefill:
         scorer: PromptScorer | None,
         reason: str | None = None,
     ) -> None:
-        """Take no scorer where there is no draft model, or none that can be used."""
+        """Take no scorer, but the reason, if the draft model is unusable."""
         self._settings = settings
         self._scorer = scorer
         self._reason = reason
 
     @property
     def description(self) -> str | None:
-        """Say to people how long prompts are read; None where no draft model was asked for."""
+        """Return a phrase on how long prompts are read; None if no draft model is configured."""
         if self._settings is None:
             return None
         if self._scorer is None:
@@ -53,48 +52,48 @@ class SparsePrefill:
         )
 
     def start_scoring(self, prefill: Prefill, counters: LaneCounters) -> None:
-        """Open the scoring of a prompt that is to be read sparsely."""
+        """Start to score a prompt that is to be read sparsely."""
         row = prefill.row
         if row.answer:
-            row.skipped_tokens = 0  # read again after a failure, and now in full
+            row.skipped_tokens = 0  # a requeued row is read in full
             return
         options = row.generation.spec_prefill
         if self._settings is None or self._scorer is None:
             if options.sparse or (self._settings and options.sparse is None):
                 counters.record_full_prefill(FullPrefillReason.NO_DRAFT)
             return
-        unread = UncachedPrompt(
+        prompt = UncachedPrompt(
             prompt_tokens=len(row.prompt.tokens),
             cached_tokens=row.cached_tokens,
             prefix_tokens=prefill.prefix_tokens,
             pictures=prefill.prompt_embedding is not None,
         )
-        scope = choose_scoring_range(self._settings, self._scorer.context_tokens, options, unread)
+        scope = choose_scoring_range(self._settings, self._scorer.context_tokens, options, prompt)
         if isinstance(scope, FullPrefillReason):
             counters.record_full_prefill(scope)
         else:
             prefill.scoring = self._scorer.begin(row.prompt.tokens, scope)
 
     def score_chunk(self, prefill: Prefill, chunk_tokens: int, counters: LaneCounters) -> None:
-        """Let the draft model read on, and take its choice once it has read all."""
+        """Let the draft model read one more chunk; apply its selection at the end."""
         scoring, row = prefill.scoring, prefill.row
         assert scoring is not None
         try:
             scoring.advance(chunk_tokens)
-        except Exception as error:  # the target can read without its advice
+        except Exception as error:  # the target can read without a selection
             logger.warning(
                 "spec_prefill.failed request_id=%s", row.generation.request_id, exc_info=error
             )
             counters.record_full_prefill(FullPrefillReason.DRAFT_FAILED)
             prefill.scoring = None
             return
-        if scoring.read_indices is None:
+        if scoring.selected is None:
             return
         prefill.scoring = None
-        prefill.read_indices = scoring.read_indices
-        row.skipped_tokens = len(row.prompt.tokens) - len(scoring.read_indices)
+        prefill.read_indices = scoring.selected
+        row.skipped_tokens = len(row.prompt.tokens) - len(scoring.selected)
         if scoring.scope.begin < prefill.prefix_tokens:
-            prefill.prefix_tokens = 0  # caches with holes are not the prefix: never to be kept
+            prefill.prefix_tokens = 0  # a sparse prefix must not be cached
         scored = scoring.scope.end - scoring.scope.begin
         counters.record_sparse_prefill(scored=scored, selected=scored - row.skipped_tokens)
 
@@ -106,16 +105,16 @@ NO_SPARSE_PREFILL = SparsePrefill(None, None)
 def load_sparse_prefill(
     settings: SpecPrefillSettings | None, checkpoint: Checkpoint
 ) -> SparsePrefill:
-    """Load the draft model; one that cannot serve this checkpoint is told of and left out."""
+    """Load the draft model; log and ignore one that is unusable for this checkpoint."""
     if settings is None:
         return NO_SPARSE_PREFILL
     try:
         draft = load_checkpoint(settings.draft)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
-        logger.warning("spec_prefill.unusable", exc_info=error)
+        logger.warning("spec_prefill.draft_unusable", exc_info=error)
         return SparsePrefill(settings, None, "the draft model cannot be loaded")
     reason = draft_incompatibility(checkpoint, draft)
     if reason is not None:
-        logger.warning("spec_prefill.unusable %s", reason)
+        logger.warning("spec_prefill.draft_unusable reason=%s", reason)
         return SparsePrefill(settings, None, reason)
     return SparsePrefill(settings, PromptScorer(draft.target, draft.context_tokens))

@@ -1,8 +1,8 @@
-"""Which tokens of a long prompt are read at all: SpecPrefill (Liu et al. 2025, arXiv 2502.02789).
+"""Selection of the prompt tokens to read: SpecPrefill (Liu et al. 2025, arXiv 2502.02789).
 
-A small draft model says how much every token of the prompt mattered to the tokens that it would
-answer with. The chunks that mattered most are read by the target, at their true positions; the
-others never are. Nothing here touches a model: scores go in, decisions come out.
+A small draft model scores how much each token of the prompt matters to the tokens of its own
+answer. The target reads the chunks with the highest scores, at their true positions, and never the
+others. Pure: scores come in, indices go out, no model is involved.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ import numpy as np
 TokenScores: TypeAlias = "np.ndarray[tuple[int], np.dtype[np.float32]]"
 
 CHUNK_TOKENS = 16
-"""Kept or left out together: about a sentence."""
+"""Tokens that are selected or skipped together: about a sentence."""
 SMOOTHING_TOKENS = 5
-"""A token matters if its neighbours do: a word is more than one token."""
+"""Window over which scores are averaged: a word is more than one token."""
 SINK_TOKENS = 4
-"""Always read: attention rests on the first tokens of a text (Xiao et al. 2023, 2309.17453)."""
+"""Always read: the first tokens of a text attract attention (Xiao et al. 2023, 2309.17453)."""
 TAIL_TOKENS = 32
 """Always read: the end of the prompt is the question, and the template's call to answer."""
 SHORTEST_TOKENS = 256
-"""PromptScoring fewer costs more than reading them, whoever asks for it."""
+"""Fewer tokens cost more to score than to read, even for a request that asks for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecPrefillSettings:
-    """How a worker reads long prompts sparsely."""
+    """Settings of a worker's sparse prefill."""
 
     draft: Path
-    """Folder of a small model with the target's vocabulary."""
+    """Directory of a small model with the target's vocabulary."""
     threshold_tokens: int = 8192
-    """UncachedPrompt tokens from which a prompt is read sparsely, unless the request decides."""
+    """Uncached tokens from which a prompt is read sparsely, unless the request decides."""
     keep_share: float = 0.3
 
 
@@ -53,7 +53,7 @@ class FullPrefillReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecPrefillOptions:
-    """What a request says about it; None leaves the decision to the worker."""
+    """Options of a request; None leaves the decision to the worker."""
 
     sparse: bool | None = None
     keep_share: float | None = None
@@ -61,7 +61,7 @@ class SpecPrefillOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoringRange:
-    """The tokens of a prompt that are scored, [begin, end), and the share of them that is read."""
+    """Range [begin, end) of the prompt tokens to score, and the share of them to read."""
 
     begin: int
     end: int
@@ -70,13 +70,13 @@ class ScoringRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UncachedPrompt:
-    """A prompt before any of it has been read."""
+    """Properties of a prompt before its prefill."""
 
     prompt_tokens: int
     cached_tokens: int
-    """Read already: they came out of a snapshot."""
+    """Tokens that the prefix cache already holds."""
     prefix_tokens: int
-    """A shared beginning that is to be kept once it is read; 0 where there is none."""
+    """Length of a shared prefix that is to be cached; 0 if there is none."""
     pictures: bool
 
 
@@ -84,37 +84,37 @@ def choose_scoring_range(
     settings: SpecPrefillSettings,
     draft_context_tokens: int,
     options: SpecPrefillOptions,
-    unread: UncachedPrompt,
+    prompt: UncachedPrompt,
 ) -> ScoringRange | FullPrefillReason:
-    """Decide what of a prompt is scored, or why it is read in full.
+    """Return the part of a prompt to score, or the reason to read it in full.
 
-    A shared beginning is read in full the first time, since its snapshot then serves everybody;
-    only a request that asks for sparse reading by name reads that sparsely too.
+    A shared prefix is read in full the first time, since other requests use its cache entry; only a
+    request that asks for sparse prefill reads the prefix sparsely too.
     """
     keep_share = settings.keep_share if options.keep_share is None else options.keep_share
-    begin = unread.cached_tokens
+    begin = prompt.cached_tokens
     if not options.sparse:
-        begin = max(begin, unread.prefix_tokens)
-    tokens = unread.prompt_tokens - begin
+        begin = max(begin, prompt.prefix_tokens)
+    tokens = prompt.prompt_tokens - begin
     least = SHORTEST_TOKENS if options.sparse else max(settings.threshold_tokens, SHORTEST_TOKENS)
-    refusals = (
+    reasons = (
         (options.sparse is False, FullPrefillReason.SWITCHED_OFF),
-        (unread.pictures, FullPrefillReason.PICTURES),
+        (prompt.pictures, FullPrefillReason.PICTURES),
         (tokens < least, FullPrefillReason.TOO_SHORT),
         (tokens > draft_context_tokens, FullPrefillReason.TOO_LONG_FOR_DRAFT),
         (keep_share >= 1, FullPrefillReason.KEEPS_ALL),
     )
-    for holds, reason in refusals:
-        if holds:
+    for applies, reason in reasons:
+        if applies:
             return reason
-    return ScoringRange(begin=begin, end=unread.prompt_tokens, keep_share=keep_share)
+    return ScoringRange(begin=begin, end=prompt.prompt_tokens, keep_share=keep_share)
 
 
 def select(importance: TokenScores, keep_share: float) -> tuple[int, ...]:
-    """Return, in order, the indices of the tokens to read: whole chunks, the best ones first.
+    """Return the sorted indices of the tokens to read: the chunks with the highest scores.
 
-    About `keep_share` of all tokens, never less than the beginning and the end of the prompt. A
-    chunk counts by its best token: one fact among plain words must not be averaged away.
+    They are about `keep_share` of all tokens, and at least the beginning and end of the prompt. The
+    score of a chunk is that of its best token: an average would hide one fact among plain words.
     """
     count = len(importance)
     kept = np.zeros(count, dtype=bool)
@@ -132,7 +132,7 @@ def select(importance: TokenScores, keep_share: float) -> tuple[int, ...]:
 
 
 def _smoothed(importance: TokenScores) -> TokenScores:
-    """Average every score with its neighbours; beyond the ends there is nothing to add."""
+    """Average every score over its window, which ends at the ends of the prompt."""
     window = np.ones(SMOOTHING_TOKENS, dtype=np.float32)
     sums = np.convolve(importance, window, mode="same")
     return sums / np.convolve(np.ones_like(importance), window, mode="same")

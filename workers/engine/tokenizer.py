@@ -1,21 +1,16 @@
-"""From messages to tokens: the chat template, the tokenizer, the picture processor.
+"""Tokenizer: from messages to tokens, and from tokens to text, for one checkpoint.
 
-None of it touches the MLX thread: it runs in whatever thread the caller likes, and hands over
-plain numbers.
+It renders the chat template, tokenizes, and runs the picture processor, in the caller's thread and
+without MLX arrays.
 
-Which special tokens calls of tools are written with: as text they are kept where those are read.
+Text of a client may spell a control token: a tokenizer turns `<|im_end|>` into the token that ends
+a message wherever it occurs, so that a client could write the system message, or a picture's
+placeholder without a picture, which breaks a model. Such a spelling is split before the template is
+rendered, and its parts are tokenized apart: the model reads the same characters, and no control
+token.
 
-A special token is no text, and is left out of an answer. But some models open a call with one
-(Mistral's `[TOOL_CALLS]`), and what reads calls out of a text must find it there.
-
-What a person writes is text, also where it spells a control token of the model.
-
-A tokenizer turns `<|im_end|>` into the token that ends a turn wherever it stands: whoever could
-write it into a question could write the system message too, and a picture's placeholder without a
-picture breaks a model. So such a spelling is parted before the template is rendered, and tokenized
-part by part: the model reads the very characters, and no control token.
-
-The bytes that a token stands for: many characters take several tokens, and no token is one.
+Control tokens are left out of an answer, except those that mark tool calls for a request with tools
+(Mistral's `[TOOL_CALLS]`): the parser of tool calls needs them in the text.
 """
 
 from __future__ import annotations
@@ -41,99 +36,28 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from workers.engine.detokenizer import TextStream
 from workers.engine.types import Generation, InvalidGeneration, Picture, Prompt
 
+logger = logging.getLogger(__name__)
+TEMPLATE_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
 
-def call_tokens(tokenizer: Any, parser_name: str | None) -> dict[int, str]:
-    """Return the special tokens that a parser of mlx-vlm looks for, by id.
+# Placeholders that mlx-vlm's processors replace by a picture's tokens wherever they occur: they are
+# no token of any model, but in a message they would become a picture that does not exist.
+_PICTURE_PLACEHOLDERS = frozenset(
+    f"<|{name}placeholder|>" for name in ("", "image_", "video_", "audio_", "minimax_m3_image_")
+)
+MIN_PREFIX_TOKENS = 32
+"""Reading fewer tokens again costs less than caching them."""
 
-    Each parser tells what opens and what closes a call. What stands between, such as `[ARGS]`, is
-    in its expressions alone, so its source is searched.
-    """
-    if parser_name is None:
-        return {}
-    source = inspect.getsource(load_tool_module(parser_name))
-    return {
-        index: token.content
-        for index, token in tokenizer.added_tokens_decoder.items()
-        if token.special and (token.content in source or re.escape(token.content) in source)
-    }
-
-
-# A code point that Unicode keeps out of all text for good, so nobody's words hold it.
+# A code point that Unicode reserves as a non-character, so that no text contains it.
 _SEPARATOR = "\ufdd0"
-
-
-class ControlTokenEscaper:
-    """The control tokens of one tokenizer, by their spelling."""
-
-    def __init__(self, spellings: Iterable[str]) -> None:
-        known = sorted((spelling for spelling in spellings if len(spelling) > 1), reverse=True)
-        self._any = re.compile("|".join(map(re.escape, known)) or "(?!)")
-
-    def split(self, value: Any) -> Any:
-        """Return the same texts, mappings and lists with every control token parted in two."""
-        if isinstance(value, str):
-            return self._any.sub(_split_match, value.replace(_SEPARATOR, ""))
-        if isinstance(value, Mapping):
-            return {self.split(name): self.split(inner) for name, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return [self.split(inner) for inner in value]
-        return value
-
-
-def split_pieces(text: str) -> list[str]:
-    """Return what is to be tokenized one after the other."""
-    return text.split(_SEPARATOR)
-
-
-def _split_match(spelled: re.Match[str]) -> str:
-    return spelled[0][:1] + _SEPARATOR + spelled[0][1:]
-
 
 _BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
 _FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _SPACE = "\u2581"
 
 
-def token_bytes(tokenizer: Any, token: int) -> bytes:
-    """Return the bytes of a token; where its spelling tells none, those of its text.
-
-    How a vocabulary is spelled is tried, since no tokenizer says it: letter for byte (BPE on
-    bytes), or with a mark for a space and `<0xE2>` for a byte (SentencePiece).
-    """
-    text = str(tokenizer.decode([token]))
-    spelled = tokenizer.convert_ids_to_tokens(token)
-    if not isinstance(spelled, str) or spelled == text:
-        return text.encode()
-    if all(letter in _BYTES for letter in spelled):
-        raw = bytes(_BYTES[letter] for letter in spelled)
-        if _alike(raw.decode(errors="replace"), text):
-            return raw
-    if fallback := _FALLBACK.fullmatch(spelled):
-        return bytes.fromhex(fallback[1])
-    spaced = spelled.replace(_SPACE, " ")
-    return (spaced if _alike(spaced, text) else text).encode()
-
-
-def _alike(spelled: str, text: str) -> bool:
-    """Compare but for the spaces that many a tokenizer leaves out where a text begins."""
-    return spelled.lstrip(" ") == text.lstrip(" ")
-
-
-logger = logging.getLogger(__name__)
-TEMPLATE_PICTURE_TYPES = frozenset({"image_url", "input_image", "image"})
-
-# What mlx-vlm's processors write in the place of a picture's tokens, and then replace wherever it
-# stands: no token of any model, but in a message it would become a picture that is not there.
-_PROCESSOR_MARKS = frozenset(
-    f"<|{name}placeholder|>" for name in ("", "image_", "video_", "audio_", "minimax_m3_image_")
-)
-SHORTEST_PREFIX_TOKENS = 32
-"""Reading so few anew costs less than keeping what comes of them."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """The first tokens of a prompt, which other prompts share, and the key they are kept under."""
+    """Length of the shared beginning of a prompt, and its key in the prefix cache."""
 
     key: str
     tokens: int
@@ -141,7 +65,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedPrompt:
-    """Token ids, and the arrays of the picture processor where there are pictures."""
+    """Token ids of a prompt, and the picture processor's arrays if it has pictures."""
 
     tokens: tuple[int, ...]
     prefix: Prefix | None = None
@@ -149,7 +73,7 @@ class PreparedPrompt:
 
 
 class PromptRenderer:
-    """Renders and tokenizes prompts for one checkpoint; safe to call from any thread."""
+    """Renderer and tokenizer of prompts for one checkpoint; safe to call from any thread."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -160,14 +84,14 @@ class PromptRenderer:
 
     @property
     def has_vision(self) -> bool:
-        """Say whether the checkpoint has a picture processor."""
+        """Return whether the checkpoint has a picture processor."""
         return getattr(self._processor, "image_processor", None) is not None
 
     @property
     def tool_parser_name(self) -> str | None:
-        """Name the parser of mlx-vlm that reads this template's tool calls; None if it has none."""
+        """Return the name of mlx-vlm's parser for this template's tool calls, if it has one."""
         template = getattr(self._templated, "chat_template", None)
-        if isinstance(template, Mapping):  # several named ones: tools are rendered by their own
+        if isinstance(template, Mapping):  # several by name: one of them renders tools
             template = template.get("tool_use") or template.get("default")
         matching = [spec for spec in SPECS if spec.matches(template or "")]
         return str(max(matching, key=lambda spec: spec.priority).name) if matching else None
@@ -178,15 +102,15 @@ class PromptRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render messages by the checkpoint's chat template, ready for the assistant's turn.
+        """Render messages by the checkpoint's chat template, up to the assistant's answer.
 
-        Only the template writes control tokens; what spells one in a message stays text.
+        Only the template writes control tokens; their spelling in a message stays text.
         """
         if not getattr(self._templated, "chat_template", None):
             raise InvalidGeneration(
                 "messages", "This model has no chat template; use /v1/completions."
             )
-        # Thinking costs seconds and nobody asked for it; whoever does names it.
+        # Thinking takes seconds, so a request has to enable it.
         arguments = {"enable_thinking": False, **(template_kwargs or {})}
         if tools:
             arguments["tools"] = self._control.split(tools)
@@ -201,7 +125,7 @@ class PromptRenderer:
             raise InvalidGeneration("messages", "These messages are nested too deeply.") from error
         except jinja2.TemplateError as error:
             raise InvalidGeneration(
-                "messages", f"The model's chat template refuses these messages: {error}"
+                "messages", f"The model's chat template rejects these messages: {error}"
             ) from error
         return str(rendered)
 
@@ -211,10 +135,10 @@ class PromptRenderer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return what every prompt with these leading system messages and tools begins with.
+        """Return the text with which every prompt with these system messages and tools begins.
 
-        Two renderings with different user texts agree exactly up to there, whatever the template
-        (vllm-mlx #714 does the same). Empty when nothing is shared on purpose.
+        Two renderings with different user texts agree exactly up to there, with any template
+        (vllm-mlx #714 does the same). Empty without system messages and tools.
         """
         leading = list(takewhile(lambda message: message["role"] == "system", messages))
         if not leading and not tools:
@@ -223,7 +147,7 @@ class PromptRenderer:
             self.chat([*leading, {"role": "user", "content": text}], tools, template_kwargs)
             for text in ("Alpha", "Bravo")
         )
-        return first[: _agreement(first, second)]
+        return first[: _common_length(first, second)]
 
     def prepare(self, prompt: Prompt) -> PreparedPrompt:
         """Tokenize a rendered prompt and process its pictures."""
@@ -231,18 +155,19 @@ class PromptRenderer:
             tokens = self._tokenize(prompt.text)
             return PreparedPrompt(tokens=tokens, prefix=self._prefix(prompt, tokens))
         if not self.has_vision:
-            raise InvalidGeneration("messages", "This model cannot see pictures.")
+            raise InvalidGeneration("messages", "This model does not support pictures.")
         try:
             inputs = prepare_inputs(
                 self._processor, images=[_image(p) for p in prompt.pictures], prompts=[prompt.text]
             )
         except ValueError as error:
-            # mlx-vlm makes a ValueError of all that its processors raise; no other is about inputs.
+            # mlx-vlm wraps every error of its processors in a ValueError; only a ValueError within
+            # concerns the inputs.
             if not isinstance(error.__context__ or error, ValueError):
                 raise
-            logger.warning("pictures.refused", exc_info=error)
+            logger.warning("request.pictures_rejected", exc_info=error)
             raise InvalidGeneration(
-                "messages", "The model's picture processor refuses these pictures and messages."
+                "messages", "The model's picture processor rejects these pictures and messages."
             ) from error
         arrays = {
             name: np.array(value) for name, value in inputs.items() if hasattr(value, "shape")
@@ -258,28 +183,29 @@ class PromptRenderer:
         return tuple(tokens)
 
     def _prefix(self, prompt: Prompt, tokens: tuple[int, ...]) -> Prefix | None:
-        """Find where the shared beginning ends in tokens: the last ones may grow into what follows.
+        """Return the shared beginning in tokens, which may end before its text does.
 
-        One token of the prompt is always left to be read, since its scores are needed.
+        The last characters of the text may share a token with the text after it. At least one token
+        of the prompt is left to read, since the first token of the answer needs its scores.
         """
         if not prompt.prefix_text:
             return None
-        shared = _agreement(self._tokenize(prompt.prefix_text), tokens[:-1])
-        if shared < SHORTEST_PREFIX_TOKENS:
+        shared = _common_length(self._tokenize(prompt.prefix_text), tokens[:-1])
+        if shared < MIN_PREFIX_TOKENS:
             return None
         return Prefix(key=prompt.prefix_key or _digest(tokens[:shared]), tokens=shared)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without the control tokens of the template."""
+        """Return the text of tokens, without control tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def stream(self, generation: Generation) -> TextStream:
-        """Begin the text of one answer."""
+        """Return an empty text stream for one answer."""
         decode = self._decode_with_calls if generation.keep_call_tokens else self.decode
         return TextStream(decode, generation.stop)
 
     def _decode_with_calls(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, and the control tokens of calls as they are spelled."""
+        """Return the text of tokens, including the control tokens of tool calls."""
         marks, texts = self._call_tokens, []
         for marked, group in groupby(tokens, marks.__contains__):
             run = list(group)
@@ -291,23 +217,23 @@ class PromptRenderer:
         return call_tokens(self._tokenizer, self.tool_parser_name)
 
     def spell(self, token: int) -> str:
-        """Return one token as it stands in the vocabulary, control tokens too."""
+        """Return the text of one token, also of a control token."""
         return str(self._tokenizer.decode([token]))
 
     def raw(self, token: int) -> bytes:
-        """Return the bytes of one token, of which several may make up a character."""
+        """Return the bytes of one token, which may be a part of a character."""
         return token_bytes(self._tokenizer, token)
 
 
 def _control_spellings(tokenizer: Any) -> set[str]:
-    """Collect all that the tokenizer calls special (not only the named ones), and marks."""
+    """Return the tokenizer's special tokens, named or not, and the processors' placeholders."""
     added = tokenizer.added_tokens_decoder.values()
     special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-    return special | _PROCESSOR_MARKS
+    return special | _PICTURE_PLACEHOLDERS
 
 
 def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce a message to what templates know: pictures become bare markers."""
+    """Return a message in the form that templates support: pictures become bare markers."""
     plain = {name: value for name, value in message.items() if value is not None}
     content = plain.get("content", "")
     if isinstance(content, list):
@@ -322,8 +248,8 @@ def _for_template(message: Mapping[str, Any]) -> dict[str, Any]:
     return {**plain, "content": content}
 
 
-def _agreement(first: Sequence[object], second: Sequence[object]) -> int:
-    """Count the leading items that two sequences have in common."""
+def _common_length(first: Sequence[object], second: Sequence[object]) -> int:
+    """Return the number of leading items that two sequences have in common."""
     pairs = zip(first, second, strict=False)
     return next(
         (at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second))
@@ -336,3 +262,71 @@ def _digest(tokens: Sequence[int]) -> str:
 
 def _image(picture: Picture) -> Image.Image:
     return Image.frombytes("RGB", (picture.width_px, picture.height_px), picture.rgb)
+
+
+class ControlTokenEscaper:
+    """Spellings of the control tokens of one tokenizer."""
+
+    def __init__(self, spellings: Iterable[str]) -> None:
+        known = sorted((spelling for spelling in spellings if len(spelling) > 1), reverse=True)
+        self._any = re.compile("|".join(map(re.escape, known)) or "(?!)")
+
+    def split(self, value: Any) -> Any:
+        """Return the same texts, mappings and lists with every control token split in two."""
+        if isinstance(value, str):
+            return self._any.sub(_split_match, value.replace(_SEPARATOR, ""))
+        if isinstance(value, Mapping):
+            return {self.split(name): self.split(inner) for name, inner in value.items()}
+        if isinstance(value, list | tuple):
+            return [self.split(inner) for inner in value]
+        return value
+
+
+def split_pieces(text: str) -> list[str]:
+    """Return the pieces of a text that are tokenized apart."""
+    return text.split(_SEPARATOR)
+
+
+def _split_match(spelled: re.Match[str]) -> str:
+    return spelled[0][:1] + _SEPARATOR + spelled[0][1:]
+
+
+def call_tokens(tokenizer: Any, parser_name: str | None) -> dict[int, str]:
+    """Return the special tokens that a parser of mlx-vlm looks for, by id.
+
+    A parser declares the tokens that open and close a call. Tokens within a call, such as `[ARGS]`,
+    occur only in its expressions, so its source is searched.
+    """
+    if parser_name is None:
+        return {}
+    source = inspect.getsource(load_tool_module(parser_name))
+    return {
+        index: token.content
+        for index, token in tokenizer.added_tokens_decoder.items()
+        if token.special and (token.content in source or re.escape(token.content) in source)
+    }
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """Return the bytes of a token, or those of its text if the spelling has an unknown encoding.
+
+    No tokenizer declares the encoding of its vocabulary, so this tries them: a letter for a byte
+    (BPE on bytes), or a mark for a space and `<0xE2>` for a byte (SentencePiece).
+    """
+    text = str(tokenizer.decode([token]))
+    spelled = tokenizer.convert_ids_to_tokens(token)
+    if not isinstance(spelled, str) or spelled == text:
+        return text.encode()
+    if all(letter in _BYTES for letter in spelled):
+        raw = bytes(_BYTES[letter] for letter in spelled)
+        if _equal_stripped(raw.decode(errors="replace"), text):
+            return raw
+    if fallback := _FALLBACK.fullmatch(spelled):
+        return bytes.fromhex(fallback[1])
+    spaced = spelled.replace(_SPACE, " ")
+    return (spaced if _equal_stripped(spaced, text) else text).encode()
+
+
+def _equal_stripped(spelled: str, text: str) -> bool:
+    """Compare two texts without leading spaces, which many tokenizers omit."""
+    return spelled.lstrip(" ") == text.lstrip(" ")
