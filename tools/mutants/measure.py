@@ -1,0 +1,201 @@
+"""The map of which test runs which line.
+
+It is kept for each file of tests until something changes that its tests use.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from tools.mutants.config import Config
+from tools.mutants.reach import Line
+from tools.mutants.tree import Ended, Tree
+
+ARGUMENTS = ("-q", "--tb=short", "--hypothesis-seed=0")
+_NO_TESTS = 5
+
+
+@dataclass(slots=True)
+class Measured:
+    """What is known of the tests."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    """The clean time of each test that passes."""
+    tests_of: dict[Line, list[str]] = field(default_factory=lambda: defaultdict(list))
+    digests: dict[str, str] = field(default_factory=dict)
+    """For each file of tests, a digest of all that its tests use."""
+    files: set[str] = field(default_factory=set)
+    """All measured files."""
+    failed: list[str] = field(default_factory=list)
+    """Tests that do not pass on the clean tree: no mutant is tried with them."""
+    broken: list[str] = field(default_factory=list)
+    """Files of tests that could not be measured."""
+
+    def fastest(self, tests: Iterable[str], budget_s: float) -> tuple[list[str], bool]:
+        """Order tests by time, file by file, as far as a budget goes; say whether it was enough."""
+        by_file: dict[str, list[str]] = defaultdict(list)
+        chosen_s = 0.0
+        every = sorted(set(tests) & self.seconds.keys(), key=lambda one: (self.seconds[one], one))
+        chosen: list[str] = []
+        for test in every:
+            chosen_s += self.seconds[test]
+            if chosen and chosen_s > budget_s:
+                break
+            chosen.append(test)
+        for test in chosen:
+            by_file[file_of(test)].append(test)
+
+        def mean_s(file: str) -> float:
+            return sum(self.seconds[test] for test in by_file[file]) / len(by_file[file])
+
+        ordered = [test for file in sorted(by_file, key=mean_s) for test in by_file[file]]
+        return ordered, len(chosen) == len(every)
+
+
+def file_of(test: str) -> str:
+    """Return the file of a test."""
+    return test.partition("::")[0]
+
+
+def test_files(root: Path, places: Sequence[str]) -> list[str]:
+    """List the files of tests; raise ValueError for a place that has none."""
+    found: list[str] = []
+    for place in places:
+        path = root / place
+        files = [path] if path.is_file() else sorted(path.rglob("test_*.py"))
+        if not files:
+            raise ValueError(f"no tests in {place}")
+        found.extend(file.relative_to(root).as_posix() for file in files)
+    return list(dict.fromkeys(found))
+
+
+class Measurer:
+    """Measures files of tests, and keeps what it found."""
+
+    def __init__(self, config: Config, root: Path, state: Path) -> None:
+        self._config = config
+        self._root = root
+        self._folder = state / "lines"
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._hash = cache(self._hash_file)
+        self._common = self._hash_common()
+
+    def outdated(self, files: Sequence[str]) -> list[str]:
+        """List the files of tests that must be measured."""
+        return [file for file in files if self._load(file) is None]
+
+    def measure(
+        self, files: Sequence[str], trees: Sequence[Tree], *, done: Callable[[], None]
+    ) -> list[tuple[str, Ended]]:
+        """Measure files of tests in parallel; return those that could not be measured."""
+        broken: list[tuple[str, Ended]] = []
+        free: SimpleQueue[Tree] = SimpleQueue()
+        for tree in trees:
+            free.put(tree)
+        with ThreadPoolExecutor(len(trees)) as threads:
+            runs = {threads.submit(self._measure, file, free): file for file in files}
+            waiting: set[Future[Ended]] = set(runs)
+            try:
+                while waiting:
+                    finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    for run in finished:
+                        ended = run.result()
+                        if ended.result is None or ended.result["status"] not in (0, 1, _NO_TESTS):
+                            broken.append((runs[run], ended))
+                        else:
+                            self._save(runs[run], ended.result)
+                        done()
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                for tree in trees:
+                    tree.close()
+                raise
+        return broken
+
+    def load(self, files: Sequence[str]) -> Measured:
+        """Put together what was measured."""
+        measured = Measured()
+        for file in files:
+            found = self._load(file)
+            if found is None:
+                measured.broken.append(file)
+                continue
+            measured.digests[file] = found["digest"]
+            failed = set(found["failed"])
+            measured.failed.extend(sorted(failed))
+            for test, seconds in found["seconds"].items():
+                if test not in failed:
+                    measured.seconds[test] = seconds
+            for name, tests in found["files"].items():
+                measured.files.add(name)
+                for test, lines in tests.items():
+                    if test not in failed:
+                        for line in lines:
+                            measured.tests_of[name, line].append(test)
+        return measured
+
+    def _measure(self, file: str, free: SimpleQueue[Tree]) -> Ended:
+        tree = free.get()
+        try:
+            plan = {
+                "sources": [str(tree.root / name) for name in self._config.measured],
+                "arguments": [*ARGUMENTS, *without(self._config.without_plugins), file],
+                "memory_gib": 0,
+            }
+            return tree.pytest(plan, timeout_s=self._config.measure_timeout_s)
+        finally:
+            free.put(tree)
+
+    def _save(self, file: str, result: Mapping[str, Any]) -> None:
+        used = {name: self._hash(name) for name in [*result["files"], file]}
+        kept = {**result, "used": used, "common": self._common, "digest": self._digest(used)}
+        path = self._path(file)
+        unfinished = path.with_suffix(".unfinished")
+        unfinished.write_text(json.dumps(kept, separators=(",", ":")))
+        unfinished.rename(path)
+
+    def _load(self, file: str) -> dict[str, Any] | None:
+        path = self._path(file)
+        if not path.exists():
+            return None
+        found: dict[str, Any] = json.loads(path.read_text())
+        if found["common"] != self._common:
+            return None
+        fresh = all(self._hash(name) == digest for name, digest in found["used"].items())
+        return found if fresh else None
+
+    def _digest(self, used: Mapping[str, str]) -> str:
+        text = json.dumps([self._common, sorted(used.items())])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def _path(self, file: str) -> Path:
+        return self._folder / f"{file.replace('/', '.')}.json"
+
+    def _hash_file(self, name: str) -> str:
+        path = self._root / name
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
+
+    def _hash_common(self) -> str:
+        """Digest what tests use without running it: settings of pytest, data files, conftests."""
+        digest = hashlib.sha256(repr((ARGUMENTS, self._config.without_plugins)).encode())
+        folders = [self._root / name for name in self._config.measured]
+        paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
+        data = [path for path in paths if path.suffix != ".py" and "__pycache__" not in path.parts]
+        conftests = [path for path in paths if path.name == "conftest.py"]
+        for path in sorted([*data, *conftests, self._root / "pyproject.toml"]):
+            digest.update(path.relative_to(self._root).as_posix().encode() + path.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+def without(plugins: Iterable[str]) -> list[str]:
+    """Return the arguments that leave plugins of pytest out."""
+    return [part for name in plugins for part in ("-p", f"no:{name}")]
