@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import Phase, settings
 
 _FIXTURE = "fixture "
 
@@ -118,6 +119,16 @@ class Trial:
         self._failed = ""
         self._timed_out = False
         self._seconds = 0.0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection(self) -> None:
+        """Stop Hypothesis from looking for the smallest example once it has found one.
+
+        The project's `conftest.py` has chosen its profile by now, and no test has been read.
+        """
+        no_shrinking = settings(phases=(Phase.explicit, Phase.generate))
+        settings.register_profile("mutants", no_shrinking)
+        settings.load_profile("mutants")
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(

@@ -113,14 +113,13 @@ def make(mutation: MutationSpec, module: str, source: str) -> Mutant | None:
     if mutated is None or not _differs(source, mutated):
         return None
     at = mutation.start_pos
-    line, becomes = _changed(source, mutated)
     return Mutant(
         module=module,
         operator=mutation.operator_name.removeprefix("core/"),
         occurrence=mutation.occurrence,
         at=at,
-        line=line,
-        becomes=becomes,
+        line=source.splitlines()[at[0] - 1].strip(),
+        becomes=_becomes(source, mutated),
         source=source,
         mutated=mutated,
     )
@@ -142,15 +141,15 @@ def _dump(source: str) -> str:
     return ast.dump(ast.parse(source))
 
 
-def _changed(source: str, mutated: str) -> tuple[str, str]:
-    """Return the first line that differs, before and after; empty for a line that is gone."""
+def _becomes(source: str, mutated: str) -> str:
+    """Return the first line that is new; empty if lines are only gone."""
     before, after = source.splitlines(), mutated.splitlines()
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
-    for kind, start, end, to_start, to_end in matcher.get_opcodes():
-        if kind != "equal":
-            line = before[start].strip() if start < end else ""
-            return line, after[to_start].strip() if to_start < to_end else ""
-    return "", ""
+    for kind, _, _, start, end in matcher.get_opcodes():
+        new = [line.strip() for line in after[start:end] if kind != "equal" and line.strip()]
+        if new:
+            return new[0]
+    return ""
 
 
 class Spared:
