@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from tools.mutants.config import ROOT, STATE, Accepted, Config, load_accepted, load_config
 from tools.mutants.measure import Measured, Measurer, test_files
@@ -54,8 +54,8 @@ def main() -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="mutants-") as scratch:
             return _run(arguments, config, Path(scratch))
-    except ValueError as error:
-        console.print(f"mutants: {error}", style="red", markup=False)
+    except (ValueError, RuntimeError) as error:
+        console.print(f"mutants: {error}", style="red", markup=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         console.print("interrupted; the same command goes on from here")
@@ -118,8 +118,10 @@ def _measure(config: Config, root: Path, trees: Sequence[Tree]) -> Measured:
         with _progress() as progress:
             task = progress.add_task("measuring the tests", total=len(outdated))
             broken = measurer.measure(outdated, trees, done=lambda: progress.advance(task))
-        for file, ended in broken:
-            console.print(f"{file} could not be measured:\n{ended.output}", markup=False)
+        if broken:
+            # A line would seem to be run by fewer tests than it is.
+            names = ", ".join(sorted(file for file, _ in broken))
+            raise RuntimeError(f"{broken[0][1].output}\ncould not be measured: {names}")
     measured = measurer.load(files)
     if measured.failed:
         console.print(f"{len(measured.failed)} tests do not pass on the clean tree; left out:")
@@ -145,6 +147,8 @@ def _try_all(
         sorted({*measured.files, *(one.module for one in mutants)}),
     )
     judge, free = Judge(config, measured), _queue(trees)
+    for tree in trees:
+        judge.check(tree)
 
     def run(mutant: Mutant, tests: Sequence[str], complete: bool) -> Result:
         tree = free.get()
@@ -213,7 +217,7 @@ def _report(
             survivors.append(mutant)
             note = f"{result.ran} tests" if outcome is Outcome.SURVIVED else "no test runs the line"
             _show(mutant, note if result.complete else f"{note}, others take too long")
-    table = Table("module", *(one.value for one in COLUMNS))
+    table = Table(Column("module", overflow="fold"), *(one.value for one in COLUMNS))
     for module, counts in sorted(by_module.items()):
         table.add_row(module, *(str(counts[one] or "") for one in COLUMNS))
     total: Counter[Outcome] = sum(by_module.values(), Counter())
@@ -232,7 +236,9 @@ def _report(
 
 def _show(mutant: Mutant, note: str) -> None:
     head = f"{mutant.module}:{mutant.at[0]} {mutant.operator}"
-    console.print(f"[bold]{escape(head)}[/bold]{escape(f' ({note})' if note else '')}")
+    console.print(
+        f"[bold]{escape(head)}[/bold]{escape(f' ({note})' if note else '')}", soft_wrap=True
+    )
     for line in mutant.diff.splitlines():
         style = "red" if line.startswith("-") else "green"
         console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import Phase, settings
 
 _FIXTURE = "fixture "
 
@@ -126,6 +125,9 @@ class Trial:
 
         The project's `conftest.py` has chosen its profile by now, and no test has been read.
         """
+        # Imported any earlier, its plugin for pytest complains.
+        from hypothesis import Phase, settings  # noqa: PLC0415
+
         no_shrinking = settings(phases=(Phase.explicit, Phase.generate))
         settings.register_profile("mutants", no_shrinking)
         settings.load_profile("mutants")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-STOP_S = 10.0
+STOP_S = 5.0
 _MTIME_S = 1_000_000_000
 
 

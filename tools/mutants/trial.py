@@ -92,6 +92,14 @@ class Judge:
         self._config = config
         self._measured = measured
 
+    def check(self, tree: Tree) -> None:
+        """Run a test of the clean tree as for a mutant; raise RuntimeError if it does not pass."""
+        ended = self._run(
+            [min(self._measured.seconds, key=self._measured.seconds.__getitem__)], tree
+        )
+        if ended.status != 0:
+            raise RuntimeError(f"a test does not pass on the clean tree:\n{ended.output}")
+
     def judge(self, mutant: Mutant, tests: Sequence[str], tree: Tree, *, complete: bool) -> Result:
         """Run tests against a mutant until one fails, those of the fastest files first."""
         if not tests:

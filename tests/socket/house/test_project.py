@@ -32,7 +32,7 @@ def test_make_help_lists_every_target() -> None:
         ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
     assert re.findall(r"^  make (\w+)", shown, re.MULTILINE) == [
-        *("help", "up", "test", "check", "bench", "lock")
+        *("help", "up", "test", "check", "bench", "mutants", "lock")
     ]
 
 
