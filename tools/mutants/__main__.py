@@ -37,7 +37,7 @@ NOTICED = (Outcome.KILLED, Outcome.TIMED_OUT)
 UNNOTICED = (Outcome.SURVIVED, Outcome.NOT_RUN)
 Entry = tuple[str, str, str, str]
 """Module, operator, line before and after: what an accepted survivor is found by."""
-console = Console()
+console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 def main() -> int:
@@ -126,7 +126,7 @@ def _measure(config: Config, root: Path, trees: Sequence[Tree]) -> Measured:
     if measured.failed:
         console.print(f"{len(measured.failed)} tests do not pass on the clean tree; left out:")
         for test in measured.failed:
-            console.print(f"  {test}", markup=False)
+            console.print(f"  {test}", markup=False, soft_wrap=True)
     return measured
 
 
