@@ -19,8 +19,8 @@ from gateway.errors import FieldInvalid, NotAllowedHere, ShuttingDown, TooManyVi
 from gateway.http.downstream import Receive, Scope, Send
 from gateway.proxy.handler import ProxyHandler
 from gateway.status.events import Feed
-from gateway.status.model import GatewayStatus, Policy, Status, Store
-from gateway.status.render import DEFAULT_WINDOW, Around, Recently, render, window_s
+from gateway.status.model import GatewayStatus, PolicyStatus, Status, StoreStatus
+from gateway.status.render import DEFAULT_WINDOW, LocalState, WindowStats, render_status, window_s
 from gateway.telemetry.prometheus import GatewayFigures, WorkerFigures, exposition
 
 Take = Callable[[float], Awaitable[Status]]
@@ -87,20 +87,20 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
     """Return what takes one snapshot of the whole state."""
     began_s = gateway.clock()
 
-    async def take(asked_s: float) -> Status:
+    async def take(length_s: float) -> Status:
         await gateway.control.refresh_all()
         reports, counts = await gateway.counters.reports(), await gateway.counters.counts()
-        # From here on nothing is waited for, so that all is of one moment.
-        recently = Recently(gateway.stats_history, asked_s)
-        return render(
-            around=_around(gateway, proxy, recently, gateway.clock() - began_s),
+        # No await from here on, so that all values are of one moment.
+        stats = WindowStats(gateway.stats_history, length_s)
+        return render_status(
+            local=_local_state(gateway, proxy, stats, gateway.clock() - began_s),
             policy=gateway.policy_store.current,
             fleet=gateway.fleet,
-            in_line=gateway.scheduler.waiting,
+            queued=gateway.scheduler.waiting,
             in_flight=gateway.scheduler.running,
             reports=reports,
             counts=counts,
-            recently=recently,
+            stats=stats,
         )
 
     return take
@@ -126,8 +126,8 @@ def status(gateway: Gateway, take: Take, feed: Feed) -> APIRouter:
     @router.get("/v1/status", response_model=Status, responses=failures(*refused, FieldInvalid))
     async def whole(request: Request, window: str = DEFAULT_WINDOW) -> Response:
         _check_alone(request, "window")
-        told = await take(window_s(window))
-        return Response(told.model_dump_json(), media_type="application/json")
+        state = await take(window_s(window))
+        return Response(state.model_dump_json(), media_type="application/json")
 
     @router.get(
         "/v1/status/events",
@@ -148,8 +148,10 @@ def _check_alone(request: Request, name: str) -> None:
         raise FieldInvalid(f"There is one query parameter, '{name}', once.", param=name)
 
 
-def _around(gateway: Gateway, proxy: ProxyHandler, recently: Recently, uptime_s: float) -> Around:
-    return Around(
+def _local_state(
+    gateway: Gateway, proxy: ProxyHandler, stats: WindowStats, uptime_s: float
+) -> LocalState:
+    return LocalState(
         unix_s=round(gateway.wall(), 3),
         gateway=GatewayStatus(
             ready=not gateway.drain_state.lame_duck and bool(gateway.fleet.view().workers),
@@ -157,21 +159,21 @@ def _around(gateway: Gateway, proxy: ProxyHandler, recently: Recently, uptime_s:
             uptime_s=round(uptime_s, 3),
             requests_in_flight=proxy.load.requests,
             event_loop_lag_s=round(proxy.load.lag.worst_s, 4),
-            added_s=recently.added_s(),
+            added_latency_s=stats.added_latency_s,
         ),
-        store=Store(**gateway.cluster_sync.status()),
+        store=StoreStatus(**gateway.cluster_sync.status()),
         policy=_policy(gateway),
         retries_denied=proxy.upstream.retries.denied,
-        quarantined=len(proxy.upstream.quarantine),
-        prefixes_known=len(gateway.prefix_index),
-        prefixes_untrue=gateway.prefix_index.mispredicted,
+        quarantined_bodies=len(proxy.upstream.quarantine),
+        prefix_index_size=len(gateway.prefix_index),
+        prefix_mispredicted=gateway.prefix_index.mispredicted,
     )
 
 
-def _policy(gateway: Gateway) -> Policy:
-    """Tell which version of the policy is in force, and what keeps the file from it."""
+def _policy(gateway: Gateway) -> PolicyStatus:
+    """Return the version in force, and why the policy file was rejected, if it was."""
     version = gateway.policy_store.version
-    return Policy(
+    return PolicyStatus(
         version=version.number,
         etag=version.etag,
         source=_SOURCES[version.reason],

@@ -133,7 +133,7 @@ def _told(gateway: Gateway, worker_id: str, member: WorkerState | None) -> dict[
                 }
                 for lane in member.report.lanes
             ],
-            "last_beat_s_ago": round(gateway.fleet.heartbeat_age_s(member), 3),
+            "heartbeat_age_s": round(gateway.fleet.heartbeat_age_s(member), 3),
         }
     cordon = gateway.cordons.by_worker.get(worker_id)
     if cordon is not None:

@@ -124,7 +124,7 @@ def render(state: Mapping[str, Any]) -> Group:
     """Draw the pools over the workers, each with the acceptance of its drafts."""
     troubles = (
         ("The policy file is refused", state["policy"]["file_problem"]),
-        ("Not all is shared with other gateways", state["store"]["why"]),
+        ("Not all is shared with other gateways", state["store"]["problem"]),
     )
     told = [Text(f"{trouble}: {why}", style="red") for trouble, why in troubles if why]
     tables = ("", _pools(state["pools"]), "", _workers(state["workers"]))

@@ -131,11 +131,11 @@ class ClusterSync:
     def status(self) -> dict[str, Any]:
         """Tell, for `/v1/status`, where state is kept and how it is with that."""
         if self._shared is None:
-            return {"kind": "memory", "state": "ok", "why": "", "gateways": 1}
+            return {"kind": "memory", "state": "ok", "problem": "", "gateways": 1}
         link = self._shared.link
         state = "degraded" if link.degraded else "ok"
         gateways = self._shared.limits.gateways
-        return {"kind": "redis", "state": state, "why": link.problem, "gateways": gateways}
+        return {"kind": "redis", "state": state, "problem": link.problem, "gateways": gateways}
 
     @property
     def problem(self) -> str:

@@ -1,20 +1,14 @@
-"""What `/v1/status` says, field by field: the typed model behind its JSON Schema.
+"""The typed model of `/v1/status`, and the JSON Schema that is generated from it.
 
-Nothing in it is ever null or left out: what there is none of is 0, an empty text or an empty list.
-The one choice is `mtp`, which is `{"enabled": false}` where no lane drafts.
+No value is null and no field is left out: absence is 0, an empty string or an empty list. The one
+exception is `mtp`, which is `{"enabled": false}` if no lane drafts.
 
-Counts begin with the fleet and only grow; they are of all gateways that share a Redis. `gateway`,
-`recent`, `history` and what is `in_flight` are of the gateway that answers alone.
+Counts only grow, survive restarts and cover all gateways that share a Redis. `gateway`, `recent`,
+`history` and `in_flight` cover the gateway that answers. `recent` and `history` cover the window of
+the query (`?window=5m`) and the requests that reached a worker.
 
-What was counted and timed, as `/v1/status` tells it at every level: the typed model.
-
-`recent` and `history` are of the window that was asked for (`?window=5m`) and of the requests that
-the gateway which answers has sent to workers; drafts there are those that the answers told of.
-
-The JSON Schema of `/v1/status`, from the typed model itself.
-
-`python -m gateway.status.model > docs/status.schema.json` writes it anew; a test says when that
-is due.
+`python -m gateway.status.model > docs/status.schema.json` writes the schema; a test fails if the
+file is out of date.
 """
 
 from __future__ import annotations
@@ -29,249 +23,254 @@ from pydantic.json_schema import GenerateJsonSchema
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class Told(BaseModel):
-    """A frozen part of the status that has these fields and no others."""
+class StatusModel(BaseModel):
+    """A frozen part of the status that has exactly these fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
-class Percentiles(Told):
-    """How values of the window spread; correct to about an eighth, as buckets are so wide."""
+class Percentiles(StatusModel):
+    """Distribution of the values in the window; correct to about an eighth (histogram buckets)."""
 
     count: NonNegativeInt
-    """Of values; where there is none, all others are 0."""
+    """Number of values; if 0, the percentiles are 0."""
     p50: NonNegativeFloat
     p95: NonNegativeFloat
 
 
-class MtpOff(Told):
-    """No lane here drafts."""
+class MtpOff(StatusModel):
+    """No lane drafts."""
 
     enabled: Literal[False]
 
 
-class MtpOn(Told):
-    """What drafting did: `attempted == accepted + rejected + errors` at every moment."""
+class MtpOn(StatusModel):
+    """Draft counts; `attempted == accepted + rejected + errors` at every moment."""
 
     enabled: Literal[True]
     requested_draft_tokens: NonNegativeInt
-    """k as configured, the largest of the lanes that are there."""
+    """The configured k, the largest of the present lanes."""
     effective_draft_tokens: NonNegativeInt
-    """k at present: 0 where drafting was measured not to pay just now."""
+    """The present k; 0 if drafting was measured not to pay at the present batch size."""
     drafts: NonNegativeInt
-    """Verifies of one request's draft."""
+    """Number of drafts verified."""
     attempted: NonNegativeInt
-    """Tokens drafted."""
+    """Draft tokens."""
     accepted: NonNegativeInt
     rejected: NonNegativeInt
     errors: NonNegativeInt
-    """Draft tokens that the drafter failed to bring or the verify to judge."""
+    """Draft tokens lost to a failure of the drafter or of the verify step."""
     acceptance_rate: Share
-    """Accepted over judged draft tokens."""
+    """Accepted draft tokens over accepted and rejected ones."""
     mean_acceptance_length: Annotated[float, Field(ge=1)]
-    """Tokens of a step, the one that it would have brought anyway included."""
+    """Tokens per step, including the one that a plain step would have produced."""
     acceptance_rate_per_position: tuple[Share, ...]
-    """Share of drafts that were accepted up to this position and further, first one first."""
+    """For each draft position, the share of drafts accepted up to and including it."""
     bypass_counts: dict[str, NonNegativeInt]
-    """Requests that were not drafted for, by reason, as the workers counted them."""
+    """Requests that were not drafted for, by reason, as counted by the workers."""
 
 
 Mtp = MtpOff | MtpOn
 
 
-class LanePrefix(Told):
-    """What workers found of the system prompts that requests share."""
+class LanePrefix(StatusModel):
+    """Prefix cache results of workers, for system prompts that requests share."""
 
     hits: NonNegativeInt
     misses: NonNegativeInt
     cached_tokens: NonNegativeInt
-    """Prompt tokens that were not read again."""
+    """Prompt tokens that came from the cache."""
 
 
-class Saved(Told):
-    """What drafting and kept system prompts have saved, as the workers measured it."""
+class Savings(StatusModel):
+    """Steps, tokens and time saved by drafting and by the prefix cache, as measured by workers."""
 
     decode_steps: NonNegativeInt
-    """Accepted draft tokens: each is a step of the model that was not taken."""
+    """Accepted draft tokens: each saved one step of the model."""
     decode_s: float
-    """Seconds: what these tokens would have taken one by one at the measured cost of a plain step,
-    less what the drafted steps took. Below 0 where drafting cost more than it brought."""
+    """Seconds that these tokens would have taken at the measured cost of a plain step, less the
+    time of the drafted steps. Negative if drafting cost more than it saved."""
     prompt_tokens: NonNegativeInt
-    """Of system prompts, not read again."""
+    """Prompt tokens that came from the prefix cache."""
     prompt_s: NonNegativeFloat
-    """Seconds that reading them would have taken at the measured speed."""
+    """Seconds that prefilling them would have taken at the measured speed."""
 
 
-class PrefixResults(Told):
-    """Requests by what became of their system prompt."""
+class PrefixResults(StatusModel):
+    """Requests by the prefix cache result of their system prompt."""
 
     hit: NonNegativeInt
     miss: NonNegativeInt
     none: NonNegativeInt
-    """They had none that is worth looking for."""
+    """The request had no system prompt long enough to cache."""
 
 
-class Recent(Told):
-    """What ended in the window: of the fleet, a pool, a model, a worker or a lane."""
+class Recent(StatusModel):
+    """Requests that ended in the window: of the fleet, a pool, a model, a worker or a lane."""
 
     requests: NonNegativeInt
-    """Requests that reached a worker and ended, however they did."""
-    failed: NonNegativeInt
-    """Of these, those that the worker failed."""
+    """Requests that reached a worker and ended, with whatever outcome."""
+    failures: NonNegativeInt
+    """Requests that failed because of the worker."""
     prompt_tokens: NonNegativeInt
     completion_tokens: NonNegativeInt
     cached_tokens: NonNegativeInt
     tokens_per_s: NonNegativeFloat
-    """Tokens of answers that ended, by second of the window: the throughput."""
+    """Throughput: completion tokens of ended requests, over the length of the window."""
     first_token_s: Percentiles
-    """From the whole body read to the first content; of streams."""
+    """From the complete request body to the first content; streams only."""
     token_s: Percentiles
-    """Seconds a token after the first one; of streams."""
+    """Seconds per token after the first one; streams only."""
     request_tokens_per_s: Percentiles
-    """Tokens a second after the first one, as one client sees it; of streams."""
+    """Tokens per second after the first one, as one client sees them; streams only."""
     wait_s: Percentiles
-    """In line for a slot, of those requests that had to wait."""
-    answer_s: Percentiles
-    """From the first byte of the request to the last of its answer."""
+    """Time in the queue, of requests that had to wait for a slot."""
+    duration_s: Percentiles
+    """From the first byte of the request to the last byte of its complete response."""
     reasons: dict[str, NonNegativeInt]
-    """Why they ran where they ran."""
+    """Requests by routing reason."""
     prefix: PrefixResults
     mtp: Mtp
-    """Drafts within the window, as answers told of them. They tell of no `errors`, which are among
-    `rejected`; `bypass_counts` are those of `decisions`, within the window."""
+    """Drafts in the window, as reported in responses. Those do not report `errors` apart from
+    `rejected`; `bypass_counts` are those of `decisions`, in the window."""
 
 
-class Window(Told):
-    """Which time `recent` and `history` are of."""
+class Window(StatusModel):
+    """The time that `recent` and `history` cover."""
 
-    asked_s: NonNegativeFloat
-    covered_s: NonNegativeFloat
-    """Less where the gateway has not run for so long."""
-    longest_s: NonNegativeFloat
-    """No longer window is kept."""
+    length_s: NonNegativeFloat
+    """As requested by the query."""
+    coverage_s: NonNegativeFloat
+    """Less than `length_s` if the gateway started later."""
+    max_length_s: NonNegativeFloat
+    """The longest window that a query may request."""
 
 
-class Point(Told):
+class Point(StatusModel):
     """A few seconds of the window."""
 
-    ago_s: NonNegativeFloat
-    """How long ago it ended."""
-    seconds: NonNegativeFloat
+    age_s: NonNegativeFloat
+    """Seconds since its end."""
+    interval_s: NonNegativeFloat
+    """Its length."""
     requests: NonNegativeInt
     tokens_per_s: NonNegativeFloat
     first_token_s: Percentiles
-    answer_s: Percentiles
+    duration_s: Percentiles
     drafts: NonNegativeInt
     attempted: NonNegativeInt
     accepted: NonNegativeInt
     acceptance_rate: Share
 
 
-WorkerState = Literal[
+WorkerCondition = Literal[
     "ready", "starting", "draining", "cordoned", "ejected", "busy", "probation", "gone"
 ]
 
 
-class Lane(Told):
-    """One lane of one worker; counts are of all its boots."""
+class LaneStatus(StatusModel):
+    """One lane of one worker; counts cover all its boots."""
 
     slots: NonNegativeInt
-    """Rows that may run side by side; 0 where the worker is gone."""
+    """Rows that may run at the same time; 0 if the worker is gone."""
     running: NonNegativeInt
-    """As the worker tells."""
+    """As reported by the worker."""
     waiting: NonNegativeInt
-    """As the worker tells."""
+    """As reported by the worker."""
     in_flight: NonNegativeInt
-    """Sent by this gateway and not yet answered."""
+    """Requests that this gateway sent and whose response has not ended."""
     requests: NonNegativeInt
     prompt_tokens: NonNegativeInt
     completion_tokens: NonNegativeInt
     head_healthy: bool
-    """False where the MTP head failed its test or goes on failing: the lane serves plainly."""
+    """False if the MTP head failed its self-test or keeps failing; the lane then decodes without
+    drafts."""
     prefix: LanePrefix
-    saved: Saved
+    savings: Savings
     mtp: Mtp
     recent: Recent
 
 
-class Ejection(Told):
-    """Why a worker is left alone for what it did; all empty where it is not."""
+class Ejection(StatusModel):
+    """The current ejection by the circuit breaker; all fields are empty if there is none."""
 
-    for_s: NonNegativeFloat
-    why: str
-    times: NonNegativeInt
-    """In a row, as far as they are not forgiven."""
+    remaining_s: NonNegativeFloat
+    reason: str
+    count: NonNegativeInt
+    """Ejections in a row."""
 
 
-class Worker(Told):
-    """One worker; counts are of all its boots, also those that are over."""
+class WorkerStatus(StatusModel):
+    """One worker; counts cover all its boots, past ones too."""
 
-    state: WorkerState
-    """`gone`: it said goodbye or fell silent; `probation`: it comes back, step by step."""
+    state: WorkerCondition
+    """`gone`: it signed off or its heartbeats stopped; `probation`: it is given requests one by
+    one after an ejection; `busy`: it asked for a pause."""
     model: str
     labels: tuple[str, ...]
     boots: NonNegativeInt
     boot_id: str
-    """Of the present life; empty where it is gone."""
+    """Empty if the worker is gone."""
     context_tokens: NonNegativeInt
     memory_bytes: NonNegativeInt
     prefix_cache_bytes: NonNegativeInt
-    """Of these, what is kept of system prompts."""
-    last_beat_s_ago: NonNegativeFloat
-    ejected: Ejection
-    busy_for_s: NonNegativeFloat
-    """Left alone so long because it asked for that."""
-    lanes: dict[str, Lane]
+    """The part of `memory_bytes` that the prefix cache uses."""
+    heartbeat_age_s: NonNegativeFloat
+    """Seconds since the last heartbeat."""
+    ejection: Ejection
+    retry_after_s: NonNegativeFloat
+    """Seconds until the worker takes requests again, if it asked for a pause."""
+    lanes: dict[str, LaneStatus]
     prefix: LanePrefix
-    saved: Saved
+    savings: Savings
     mtp: Mtp
     recent: Recent
 
 
-class Pool(Told):
-    """One pool of the policy; counts are of its lanes on all workers."""
+class PoolStatus(StatusModel):
+    """One pool of the policy; counts cover its lanes on all workers."""
 
     lanes: tuple[str, ...]
     workers: tuple[str, ...]
-    """Those that take requests now."""
+    """Workers that take requests now."""
     slots: NonNegativeInt
     running: NonNegativeInt
     waiting: NonNegativeInt
-    """In line here and, where other gateways send too, at the workers."""
+    """Requests queued in this gateway and, if several gateways send, at the workers."""
     in_flight: NonNegativeInt
-    """Sent by this gateway and not yet answered."""
+    """Requests that this gateway sent and whose response has not ended."""
     requests: NonNegativeInt
     prompt_tokens: NonNegativeInt
     completion_tokens: NonNegativeInt
     decisions: dict[str, NonNegativeInt]
-    """Requests that were sent here, by reason."""
+    """Requests routed here, by reason."""
     prefix: LanePrefix
-    saved: Saved
+    savings: Savings
     mtp: Mtp
     recent: Recent
 
 
-class Tokens(Told):
-    """Tokens as gateways passed them on."""
+class Tokens(StatusModel):
+    """Tokens of the requests that passed through the gateways."""
 
     prompt: NonNegativeInt
     completion: NonNegativeInt
     cached: NonNegativeInt
-    """Of the prompt tokens."""
+    """The part of the prompt tokens that came from a prefix cache."""
 
 
-class Model(Told):
-    """One model, on whichever workers."""
+class ModelStatus(StatusModel):
+    """One model, on all workers that serve it."""
 
     workers: tuple[str, ...]
     tokens: Tokens
     prefix: LanePrefix
-    saved: Saved
+    savings: Savings
     mtp: Mtp
     recent: Recent
 
 
-class GatewayStatus(Told):
+class GatewayStatus(StatusModel):
     """The gateway that answers."""
 
     ready: bool
@@ -279,96 +278,95 @@ class GatewayStatus(Told):
     uptime_s: NonNegativeFloat
     requests_in_flight: NonNegativeInt
     event_loop_lag_s: NonNegativeFloat
-    """The longest delay of the last ten seconds."""
-    added_s: Percentiles
-    """From the whole body read to the request handed to a worker, less the wait for a slot."""
+    """The longest delay in the last ten seconds."""
+    added_latency_s: Percentiles
+    """From the complete request body to its dispatch to a worker, less the time in the queue."""
 
 
-class Store(Told):
-    """Where state is kept, and how that is."""
+class StoreStatus(StatusModel):
+    """Where state is stored, and its condition."""
 
     kind: Literal["memory", "redis"]
     state: Literal["ok", "degraded"]
-    why: str
-    """What is wrong; empty where nothing is."""
+    problem: str
+    """Empty if there is none."""
     gateways: NonNegativeInt
-    """Those that share it now."""
+    """Gateways that share the store now."""
 
 
-class Policy(Told):
+class PolicyStatus(StatusModel):
     """The version of the policy that is in force."""
 
     version: NonNegativeInt
     etag: str
     source: Literal["shipped", "file", "admin"]
     file_problem: str
-    """What keeps the policy file from being in force; empty where nothing does."""
+    """Why the policy file was rejected; empty if it was not."""
 
 
-class Decisions(Told):
-    """Where requests were sent, and why."""
+class Decisions(StatusModel):
+    """Requests routed, by pool, route and reason."""
 
     total: NonNegativeInt
     pools: dict[str, NonNegativeInt]
     routes: dict[str, NonNegativeInt]
     reasons: dict[str, NonNegativeInt]
-    """The one reason that the answer's header named."""
+    """By the one reason that the response header names."""
     bypass_counts: dict[str, NonNegativeInt]
-    """Every reason that kept a request out of the speculative lane; one may have several."""
+    """By every reason that kept a request out of the speculative lane; a request may have
+    several."""
 
 
 class FleetPrefix(PrefixResults):
-    """System prompts: what became of requests, and what is known of holders."""
+    """Prefix cache results of all requests, and this gateway's index of cached prompts."""
 
-    known: NonNegativeInt
-    """Prompts of which this gateway knows who holds them."""
-    untrue: NonNegativeInt
-    """Times that a worker turned out not to hold what was expected of it."""
+    index_size: NonNegativeInt
+    """System prompts that this gateway expects in the cache of at least one worker."""
+    mispredicted: NonNegativeInt
+    """Expected cache hits that turned out to be misses."""
 
 
-class Status(Told):
-    """The whole state at one moment."""
+class Status(StatusModel):
+    """The complete state at one moment."""
 
     unix_s: NonNegativeFloat
-    """The time of the day."""
+    """Seconds since the epoch."""
     window: Window
     gateway: GatewayStatus
-    store: Store
-    policy: Policy
+    store: StoreStatus
+    policy: PolicyStatus
     mtp: Mtp
-    saved: Saved
+    savings: Savings
     recent: Recent
     history: tuple[Point, ...]
-    """The window in steps, oldest first."""
+    """The window in intervals, oldest first."""
     decisions: Decisions
     outcomes: dict[str, NonNegativeInt]
     errors: dict[str, NonNegativeInt]
-    """By the code that clients got."""
+    """Error responses, by code."""
     retries: NonNegativeInt
     retries_denied: NonNegativeInt
-    """By this gateway, since too many were on a further attempt."""
-    quarantined: NonNegativeInt
-    """Request bodies that this gateway sends no more, because two workers were lost over each."""
+    """Retries that this gateway did not make because the retry budget was spent."""
+    quarantined_bodies: NonNegativeInt
+    """Request bodies that this gateway blocks because two workers crashed while processing them."""
     prefix: FleetPrefix
-    pools: dict[str, Pool]
-    models: dict[str, Model]
-    workers: dict[str, Worker]
-
-
-_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+    pools: dict[str, PoolStatus]
+    models: dict[str, ModelStatus]
+    workers: dict[str, WorkerStatus]
 
 
 def schema() -> str:
-    """Write the schema as it is published."""
-    made = Status.model_json_schema(mode="serialization", schema_generator=_Schema)
-    return json.dumps({"$schema": _DIALECT, **made, "title": "Paceline status"}, indent=2) + "\n"
+    """Return the published JSON Schema."""
+    status = Status.model_json_schema(mode="serialization", schema_generator=_Schema)
+    dialect = "https://json-schema.org/draft/2020-12/schema"
+    return json.dumps({"$schema": dialect, **status, "title": "Paceline status"}, indent=2) + "\n"
 
 
 class _Schema(GenerateJsonSchema):
-    """As pydantic writes it, without titles: they say what the names say."""
+    """Pydantic's schema without titles, which only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
-        """Leave titles out."""
+        """Omit the title of a field."""
         return False
 
 

@@ -168,7 +168,7 @@ def _labels(record: RequestRecord) -> _Labels:
 def _observe(lane: LaneStats, record: RequestRecord) -> None:
     """Add the durations and drafts of one request."""
     if record.added_s is not None:
-        lane.added_s.add(record.added_s)
+        lane.added_latency_s.add(record.added_s)
     if record.waited_s:
         lane.wait_s.add(record.waited_s)
     if record.first_token_s is not None:
@@ -176,7 +176,7 @@ def _observe(lane: LaneStats, record: RequestRecord) -> None:
     if record.token_s is not None:
         lane.token_s.add(record.token_s)
     if record.outcome is Outcome.COMPLETED:
-        lane.answer_s.add(record.seconds)
+        lane.duration_s.add(record.seconds)
     if record.drafts is not None:
         lane.drafts += record.drafts.steps
         lane.drafted += record.drafts.drafted
@@ -190,7 +190,7 @@ def _add(lane: LaneStats, counters: _Counters) -> None:
     labels = counters.labels
     lane.requests += counters.requests
     if labels.outcome is Outcome.FAILED:
-        lane.failed += counters.requests
+        lane.failures += counters.requests
     lane.prompt_tokens += counters.prompt_tokens
     lane.completion_tokens += counters.completion_tokens
     lane.cached_tokens += counters.cached_tokens

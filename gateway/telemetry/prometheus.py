@@ -103,7 +103,7 @@ class GatewayFigures(Collector):
                 "request_duration",
                 "From the first byte of a request to the last of its answer, where it is whole.",
                 _MILLISECONDS_UP,
-                attrgetter("answer_s"),
+                attrgetter("duration_s"),
             ),
         ):
             yield _histogram(name, text, bounds_s, by_pool, take)
@@ -115,7 +115,7 @@ class GatewayFigures(Collector):
             "From the whole body read to the request handed to a worker, less the wait for a slot.",
             _MICROSECONDS_UP,
             everywhere,
-            attrgetter("added_s"),
+            attrgetter("added_latency_s"),
         )
 
     def _by_pool(self) -> dict[tuple[str, ...], list[LaneStats]]:

@@ -83,7 +83,7 @@ class LaneTotals(NamedTuple):
     """Counts and latency buckets of one or more lanes: since the start, or within a window."""
 
     requests: int = 0
-    failed: int = 0
+    failures: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -98,8 +98,8 @@ class LaneTotals(NamedTuple):
     first_token_s: Buckets = EMPTY
     token_s: Buckets = EMPTY
     wait_s: Buckets = EMPTY
-    answer_s: Buckets = EMPTY
-    added_s: Buckets = EMPTY
+    duration_s: Buckets = EMPTY
+    added_latency_s: Buckets = EMPTY
 
     def plus(self, other: LaneTotals) -> LaneTotals:
         """Add the totals of another lane."""
@@ -117,7 +117,7 @@ class LaneStats:
     """The counters and histograms of one lane."""
 
     def __init__(self) -> None:
-        self.requests = self.failed = 0
+        self.requests = self.failures = 0
         self.prompt_tokens = self.completion_tokens = self.cached_tokens = 0
         self.reasons: Counter[str] = Counter()
         self.bypass: Counter[str] = Counter()
@@ -127,8 +127,8 @@ class LaneStats:
         self.first_token_s = LogHistogram()
         self.token_s = LogHistogram()
         self.wait_s = LogHistogram()
-        self.answer_s = LogHistogram()
-        self.added_s = LogHistogram()
+        self.duration_s = LogHistogram()
+        self.added_latency_s = LogHistogram()
         self._totals = NO_TOTALS
 
     def totals(self) -> LaneTotals:

@@ -92,12 +92,12 @@ async def test_the_numbers_on_the_page_are_those_of_the_status(
     assert status["mtp"]["accepted"] > 0
     assert status["prefix"]["hit"] > 0
     texts = {path: text for path, _, text in shown}
-    if status["saved"]["decode_s"] < 0:  # on a busy machine, in so short a time
+    if status["savings"]["decode_s"] < 0:  # on a busy machine, in so short a time
         line = page.locator("#saved-mtp-line")
         await expect(line).to_have_text("Drafting cost more than it brought so far")
     else:
-        assert texts["saved/decode_steps"] == f"{status['saved']['decode_steps']:,}"
-    assert texts["saved/prompt_tokens"] == f"{status['saved']['prompt_tokens']:,}"
+        assert texts["savings/decode_steps"] == f"{status['savings']['decode_steps']:,}"
+    assert texts["savings/prompt_tokens"] == f"{status['savings']['prompt_tokens']:,}"
     assert texts["mtp/mean_acceptance_length"] == f"{status['mtp']['mean_acceptance_length']:.2f}"
     assert texts["mtp/bypass_counts/non_greedy_sampling"] == "6"
     assert "mtp/bypass_counts/media" not in texts, "greedy questions about pictures speculate"

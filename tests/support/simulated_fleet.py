@@ -14,7 +14,7 @@ from gateway.cluster.counters import SharedCounters
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.routing.select import Candidate, Decision
-from gateway.status.render import mtp_of
+from gateway.status.render import mtp_status
 from gateway.storage.counters import CounterStore, MemoryCounters
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.prometheus import WorkerFigures, exposition
@@ -234,7 +234,7 @@ class Simulation:
             groups.setdefault(("worker", report.worker_id), []).extend(report.lanes)
             groups.setdefault(("model", report.model), []).extend(report.lanes)
         for place, lanes in groups.items():
-            mtp = mtp_of(tuple(lanes))
+            mtp = mtp_status(tuple(lanes))
             assert mtp.enabled
             assert mtp.attempted == mtp.accepted + mtp.rejected + mtp.errors
             found[*place, "drafts"] = mtp.drafts

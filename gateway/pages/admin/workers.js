@@ -47,7 +47,7 @@ function show(all) {
 
 function card(worker) {
   const { worker_id: id, state, lanes, labels = [] } = worker;
-  const beat = worker.last_beat_s_ago;
+  const beat = worker.heartbeat_age_s;
   const known = [worker.model, ...labels, beat !== undefined && `seen ${beat < 1 ? "now" : `${Math.round(beat)} s ago`}`];
   return make(
     "article",

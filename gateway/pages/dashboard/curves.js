@@ -17,7 +17,7 @@ export function makeCurves() {
     curve("acceptance", { curves: ONE, say: as.percent, top: 1, height: 215 }, accepted),
     curve("tokens", { curves: ONE, say: as.rate }, tokens),
     curve("first-token", { curves: TWO, say: briefly }, half("first_token_s"), most("first_token_s")),
-    curve("answer", { curves: TWO, say: briefly }, half("answer_s"), most("answer_s")),
+    curve("answer", { curves: TWO, say: briefly }, half("duration_s"), most("duration_s")),
     (past, { unix_s: now }) => {
       byId("span").textContent = `since ${oClock(past.points[0]?.end_s ?? now)}`;
     },

@@ -4,16 +4,16 @@ import { byId, make, several } from "./elements.js";
 import { as, busyIn, place, write } from "./numbers.js";
 
 export function showFacts(state) {
-  const { mtp, saved, prefix } = state;
-  figure("saved-mtp", saved.decode_steps > 0, savedByMtp(state));
+  const { mtp, savings, prefix } = state;
+  figure("saved-mtp", savings.decode_steps > 0, savedByMtp(state));
   figure("accepted", mtp.drafts > 0, [place("mtp/mean_acceptance_length", "ratio"), " tokens a step"], () =>
     mtp.enabled ? "Nothing drafted yet" : "No lane drafts",
   );
-  const notRead = [place("saved/prompt_tokens", "count"), " prompt tokens not read again"];
-  figure("saved-prompts", saved.prompt_tokens > 0, notRead, () =>
+  const notRead = [place("savings/prompt_tokens", "count"), " prompt tokens not read again"];
+  figure("saved-prompts", savings.prompt_tokens > 0, notRead, () =>
     prefix.miss ? "No prompt came twice yet" : "No long system prompt yet",
   );
-  byId("saved-mtp").classList.toggle("lost", saved.decode_s < 0);
+  byId("saved-mtp").classList.toggle("lost", savings.decode_s < 0);
   showNow(state);
   showFleet(state);
 
@@ -24,13 +24,13 @@ export function showFacts(state) {
   }
 }
 
-function savedByMtp({ saved }) {
-  if (saved.decode_s < 0) return ["Drafting cost more than it brought so far"];
-  return [place("saved/decode_steps", "count"), " tokens without a step of their own"];
+function savedByMtp({ savings }) {
+  if (savings.decode_s < 0) return ["Drafting cost more than it brought so far"];
+  return [place("savings/decode_steps", "count"), " tokens without a step of their own"];
 }
 
 function showNow(state) {
-  const { pools, recent, store: { gateways }, window: { covered_s: covered } } = state;
+  const { pools, recent, store: { gateways }, window: { coverage_s: coverage } } = state;
   const sum = (count) => Object.values(pools).reduce((all, pool) => all + count(pool), 0);
   const running = sum((pool) => pool[busyIn(pool)]);
   const waiting = sum((pool) => pool.waiting);
@@ -38,7 +38,7 @@ function showNow(state) {
   const said = [waiting && `${as.count(waiting)} waiting`, recent.requests ? lately : untilNow(state, "No request lately")];
   write(byId("now"), `${as.count(running)} running`);
   byId("now-line").textContent = said.filter(Boolean).join(" · ");
-  byId("speed-window").textContent = `over ${as.duration(covered)}`;
+  byId("speed-window").textContent = `over ${as.duration(coverage)}`;
   byId("whose").hidden = gateways < 2;
   byId("whose").textContent =
     `Curves and speeds are of the requests that this gateway sent, one of ${as.count(gateways)}; counts are of all.`;

@@ -13,7 +13,7 @@ export function workers({ workers: all }) {
 
 function card(name, worker) {
   const of = (path, kind) => place(`workers/${name}/${path}`, kind);
-  const { state, model, labels, last_beat_s_ago: beat } = worker;
+  const { state, model, labels, heartbeat_age_s: beat } = worker;
   const gone = state === "gone";
   const seen = gone ? [] : [beat < 2 ? "seen now" : `seen ${Math.round(beat)} s ago`];
   return make(
@@ -21,13 +21,13 @@ function card(name, worker) {
     { class: "card worker", "aria-label": name },
     make("div", { class: "card-head" }, make("h3", { class: "title" }, name), pill(state, TONES[state] ?? "warn")),
     make("p", { class: "muted small" }, [model, ...labels, ...seen].join(" · ")),
-    worker.ejected.why && ejection(worker.ejected),
+    worker.ejection.reason && ejection(worker.ejection),
     !gone && Object.entries(worker.lanes).map(([lane, told]) => batch(of, lane, told)),
     make("dl", { class: "of-worker" }, !gone && memory(of, worker), worker.mtp.enabled && accepted(of), saved(of)),
   );
 }
 
-const ejection = ({ for_s: left, why }) => make("p", { class: "said bad" }, `Left alone for ${Math.round(left)} s: ${why}.`);
+const ejection = ({ remaining_s: left, reason }) => make("p", { class: "said bad" }, `Ejected for ${Math.round(left)} s: ${reason}.`);
 
 function memory(of, { memory_bytes: held, prefix_cache_bytes: kept }) {
   if (!held) return null;
@@ -38,7 +38,7 @@ const accepted = (of) =>
   entry("Accepted", of("mtp/acceptance_rate", "percent"), [", ", of("mtp/mean_acceptance_length", "ratio"), " tokens a step"]);
 
 const saved = (of) =>
-  entry("Saved", of("saved/decode_s", "duration"), [" by MTP, ", of("saved/prompt_s", "duration"), " by kept prompts"]);
+  entry("Saved", of("savings/decode_s", "duration"), [" by MTP, ", of("savings/prompt_s", "duration"), " by kept prompts"]);
 
 function batch(of, name, lane) {
   const { slots, waiting, head_healthy: healthy } = lane;

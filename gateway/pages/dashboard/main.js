@@ -58,7 +58,7 @@ async function enter() {
 }
 
 // The longest window that there is, once: so that nobody begins with an empty page.
-async function lookBack({ window: { longest_s: longest } }, signal) {
+async function lookBack({ window: { max_length_s: longest } }, signal) {
   try {
     const answer = await asker.ask("GET", `/status?window=${Math.floor(longest)}s`, { signal });
     past.take(await answer.json());

@@ -11,9 +11,9 @@ export class Past {
 
   // Put the window that a state tells of in place of what is known of that time.
   take({ unix_s: now, history }) {
-    const told = history.filter(isWhole).map((point) => ({ ...point, end_s: now - point.ago_s }));
+    const told = history.filter(isWhole).map((point) => ({ ...point, end_s: now - point.age_s }));
     if (!told.length) return;
-    const from = told[0].end_s - told[0].seconds / 2;
+    const from = told[0].end_s - told[0].interval_s / 2;
     this.points = [...this.points.filter(({ end_s }) => end_s < from && end_s > now - KEPT_S), ...told];
   }
 
@@ -24,7 +24,7 @@ export class Past {
 }
 
 // The newest step has only just begun: what little it says would make each curve jump.
-const isWhole = ({ seconds }, index, all) => !index || seconds >= all[index - 1].seconds / 2;
+const isWhole = ({ interval_s }, index, all) => !index || interval_s >= all[index - 1].interval_s / 2;
 
 // In place of null write undefined, through which curves go on, where the hole is short.
 function bridged(values, points) {

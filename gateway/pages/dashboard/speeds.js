@@ -7,7 +7,7 @@ const ROWS = [
   ["First token", "first_token_s", "duration"],
   ["Each further token", "token_s", "duration"],
   ["Wait in line", "wait_s", "duration"],
-  ["Whole answer", "answer_s", "duration"],
+  ["Whole answer", "duration_s", "duration"],
 ];
 
 export function speeds({ pools }) {

@@ -55,7 +55,7 @@ def test_f29_a_start_without_redis_serves_the_keys_that_were_known_and_heals(
     assert redis_status(after) == {
         "kind": "redis",
         "state": "degraded",
-        "why": "Redis cannot be reached.",
+        "problem": "Redis cannot be reached.",
         "gateways": 0,
     }
     assert metric(after) == "paceline_store_degraded 1.0"
@@ -174,7 +174,7 @@ def test_f31_a_redis_that_takes_two_seconds_is_as_one_that_is_gone(
         proxy.reset_all()
         wait_until(lambda: is_degraded(gateway))
         assert [gateway.chat().status_code for _ in range(5)] == [200] * 5
-        wait_until(lambda: "in time" in str(redis_status(gateway).get("why")))
+        wait_until(lambda: "in time" in str(redis_status(gateway).get("problem")))
         proxy.fault = NO_FAULT
         proxy.reset_all()
         wait_until(lambda: is_connected(gateway))
@@ -333,7 +333,7 @@ def test_f34_a_redis_that_refuses_is_a_failure_and_never_an_empty_answer(
     gateway.use_key(key["secret"])
     assert gateway.chat().status_code == 200
     breaks(private_redis)
-    wait_until(lambda: redis_status(gateway).get("why") == why)
+    wait_until(lambda: redis_status(gateway).get("problem") == why)
     assert gateway.chat().status_code == 200
     assert gateway.client.get("/readyz").text == f"ready, degraded: {why}\n"
     assert gateway.client.get("/v1/models", headers={"authorization": "none"}).status_code == 401

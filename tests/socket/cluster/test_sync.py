@@ -83,7 +83,12 @@ def test_counts_and_reports_are_sums_over_gateways_and_their_lives(
     for gateway in (first, second, second):
         assert gateway.chat().status_code == 200
     wait_until(lambda: completed(first) == completed(second) == 3)
-    assert second.status()["store"] == {"kind": "redis", "state": "ok", "why": "", "gateways": 2}
+    assert second.status()["store"] == {
+        "kind": "redis",
+        "state": "ok",
+        "problem": "",
+        "gateways": 2,
+    }
     assert second.status()["workers"]["fake-a"]["boots"] == 1
 
     first.request_shutdown()

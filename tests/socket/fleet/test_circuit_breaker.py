@@ -61,7 +61,7 @@ def test_f19_retry_after_is_heeded_within_reason_and_ejects_nobody(
     assert answer.json()["error"]["code"] == "workers_busy"
     shown = state(gateway_with_worker, "fake-a")
     assert shown["state"] in {"busy", "ready"}
-    assert shown["ejected"] == {"for_s": 0, "why": "", "times": 0}
+    assert shown["ejection"] == {"remaining_s": 0, "reason": "", "count": 0}
 
 
 def test_f19_while_a_worker_is_busy_the_other_is_asked_and_it_alone(
@@ -107,7 +107,7 @@ def test_f20_f24_an_ejected_worker_comes_back_by_real_answers_and_not_by_its_hea
         wait_until(back, within_s=30)
         ask_until_ejected(gateway_with_worker, "fake-c")
         assert len(stays_broken.requests) == 6, "one real request showed that nothing is better"
-        assert 12 < state(gateway_with_worker, "fake-c")["ejected"]["for_s"] <= 24, (
+        assert 12 < state(gateway_with_worker, "fake-c")["ejection"]["remaining_s"] <= 24, (
             "the next time is longer"
         )
         for _ in range(40):

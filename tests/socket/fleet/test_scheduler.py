@@ -206,7 +206,7 @@ def test_f02_a_body_that_two_workers_were_lost_over_is_not_sent_to_a_third(
         heard = [bool(one.requests) for one in (worker, second_worker, third)]
         assert heard.count(True) == 2, "one of three never met it"
         assert gateway.chat().status_code == 200, "other requests do not notice"
-    assert gateway.status()["quarantined"] == 1
+    assert gateway.status()["quarantined_bodies"] == 1
 
 
 def test_f28_retries_are_bounded_however_much_fails(
@@ -245,9 +245,9 @@ def test_f20_an_ejected_worker_is_shown_with_its_reason_and_gets_nothing(
         assert gateway_with_worker.chat().status_code in {200, 502}
         assert len(worker.requests) <= 5
     shown = gateway_with_worker.status()["workers"]["fake-a"]
-    assert 0 < shown["ejected"]["for_s"] <= 12
-    assert shown["ejected"]["why"] == "5 requests failed in a row"
-    assert shown["ejected"]["times"] == 1
+    assert 0 < shown["ejection"]["remaining_s"] <= 12
+    assert shown["ejection"]["reason"] == "5 requests failed in a row"
+    assert shown["ejection"]["count"] == 1
     assert {gateway_with_worker.chat().headers["x-paceline-worker"] for _ in range(5)} == {"fake-b"}
     metrics = gateway_with_worker.client.get("/metrics").text
     assert 'paceline_worker_open{worker="fake-a"} 0.0' in metrics

@@ -68,7 +68,7 @@ def test_the_header_tells_what_the_worker_has_counted(
     assert gateway_with_worker.chat(**asked()).headers["x-paceline-prefix"] == "hit"
     assert gateway_with_worker.chat().headers["x-paceline-prefix"] == "none"
     told = gateway_with_worker.status()["prefix"]
-    assert told == {"hit": 1, "miss": 1, "none": 1, "known": 1, "untrue": 0}
+    assert told == {"hit": 1, "miss": 1, "none": 1, "index_size": 1, "mispredicted": 0}
 
 
 def test_a_stream_tells_what_is_expected(gateway_with_worker: RunningGateway) -> None:
@@ -86,8 +86,8 @@ def test_a_claim_is_dropped_where_the_worker_has_counted_otherwise(
     worker.script = counted(0)
     for _ in range(2):
         gateway_with_worker.chat(**asked())
-    assert (told := gateway_with_worker.status()["prefix"])["untrue"] == 1
-    assert told["known"] == 0
+    assert (told := gateway_with_worker.status()["prefix"])["mispredicted"] == 1
+    assert told["index_size"] == 0
     explained = gateway_with_worker.client.post(
         "/v1/route/explain", json={"model": "demo", **asked()}
     ).json()
@@ -99,7 +99,7 @@ def test_a_request_that_failed_leaves_no_claim(
 ) -> None:
     worker.script = Script(drop=True)
     assert gateway_with_worker.chat(**asked()).status_code >= 500
-    assert gateway_with_worker.status()["prefix"]["known"] == 0
+    assert gateway_with_worker.status()["prefix"]["index_size"] == 0
 
 
 def test_an_explanation_says_who_holds_it(two_worker_gateway: RunningGateway) -> None:

@@ -78,7 +78,7 @@ def test_decisions_are_counted_by_pool_route_and_every_reason(
     assert status["outcomes"] == {"completed": 3, "refused": 1}
     assert status["errors"] == {"invalid_value": 1}
     assert status["models"]["demo"]["tokens"] == {"prompt": 21, "completion": 9, "cached": 6}
-    assert status["pools"]["text-mtp"]["recent"]["answer_s"]["count"] == 2
+    assert status["pools"]["text-mtp"]["recent"]["duration_s"]["count"] == 2
 
 
 def test_status_asks_the_workers_before_it_adds_up(
@@ -153,9 +153,9 @@ def test_every_snapshot_adds_up_while_workers_go_on_counting(gateway: RunningGat
             for count in ("drafts", "attempted", "accepted", "rejected", "errors"):
                 assert sum(part["mtp"][count] for part in parts) == status["mtp"][count]
             for count in ("decode_steps", "prompt_tokens"):
-                assert sum(part["saved"][count] for part in parts) == status["saved"][count]
+                assert sum(part["savings"][count] for part in parts) == status["savings"][count]
             cached_tokens = sum(part["prefix"]["cached_tokens"] for part in parts)
-            assert cached_tokens == status["saved"]["prompt_tokens"]
+            assert cached_tokens == status["savings"]["prompt_tokens"]
     assert len({status["mtp"]["drafts"] for status in snapshots}) > 1
 
 

@@ -64,8 +64,8 @@ def test_a_window_says_what_was_asked_and_what_it_covers(
     gateway_with_worker: RunningGateway, window: str, seconds: float
 ) -> None:
     told = gateway_with_worker.client.get("/v1/status", params={"window": window}).json()["window"]
-    assert (told["asked_s"], told["longest_s"]) == (seconds, MAX_WINDOW_S)
-    assert told["covered_s"] <= 10, "the gateway has just begun"
+    assert (told["length_s"], told["max_length_s"]) == (seconds, MAX_WINDOW_S)
+    assert told["coverage_s"] <= 10, "the gateway has just begun"
 
 
 def test_every_level_tells_what_its_requests_came_to(
@@ -88,11 +88,11 @@ def test_every_level_tells_what_its_requests_came_to(
         (status["pools"]["text-mtp"]["recent"], 2),
         (worker_told["lanes"]["text-mtp"]["recent"], 2),
     ):
-        assert (told["requests"], told["failed"]) == (requests, 0)
+        assert (told["requests"], told["failures"]) == (requests, 0)
         assert told["completion_tokens"] == 3 * requests
         assert told["cached_tokens"] == 2 * requests
         assert told["prefix"] == {"hit": 0, "miss": 0, "none": requests}
-        assert told["answer_s"]["count"] == requests
+        assert told["duration_s"]["count"] == requests
         assert told["first_token_s"]["count"] == told["token_s"]["count"] == 1
         speed = told["request_tokens_per_s"]
         assert speed["p50"] == pytest.approx(1 / told["token_s"]["p50"])
@@ -105,7 +105,7 @@ def test_every_level_tells_what_its_requests_came_to(
     assert status["pools"]["text-mtp"]["recent"]["reasons"] == {"eligible": 2}
     assert status["pools"]["text-mtp"]["decisions"] == {"eligible": 2}
     assert status["recent"]["mtp"]["bypass_counts"] == {"non_greedy_sampling": 1}
-    assert status["gateway"]["added_s"]["count"] == 3
+    assert status["gateway"]["added_latency_s"]["count"] == 3
     (point,) = status["history"]
     assert (point["requests"], point["attempted"], point["acceptance_rate"]) == (3, 6, 0.5)
 
@@ -121,4 +121,4 @@ def test_nothing_is_null_or_missing_for_workers_that_are_gone_pools_that_are_emp
     PUBLISHED.validate(status)
     assert [at for at, value in paths(status) if value is None] == []
     assert status["workers"]["fake-a"]["boot_id"] == ""
-    assert status["workers"]["fake-a"]["last_beat_s_ago"] == 0
+    assert status["workers"]["fake-a"]["heartbeat_age_s"] == 0
