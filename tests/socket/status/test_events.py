@@ -126,7 +126,7 @@ def test_what_breaks_the_state_is_an_event_in_our_words_and_stands_in_the_log(
 ) -> None:
     with watching(gateway_with_worker) as events:
         assert "workers" in told(next(events))
-        monkeypatch.setattr("gateway.status.render.mtp_of", lambda _lanes: 1 / 0)
+        monkeypatch.setattr("gateway.status.render.mtp_status", lambda _lanes: 1 / 0)
         *_, last = events
     assert told(last)["error"]["code"] == "internal_error"
     assert "ZeroDivisionError" in caplog.text
