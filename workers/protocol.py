@@ -246,6 +246,18 @@ class WorkerReport(Record):
     lanes: tuple[LaneReport, ...]
 
 
+VLLM_COUNTERS = {
+    "steps": ("vllm:spec_decode_num_drafts", "Drafts verified."),
+    "drafted": ("vllm:spec_decode_num_draft_tokens", "Draft tokens."),
+    "accepted": ("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens."),
+}
+"""Prometheus name and help of counts of `Speculation`, as vLLM names them."""
+VLLM_ACCEPTED_PER_POSITION = (
+    "vllm:spec_decode_num_accepted_tokens_per_pos",
+    "Accepted draft tokens, by position in the draft.",
+)
+
+
 def mtp_block(lanes: tuple[LaneReport, ...]) -> dict[str, object]:
     """Render the `mtp` block of `/v1/status` for any set of lanes (DESIGN section 5)."""
     if not any(lane.mtp_enabled for lane in lanes):

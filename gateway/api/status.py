@@ -21,7 +21,7 @@ from gateway.proxy.handler import ProxyHandler
 from gateway.status.events import Feed
 from gateway.status.model import GatewayStatus, PolicyStatus, Status, StoreStatus
 from gateway.status.render import DEFAULT_WINDOW, LocalState, WindowStats, render_status, window_s
-from gateway.telemetry.prometheus import GatewayFigures, WorkerFigures, exposition
+from gateway.telemetry.prometheus import GatewayMetrics, WorkerMetrics, exposition
 
 Take = Callable[[float], Awaitable[Status]]
 """Takes a snapshot that reaches back so many seconds."""
@@ -61,7 +61,7 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
         await gateway.control.refresh_all()
         reports = await gateway.counters.reports()
         text = exposition(
-            GatewayFigures(gateway.accounting), WorkerFigures(reports), Gauges(gateway, proxy)
+            GatewayMetrics(gateway.accounting), WorkerMetrics(reports), Gauges(gateway, proxy)
         )
         return Response(text, headers={"content-type": CONTENT_TYPE_LATEST})
 

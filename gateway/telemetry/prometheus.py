@@ -1,19 +1,14 @@
-"""`/metrics`: what this gateway has counted in its life, written out when somebody asks.
+"""`/metrics`: counters and histograms of this gateway, and counts that workers report.
 
-Requests add to plain sums (`accounting.py`); labels are only put to them here, so that no request
-pays for a scrape.
-
-What workers report, for `/metrics`: a line for each worker and model, none for all of them.
-
-Readers sum lines, so there is no line that is the sum of others. The first four have vLLM's names:
-`vllm bench serve` and AIPerf read acceptance from them as they do from vLLM.
+Requests only add to plain counters (`accounting.py`); labels are attached when Prometheus scrapes.
+Worker metrics have one sample for each worker and model and no total, because readers sum samples.
+The speculative decoding metrics have vLLM's names, so `vllm bench serve` and AIPerf read them.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -27,102 +22,87 @@ from prometheus_client.registry import Collector
 from gateway.storage.counters import CounterKey
 from gateway.telemetry.accounting import Accounting
 from gateway.telemetry.stats import BOUNDS_S, LaneStats, LogHistogram, cumulative
-from workers.protocol import LaneReport, PrefixCounts, Speculation, TimeSaved, WorkerReport
+from workers.protocol import (
+    VLLM_ACCEPTED_PER_POSITION,
+    VLLM_COUNTERS,
+    LaneReport,
+    PrefixCounts,
+    Speculation,
+    TimeSaved,
+    WorkerReport,
+)
 
-# Each is one of the bounds that are counted by.
 _SHOWN_S = tuple(bound for bound in BOUNDS_S if f"{bound:e}"[:3] in ("1.0", "2.5", "5.0"))
 _MICROSECONDS_UP = tuple(bound for bound in _SHOWN_S if bound <= 1)
 _MILLISECONDS_UP = tuple(bound for bound in _SHOWN_S if bound >= 0.001)
 _TOKEN_S = tuple(bound for bound in _SHOWN_S if 0.0001 <= bound <= 10)
 
+_COUNTERS = (  # family of counts, name, help, labels
+    ("requests", "requests", "Finished requests.", ("pool", "reason", "status")),
+    (
+        "bypass",
+        "bypasses",
+        "Requests kept out of the speculative lane; a request may have several reasons.",
+        ("reason",),
+    ),
+    ("errors", "errors", "Requests that ended with an error, by error code.", ("code",)),
+    (
+        "prefix",
+        "prefixes",
+        "Answered requests by the prefix cache result of their system prompt (hit, miss, none).",
+        ("result",),
+    ),
+    (
+        "tokens",
+        "tokens",
+        "Tokens of answered requests (prompt, completion); cached tokens are part of the prompt.",
+        ("model_name", "kind"),
+    ),
+    ("retries", "retries", "Attempts at another worker before the first byte.", ()),
+)
 
-class GatewayFigures(Collector):
-    """The figures of one gateway. Labels are names of pools, reasons, codes and models alone."""
 
-    def __init__(self, accounting: Accounting) -> None:
-        self._accounting = accounting
+class _Histogram(NamedTuple):
+    name: str
+    text: str
+    bounds_s: tuple[float, ...]
+    field: str
+    """The field of `LaneStats`."""
 
-    def collect(self) -> Iterator[Metric]:
-        """Give one family for each figure."""
-        totals = self._accounting.totals()
-        yield _counter(
-            totals,
-            "requests",
-            "Finished requests, by the pool and the reason that they went there for.",
-            *("pool", "reason", "status"),
-        )
-        yield _counter(
-            totals,
-            "bypass",
-            "Reasons that kept requests out of the speculative lane.",
-            "reason",
-            name="bypasses",
-        )
-        yield _counter(
-            totals, "errors", "Requests that ended in an error, by its code, limits too.", "code"
-        )
-        yield _counter(
-            totals,
-            "prefix",
-            "Answered requests by what became of their system prompt: hit, miss, none.",
-            "result",
-            name="prefixes",
-        )
-        yield _counter(
-            totals,
-            "tokens",
-            "Tokens of answered requests; cached ones are some of the prompt's.",
-            *("model_name", "kind"),
-        )
-        yield CounterMetricFamily(
-            "paceline_retries",
-            "Attempts at a further worker, before the first byte.",
-            value=totals.get(("retries",), 0),
-        )
-        by_pool = self._by_pool()
-        for name, text, bounds_s, take in (
-            (
-                "time_to_first_token",
-                "From the whole body read to the first content of a stream.",
-                _MILLISECONDS_UP,
-                attrgetter("first_token_s"),
-            ),
-            (
-                "time_per_output_token",
-                "For each token of a stream after the first one.",
-                _TOKEN_S,
-                attrgetter("token_s"),
-            ),
-            (
-                "queue_wait",
-                "In line for a slot, of requests that had to wait and got one.",
-                _MILLISECONDS_UP,
-                attrgetter("wait_s"),
-            ),
-            (
-                "request_duration",
-                "From the first byte of a request to the last of its answer, where it is whole.",
-                _MILLISECONDS_UP,
-                attrgetter("duration_s"),
-            ),
-        ):
-            yield _histogram(name, text, bounds_s, by_pool, take)
-        everywhere: dict[tuple[str, ...], list[LaneStats]] = {
-            (): [sums for all_sums in by_pool.values() for sums in all_sums]
-        }
-        yield _histogram(
-            "added_latency",
-            "From the whole body read to the request handed to a worker, less the wait for a slot.",
-            _MICROSECONDS_UP,
-            everywhere,
-            attrgetter("added_latency_s"),
-        )
 
-    def _by_pool(self) -> dict[tuple[str, ...], list[LaneStats]]:
-        by_pool: dict[tuple[str, ...], list[LaneStats]] = {}
-        for place, sums in self._accounting.lane_stats().items():
-            by_pool.setdefault((place.pool,), []).append(sums)
-        return by_pool
+_POOL_HISTOGRAMS = (
+    _Histogram(
+        "time_to_first_token",
+        "Time from the complete request body to the first content of a stream.",
+        _MILLISECONDS_UP,
+        "first_token_s",
+    ),
+    _Histogram(
+        "time_per_output_token",
+        "Time per token of a stream after the first one.",
+        _TOKEN_S,
+        "token_s",
+    ),
+    _Histogram(
+        "queue_wait",
+        "Time in the queue, of requests that waited for a slot and got one.",
+        _MILLISECONDS_UP,
+        "wait_s",
+    ),
+    _Histogram(
+        "request_duration",
+        "Time from the first byte of a request to the last byte of its complete response.",
+        _MILLISECONDS_UP,
+        "duration_s",
+    ),
+)
+_ADDED_LATENCY = _Histogram(
+    "added_latency",
+    "Time from the complete request body to its dispatch, less the time in the queue.",
+    _MICROSECONDS_UP,
+    "added_latency_s",
+)
+_WORKER_LABELS = ("model_name", "worker")
 
 
 def exposition(*collectors: Collector) -> bytes:
@@ -133,41 +113,28 @@ def exposition(*collectors: Collector) -> bytes:
     return generate_latest(registry)
 
 
-def _counter(
-    totals: Mapping[CounterKey, int], family: str, text: str, *labels: str, name: str = ""
-) -> CounterMetricFamily:
-    metric = CounterMetricFamily(f"paceline_{name or family}", text, labels=labels)
-    for key, count in sorted(totals.items()):
-        if key[0] == family:
-            metric.add_metric(key[1:], count)
-    return metric
+class GatewayMetrics(Collector):
+    """Metrics of one gateway; labels hold names of pools, reasons, codes and models only."""
+
+    def __init__(self, accounting: Accounting) -> None:
+        self._accounting = accounting
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield one family for each metric."""
+        totals = self._accounting.totals()
+        for family, name, text, labels in _COUNTERS:
+            yield _counter(totals, family, name, text, labels)
+        pools: dict[tuple[str, ...], list[LaneStats]] = {}
+        for key, lane in self._accounting.lane_stats().items():
+            pools.setdefault((key.pool,), []).append(lane)
+        for histogram in _POOL_HISTOGRAMS:
+            yield _histogram(histogram, pools, ("pool",))
+        all_lanes = [lane for lanes in pools.values() for lane in lanes]
+        yield _histogram(_ADDED_LATENCY, {(): all_lanes}, ())
 
 
-def _histogram(
-    name: str,
-    text: str,
-    bounds_s: tuple[float, ...],
-    groups: Mapping[tuple[str, ...], Iterable[LaneStats]],
-    take: Callable[[LaneStats], LogHistogram],
-) -> HistogramMetricFamily:
-    labels = ["pool"] if () not in groups else []
-    metric = HistogramMetricFamily(f"paceline_{name}_seconds", text, labels=labels)
-    for group, all_sums in sorted(groups.items()):
-        counts: Counter[int] = Counter()
-        spreads = [take(sums) for sums in all_sums]
-        for spread in spreads:
-            counts.update(dict(enumerate(spread.counts)))
-        ordered = [counts[index] for index in range(len(BOUNDS_S) + 1)]
-        sum_s = sum(spread.sum_s for spread in spreads)
-        metric.add_metric(group, cumulative(ordered, bounds_s), sum_value=sum_s)
-    return metric
-
-
-_LABELS = ("model_name", "worker")
-
-
-class WorkerFigures(Collector):
-    """LaneStats over all boots, so that a worker that starts anew does not go back to nothing."""
+class WorkerMetrics(Collector):
+    """Sums over all boots of each worker, so that counters do not fall when a worker restarts."""
 
     def __init__(self, reports: Iterable[WorkerReport]) -> None:
         self._lanes: dict[tuple[str, str], list[LaneReport]] = {}
@@ -176,64 +143,80 @@ class WorkerFigures(Collector):
             lanes.extend(report.lanes)
 
     def collect(self) -> Iterator[Metric]:
-        """Give one family for each figure."""
-        yield from self._drafts()
-        yield from self._prefixes()
+        """Yield one family for each metric."""
+        yield from self._speculation()
+        yield from self._prefix_and_savings()
 
-    def _drafts(self) -> Iterator[Metric]:
-        drafts = CounterMetricFamily(
-            "vllm:spec_decode_num_drafts", "Verifies of drafts.", labels=_LABELS
-        )
-        drafted = CounterMetricFamily(
-            "vllm:spec_decode_num_draft_tokens", "Tokens drafted.", labels=_LABELS
-        )
-        accepted = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens", "Draft tokens accepted.", labels=_LABELS
-        )
-        by_position = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Draft tokens accepted, by position in the draft.",
-            labels=[*_LABELS, "position"],
-        )
+    def _speculation(self) -> Iterator[Metric]:
+        counters = {
+            field: CounterMetricFamily(name, text, labels=_WORKER_LABELS)
+            for field, (name, text) in VLLM_COUNTERS.items()
+        }
+        name, text = VLLM_ACCEPTED_PER_POSITION
+        per_position = CounterMetricFamily(name, text, labels=(*_WORKER_LABELS, "position"))
         for key, lanes in sorted(self._lanes.items()):
             drafting = [lane.speculation for lane in lanes if lane.mtp_enabled]
-            if drafting:
-                total = sum(drafting, Speculation())
-                drafts.add_metric(key, total.steps)
-                drafted.add_metric(key, total.drafted)
-                accepted.add_metric(key, total.accepted)
-                for position, count in enumerate(total.accepted_per_position):
-                    by_position.add_metric([*key, str(position)], count)
-        yield from (drafts, drafted, accepted, by_position)
+            if not drafting:
+                continue
+            total = sum(drafting, Speculation())
+            for field, counter in counters.items():
+                counter.add_metric(key, getattr(total, field))
+            for position, count in enumerate(total.accepted_per_position):
+                per_position.add_metric((*key, str(position)), count)
+        yield from (*counters.values(), per_position)
 
-    def _prefixes(self) -> Iterator[Metric]:
-        hits = _counter_worker_metrics(
-            "prefix_hits", "Prompts whose system prompt was read before."
+    def _prefix_and_savings(self) -> Iterator[Metric]:
+        hits = _worker_counter("prefix_hits", "Prompts with a prefix found in the cache.")
+        misses = _worker_counter("prefix_misses", "Prompts with a prefix not found in the cache.")
+        cached = _worker_counter("prefix_cached_tokens", "Prompt tokens found in the cache.")
+        prefill = _worker_counter(
+            "prefix_saved_seconds", "Estimated prefill time that the prefix cache saved."
         )
-        misses = _counter_worker_metrics(
-            "prefix_misses", "Prompts whose system prompt had to be read."
-        )
-        cached = _counter_worker_metrics(
-            "prefix_cached_tokens", "Prompt tokens that were not read again."
-        )
-        reading = _counter_worker_metrics(
-            "prefix_saved_seconds", "Time that reading them again would have taken."
-        )
-        decoding = GaugeMetricFamily(  # it falls where drafting costs more than it brings
+        decode = GaugeMetricFamily(  # falls if drafting costs more than it saves
             "paceline_worker_drafting_saved_seconds",
-            "Time that drafting has saved so far, less what it has cost.",
-            labels=_LABELS,
+            "Estimated decode time that drafting saved, less its cost.",
+            labels=_WORKER_LABELS,
         )
         for key, lanes in sorted(self._lanes.items()):
             prefix = sum((lane.prefix for lane in lanes), PrefixCounts())
-            saved = sum((lane.time_saved for lane in lanes), TimeSaved())
+            time_saved = sum((lane.time_saved for lane in lanes), TimeSaved())
             hits.add_metric(key, prefix.hits)
             misses.add_metric(key, prefix.misses)
             cached.add_metric(key, prefix.cached_tokens)
-            reading.add_metric(key, saved.prefill_ms / 1000)
-            decoding.add_metric(key, saved.decode_ms / 1000)
-        yield from (hits, misses, cached, reading, decoding)
+            prefill.add_metric(key, time_saved.prefill_ms / 1000)
+            decode.add_metric(key, time_saved.decode_ms / 1000)
+        yield from (hits, misses, cached, prefill, decode)
 
 
-def _counter_worker_metrics(name: str, text: str) -> CounterMetricFamily:
-    return CounterMetricFamily(f"paceline_worker_{name}", text, labels=_LABELS)
+def _counter(
+    totals: Mapping[CounterKey, int], family: str, name: str, text: str, labels: tuple[str, ...]
+) -> CounterMetricFamily:
+    metric = CounterMetricFamily(f"paceline_{name}", text, labels=labels)
+    if not labels:
+        metric.add_metric((), totals.get((family,), 0))
+        return metric
+    for key, count in sorted(totals.items()):
+        if key[0] == family:
+            metric.add_metric(key[1:], count)
+    return metric
+
+
+def _histogram(
+    histogram: _Histogram,
+    groups: Mapping[tuple[str, ...], Iterable[LaneStats]],
+    labels: tuple[str, ...],
+) -> HistogramMetricFamily:
+    """Return a family with the sum over the lanes of each group."""
+    metric = HistogramMetricFamily(
+        f"paceline_{histogram.name}_seconds", histogram.text, labels=labels
+    )
+    for group, lanes in sorted(groups.items()):
+        parts: list[LogHistogram] = [getattr(lane, histogram.field) for lane in lanes]
+        counts = [sum(bucket) for bucket in zip(*(part.counts for part in parts), strict=True)]
+        buckets = cumulative(counts, histogram.bounds_s)
+        metric.add_metric(group, buckets, sum_value=sum(part.sum_s for part in parts))
+    return metric
+
+
+def _worker_counter(name: str, text: str) -> CounterMetricFamily:
+    return CounterMetricFamily(f"paceline_worker_{name}", text, labels=_WORKER_LABELS)

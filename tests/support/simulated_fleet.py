@@ -17,7 +17,7 @@ from gateway.routing.select import Candidate, Decision
 from gateway.status.render import mtp_status
 from gateway.storage.counters import CounterStore, MemoryCounters
 from gateway.telemetry.accounting import Accounting
-from gateway.telemetry.prometheus import WorkerFigures, exposition
+from gateway.telemetry.prometheus import WorkerMetrics, exposition
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Drafts, Inspected, Outcome, Usage
 from policies.request.profile import Endpoint, RequestProfile
@@ -202,7 +202,7 @@ class Simulation:
                 await gateway.store.reports(),
                 await gateway.store.counts(),
             )
-            text = exposition(WorkerFigures(reports)).decode()
+            text = exposition(WorkerMetrics(reports)).decode()
             assert self._status_counts(reports) == self._expected(), "status"
             assert self._prometheus_counts(text) == self._expected(prometheus=True)
             for model in ("demo", "other"):

@@ -10,7 +10,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from workers.protocol import LaneReport, Speculation, WorkerReport
+from workers.protocol import (
+    VLLM_ACCEPTED_PER_POSITION,
+    VLLM_COUNTERS,
+    LaneReport,
+    Speculation,
+    WorkerReport,
+)
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -75,24 +81,14 @@ class _Snapshot(Collector):
 
 
 def _speculation(report: WorkerReport) -> Iterator[Metric]:
-    """Yield vLLM's four counters over all lanes: readers sum the lines, so there is one each."""
+    """Yield vLLM's counters, summed over all lanes because readers sum samples."""
     total = sum((lane.speculation for lane in report.lanes), Speculation())
-    counts = {
-        "num_drafts": total.steps,
-        "num_draft_tokens": total.drafted,
-        "num_accepted_tokens": total.accepted,
-    }
-    for name, count in counts.items():
-        metric = CounterMetricFamily(
-            f"vllm:spec_decode_{name}", "As vLLM counts it.", labels=("model_name",)
-        )
-        metric.add_metric((report.model,), count)
-        yield metric
-    per_position = CounterMetricFamily(
-        "vllm:spec_decode_num_accepted_tokens_per_pos",
-        "As vLLM counts it.",
-        labels=("model_name", "position"),
-    )
+    for field, (name, text) in VLLM_COUNTERS.items():
+        counter = CounterMetricFamily(name, text, labels=("model_name",))
+        counter.add_metric((report.model,), getattr(total, field))
+        yield counter
+    name, text = VLLM_ACCEPTED_PER_POSITION
+    per_position = CounterMetricFamily(name, text, labels=("model_name", "position"))
     for position, count in enumerate(total.accepted_per_position):
         per_position.add_metric((report.model, str(position)), count)
     yield per_position

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.storage.counters import MAX_BOOTS
-from gateway.telemetry.prometheus import GatewayFigures, exposition
+from gateway.telemetry.prometheus import GatewayMetrics, exposition
 from tests.support.redis_server import RedisServer
 from tests.support.simulated_fleet import SimulatedGateway, SimulatedRedisGateway, Simulation
 
@@ -102,7 +102,7 @@ async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], se
         assert total == simulation.expected_counts["fleet", place], (
             "windows are computed from the same counters"
         )
-    text = exposition(GatewayFigures(gateway.accounting)).decode()
+    text = exposition(GatewayMetrics(gateway.accounting)).decode()
     scraped = {
         (sample.labels["model_name"], sample.labels["kind"]): sample.value
         for family in text_string_to_metric_families(text)

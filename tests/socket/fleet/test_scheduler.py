@@ -250,6 +250,6 @@ def test_f20_an_ejected_worker_is_shown_with_its_reason_and_gets_nothing(
     assert shown["ejection"]["count"] == 1
     assert {gateway_with_worker.chat().headers["x-paceline-worker"] for _ in range(5)} == {"fake-b"}
     metrics = gateway_with_worker.client.get("/metrics").text
-    assert 'paceline_worker_open{worker="fake-a"} 0.0' in metrics
-    assert 'paceline_worker_open{worker="fake-b"} 1.0' in metrics
+    assert 'paceline_worker_available{worker="fake-a"} 0.0' in metrics
+    assert 'paceline_worker_available{worker="fake-b"} 1.0' in metrics
     assert "null" not in json.dumps(gateway_with_worker.status())

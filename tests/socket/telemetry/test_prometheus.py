@@ -99,7 +99,7 @@ def test_all_that_operators_ask_for_is_told(gateway_with_traffic: RunningGateway
         ("paceline_queue_wait_seconds", "histogram", {"pool", "le"}),
         ("paceline_request_duration_seconds", "histogram", {"pool", "le"}),
         ("paceline_added_latency_seconds", "histogram", {"le"}),
-        ("paceline_worker_open", "gauge", {"worker"}),
+        ("paceline_worker_available", "gauge", {"worker"}),
         ("paceline_worker_ejections", "gauge", {"worker"}),
         ("paceline_worker_prefix_hits", "counter", {"model_name", "worker"}),
         ("paceline_worker_drafting_saved_seconds", "gauge", {"model_name", "worker"}),
