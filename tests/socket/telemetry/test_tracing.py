@@ -205,8 +205,7 @@ import asyncio, sys
 from gateway.app import create_app
 from gateway.config.settings import Settings
 async def main():
-    app = await create_app(Settings(state_dir=sys.argv[1]))
-    await app.aclose()
+    await create_app(Settings(state_dir=sys.argv[1]))
 asyncio.run(main())
 loaded = ("gateway.telemetry.tracing", "opentelemetry.sdk.trace.export", "opentelemetry.exporter")
 assert not [name for name in sys.modules if name.startswith(loaded)]
