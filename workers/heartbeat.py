@@ -1,11 +1,11 @@
-"""Heartbeats: a worker keeps a gateway told that it lives, and says goodbye when it leaves."""
+"""Heartbeats of a worker: reports to a gateway while it runs, and a deletion at its end."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import httpx
@@ -16,27 +16,27 @@ from workers.protocol import WorkerReport
 
 log = logging.getLogger(__name__)
 
-BEAT_TIMEOUT_S = 5.0
+REQUEST_TIMEOUT_S = 5.0
 FIRST_RETRY_S = 0.2
 LONGEST_RETRY_S = 2.0
-"""A gateway that comes back knows all its workers within this time."""
+"""A gateway that restarts has the reports of all its workers within this time."""
 
-_REFUSALS = {
-    401: "the join token is not this gateway's",
-    409: "another worker has this id; give this one another --id",
+_STATUS_MESSAGES = {
+    401: "it has another join token",
+    409: "another worker uses this id; start this one with another --id",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Membership:
-    """Which gateway is told, as whom, and what."""
+    """One worker's registration at one gateway."""
 
     gateway_url: str
     token: SecretStr | None
     worker_id: str
     report: Callable[[], WorkerReport]
     changed: asyncio.Event
-    """Set by others when a beat should not wait."""
+    """Set to send the next heartbeat at once."""
 
     @property
     def path(self) -> str:
@@ -44,29 +44,29 @@ class Membership:
         return f"/admin/v1/workers/{self.worker_id}"
 
 
-class BeatRefused(Exception):
-    """The gateway answered a heartbeat with anything but yes."""
+@contextlib.asynccontextmanager
+async def joined(membership: Membership) -> AsyncIterator[None]:
+    """Send heartbeats within the context, and leave the gateway at its end."""
+    heartbeats = asyncio.create_task(send_heartbeats(membership))
+    try:
+        yield
+    finally:
+        heartbeats.cancel()
+        await asyncio.wait((heartbeats,))
 
-    def __init__(self, status: int) -> None:
-        super().__init__(_REFUSALS.get(status, f"it answered {status}"))
 
-
-class _BeatAnswer(BaseModel):
-    interval_s: float = Field(default=2.0, gt=0, le=5)
-
-
-async def keep_joined(membership: Membership) -> None:
-    """Beat until cancelled, through any outage of the gateway; then leave."""
+async def send_heartbeats(membership: Membership) -> None:
+    """Send heartbeats until cancelled, through any outage of the gateway; then leave it."""
     token = membership.token
     async with httpx.AsyncClient(
         base_url=membership.gateway_url,
         headers={"authorization": f"Bearer {token.get_secret_value()}"} if token else {},
-        timeout=BEAT_TIMEOUT_S,
-        trust_env=False,  # a proxy for the internet does not know the machines on the shelf
+        timeout=REQUEST_TIMEOUT_S,
+        trust_env=False,  # a proxy to the internet cannot reach the local network
     ) as client:
         try:
             while True:
-                interval_s = await _beat_until_heard(client, membership)
+                interval_s = await _send_heartbeat(client, membership)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(interval_s):
                         await membership.changed.wait()
@@ -74,37 +74,48 @@ async def keep_joined(membership: Membership) -> None:
             await _leave(client, membership)
 
 
-async def _beat_until_heard(client: httpx.AsyncClient, membership: Membership) -> float:
-    """Send reports, each one fresh, until the gateway takes one; return its wished interval."""
-    async for attempt in AsyncRetrying(  # whatever it was: a worker that falls silent is out
+class HeartbeatRejected(Exception):
+    """An error response of the gateway to a heartbeat."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(_STATUS_MESSAGES.get(status, f"it returned status {status}"))
+
+
+class _HeartbeatResponse(BaseModel):
+    interval_s: float = Field(default=2.0, gt=0, le=5)
+
+
+async def _send_heartbeat(client: httpx.AsyncClient, membership: Membership) -> float:
+    """Send reports, each a new one, until the gateway accepts one; return its interval in s."""
+    async for attempt in AsyncRetrying(  # after any error: a worker that gives up is lost
         wait=wait_random_exponential(multiplier=FIRST_RETRY_S, max=LONGEST_RETRY_S),
         before_sleep=_log_first_failure,
     ):
         with attempt:
             membership.changed.clear()
             report = membership.report()
-            answer = await client.put(membership.path, json=report.model_dump(mode="json"))
-            if answer.is_error:
-                raise BeatRefused(answer.status_code)
+            response = await client.put(membership.path, json=report.model_dump(mode="json"))
+            if response.is_error:
+                raise HeartbeatRejected(response.status_code)
     if attempt.retry_state.attempt_number > 1:
-        log.info("join.heard gateway=%s", membership.gateway_url)
+        log.info("heartbeat.recovered gateway=%s", membership.gateway_url)
     try:
-        return _BeatAnswer.model_validate_json(answer.content).interval_s
+        return _HeartbeatResponse.model_validate_json(response.content).interval_s
     except ValidationError:
-        return _BeatAnswer().interval_s
+        return _HeartbeatResponse().interval_s
 
 
 async def _leave(client: httpx.AsyncClient, membership: Membership) -> None:
     try:
-        answer = await client.delete(membership.path)
-        log.info("join.left gateway=%s status=%d", membership.gateway_url, answer.status_code)
+        response = await client.delete(membership.path)
+        log.info("worker.left gateway=%s status=%d", membership.gateway_url, response.status_code)
     except httpx.HTTPError as error:
-        # It will notice by the silence.
-        log.warning("join.leave_unheard gateway=%s: %s", membership.gateway_url, error)
+        # The gateway removes the worker anyway, once its heartbeats are missing.
+        log.warning("worker.leave_failed gateway=%s: %s", membership.gateway_url, error)
 
 
 def _log_first_failure(state: RetryCallState) -> None:
-    """Log the first failure of a row of them: an outage is one event, not hundreds."""
+    """Log the first of consecutive failures: an outage is one event, not hundreds."""
     if state.attempt_number == 1 and state.outcome:
         error = state.outcome.exception()
-        log.warning("join.unheard, trying again until heard: %s", error or type(error).__name__)
+        log.warning("heartbeat.failed, retrying: %s", error or type(error).__name__)

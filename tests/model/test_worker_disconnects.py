@@ -49,7 +49,7 @@ async def test_stream_stops_generating_when_its_client_leaves(
             await reader.readuntil(b"data: ")
         writer.close()
         await engine.all_closed.wait()
-        await worker.traffic.idle()
+        await worker.traffic.wait_idle()
     assert [record.msg for record in caplog.records if record.levelname == "ERROR"] == []
 
 
@@ -63,7 +63,7 @@ async def test_reader_that_stops_reading_loses_its_row(monkeypatch: pytest.Monke
         reader, writer = await _send(url, "/v1/completions", body)
         reader._transport.pause_reading()  # type: ignore[attr-defined]
         await engine.started.wait()
-        await worker.traffic.idle()
+        await worker.traffic.wait_idle()
         writer.transport.abort()
     assert engine.all_closed.is_set()
 

@@ -1,10 +1,10 @@
-"""A worker keeps its gateway told: at once, regularly, through outages, and when it leaves."""
+"""A worker reports to its gateway regularly, on each change, after outages and at its end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 
 import httpx
@@ -15,36 +15,36 @@ from pydantic import SecretStr
 
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_app
 from tests.support.worker_process import running_worker
-from workers import heartbeat as join
-from workers.heartbeat import Membership, keep_joined
+from workers import heartbeat
+from workers.heartbeat import Membership, joined
 from workers.protocol import WorkerReport
 from workers.server.runtime import Worker
 
 
 @dataclass
 class Gateway:
-    """The heartbeat end of a gateway; `answers` decides by the number of the beat."""
+    """A gateway that only accepts heartbeats; their number decides the status of the response."""
 
-    status_of_beat: Callable[[int], int] = lambda _: 200
+    status_of_heartbeat: Callable[[int], int] = lambda _: 200
     interval_s: float = 5.0
     reports: list[WorkerReport] = field(default_factory=list)
     authorizations: set[str] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
-    heard: asyncio.Condition = field(default_factory=asyncio.Condition)
+    received: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def app(self) -> FastAPI:
         app = FastAPI()
 
         @app.put("/admin/v1/workers/{worker_id}")
-        async def beat(request: Request, worker_id: str) -> Response:
+        async def heartbeat(request: Request, worker_id: str) -> Response:
             self.authorizations.add(request.headers["authorization"])
             report = WorkerReport.model_validate_json(await request.body())
             assert report.worker_id == worker_id
-            async with self.heard:
+            async with self.received:
                 self.reports.append(report)
-                self.heard.notify_all()
+                self.received.notify_all()
             return JSONResponse(
-                {"interval_s": self.interval_s}, self.status_of_beat(len(self.reports))
+                {"interval_s": self.interval_s}, self.status_of_heartbeat(len(self.reports))
             )
 
         @app.delete("/admin/v1/workers/{worker_id}")
@@ -55,34 +55,26 @@ class Gateway:
         return app
 
     async def reports_reach(self, count: int) -> None:
-        async with self.heard:
-            await self.heard.wait_for(lambda: len(self.reports) >= count)
+        async with self.received:
+            await self.received.wait_for(lambda: len(self.reports) >= count)
 
 
-@asynccontextmanager
-async def joined(
+def membership(
     worker: Worker, gateway_url: str, report: Callable[[], WorkerReport] | None = None
-) -> AsyncIterator[None]:
-    membership = Membership(
+) -> Membership:
+    return Membership(
         gateway_url=gateway_url,
         token=SecretStr("secret"),
         worker_id=worker.identity.worker_id,
         report=report or worker.report,
         changed=worker.changed,
     )
-    beating = asyncio.create_task(keep_joined(membership))
-    try:
-        yield
-    finally:
-        beating.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await beating
 
 
-async def test_report_is_sent_with_the_token_and_the_worker_leaves_in_the_end() -> None:
+async def test_report_is_sent_with_the_token_and_the_worker_leaves_at_the_end() -> None:
     gateway = Gateway()
     async with serve_app(gateway.app()) as url:
-        async with joined(make_worker(ScriptedEngine()), url):
+        async with joined(membership(make_worker(ScriptedEngine()), url)):
             await gateway.reports_reach(1)
             assert gateway.left == []
         assert gateway.left == ["scripted-1"]
@@ -90,15 +82,18 @@ async def test_report_is_sent_with_the_token_and_the_worker_leaves_in_the_end() 
     assert gateway.reports[0].ready
 
 
-async def test_beats_follow_the_interval_the_gateway_wishes() -> None:
+async def test_heartbeats_use_the_interval_of_the_gateway() -> None:
     gateway = Gateway(interval_s=0.01)
-    async with serve_app(gateway.app()) as url, joined(make_worker(ScriptedEngine()), url):
+    async with (
+        serve_app(gateway.app()) as url,
+        joined(membership(make_worker(ScriptedEngine()), url)),
+    ):
         await gateway.reports_reach(5)
 
 
-async def test_draining_is_told_at_once() -> None:
+async def test_draining_is_reported_at_once() -> None:
     gateway, worker = Gateway(interval_s=5), make_worker(ScriptedEngine())
-    async with serve_app(gateway.app()) as url, joined(worker, url):
+    async with serve_app(gateway.app()) as url, joined(membership(worker, url)):
         await gateway.reports_reach(1)
         worker.drain()
         await gateway.reports_reach(2)
@@ -106,19 +101,22 @@ async def test_draining_is_told_at_once() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 409, 500])
-async def test_refused_beat_is_tried_again(
+async def test_rejected_heartbeat_is_sent_again(
     status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(join, "FIRST_RETRY_S", 0.001)
-    gateway = Gateway(status_of_beat=lambda count: status if count < 3 else 200)
-    async with serve_app(gateway.app()) as url, joined(make_worker(ScriptedEngine()), url):
+    monkeypatch.setattr(heartbeat, "FIRST_RETRY_S", 0.001)
+    gateway = Gateway(status_of_heartbeat=lambda count: status if count < 3 else 200)
+    async with (
+        serve_app(gateway.app()) as url,
+        joined(membership(make_worker(ScriptedEngine()), url)),
+    ):
         await gateway.reports_reach(3)
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 1  # an outage is one event in the log
     assert "secret" not in caplog.text
 
 
-async def test_a_beat_that_fails_by_a_fault_of_our_own_is_not_the_last_one(
+async def test_heartbeats_continue_after_an_error_of_the_worker_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     gateway, worker = Gateway(), make_worker(ScriptedEngine())
@@ -129,21 +127,21 @@ async def test_a_beat_that_fails_by_a_fault_of_our_own_is_not_the_last_one(
             raise faults.pop()
         return worker.report()
 
-    async with serve_app(gateway.app()) as url, joined(worker, url, report):
+    async with serve_app(gateway.app()) as url, joined(membership(worker, url, report)):
         await gateway.reports_reach(1)
-    assert "trying again until heard: odd" in caplog.text
+    assert "heartbeat.failed, retrying: odd" in caplog.text
 
 
-async def test_worker_joins_again_after_the_gateway_came_back() -> None:
+async def test_worker_joins_again_after_a_restart_of_the_gateway() -> None:
     before, after = Gateway(interval_s=0.01), Gateway()
     async with serve_app(before.app()) as url:
         port = httpx.URL(url).port or 0
-        joining = joined(make_worker(ScriptedEngine()), url)
-        await joining.__aenter__()
-        await before.reports_reach(1)
-    async with serve_app(after.app(), port):
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(joined(membership(make_worker(ScriptedEngine()), url)))
+            await before.reports_reach(1)
+            leave = stack.pop_all()
+    async with serve_app(after.app(), port), leave:
         await after.reports_reach(1)
-        await joining.__aexit__(None, None, None)
     assert after.left == ["scripted-1"]
 
 

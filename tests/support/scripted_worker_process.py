@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from tests.support.running_gateway import RunningGateway, running_server
 from tests.support.scripted_worker import FAULT_PATH, JOIN_TOKEN, USAGE, ScriptedWorker, lane_report
-from workers.heartbeat import Membership, keep_joined
+from workers.heartbeat import Membership, joined
 from workers.protocol import WorkerReport
 
 _ROOT = Path(__file__).parents[2]
@@ -108,26 +108,21 @@ def main() -> None:
         sys.stdout.write(worker.url + "\n")
         sys.stdout.flush()
         if gateway_url:
-            asyncio.run(_beat(worker, gateway_url))
+            asyncio.run(_send_heartbeats(worker, gateway_url))
         sys.stdin.read()
 
 
-async def _beat(worker: ScriptedWorker, gateway_url: str) -> None:
-    """Beat as real workers do, until standard input closes."""
-    beats = asyncio.create_task(
-        keep_joined(
-            Membership(
-                gateway_url=gateway_url,
-                token=SecretStr(JOIN_TOKEN),
-                worker_id=worker.worker_id,
-                report=worker.report,
-                changed=asyncio.Event(),
-            )
-        )
+async def _send_heartbeats(worker: ScriptedWorker, gateway_url: str) -> None:
+    """Send heartbeats as real workers do, until standard input closes."""
+    membership = Membership(
+        gateway_url=gateway_url,
+        token=SecretStr(JOIN_TOKEN),
+        worker_id=worker.worker_id,
+        report=worker.report,
+        changed=asyncio.Event(),
     )
-    await asyncio.to_thread(sys.stdin.read)
-    beats.cancel()
-    await asyncio.wait((beats,))
+    async with joined(membership):
+        await asyncio.to_thread(sys.stdin.read)
 
 
 if __name__ == "__main__":

@@ -1,16 +1,12 @@
-"""The routes of a worker, wired to one `Worker`.
-
-The join token, demanded on every route but /livez.
-
-What a worker says of itself: /livez, /readyz, /v1/models and /v1/status.
-"""
+"""The HTTP API of a worker: its routes, and the check of the join token in front of them."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from pydantic import SecretStr
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -24,102 +20,91 @@ from workers.protocol import mtp_block
 from workers.server.errors import NotAuthorised, Refused, UnknownModel, render
 from workers.server.metrics import CONTENT_TYPE, exposition
 from workers.server.ports import Json
-from workers.server.request import read_call, request_id_of
-from workers.server.response import Answer
+from workers.server.request import read_request, request_id_of
+from workers.server.response import CompletionResponse
 from workers.server.runtime import Worker
 
-OPEN_PATHS = frozenset({"/livez"})
+_PUBLIC_PATHS = frozenset({"/livez"})
+
+router = APIRouter()
 
 
-class TokenGuard:
-    """Let a request through when it carries the token, or when the worker has none."""
+def create_app(worker: Worker, token: SecretStr | None) -> FastAPI:
+    """Return the application; without a token, every route is public."""
+    app = FastAPI(title="Paceline worker", openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.worker = worker
+    app.include_router(router)
+    for error in (Refused, EngineError, FieldError, HTTPException, Exception):
+        app.add_exception_handler(error, render)
+    if token:
+        app.add_middleware(TokenMiddleware, token=token)
+    return app
 
-    def __init__(self, app: ASGIApp, token: SecretStr | None) -> None:
+
+class TokenMiddleware:
+    """ASGI middleware that rejects requests without the token, except to public paths."""
+
+    def __init__(self, app: ASGIApp, token: SecretStr) -> None:
         self._app = app
-        self._expected = _digest(f"Bearer {token.get_secret_value()}".encode()) if token else None
+        self._expected = _digest(f"Bearer {token.get_secret_value()}".encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Refuse with 401, or pass on unchanged."""
-        if scope["type"] != "http" or self._expected is None or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        # Digests have one length, and bytes may hold anything: no timing, no TypeError on "é".
-        if hmac.compare_digest(_digest(given), self._expected):
-            await self._app(scope, receive, send)
-            return
-        refusal = await render(Request(scope), NotAuthorised())
-        await refusal(scope, receive, send)
+        """Respond with 401, or call the application."""
+        if scope["type"] == "http" and scope["path"] not in _PUBLIC_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            # Of digests: they have one length, and are ASCII whatever bytes the header holds.
+            if not hmac.compare_digest(_digest(given), self._expected):
+                response = await render(Request(scope), NotAuthorised())
+                await response(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def _digest(credentials: bytes) -> bytes:
     return hashlib.sha256(credentials).digest()
 
 
-def create_app(worker: Worker, token: SecretStr | None) -> FastAPI:
-    """Build the application; it starts nothing and stops nothing."""
-    app = FastAPI(title="Paceline worker", openapi_url=None, docs_url=None, redoc_url=None)
-    for error in (Refused, EngineError, FieldError, HTTPException, Exception):
-        app.add_exception_handler(error, render)
-    app.add_middleware(TokenGuard, token=token)
-
-    async def answer(request: Request, endpoint: Endpoint) -> Response:
-        request.state.request_id = request_id_of(request)
-        call = await read_call(request, worker.engine, endpoint, int(worker.clock()))
-        return Answer(worker, call)
-
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await answer(request, Endpoint.CHAT)
-
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await answer(request, Endpoint.COMPLETIONS)
-
-    @app.get("/v1/models")
-    async def list_models() -> Response:
-        return JSONResponse(models(worker))
-
-    @app.get("/v1/models/{name:path}")
-    async def retrieve_model(name: str) -> Response:
-        if name != worker.engine.card.model:
-            raise UnknownModel(name, worker.engine.card.model)
-        return JSONResponse(model(worker))
-
-    @app.get("/v1/status")
-    async def read_status() -> Response:
-        return JSONResponse(status(worker))
-
-    @app.get("/livez")
-    async def livez() -> Response:
-        return JSONResponse({"status": "alive"})
-
-    @app.get("/readyz")
-    async def readyz() -> Response:
-        return readiness(worker)
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(exposition(worker.report()), media_type=CONTENT_TYPE)
-
-    return app
+async def _worker(request: Request) -> Worker:
+    worker: Worker = request.app.state.worker
+    return worker
 
 
-def readiness(worker: Worker) -> Response:
-    """Answer 200 while new requests are taken, else 503 and why."""
-    if worker.ready:
-        return JSONResponse({"status": "ready"})
-    reason = "draining" if worker.traffic.draining else "engine_stopped"
-    return JSONResponse({"status": reason}, 503, {"retry-after": "1"})
+ServedWorker = Annotated[Worker, Depends(_worker)]
 
 
-def models(worker: Worker) -> Json:
-    """List the one model that is served."""
-    return {"object": "list", "data": [model(worker)]}
+@router.post("/v1/chat/completions")
+async def create_chat_completion(request: Request, worker: ServedWorker) -> Response:
+    """Generate a chat completion."""
+    return await _complete(request, worker, Endpoint.CHAT)
 
 
-def model(worker: Worker) -> Json:
-    """Describe the served model in OpenAI's shape."""
+@router.post("/v1/completions")
+async def create_completion(request: Request, worker: ServedWorker) -> Response:
+    """Generate a text completion."""
+    return await _complete(request, worker, Endpoint.COMPLETIONS)
+
+
+async def _complete(request: Request, worker: Worker, endpoint: Endpoint) -> Response:
+    request.state.request_id = request_id_of(request)
+    completion = await read_request(request, worker.engine, endpoint, int(worker.clock()))
+    return CompletionResponse(worker, completion)
+
+
+@router.get("/v1/models")
+async def list_models(worker: ServedWorker) -> dict[str, Json]:
+    """List the one model of the worker."""
+    return {"object": "list", "data": [_model(worker)]}
+
+
+@router.get("/v1/models/{name:path}")
+async def retrieve_model(name: str, worker: ServedWorker) -> dict[str, Json]:
+    """Return the model in OpenAI's format; raise `UnknownModel` for any other name."""
+    if name != worker.engine.card.model:
+        raise UnknownModel(name, worker.engine.card.model)
+    return _model(worker)
+
+
+def _model(worker: Worker) -> dict[str, Json]:
     return {
         "id": worker.engine.card.model,
         "object": "model",
@@ -128,8 +113,9 @@ def model(worker: Worker) -> Json:
     }
 
 
-def status(worker: Worker) -> Json:
-    """Render one consistent snapshot: every number in it comes from the same report."""
+@router.get("/v1/status")
+async def read_status(worker: ServedWorker) -> dict[str, Json]:
+    """Return the state of the worker: every number comes from the same report."""
     report = worker.report()
     card = worker.engine.card
     return {
@@ -151,3 +137,24 @@ def status(worker: Worker) -> Json:
         "mtp": mtp_block(report.lanes),
         "report": report.model_dump(mode="json"),
     }
+
+
+@router.get("/livez")
+async def check_liveness() -> dict[str, str]:
+    """Return 200 while the process runs."""
+    return {"status": "alive"}
+
+
+@router.get("/readyz")
+async def check_readiness(worker: ServedWorker) -> Response:
+    """Return 200 while the worker accepts requests, else 503 with the reason."""
+    if worker.ready:
+        return JSONResponse({"status": "ready"})
+    reason = "draining" if worker.traffic.draining else "engine_stopped"
+    return JSONResponse({"status": reason}, 503, {"retry-after": "1"})
+
+
+@router.get("/metrics")
+async def read_metrics(worker: ServedWorker) -> Response:
+    """Return the counters in Prometheus' text format."""
+    return Response(exposition(worker.report()), media_type=CONTENT_TYPE)

@@ -1,11 +1,4 @@
-"""One answer on its way to the client: whole, or as a stream of events.
-
-A client that leaves ends the work done for it, for whole answers as for streams.
-
-Several generations as one stream of events, each tagged with the choice it belongs to.
-
-Server-sent events, the one framing of streamed answers.
-"""
+"""The response to a completion request: one JSON object, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -33,24 +26,151 @@ from workers.server.openai_format import (
     ChatChoice,
     ChoiceWriter,
     CompletionChoice,
-    metrics_of,
-    usage_of,
+    render_metrics,
+    render_usage,
 )
 from workers.server.ports import Json, ServingEngine
-from workers.server.request import Call
+from workers.server.request import CompletionRequest
 from workers.server.runtime import Worker
 from workers.server.tool_calls import ToolCallSplitter
+
+log = logging.getLogger(__name__)
+
+WRITE_STALL_S = 60.0
+"""A client that reads nothing for this long loses its row of the batch (nginx: send_timeout)."""
+_ID_PREFIX = {Endpoint.CHAT: "chatcmpl-", Endpoint.COMPLETIONS: "cmpl-"}
+_OBJECT = {Endpoint.CHAT: "chat.completion", Endpoint.COMPLETIONS: "text_completion"}
+_CHUNK = {Endpoint.CHAT: "chat.completion.chunk", Endpoint.COMPLETIONS: "text_completion"}
+_STREAM_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+_DONE = b"data: [DONE]\n\n"
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 Result = TypeVar("Result")
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Await the work; cancel it and raise `ClientLeft` when the client is gone first.
+class CompletionResponse(Response):
+    """A response that generates while it is sent; a disconnect of the client cancels it.
 
-    The body must have been read: what then comes from `receive` is the disconnect.
+    An error before the first event is raised, and gets a status of its own; a later one ends the
+    stream with an error event and without `[DONE]`.
+    """
+
+    def __init__(self, worker: Worker, request: CompletionRequest) -> None:
+        super().__init__()
+        self._worker = worker
+        self._request = request
+        self._writers = [_writer(request, index) for index in range(len(request.generations))]
+        self._finished: dict[int, Finished] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Generate and send; count as a request in flight until the last byte."""
+        with self._worker.traffic.admit():
+            try:
+                if self._request.profile.stream:
+                    await while_connected(receive, self._stream(send))
+                else:
+                    body = await while_connected(receive, self._complete())
+                    headers = {"x-request-id": self._request.request_id}
+                    await JSONResponse(body, headers=headers)(scope, receive, send)
+            except InvalidGeneration as error:
+                raise self._name_param(error) from error
+            except (ClientLeft, ClientStalled) as gone:
+                # No error response: the server closes the connection.
+                log.info("response.%s request_id=%s", gone.code, self._request.request_id)
+
+    async def _complete(self) -> Json:
+        async with aclosing(events_of(self._worker.engine, self._request.generations)) as events:
+            async for index, event in events:
+                self._entries(index, event)
+        return {
+            **self._envelope(_OBJECT, [writer.build() for writer in self._writers]),
+            **self._totals(),
+        }
+
+    async def _stream(self, send: Send) -> None:
+        started = False
+        async with aclosing(events_of(self._worker.engine, self._request.generations)) as events:
+            try:
+                async for index, event in events:
+                    if not started:
+                        started = True
+                        await _send(send, self._start())
+                        first = [entry for writer in self._writers for entry in writer.begin()]
+                        await self._send_entries(send, first)
+                    await self._send_entries(send, self._entries(index, event))
+                if self._request.profile.include_usage:
+                    usage = self._envelope(_CHUNK, []) | self._totals()
+                    await _send(send, _body(_encode_event(usage)))
+                await _send(send, _body(_DONE, last=True))
+            except Exception as error:
+                if not started or isinstance(error, ClientStalled):
+                    raise
+                refusal = as_refusal(error, self._request.request_id)
+                await _send(send, _body(_encode_event(refusal.body())))
+                await _send(send, _body(b"", last=True))
+
+    async def _send_entries(self, send: Send, entries: Sequence[Json]) -> None:
+        if not entries:
+            return
+        no_usage = {"usage": None} if self._request.profile.include_usage else {}
+        chunks = (self._envelope(_CHUNK, [entry]) | no_usage for entry in entries)
+        await _send(send, _body(b"".join(_encode_event(chunk) for chunk in chunks)))
+
+    def _name_param(self, error: InvalidGeneration) -> BadRequest:
+        # The engine calls every prompt by the field of a chat.
+        completion = self._request.profile.endpoint is Endpoint.COMPLETIONS
+        param = "prompt" if completion and error.param == "messages" else error.param
+        return BadRequest(error.message, param=param, code=error.code)
+
+    def _entries(self, index: int, event: Event) -> Sequence[Json]:
+        if isinstance(event, Delta):
+            return self._writers[index].add(event)
+        self._finished[index] = event
+        return self._writers[index].finish(event)
+
+    def _totals(self) -> dict[str, Json]:
+        finished = [self._finished[index] for index in range(len(self._writers))]
+        metrics = render_metrics(finished, detailed=self._request.detailed_metrics)
+        return {"usage": render_usage(finished), **metrics}
+
+    def _envelope(self, objects: dict[Endpoint, str], choices: Sequence[Json]) -> dict[str, Json]:
+        endpoint = self._request.profile.endpoint
+        return {
+            "id": _ID_PREFIX[endpoint] + self._request.request_id,
+            "object": objects[endpoint],
+            "created": self._request.created_s,
+            "model": self._request.model,
+            "choices": choices,
+        }
+
+    def _start(self) -> Json:
+        headers = {**_STREAM_HEADERS, "x-request-id": self._request.request_id}
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return {"type": "http.response.start", "status": 200, "headers": raw}
+
+
+def _writer(request: CompletionRequest, index: int) -> ChoiceWriter:
+    top_logprobs = request.profile.top_logprobs
+    if request.profile.endpoint is Endpoint.COMPLETIONS:
+        return CompletionChoice(index, echo=request.echo, top_logprobs=top_logprobs)
+    splitter = None
+    if request.tool_format is not None:
+        limit = 1 if request.single_tool_call else None
+        splitter = ToolCallSplitter(request.tool_format, limit=limit)
+    return ChatChoice(index, splitter=splitter, logprobs=top_logprobs is not None)
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await the work; cancel it and raise `ClientLeft` if the client disconnects first.
+
+    The body must have been read: the next message from `receive` is then the disconnect.
     """
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_left(receive))
+    leaving = asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -62,7 +182,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -70,24 +190,25 @@ async def _left(receive: Receive) -> None:
 async def events_of(
     engine: ServingEngine, generations: Sequence[Generation]
 ) -> AsyncGenerator[tuple[int, Event], None]:
-    """Yield the events of all choices as they come; closing it removes every row.
+    """Yield the events of all choices in order of arrival, each with the index of its choice.
 
-    The first error of any choice ends all of them and is raised.
+    Closing the generator removes every row; the first error of any choice ends all of them and is
+    raised.
     """
     if len(generations) == 1:
-        async with aclosing(_run(engine, generations[0])) as events:
+        async with aclosing(_generate(engine, generations[0])) as events:
             async for event in events:
                 yield 0, event
         return
-    arrived: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
     tasks = [
-        asyncio.create_task(_collect(engine, generation, index, arrived))
+        asyncio.create_task(_collect(engine, generation, index, queue))
         for index, generation in enumerate(generations)
     ]
     try:
         running = len(tasks)
         while running:
-            index, outcome = await arrived.get()
+            index, outcome = await queue.get()
             if isinstance(outcome, Exception):
                 raise outcome
             yield index, outcome
@@ -102,155 +223,24 @@ async def _collect(
     engine: ServingEngine,
     generation: Generation,
     index: int,
-    arrived: asyncio.Queue[tuple[int, Event | Exception]],
+    queue: asyncio.Queue[tuple[int, Event | Exception]],
 ) -> None:
     try:
-        async with aclosing(_run(engine, generation)) as events:
+        async with aclosing(_generate(engine, generation)) as events:
             async for event in events:
-                arrived.put_nowait((index, event))
-    except Exception as error:  # noqa: BLE001 - handed over, and raised by the reader
-        arrived.put_nowait((index, error))
+                queue.put_nowait((index, event))
+    except Exception as error:  # noqa: BLE001 - queued, and raised by the reader
+        queue.put_nowait((index, error))
 
 
-async def _run(engine: ServingEngine, generation: Generation) -> AsyncGenerator[Event, None]:
-    """Yield events up to `Finished`; an end without it is a failure, never a short answer."""
+async def _generate(engine: ServingEngine, generation: Generation) -> AsyncGenerator[Event, None]:
+    """Yield events up to `Finished`; raise if the engine ends without it."""
     async with aclosing(engine.generate(generation)) as events:
         async for event in events:
             yield event
             if isinstance(event, Finished):
                 return
     raise GenerationFailed("The engine ended a generation without finishing it.")
-
-
-log = logging.getLogger(__name__)
-WRITE_STALL_S = 60.0
-"""A reader that takes nothing for so long loses its row to others (nginx: send_timeout)."""
-_ID_PREFIX = {Endpoint.CHAT: "chatcmpl-", Endpoint.COMPLETIONS: "cmpl-"}
-_WHOLE = {Endpoint.CHAT: "chat.completion", Endpoint.COMPLETIONS: "text_completion"}
-_CHUNK = {Endpoint.CHAT: "chat.completion.chunk", Endpoint.COMPLETIONS: "text_completion"}
-
-
-class Answer(Response):
-    """Generates while it is sent; a client that leaves ends the generation.
-
-    Errors before the first event are raised, so that they get a status of their own; later ones
-    end the stream with an error event and without `[DONE]`.
-    """
-
-    def __init__(self, worker: Worker, call: Call) -> None:
-        super().__init__()
-        self._worker = worker
-        self._call = call
-        self._writers = [_writer(call, index) for index in range(len(call.generations))]
-        self._ends: dict[int, Finished] = {}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hold the answer in hand from its first row to its last byte."""
-        with self._worker.traffic.admitted():
-            try:
-                if self._call.profile.stream:
-                    await while_connected(receive, self._send_stream(send))
-                else:
-                    whole = await while_connected(receive, self._make_whole())
-                    headers = {"x-request-id": self._call.request_id}
-                    await JSONResponse(whole, headers=headers)(scope, receive, send)
-            except InvalidGeneration as error:
-                raise self._in_words_of_the_body(error) from error
-            except (ClientLeft, ClientStalled) as gone:
-                # Nobody is left to be told; the server closes the connection.
-                log.info("answer.%s request_id=%s", gone.code, self._call.request_id)
-
-    async def _make_whole(self) -> Json:
-        async with aclosing(events_of(self._worker.engine, self._call.generations)) as events:
-            async for index, event in events:
-                self._entries(index, event)
-        return {
-            **self._envelope(_WHOLE, [writer.whole() for writer in self._writers]),
-            "usage": usage_of(self._ended()),
-            **metrics_of(self._ended(), detailed=self._call.detailed_metrics),
-        }
-
-    async def _send_stream(self, send: Send) -> None:
-        started = False
-        async with aclosing(events_of(self._worker.engine, self._call.generations)) as events:
-            try:
-                async for index, event in events:
-                    if not started:
-                        started = True
-                        await _send(send, self._start())
-                        await self._send_entries(send, self._opening())
-                    await self._send_entries(send, self._entries(index, event))
-                await self._send_tail(send)
-            except Exception as error:
-                if not started or isinstance(error, ClientStalled):
-                    raise
-                refusal = as_refusal(error, self._call.request_id)
-                await _send(send, _piece(encode_event(refusal.body())))
-                await _send(send, _piece(b"", last=True))
-
-    async def _send_tail(self, send: Send) -> None:
-        if self._call.profile.include_usage:
-            ends = self._ended()
-            chunk = self._envelope(_CHUNK, [])
-            metrics = metrics_of(ends, detailed=self._call.detailed_metrics)
-            chunk |= {"usage": usage_of(ends), **metrics}
-            await _send(send, _piece(encode_event(chunk)))
-        await _send(send, _piece(DONE, last=True))
-
-    async def _send_entries(self, send: Send, entries: Sequence[Json]) -> None:
-        if not entries:
-            return
-        unknown_yet = {"usage": None} if self._call.profile.include_usage else {}
-        chunks = (self._envelope(_CHUNK, [entry]) | unknown_yet for entry in entries)
-        await _send(send, _piece(b"".join(encode_event(chunk) for chunk in chunks)))
-
-    def _in_words_of_the_body(self, error: InvalidGeneration) -> BadRequest:
-        # The engine knows one prompt, and calls it by the name chats have for it.
-        completion = self._call.profile.endpoint is Endpoint.COMPLETIONS
-        param = "prompt" if completion and error.param == "messages" else error.param
-        return BadRequest(error.message, param=param, code=error.code)
-
-    def _opening(self) -> Sequence[Json]:
-        return [entry for writer in self._writers for entry in writer.opening()]
-
-    def _entries(self, index: int, event: Delta | Finished) -> Sequence[Json]:
-        if isinstance(event, Delta):
-            return self._writers[index].more(event)
-        self._ends[index] = event
-        return self._writers[index].end(event)
-
-    def _ended(self) -> Sequence[Finished]:
-        return [self._ends[index] for index in range(len(self._writers))]
-
-    def _envelope(self, kinds: dict[Endpoint, str], choices: Sequence[Json]) -> dict[str, Json]:
-        endpoint = self._call.profile.endpoint
-        return {
-            "id": _ID_PREFIX[endpoint] + self._call.request_id,
-            "object": kinds[endpoint],
-            "created": self._call.created_s,
-            "model": self._call.model,
-            "choices": choices,
-        }
-
-    def _start(self) -> Json:
-        headers = {**HEADERS, "x-request-id": self._call.request_id}
-        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
-        return {"type": "http.response.start", "status": 200, "headers": raw}
-
-
-def _writer(call: Call, index: int) -> ChoiceWriter:
-    top_logprobs = call.profile.top_logprobs
-    if call.profile.endpoint is Endpoint.COMPLETIONS:
-        return CompletionChoice(index, echo=call.echo, top_logprobs=top_logprobs)
-    splitter = None
-    if call.tool_format is not None:
-        at_most = 1 if call.single_tool_call else None
-        splitter = ToolCallSplitter(call.tool_format, at_most=at_most)
-    return ChatChoice(index, splitter=splitter, logprobs=top_logprobs is not None)
-
-
-def _piece(body: bytes, *, last: bool = False) -> Json:
-    return {"type": "http.response.body", "body": body, "more_body": not last}
 
 
 async def _send(send: Send, message: Json) -> None:
@@ -261,15 +251,9 @@ async def _send(send: Send, message: Json) -> None:
         raise ClientStalled from error
 
 
-DONE = b"data: [DONE]\n\n"
-HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
-_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+def _body(body: bytes, *, last: bool = False) -> Json:
+    return {"type": "http.response.body", "body": body, "more_body": not last}
 
 
-def encode_event(payload: Json) -> bytes:
-    """Frame one JSON value."""
+def _encode_event(payload: Json) -> bytes:
     return f"data: {_ENCODER.encode(payload)}\n\n".encode()

@@ -1,4 +1,4 @@
-"""The worker as a whole: who it is, the engine it runs, and what it has in hand."""
+"""The state of one running worker: its identity, its engine and the requests in flight."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from workers.server.ports import ServingEngine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """What a worker is known by; a boot is one life of it."""
+    """The names of a worker: its id, stable over restarts, and the id of this boot."""
 
     worker_id: str
     boot_id: str
@@ -23,36 +23,36 @@ class Identity:
 
 
 class Traffic:
-    """Counts the answers in hand; draining lets none in and waits for the last."""
+    """The number of requests in flight; draining rejects new ones."""
 
     def __init__(self) -> None:
-        self._in_hand = 0
+        self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.draining = False
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
-        """Hold one answer in hand; raise `WorkerDraining` when none is taken any more."""
+    def admit(self) -> Iterator[None]:
+        """Count a request in flight within the context; raise `WorkerDraining` while draining."""
         if self.draining:
             raise WorkerDraining
-        self._in_hand += 1
+        self._in_flight += 1
         self._idle.clear()
         try:
             yield
         finally:
-            self._in_hand -= 1
-            if not self._in_hand:
+            self._in_flight -= 1
+            if not self._in_flight:
                 self._idle.set()
 
-    async def idle(self) -> None:
-        """Return once no answer is in hand."""
+    async def wait_idle(self) -> None:
+        """Wait until no request is in flight."""
         await self._idle.wait()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """One running worker; built once, handed to every route."""
+    """One running worker, shared by all routes."""
 
     identity: Identity
     engine: ServingEngine
@@ -61,20 +61,20 @@ class Worker:
     started_s: float
     traffic: Traffic = field(default_factory=Traffic)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the gateway should hear of it before the next beat is due."""
+    """Set to send the next heartbeat at once."""
 
     @property
     def ready(self) -> bool:
-        """Say whether a new request would be taken."""
+        """Whether the worker accepts new requests."""
         return self.engine.alive and not self.traffic.draining
 
     def drain(self) -> None:
-        """Take nothing new from now on, and let the gateway know."""
+        """Reject new requests from now on, and report that to the gateway."""
         self.traffic.draining = True
         self.changed.set()
 
     def report(self) -> WorkerReport:
-        """Read one consistent snapshot of everything others may know."""
+        """Return one consistent snapshot of the worker."""
         card = self.engine.card
         prefixes = self.engine.prefixes()
         return WorkerReport(

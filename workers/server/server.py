@@ -1,4 +1,4 @@
-"""One life of a worker: it listens, beats, drains when asked, and ends the engine last."""
+"""The run of a worker's server: listen, join the gateway, serve, drain."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import contextlib
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 
 import uvicorn
 from pydantic import SecretStr
 
 from workers.config_file import InvalidSettings
-from workers.heartbeat import Membership, keep_joined
+from workers.heartbeat import Membership, joined
 from workers.lifecycle import Server, Shutdown, first_of
 from workers.server.app import create_app
 from workers.server.runtime import Worker
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 30.0
-"""How long running answers may go on once the worker was asked to end."""
+DRAIN_TIMEOUT_S = 30.0
+"""Time for running requests to finish after a shutdown was requested."""
 _LAST_WRITES_S = 2
 _KEEP_ALIVE_S = 75
-"""Longer than a gateway keeps idle connections: if both close at once, a request is lost."""
+"""Longer than gateways reuse idle connections: if both ends close at once, a request is lost."""
 _ENGINE_CHECK_S = 0.5
 
 
 def cannot_listen(host: str, port: int, error: OSError) -> InvalidSettings:
-    """Say why no connection can be taken there."""
+    """Return the error for a port that cannot be listened on."""
     return InvalidSettings(f"Cannot listen on {host} port {port}: {error.strerror}.")
 
 
@@ -42,9 +42,9 @@ async def serve(
     shutdown: Shutdown,
     on_ready: Callable[[], None],
 ) -> bool:
-    """Serve until the end is asked for or the engine dies; say whether the engine lived.
+    """Serve until a shutdown is requested or the engine dies; return whether the engine is alive.
 
-    Raises `InvalidSettings` where the listener cannot listen.
+    Raises `InvalidSettings` if the listener cannot listen.
     """
     config = uvicorn.Config(
         create_app(worker, token),
@@ -56,27 +56,12 @@ async def serve(
         timeout_graceful_shutdown=_LAST_WRITES_S,
     )
     try:
-        # Not before the weights are loaded: a gateway that is refused at once sends its requests
-        # elsewhere. Not by uvicorn: uvloop reports no error if another process listens already.
+        # After the weights are loaded: until then connections are refused, and the gateway sends
+        # requests elsewhere. Not by uvicorn: uvloop ignores that another process listens already.
         listener.listen(config.backlog)
     except OSError as error:
         host, port = listener.getsockname()[:2]
         raise cannot_listen(host, port, error) from error
-    async with Server(config).on(listener), _joined(worker, gateway_url, token):
-        on_ready()
-        await _until_over(worker, shutdown)
-        worker.drain()
-        if worker.engine.alive:
-            await _until_idle(worker, shutdown)
-    return worker.engine.alive
-
-
-@contextlib.asynccontextmanager
-async def _joined(worker: Worker, gateway_url: str, token: SecretStr | None) -> AsyncIterator[None]:
-    """Keep the gateway told inside the block; leave it on the way out."""
-    if not gateway_url:
-        yield
-        return
     membership = Membership(
         gateway_url=gateway_url,
         token=token,
@@ -84,16 +69,23 @@ async def _joined(worker: Worker, gateway_url: str, token: SecretStr | None) -> 
         report=worker.report,
         changed=worker.changed,
     )
-    beating = asyncio.create_task(keep_joined(membership))
-    try:
-        yield
-    finally:
-        beating.cancel()
-        await asyncio.wait((beating,))
+    async with (
+        Server(config).on(listener),
+        joined(membership) if gateway_url else contextlib.nullcontext(),
+    ):
+        on_ready()
+        await _wait_until_over(worker, shutdown)
+        worker.drain()
+        if worker.engine.alive:
+            log.info("worker.draining")
+            await first_of(
+                worker.traffic.wait_idle(), shutdown.forced.wait(), timeout_s=DRAIN_TIMEOUT_S
+            )
+    return worker.engine.alive
 
 
-async def _until_over(worker: Worker, shutdown: Shutdown) -> None:
-    """Return when the end is asked for, or when the engine thread is no more."""
+async def _wait_until_over(worker: Worker, shutdown: Shutdown) -> None:
+    """Return when a shutdown is requested or the engine thread has died."""
     while worker.engine.alive:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_ENGINE_CHECK_S):
@@ -102,13 +94,8 @@ async def _until_over(worker: Worker, shutdown: Shutdown) -> None:
     log.error("engine.died")
 
 
-async def _until_idle(worker: Worker, shutdown: Shutdown) -> None:
-    log.info("worker.draining")
-    await first_of(worker.traffic.idle(), shutdown.forced.wait(), timeout_s=DRAIN_S)
-
-
 async def watch_leash(shutdown: Shutdown) -> None:
-    """Ask for the end once standard input closes."""
+    """Request a shutdown when standard input closes."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)

@@ -1,10 +1,4 @@
-"""Tool calls cut out of the text of an answer while it arrives.
-
-Tools as mlx-vlm's parsers can read them: one plain type for an argument, or none.
-
-These parsers know a type by a single name. A list of names, which is how OpenAI's strict tools say
-that an argument may be null, is evaluated as Python; some give null for all that may be null.
-"""
+"""Tool calls in generated text: found while the text arrives, and read by mlx-vlm's parsers."""
 
 from __future__ import annotations
 
@@ -17,73 +11,14 @@ from typing import Any
 
 from workers.server.ports import Json
 
-# How the names begin that these parsers know; a value of any other type they evaluate as Python.
 _KNOWN_TYPES = (
     *("str", "text", "varchar", "char", "enum", "bool", "binary", "num", "float"),
     *("int", "uint", "long", "short", "unsigned", "obj", "dict", "arr", "list"),
 )
-
-# More than anybody writes; a chain as long as the body allows would end the recursion.
-_REFERENCES_FOLLOWED = 16
-
-
-def plain_tools(tools: Sequence[Mapping[str, Json]]) -> list[Mapping[str, Json]]:
-    """Return copies of the tools in which no argument has several types, or an unknown one."""
-    return [_plain_tool(tool) for tool in tools]
-
-
-def _plain_tool(tool: Mapping[str, Json]) -> Mapping[str, Json]:
-    function = tool["function"]
-    parameters = function.get("parameters")
-    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-    if not isinstance(properties, Mapping):
-        return tool
-    plain = {name: _plain_schema(schema, parameters) for name, schema in properties.items()}
-    parameters = {**parameters, "properties": plain}
-    return {**tool, "function": {**function, "parameters": parameters}}
-
-
-def _plain_schema(schema: Json, root: Mapping[str, Json], followed: int = 0) -> Json:
-    """Leave null out, and let what remains alone, or is referred to, stand for the whole.
-
-    Every parser reads `null` as null anyway, and what has no type as JSON or else as text.
-    """
-    if not isinstance(schema, Mapping):
-        return schema
-    plain = dict(schema)
-    reference = str(plain.pop("$ref", ""))
-    if followed < _REFERENCES_FOLLOWED and isinstance(meant := _meant(reference, root), Mapping):
-        return _plain_schema({**meant, **plain}, root, followed + 1)
-    if isinstance(plain.get("enum"), list):
-        plain["enum"] = [value for value in plain["enum"] if value is not None]
-    if isinstance(plain.get("type"), list):
-        plain["anyOf"] = [{"type": kind} for kind in plain.pop("type")]
-    for several in ("anyOf", "oneOf"):
-        if isinstance(plain.get(several), list):
-            choices = [choice for choice in plain.pop(several) if not _is_null(choice)]
-            if len(choices) == 1 and isinstance(choices[0], Mapping):
-                return _plain_schema({**plain, **choices[0]}, root, followed)
-            plain[several] = choices
-    if not str(plain.get("type")).strip().lower().startswith(_KNOWN_TYPES):
-        plain.pop("type", None)
-    return plain
-
-
-def _meant(reference: str, root: Mapping[str, Json]) -> Json:
-    """Find what a reference into the same schema means; None for any other."""
-    found: Json = root if reference.startswith("#/") else None
-    for step in reference.split("/")[1:]:
-        name = step.replace("~1", "/").replace("~0", "~")
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found
-
-
-def _is_null(schema: Json) -> bool:
-    return isinstance(schema, Mapping) and schema.get("type") == "null"
-
-
-# What mlx-vlm's parsers raise on text that only looks like a call: it is then answered as text.
-_NOT_A_CALL = (
+"""Prefixes of the type names that the parsers support; they evaluate values of others as Python."""
+_MAX_REFERENCES = 16
+"""Longest chain of `$ref`; a chain as long as the body allows would exhaust the stack."""
+_PARSE_ERRORS = (
     ValueError,
     KeyError,
     IndexError,
@@ -92,8 +27,9 @@ _NOT_A_CALL = (
     ArithmeticError,
     SyntaxError,
     RecursionError,
-    MemoryError,  # Python's own parser, of values that are nested too deeply
+    MemoryError,  # raised by Python's own parser for deeply nested values
 )
+"""Errors of mlx-vlm's parsers for text that only looks like a tool call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,125 +41,180 @@ class ToolCall:
     arguments: str
 
 
+class ToolCallSplitter:
+    """Splits arriving text into content and tool calls; buffers text that may begin a call."""
+
+    def __init__(self, tool_format: ToolFormat, *, limit: int | None = None) -> None:
+        self._format = tool_format
+        self._limit = limit
+        self._buffer = ""
+        self._gap = ""  # white space before a call: dropped, unless the text is no call after all
+        self._inside = False
+        self._count = 0
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        """Add text; return the content and calls that are certain now, in order."""
+        self._buffer += text
+        out: list[str | ToolCall] = []
+        while self._close_call(out) if self._inside else self._open_call(out):
+            pass
+        return out
+
+    def close(self) -> list[str | ToolCall]:
+        """Return the rest of the buffer; parse a call that the end of the text cut off."""
+        rest, self._buffer = self._buffer, ""
+        if not self._inside:
+            # White space after a call separates it from the next; elsewhere it is content.
+            return [rest] if rest and not (self._count and not rest.strip()) else []
+        return self._parse(rest + self._format.end, rest)
+
+    def _open_call(self, out: list[str | ToolCall]) -> bool:
+        """Move the content before a call to `out`; return whether a call begins."""
+        marker = self._format.start
+        start = self._buffer.find(marker)
+        found = start >= 0
+        if not found:
+            start = len(self._buffer) - _overlap(self._buffer, marker)
+        text = self._buffer[:start].rstrip()
+        if found:
+            self._gap = self._buffer[len(text) : start]
+            self._inside = True
+        self._buffer = self._buffer[start if found else len(text) :]
+        if text:
+            out.append(text)
+        return found
+
+    def _close_call(self, out: list[str | ToolCall]) -> bool:
+        """Move a complete call to `out`; return False if it needs more text."""
+        start, end = self._format.start, self._format.end
+        position = self._buffer.find(end, len(start))
+        ends = [position + len(end)] if position >= 0 else []
+        if not self._format.is_closed:
+            following = self._buffer.find(start, len(start))
+            ends += [following] if following >= 0 else []
+        if not ends:
+            return False
+        block = self._buffer[: min(ends)]
+        self._buffer = self._buffer[len(block) :]
+        self._inside = False
+        out.extend(self._parse(block, block))
+        return True
+
+    def _parse(self, block: str, content: str) -> list[str | ToolCall]:
+        calls = self._format.parse(block)
+        if not calls:
+            return [self._gap + content]
+        if self._limit is not None:
+            calls = calls[: max(0, self._limit - self._count)]
+        self._count += len(calls)
+        return list(calls)
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Return the length of the longest end of `text` that begins `marker`."""
+    for size in range(min(len(text), len(marker) - 1), 0, -1):
+        if text.endswith(marker[:size]):
+            return size
+    return 0
+
+
 class ToolFormat:
-    """How a model writes calls: mlx-vlm's parser of that format, for the tools of one request."""
+    """A model's format of tool calls: mlx-vlm's parser of it, for the tools of one request."""
 
     def __init__(self, parser_name: str, tools: Sequence[Mapping[str, Json]]) -> None:
         self._parser_name = parser_name
-        self._tools = plain_tools(tools)
+        self._tools = [_simplify_tool(tool) for tool in tools]
 
     @cached_property
     def _parser(self) -> Any:
-        # Imported late: a worker that is asked for no tools needs none of it.
+        # Imported late: a worker without requests that use tools does not need it.
         from mlx_vlm.tools import load_tool_module  # noqa: PLC0415
 
         return load_tool_module(self._parser_name)
 
     @property
     def start(self) -> str:
-        """What opens a call."""
+        """The marker that begins a call."""
         return str(self._parser.tool_call_start)
 
     @property
     def end(self) -> str:
-        """What closes a call; some formats end it with the line."""
+        """The marker that ends a call; in some formats the end of the line."""
         return str(self._parser.tool_call_end) or "\n"
 
     @property
     def is_closed(self) -> bool:
-        """Say whether the format closes its calls; else one may follow another at once."""
+        """Whether calls have an end marker; without one, the next call may follow directly."""
         return bool(self._parser.tool_call_end)
 
     def parse(self, block: str) -> list[ToolCall]:
-        """Read the calls of one block, markers included; empty where it is none."""
+        """Return the calls of one block, markers included; empty if it is no call."""
         inner = block.strip().removeprefix(self.start).removesuffix(self.end)
         try:
             parsed = self._parser.parse_tool_call(inner, self._tools)
             calls = parsed if isinstance(parsed, list) else [parsed]
             return [_read_call(call["name"], call["arguments"]) for call in calls]
-        except _NOT_A_CALL:
+        except _PARSE_ERRORS:
             return []
 
 
 def _read_call(name: str, arguments: Json) -> ToolCall:
-    text = (
-        arguments
-        if isinstance(arguments, str)
-        else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    )
-    text.encode()  # raises on half a surrogate pair, which no answer can carry
-    return ToolCall(call_id=f"call_{secrets.token_hex(12)}", name=name.strip(), arguments=text)
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    arguments.encode()  # raises for half a surrogate pair, which no response can contain
+    return ToolCall(call_id=f"call_{secrets.token_hex(12)}", name=name.strip(), arguments=arguments)
 
 
-class ToolCallSplitter:
-    """Splits arriving text into content and calls, and holds back what may begin a call."""
+def _simplify_tool(tool: Mapping[str, Json]) -> Mapping[str, Json]:
+    """Return a copy of the tool that gives every argument one supported type, or none.
 
-    def __init__(self, tool_format: ToolFormat, *, at_most: int | None = None) -> None:
-        self._format = tool_format
-        self._at_most = at_most
-        self._held = ""
-        self._gap = ""  # white space before a call: part of its layout, unless it is none
-        self._inside = False
-        self.found = 0
-
-    def feed(self, text: str) -> list[str | ToolCall]:
-        """Take more text; return what is certain now, in order."""
-        self._held += text
-        out: list[str | ToolCall] = []
-        while self._step(out):
-            pass
-        return out
-
-    def close(self) -> list[str | ToolCall]:
-        """Return what was still held back; a call cut off by the end is read if it can be."""
-        rest, self._held = self._held, ""
-        if not self._inside:
-            # White space after a call is layout too; at the end of a text it is text.
-            return [rest] if rest and not (self.found and not rest.strip()) else []
-        return self._read(rest + self._format.end, rest)
-
-    def _step(self, out: list[str | ToolCall]) -> bool:
-        """Move one piece from what is held to `out`; False when more text is needed."""
-        marker = self._format.end if self._inside else self._format.start
-        begin = len(self._format.start) if self._inside else 0
-        at = self._held.find(marker, begin)
-        if self._inside:
-            ends = [at + len(marker)] if at >= 0 else []
-            following = -1 if self._format.is_closed else self._held.find(self._format.start, begin)
-            if following >= 0:
-                ends.append(following)
-            if not ends:
-                return False
-            block = self._held[: min(ends)]
-            self._held = self._held[len(block) :]
-            self._inside = False
-            out.extend(self._read(block, block))
-            return True
-        certain = at if at >= 0 else len(self._held) - _tail_that_may_begin(self._held, marker)
-        text = self._held[:certain].rstrip()
-        if at >= 0:
-            self._gap = self._held[len(text) : at]
-            self._held = self._held[at:]
-            self._inside = True
-        else:
-            self._held = self._held[len(text) :]
-        if text:
-            out.append(text)
-        return at >= 0
-
-    def _read(self, block: str, as_written: str) -> list[str | ToolCall]:
-        calls = self._format.parse(block)
-        if not calls:
-            return [self._gap + as_written]
-        if self._at_most is not None:
-            calls = calls[: max(0, self._at_most - self.found)]
-        self.found += len(calls)
-        return list(calls)
+    The parsers support a single type name. They evaluate a list of types, by which OpenAI's strict
+    tools allow null, as Python; some return null for every argument that may be null.
+    """
+    function = tool["function"]
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+    if not isinstance(properties, Mapping):
+        return tool
+    simple = {name: _simplify_schema(schema, parameters) for name, schema in properties.items()}
+    parameters = {**parameters, "properties": simple}
+    return {**tool, "function": {**function, "parameters": parameters}}
 
 
-def _tail_that_may_begin(text: str, marker: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `marker`."""
-    for size in range(min(len(text), len(marker) - 1), 0, -1):
-        if text.endswith(marker[:size]):
-            return size
-    return 0
+def _simplify_schema(schema: Json, root: Mapping[str, Json], references: int = 0) -> Json:
+    """Remove null from the types, follow references, and replace a single choice by itself.
+
+    Every parser reads `null` as null anyway, and a value without a type as JSON, else as text.
+    """
+    if not isinstance(schema, Mapping):
+        return schema
+    simple = dict(schema)
+    target = _resolve(str(simple.pop("$ref", "")), root)
+    if references < _MAX_REFERENCES and isinstance(target, Mapping):
+        return _simplify_schema({**target, **simple}, root, references + 1)
+    if isinstance(simple.get("enum"), list):
+        simple["enum"] = [value for value in simple["enum"] if value is not None]
+    if isinstance(simple.get("type"), list):
+        simple["anyOf"] = [{"type": kind} for kind in simple.pop("type")]
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(simple.get(keyword), list):
+            choices = [choice for choice in simple.pop(keyword) if not _is_null(choice)]
+            if len(choices) == 1 and isinstance(choices[0], Mapping):
+                return _simplify_schema({**simple, **choices[0]}, root, references)
+            simple[keyword] = choices
+    if not str(simple.get("type")).strip().lower().startswith(_KNOWN_TYPES):
+        simple.pop("type", None)
+    return simple
+
+
+def _resolve(reference: str, root: Mapping[str, Json]) -> Json:
+    """Return the target of a reference within the same schema; None for any other reference."""
+    target: Json = root if reference.startswith("#/") else None
+    for step in reference.split("/")[1:]:
+        name = step.replace("~1", "/").replace("~0", "~")
+        target = target.get(name) if isinstance(target, Mapping) else None
+    return target
+
+
+def _is_null(schema: Json) -> bool:
+    return isinstance(schema, Mapping) and schema.get("type") == "null"

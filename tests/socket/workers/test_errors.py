@@ -106,7 +106,7 @@ async def test_draining_worker_finishes_what_it_has_and_refuses_the_next() -> No
         report = (await client.get("/v1/status")).json()["report"]
         gate.set()
         finished = await running
-        await worker.traffic.idle()
+        await worker.traffic.wait_idle()
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert unready.status_code == 503
     assert (report["ready"], report["draining"]) == (False, True)

@@ -53,7 +53,7 @@ def split(
     parser_name: str = "qwen3_coder",
 ) -> list[str | tuple[str, Any]]:
     """Feed pieces; join neighbouring text, and drop the random ids."""
-    splitter = ToolCallSplitter(ToolFormat(parser_name, tools), at_most=at_most)
+    splitter = ToolCallSplitter(ToolFormat(parser_name, tools), limit=at_most)
     out: list[str | tuple[str, Any]] = []
     for part in [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]:
         if isinstance(part, ToolCall):
