@@ -1,346 +1,362 @@
-"""The live worker table: who beats, who has a free slot, who is left alone for a while.
-
-The last look at the workers that take requests: between two requests only few change.
-"""
+"""Registry of live workers: heartbeats, free slots, circuit-breaker state."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import WorkerIdTaken
 from gateway.fleet.circuit_breaker import HEALTHY, AttemptResult
-from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, serves_alike
+from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, same_routing
 from gateway.routing.select import Candidate
-from gateway.routing.view import FleetView, WorkerView, places_of, rows_of
+from gateway.routing.view import (
+    FleetView,
+    LaneCosts,
+    LanePositions,
+    WorkerView,
+    costs_by_lane,
+    lane_positions,
+)
 from policies.sections import Pool
 from workers.protocol import LaneReport, WorkerReport
 
-NEVER_S = float("-inf")
-
-
-class Sight:
-    """What is seen of workers, and until when that is right but for those that are renewed."""
-
-    def __init__(self, workers: Sequence[WorkerView] = (), until_s: float = NEVER_S) -> None:
-        self.until_s = until_s
-        self.workers = tuple(workers)
-        self.rows = rows_of(workers)
-        self._at = {worker.worker_id: at for at, worker in enumerate(workers)}
-        self.places = places_of(self.rows)
-        self._lanes: dict[str, list[tuple[tuple[str, str], int, int]]] = {
-            name: [] for name in self._at
-        }
-        """Where in `rows` the lanes of a worker stand, and which of its lanes that is."""
-        for asked, rows in self.rows.items():
-            for place, row in enumerate(rows):
-                name = row[4].worker_id
-                number = self.workers[self._at[name]].lane_costs.index(row)
-                self._lanes[name].append((asked, place, number))
-
-    def renew(self, changed: Sequence[WorkerView]) -> None:
-        """Put these workers in place of what was seen of them, where they were seen at all."""
-        workers, rows = list(self.workers), dict(self.rows)
-        for worker in changed:
-            at = self._at.get(worker.worker_id)
-            if at is None:
-                continue
-            workers[at] = worker
-            for asked, place, number in self._lanes[worker.worker_id]:
-                renewed = list(rows[asked])
-                renewed[place] = worker.lane_costs[number]
-                rows[asked] = tuple(renewed)
-        self.workers, self.rows = tuple(workers), rows
-
-
 HEARTBEAT_INTERVAL_S = 2.0
-"""How often a worker is asked to beat."""
-NOBODY: frozenset[str] = frozenset()
-# This gateway did not listen for so long: what seems to have failed then proves nothing.
-_DEAF_S = 1.0
-_UNHEARD = frozenset((AttemptResult.TIMED_OUT, AttemptResult.UNREACHABLE))
+"""Interval in which workers are asked to send heartbeats."""
+NEVER_S = float("-inf")
+NO_WORKERS: frozenset[str] = frozenset()
+# After this gateway's event loop has stalled for so long, timeouts prove nothing about workers.
+_STALL_S = 1.0
+_TIMEOUTS = frozenset((AttemptResult.TIMED_OUT, AttemptResult.UNREACHABLE))
+
+
+def _ignore() -> None:
+    """Do nothing."""
 
 
 class WorkerRegistry:
-    """Workers by id. `clock` is monotonic; one event loop owns the table, so nothing is locked.
+    """Workers by id. One event loop owns it, so it needs no lock.
 
-    `jitter` gives numbers in [0, 1): ejected workers do not all come back at the same moment.
+    `clock` returns monotonic seconds. `jitter` returns numbers in [0, 1) that spread the ends of
+    ejections. `on_capacity` is called after each change that may let a queued request run, but not
+    by `release`.
     """
 
     def __init__(
         self,
         clock: Callable[[], float],
         jitter: Callable[[], float],
-        known_models: frozenset[str] = NOBODY,
+        known_models: frozenset[str] = frozenset(),
+        on_capacity: Callable[[], None] = _ignore,
     ) -> None:
         self._clock = clock
         self._jitter = jitter
-        self._members: dict[str, WorkerState] = {}
         self._known_models = known_models
-        self._cordoned = NOBODY
-        self._deaf_until_s = float("-inf")
-        self._listened_at_s: float | None = None
-        self._sight = Sight()
-        self._changed: set[WorkerState] = set()
-        """Since the last look."""
+        self._on_capacity = on_capacity
+        self._workers: dict[str, WorkerState] = {}
+        self._cordoned: frozenset[str] = frozenset()
+        self._stalled_until_s = NEVER_S
+        self._last_tick_s: float | None = None
+        self._views = _ViewCache()
 
     def heartbeat(self, report: WorkerReport, listed: ListedWorker | None = None) -> None:
-        """Take in a heartbeat; raise `WorkerIdTaken` when another live worker holds the id."""
+        """Record a heartbeat; raise `WorkerIdTaken` if another live worker has the id."""
         now_s = self._clock()
-        member = self._members.get(report.worker_id)
-        if member is not None and member.report.boot_id == report.boot_id:
-            before = member.report
-            member.update(report, now_s)
-            member.heartbeat_at_s = now_s
-            member.local = True
-            if serves_alike(before, report):
-                self._changed.add(member)
+        worker = self._workers.get(report.worker_id)
+        if worker is not None and worker.report.boot_id == report.boot_id:
+            before = worker.report
+            worker.update(report, now_s)
+            worker.heartbeat_at_s = now_s
+            worker.local = True
+            if same_routing(before, report):
+                self._views.add_changed(worker)
             else:
-                self._sight.until_s = NEVER_S
-        elif member is None or member.report.url == report.url or not member.is_live(now_s):
-            # A new boot starts with no requests and with a clean record; what runs on the old one
-            # still counts on the old entry.
-            cordoned = report.worker_id in self._cordoned
-            self._members[report.worker_id] = WorkerState(report, now_s, listed, cordoned=cordoned)
-            self._sight.until_s = NEVER_S
+                self._views.invalidate()
+        elif worker is None or worker.report.url == report.url or not worker.is_live(now_s):
+            worker = self._add(report, now_s, listed)
         else:
             raise WorkerIdTaken
-        member = self._members[report.worker_id]
-        member.local_heartbeat_at_s = now_s
-        self._known_models |= {*member.models}
+        worker.local_heartbeat_at_s = now_s
+        self._known_models |= {*worker.models}
+        self._on_capacity()
 
     def merge_remote(self, report: WorkerReport, age_s: float) -> bool:
-        """Take in a heartbeat that another gateway got so long ago; say whether it is news."""
+        """Record a heartbeat that another gateway received; return whether it is news."""
         now_s = self._clock()
-        beaten_at_s = now_s - age_s
-        member = self._members.get(report.worker_id)
-        if age_s > HEARTBEAT_TIMEOUT_S or (
-            member is not None and beaten_at_s <= member.heartbeat_at_s
-        ):
+        heartbeat_at_s = now_s - age_s
+        worker = self._workers.get(report.worker_id)
+        if age_s > HEARTBEAT_TIMEOUT_S:
             return False
-        if member is None or (member.listed is None and member.report.boot_id != report.boot_id):
-            if member is not None and member.report.url != report.url and member.is_live(now_s):
-                return False  # two workers of one id: who was first here stays
-            cordoned = report.worker_id in self._cordoned
-            self._members[report.worker_id] = WorkerState(
-                report, beaten_at_s, cordoned=cordoned, local=False
-            )
-        elif member.listed is None:
-            member.update(report, now_s)
-            member.heartbeat_at_s = beaten_at_s
-        self._sight.until_s = NEVER_S
-        self._known_models |= {*self._members[report.worker_id].models}
+        if worker is None:
+            worker = self._add(report, heartbeat_at_s, local=False)
+        elif worker.listed is not None or heartbeat_at_s <= worker.heartbeat_at_s:
+            return False
+        elif worker.report.boot_id == report.boot_id:
+            worker.update(report, now_s)
+            worker.heartbeat_at_s = heartbeat_at_s
+        elif worker.report.url == report.url or not worker.is_live(now_s):
+            worker = self._add(report, heartbeat_at_s, local=False)
+        else:
+            return False  # of two live workers with one id the registry keeps the first
+        self._views.invalidate()
+        self._known_models |= {*worker.models}
+        self._on_capacity()
         return True
 
     def probe_succeeded(self, report: WorkerReport) -> None:
-        """Take the answer of a worker that beats elsewhere for a heartbeat."""
+        """Record a worker's answer to a probe as a heartbeat at this gateway."""
         if self.merge_remote(report, 0.0):
-            self._members[report.worker_id].local_heartbeat_at_s = self._clock()
+            self._workers[report.worker_id].local_heartbeat_at_s = self._clock()
 
     def update_report(self, report: WorkerReport) -> None:
-        """Take in what a worker said when it was asked; that is no heartbeat."""
-        member = self._members.get(report.worker_id)
-        if member is not None and member.report.boot_id == report.boot_id:
-            member.update(report, self._clock())
-            self._sight.until_s = NEVER_S
+        """Replace the report of a worker without recording a heartbeat."""
+        worker = self._workers.get(report.worker_id)
+        if worker is not None and worker.report.boot_id == report.boot_id:
+            worker.update(report, self._clock())
+            self._views.invalidate()
 
-    def compensate_stall(self, deaf_s: float) -> None:
-        """Take off everybody's silence the time in which this gateway itself did not listen.
+    def compensate_stall(self, stall_s: float) -> None:
+        """Extend all heartbeats by the time for which this gateway's event loop has stalled.
 
-        To be called several times a second; once it is, its own absence tells of deafness too.
+        To be called several times a second with the delay of the call; from the first call on, a
+        missing call counts as a stall too.
         """
-        self._listened_at_s = self._clock()
-        if deaf_s >= _DEAF_S:
-            self._deaf_until_s = self._listened_at_s + _DEAF_S
-            for member in self._members.values():
-                member.heartbeat_at_s += deaf_s
-            self._sight.until_s = NEVER_S
+        self._last_tick_s = self._clock()
+        if stall_s >= _STALL_S:
+            self._stalled_until_s = self._last_tick_s + _STALL_S
+            for worker in self._workers.values():
+                worker.heartbeat_at_s += stall_s
+            self._views.invalidate()
 
     def set_cordoned(self, worker_ids: frozenset[str]) -> None:
-        """Send nothing new to these workers, also in later boots, and to all others again."""
+        """Cordon these workers, in later boots too, and uncordon all others."""
         self._cordoned = worker_ids
-        for worker_id, member in self._members.items():
-            member.cordoned = worker_id in worker_ids
-        self._sight.until_s = NEVER_S
+        for worker_id, worker in self._workers.items():
+            worker.cordoned = worker_id in worker_ids
+        self._views.invalidate()
+        self._on_capacity()
 
     def remove(self, worker_id: str) -> None:
-        """Forget a worker that said goodbye."""
-        self._members.pop(worker_id, None)
-        self._sight.until_s = NEVER_S
+        """Remove a worker that has left."""
+        self._workers.pop(worker_id, None)
+        self._views.invalidate()
+        self._on_capacity()
 
     def acquire(self, candidate: Candidate) -> Lease | None:
-        """Take a slot of this lane, or None where none is free now."""
+        """Acquire a slot of a lane; return None if it has none free."""
         now_s = self._clock()
-        member = self._members.get(candidate.worker_id)
-        if member is None or not self._has_room(member, candidate.lane, now_s):
+        worker = self._workers.get(candidate.worker_id)
+        if worker is None or not self._has_free_slot(worker, candidate.lane, now_s):
             return None
-        lane, read_s = candidate.lane, candidate.prefill_s
-        in_flight = member.in_flight[lane] = member.in_flight.get(lane, 0) + 1
-        if in_flight > member.peak_in_flight.get(lane, 0):
-            member.peak_in_flight[lane] = in_flight
-        if read_s:
-            member.pending_prefill_s += read_s
-            member.prefill_until_s = max(member.prefill_until_s, now_s) + read_s
-        member.invalidate_view()
-        self._changed.add(member)
-        breaker = member.breaker
+        worker.add_request(candidate.lane, candidate.prefill_s, now_s)
+        self._views.add_changed(worker)
+        breaker = worker.breaker
         on_probation = breaker.probation_limit is not None
-        member.probation_requests += on_probation
-        return Lease(candidate, member, breaker.ejected_at_s, on_probation)
+        worker.probation_requests += on_probation
+        return Lease(candidate, worker, breaker.ejected_at_s, on_probation)
 
     def release(self, lease: Lease, result: AttemptResult, retry_after_s: float = 0.0) -> None:
-        """Free the slot, and hold what happened against the worker."""
+        """Release a slot and record the result in the worker's circuit breaker."""
         now_s = self._clock()
-        candidate, member = lease.candidate, lease.state
-        before = member.breaker
-        member.in_flight[candidate.lane] -= 1
-        member.pending_prefill_s -= candidate.prefill_s
-        member.prefill_until_s = min(member.prefill_until_s, now_s + member.pending_prefill_s)
-        member.invalidate_view()
-        self._changed.add(member)
+        worker = lease.state
+        before = worker.breaker
+        worker.remove_request(lease.candidate.lane, lease.candidate.prefill_s, now_s)
+        if self._workers.get(worker.report.worker_id) is worker:
+            self._views.add_changed(worker)
         if result is AttemptResult.SUCCEEDED:
-            member.answered_at_s = now_s
+            worker.answered_at_s = now_s
             if before is HEALTHY:
                 return
         if lease.ejected_at_s != before.ejected_at_s:
-            return  # it was sent before the last ejection, and that has been judged
+            return  # sent before the last ejection, which has taken account of such requests
         if before.probation_limit is not None:
-            member.probation_requests -= 1
+            worker.probation_requests -= 1
         if result is AttemptResult.SUCCEEDED:
-            member.breaker = before.record_success(now_s, max(member.slots.values(), default=1))
+            worker.breaker = before.record_success(now_s, max(worker.slots.values(), default=1))
         elif result is AttemptResult.BUSY:
-            member.breaker = before.record_busy(now_s, retry_after_s)
-        elif result is AttemptResult.FAILED or (result in _UNHEARD and not self._deaf(now_s)):
-            last = self._is_last(member, now_s)
-            member.breaker = before.record_failure(now_s, result, last=last, jitter=self._jitter())
-        if member.breaker.ejected_at_s != before.ejected_at_s:
-            member.probation_requests = 0
-        if member.breaker is not before:
-            self._sight.until_s = NEVER_S
+            worker.breaker = before.record_busy(now_s, retry_after_s)
+        elif result is AttemptResult.FAILED or (
+            result in _TIMEOUTS and not self._is_stalled(now_s)
+        ):
+            last = self._is_last(worker, now_s)
+            worker.breaker = before.record_failure(now_s, result, last=last, jitter=self._jitter())
+        if worker.breaker.ejected_at_s != before.ejected_at_s:
+            worker.probation_requests = 0
+        if worker.breaker is not before:
+            self._views.invalidate()
 
     def workers(self) -> tuple[WorkerState, ...]:
-        """List the live workers, also those that take nothing now."""
+        """Return the live workers, those that accept no requests included."""
         self._expire(self._clock())
-        return tuple(self._members.values())
+        return tuple(self._workers.values())
 
     def pool_lanes(self, name: str, pool: Pool) -> tuple[tuple[WorkerState, LaneReport], ...]:
-        """List the lanes of a pool over all live workers."""
+        """Return the lanes of a pool over all live workers."""
         return tuple(
-            (member, lane)
-            for member in self.workers()
-            if pool.takes(member.report.labels, member.models)
-            for lane in member.report.lanes
+            (worker, lane)
+            for worker in self.workers()
+            if pool.takes(worker.report.labels, worker.models)
+            for lane in worker.report.lanes
             if lane.name == name or lane.name in pool.lanes
         )
 
-    def view(self, without: frozenset[str] = NOBODY) -> FleetView:
-        """Take an immutable snapshot for decisions, leaving these workers out."""
+    def view(self, without: frozenset[str] = NO_WORKERS) -> FleetView:
+        """Return an immutable snapshot for decisions that excludes the workers `without`."""
         now_s = self._clock()
-        if now_s >= self._sight.until_s:
-            self._look(now_s)
-        elif self._changed:
-            members = self._members
-            self._sight.renew([
-                member.view()
-                for member in self._changed
-                if members.get(member.report.worker_id) is member
-            ])  # fmt: skip
-            self._changed.clear()
-        sight = self._sight
+        if now_s >= self._views.expires_at_s:
+            self._rebuild_views(now_s)
+        else:
+            self._views.replace_changed()
+        views = self._views
         if without:
-            left = tuple([one for one in sight.workers if one.worker_id not in without])
-            return FleetView.of(left, self._known_models, now_s)
-        return FleetView(sight.workers, self._known_models, sight.rows, sight.places, now_s)
+            rest = [one for one in views.workers if one.worker_id not in without]
+            return FleetView.of(tuple(rest), self._known_models, now_s)
+        return FleetView(views.workers, self._known_models, views.costs, views.positions, now_s)
 
-    def _look(self, now_s: float) -> None:
-        """Look at everybody anew, and find out how long that is good for."""
-        self._expire(now_s)
-        members = self._members.values()
-        # What time alone changes: whoever is silent for too long is out, and who was left alone
-        # for a while is not any more.
-        ends_s = [member.heartbeat_at_s + HEARTBEAT_TIMEOUT_S for member in members]
-        opens_s = [at_s for member in members if (at_s := member.breaker.available_at_s) > now_s]
-        self._sight = Sight(
-            [member.view() for member in members if self._open(member, now_s)],
-            until_s=min((*ends_s, *opens_s), default=NEVER_S),
-        )
-        self._changed.clear()
-
-    def is_available(self, member: WorkerState) -> bool:
-        """Say whether a worker gets new requests now."""
-        return self._open(member, self._clock())
+    def is_available(self, worker: WorkerState) -> bool:
+        """Return whether a worker gets new requests now."""
+        return self._is_available(worker, self._clock())
 
     def available_in_s(self, model: str) -> float | None:
-        """Tell when the first worker of a model that is left alone now gets requests again."""
+        """Return when the first ejected or busy worker of a model is available again, if any is."""
         now_s = self._clock()
         waits_s = [
-            member.breaker.available_at_s - now_s
-            for member in self._members.values()
-            if member.accepting and model in member.models
+            worker.breaker.available_at_s - now_s
+            for worker in self._workers.values()
+            if worker.accepting and model in worker.models
         ]
         return min((wait_s for wait_s in waits_s if wait_s > 0), default=None)
 
     def local_requests(self, worker_id: str) -> int:
-        """Count the requests that a worker has now."""
-        member = self._members.get(worker_id)
-        return 0 if member is None else member.in_flight.total()
+        """Return how many requests of this gateway a worker has."""
+        worker = self._workers.get(worker_id)
+        return 0 if worker is None else worker.in_flight.total()
 
     def total_requests(self, worker_id: str) -> int:
-        """Count those of other gateways too, as of the worker's last report."""
-        member = self._members.get(worker_id)
-        return (
-            0 if member is None else member.in_flight.total() + sum(member.remote_requests.values())
+        """Return how many requests of all gateways a worker has, as of its last report."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            return 0
+        return worker.in_flight.total() + sum(worker.remote_requests.values())
+
+    def heartbeat_age_s(self, worker: WorkerState) -> float:
+        """Return the time since a worker's last heartbeat."""
+        return self._clock() - worker.heartbeat_at_s
+
+    def ejected_for_s(self, worker: WorkerState) -> float:
+        """Return how long a worker stays ejected; 0 if it is not."""
+        return max(0.0, worker.breaker.ejected_until_s - self._clock())
+
+    def busy_for_s(self, worker: WorkerState) -> float:
+        """Return how long a worker stays busy by its own Retry-After; 0 if it is not."""
+        return max(0.0, worker.breaker.busy_until_s - self._clock())
+
+    def _add(
+        self,
+        report: WorkerReport,
+        heartbeat_at_s: float,
+        listed: ListedWorker | None = None,
+        *,
+        local: bool = True,
+    ) -> WorkerState:
+        """Add a new boot, without requests or failures; requests of an earlier one count there."""
+        worker = WorkerState(
+            report,
+            heartbeat_at_s,
+            listed,
+            cordoned=report.worker_id in self._cordoned,
+            local=local,
+        )
+        self._workers[report.worker_id] = worker
+        self._views.invalidate()
+        return worker
+
+    def _rebuild_views(self, now_s: float) -> None:
+        """Take views of all available workers, valid until time alone changes which these are."""
+        self._expire(now_s)
+        workers = self._workers.values()
+        timeouts_s = [worker.heartbeat_at_s + HEARTBEAT_TIMEOUT_S for worker in workers]
+        available_s = [worker.breaker.available_at_s for worker in workers]
+        self._views = _ViewCache(
+            [worker.view() for worker in workers if self._is_available(worker, now_s)],
+            min((*timeouts_s, *(at_s for at_s in available_s if at_s > now_s)), default=NEVER_S),
         )
 
-    def heartbeat_age_s(self, member: WorkerState) -> float:
-        """Tell how long ago a worker beat last."""
-        return self._clock() - member.heartbeat_at_s
-
-    def ejected_for_s(self, member: WorkerState) -> float:
-        """Tell how long a worker is still left alone for what it did; 0 when it is not."""
-        return max(0.0, member.breaker.ejected_until_s - self._clock())
-
-    def busy_for_s(self, member: WorkerState) -> float:
-        """Tell how long a worker is still left alone because it asked for that."""
-        return max(0.0, member.breaker.busy_until_s - self._clock())
-
-    def _open(self, member: WorkerState, now_s: float) -> bool:
-        breaker = member.breaker
-        if not member.accepting or breaker.is_busy(now_s):
+    def _is_available(self, worker: WorkerState, now_s: float) -> bool:
+        breaker = worker.breaker
+        if not worker.accepting or breaker.is_busy(now_s):
             return False
-        # An ejected one is better than none: the last worker of a model is never left alone.
-        return not breaker.is_ejected(now_s) or self._is_last(member, now_s)
+        # An ejected worker is better than none, so the last one of a model stays available.
+        return not breaker.is_ejected(now_s) or self._is_last(worker, now_s)
 
-    def _has_room(self, member: WorkerState, lane: str, now_s: float) -> bool:
-        slots = member.slots.get(lane, 0)
-        if member.occupied(lane) >= slots or member.cordoned:
+    def _has_free_slot(self, worker: WorkerState, lane: str, now_s: float) -> bool:
+        if worker.occupied(lane) >= worker.slots.get(lane, 0) or worker.cordoned:
             return False
-        breaker = member.breaker
+        breaker = worker.breaker
         if breaker is HEALTHY:
             return True
-        at_a_time = breaker.probation_limit
-        return self._open(member, now_s) and (
-            at_a_time is None
-            or member.probation_requests < at_a_time
-            or self._is_last(member, now_s)
+        limit = breaker.probation_limit
+        return self._is_available(worker, now_s) and (
+            limit is None or worker.probation_requests < limit or self._is_last(worker, now_s)
         )
 
-    def _is_last(self, member: WorkerState, now_s: float) -> bool:
-        """Say whether no other worker of its model can be asked now."""
+    def _is_last(self, worker: WorkerState, now_s: float) -> bool:
+        """Return whether no other worker of its models is available."""
         return not any(
-            other is not member
+            other is not worker
             and other.accepting
-            and not set(member.models).isdisjoint(other.models)
+            and not set(worker.models).isdisjoint(other.models)
             and now_s >= other.breaker.available_at_s
-            for other in self._members.values()
+            for other in self._workers.values()
         )
 
-    def _deaf(self, now_s: float) -> bool:
-        """Say whether this gateway does not listen, or has only just begun to again."""
-        listened_at_s = now_s if self._listened_at_s is None else self._listened_at_s
-        return now_s < self._deaf_until_s or now_s - listened_at_s > _DEAF_S
+    def _is_stalled(self, now_s: float) -> bool:
+        """Return whether the event loop stalls now or did until just before."""
+        last_tick_s = now_s if self._last_tick_s is None else self._last_tick_s
+        return now_s < self._stalled_until_s or now_s - last_tick_s > _STALL_S
 
     def _expire(self, now_s: float) -> None:
-        if not self._deaf(now_s):
-            live = {name: one for name, one in self._members.items() if one.is_live(now_s)}
-            self._members = live
+        """Remove workers without heartbeats, unless this gateway could not receive any."""
+        if not self._is_stalled(now_s):
+            self._workers = {name: one for name, one in self._workers.items() if one.is_live(now_s)}
+
+
+class _ViewCache:
+    """Views of the available workers, valid until `expires_at_s` or `invalidate`.
+
+    Between two decisions few workers change; those are replaced one by one.
+    """
+
+    def __init__(self, workers: Iterable[WorkerView] = (), expires_at_s: float = NEVER_S) -> None:
+        self.expires_at_s = expires_at_s
+        self.workers = tuple(workers)
+        self.costs: LaneCosts = costs_by_lane(self.workers)
+        self.positions: LanePositions = lane_positions(self.costs)
+        self._indexes = {worker.worker_id: index for index, worker in enumerate(self.workers)}
+        self._changed: set[WorkerState] = set()
+
+    def invalidate(self) -> None:
+        """Have the next snapshot look at all workers."""
+        self.expires_at_s = NEVER_S
+
+    def add_changed(self, worker: WorkerState) -> None:
+        """Have the next snapshot look at this worker."""
+        self._changed.add(worker)
+
+    def replace_changed(self) -> None:
+        """Replace the views of the workers that have changed."""
+        if not self._changed:
+            return
+        workers, costs = list(self.workers), dict(self.costs)
+        for changed in self._changed:
+            index = self._indexes.get(changed.report.worker_id)
+            if index is None:
+                continue  # it is not available
+            view = workers[index] = changed.view()
+            for cost in view.lane_costs:
+                for model in view.models:
+                    key = model, cost.ref.lane.name
+                    group = list(costs[key])
+                    group[self.positions[key][view.worker_id]] = cost
+                    costs[key] = tuple(group)
+        self._changed.clear()
+        self.workers, self.costs = tuple(workers), costs

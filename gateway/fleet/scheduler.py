@@ -28,7 +28,7 @@ from gateway.errors import (
 )
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.fair_queue import FairQueue
-from gateway.fleet.registry import NOBODY, WorkerRegistry
+from gateway.fleet.registry import NO_WORKERS, WorkerRegistry
 from gateway.fleet.worker import Lease
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
@@ -93,7 +93,7 @@ class Scheduler:
         self,
         case: RoutingRequest,
         caller: Caller,
-        tried: frozenset[str] = NOBODY,
+        tried: frozenset[str] = NO_WORKERS,
         *,
         on_decision: Callable[[Decision], None] | None = None,
     ) -> Lease:

@@ -1,4 +1,4 @@
-"""One worker in the live table, and the slot of it that a request holds."""
+"""One worker of the registry, and the lease of one of its slots."""
 
 from __future__ import annotations
 
@@ -14,98 +14,115 @@ from gateway.types import WorkerBoot
 from workers.protocol import WorkerReport
 
 HEARTBEAT_TIMEOUT_S = 7.0
-"""Three beats missed: out, and so within ten seconds in every case."""
+"""Three missed heartbeats: a worker that dies is out of the fleet within ten seconds."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """One boot of one worker; only `Fleet` changes it."""
+    """State of one boot of one worker; only `WorkerRegistry` changes it."""
 
     report: WorkerReport
     heartbeat_at_s: float
     listed: ListedWorker | None = None
-    """Set for a worker that is listed by hand; its slots are shared by all its lanes."""
+    """Set for a static worker; its lanes share its slots."""
     breaker: CircuitBreaker = HEALTHY
     in_flight: Counter[str] = field(default_factory=Counter)
+    """Requests of this gateway, by lane."""
     probation_requests: int = 0
-    """Requests sent since its last ejection that it has not yet answered."""
+    """Requests sent since the last ejection that are not answered yet."""
     cordoned: bool = False
-    """An admin keeps new requests from it."""
+    """An admin has stopped new requests."""
     local_heartbeat_at_s: float = float("-inf")
-    """When it was heard here last, not through another gateway."""
+    """Time of the last heartbeat that this gateway received itself."""
     local: bool = True
-    """It beats at this gateway, as far as is known."""
+    """The worker sends its heartbeats to this gateway, as far as is known."""
     peak_in_flight: dict[str, int] = field(default_factory=dict)
-    """By lane, since its last report: how many of its rows may have been this gateway's."""
+    """Most requests of this gateway since the last report, by lane."""
     remote_requests: dict[str, int] = field(default_factory=dict)
-    """By lane, as of its last report: the rows of other gateways."""
+    """Requests of other gateways by the last report, by lane."""
     prefill_until_s: float = 0.0
-    """When it will have read the prompts that it has, as far as can be told."""
+    """Estimated time at which it finishes the prefill of the prompts that it has."""
     pending_prefill_s: float = 0.0
-    """How long it reads, in all, what this gateway has sent and got no answer to yet."""
+    """Estimated prefill time of this gateway's unanswered requests."""
     answered_at_s: float = 0.0
-    """When it last answered a request of this gateway, or joined."""
+    """Time of the last answer to this gateway, or of the first heartbeat."""
     throughput: Throughput = field(init=False)
-    """How fast it is, by its last report."""
     slots: dict[str, int] = field(default_factory=dict)
-    """By lane, by its last report."""
+    """By lane, by the last report."""
     _view: WorkerView | None = None
-    _seen: dict[tuple[int, ...], WorkerView] = field(default_factory=dict)
-    """By the requests on its lanes, since its last report: the same few come again and again."""
+    _views: dict[tuple[int, ...], WorkerView] = field(default_factory=dict)
+    """Views since the last report by the requests of each lane: the same few recur."""
 
     def __post_init__(self) -> None:
         self.answered_at_s = self.prefill_until_s = self.heartbeat_at_s
         self.update(self.report, self.heartbeat_at_s)
 
     def update(self, report: WorkerReport, now_s: float) -> None:
-        """Take over what a report says, and work out once what each decision asks of it."""
+        """Replace the report and compute what decisions read of it."""
         self.report = report
         self.throughput = throughput_of(report)
         self.slots = {lane.name: max(1, lane.slots) for lane in report.lanes}
-        self._seen.clear()
-        self.invalidate_view()
+        self._views.clear()
+        self._view = None
         if self.listed is not None:
-            return  # it says nothing of itself
-        pending_prefill_tokens = 0
+            return  # its report is the configuration
+        pending_tokens = 0
         for lane in report.lanes:
-            pending_prefill_tokens += lane.pending_prefill_tokens
+            pending_tokens += lane.pending_prefill_tokens
             in_flight = self.in_flight[lane.name]
-            # A report is older than what was sent and answered since: only what cannot have been
-            # this gateway's at any time since the one before is others'.
-            mine = max(in_flight, self.peak_in_flight.get(lane.name, 0))
-            self.remote_requests[lane.name] = max(0, lane.running + lane.waiting - mine)
+            # A report is older than the requests sent and answered since, so only rows that were
+            # at no time since the previous report this gateway's are other gateways'.
+            peak = max(in_flight, self.peak_in_flight.get(lane.name, 0))
+            self.remote_requests[lane.name] = max(0, lane.running + lane.waiting - peak)
             self.peak_in_flight[lane.name] = in_flight
-        self.prefill_until_s = now_s + pending_prefill_tokens * self.throughput.prefill_token_s
+        self.prefill_until_s = now_s + pending_tokens * self.throughput.prefill_token_s
+
+    def add_request(self, lane: str, prefill_s: float, now_s: float) -> None:
+        """Count a request that is about to be sent, and its prefill."""
+        in_flight = self.in_flight[lane] = self.in_flight.get(lane, 0) + 1
+        if in_flight > self.peak_in_flight.get(lane, 0):
+            self.peak_in_flight[lane] = in_flight
+        if prefill_s:
+            self.pending_prefill_s += prefill_s
+            self.prefill_until_s = max(self.prefill_until_s, now_s) + prefill_s
+        self._view = None
+
+    def remove_request(self, lane: str, prefill_s: float, now_s: float) -> None:
+        """Remove a request that has ended, and its prefill."""
+        self.in_flight[lane] -= 1
+        self.pending_prefill_s -= prefill_s
+        self.prefill_until_s = min(self.prefill_until_s, now_s + self.pending_prefill_s)
+        self._view = None
 
     def is_live(self, now_s: float) -> bool:
-        """Say whether it was heard of lately."""
+        """Return whether the last heartbeat is recent."""
         return now_s - self.heartbeat_at_s <= HEARTBEAT_TIMEOUT_S
 
     @property
     def accepting(self) -> bool:
-        """Say whether it takes new requests as far as it says itself, and admins do."""
+        """Return whether neither the worker nor an admin refuses new requests."""
         return self.report.ready and not self.report.draining and not self.cordoned
 
     @property
     def models(self) -> tuple[str, ...]:
-        """Name the models that it serves."""
+        """Return the models that the worker serves."""
         return self.listed.models if self.listed else (self.report.model,)
 
     def occupied(self, lane: str) -> int:
-        """Count the requests that this gateway has sent to a lane and not yet got back."""
+        """Return how many slots of a lane this gateway's requests occupy."""
         return self.in_flight.get(lane, 0) if self.listed is None else self.in_flight.total()
 
     def view(self) -> WorkerView:
-        """Take a snapshot; made anew only where something changed."""
+        """Return a snapshot; the same one until the worker changes."""
         if self._view is None:
-            busy = tuple([self.occupied(lane) for lane in self.slots])
-            seen = self._seen.get(busy)
-            if seen is None:
-                seen = self._seen[busy] = self._look()
-            self._view = seen.at_time(self.prefill_until_s, self.answered_at_s)
+            occupied = tuple([self.occupied(lane) for lane in self.slots])
+            view = self._views.get(occupied)
+            if view is None:
+                view = self._views[occupied] = self._new_view()
+            self._view = view.at_time(self.prefill_until_s, self.answered_at_s)
         return self._view
 
-    def _look(self) -> WorkerView:
+    def _new_view(self) -> WorkerView:
         report = self.report
         lanes = [
             LaneView.of(lane, self.occupied(lane.name), self.remote_requests.get(lane.name, 0))
@@ -120,37 +137,33 @@ class WorkerState:
             throughput=self.throughput,
         )
 
-    def invalidate_view(self) -> None:
-        """Forget the snapshot."""
-        self._view = None
-
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """One slot of one lane, held by one request from the decision to the last byte."""
+    """One slot of one lane, held by one request from the decision to its last byte."""
 
     candidate: Candidate
     state: WorkerState
     ejected_at_s: float
-    """Of the worker's last ejection before this request was sent."""
+    """Time of the worker's last ejection before this request."""
     on_probation: bool
-    """The request is the test of a worker that comes back."""
+    """The request tests a worker after an ejection."""
     waited_s: float = 0.0
-    """How long the request stood in line for it."""
+    """Time that the request spent in the queue."""
 
     @property
     def report(self) -> WorkerReport:
-        """The worker whose slot it is."""
+        """Return the last report of the worker."""
         return self.state.report
 
     @property
     def boot(self) -> WorkerBoot:
-        """The worker in this life of it, as one that holds system prompts."""
+        """Return the worker's id and boot."""
         return self.report.worker_id, self.report.boot_id
 
 
-def serves_alike(one: WorkerReport, other: WorkerReport) -> bool:
-    """Say whether a worker takes the same requests by both reports."""
+def same_routing(one: WorkerReport, other: WorkerReport) -> bool:
+    """Return whether two reports of a worker make it eligible for the same requests."""
     return (
         (one.ready, one.draining, one.model, one.labels)
         == (other.ready, other.draining, other.model, other.labels)

@@ -1,8 +1,8 @@
-"""What a lane would cost a request, in seconds: worked out when a worker changes, not per request.
+"""Cost of a lane for one more request, in seconds: the delay until the request's first token.
 
-A cost is the time to the first token as far as it can be known here, and what the others on the
-worker lose by one more. What a request adds is its own reading alone: tokens times
-`prefill_token_s`.
+A cost includes the delay that the request causes to other requests of the worker. The terms are
+computed when a worker's report or load changes; a decision adds the prefill of the request itself,
+its prompt tokens times `prefill_token_s`.
 """
 
 from __future__ import annotations
@@ -12,53 +12,67 @@ from typing import NamedTuple
 
 from workers.protocol import LaneReport, WorkerReport
 
-# A worker that has not measured yet is taken for a Mac of the middle.
-_READ_TOKENS_S = 1000.0
-_FULL_LANE_S = 2.4
-"""What a full lane costs where nobody has measured; a row its share of that."""
+# Speed of a mid-range Mac, for workers that have not measured theirs.
+_DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
+_DEFAULT_FULL_LANE_S = 2.4
+"""Cost of a full lane without measurements; a row costs its share."""
 _ANSWER_TOKENS = 100
 _ROW_SHARE = 0.12
-"""A further row makes a step so much longer, for the newcomer and for all others."""
+"""A further row makes each step longer by this share, for all rows."""
 _OTHER_LANE_SHARE = 0.5
-"""A row of the other lane, against one of this: they take turns on one machine."""
+"""Weight of a row of another lane: the lanes take turns on one machine."""
 _NOT_PAYING_SHARE = 0.3
-"""Of the time of an answer: what is lost in a batch for which drafting does not pay any more."""
-FULL = 10
-"""As so many times its rows counts a lane that cannot take the request now."""
-# From this share of its memory on a worker has to evict, and rows begin to wait for each other.
-_CROWDED = 0.8
-_CROWDED_S = 2.0
+"""Share of an answer's time that is lost in a batch in which drafting does not pay."""
+FULL_LANE_FACTOR = 10
+"""Weight of the rows of a lane that has no free slot."""
+# Above this share of its memory a worker evicts cached prompts and rows wait for each other.
+_MEMORY_PRESSURE_SHARE = 0.8
+_MEMORY_PRESSURE_S = 2.0
 
 
 class Throughput(NamedTuple):
-    """How fast a worker is, by its last report."""
+    """Speed of a worker by its last report, as seconds per unit of work."""
 
     prefill_token_s: float
-    """A token of a prompt."""
+    """Prefill of one prompt token."""
     row_s: Mapping[str, float]
-    """By lane: what one more row costs."""
+    """Cost of one more row, by lane."""
     answer_s: Mapping[str, float]
-    """By lane: the time of an answer."""
+    """Time of one answer, by lane; 0 without measurements."""
     memory_cost_s: float
-    """What it costs that its memory is nearly full."""
+    """Cost of memory that is nearly full."""
 
 
 def throughput_of(report: WorkerReport) -> Throughput:
-    """Read from a report how fast a worker is; once for each report."""
+    """Return the speed that a worker reports."""
     rates = [lane.prefill_tokens_per_s for lane in report.lanes if lane.prefill_tokens_per_s]
     limit_bytes = report.memory_limit_bytes
     share = report.memory_bytes / limit_bytes if limit_bytes else 0.0
-    crowded = min(max(share - _CROWDED, 0.0) / (1 - _CROWDED), 1.0)
+    pressure = max(share - _MEMORY_PRESSURE_SHARE, 0.0) / (1 - _MEMORY_PRESSURE_SHARE)
     answers = {lane.name: _answer_s(lane) for lane in report.lanes}
     return Throughput(
-        1 / (max(rates) if rates else _READ_TOKENS_S),
-        {lane.name: _row_s(lane, answers[lane.name]) for lane in report.lanes},
-        answers,
-        _CROWDED_S * crowded,
+        prefill_token_s=1 / max(rates, default=_DEFAULT_PREFILL_TOKENS_PER_S),
+        row_s={lane.name: _row_s(lane, answers[lane.name]) for lane in report.lanes},
+        answer_s=answers,
+        memory_cost_s=_MEMORY_PRESSURE_S * min(pressure, 1.0),
     )
 
 
-UNMEASURED = Throughput(1 / _READ_TOKENS_S, {}, {}, 0.0)
+UNMEASURED = Throughput(1 / _DEFAULT_PREFILL_TOKENS_PER_S, {}, {}, 0.0)
+
+
+def load_cost_s(
+    throughput: Throughput, lane: LaneReport, rows: int, other_rows: int, *, drafting_pays: bool
+) -> float:
+    """Return the cost of one more request on a lane without its own prefill.
+
+    `rows` are busy in this lane, `other_rows` in the other lanes of the worker.
+    """
+    row_s = throughput.row_s.get(lane.name) or _row_s(lane, 0.0)
+    cost_s = throughput.memory_cost_s + row_s * (rows + other_rows * _OTHER_LANE_SHARE)
+    if drafting_pays:
+        return cost_s
+    return cost_s + _NOT_PAYING_SHARE * throughput.answer_s.get(lane.name, 0.0)
 
 
 def _answer_s(lane: LaneReport) -> float:
@@ -66,16 +80,4 @@ def _answer_s(lane: LaneReport) -> float:
 
 
 def _row_s(lane: LaneReport, answer_s: float) -> float:
-    return 2 * _ROW_SHARE * answer_s or _FULL_LANE_S / max(1, lane.slots)
-
-
-def load_cost_s(
-    throughput: Throughput, lane: LaneReport, rows: float, others: int, *, pays: bool
-) -> float:
-    """Tell what one more request on a lane costs, beside the reading of its own prompt.
-
-    `rows` are those of the lane, `others` those of the worker's other lanes.
-    """
-    row_s = throughput.row_s.get(lane.name) or _row_s(lane, 0.0)
-    cost_s = throughput.memory_cost_s + row_s * (rows + others * _OTHER_LANE_SHARE)
-    return cost_s if pays else cost_s + _NOT_PAYING_SHARE * throughput.answer_s.get(lane.name, 0.0)
+    return 2 * _ROW_SHARE * answer_s or _DEFAULT_FULL_LANE_S / max(1, lane.slots)

@@ -92,9 +92,7 @@ class PrefixIndex:
             return fleet
         now_s = self._clock()
         holders = frozenset([holding for holding, until_s in claims.items() if until_s > now_s])
-        tokens = self._tokens.get(name, 0)
-        workers, known_models, rows, places, at_s, _, _ = fleet
-        return FleetView(workers, known_models, rows, places, at_s, holders, tokens)
+        return fleet.with_prefix(holders, self._tokens.get(name, 0))
 
     def record_dispatch(self, name: str, holding: WorkerBoot, rules: PrefixPolicy) -> None:
         """Learn that a worker is about to read it: who asks next is to find it there."""

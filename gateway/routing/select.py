@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import log1p
 from typing import TYPE_CHECKING, NamedTuple
 
-from gateway.routing.view import FleetView, LaneCost, LaneRef, LaneView
-from gateway.types import WorkerBoot
+from gateway.routing.view import FleetView, LaneCost, LaneView
 from policies.compiler import SOMEBODY, Asker
 from policies.document import PolicyDocument
 from policies.evaluate import judge
@@ -18,279 +18,44 @@ from workers.protocol import MTP_LANE
 if TYPE_CHECKING:
     from random import Random
 
+# Reasons of a candidate beside those of `Bypass`.
 ELIGIBLE = "eligible"
-# The request may speculate and somebody could do it, but the policy sends it elsewhere.
 BY_POLICY = "policy"
-# The preferred pool was full for longer than the route lets a request wait for it alone.
+"""The request and a worker could speculate, but the policy routes the request elsewhere."""
 SPILLED = "spilled"
+"""The preferred pool stayed full for longer than the route lets a request wait for it alone."""
 
-# What a worker need not read of a system prompt counts for it only while it has a free slot and is
-# at most so much busier (1 is a full lane) than the best other: a prompt that all share would pile
-# up on one machine. `bench.fleet.sim` says how much is good.
-_HOLDERS_LEAD = 0.625
+# A cached system prompt lowers a worker's cost only while the worker has a free slot and its load
+# (1 is a full lane) is at most this much above the best other worker's: a prompt that all requests
+# share would overload one machine. `bench.fleet.sim` measures which value is good.
+_MAX_LOAD_LEAD = 0.625
 
-# Of so many requests one goes to a worker that was not heard of for so long, if there is one: how
-# fast it is, and that it works, is known from answers alone.
-_EXPLORED = 0.01
-_QUIET_S = 30.0
-_CHARS_A_TOKEN = 4
-_TOKENS_A_PICTURE = 300
-# Where neither the request nor a worker tells how long a system prompt is.
-_USUAL_SHARED_TOKENS = 2000
-# Of idle workers, each gets by weight this much dice: less than anything that is measured.
-_DICE_S = 1e-9
-
-
-class _Ranked(NamedTuple):
-    """The lanes of a pool that may take a request, by their places."""
-
-    first: int
-    scores_s: Sequence[float]
-    saved_s: Mapping[int, float]
-    """Of those that hold its system prompt: the reading that is spared."""
-    token_count: float = 0.0
-    explored: int = -1
-    """The place of one that is first for another reason than its cost."""
-
-
-_ALONE = _Ranked(0, (0.0,), {})
-_ONE: Sequence[int] = (0,)
-
-
-def decide(
-    case: RoutingRequest, fleet: FleetView, rng: Random, *, first_only: bool = False
-) -> Decision:
-    """Rank the workers that may take this request: pools in the route's order, then by cost.
-
-    A cost is in seconds: the wait, what the request takes from others, and the reading of what the
-    worker does not hold. Among equals the order is `rng`'s, so that one seed always gives one
-    decision. A speculative lane that cannot speculate now comes last: it answers plainly where
-    nobody else does. Behind the first pool that somebody serves all others are for spilling. Pools
-    that the asker may not use are as if the route did not name them. `first_only` names the first
-    alone: nearly always it takes the request, and to sort the others would take longest.
-    """
-    policy, profile, asker, pools, _ = case
-    route, bypass = judge(policy, profile, asker)
-    model, lanes_barred = profile.model, bool(bypass)
-    bypass = bypass or _fleet_bypass(fleet.lane_costs.get((model, MTP_LANE), ()))
-    spill_after_s = None if route.spill is None else route.spill.after_wait_ms / 1000
-    first_only = first_only and spill_after_s != 0
-    found: list[Candidate] = []
-    last_resort: list[Candidate] = []
-    order: Sequence[int]
-    whole = True
-    allowed = route.to if pools is None else [pool for pool in route.to if pool in pools]
-    for name in allowed:
-        spill = bool(found)
-        if spill and first_only:
-            whole = False
-            break
-        pool = policy.pools[name]
-        rows, places = _rows(fleet, model, name, pool, barred=lanes_barred)
-        if not rows:
-            continue
-        if first_only and len(rows) == 1:
-            ranked, order = _ALONE, _ONE
-        else:
-            ranked = _rank(rows, places, pool, profile, fleet, rng=rng, explores=not spill)
-            if first_only and _able(rows[ranked.first][4].lane):
-                order, whole = (ranked.first,), False
-            else:
-                order = _order(ranked, rng)
-        _, scores_s, saved_s, tokens, explored = ranked
-        for at in order:
-            _, _, read_s, _, seat = rows[at]
-            lane = seat.lane
-            able = _able(lane)
-            if able:
-                reason = SPILLED if spill else _reason(lane, bypass)
-            else:
-                reason = bypass[0].value if bypass else BY_POLICY
-            holder = at in saved_s or (ranked is _ALONE and _holds(seat, fleet))
-            own_s = tokens * read_s - saved_s.get(at, 0.0)
-            (found if able else last_resort).append(
-                Candidate(name, lane.name, seat.worker_id, reason, lane.load, able and spill,
-                          holder, scores_s[at], own_s, at == explored)
-            )  # fmt: skip
-    if found and last_resort:
-        last_resort = [one._replace(reason=SPILLED, spill=True) for one in last_resort]
-    return Decision(route.name, bypass, (*found, *last_resort), spill_after_s, not allowed, whole)
-
-
-def _fleet_bypass(rows: Sequence[LaneCost]) -> tuple[Bypass, ...]:
-    """Say why no worker could speculate, though the request may."""
-    for row in rows:
-        if row[4].lane.can_draft:
-            return ()
-    sick = any(not row[4].lane.report.head_healthy for row in rows)
-    return (Bypass.HEAD_UNHEALTHY if sick else Bypass.NO_MTP_WORKER,)
-
-
-def _able(lane: LaneView) -> bool:
-    """Say whether a lane is what it is called: a speculative one speculates."""
-    return lane.can_draft or lane.name != MTP_LANE
-
-
-def _rows(
-    fleet: FleetView, model: str, name: str, pool: Pool, *, barred: bool
-) -> tuple[tuple[LaneCost, ...], Mapping[str, int] | None]:
-    """List the lanes of a pool that may take the request, and where each worker stands there.
-
-    `forbidden`: the request cannot speculate. No places are given where a pool has lanes of its own
-    choice, since nobody has kept those.
-    """
-    found: tuple[LaneCost, ...] = ()
-    places = None
-    # A lane named as the pool belongs to it: so it is with workers that are listed by hand.
-    lanes = pool.lanes
-    for lane in lanes if name in lanes else (*lanes, name):
-        # Whatever a policy says, the speculative lane only takes what it can do.
-        if barred and lane == MTP_LANE:
-            continue
-        asked = model, lane
-        if rows := fleet.lane_costs.get(asked):
-            places = None if found else fleet.positions[asked]
-            found = found + rows if found else rows
-    if pool.workers is None:
-        return found, places
-    return tuple([row for row in found if pool.takes(row[4].labels, row[4].models)]), None
-
-
-def _rank(
-    rows: Sequence[LaneCost],
-    places: Mapping[str, int] | None,
-    pool: Pool,
-    profile: RequestProfile,
-    fleet: FleetView,
-    *,
-    rng: Random,
-    explores: bool,
-) -> _Ranked:
-    """Tell what each lane of a pool costs, each for its weight, and which is the first."""
-    now_s, holders = fleet.now_s, fleet.prefix_boots
-    tokens = profile.text_chars / _CHARS_A_TOKEN
-    if profile.media:
-        tokens += profile.media_count * _TOKENS_A_PICTURE
-    shared_tokens = 0.0
-    if holders:
-        shared_tokens = fleet.prefix_tokens or tokens or _USUAL_SHARED_TOKENS
-        tokens = max(tokens, shared_tokens)
-    if pool.weights:
-        scores_s = _weighted(rows, pool, tokens, now_s, rng)
-    else:
-        scores_s = [
-            cost_s + tokens * read_s
-            if until_s <= now_s
-            else cost_s + tokens * read_s + until_s - now_s
-            for cost_s, until_s, read_s, _, _ in rows
-        ]
-    least_s = min(scores_s)
-    first = scores_s.index(least_s)
-    saved_s: dict[int, float] = {}
-    if holders:
-        saved_s = _saved_s(rows, places, rows[first][4].lane.load, shared_tokens, holders)
-        for at, seconds in saved_s.items():
-            scores_s[at] -= seconds
-            if scores_s[at] < least_s:
-                least_s, first = scores_s[at], at
-    if scores_s.count(least_s) > 1:
-        equals = [at for at, score_s in enumerate(scores_s) if score_s == least_s]
-        first = rng.choice(equals)
-    explored = -1
-    if explores and len(rows) > 1 and rng.random() < _EXPLORED:
-        explored = _quiet(rows, now_s, rng)
-        if explored >= 0:
-            first = explored
-    return _Ranked(first, scores_s, saved_s, tokens, explored)
-
-
-def _order(ranked: _Ranked, rng: Random) -> list[int]:
-    """Order all places by cost behind the first."""
-    scores_s, throw = ranked.scores_s, rng.random
-    dice = [throw() for _ in scores_s]
-    order = [at for _, _, at in sorted(zip(scores_s, dice, range(len(dice)), strict=True))]
-    order.remove(ranked.first)
-    return [ranked.first, *order]
-
-
-def _weighted(
-    rows: Sequence[LaneCost], pool: Pool, tokens: float, now_s: float, rng: Random
-) -> list[float]:
-    """Score lanes so that of two workers the one of twice the weight has twice the load."""
-    scores_s = []
-    for cost_s, until_s, read_s, _, seat in rows:
-        weight = pool.weight(seat.labels)
-        # Idle workers get their shares too: of numbers that fall off exponentially, the least is a
-        # worker's as often as its weight says.
-        dice_s = -log1p(-rng.random()) * _DICE_S
-        scores_s.append((cost_s + max(until_s - now_s, 0.0) + dice_s) / weight + tokens * read_s)
-    return scores_s
-
-
-def _saved_s(
-    rows: Sequence[LaneCost],
-    places: Mapping[str, int] | None,
-    best: float,
-    shared_tokens: float,
-    holders: frozenset[WorkerBoot],
-) -> dict[int, float]:
-    """Say what those who hold the system prompt need not read, by their places.
-
-    Nothing for one that is much busier than the best, or full: that is no reason to wait there.
-    """
-    held: Iterable[int]
-    if places is None:
-        ids = [worker_id for worker_id, _ in holders]
-        held = [at for at, row in enumerate(rows) if row[4].worker_id in ids]
-    else:
-        held = [places[worker_id] for worker_id, _ in holders if worker_id in places]
-    saved_s = {}
-    for at in held:
-        _, _, read_s, _, seat = rows[at]
-        if (seat.worker_id, seat.boot_id) in holders:
-            lane = seat.lane
-            ahead = lane.in_flight < lane.slots and lane.load <= best + _HOLDERS_LEAD
-            saved_s[at] = shared_tokens * read_s if ahead else 0.0
-    return saved_s
-
-
-def _holds(seat: LaneRef, fleet: FleetView) -> bool:
-    return (seat.worker_id, seat.boot_id) in fleet.prefix_boots
-
-
-def _quiet(rows: Sequence[LaneCost], now_s: float, rng: Random) -> int:
-    """Find one with a free slot that was not heard of for a while; -1 where there is none."""
-    quiet = [
-        at
-        for at, (_, _, _, heard_s, seat) in enumerate(rows)
-        if heard_s + _QUIET_S < now_s and seat.lane.in_flight < seat.lane.slots
-    ]
-    return rng.choice(quiet) if quiet else -1
-
-
-def _reason(lane: LaneView, bypass: tuple[Bypass, ...]) -> str:
-    if bypass:
-        return bypass[0].value
-    if lane.name != MTP_LANE:
-        return BY_POLICY
-    # What the lane has measured counts for the batch that this request would be part of.
-    return ELIGIBLE if lane.drafting_pays else Bypass.MTP_NOT_PAYING.value
+# This share of requests goes to a worker without an answer for so long, if there is one: only
+# answers show that a worker works, and how fast.
+_EXPLORED_SHARE = 0.01
+_UNPROVEN_AFTER_S = 30.0
+_CHARS_PER_TOKEN = 4
+_TOKENS_PER_IMAGE = 300
+# Length of a system prompt that neither the request nor a worker reveals.
+_DEFAULT_PREFIX_TOKENS = 2000
+# Scale of the random term by which idle workers are chosen by weight: below any measured cost.
+_TIE_BREAK_S = 1e-9
 
 
 class RoutingRequest(NamedTuple):
-    """What one request is decided by to its end; a policy that comes later is for later ones."""
+    """Input of a decision; a request keeps its policy when a newer version comes into force."""
 
     policy: PolicyDocument
     profile: RequestProfile
     asker: Asker = SOMEBODY
     allowed_pools: frozenset[str] | None = None
-    """Those that the asker may use; None: all."""
+    """Pools that the API key may use; None: all."""
     prefix_key: str = ""
-    """The name of its system prompt; empty where there is none worth looking for."""
+    """Key of the system prompt; empty without one that is worth caching."""
 
 
 class Candidate(NamedTuple):
-    """One lane that may take the request, and why it would be that one."""
+    """One lane that may take the request, and why it would."""
 
     pool: str
     lane: str
@@ -298,26 +63,298 @@ class Candidate(NamedTuple):
     reason: str
     load: float
     spill: bool = False
-    """Only once the request has waited for those before, as long as the route says."""
+    """Used only after the request has waited for the preferred pool as long as the route says."""
     prefix_cached: bool = False
-    """It holds the system prompt of the request."""
+    """The worker has the system prompt of the request cached."""
     score_s: float = 0.0
-    """What the request would cost there, in seconds: the least comes first."""
+    """Cost of the request there, in seconds, by weight: the least is first."""
     prefill_s: float = 0.0
-    """Of these, the reading of what the worker does not hold."""
+    """Part of it: the prefill of the tokens that the worker has not cached."""
     explored: bool = False
-    """First because nobody has heard of it for a while, not because it costs least."""
+    """First because it has not answered for a while, not because it costs least."""
 
 
 class Decision(NamedTuple):
-    """Who may take a request, best first; nobody when `candidates` is empty."""
+    """Candidates for a request, best first; empty if no worker can take it."""
 
     route: str
     bypass: tuple[Bypass, ...]
     candidates: tuple[Candidate, ...]
     spill_after_s: float | None = None
-    """None: it never spills."""
+    """None: the route never spills."""
     forbidden: bool = False
-    """The key may use none of the route's pools."""
+    """The API key may use none of the route's pools."""
     complete: bool = True
-    """All are named who may take it; otherwise the best few."""
+    """All candidates are listed, not just the best ones."""
+
+
+@dataclass(slots=True)
+class _Ranking:
+    """Result of ranking the lanes of one pool; lanes are given by their index."""
+
+    order: Sequence[int]
+    """Best first; the best alone where that is enough."""
+    scores_s: Sequence[float]
+    saved_s: Mapping[int, float]
+    """Prefill time saved by the lanes whose worker has the system prompt cached."""
+    prompt_tokens: float = 0.0
+    explored: int | None = None
+    """Lane that is first for another reason than its cost."""
+
+
+_ONLY_LANE = _Ranking(order=(0,), scores_s=(0.0,), saved_s={})
+_ONLY_LANE_CACHED = _Ranking(order=(0,), scores_s=(0.0,), saved_s={0: 0.0})
+
+
+def decide(
+    request: RoutingRequest, fleet: FleetView, rng: Random, *, first_only: bool = False
+) -> Decision:
+    """Rank the lanes that may take a request: pools in the route's order, then by cost.
+
+    `rng` orders lanes of equal cost, so that one seed always gives one decision. A speculative lane
+    that cannot speculate now comes last: it answers without drafts if no other lane can. Pools
+    after the first with a worker are for spilling. `first_only` ranks the best lane alone: nearly
+    always it takes the request, and sorting the others would take most of the time.
+    """
+    policy, profile = request.policy, request.profile
+    route, bypass = judge(policy, profile, request.asker)
+    speculation_barred = bool(bypass)
+    bypass = bypass or _fleet_bypass(fleet, profile.model)
+    spill_after_s = None if route.spill is None else route.spill.after_wait_ms / 1000
+    first_only = first_only and spill_after_s != 0
+    pools: Collection[str] = route.to
+    if request.allowed_pools is not None:
+        pools = [name for name in route.to if name in request.allowed_pools]
+    found: list[Candidate] = []
+    last_resort: list[Candidate] = []
+    complete = True
+    for name in pools:
+        spill = bool(found)
+        if spill and first_only:
+            complete = False
+            break
+        pool = policy.pools[name]
+        costs, positions = _pool_lanes(
+            fleet, profile.model, name, pool, speculation_barred=speculation_barred
+        )
+        if not costs:
+            continue
+        ranking = _rank(
+            costs,
+            positions,
+            pool,
+            profile,
+            fleet,
+            rng=rng,
+            explore=not spill,
+            first_only=first_only,
+        )
+        complete = complete and len(ranking.order) == len(costs)
+        capable, incapable = _candidates(name, costs, ranking, bypass, spill=spill)
+        found += capable
+        last_resort += incapable
+    if found and last_resort:
+        last_resort = [one._replace(reason=SPILLED, spill=True) for one in last_resort]
+    candidates = (*found, *last_resort)
+    return Decision(route.name, bypass, candidates, spill_after_s, not pools, complete)
+
+
+def _fleet_bypass(fleet: FleetView, model: str) -> tuple[Bypass, ...]:
+    """Return why no worker of a model can speculate; empty if one can."""
+    costs = fleet.lane_costs.get((model, MTP_LANE), ())
+    for cost in costs:
+        if cost.ref.lane.can_draft:
+            return ()
+    unhealthy = any(not cost.ref.lane.report.head_healthy for cost in costs)
+    return (Bypass.HEAD_UNHEALTHY if unhealthy else Bypass.NO_MTP_WORKER,)
+
+
+def _pool_lanes(
+    fleet: FleetView, model: str, name: str, pool: Pool, *, speculation_barred: bool
+) -> tuple[tuple[LaneCost, ...], Mapping[str, int] | None]:
+    """Return the lanes of a pool that serve a model, and the index of each worker.
+
+    The index is None where the pool merges or filters lanes, since the snapshot has none for that.
+    """
+    found: tuple[LaneCost, ...] = ()
+    positions = None
+    # A lane with the pool's name belongs to the pool: static workers have such lanes.
+    lanes = pool.lanes if name in pool.lanes else (*pool.lanes, name)
+    for lane in lanes:
+        # Whatever a policy says, the speculative lane takes only requests that can speculate.
+        if speculation_barred and lane == MTP_LANE:
+            continue
+        key = model, lane
+        if costs := fleet.lane_costs.get(key):
+            positions = None if found else fleet.positions[key]
+            found = found + costs if found else costs
+    if pool.workers is None:
+        return found, positions
+    return tuple([cost for cost in found if pool.takes(cost.ref.labels, cost.ref.models)]), None
+
+
+def _rank(
+    costs: Sequence[LaneCost],
+    positions: Mapping[str, int] | None,
+    pool: Pool,
+    profile: RequestProfile,
+    fleet: FleetView,
+    *,
+    rng: Random,
+    explore: bool,
+    first_only: bool,
+) -> _Ranking:
+    """Rank the lanes of a pool by their cost for this request."""
+    if first_only and len(costs) == 1:
+        return _ONLY_LANE_CACHED if _is_cached(costs[0], fleet) else _ONLY_LANE
+    tokens, prefix_tokens = _prompt_tokens(profile, fleet)
+    scores_s = _scores_s(costs, pool, tokens, fleet.now_s, rng)
+    first = scores_s.index(min(scores_s))
+    saved_s: Mapping[int, float] = {}
+    if fleet.prefix_boots:
+        saved_s = _saved_s(costs, positions, costs[first].ref.lane.load, prefix_tokens, fleet)
+        for index, seconds in saved_s.items():
+            scores_s[index] -= seconds
+            if scores_s[index] < scores_s[first]:
+                first = index
+    least_s = scores_s[first]
+    if scores_s.count(least_s) > 1:
+        first = rng.choice([at for at, score_s in enumerate(scores_s) if score_s == least_s])
+    explored = None
+    if explore and len(costs) > 1 and rng.random() < _EXPLORED_SHARE:
+        explored = _unproven(costs, fleet.now_s, rng)
+        first = first if explored is None else explored
+    if first_only and _is_capable(costs[first].ref.lane):
+        order = [first]
+    else:
+        order = _order(first, scores_s, rng)
+    return _Ranking(order, scores_s, saved_s, tokens, explored)
+
+
+def _prompt_tokens(profile: RequestProfile, fleet: FleetView) -> tuple[float, float]:
+    """Return the estimated tokens of a prompt, and those of the prefix that workers have cached."""
+    tokens = profile.text_chars / _CHARS_PER_TOKEN
+    if profile.media:
+        tokens += profile.media_count * _TOKENS_PER_IMAGE
+    if not fleet.prefix_boots:
+        return tokens, 0.0
+    prefix_tokens = fleet.prefix_tokens or tokens or _DEFAULT_PREFIX_TOKENS
+    return max(tokens, prefix_tokens), prefix_tokens
+
+
+def _scores_s(
+    costs: Sequence[LaneCost], pool: Pool, tokens: float, now_s: float, rng: Random
+) -> list[float]:
+    """Return the cost of the request at each lane, by weight, with its whole prefill."""
+    if pool.weights:
+        return [
+            _weighted_s(cost, pool.weight(cost.ref.labels), tokens, now_s, rng) for cost in costs
+        ]
+    return [
+        cost.load_cost_s + tokens * cost.prefill_token_s
+        if cost.prefill_until_s <= now_s
+        else cost.load_cost_s + tokens * cost.prefill_token_s + cost.prefill_until_s - now_s
+        for cost in costs
+    ]
+
+
+def _weighted_s(cost: LaneCost, weight: float, tokens: float, now_s: float, rng: Random) -> float:
+    """Return a score by which a worker of twice the weight gets twice the load."""
+    wait_s = max(cost.prefill_until_s - now_s, 0.0)
+    # Idle workers get requests by weight too: of exponentially distributed numbers, a worker's is
+    # the least as often as its weight says.
+    tie_break_s = -log1p(-rng.random()) * _TIE_BREAK_S
+    return (cost.load_cost_s + wait_s + tie_break_s) / weight + tokens * cost.prefill_token_s
+
+
+def _saved_s(
+    costs: Sequence[LaneCost],
+    positions: Mapping[str, int] | None,
+    best_load: float,
+    prefix_tokens: float,
+    fleet: FleetView,
+) -> dict[int, float]:
+    """Return the prefill time that each worker with the system prompt cached would save.
+
+    A worker that is full or much busier than the best saves nothing: waiting there is no gain.
+    """
+    worker_ids = [worker_id for worker_id, _ in fleet.prefix_boots]
+    if positions is None:
+        indexes = [at for at, cost in enumerate(costs) if cost.ref.worker_id in worker_ids]
+    else:
+        indexes = [positions[worker_id] for worker_id in worker_ids if worker_id in positions]
+    saved_s = {}
+    for index in indexes:
+        cost = costs[index]
+        if _is_cached(cost, fleet):
+            lane = cost.ref.lane
+            worthwhile = lane.in_flight < lane.slots and lane.load <= best_load + _MAX_LOAD_LEAD
+            saved_s[index] = prefix_tokens * cost.prefill_token_s if worthwhile else 0.0
+    return saved_s
+
+
+def _is_cached(cost: LaneCost, fleet: FleetView) -> bool:
+    """Return whether the worker has the system prompt cached, in its present boot."""
+    return (cost.ref.worker_id, cost.ref.boot_id) in fleet.prefix_boots
+
+
+def _unproven(costs: Sequence[LaneCost], now_s: float, rng: Random) -> int | None:
+    """Choose a lane with a free slot whose worker has not answered for a while, if there is one."""
+    unproven = [
+        index
+        for index, cost in enumerate(costs)
+        if cost.answered_at_s + _UNPROVEN_AFTER_S < now_s
+        and cost.ref.lane.in_flight < cost.ref.lane.slots
+    ]
+    return rng.choice(unproven) if unproven else None
+
+
+def _order(first: int, scores_s: Sequence[float], rng: Random) -> list[int]:
+    """Order all lanes by score, equal ones at random, after the first."""
+    throw = rng.random
+    tie_breaks = [throw() for _ in scores_s]
+    ranked = sorted(zip(scores_s, tie_breaks, range(len(scores_s)), strict=True))
+    return [first, *[index for _, _, index in ranked if index != first]]
+
+
+def _candidates(
+    pool: str,
+    costs: Sequence[LaneCost],
+    ranking: _Ranking,
+    bypass: tuple[Bypass, ...],
+    *,
+    spill: bool,
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the candidates of a pool in their order, the incapable ones apart."""
+    candidates: list[Candidate] = []
+    incapable: list[Candidate] = []
+    for index in ranking.order:
+        cost = costs[index]
+        lane, worker_id = cost.ref.lane, cost.ref.worker_id
+        capable = _is_capable(lane)
+        reason = SPILLED if spill and capable else _reason(lane, bypass)
+        prefix_cached = index in ranking.saved_s
+        score_s = ranking.scores_s[index]
+        prefill_s = ranking.prompt_tokens * cost.prefill_token_s - ranking.saved_s.get(index, 0.0)
+        # By position: keywords would triple the time of this.
+        candidate = Candidate(
+            pool, lane.name, worker_id, reason, lane.load, capable and spill, prefix_cached,
+            score_s, prefill_s, index == ranking.explored,
+        )  # fmt: skip
+        (candidates if capable else incapable).append(candidate)
+    return candidates, incapable
+
+
+def _is_capable(lane: LaneView) -> bool:
+    """Return whether a lane does what its name says: a speculative one can draft."""
+    return lane.can_draft or lane.name != MTP_LANE
+
+
+def _reason(lane: LaneView, bypass: tuple[Bypass, ...]) -> str:
+    """Return why the request would go to a lane of its preferred pool."""
+    if bypass:
+        return bypass[0].value
+    if lane.name != MTP_LANE or not lane.can_draft:
+        return BY_POLICY
+    # The lane's measurement for the batch that this request would join.
+    return ELIGIBLE if lane.drafting_pays else Bypass.MTP_NOT_PAYING.value

@@ -1,36 +1,43 @@
-"""The fleet as routing decisions read it: workers, their lanes, and what a request costs there."""
+"""Snapshots of the fleet for routing decisions: workers, lanes, and the cost terms of each lane.
+
+A snapshot is a value that no code changes. Its classes are not frozen, because each request makes
+and reads some: a frozen dataclass takes four times as long to make, a named tuple twice as long to
+read.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, Self
+from dataclasses import dataclass
+from typing import Self
 
-from gateway.routing.cost import FULL, UNMEASURED, Throughput, load_cost_s
+from gateway.routing.cost import FULL_LANE_FACTOR, UNMEASURED, Throughput, load_cost_s
 from gateway.types import WorkerBoot
 from workers.protocol import LaneReport
 
 
-class LaneView(NamedTuple):
-    """One lane of one worker as routing sees it."""
+@dataclass(slots=True)
+class LaneView:
+    """Snapshot of one lane of one worker."""
 
     name: str
     in_flight: int
-    """Sent by this gateway and not yet answered; counted at dispatch, not from reports."""
+    """Requests of this gateway, counted at dispatch and not taken from reports."""
     slots: int
     load: float
-    """Busy rows over all rows; above 1 something waits."""
+    """Busy rows over all rows; above 1 requests wait in the worker."""
     can_draft: bool
-    """It has an MTP head that is on and healthy."""
+    """The lane has an MTP head that is on and healthy."""
     drafting_pays: bool
-    """Drafting is worth it in the batch that one more request would be part of."""
+    """Drafting is faster in the batch that one more request would join."""
     busy_rows: int
-    """Busy ones, those of other gateways too."""
+    """Rows in use, those of other gateways included."""
     report: LaneReport
 
     @classmethod
-    def of(cls, report: LaneReport, in_flight: int, of_others: int = 0) -> Self:
-        """Look at a lane that has so many requests now, beside those of other gateways."""
-        rows = in_flight + of_others
+    def of(cls, report: LaneReport, in_flight: int, remote_requests: int = 0) -> Self:
+        """Return the view of a lane that has `in_flight` requests of this gateway."""
+        rows = in_flight + remote_requests
         return cls(
             report.name,
             in_flight,
@@ -43,8 +50,9 @@ class LaneView(NamedTuple):
         )
 
 
-class LaneRef(NamedTuple):
-    """One lane of one worker, with what decisions ask of the worker."""
+@dataclass(slots=True)
+class LaneRef:
+    """One lane together with the properties of its worker that decisions read."""
 
     worker_id: str
     boot_id: str
@@ -53,24 +61,37 @@ class LaneRef(NamedTuple):
     lane: LaneView
 
 
-LaneCost = tuple[float, float, float, float, LaneRef]
-"""What a decision looks at of all lanes there are, and therefore a plain tuple: what one more
-request costs there beside its own reading, until when the worker reads what it has, how long it
-reads a token, when it answered last (all in seconds), and the seat."""
-LaneCosts = Mapping[tuple[str, str], tuple[LaneCost, ...]]
-"""By model and lane."""
-Places = Mapping[tuple[str, str], Mapping[str, int]]
-"""The same by worker: which of the rows is its own."""
+@dataclass(slots=True)
+class LaneCost:
+    """Cost terms of one lane, in seconds."""
+
+    ref: LaneRef
+    load_cost_s: float
+    """Delay by the requests that the worker has, and the delay that one more causes them."""
+    prefill_token_s: float
+    """Prefill time of one prompt token."""
+    prefill_until_s: float
+    """Time at which the worker finishes the prefill of the prompts that it has."""
+    answered_at_s: float
+    """Time of the last answer."""
 
 
-class WorkerView(NamedTuple):
-    """One worker that takes requests now."""
+LaneKey = tuple[str, str]
+"""Model and name of a lane."""
+LaneCosts = Mapping[LaneKey, tuple[LaneCost, ...]]
+LanePositions = Mapping[LaneKey, Mapping[str, int]]
+"""Index of each worker, by id, in the tuple of `LaneCosts`."""
+
+
+@dataclass(slots=True)
+class WorkerView:
+    """Snapshot of one worker that accepts requests."""
 
     worker_id: str
     models: tuple[str, ...]
     lanes: tuple[LaneView, ...]
     lane_costs: tuple[LaneCost, ...]
-    """One for each lane."""
+    """One for each lane, in the same order."""
     labels: tuple[str, ...] = ()
     boot_id: str = ""
 
@@ -84,85 +105,98 @@ class WorkerView(NamedTuple):
         boot_id: str = "",
         *,
         throughput: Throughput = UNMEASURED,
-        reads_until_s: float = 0.0,
-        heard_s: float = 0.0,
+        prefill_until_s: float = 0.0,
+        answered_at_s: float = 0.0,
     ) -> Self:
-        """Look at a worker of these lanes: they share one machine."""
-        busy = 0
-        for lane in lanes:
-            busy += lane.busy_rows
-        rows = [
-            (
-                load_cost_s(
+        """Return the view of a worker; its lanes share one machine."""
+        busy_rows = sum([lane.busy_rows for lane in lanes])
+        costs = [
+            LaneCost(
+                ref=LaneRef(worker_id, boot_id, labels, models, lane),
+                load_cost_s=load_cost_s(
                     throughput,
                     lane.report,
-                    lane.busy_rows if lane.in_flight < lane.slots else lane.busy_rows * FULL,
-                    busy - lane.busy_rows,
-                    pays=lane.drafting_pays,
-                )
-                if busy or not lane.drafting_pays
-                else throughput.memory_cost_s,
-                reads_until_s,
-                throughput.prefill_token_s,
-                heard_s,
-                LaneRef(worker_id, boot_id, labels, models, lane),
+                    lane.busy_rows * (1 if lane.in_flight < lane.slots else FULL_LANE_FACTOR),
+                    busy_rows - lane.busy_rows,
+                    drafting_pays=lane.drafting_pays,
+                ),
+                prefill_token_s=throughput.prefill_token_s,
+                prefill_until_s=prefill_until_s,
+                answered_at_s=answered_at_s,
             )
             for lane in lanes
         ]
-        return cls(worker_id, models, lanes, tuple(rows), labels, boot_id)
+        return cls(worker_id, models, lanes, tuple(costs), labels, boot_id)
 
-    def at_time(self, reads_until_s: float, heard_s: float) -> WorkerView:
-        """Give the same worker with as many requests, at another moment."""
-        worker_id, models, lanes, before, labels, boot_id = self
-        rows = [
-            (cost_s, reads_until_s, read_s, heard_s, seat) for cost_s, _, read_s, _, seat in before
+    def at_time(self, prefill_until_s: float, answered_at_s: float) -> WorkerView:
+        """Return a view with the same requests and these times."""
+        costs = [
+            LaneCost(
+                cost.ref, cost.load_cost_s, cost.prefill_token_s, prefill_until_s, answered_at_s
+            )
+            for cost in self.lane_costs
         ]
-        return WorkerView(worker_id, models, lanes, tuple(rows), labels, boot_id)
+        return WorkerView(
+            self.worker_id, self.models, self.lanes, tuple(costs), self.labels, self.boot_id
+        )
 
 
-class FleetView(NamedTuple):
-    """The fleet at one moment, for decisions. Make it with `of`."""
+@dataclass(slots=True)
+class FleetView:
+    """Snapshot of the fleet for decisions. Construct it with `of`."""
 
     workers: tuple[WorkerView, ...]
-    """Those that take requests now."""
+    """Workers that accept requests."""
     known_models: frozenset[str]
-    """All that were ever served here: a model whose only worker restarts is not unknown."""
+    """Models that this gateway has seen served: a restart does not make a model unknown."""
     lane_costs: LaneCosts
-    positions: Places
+    positions: LanePositions
     now_s: float = 0.0
-    """The moment, on the clock by which workers read and are heard."""
+    """Time of the snapshot, on the clock of `LaneCost`."""
     prefix_boots: frozenset[WorkerBoot] = frozenset()
-    """Those that hold the system prompt of the request that is to be decided."""
+    """Boots that have the request's system prompt cached."""
     prefix_tokens: int = 0
-    """What they need not read of it; 0 where no worker has counted it yet."""
+    """Cached tokens of that prompt as a worker counted them; 0 if none has."""
 
     @classmethod
     def of(
         cls, workers: tuple[WorkerView, ...], known_models: frozenset[str], now_s: float = 0.0
     ) -> Self:
-        """Look at these workers."""
-        rows = rows_of(workers)
-        return cls(workers, known_models, rows, places_of(rows), now_s)
+        """Return the view of these workers."""
+        costs = costs_by_lane(workers)
+        return cls(workers, known_models, costs, lane_positions(costs), now_s)
+
+    def with_prefix(self, boots: frozenset[WorkerBoot], tokens: int) -> FleetView:
+        """Return the same fleet with the boots that have a request's system prompt cached."""
+        return FleetView(
+            self.workers,
+            self.known_models,
+            self.lane_costs,
+            self.positions,
+            self.now_s,
+            boots,
+            tokens,
+        )
 
     @property
     def served_models(self) -> frozenset[str]:
-        """Name the models that can answer now."""
+        """Return the models that a worker serves now."""
         return frozenset([model for model, _ in self.lane_costs])
 
 
-def rows_of(workers: Iterable[WorkerView]) -> LaneCosts:
-    """Sort the lanes of workers by what they are asked for."""
-    rows: dict[tuple[str, str], list[LaneCost]] = {}
+def costs_by_lane(workers: Iterable[WorkerView]) -> LaneCosts:
+    """Group the lanes of workers by model and name."""
+    costs: dict[LaneKey, list[LaneCost]] = {}
     for worker in workers:
         for model in worker.models:
-            for row in worker.lane_costs:
-                rows.setdefault((model, row[4].lane.name), []).append(row)
-    return {asked: tuple(found) for asked, found in rows.items()}
+            for cost in worker.lane_costs:
+                costs.setdefault((model, cost.ref.lane.name), []).append(cost)
+    return {key: tuple(group) for key, group in costs.items()}
 
 
-def places_of(rows: LaneCosts) -> Places:
-    """Tell where among the rows each worker stands; that changes only with who is there."""
+def lane_positions(costs: LaneCosts) -> LanePositions:
+    """Return the index of each worker in each group; it changes only when workers come or go."""
     return {
-        asked: {row[4].worker_id: place for place, row in enumerate(found)}
-        for asked, found in rows.items()
+        key: {cost.ref.worker_id: index for index, cost in enumerate(group)}
+        for key, group in costs.items()
     }

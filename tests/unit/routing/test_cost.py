@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -50,11 +51,12 @@ def mac(
     said = report(name, **told)
     lanes = tuple(LaneView.of(lane, busy) for lane in said.lanes)
     return WorkerView.of(name, ("demo",), lanes, (), "1", throughput=throughput_of(said),
-                         heard_s=heard_s, reads_until_s=NOW_S + reads_for_s)  # fmt: skip
+                         answered_at_s=heard_s, prefill_until_s=NOW_S + reads_for_s)  # fmt: skip
 
 
 def seen(*macs: WorkerView, holders: str = "", shared_tokens: int = 0) -> FleetView:
-    return FleetView.of(macs, frozenset(("demo",)))._replace(
+    return replace(
+        FleetView.of(macs, frozenset(("demo",))),
         now_s=NOW_S,
         prefix_boots=frozenset((name, "1") for name in holders),
         prefix_tokens=shared_tokens,
@@ -213,7 +215,7 @@ class TestFleet:
 
     def reads_for_s(self, fleet: WorkerRegistry) -> float:
         view = fleet.view()
-        return max(0.0, view.workers[0].lane_costs[0][1] - view.now_s)
+        return max(0.0, view.workers[0].lane_costs[0].prefill_until_s - view.now_s)
 
     def test_rows_of_other_gateways_count_and_its_own_never_twice(
         self, fleet: WorkerRegistry
@@ -267,5 +269,5 @@ class TestFleet:
             ) is not None:
                 leases.append(lease)
             kept = fleet.view()
-            fleet._sight.until_s = float("-inf")
+            fleet._views.invalidate()
             assert kept == fleet.view(), step

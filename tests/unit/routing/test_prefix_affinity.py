@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -101,7 +102,7 @@ def worker_of(holding: tuple[str, str], in_flight: int = 0) -> WorkerView:
 
 
 def first_of(*workers: WorkerView, seed: int = 0) -> str:
-    fleet = FleetView.of(workers, frozenset(("demo",)))._replace(prefix_boots=frozenset((STUDIO,)))
+    fleet = replace(FleetView.of(workers, frozenset(("demo",))), prefix_boots=frozenset((STUDIO,)))
     return decide(CASE, fleet, Random(seed)).candidates[0].worker_id
 
 
@@ -134,7 +135,7 @@ def test_holders_change_the_order_and_never_who_may_answer(
 ) -> None:
     workers = tuple(worker_of((f"mac-{n}", "1"), count) for n, count in enumerate(busy))
     plain = FleetView.of(workers, frozenset(("demo",)))
-    marked = plain._replace(prefix_boots=frozenset((f"mac-{n}", "1") for n in held))
+    marked = replace(plain, prefix_boots=frozenset((f"mac-{n}", "1") for n in held))
     without, found = (decide(CASE, fleet, Random(seed)).candidates for fleet in (plain, marked))
     assert {one.worker_id for one in without} == {one.worker_id for one in found}
     assert {one.worker_id for one in found if one.prefix_cached} <= {f"mac-{n}" for n in held}
