@@ -23,7 +23,7 @@ Text = Annotated[str, Field(min_length=1, max_length=128)]
 """What others named: keys, teams, values of headers."""
 
 
-def listed(value: object) -> object:
+def as_list(value: object) -> object:
     """Take one text for a list of it, as people write it."""
     return [value] if isinstance(value, str) else value
 
@@ -32,23 +32,23 @@ Names = Annotated[
     tuple[Name, ...],
     Field(strict=False, min_length=1),
     BeforeValidator(
-        listed, json_schema_input_type=Name | Annotated[list[Name], Field(min_length=1)]
+        as_list, json_schema_input_type=Name | Annotated[list[Name], Field(min_length=1)]
     ),
 ]
 Texts = Annotated[
     tuple[Text, ...],
     Field(strict=False, min_length=1),
     BeforeValidator(
-        listed, json_schema_input_type=Text | Annotated[list[Text], Field(min_length=1)]
+        as_list, json_schema_input_type=Text | Annotated[list[Text], Field(min_length=1)]
     ),
 ]
 
 
-SAYS_SOMETHING = ConfigDict(json_schema_extra={"minProperties": 1})
+NON_EMPTY = ConfigDict(json_schema_extra={"minProperties": 1})
 """Of a part that means nothing when it is empty; it checks that itself."""
 
 
-class Part(BaseModel):
+class Section(BaseModel):
     """A part of the document: it refuses what it does not know, and what is left empty."""
 
     model_config = ConfigDict(

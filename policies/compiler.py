@@ -26,7 +26,7 @@ from policies.sections import ModelPolicy
 _NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 
 
-class Asker(NamedTuple):
+class CallerAttributes(NamedTuple):
     """One asker at one moment."""
 
     key: str = ""
@@ -38,22 +38,22 @@ class Asker(NamedTuple):
     """Local time of the gateway, from Monday 00:00."""
 
 
-SOMEBODY = Asker()
+ANONYMOUS = CallerAttributes()
 """Nothing is known of them."""
 
 
-class Look(NamedTuple):
+class MatchInput(NamedTuple):
     """One request at one moment, as conditions see it."""
 
     profile: RequestProfile
-    asker: Asker
+    caller: CallerAttributes
     mtp_eligible: bool
 
 
-Routes = int
+RouteSet = int
 """A set of routes: bit i stands for the route of index i."""
-Question = Callable[[Look], Routes]
-_Read = Callable[[Look], Any]
+Matcher = Callable[[MatchInput], RouteSet]
+_Read = Callable[[MatchInput], Any]
 _FLAGS: tuple[tuple[str, _Read], ...] = (
     ("mtp_eligible", attrgetter("mtp_eligible")),
     ("greedy", attrgetter("profile.sampling.greedy")),
@@ -74,16 +74,16 @@ _NUMBERS: tuple[tuple[str, _Read], ...] = (
 )
 _NAMES: tuple[tuple[str, _Read], ...] = (
     ("model", attrgetter("profile.model")),
-    ("key", attrgetter("asker.key")),
-    ("team", attrgetter("asker.team")),
+    ("key", attrgetter("caller.key")),
+    ("team", attrgetter("caller.team")),
 )
 
 
-class Compiled(NamedTuple):
+class CompiledPolicy(NamedTuple):
     """All that can be worked out of a document before the first request comes."""
 
-    all_routes: Routes
-    questions: tuple[Question, ...]
+    all_routes: RouteSet
+    matchers: tuple[Matcher, ...]
     aliases: Mapping[str, str]
     """Alias -> model."""
     sampling: Mapping[str, SamplingDefaults]
@@ -91,20 +91,20 @@ class Compiled(NamedTuple):
     """Names of the request headers that some route asks for."""
 
 
-def compile_document(routes: Sequence[Route], models: Mapping[str, ModelPolicy]) -> Compiled:
+def compile_document(routes: Sequence[Route], models: Mapping[str, ModelPolicy]) -> CompiledPolicy:
     """Work out of the parts of a document what every request needs of them."""
     whens = [route.when for route in routes]
     headers = sorted({name for when in whens for name in when.header or ()})
-    return Compiled(
+    return CompiledPolicy(
         all_routes=(1 << len(routes)) - 1,
-        questions=tuple(question for question in _questions(whens, headers) if question),
+        matchers=tuple(question for question in _questions(whens, headers) if question),
         aliases={alias: name for name, model in models.items() for alias in model.aliases},
         sampling={name: model.sampling.defaults for name, model in models.items()},
         headers=tuple(headers),
     )
 
 
-def _questions(whens: Sequence[When], headers: Iterable[str]) -> Iterable[Question | None]:
+def _questions(whens: Sequence[When], headers: Iterable[str]) -> Iterable[Matcher | None]:
     """Give a question for each property, None where no route asks for it."""
     yield _media([when.media for when in whens])
     for name, read in _FLAGS:
@@ -120,7 +120,7 @@ def _questions(whens: Sequence[When], headers: Iterable[str]) -> Iterable[Questi
     yield _time([when.windows() for when in whens])
 
 
-def _flag(wanted: Sequence[bool | None], read: _Read) -> Question | None:
+def _flag(wanted: Sequence[bool | None], read: _Read) -> Matcher | None:
     if not _given(wanted):
         return None
     when_true = _bits(want is not False for want in wanted)
@@ -128,11 +128,11 @@ def _flag(wanted: Sequence[bool | None], read: _Read) -> Question | None:
     return lambda look: when_true if read(look) else when_false
 
 
-def _name(wanted: Sequence[tuple[str, ...] | None], read: _Read) -> Question | None:
+def _name(wanted: Sequence[tuple[str, ...] | None], read: _Read) -> Matcher | None:
     if not _given(wanted):
         return None
     elsewhere = _bits(names is None for names in wanted)
-    where: defaultdict[str, Routes] = defaultdict(lambda: elsewhere)
+    where: defaultdict[str, RouteSet] = defaultdict(lambda: elsewhere)
     for index, names in enumerate(wanted):
         for name in names or ():
             where[name] |= 1 << index
@@ -141,10 +141,10 @@ def _name(wanted: Sequence[tuple[str, ...] | None], read: _Read) -> Question | N
 
 
 def _header(name: str) -> _Read:
-    return lambda look: look.asker.headers.get(name)
+    return lambda look: look.caller.headers.get(name)
 
 
-def _media(wanted: Sequence[bool | tuple[str, ...] | None]) -> Question | None:
+def _media(wanted: Sequence[bool | tuple[str, ...] | None]) -> Matcher | None:
     if not _given(wanted):
         return None
     without = _bits(want is None or want is False for want in wanted)
@@ -154,7 +154,7 @@ def _media(wanted: Sequence[bool | tuple[str, ...] | None]) -> Question | None:
         kind: _bits(isinstance(want, tuple) and kind in want for want in wanted) for kind in kinds
     }
 
-    def ask(look: Look) -> Routes:
+    def ask(look: MatchInput) -> RouteSet:
         media = look.profile.media
         if not media:
             return without
@@ -166,9 +166,9 @@ def _media(wanted: Sequence[bool | tuple[str, ...] | None]) -> Question | None:
     return ask
 
 
-def _number(wanted: Sequence[Range | None], read: _Read) -> Question | None:
+def _number(wanted: Sequence[Range | None], read: _Read) -> Matcher | None:
     below = 0
-    changes: defaultdict[int, Routes] = defaultdict(int)
+    changes: defaultdict[int, RouteSet] = defaultdict(int)
     for index, one in enumerate(wanted):
         route = 1 << index
         if one is None or one.at_least is None:
@@ -180,16 +180,16 @@ def _number(wanted: Sequence[Range | None], read: _Read) -> Question | None:
     return _steps(below, changes, read)
 
 
-def _time(wanted: Sequence[tuple[tuple[int, int], ...] | None]) -> Question | None:
+def _time(wanted: Sequence[tuple[tuple[int, int], ...] | None]) -> Matcher | None:
     always = _bits(windows is None for windows in wanted)
-    changes: defaultdict[int, Routes] = defaultdict(int)
+    changes: defaultdict[int, RouteSet] = defaultdict(int)
     for index, windows in enumerate(wanted):
         for minute in (minute for window in windows or () for minute in window):
             changes[minute] ^= 1 << index  # at its first minute it opens, at its end it shuts
-    return _steps(always, changes, attrgetter("asker.minute_of_week"))
+    return _steps(always, changes, attrgetter("caller.minute_of_week"))
 
 
-def _steps(below: Routes, changes: Mapping[int, Routes], read: _Read) -> Question | None:
+def _steps(below: RouteSet, changes: Mapping[int, RouteSet], read: _Read) -> Matcher | None:
     """Ask a number: the answer is `below` up to the first edge, and changes by routes at each."""
     if not changes:
         return None
@@ -202,5 +202,5 @@ def _given(wanted: Iterable[object]) -> bool:
     return any(want is not None for want in wanted)
 
 
-def _bits(holds: Iterable[bool]) -> Routes:
+def _bits(holds: Iterable[bool]) -> RouteSet:
     return sum(1 << index for index, one in enumerate(holds) if one)

@@ -19,7 +19,7 @@ class Difference(NamedTuple):
     old: Any
     new: Any
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Tell it as JSON; what is absent is left out."""
         sides = {"old": self.old, "new": self.new}
         return {"field": self.field} | {
@@ -27,7 +27,7 @@ class Difference(NamedTuple):
         }
 
 
-def differences(old: Any, new: Any) -> tuple[Difference, ...]:
+def diff(old: Any, new: Any) -> tuple[Difference, ...]:
     """List what differs, in the order of the documents.
 
     Entries of a list that have names (routes) are compared by name, not by place: a new first route

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from policies.base import Name, Part
-from policies.compiler import Compiled, compile_document
-from policies.error_messages import sentence
+from policies.base import Name, Section
+from policies.compiler import CompiledPolicy, compile_document
+from policies.error_messages import message_of
 from policies.routes import Route, When
 from policies.sections import (
     Limits,
@@ -24,10 +24,10 @@ from policies.sections import (
     PrefixPolicy,
     Retries,
 )
-from policies.yaml_io import TextInvalid, line_of, read_yaml
+from policies.yaml_io import YamlInvalid, line_of, read_yaml
 
-SHIPPED = "default.yaml"
-Place = tuple[str | int, ...]
+DEFAULT_FILE = "default.yaml"
+FieldPath = tuple[str | int, ...]
 """Steps from the top of a document: names of fields and numbers of entries."""
 _PROBLEMS_TOLD = 32
 
@@ -37,13 +37,13 @@ class Problem(NamedTuple):
 
     field: str
     """As routes.0.when.media; empty where it is the document as a whole."""
-    sentence: str
+    message: str
     line: int | None = None
     """Where it stands, in a document that was read from text."""
 
     def __str__(self) -> str:
         where = (f"line {self.line}" if self.line else "", self.field)
-        return ": ".join(part for part in (*where, self.sentence) if part)
+        return ": ".join(part for part in (*where, self.message) if part)
 
 
 class PolicyInvalid(ValueError):
@@ -64,7 +64,7 @@ class Priority(StrEnum):
     BULK = "bulk"
 
 
-class PolicyDocument(Part):
+class PolicyDocument(Section):
     """The whole routing policy; checked for sense, not only for shape."""
 
     version: Literal[1]
@@ -91,7 +91,7 @@ class PolicyDocument(Part):
     """Which answers tell what drafting did for them."""
 
     @cached_property
-    def compiled(self) -> Compiled:
+    def compiled(self) -> CompiledPolicy:
         """The same in the form in which it is asked; made once."""
         return compile_document(self.routes, self.models)
 
@@ -107,7 +107,7 @@ class PolicyDocument(Part):
             raise ValidationError.from_exception_data(type(self).__name__, problems)
         return self
 
-    def _alias_problems(self) -> Iterator[tuple[Place, str]]:
+    def _alias_problems(self) -> Iterator[tuple[FieldPath, str]]:
         owners: dict[str, str] = {}
         for model, entry in self.models.items():
             for index, alias in enumerate(entry.aliases):
@@ -118,7 +118,7 @@ class PolicyDocument(Part):
                     yield place, f"'{alias}' already means '{owners[alias]}'"
                 owners.setdefault(alias, model)
 
-    def _route_problems(self) -> Iterator[tuple[Place, str]]:
+    def _route_problems(self) -> Iterator[tuple[FieldPath, str]]:
         names: set[str] = set()
         aliases = {alias for entry in self.models.values() for alias in entry.aliases}
         for index, route in enumerate(self.routes):
@@ -159,17 +159,17 @@ def parse_policy(text: str, source: str) -> PolicyDocument:
     """Read a policy from text (YAML, so also JSON); raise `PolicyInvalid` with lines."""
     try:
         return read_policy(read_yaml(text), source)
-    except TextInvalid as invalid:
+    except YamlInvalid as invalid:
         problems = [Problem("", invalid.what, invalid.line)]
     except PolicyInvalid as invalid:
         problems = [one._replace(line=line_of(text, one.field)) for one in invalid.problems]
     raise PolicyInvalid(source, tuple(sorted(problems, key=lambda one: one.line or 0)))
 
 
-def shipped_policy() -> PolicyDocument:
+def default_policy() -> PolicyDocument:
     """Read the policy that comes with Paceline."""
     return parse_policy(
-        (resources.files("policies") / SHIPPED).read_text(encoding="utf-8"), SHIPPED
+        (resources.files("policies") / DEFAULT_FILE).read_text(encoding="utf-8"), DEFAULT_FILE
     )
 
 
@@ -182,13 +182,13 @@ def _problems(invalid: ValidationError, document: dict[str, Any]) -> tuple[Probl
         at = error["loc"]
         if error["type"] == "too_short" and at in around:
             continue  # what is wrong inside is not counted, and so there seem to be too few
-        found.append(Problem(_field(document, at), sentence(error)))
+        found.append(Problem(_field(document, at), message_of(error)))
     told = tuple(dict.fromkeys(found))
     if len(told) <= _PROBLEMS_TOLD:
         return told
     last = told[_PROBLEMS_TOLD - 1]
-    more = f"{last.sentence}; and {len(told) - _PROBLEMS_TOLD} mistakes more"
-    return (*told[: _PROBLEMS_TOLD - 1], last._replace(sentence=more))
+    more = f"{last.message}; and {len(told) - _PROBLEMS_TOLD} mistakes more"
+    return (*told[: _PROBLEMS_TOLD - 1], last._replace(message=more))
 
 
 def _field(document: Any, place: Iterable[Any]) -> str:

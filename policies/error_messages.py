@@ -35,7 +35,7 @@ _OURS: Final = frozenset(("value_error", "assertion_error"))
 _PYDANTICS: Final = frozenset(get_args(ErrorType)) - _OURS
 
 
-def sentence(error: ErrorDetails) -> str:
+def message_of(error: ErrorDetails) -> str:
     """Say what is wrong with one field; its name and its value are not repeated."""
     if known := _SENTENCES.get(error["type"]):
         return known.format(**error.get("ctx", {}))

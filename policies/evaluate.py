@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import NamedTuple
 
-from policies.compiler import SOMEBODY, Asker, Look
+from policies.compiler import ANONYMOUS, CallerAttributes, MatchInput
 from policies.document import PolicyDocument
 from policies.request.profile import (
     OPENAI_DEFAULTS,
@@ -20,7 +20,7 @@ from policies.routes import Route
 ANY_MODEL = "default"
 
 
-class Verdict(NamedTuple):
+class RouteMatch(NamedTuple):
     """The route that takes a request, and what keeps the request from speculation."""
 
     route: Route
@@ -42,13 +42,15 @@ def sampling_defaults(policy: PolicyDocument, model: str) -> SamplingDefaults:
     return policy.compiled.sampling.get(model, OPENAI_DEFAULTS)
 
 
-def judge(policy: PolicyDocument, profile: RequestProfile, asker: Asker = SOMEBODY) -> Verdict:
+def match_route(
+    policy: PolicyDocument, profile: RequestProfile, asker: CallerAttributes = ANONYMOUS
+) -> RouteMatch:
     """Find the first route whose conditions hold; the last route always does."""
     bypass = bypass_reasons(profile)
-    look = Look(profile, asker, not bypass)
+    look = MatchInput(profile, asker, not bypass)
     compiled = policy.compiled
     taking = compiled.all_routes
-    for question in compiled.questions:
+    for question in compiled.matchers:
         taking &= question(look)
     first = (taking & -taking).bit_length() - 1
-    return Verdict(policy.routes[first], bypass)
+    return RouteMatch(policy.routes[first], bypass)

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from policies.base import SAYS_SOMETHING, Name, Names, Part, Texts, listed
+from policies.base import NON_EMPTY, Name, Names, Section, Texts, as_list
 
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 MediaKind = Literal["image", "video", "audio", "file"]
@@ -34,7 +34,7 @@ def _read_media(value: Any, _read: ValidatorFunctionWrapHandler) -> bool | tuple
     # In one go, since a union would tell of each of its sides what is wrong.
     if isinstance(value, bool):
         return value
-    kinds = listed(value)
+    kinds = as_list(value)
     if isinstance(kinds, list | tuple) and kinds and all(kind in MEDIA_KINDS for kind in kinds):
         return tuple(kinds)
     raise PydanticCustomError(
@@ -70,15 +70,17 @@ Hours = Annotated[
 Days = Annotated[
     tuple[Day, ...],
     Field(strict=False, min_length=1),
-    BeforeValidator(listed, json_schema_input_type=Day | Annotated[list[Day], Field(min_length=1)]),
+    BeforeValidator(
+        as_list, json_schema_input_type=Day | Annotated[list[Day], Field(min_length=1)]
+    ),
 ]
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$"), AfterValidator(_no_secret)]
 
 
-class Range(Part):
+class Range(Section):
     """Numbers between two bounds, both included; one of them may be left out."""
 
-    model_config = SAYS_SOMETHING
+    model_config = NON_EMPTY
 
     at_least: int | None = Field(default=None, ge=0)
     """The smallest number that is in the range."""
@@ -100,10 +102,10 @@ class Range(Part):
         )
 
 
-class Features(Part):
+class Features(Section):
     """What a request uses, or does not use, beyond plain text."""
 
-    model_config = SAYS_SOMETHING
+    model_config = NON_EMPTY
 
     tools: bool | None = None
     """Functions that the model may call come along."""
@@ -125,7 +127,7 @@ class Features(Part):
         return self
 
 
-class When(Part):
+class When(Section):
     """Conditions of a route: all that are given must hold; of a list, one is enough."""
 
     media: Media | None = None
@@ -173,14 +175,14 @@ class When(Part):
         return tuple(found)
 
 
-class Spill(Part):
+class Spill(Section):
     """When a request stops waiting for its preferred pool alone."""
 
     after_wait_ms: int = Field(ge=0)
     """From then on the later pools of the route may take it too; 0 is at once."""
 
 
-class Route(Part):
+class Route(Section):
     """Where requests go for which `when` holds."""
 
     name: Name

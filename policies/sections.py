@@ -17,14 +17,14 @@ from typing import Annotated, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from policies.base import SAYS_SOMETHING, Label, Name, Names, Part, listed
+from policies.base import NON_EMPTY, Label, Name, Names, Section, as_list
 from policies.request.content import PICTURES_LIMIT, PIXELS_LIMIT
 from policies.request.fields import FieldError
 from policies.request.profile import Endpoint, RequestProfile, SamplingDefaults
 from policies.routes import MEDIA_KINDS, MediaKind
 
 
-class PrefixPolicy(Part):
+class PrefixPolicy(Section):
     """Which requests share what workers keep of a system prompt, and how long workers hold it."""
 
     isolation: Literal["key", "team", "none"] = "team"
@@ -34,7 +34,7 @@ class PrefixPolicy(Part):
     """
     ttl_s: float = Field(default=900.0, gt=0, allow_inf_nan=False)
     """So long after its last use a worker is taken to hold one."""
-    holders: int = Field(default=3, ge=0, le=64)
+    max_workers: int = Field(default=3, ge=0, le=64)
     """Workers that are remembered for one, the last that had it; 0 sends nobody after it."""
 
     def scope(self, key: str, team: str) -> str:
@@ -51,16 +51,16 @@ Labels = Annotated[
     tuple[Label, ...],
     Field(strict=False, min_length=1),
     BeforeValidator(
-        listed, json_schema_input_type=Label | Annotated[list[Label], Field(min_length=1)]
+        as_list, json_schema_input_type=Label | Annotated[list[Label], Field(min_length=1)]
     ),
 ]
 Weight = Annotated[float, Field(gt=0, le=_LARGEST_WEIGHT, allow_inf_nan=False)]
 
 
-class PoolWorkers(Part):
+class PoolWorkers(Section):
     """Which workers belong to a pool: all that is given must hold; of a list, one is enough."""
 
-    model_config = SAYS_SOMETHING
+    model_config = NON_EMPTY
 
     labels: Labels | None = None
     """Labels of workers (`paceline worker --label`)."""
@@ -74,7 +74,7 @@ class PoolWorkers(Part):
         return self
 
 
-class Queue(Part):
+class Queue(Section):
     """The waiting line in front of a pool whose slots are all taken."""
 
     limit: int = Field(default=128, ge=0)
@@ -83,7 +83,7 @@ class Queue(Part):
     """So long one may wait; then 503."""
 
 
-class Pool(Part):
+class Pool(Section):
     """The lanes of these names, on all workers or on some, that together make one pool."""
 
     lanes: Names
@@ -97,7 +97,7 @@ class Pool(Part):
     queue: Queue = Queue()
     """The waiting line in front of the pool."""
 
-    def takes(self, labels: Collection[str], models: Collection[str]) -> bool:
+    def accepts(self, labels: Collection[str], models: Collection[str]) -> bool:
         """Say whether a worker of these labels and models belongs to the pool."""
         chosen = self.workers
         return chosen is None or (
@@ -105,7 +105,7 @@ class Pool(Part):
             and (chosen.models is None or any(model in models for model in chosen.models))
         )
 
-    def bounded(self, slots: int) -> int:
+    def usable_slots(self, slots: int) -> int:
         """Tell how many of its workers' slots the pool may use."""
         return slots if self.slots is None else min(slots, self.slots)
 
@@ -115,7 +115,7 @@ class Pool(Part):
         return max(told, default=1.0)
 
 
-class Limits(Part):
+class Limits(Section):
     """What one request may ask for and take; what is not given is left to the gateway."""
 
     max_tokens: int | None = Field(default=None, ge=1)
@@ -130,7 +130,7 @@ class Limits(Part):
         return most_s if self.request_timeout_s is None else min(self.request_timeout_s, most_s)
 
 
-class MediaRules(Part):
+class MediaRules(Section):
     """What one request may bring along beside text; more is refused before a worker has it."""
 
     kinds: Annotated[tuple[MediaKind, ...], Field(strict=False)] = MEDIA_KINDS
@@ -141,7 +141,7 @@ class MediaRules(Part):
     """Pixels of all pictures of one request together."""
 
 
-class Retries(Part):
+class Retries(Section):
     """How many requests may be on a further attempt at once."""
 
     share: float = Field(default=0.2, ge=0, le=1, allow_inf_nan=False)
@@ -150,7 +150,7 @@ class Retries(Part):
     """So many in any case, however few are active."""
 
 
-def bounded(profile: RequestProfile, limits: Limits, media: MediaRules) -> RequestProfile:
+def apply_limits(profile: RequestProfile, limits: Limits, media: MediaRules) -> RequestProfile:
     """Return the profile with what the limits add; raise `FieldError` for what exceeds them."""
     if profile.media:
         _check_media(profile, media)
@@ -183,19 +183,19 @@ def _check_media(profile: RequestProfile, media: MediaRules) -> None:
         )
 
 
-class MetricsRules(Part):
+class MetricsRules(Section):
     """Which answers carry `metrics`, in vLLM's form."""
 
-    told: Literal["asked", "with_usage", "always"] = "with_usage"
+    include: Literal["on_request", "with_usage", "always"] = "with_usage"
     """To whom: who asks with `"metrics": "summary"`; also wherever usage is told, which is in whole
     answers and in streams that ask for it; or in every answer, streams in their last chunk."""
 
-    def tells(self, *, asked: bool, usage: bool) -> bool:
+    def included_in(self, *, asked: bool, usage: bool) -> bool:
         """Say whether an answer carries them to who asked for them, or gets usage."""
-        return asked or self.told == "always" or (usage and self.told == "with_usage")
+        return asked or self.include == "always" or (usage and self.include == "with_usage")
 
 
-class SamplingPolicy(Part):
+class SamplingPolicy(Section):
     """What stands in for a sampling field that a request leaves out."""
 
     temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
@@ -215,7 +215,7 @@ class SamplingPolicy(Part):
         )
 
 
-class ModelPolicy(Part):
+class ModelPolicy(Section):
     """One model: the other names it answers to, and its sampling defaults."""
 
     aliases: Annotated[tuple[Name, ...], Field(strict=False)] = ()

@@ -18,7 +18,7 @@ _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
-class TextInvalid(ValueError):
+class YamlInvalid(ValueError):
     """A text is no YAML that is taken; `line` says where, counted from 1, if that is known."""
 
     def __init__(self, what: str, line: int | None = None) -> None:
@@ -28,7 +28,7 @@ class TextInvalid(ValueError):
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML (so also JSON) as plain values; raise `TextInvalid`."""
+    """Read YAML (so also JSON) as plain values; raise `YamlInvalid`."""
     try:
         _check_size(text)
         loader = _Loader(text)
@@ -42,12 +42,12 @@ def read_yaml(text: str) -> Any:
             loader.dispose()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        raise TextInvalid("it is not YAML", mark and mark.line + 1) from None
+        raise YamlInvalid("it is not YAML", mark and mark.line + 1) from None
     except (ValueError, OverflowError) as error:
-        if isinstance(error, TextInvalid):
+        if isinstance(error, YamlInvalid):
             raise
         # A date that does not exist, a number of ten thousand digits.
-        raise TextInvalid("it holds a value that cannot be read") from None
+        raise YamlInvalid("it holds a value that cannot be read") from None
 
 
 def write_yaml(document: Any) -> str:
@@ -131,14 +131,14 @@ def _check_size(text: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             inner = anchors.get(event.anchor or "")
             if inner is None:
-                raise TextInvalid("an alias means nothing, or holds itself", line)
+                raise YamlInvalid("an alias means nothing, or holds itself", line)
         if len(open_values) > DEPTH_LIMIT:
-            raise TextInvalid(f"it is nested more than {DEPTH_LIMIT} deep", line)
+            raise YamlInvalid(f"it is nested more than {DEPTH_LIMIT} deep", line)
         if inner is not None:
             anchor, outer = open_values.pop()
             outer = outer.holding(inner)
             if outer.values > VALUES_LIMIT or outer.depth > DEPTH_LIMIT + 1:
-                raise TextInvalid("it means more than a policy can hold", line)
+                raise YamlInvalid("it means more than a policy can hold", line)
             open_values.append((anchor, outer))
 
 
@@ -158,6 +158,6 @@ def _check_keys(root: yaml.Node) -> None:
             for key, value in node.value:
                 name = str(key.value)
                 if name in names:
-                    raise TextInvalid(f"'{name[:100]}' stands twice", key.start_mark.line + 1)
+                    raise YamlInvalid(f"'{name[:100]}' stands twice", key.start_mark.line + 1)
                 names.add(name)
                 left.append(value)

@@ -21,7 +21,7 @@ from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import WorkerRegistry
 from gateway.routing.prefix_affinity import MAX_PREFIXES, PrefixIndex
 from gateway.routing.select import RoutingRequest, decide
-from policies.document import shipped_policy
+from policies.document import default_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 from workers.protocol import LaneReport, WorkerReport
 
@@ -77,7 +77,7 @@ def _reports(workers: int) -> Iterator[WorkerReport]:
 
 def measure(workers: int, profile: RequestProfile) -> Cost:
     """Time decisions over a fleet, each with a system prompt that three workers hold."""
-    rng, policy, reports = Random(2), shipped_policy(), tuple(_reports(workers))
+    rng, policy, reports = Random(2), default_policy(), tuple(_reports(workers))
     fleet = WorkerRegistry(time.monotonic, rng.random)
     prefixes = PrefixIndex(time.monotonic)
     for number in range(MAX_PREFIXES):

@@ -17,7 +17,7 @@ from gateway.fleet.worker import Lease
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.select import RoutingRequest, decide
 from gateway.types import Usage
-from policies.document import shipped_policy
+from policies.document import default_policy
 from policies.request.profile import Endpoint, RequestProfile
 from workers.protocol import MAX_REPORTED_PREFIXES, LaneReport, WorkerReport
 
@@ -161,7 +161,7 @@ class Ours:
     def __init__(self, gateways: int, rng: Random) -> None:
         self._now_s = 0.0
         self._rng = rng
-        self._policy = shipped_policy()
+        self._policy = default_policy()
         self._fleets = [WorkerRegistry(lambda: self._now_s, rng.random) for _ in range(gateways)]
         self._prefixes = [PrefixIndex(lambda: self._now_s) for _ in range(gateways)]
         self._leases: dict[int, Lease] = {}

@@ -15,9 +15,9 @@ from typing import Any, Final, NamedTuple
 from rich.console import Console
 
 from bench.harness.tables import Grid
-from policies.compiler import Asker
-from policies.document import PolicyDocument, read_policy, shipped_policy
-from policies.evaluate import judge
+from policies.compiler import CallerAttributes
+from policies.document import PolicyDocument, default_policy, read_policy
+from policies.evaluate import match_route
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 from policies.routes import DAYS, MINUTES_OF_WEEK
 
@@ -28,7 +28,7 @@ _ASKERS: Final = 500
 _RUNS: Final = 40
 _HEADERS: Final = ("x-app", "x-tier")
 
-Asked = Sequence[tuple[RequestProfile, Asker]]
+Asked = Sequence[tuple[RequestProfile, CallerAttributes]]
 
 
 class Cost(NamedTuple):
@@ -58,7 +58,7 @@ def measure(policy: PolicyDocument, asked: Asked) -> Cost:
     for _ in range(_RUNS):
         begun_s = time.perf_counter()
         for profile, asker in asked:
-            judge(policy, profile, asker)
+            match_route(policy, profile, asker)
         runs_us.append((time.perf_counter() - begun_s) / len(asked) * 1e6)
     return Cost(min(runs_us), median(runs_us))
 
@@ -78,7 +78,7 @@ def requests(rng: Random) -> Asked:
                 messages=rng.randrange(1, 30),
                 text_chars=rng.randrange(50_000),
             ),
-            Asker(
+            CallerAttributes(
                 key=f"key-{rng.randrange(100)}",
                 team=f"team-{rng.randrange(20)}",
                 headers={name: f"value-{rng.randrange(9)}" for name in _HEADERS},
@@ -111,14 +111,14 @@ def _condition(rng: Random) -> dict[str, Any]:
 
 def _row(name: str, policy: PolicyDocument, asked: Asked) -> tuple[tuple[str, ...], Cost]:
     cost = measure(policy, asked)
-    figures = (str(len(policy.routes)), str(len(policy.compiled.questions)))
+    figures = (str(len(policy.routes)), str(len(policy.compiled.matchers)))
     return (name, *figures, f"{cost.least_us:.1f}", f"{cost.median_us:.1f}"), cost
 
 
 def main() -> None:
     rng = Random(1)
     asked = requests(rng)
-    rows = [_row("as shipped", shipped_policy(), asked)[0]]
+    rows = [_row("as shipped", default_policy(), asked)[0]]
     reached_us = 0.0
     for routes in ROUTES:
         row, cost = _row("made up", made_up(routes, rng), asked)

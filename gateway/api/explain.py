@@ -19,7 +19,7 @@ from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
 from gateway.types import Inspected
-from policies.compiler import Asker
+from policies.compiler import CallerAttributes
 from policies.request.profile import Endpoint
 
 
@@ -76,7 +76,7 @@ def _candidate(candidate: Candidate) -> dict[str, Any]:
     return candidate._asdict() | rounded
 
 
-def _told(inspected: Inspected, asker: Asker, decision: Decision) -> dict[str, Any]:
+def _told(inspected: Inspected, asker: CallerAttributes, decision: Decision) -> dict[str, Any]:
     profile = inspected.profile
     told: dict[str, Any] = {
         "asked_model": inspected.asked_model,

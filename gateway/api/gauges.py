@@ -68,7 +68,7 @@ class Gauges(Collector):
             available_slots = sum(
                 lane.slots for worker, lane in lanes if self._fleet.is_available(worker)
             )
-            slots.add_metric([name], pool.bounded(available_slots))
+            slots.add_metric([name], pool.usable_slots(available_slots))
             in_flight.add_metric([name], self._gateway.scheduler.running(name))
             waiting.add_metric([name], self._gateway.scheduler.waiting(name))
         return slots, in_flight, waiting

@@ -18,7 +18,7 @@ from gateway.auth.records import KeyRecord, KeyTerms
 from gateway.errors import FieldInvalid, KeyIsRevoked, KeyUnknown
 from gateway.http.downstream import read_small_body
 from gateway.protocols.openai import parse
-from policies.error_messages import sentence
+from policies.error_messages import message_of
 
 _TERMS_LIMIT_BYTES = 64 * 1024
 
@@ -94,7 +94,7 @@ def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], gateway: Gateway
         terms = KeyTerms.model_validate_json(to_json(merged))
     except ValidationError as invalid:
         problems = [
-            (".".join(map(str, problem["loc"])), sentence(problem))
+            (".".join(map(str, problem["loc"])), message_of(problem))
             for problem in invalid.errors(include_url=False, include_input=False)
         ]
     else:

@@ -53,9 +53,9 @@ from gateway.errors import (
 )
 from gateway.http.downstream import header, read_small_body
 from gateway.routing.replay import PoolMoves
-from policies.diff import differences, merge_patch
+from policies.diff import diff, merge_patch
 from policies.document import PolicyInvalid, Problem
-from policies.yaml_io import TextInvalid, read_yaml, write_yaml
+from policies.yaml_io import YamlInvalid, read_yaml, write_yaml
 
 YAML = "application/yaml"
 MERGE_PATCH = "application/merge-patch+json"
@@ -91,7 +91,7 @@ class Offer(NamedTuple):
             if self.kind == YAML:
                 return read_yaml(self._text())
             return from_json(self.raw, allow_inf_nan=False)
-        except TextInvalid as invalid:
+        except YamlInvalid as invalid:
             problem = Problem("", invalid.what, invalid.line)
         except ValueError:
             problem = Problem("", "it is not JSON")
@@ -285,7 +285,7 @@ def proposals(gateway: Gateway) -> APIRouter:
     refusals = failures(*FOR_ADMINS, *WITH_POLICY)
 
     @router.post("/diff", responses=refusals, openapi_extra=takes({}, *kinds))
-    async def diff(request: Request) -> dict[str, Any]:
+    async def compare(request: Request) -> dict[str, Any]:
         base, policy = book.version, book.current
         offer = await read_offer(gateway, request, *kinds)
         patched = base.document if offer.kind == MERGE_PATCH else None
@@ -294,7 +294,7 @@ def proposals(gateway: Gateway) -> APIRouter:
             book.check(proposal)
         except PolicyInvalid as invalid:
             raise refused(invalid) from None
-        changes = await asyncio.to_thread(differences, base.document, proposal.document)
+        changes = await asyncio.to_thread(diff, base.document, proposal.document)
         moves = await gateway.recent_requests.count_moves(
             policy,
             proposal.policy,
@@ -304,7 +304,7 @@ def proposals(gateway: Gateway) -> APIRouter:
         )
         return {
             "onto": base.metadata(),
-            "changes": [change.told() for change in changes],
+            "changes": [change.to_json() for change in changes],
             "decisions": moves.total(),
             "moves": _told(moves),
             "warnings": _warnings(book, proposal),

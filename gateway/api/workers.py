@@ -18,7 +18,7 @@ from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
 from gateway.http.downstream import read_small_body
 from gateway.status.render import worker_state
-from policies.error_messages import sentence
+from policies.error_messages import message_of
 from workers.protocol import WorkerReport
 
 PREFIX = "/admin/v1/workers"
@@ -156,7 +156,7 @@ def _read_report(raw: bytes) -> WorkerReport:
     except ValidationError as invalid:
         problem = invalid.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in problem["loc"])
-        raise FieldInvalid(f"{where}: {sentence(problem)}.", param=where or None) from None
+        raise FieldInvalid(f"{where}: {message_of(problem)}.", param=where or None) from None
     if not _is_base_url(report.url):
         raise FieldInvalid("'url' must be like http://192.168.1.20:9200.", param="url")
     return report

@@ -126,10 +126,10 @@ def _validate(options: argparse.Namespace) -> int:
     else:
         told = written.ask(options.url, "/validate")
         problems = [Problem(**one) for one in told["problems"]]
-        warnings = [f"warning: {one['sentence']}" for one in told["warnings"]]
-    for field, sentence, line in problems:
+        warnings = [f"warning: {one['message']}" for one in told["warnings"]]
+    for field, message, line in problems:
         where = f"{written.name}:{line}" if line else written.name
-        sys.stdout.write(": ".join(part for part in (where, field, sentence) if part) + "\n")
+        sys.stdout.write(": ".join(part for part in (where, field, message) if part) + "\n")
     for warning in warnings:
         sys.stdout.write(f"{written.name}: {warning}\n")
     if not problems:
@@ -237,7 +237,7 @@ def render_difference(told: Mapping[str, Any]) -> Group:
     against = f"Against version {onto['number']}, by {onto['author']}: {onto['note']}"
     changes = [_change(change) for change in told["changes"]] or [Text("Nothing would change.")]
     moves = _moves(told["decisions"], told["moves"]) if told["changes"] else []
-    warnings = [Text(f"! {warning['sentence']}", style="yellow") for warning in told["warnings"]]
+    warnings = [Text(f"! {warning['message']}", style="yellow") for warning in told["warnings"]]
     return Group(Text(against, style="dim"), *changes, *moves, *warnings)
 
 

@@ -16,7 +16,7 @@ from gateway.config.policy_versions import (
     propose_yaml,
 )
 from gateway.errors import StartupError
-from policies.document import PolicyInvalid, Problem, shipped_policy
+from policies.document import PolicyInvalid, Problem, default_policy
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ def read_source(file: Path | None) -> PolicySource:
     Raise `StartupError` with the file, and the line and field of all that is wrong in it.
     """
     if file is None:
-        return PolicySource(Proposal.of(shipped_policy()), Reason.START, _SHIPPED)
+        return PolicySource(Proposal.of(default_policy()), Reason.START, _SHIPPED)
     try:
         return PolicySource(_Look.at(file).proposal(), Reason.FILE, _BY_FILE)
     except PolicyInvalid as invalid:

@@ -167,7 +167,7 @@ class PolicyStore:
             self.current, self.version = policy, version
             log.info("policy.changed version=%d reason=%s", version.number, version.reason)
             for warning in self.warnings(policy):
-                log.warning("policy.warning version=%d what=%s", version.number, warning.sentence)
+                log.warning("policy.warning version=%d what=%s", version.number, warning.message)
 
 
 class PolicySource(NamedTuple):

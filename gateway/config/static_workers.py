@@ -117,6 +117,6 @@ def _open_to(worker: ListedWorker, policy: PolicyDocument) -> set[str]:
     return {
         name
         for pool_name, pool in policy.pools.items()
-        if pool.takes(worker.labels, worker.models)
+        if pool.accepts(worker.labels, worker.models)
         for name in (pool_name, *pool.lanes)
     }

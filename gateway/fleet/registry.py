@@ -194,7 +194,7 @@ class WorkerRegistry:
         return tuple(
             (worker, lane)
             for worker in self.workers()
-            if pool.takes(worker.report.labels, worker.models)
+            if pool.accepts(worker.report.labels, worker.models)
             for lane in worker.report.lanes
             if lane.name == name or lane.name in pool.lanes
         )

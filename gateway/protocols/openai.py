@@ -18,7 +18,7 @@ from policies.evaluate import resolve_model, sampling_defaults
 from policies.request.fields import FieldError
 from policies.request.parser import read_profile
 from policies.request.profile import Endpoint, RequestProfile
-from policies.sections import bounded
+from policies.sections import apply_limits
 
 Message = Mapping[str, Any]
 
@@ -101,7 +101,7 @@ def inspect(raw: bytes, endpoint: Endpoint, policy: PolicyDocument, fleet: Fleet
     model = asked if not isinstance(asked, str) else resolve_model(policy, asked, served)
     defaults = sampling_defaults(policy, model if isinstance(model, str) else "")
     try:
-        profile = bounded(read_profile(body, endpoint, defaults), policy.limits, policy.media)
+        profile = apply_limits(read_profile(body, endpoint, defaults), policy.limits, policy.media)
     except FieldError as wrong:
         raise FieldInvalid(wrong.message, param=wrong.param) from None
     asked_model = profile.model

@@ -8,7 +8,7 @@ from gateway.auth.api_keys import ApiKey
 from gateway.errors import FieldInvalid
 from gateway.http.downstream import Scope, header
 from gateway.types import Caller
-from policies.compiler import SOMEBODY, Asker
+from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument, Priority
 
 PRIORITY_HEADER = "x-paceline-priority"
@@ -33,11 +33,13 @@ def read_caller(scope: Scope, policy: PolicyDocument, holder: ApiKey) -> Caller:
     raise FieldInvalid(f"'{PRIORITY_HEADER}' must be one of: {allowed}.", param=PRIORITY_HEADER)
 
 
-def read_asker(scope: Scope, caller: Caller, headers: Iterable[str], minute_of_week: int) -> Asker:
+def read_asker(
+    scope: Scope, caller: Caller, headers: Iterable[str], minute_of_week: int
+) -> CallerAttributes:
     """Tell what a policy may know of who asks; of their headers only these."""
     found = {}
     for name in headers:
         value = header(scope, name.encode())
         if value is not None and len(value) <= _VALUE_LIMIT_BYTES:
             found[name] = value.decode("latin-1")
-    return Asker(caller.key, caller.team, found or SOMEBODY.headers, minute_of_week)
+    return CallerAttributes(caller.key, caller.team, found or ANONYMOUS.headers, minute_of_week)

@@ -197,7 +197,7 @@ class Answers:
 
 def _tells_metrics(trip: RequestContext, *, usage: bool) -> bool:
     """Say whether an answer may tell what drafting did for it."""
-    return trip.case.policy.metrics.tells(asked=trip.inspected.profile.metrics, usage=usage)
+    return trip.case.policy.metrics.included_in(asked=trip.inspected.profile.metrics, usage=usage)
 
 
 # With these the worker has not even begun with a request.

@@ -97,13 +97,13 @@ class PrefixIndex:
     def record_dispatch(self, name: str, holding: WorkerBoot, rules: PrefixPolicy) -> None:
         """Learn that a worker is about to read it: who asks next is to find it there."""
         self._rules = rules
-        if not rules.holders:
+        if not rules.max_workers:
             self._claims.pop(name, None)
             self._tokens.pop(name, None)
             return
         self._keep(name, holding, rules.ttl_s)
         claims = self._claims[name]
-        while len(claims) > rules.holders:
+        while len(claims) > rules.max_workers:
             del claims[next(iter(claims))]
         self._tell(PrefixClaim(name, *holding, rules.ttl_s))
 
@@ -132,7 +132,7 @@ class PrefixIndex:
         """
         holding = (report.worker_id, report.boot_id)
         before, now = self._announced.get(holding, _NOTHING), frozenset(report.prefixes)
-        if now == before or not self._rules.holders:
+        if now == before or not self._rules.max_workers:
             return
         for name in now - before:
             self._keep(name, holding, self._rules.ttl_s)

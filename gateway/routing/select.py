@@ -8,9 +8,9 @@ from math import log1p
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.routing.view import FleetView, LaneCost, LaneView
-from policies.compiler import SOMEBODY, Asker
+from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument
-from policies.evaluate import judge
+from policies.evaluate import match_route
 from policies.request.profile import Bypass, RequestProfile
 from policies.sections import Pool
 from workers.protocol import MTP_LANE
@@ -47,7 +47,7 @@ class RoutingRequest(NamedTuple):
 
     policy: PolicyDocument
     profile: RequestProfile
-    asker: Asker = SOMEBODY
+    asker: CallerAttributes = ANONYMOUS
     allowed_pools: frozenset[str] | None = None
     """Pools that the API key may use; None: all."""
     prefix_key: str = ""
@@ -117,7 +117,7 @@ def decide(
     always it takes the request, and sorting the others would take most of the time.
     """
     policy, profile = request.policy, request.profile
-    route, bypass = judge(policy, profile, request.asker)
+    route, bypass = match_route(policy, profile, request.asker)
     speculation_barred = bool(bypass)
     bypass = bypass or _fleet_bypass(fleet, profile.model)
     spill_after_s = None if route.spill is None else route.spill.after_wait_ms / 1000
@@ -190,7 +190,7 @@ def _pool_lanes(
             found = found + costs if found else costs
     if pool.workers is None:
         return found, positions
-    return tuple([cost for cost in found if pool.takes(cost.ref.labels, cost.ref.models)]), None
+    return tuple([cost for cost in found if pool.accepts(cost.ref.labels, cost.ref.models)]), None
 
 
 def _rank(

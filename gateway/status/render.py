@@ -319,7 +319,7 @@ def _pool(
     return PoolStatus(
         lanes=pool.lanes,
         workers=tuple(sorted({worker.report.worker_id for worker, _ in accepting})),
-        slots=pool.bounded(sum(lane.slots for _, lane in accepting)),
+        slots=pool.usable_slots(sum(lane.slots for _, lane in accepting)),
         running=sum(lane.running for _, lane in present),
         # In the queue of this gateway and, if other gateways send too, at the workers.
         waiting=queued + sum(lane.waiting for _, lane in present),

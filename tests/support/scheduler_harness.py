@@ -12,7 +12,7 @@ from gateway.fleet.worker import Lease
 from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.select import RoutingRequest
 from gateway.types import Caller
-from policies.compiler import SOMEBODY, Asker
+from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument, Priority
 from policies.request.profile import RequestProfile
 from tests.support.fake_clock import FakeClock
@@ -37,7 +37,7 @@ class SchedulerHarness:
         client: str = "a",
         priority: Priority = Priority.DEFAULT,
         tried: frozenset[str] = frozenset(),
-        asker: Asker = SOMEBODY,
+        asker: CallerAttributes = ANONYMOUS,
     ) -> asyncio.Task[Lease]:
         """Ask for a slot, and for what the policy decides of it."""
         case = RoutingRequest(self.policy, profile, asker)

@@ -9,7 +9,7 @@ export function difference({ changes, decisions, moves, warnings }) {
     make("ul", { class: "changes" }, changes.map(change)),
     make("h3", {}, "What would move"),
     ...moved(decisions, moves),
-    ...warnings.map(({ sentence }) => make("p", { class: "warning" }, `Note: ${sentence}.`)),
+    ...warnings.map(({ message }) => make("p", { class: "warning" }, `Note: ${message}.`)),
   ];
 }
 

@@ -118,11 +118,11 @@ function showProblems(problems) {
   editor.mark(problems.map(({ line }) => line).filter(Boolean));
 }
 
-function problemItem({ field, sentence, line }) {
+function problemItem({ field, message, line }) {
   const told = [
     line && make("span", { class: "line-number" }, `Line ${line}`),
     field && make("code", { class: "where" }, field),
-    make("span", {}, sentence),
+    make("span", {}, message),
   ];
   return make("li", {}, line ? make("button", { type: "button", onclick: () => editor.jump(line) }, told) : make("p", {}, told));
 }

@@ -24,7 +24,7 @@ export async function readHistory() {
   return (await askJson("GET", "/policy/history")).versions;
 }
 
-// Say what is wrong with a text: a list of { field, sentence, line }, empty where it is good.
+// Say what is wrong with a text: a list of { field, message, line }, empty where it is good.
 export async function validate(text, signal) {
   const answer = await ask("POST", "/policy/validate", { headers: { "content-type": YAML }, body: text, signal });
   return (await answer.json()).problems;

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import SecretStr
 
-from policies.document import shipped_policy
+from policies.document import default_policy
 from policies.yaml_io import read_yaml
 from tests.support.policies import ROUTES, PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, status_and_code
@@ -21,7 +21,7 @@ from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 
 
 def test_what_is_shipped_is_version_one(gateway: RunningGateway, admin: PolicyAdmin) -> None:
-    shipped = shipped_policy().model_dump(mode="json", exclude_unset=True)
+    shipped = default_policy().model_dump(mode="json", exclude_unset=True)
     assert admin.document() == shipped
     assert gateway.status()["policy"]["source"] == "shipped"
     (version,) = admin.get("/history").json()["versions"]
@@ -124,16 +124,16 @@ def test_a_policy_is_checked_without_being_applied(
     written = "version: 1\nroutes:\n- name: all\n  to: [b]\ncolour: red\npools: {a: {lanes: [x]}}\n"
     assert admin.post("/validate", written, "application/yaml") == {
         "valid": False,
-        "problems": [{"field": "colour", "sentence": "there is no such field", "line": 5}],
+        "problems": [{"field": "colour", "message": "there is no such field", "line": 5}],
         "warnings": [],
     }
     written = written.replace("colour: red\n", "")
     assert admin.post("/validate", written, "application/yaml")["problems"] == [
-        {"field": "routes.0.to.0", "sentence": "there is no pool 'b'", "line": 4}
+        {"field": "routes.0.to.0", "message": "there is no pool 'b'", "line": 4}
     ]
     assert admin.post("/validate", "{") == {
         "valid": False,
-        "problems": [{"field": "", "sentence": "it is not JSON", "line": None}],
+        "problems": [{"field": "", "message": "it is not JSON", "line": None}],
         "warnings": [],
     }
     assert len(admin.get("/history").json()["versions"]) == 1

@@ -187,10 +187,10 @@ def test_f31_an_edit_that_was_not_answered_says_so_and_sent_again_it_is_done_onc
     path = "/admin/v1/policy"
     before = gateway.admin.get(path)
     assert before.headers["x-paceline-policy-version"] == "1"
-    headers = {"if-match": before.headers["etag"], "x-paceline-note": "two holders"}
+    headers = {"if-match": before.headers["etag"], "x-paceline-note": "two workers"}
 
     def edit() -> tuple[int, str]:
-        document = before.json() | {"prefix": {"holders": 2}}
+        document = before.json() | {"prefix": {"max_workers": 2}}
         answer = gateway.admin.put(path, json=document, headers=headers)
         return (200, "") if answer.is_success else status_and_code(answer)
 
@@ -207,7 +207,7 @@ def test_f31_an_edit_that_was_not_answered_says_so_and_sent_again_it_is_done_onc
     )
     wait_until(lambda: edit() == (412, "policy_changed"))
     notes = [one["note"] for one in gateway.admin.get(f"{path}/history").json()["versions"]]
-    assert notes.count("two holders") == 1
+    assert notes.count("two workers") == 1
 
 
 def through(proxy: FaultProxy) -> str:

@@ -18,7 +18,7 @@ from gateway.config.settings import load_settings
 from gateway.config.static_workers import ListedWorker, check_listed, listed_problems, read_keys
 from gateway.errors import StartupError
 from gateway.protocols.openai import for_openai
-from policies.document import shipped_policy
+from policies.document import default_policy
 from tests.support.running_gateway import RunningGateway, make_settings, running_server, wait_until
 from tests.support.scripted_worker import JOIN_TOKEN, Script, ScriptedWorker
 from tests.support.static_workers import ENTRY, static_worker
@@ -204,8 +204,8 @@ def test_the_list_must_fit_the_policy_and_itself() -> None:
     check_listed((static_worker(), static_worker(id="other", pools=["vlm"])))
     with pytest.raises(StartupError, match="Two workers of the list are called 'studio'"):
         check_listed((static_worker(), static_worker()))
-    assert listed_problems((static_worker(),), shipped_policy()) == []
-    (problem,) = listed_problems((static_worker(pools=["fast"]),), shipped_policy())
+    assert listed_problems((static_worker(),), default_policy()) == []
+    (problem,) = listed_problems((static_worker(pools=["fast"]),), default_policy())
     assert re.search(r"the pool 'fast', but .* only: text-mtp, vlm", problem)
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import yaml
 
-from policies.document import SHIPPED
+from policies.document import DEFAULT_FILE
 from tests.support.running_gateway import (
     RunningGateway,
     make_settings,
@@ -40,7 +40,7 @@ def waiting(gateway: RunningGateway, pool: str) -> int:
 
 def with_policy(folder: Path, change: Callable[[dict[str, Any]], None]) -> RunningGateway:
     """A gateway with the shipped policy, changed."""
-    shipped = Path(__file__).parents[3] / "policies" / SHIPPED
+    shipped = Path(__file__).parents[3] / "policies" / DEFAULT_FILE
     document = yaml.safe_load(shipped.read_text())
     change(document)
     file = folder / "policy.yaml"

@@ -295,19 +295,19 @@ def trailing(gateway: RunningGateway, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("told", "fields", "expected"),
+    ("include", "fields", "expected"),
     [
-        ("asked", {}, False),
-        ("asked", ASKED, True),
+        ("on_request", {}, False),
+        ("on_request", ASKED, True),
         ("with_usage", {}, True),
         ("with_usage", ASKED, True),
         ("always", {}, True),
     ],
 )
 def test_a_whole_answer_tells_when_asked_or_when_the_policy_says_so(
-    tmp_path: Path, worker: ScriptedWorker, told: str, fields: dict[str, Any], expected: bool
+    tmp_path: Path, worker: ScriptedWorker, include: str, fields: dict[str, Any], expected: bool
 ) -> None:
-    with gateway_with_policy(tmp_path, worker, metrics={"told": told}) as gateway:
+    with gateway_with_policy(tmp_path, worker, metrics={"include": include}) as gateway:
         answer = gateway.chat(**fields).json()
         assert answer.get("metrics") == (METRICS if expected else None)
         assert ("metrics" in answer, answer["usage"]) == (expected, USAGE)
@@ -316,12 +316,12 @@ def test_a_whole_answer_tells_when_asked_or_when_the_policy_says_so(
 
 
 @pytest.mark.parametrize(
-    ("told", "fields", "expected"),
+    ("include", "fields", "expected"),
     [
-        ("asked", {}, (False, False)),
-        ("asked", ASKED, (True, True)),
-        ("asked", WITH_USAGE, (True, False)),
-        ("asked", {**ASKED, **WITH_USAGE}, (True, True)),
+        ("on_request", {}, (False, False)),
+        ("on_request", ASKED, (True, True)),
+        ("on_request", WITH_USAGE, (True, False)),
+        ("on_request", {**ASKED, **WITH_USAGE}, (True, True)),
         ("with_usage", {}, (False, False)),
         ("with_usage", ASKED, (True, True)),
         ("with_usage", WITH_USAGE, (True, True)),
@@ -331,13 +331,13 @@ def test_a_whole_answer_tells_when_asked_or_when_the_policy_says_so(
 def test_a_stream_tells_in_its_last_chunk_when_asked_or_when_the_policy_says_so(
     tmp_path: Path,
     worker: ScriptedWorker,
-    told: str,
+    include: str,
     fields: dict[str, Any],
     expected: tuple[bool, bool],
 ) -> None:
     """Expected are usage, and metrics beside it."""
     usage, metrics = expected
-    with gateway_with_policy(tmp_path, worker, metrics={"told": told}) as gateway:
+    with gateway_with_policy(tmp_path, worker, metrics={"include": include}) as gateway:
         last = trailing(gateway, **fields)
         assert last.get("usage") == (USAGE if usage else None)
         assert last.get("metrics") == (METRICS if metrics else None)
@@ -347,7 +347,7 @@ def test_a_stream_tells_in_its_last_chunk_when_asked_or_when_the_policy_says_so(
 def test_the_shipped_policy_tells_wherever_it_tells_usage(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    assert MetricsRules().told == "with_usage"
+    assert MetricsRules().include == "with_usage"
     assert gateway_with_worker.chat().json()["metrics"] == METRICS
     assert trailing(gateway_with_worker) == {}
     assert trailing(gateway_with_worker, **WITH_USAGE)["metrics"] == METRICS

@@ -28,7 +28,7 @@ from gateway.config.static_workers import ListedWorker
 from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
 from gateway.storage.records import FileRecords
 from policies.diff import merge_patch
-from policies.document import PolicyInvalid, parse_policy, read_policy, shipped_policy
+from policies.document import PolicyInvalid, default_policy, parse_policy, read_policy
 from tests.support.memory_records import MemoryRecords
 from tests.support.policies import (
     AUTHOR_ANN,
@@ -96,7 +96,7 @@ async def test_what_was_kept_comes_back_whole(tmp_path: Path) -> None:
 async def test_every_policy_is_the_same_after_it_was_kept() -> None:
     examples = [parse_policy(file.read_text(), file.stem) for file in EXAMPLES.glob("*.yaml")]
     assert len(examples) == 5
-    for policy in (shipped_policy(), proposal().policy, *examples):
+    for policy in (default_policy(), proposal().policy, *examples):
         kept = json.loads(json.dumps(Proposal.of(policy).document))
         assert read_policy(kept, "kept") == policy
         assert Proposal.of(read_policy(kept, "kept")).document == kept

@@ -16,7 +16,7 @@ from gateway.errors import NoWorker, QueueFull, QueueTimeout, WorkerBusy
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.routing.select import RoutingRequest
 from gateway.types import Caller
-from policies.compiler import Asker
+from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument, Priority, read_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
 from tests.support.scheduler_harness import (
@@ -348,9 +348,9 @@ async def test_who_waits_keeps_the_route_that_they_were_given() -> None:
     )
     door = SchedulerHarness(policy)
     door.fleet.heartbeat(worker_report(slots=9))
-    first = await door.acquire(asker=Asker(team="a"))
-    second = door.acquire(asker=Asker(team="a"))
+    first = await door.acquire(asker=CallerAttributes(team="a"))
+    second = door.acquire(asker=CallerAttributes(team="a"))
     assert await door.queue_length("few") == 1
     door.dispatch.release(first, AttemptResult.SUCCEEDED)
     assert (await second).candidate.pool == "few"
-    assert (await door.acquire(asker=Asker(team="b"))).candidate.pool == "many"
+    assert (await door.acquire(asker=CallerAttributes(team="b"))).candidate.pool == "many"

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.compiler import SOMEBODY, Asker
-from policies.evaluate import judge
+from policies.compiler import ANONYMOUS, CallerAttributes
+from policies.evaluate import match_route
 from policies.request.profile import Endpoint, RequestProfile, Sampling, bypass_reasons
 from policies.routes import DAYS, MEDIA_KINDS
 from tests.support.policy_conditions import DAY, policy_with_conditions
@@ -21,8 +21,10 @@ PLAIN = RequestProfile(endpoint=Endpoint.CHAT, model="demo", messages=1)
 GREEDY = PLAIN._replace(sampling=Sampling(temperature=0))
 
 
-def holds(when: dict[str, Any], profile: RequestProfile, asker: Asker = SOMEBODY) -> bool:
-    return judge(policy_with_conditions(when), profile, asker).route.name == "route-0"
+def holds(
+    when: dict[str, Any], profile: RequestProfile, asker: CallerAttributes = ANONYMOUS
+) -> bool:
+    return match_route(policy_with_conditions(when), profile, asker).route.name == "route-0"
 
 
 WITH_PICTURE = PLAIN._replace(media=(("image", 1),))
@@ -86,25 +88,31 @@ def test_a_condition_on_the_request(
 @pytest.mark.parametrize(
     ("when", "taken", "left"),
     [
-        ({"key": "night-job"}, Asker(key="night-job"), SOMEBODY),
-        ({"key": ["a", "b"]}, Asker(key="b"), Asker(key="c")),
-        ({"team": "research"}, Asker(team="research"), Asker(key="research")),
-        ({"header": {"x-tier": "gold"}}, Asker(headers={"x-tier": "gold"}), SOMEBODY),
+        ({"key": "night-job"}, CallerAttributes(key="night-job"), ANONYMOUS),
+        ({"key": ["a", "b"]}, CallerAttributes(key="b"), CallerAttributes(key="c")),
+        ({"team": "research"}, CallerAttributes(team="research"), CallerAttributes(key="research")),
+        ({"header": {"x-tier": "gold"}}, CallerAttributes(headers={"x-tier": "gold"}), ANONYMOUS),
         (
             {"header": {"x-tier": ["gold", "silver"], "x-app": "ci"}},
-            Asker(headers={"x-tier": "silver", "x-app": "ci"}),
-            Asker(headers={"x-tier": "gold"}),
+            CallerAttributes(headers={"x-tier": "silver", "x-app": "ci"}),
+            CallerAttributes(headers={"x-tier": "gold"}),
         ),
-        ({"header": {"x-tier": "gold"}}, Asker(headers={"x-tier": "gold"}), Asker(team="gold")),
+        (
+            {"header": {"x-tier": "gold"}},
+            CallerAttributes(headers={"x-tier": "gold"}),
+            CallerAttributes(team="gold"),
+        ),
     ],
 )
-def test_a_condition_on_who_asks(when: dict[str, Any], taken: Asker, left: Asker) -> None:
+def test_a_condition_on_who_asks(
+    when: dict[str, Any], taken: CallerAttributes, left: CallerAttributes
+) -> None:
     assert holds(when, PLAIN, taken)
     assert not holds(when, PLAIN, left)
 
 
-def at(day: str, hour: int, minute: int = 0) -> Asker:
-    return Asker(minute_of_week=[*DAYS].index(day) * DAY + hour * 60 + minute)  # type: ignore[arg-type]
+def at(day: str, hour: int, minute: int = 0) -> CallerAttributes:
+    return CallerAttributes(minute_of_week=[*DAYS].index(day) * DAY + hour * 60 + minute)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -123,7 +131,9 @@ def at(day: str, hour: int, minute: int = 0) -> Asker:
         ({"days": "fri", "hours": "00:00-24:00"}, at("fri", 23, 59), at("sat", 0)),
     ],
 )
-def test_a_condition_on_the_time(when: dict[str, Any], taken: Asker, left: Asker) -> None:
+def test_a_condition_on_the_time(
+    when: dict[str, Any], taken: CallerAttributes, left: CallerAttributes
+) -> None:
     assert holds(when, PLAIN, taken)
     assert not holds(when, PLAIN, left)
 
@@ -142,10 +152,10 @@ def test_all_conditions_of_a_route_must_hold(when: dict[str, Any], expected: boo
 
 def test_the_first_route_that_holds_decides() -> None:
     policy = policy_with_conditions({"team": "a"}, {"greedy": True}, {"model": "demo"})
-    assert judge(policy, GREEDY).route.name == "route-1"
-    assert judge(policy, GREEDY, Asker(team="a")).route.name == "route-0"
-    assert judge(policy, PLAIN).route.name == "route-2"
-    assert judge(policy, PLAIN._replace(model="x")).route.name == "rest"
+    assert match_route(policy, GREEDY).route.name == "route-1"
+    assert match_route(policy, GREEDY, CallerAttributes(team="a")).route.name == "route-0"
+    assert match_route(policy, PLAIN).route.name == "route-2"
+    assert match_route(policy, PLAIN._replace(model="x")).route.name == "rest"
 
 
 def test_the_headers_that_a_policy_asks_for_are_known_once_each() -> None:
@@ -212,7 +222,7 @@ PROFILES = st.builds(
     text_chars=NUMBERS,
 )
 ASKERS = st.builds(
-    Asker,
+    CallerAttributes,
     key=NAMES | st.just(""),
     team=NAMES | st.just(""),
     headers=st.dictionaries(st.sampled_from(["x-a", "x-b"]), NAMES),
@@ -222,13 +232,15 @@ ASKERS = st.builds(
 
 @given(st.lists(WHENS, max_size=8), PROFILES, ASKERS)
 def test_what_is_compiled_decides_as_one_reads_it(
-    whens: list[dict[str, Any]], profile: RequestProfile, asker: Asker
+    whens: list[dict[str, Any]], profile: RequestProfile, asker: CallerAttributes
 ) -> None:
     reading = (f"route-{i}" for i, when in enumerate(whens) if read_naively(when, profile, asker))
-    assert judge(policy_with_conditions(*whens), profile, asker).route.name == next(reading, "rest")
+    assert match_route(policy_with_conditions(*whens), profile, asker).route.name == next(
+        reading, "rest"
+    )
 
 
-def read_naively(when: dict[str, Any], profile: RequestProfile, asker: Asker) -> bool:
+def read_naively(when: dict[str, Any], profile: RequestProfile, asker: CallerAttributes) -> bool:
     """Read one condition after the other, as the page for admins tells them."""
     kinds = {kind for kind, _ in profile.media}
     media = when.get("media")

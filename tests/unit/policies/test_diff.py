@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from policies.diff import differences, merge_patch
+from policies.diff import diff, merge_patch
 from tests.support.json_values import VALUES
 
 OLD: dict[str, Any] = {
@@ -30,7 +30,7 @@ OLD: dict[str, Any] = {
 def told(change: Any) -> list[dict[str, Any]]:
     new = copy.deepcopy(OLD)
     change(new)
-    return [difference.told() for difference in differences(OLD, new)]
+    return [difference.to_json() for difference in diff(OLD, new)]
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_each_change_is_told_once_where_it_is(change: Any, expected: Any) -> Non
 @example([False], [0])
 @example([[{"a": 1}]], [[{"a": True}]])
 def test_nothing_is_told_of_equals_and_something_of_others(old: Any, new: Any) -> None:
-    assert differences(old, old) == ()
+    assert diff(old, old) == ()
     written = [json.dumps(value, sort_keys=True) for value in (old, new)]
-    assert bool(differences(old, new)) == (written[0] != written[1])
+    assert bool(diff(old, new)) == (written[0] != written[1])
 
 
 # Appendix A of the RFC: original, patch, result.

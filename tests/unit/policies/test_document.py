@@ -15,9 +15,9 @@ import pytest
 from policies.document import (
     PolicyInvalid,
     Priority,
+    default_policy,
     parse_policy,
     read_policy,
-    shipped_policy,
 )
 from policies.sections import Queue
 
@@ -42,7 +42,7 @@ def changed(*path: Any, to: Any) -> dict[str, Any]:
 
 
 def test_the_shipped_policy_is_the_one_of_the_design() -> None:
-    policy = shipped_policy()
+    policy = default_policy()
     assert [(route.name, route.to) for route in policy.routes] == [
         ("pictures", ("vlm",)),
         ("greedy-text", ("text-mtp", "vlm")),
@@ -198,7 +198,7 @@ def test_every_line_of_the_shipped_policy_is_explained() -> None:
 def test_a_mistake_is_named_by_field(document: Any, field: str, what: str) -> None:
     with pytest.raises(PolicyInvalid) as invalid:
         read_policy(document, "mine.yaml")
-    assert [one for one in invalid.value.problems if one.field == field and what in one.sentence]
+    assert [one for one in invalid.value.problems if one.field == field and what in one.message]
     assert "mine.yaml" in str(invalid.value)
 
 
@@ -226,7 +226,7 @@ def test_of_very_many_mistakes_the_first_are_named_and_the_others_counted() -> N
     problems = invalid.value.problems
     assert len(problems) == 32
     assert problems[-1].field == "routes.15.to"
-    assert problems[-1].sentence == "it is missing; and 1968 mistakes more"
+    assert problems[-1].message == "it is missing; and 1968 mistakes more"
 
 
 def test_a_wrong_route_is_not_called_a_missing_one_too() -> None:

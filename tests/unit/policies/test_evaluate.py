@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from policies.document import read_policy, shipped_policy
-from policies.evaluate import judge, resolve_model, sampling_defaults
+from policies.document import default_policy, read_policy
+from policies.evaluate import match_route, resolve_model, sampling_defaults
 from policies.request.profile import Bypass, RequestProfile
 from tests.support.request_profiles import GREEDY, SAMPLED
 
-POLICY = shipped_policy()
+POLICY = default_policy()
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_defaults_are_the_models_own_or_openais() -> None:
 def test_the_shipped_routes(
     profile: RequestProfile, route: str, bypass: tuple[Bypass, ...]
 ) -> None:
-    verdict = judge(POLICY, profile)
+    verdict = match_route(POLICY, profile)
     assert (verdict.route.name, verdict.bypass) == (route, bypass)
 
 

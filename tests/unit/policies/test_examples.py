@@ -9,19 +9,19 @@ import pytest
 
 from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
-from policies.compiler import SOMEBODY, Asker
+from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument, parse_policy
 from policies.evaluate import sampling_defaults
 from policies.request.fields import FieldError
 from policies.request.profile import Endpoint, RequestProfile, Sampling
-from policies.sections import bounded
+from policies.sections import apply_limits
 from tests.support.scripted_worker import lane_report
 
 EXAMPLES = Path(__file__).parents[3] / "policies" / "examples"
 SAMPLED = RequestProfile(endpoint=Endpoint.CHAT, model="m")
 GREEDY = SAMPLED._replace(sampling=Sampling(temperature=0))
 PICTURE = SAMPLED._replace(media=(("image", 1),), pixels=1_000_000)
-SATURDAY_NOON = Asker(headers={"x-batch": "yes"}, minute_of_week=(5 * 24 + 12) * 60)
+SATURDAY_NOON = CallerAttributes(headers={"x-batch": "yes"}, minute_of_week=(5 * 24 + 12) * 60)
 MONDAY_NOON = SATURDAY_NOON._replace(minute_of_week=12 * 60)
 MONDAY_NIGHT = SATURDAY_NOON._replace(minute_of_week=21 * 60)
 
@@ -40,24 +40,30 @@ def fleet(*labels: str) -> FleetView:
 @pytest.mark.parametrize(
     ("example", "profile", "asker", "macs", "decided"),
     [
-        ("speed_first", GREEDY, SOMEBODY, ["fast"], "greedy-text: text-mtp fast, plain fast"),
-        ("quality_first", GREEDY, SOMEBODY, ["bf16", "4bit"], "greedy-text: best-mtp bf16"),
-        ("quality_first", SAMPLED, SOMEBODY, ["bf16", "4bit"], "everything-else: best bf16"),
-        ("quality_first", SAMPLED, SOMEBODY, ["4bit"], "everything-else: good 4bit"),
-        ("quality_first", SAMPLED._replace(tools=True), SOMEBODY, ["4bit"], "tools: nobody"),
-        ("vision_on_the_big_mac", PICTURE, SOMEBODY, ["big", "old"], "pictures: vision big"),
-        ("vision_on_the_big_mac", PICTURE, SOMEBODY, ["old"], "pictures: nobody"),
-        ("teams", SAMPLED, Asker(team="product"), ["shared"], "product: shared shared"),
-        ("teams", SAMPLED, Asker(team="interns"), ["shared"], "research: experiments shared"),
-        ("teams", SAMPLED, Asker(headers={"x-client": "ci"}), ["product"], "ci: nobody"),
+        ("speed_first", GREEDY, ANONYMOUS, ["fast"], "greedy-text: text-mtp fast, plain fast"),
+        ("quality_first", GREEDY, ANONYMOUS, ["bf16", "4bit"], "greedy-text: best-mtp bf16"),
+        ("quality_first", SAMPLED, ANONYMOUS, ["bf16", "4bit"], "everything-else: best bf16"),
+        ("quality_first", SAMPLED, ANONYMOUS, ["4bit"], "everything-else: good 4bit"),
+        ("quality_first", SAMPLED._replace(tools=True), ANONYMOUS, ["4bit"], "tools: nobody"),
+        ("vision_on_the_big_mac", PICTURE, ANONYMOUS, ["big", "old"], "pictures: vision big"),
+        ("vision_on_the_big_mac", PICTURE, ANONYMOUS, ["old"], "pictures: nobody"),
+        ("teams", SAMPLED, CallerAttributes(team="product"), ["shared"], "product: shared shared"),
+        (
+            "teams",
+            SAMPLED,
+            CallerAttributes(team="interns"),
+            ["shared"],
+            "research: experiments shared",
+        ),
+        ("teams", SAMPLED, CallerAttributes(headers={"x-client": "ci"}), ["product"], "ci: nobody"),
         ("night_batch", SAMPLED, MONDAY_NOON, ["old"], "batch-by-day: nobody"),
         ("night_batch", SAMPLED, MONDAY_NIGHT, ["old"], "batch-at-night: everywhere old"),
         ("night_batch", SAMPLED, SATURDAY_NOON, ["old"], "batch-at-the-weekend: everywhere old"),
-        ("night_batch", PICTURE, SOMEBODY, ["old"], "pictures: vlm old"),
+        ("night_batch", PICTURE, ANONYMOUS, ["old"], "pictures: vlm old"),
     ],
 )
 def test_an_example_decides_as_it_promises(
-    example: str, profile: RequestProfile, asker: Asker, macs: list[str], decided: str
+    example: str, profile: RequestProfile, asker: CallerAttributes, macs: list[str], decided: str
 ) -> None:
     policy = policy_of(example)
     decision = decide(RoutingRequest(policy, profile, asker), fleet(*macs), Random(0))
@@ -68,10 +74,10 @@ def test_an_example_decides_as_it_promises(
 def test_the_bounds_of_the_examples_bound() -> None:
     speed = policy_of("speed_first")
     assert sampling_defaults(speed, "qwen3.5-4b").temperature == 0
-    assert bounded(SAMPLED, speed.limits, speed.media).max_tokens == 1024
+    assert apply_limits(SAMPLED, speed.limits, speed.media).max_tokens == 1024
     vision = policy_of("vision_on_the_big_mac")
     with pytest.raises(FieldError, match="'video' content is not taken here"):
-        bounded(PICTURE._replace(media=(("video", 1),)), vision.limits, vision.media)
+        apply_limits(PICTURE._replace(media=(("video", 1),)), vision.limits, vision.media)
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)

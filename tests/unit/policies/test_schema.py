@@ -100,4 +100,4 @@ def test_whatever_stands_in_a_field_it_is_taken_or_refused_with_its_line(
         parse_policy(yaml.safe_dump(document), "mine.yaml")
     except PolicyInvalid as invalid:
         problems = invalid.problems
-    assert [problem for problem in problems if not (problem.sentence and problem.line)] == []
+    assert [problem for problem in problems if not (problem.message and problem.line)] == []

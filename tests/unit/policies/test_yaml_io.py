@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policies.yaml_io import DEPTH_LIMIT, TextInvalid, line_of, read_yaml
+from policies.yaml_io import DEPTH_LIMIT, YamlInvalid, line_of, read_yaml
 
 TEXT = """\
 version: 1
@@ -56,7 +56,7 @@ def test_what_people_write_is_read_as_it_was() -> None:
     ],
 )
 def test_what_is_no_plain_yaml_is_refused_by_line(text: str, what: str, line: int | None) -> None:
-    with pytest.raises(TextInvalid) as invalid:
+    with pytest.raises(YamlInvalid) as invalid:
         read_yaml(text)
     assert (invalid.value.what, invalid.value.line) == (what, line)
 
@@ -64,7 +64,7 @@ def test_what_is_no_plain_yaml_is_refused_by_line(text: str, what: str, line: in
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- "])
 def test_nesting_is_bounded_however_deep_it_is(opening: str) -> None:
     for levels in (DEPTH_LIMIT + 1, 100_000):
-        with pytest.raises(TextInvalid, match="nested more than 32 deep"):
+        with pytest.raises(YamlInvalid, match="nested more than 32 deep"):
             read_yaml(opening * levels)
 
 
@@ -75,16 +75,16 @@ def test_a_few_lines_that_mean_millions_are_refused() -> None:
         f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]"
         for before, name in itertools.pairwise(letters)
     ]
-    with pytest.raises(TextInvalid, match="more than a policy can hold"):
+    with pytest.raises(YamlInvalid, match="more than a policy can hold"):
         read_yaml("\n".join(lines))
     chain = ["a0: &a0 []"] + [f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, 100)]
-    with pytest.raises(TextInvalid, match="more than a policy can hold"):
+    with pytest.raises(YamlInvalid, match="more than a policy can hold"):
         read_yaml("\n".join(chain))
 
 
 @given(st.text())
 def test_no_text_raises_anything_else(text: str) -> None:
-    with contextlib.suppress(TextInvalid):
+    with contextlib.suppress(YamlInvalid):
         read_yaml(text)
     assert (line_of(text, "a.b") or 1) >= 1
 

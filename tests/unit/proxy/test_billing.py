@@ -26,14 +26,14 @@ from gateway.proxy.billing import ANSWER_TOKENS, HeldTokens, cost_of, estimate
 from gateway.proxy.context import RequestContext
 from gateway.routing.select import RoutingRequest
 from gateway.types import UNUSED, Inspected, Spent, Usage
-from policies.document import shipped_policy
+from policies.document import default_policy
 from policies.request.profile import Endpoint, RequestProfile
 from tests.support.rate_limit_model import ALL_LIMITS, NOON
 
 
 def trip(*, begun: bool = True, usage: Usage = UNUSED, **fields: Any) -> RequestContext:
     profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, **fields)
-    case = RoutingRequest(shipped_policy(), profile)
+    case = RoutingRequest(default_policy(), profile)
     made = RequestContext(
         identity="r", inspected=Inspected("demo", profile, {}), case=case, began_s=0.0
     )

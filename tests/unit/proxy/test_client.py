@@ -12,7 +12,7 @@ import pytest
 from gateway.periodic import WeekClock
 from gateway.proxy.client import read_asker
 from gateway.types import Caller
-from policies.compiler import SOMEBODY
+from policies.compiler import ANONYMOUS
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +36,7 @@ def test_only_the_headers_that_are_named_are_kept_and_no_long_ones() -> None:
     }
     asker = read_asker(scope, Caller(key="k1", team="blue"), ("x-app", "x-long", "x-none"), 7)
     assert asker == ("k1", "blue", {"x-app": "bücher"}, 7)
-    assert read_asker(scope, Caller(), (), 0) == SOMEBODY
+    assert read_asker(scope, Caller(), (), 0) == ANONYMOUS
 
 
 @pytest.mark.parametrize(

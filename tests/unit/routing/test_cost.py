@@ -17,12 +17,12 @@ from gateway.fleet.worker import Lease
 from gateway.routing.cost import throughput_of
 from gateway.routing.select import Candidate, RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
-from policies.document import shipped_policy
+from policies.document import default_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
 from tests.support.scripted_worker import lane_report
 from workers.protocol import WorkerReport
 
-POLICY = shipped_policy()
+POLICY = default_policy()
 LONG = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=16_000)
 SHORT = LONG._replace(text_chars=400)
 GREEDY = SHORT._replace(sampling=Sampling(temperature=0))

@@ -13,7 +13,7 @@ from gateway.routing.prefix_affinity import MAX_PREFIXES, PrefixIndex
 from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
 from gateway.types import Usage
-from policies.document import shipped_policy
+from policies.document import default_policy
 from policies.sections import PrefixPolicy
 from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, prefix_holders
 from tests.support.request_profiles import SAMPLED
@@ -40,11 +40,11 @@ def test_a_claim_ends_with_its_time(prefixes: PrefixIndex, clock: list[float]) -
 
 
 def test_the_last_that_had_it_are_remembered(prefixes: PrefixIndex) -> None:
-    two = PrefixPolicy(holders=2)
+    two = PrefixPolicy(max_workers=2)
     for holding in (STUDIO, LAPTOP, STUDIO, ("mini", "1")):
         prefixes.record_dispatch("p", holding, two)
     assert prefix_holders(prefixes) == {STUDIO, ("mini", "1")}
-    prefixes.record_dispatch("p", STUDIO, PrefixPolicy(holders=0))
+    prefixes.record_dispatch("p", STUDIO, PrefixPolicy(max_workers=0))
     assert prefix_holders(prefixes) == set()
 
 
@@ -106,7 +106,7 @@ def first_of(*workers: WorkerView, seed: int = 0) -> str:
     return decide(CASE, fleet, Random(seed)).candidates[0].worker_id
 
 
-CASE = RoutingRequest(shipped_policy(), SAMPLED)
+CASE = RoutingRequest(default_policy(), SAMPLED)
 
 
 def test_a_holder_is_first_until_it_is_much_busier() -> None:

@@ -9,14 +9,14 @@ from random import Random
 from gateway.routing.replay import MAX_RECENT_REQUESTS, PoolMoves, RecentRequests
 from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
-from policies.compiler import Asker
-from policies.document import PolicyDocument, read_policy, shipped_policy
+from policies.compiler import CallerAttributes
+from policies.document import PolicyDocument, default_policy, read_policy
 from policies.request.profile import bypass_reasons
 from tests.support.fleet_views import fleet_view, worker_view
 from tests.support.policies import single_pool_policy
 from tests.support.request_profiles import GREEDY, SAMPLED
 
-OLD = shipped_policy()
+OLD = default_policy()
 NEW = read_policy(single_pool_policy("all", lanes=("text-mtp", "vlm")), "test")
 FLEET = fleet_view(worker_view("a"))
 NOBODY = FleetView.of((), frozenset())
@@ -56,9 +56,11 @@ async def test_who_asked_and_which_pools_their_key_may_use_are_replayed_too() ->
     ]
     pools = {name: {"lanes": "vlm"} for name in ("vlm", "text-mtp", "all")}
     by_team = read_policy({"version": 1, "routes": routes, "pools": pools}, "test")
-    recent.add(RoutingRequest(OLD, SAMPLED, Asker(team="blue")))
-    recent.add(RoutingRequest(OLD, SAMPLED, Asker(team="red"), frozenset({"vlm", "all"})))
-    recent.add(RoutingRequest(OLD, SAMPLED, Asker(team="red"), frozenset({"elsewhere"})))
+    recent.add(RoutingRequest(OLD, SAMPLED, CallerAttributes(team="blue")))
+    recent.add(
+        RoutingRequest(OLD, SAMPLED, CallerAttributes(team="red"), frozenset({"vlm", "all"}))
+    )
+    recent.add(RoutingRequest(OLD, SAMPLED, CallerAttributes(team="red"), frozenset({"elsewhere"})))
     assert await moves(recent, OLD, by_team, FLEET) == {
         ("vlm", "vlm"): 1,
         ("vlm", "all"): 1,
@@ -72,7 +74,7 @@ def test_no_text_and_nothing_long_is_kept_and_the_case_is_decided_alike() -> Non
     profile = GREEDY._replace(
         stop=("canary words",) * 16, sampling=GREEDY.sampling._replace(logit_bias=bias)
     )
-    asker = Asker(key="k1", headers={"x-app": "batch"})
+    asker = CallerAttributes(key="k1", headers={"x-app": "batch"})
     recent.add(RoutingRequest(OLD, profile, asker))
     (kept,) = recent._cases
     assert "canary" not in repr(kept)

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import LaneView, WorkerView
-from policies.compiler import Asker
-from policies.document import PolicyDocument, read_policy, shipped_policy
+from policies.compiler import CallerAttributes
+from policies.document import PolicyDocument, default_policy, read_policy
 from policies.request.profile import Bypass, Endpoint, RequestProfile, Sampling
 from tests.support.fleet_views import fleet_view, worker_view
 from tests.support.request_profiles import GREEDY, SAMPLED
 from tests.support.scripted_worker import lane_report
 
-POLICY = shipped_policy()
+POLICY = default_policy()
 PICTURE = GREEDY._replace(media=(("image", 1),))
 
 
@@ -205,7 +205,10 @@ def test_a_route_may_depend_on_who_asks_and_when() -> None:
     macs = fleet_view(labelled("a", "old", busy=1), labelled("b"))
     decisions = [
         decide(RoutingRequest(policy, SAMPLED, asker), macs, Random(0))
-        for asker in (Asker(team="a", minute_of_week=1), Asker(team="a", minute_of_week=720))
+        for asker in (
+            CallerAttributes(team="a", minute_of_week=1),
+            CallerAttributes(team="a", minute_of_week=720),
+        )
     ]
     assert [(one.route, one.candidates[0].worker_id) for one in decisions] == [
         *(("night", "a"), ("rest", "b"))
