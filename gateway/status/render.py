@@ -438,7 +438,7 @@ def _pool_lanes(
     return tuple(
         lane
         for report in reports
-        if pool.takes(report.labels, models.get(report.worker_id, (report.model,)))
+        if pool.accepts(report.labels, models.get(report.worker_id, (report.model,)))
         for lane in report.lanes
         if lane.name == name or lane.name in pool.lanes
     )
