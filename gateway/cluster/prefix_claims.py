@@ -1,16 +1,15 @@
-"""Claims to system prompts over several gateways: a stream of news, and a copy in each gateway.
+"""Claims that a worker caches a system prompt, exchanged between gateways by a Redis stream.
 
-Half a second's claims go out together and those of others come in, so no request waits for Redis
-and a gateway that starts reads the last ones first. What is lost costs a prompt that is read again.
+A gateway that starts reads the last claims first. A lost claim costs one prompt that is read again.
 """
 
 from __future__ import annotations
 
 import json
-import secrets
 from collections.abc import Sequence
 
 from gateway.cluster.redis import RedisClient
+from gateway.cluster.shared_hash import NOW
 from gateway.routing.prefix_affinity import (
     MAX_PENDING_CLAIMS,
     MAX_PREFIXES,
@@ -18,68 +17,64 @@ from gateway.routing.prefix_affinity import (
     PrefixIndex,
 )
 
-_NEWS = "paceline:{prefixes}:news"
-_KEPT = 2 * MAX_PREFIXES
-# Answers with the clock of Redis, by which ids of entries tell their age, and with the entries
-# behind the last one that was read; with the last ones of all where none was.
-_EXCHANGE = """
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+_STREAM = "paceline:{prefixes}:claims"
+_MAX_ENTRIES = 2 * MAX_PREFIXES
+# Returns the time, from which the ids of entries show their age, and the entries behind the last
+# one that was read, or the newest of all.
+_EXCHANGE = f"""{NOW}
+local last_read, gateway, max_entries = ARGV[1], ARGV[2], ARGV[3]
 for i = 4, #ARGV do
-  redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[3], '*', 'by', ARGV[2], 'claim', ARGV[i])
+  redis.call('XADD', KEYS[1], 'MAXLEN', '~', max_entries, '*', 'gateway', gateway, 'claim', ARGV[i])
 end
 redis.call('PEXPIRE', KEYS[1], 86400000)
-if ARGV[1] == '' then
-  local last = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', ARGV[3])
-  local entries = {}
-  for i = #last, 1, -1 do entries[#entries + 1] = last[i] end
-  return {now, entries}
-end
-return {now, redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], '+')}
+if last_read ~= '' then return {{now, redis.call('XRANGE', KEYS[1], '(' .. last_read, '+')}} end
+local newest_first = redis.call('XREVRANGE', KEYS[1], '+', '-', 'COUNT', max_entries)
+local entries = {{}}
+for i = #newest_first, 1, -1 do entries[#entries + 1] = newest_first[i] end
+return {{now, entries}}
 """
 
 
 class SharedPrefixClaims:
     """The claims that gateways share. Only one task calls `exchange`."""
 
-    def __init__(self, link: RedisClient, prefixes: PrefixIndex) -> None:
-        self._link = link
+    def __init__(self, redis: RedisClient, prefixes: PrefixIndex) -> None:
+        self._redis = redis
         self._prefixes = prefixes
-        self._exchange = link.script(_EXCHANGE)
-        self._life = secrets.token_hex(8)
-        self._last = ""
+        self._exchange = redis.script(_EXCHANGE)
+        self._last_read = ""
         self._connections = -1
-        self._untold: list[PrefixClaim] = []
+        self._unsent: list[PrefixClaim] = []
 
     async def exchange(self) -> None:
-        """Tell of the claims made here since the last turn, and hear of the others'."""
-        # What could not be told is told later, unless there is too much of it.
-        self._untold = [*self._untold, *self._prefixes.take_pending()][-MAX_PENDING_CLAIMS:]
-        news = [json.dumps(claim) for claim in self._untold]
-        anew = self._connections != self._link.connections  # perhaps another Redis
-        now_ms, entries = await self._link.call(
-            "prefixes", lambda: self._ask("" if anew else self._last, news)
-        )
-        self._untold = []
-        self._connections = self._link.connections
-        for at, by, claim in entries:
-            self._last = at
-            if claim is not None and by != self._life:
-                self._prefixes.merge(claim, max(0.0, (now_ms - int(at.split("-")[0])) / 1000))
+        """Send the claims made here since the last exchange, and merge those of other gateways."""
+        self._unsent = [*self._unsent, *self._prefixes.take_pending()][-MAX_PENDING_CLAIMS:]
+        claims = [json.dumps(claim) for claim in self._unsent]
+        # Behind a new connection may be another Redis.
+        last_read = self._last_read if self._connections == self._redis.connections else ""
+        now_ms, entries = await self._redis.call("prefixes", lambda: self._ask(last_read, claims))
+        self._unsent = []
+        self._connections = self._redis.connections
+        for entry_id, gateway, claim in entries:
+            self._last_read = entry_id
+            if claim is not None and gateway != self._redis.gateway_id:
+                age_s = (now_ms - int(entry_id.split("-")[0])) / 1000
+                self._prefixes.merge(claim, max(0.0, age_s))
 
     async def _ask(
-        self, last: str, news: Sequence[str]
+        self, last_read: str, claims: Sequence[str]
     ) -> tuple[int, list[tuple[str, str, PrefixClaim | None]]]:
-        arguments: list[str | int] = [last, self._life, _KEPT, *news]
-        now_ms, entries = await self._exchange([_NEWS], arguments)
-        return now_ms, [_read(at, fields) for at, fields in entries]
+        arguments: list[str | int] = [last_read, self._redis.gateway_id, _MAX_ENTRIES, *claims]
+        now_ms, entries = await self._exchange([_STREAM], arguments)
+        return now_ms, [_parse(entry_id, fields) for entry_id, fields in entries]
 
 
-def _read(at: str, fields: Sequence[str]) -> tuple[str, str, PrefixClaim | None]:
-    """Read one entry; no claim where another version of Paceline wrote it, or nobody knows who."""
-    told = dict(zip(fields[::2], fields[1::2], strict=True))
+def _parse(entry_id: str, fields: Sequence[str]) -> tuple[str, str, PrefixClaim | None]:
+    """Parse an entry; one of another version of Paceline has no claim."""
+    entry = dict(zip(fields[::2], fields[1::2], strict=True))
     try:
-        name, worker_id, boot_id, for_s = json.loads(told["claim"])
-        return at, told["by"], PrefixClaim(str(name), str(worker_id), str(boot_id), float(for_s))
+        name, worker_id, boot_id, for_s = json.loads(entry["claim"])
+        claim = PrefixClaim(str(name), str(worker_id), str(boot_id), float(for_s))
+        return entry_id, entry["gateway"], claim
     except (KeyError, TypeError, ValueError):
-        return at, "", None
+        return entry_id, "", None

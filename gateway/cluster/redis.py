@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -38,8 +39,8 @@ log = logging.getLogger(__name__)
 
 DEADLINE_S = 1.0
 """Of one question, which no request waits for."""
-WAIT_S = 0.05
-"""So long a request waits, and only one that reads or changes what admins make."""
+ADMIN_DEADLINE_S = 2.0
+"""Of a call for which an admin waits."""
 _CONNECTIONS = 16
 # Of the event loop, in which an answer that has come is read.
 _TURNS = 4
@@ -72,6 +73,8 @@ class RedisClient:
                 "PACELINE_REDIS_URL must be like redis://127.0.0.1:6379/0."
             ) from None
         self.redis: Redis = Redis(connection_pool=pool)
+        self.gateway_id = secrets.token_hex(8)
+        """Names this process to the other gateways."""
         self.connections = 0
         """How many were made so far. Behind a new one may be another Redis, or one that has lost
         what it held."""
@@ -146,7 +149,7 @@ class RedisClient:
         Where it was not the question goes on beside, and nobody waits again before Redis answers.
         """
         try:
-            await asyncio.wait((asking,), timeout=WAIT_S)
+            await asyncio.wait((asking,), timeout=ADMIN_DEADLINE_S)
             for _ in range(_TURNS):
                 if asking.done():
                     return True

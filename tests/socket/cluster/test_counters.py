@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
@@ -17,7 +19,7 @@ from tests.support.boot_reports import boot_report
 from tests.support.redis_server import RedisServer
 
 DONE: CounterKey = ("outcomes", "completed")
-COUNTS = "paceline:{counts}:lives"
+COUNTS = "paceline:{counters}:totals"
 Opens = Callable[[RedisServer], "Opened"]
 
 
@@ -99,15 +101,16 @@ async def test_a_life_that_ended_long_ago_is_folded_and_counts_once(
         ended = open_counters(redis)
         ended.count({DONE: count})
         await ended.turn()
-        life = ended.store._life
+        life = ended.store._id
         text = redis.client.hget(COUNTS, life)
         assert isinstance(text, str)
-        redis.client.hset(COUNTS, life, "[1," + text.partition(",")[2])
+        redis.client.hset(COUNTS, life, re.sub(r'"updated_ms":\d+', '"updated_ms":1', text))
     first, second = open_counters(redis), open_counters(redis)
     for _ in range(4):
         assert await first.counts() == {DONE: 5}
         assert await second.counts() == {DONE: 5}
-    assert set(redis.client.hkeys(COUNTS)) == {"earlier", first.store._life, second.store._life}
+    names = set(redis.client.hkeys(COUNTS)) - {"created_ms", "folds"}
+    assert names == {"earlier", first.store._id, second.store._id}
 
 
 async def test_a_life_that_was_folded_while_it_was_cut_off_goes_on_and_counts_once(
@@ -116,17 +119,17 @@ async def test_a_life_that_was_folded_while_it_was_cut_off_goes_on_and_counts_on
     cut_off, other = open_counters(redis), open_counters(redis)
     cut_off.count({DONE: 2})
     await cut_off.turn()
-    life = cut_off.store._life
+    life = cut_off.store._id
     text = redis.client.hget(COUNTS, life)
     assert isinstance(text, str)
-    redis.client.hset(COUNTS, life, "[1," + text.partition(",")[2])
+    redis.client.hset(COUNTS, life, re.sub(r'"updated_ms":\d+', '"updated_ms":1', text))
     assert await other.counts() == {DONE: 2}
     cut_off.count({DONE: 5})
 
     await cut_off.turn()
     assert await cut_off.counts() == {DONE: 7}
     assert await other.counts() == {DONE: 7}
-    assert cut_off.store._life != life
+    assert cut_off.store._id != life
 
 
 async def test_a_redis_that_is_emptied_gets_back_what_gateways_know_of_ended_lives(
@@ -178,7 +181,7 @@ async def test_sums_over_any_number_of_boots_are_exact_and_what_is_kept_is_bound
         assert len(kept) <= 17
 
 
-@pytest.mark.parametrize("text", ["nonsense", "[]", "[1,[[5,5]]]", "{}"])
+@pytest.mark.parametrize("text", ["nonsense", "[]", '{"updated_ms":1,"totals":[[5,5]]}', "{}"])
 async def test_a_life_that_nobody_wrote_is_a_failure_and_no_count(
     redis: RedisServer, open_counters: Opens, text: str
 ) -> None:
@@ -186,6 +189,7 @@ async def test_a_life_that_nobody_wrote_is_a_failure_and_no_count(
     opened.count({DONE: 1})
     await opened.turn()
     redis.client.hset(COUNTS, "odd", text)
+    redis.client.zadd(COUNTS.replace("totals", "updates"), {"odd": time.time() * 1000})
     with pytest.raises(RecordsUnwritable):
         await opened.turn()
     assert await opened.store.counts() == {DONE: 1}

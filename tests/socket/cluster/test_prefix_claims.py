@@ -128,8 +128,8 @@ async def test_an_entry_that_nobody_understands_stops_none_of_the_others(
     redis: RedisServer, two_indexes: tuple[Neighbour, Neighbour]
 ) -> None:
     one, other = two_indexes
-    redis.client.xadd("paceline:{prefixes}:news", {"by": "x", "claim": "[1]"})
-    redis.client.xadd("paceline:{prefixes}:news", {"words": "none"})
+    redis.client.xadd("paceline:{prefixes}:claims", {"gateway": "x", "claim": "[1]"})
+    redis.client.xadd("paceline:{prefixes}:claims", {"words": "none"})
     one.prefixes.record_dispatch("p", STUDIO, RULES)
     await one.turn()
     await other.turn()

@@ -115,13 +115,16 @@ def test_redis_holds_documented_keys_alone_and_those_that_can_go_stale_end_by_th
 
     page = (ROOT / "docs" / "redis.md").read_text()
     documented = set(re.findall(r"^\| `(paceline:[^`]+)` \|", page, re.MULTILINE))
-    wanted = {
-        name for name in documented if not name.endswith((":LIFE", ":folded", "usage}:records"))
-    }
+    wanted = {name for name in documented if not name.endswith((":NAME", "usage}:records"))}
     wait_until(lambda: wanted <= set(redis.client.keys("*")))
-    found = {re.sub(":folded:.*", ":folded:LIFE", str(name)) for name in redis.client.keys("*")}
+    found = {re.sub(":folded:.*", ":folded:NAME", str(name)) for name in redis.client.keys("*")}
     assert found <= documented
-    for name in ("{limits}:used", "{limits}:seen", "{fleet}:told", "{prefixes}:news"):
+    for name in (
+        "{rate_limits}:admitted",
+        "{rate_limits}:gateways",
+        "{workers}:updates",
+        "{prefixes}:claims",
+    ):
         assert redis.client.pttl(f"paceline:{name}") > 0, name
 
 
