@@ -1,4 +1,4 @@
-"""Keys as they are kept: made, changed and revoked through the records, read again and again."""
+"""The stored API keys: created, changed and revoked through the records."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 from gateway.auth.api_keys import ApiKeys
 from gateway.auth.records import KeyRecord, KeyTerms, new_key
 from gateway.errors import KeyIsRevoked, KeyUnknown, StartupError
-from gateway.storage.records import Records
+from gateway.storage.records import Records, RecordTable
 
 log = logging.getLogger(__name__)
 
-_KIND = "keys"
-# A record of its own, which is only ever added: whoever changes a key at the same moment, here or
-# in another gateway, cannot put back one that was not yet revoked.
+# A record of its own, which is only ever added: a concurrent change of the key, at any gateway,
+# cannot undo the revocation.
 _REVOKED = "/revoked"
 
 
@@ -30,110 +29,95 @@ class _Revocation(BaseModel):
 
 
 class KeyStore:
-    """All keys that were ever made; what it knows, its keyring holds."""
+    """All keys that were ever created, and the only way to change them.
 
-    def __init__(self, records: Records, keyring: ApiKeys, wall: Callable[[], float]) -> None:
-        self._records = records
-        self._keyring = keyring
+    `api_keys` gets them after each change. `wall` returns seconds since 1970.
+    """
+
+    def __init__(self, records: Records, api_keys: ApiKeys, wall: Callable[[], float]) -> None:
+        self._table = RecordTable(records, "keys", self._apply)
+        self._api_keys = api_keys
         self._wall = wall
-        self._texts: Mapping[str, str] = {}
-        self._sure = False
-        """The records have been read in this life, not only remembered."""
-        self._reading = asyncio.Lock()
+        self._damaged: list[str] = []
         self._changing = asyncio.Lock()
 
     async def open(self) -> None:
-        """Read the keys; raise `StartupError` where one cannot be understood."""
-        self._texts = await self._records.all(_KIND)
-        keys, wrong = _read(self._texts)
-        if wrong:
+        """Read the keys; raise `StartupError` if one is damaged."""
+        await self._table.refresh()
+        if self._damaged:
             raise StartupError(
-                f"The key {wrong[0]} in the kept state cannot be understood; mend its record."
+                f"The stored key {self._damaged[0]} is damaged. Repair its record, or remove it."
             )
-        self._keyring.replace(keys)
-        self._sure = self._records.is_current(_KIND)
-        if not self._sure:
-            # Keys that nobody can read now may have been made or revoked since.
-            self._keyring.require_until_replaced()
 
     async def refresh(self) -> None:
-        """Take over what others have changed; a record that cannot be understood opens nothing."""
+        """Apply the changes of other gateways, and remove expired keys."""
         try:
-            # One after the other: what was read first must not be taken last, and bring back a key.
-            async with self._reading:
-                texts = await self._records.all(_KIND)
-                fresh = self._records.is_current(_KIND)
-                if texts != self._texts or fresh != self._sure:
-                    self._sure = fresh
-                    self._take(texts)
+            await self._table.refresh()
         finally:
-            self._keyring.remove_expired()  # a key expires whether or not its record can be read
+            self._api_keys.remove_expired()
 
     async def create(self, terms: KeyTerms) -> tuple[KeyRecord, str]:
-        """Make a key; its secret is told here and never again."""
+        """Create a key; return its record and its secret, which is stored nowhere."""
         record, secret = new_key(terms, self._now())
-        while not await self._records.add(_KIND, record.id, record.model_dump_json()):
-            record, secret = new_key(terms, self._now())  # of all ids it took one that is taken
-        await self.refresh()
+        while not await self._table.add(record.id, record.model_dump_json()):
+            record, secret = new_key(terms, self._now())  # the id exists
         log.info("key.created key=%s team=%s", record.id, record.team or "-")
         return record, secret
 
-    async def change(self, name: str, terms: Callable[[KeyTerms], KeyTerms]) -> KeyRecord:
-        """Put a key under other terms; raise `KeyUnknown`, or `KeyIsRevoked`."""
+    async def change(self, key_id: str, terms: Callable[[KeyTerms], KeyTerms]) -> KeyRecord:
+        """Change the terms of a key; raise `KeyUnknown`, or `KeyIsRevoked`."""
         async with self._changing:
             await self.refresh()
-            record = self.find(name)
+            record = self.find(key_id)
             if record.revoked_at is not None:
-                raise KeyIsRevoked(name)
+                raise KeyIsRevoked(key_id)
             changed = record.with_terms(terms(record.terms))
-            kept = changed.model_dump_json(exclude={"revoked_at"})
-            await self._records.replace(_KIND, name, kept)
-            await self.refresh()
-        log.info("key.changed key=%s", name)
-        return self.find(name)
+            await self._table.replace(key_id, changed.model_dump_json(exclude={"revoked_at"}))
+        log.info("key.changed key=%s", key_id)
+        return self.find(key_id)
 
-    async def revoke(self, name: str) -> KeyRecord:
-        """End a key for good; once is enough, and more often does no harm."""
+    async def revoke(self, key_id: str) -> KeyRecord:
+        """Revoke a key for good; a second revocation changes nothing. Raise `KeyUnknown`."""
         await self.refresh()
-        self.find(name)
-        revoked = _Revocation(revoked_at=self._now())
-        if await self._records.add(_KIND, name + _REVOKED, revoked.model_dump_json()):
-            log.info("key.revoked key=%s", name)
-        await self.refresh()
-        return self.find(name)
+        self.find(key_id)
+        revocation = _Revocation(revoked_at=self._now())
+        if await self._table.add(key_id + _REVOKED, revocation.model_dump_json()):
+            log.info("key.revoked key=%s", key_id)
+        return self.find(key_id)
 
-    def find(self, name: str) -> KeyRecord:
-        """Find a key by its id; raise `KeyUnknown`."""
-        record = self._keyring.records.get(name)
+    def find(self, key_id: str) -> KeyRecord:
+        """Return a key by its id; raise `KeyUnknown`."""
+        record = self._api_keys.records.get(key_id)
         if record is None:
-            raise KeyUnknown(name)
+            raise KeyUnknown(key_id)
         return record
 
-    def _take(self, texts: Mapping[str, str]) -> None:
-        self._texts = texts
-        keys, wrong = _read(texts)
-        for name in wrong:
-            log.error("key.unreadable key=%s", name)
-        self._keyring.replace(keys)
-        if not self._sure:
-            self._keyring.require_until_replaced()
+    async def _apply(self, texts: Mapping[str, str]) -> None:
+        """Replace the keys of the data plane; a damaged record authenticates nothing."""
+        keys, self._damaged = _parse(texts)
+        for key_id in self._damaged:
+            log.error("key.damaged key=%s", key_id)
+        self._api_keys.replace(keys)
+        if not self._table.current:
+            # Keys may have been created or revoked since the copy was written.
+            self._api_keys.require_until_replaced()
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._wall(), UTC)
 
 
-def _read(texts: Mapping[str, str]) -> tuple[list[KeyRecord], list[str]]:
-    """Read all keys, and name those that cannot be understood."""
-    keys, wrong = [], []
+def _parse(texts: Mapping[str, str]) -> tuple[list[KeyRecord], list[str]]:
+    """Return all keys, and the ids of the damaged ones."""
+    keys, damaged = [], []
     for name, text in texts.items():
         if name.endswith(_REVOKED):
             continue
         try:
             record = KeyRecord.model_validate_json(text)
             if name + _REVOKED in texts:
-                revoked = _Revocation.model_validate_json(texts[name + _REVOKED])
-                record = record.model_copy(update={"revoked_at": revoked.revoked_at})
+                revocation = _Revocation.model_validate_json(texts[name + _REVOKED])
+                record = record.model_copy(update={"revoked_at": revocation.revoked_at})
             keys.append(record)
         except (ValidationError, json.JSONDecodeError):
-            wrong.append(name)
-    return keys, wrong
+            damaged.append(name)
+    return keys, damaged

@@ -1,8 +1,8 @@
-"""What an admin makes, kept in Redis, with a copy in the state folder for when that is away.
+"""Admins' records in Redis, with a copy in the state folder for times without Redis.
 
-No edit is written to the copy: where Redis cannot be asked nothing can be changed, and what was
-last known stays so. A revoked key stays revoked, also over a restart. Where Redis has lost its
-data, whoever still knows it puts it back.
+No edit is written to the copy: without Redis nothing can be edited, and the last known records stay
+valid. So a revoked key stays revoked over a restart. Records that Redis has lost are restored by
+the gateways that still have them.
 """
 
 from __future__ import annotations
@@ -18,205 +18,204 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gateway.cluster.redis import RedisClient
+from gateway.cluster.shared_hash import NOW
 from gateway.errors import RecordsUnwritable
-from gateway.storage.records import Texts, TextsByKind, exclusive_writer, read_file, write_file
+from gateway.storage.records import (
+    Texts,
+    TextsByKind,
+    exclusive_writer,
+    read_file,
+    write_file,
+)
 
 log = logging.getLogger(__name__)
 
-# One hash for each kind: the name of a record -> [its place in the order, its text], and under the
-# empty name the turn of the last change. Turns are milliseconds or more, so that a hash that is
-# lost and begun anew is never taken for the one that was read.
-_TURN = """
-local function turn(key)
-  local t = redis.call('TIME')
-  local n = t[1] * 1000 + math.floor(t[2] / 1000)
-  local last = tonumber(redis.call('HGET', key, '') or '0')
-  if n <= last then n = last + 1 end
-  local told = string.format('%.0f', n)
-  redis.call('HSET', key, '', told)
-  return told
+# One hash for each kind: name -> [order, record], and in the empty field the revision, which grows
+# with every change. Revisions are at least the time in milliseconds, so that a hash that was lost
+# and created again has a later one.
+_REVISE = f"""{NOW}
+local function revise()
+  local last = tonumber(redis.call('HGET', KEYS[1], '') or '0')
+  local revision = string.format('%.0f', math.max(now, last + 1))
+  redis.call('HSET', KEYS[1], '', revision)
+  return revision
 end
 """
 _READ = """
-local turn = redis.call('HGET', KEYS[1], '') or ''
-if turn ~= '' and turn == ARGV[1] then return {turn, {}} end
-return {turn, redis.call('HGETALL', KEYS[1])}
+local revision = redis.call('HGET', KEYS[1], '') or ''
+if revision ~= '' and revision == ARGV[1] then return {revision, {}} end
+return {revision, redis.call('HGETALL', KEYS[1])}
 """
-_ADD = f"""{_TURN}
+_ADD = f"""{_REVISE}
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 0 end
-redis.call('HSET', KEYS[1], ARGV[1], '[' .. turn(KEYS[1]) .. ',' .. ARGV[2] .. ']')
+redis.call('HSET', KEYS[1], ARGV[1], '[' .. revise() .. ',' .. ARGV[2] .. ']')
 return 1
 """
-_REPLACE = f"""{_TURN}
-local kept = redis.call('HGET', KEYS[1], ARGV[1])
-local place = kept and string.match(kept, '^%[(%d+),')
-local now = turn(KEYS[1])
-redis.call('HSET', KEYS[1], ARGV[1], '[' .. (place or now) .. ',' .. ARGV[2] .. ']')
+_REPLACE = f"""{_REVISE}
+local stored = redis.call('HGET', KEYS[1], ARGV[1])
+local order = stored and string.match(stored, '^%[(%d+),')
+local revision = revise()
+redis.call('HSET', KEYS[1], ARGV[1], '[' .. (order or revision) .. ',' .. ARGV[2] .. ']')
 return 1
 """
-_REMOVE = f"""{_TURN}
-if redis.call('HDEL', KEYS[1], ARGV[1]) == 1 then turn(KEYS[1]) end
+_REMOVE = f"""{_REVISE}
+if redis.call('HDEL', KEYS[1], ARGV[1]) == 1 then revise() end
 return 1
 """
-_PUT_BACK = f"""{_TURN}
+_RESTORE = f"""{_REVISE}
 local changed = false
 for i = 1, #ARGV, 2 do
   if redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) == 1 then changed = true end
 end
-if changed then turn(KEYS[1]) end
+if changed then revise() end
 return 1
 """
-_WRITTEN = re.compile(r"\[(\d+),(.*)\]", re.DOTALL)
+_RECORD = re.compile(r"\[(\d+),(.*)\]", re.DOTALL)
 
 
 class _Record(NamedTuple):
-    place: int
+    order: int
     text: str
 
-    def written(self) -> str:
-        return f"[{self.place},{self.text}]"
 
-
-class _Known(NamedTuple):
-    """What was last known of one kind, and as of when."""
+class _Copy(NamedTuple):
+    """The records of one kind in memory."""
 
     records: Mapping[str, _Record]
-    turn: str = ""
-    """Of the last change that was read; empty: read everything, whatever it is."""
+    revision: str = ""
+    """Empty: the next read is complete."""
     connections: int = -1
-    """How many there had been when nothing was missing."""
-    fresh: bool = False
-    """Read in this life; otherwise it is from the copy."""
+    """The count of connections when the copy was complete."""
+    current: bool = False
+    """Read from Redis by this process, not from the file."""
 
 
 class RedisRecords:
-    """Records that all gateways share; raise `RecordsUnwritable` where a change cannot be kept."""
+    """The records that all gateways share; edits raise `RecordsUnwritable`."""
 
     remote = True
 
-    def __init__(self, link: RedisClient, folder: Path) -> None:
-        self._link = link
-        self._read, self._add, self._replace, self._remove, self._put_back = (
-            link.script(lua) for lua in (_READ, _ADD, _REPLACE, _REMOVE, _PUT_BACK)
+    def __init__(self, redis: RedisClient, folder: Path) -> None:
+        self._redis = redis
+        self._read, self._add, self._replace, self._remove, self._restore = (
+            redis.script(lua) for lua in (_READ, _ADD, _REPLACE, _REMOVE, _RESTORE)
         )
-        self._copy = folder / f"shared-{link.address_digest}.json"
-        self._known = {kind: _Known(_numbered(one)) for kind, one in _from(self._copy).items()}
-        self._looking: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._copying: asyncio.Task[None] | None = None
-        self._copy_is_old = False
+        self._file = folder / f"shared-{redis.address_digest}.json"
+        self._copies = defaultdict(
+            lambda: _Copy({}),
+            {kind: _from_file(texts) for kind, texts in _read_copy(self._file).items()},
+        )
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._writing: asyncio.Task[None] | None = None
+        self._file_is_outdated = False
 
     def is_current(self, kind: str) -> bool:
-        """Say whether `all` tells what is kept, or was in this life; not what a file remembers."""
-        return kind in self._known and self._known[kind].fresh
+        """Return whether this process has read the kind from Redis."""
+        return kind in self._copies and self._copies[kind].current
 
     async def all(self, kind: str) -> Mapping[str, str]:
-        """Read all records of a kind by name, oldest first, or what was last known of them."""
-        if not self._link.unreachable:
-            look = asyncio.create_task(self._look_in_turn(kind), name=f"look at {kind}")
+        """Return all records of a kind by name, oldest first; from the copy without Redis."""
+        if not self._redis.unreachable:
+            reading = asyncio.create_task(self._refresh(kind), name=f"read records of {kind}")
             if self.is_current(kind):
-                await self._link.waited(look)  # an admin may be waiting
+                await self._redis.wait_for_admin(reading)
             else:
-                await look  # nobody is served yet by what was never read
+                await reading  # a start needs records, however long it takes
         return self._texts(kind)
 
-    async def _look_in_turn(self, kind: str) -> None:
-        """Look, one after the other: what was read first must not be taken last."""
-        async with self._looking[kind]:
-            with contextlib.suppress(RecordsUnwritable):  # the link tells
-                await self._look(kind)
-
     async def add(self, kind: str, name: str, text: str) -> bool:
-        """Keep a new record unless there is one of that name."""
-        return bool(await self._link.edit(lambda: self._add([_key(kind)], [name, text])))
+        """Store a new record; return False if the name exists."""
+        return bool(await self._redis.write(lambda: self._add([_key(kind)], [name, text])))
 
     async def replace(self, kind: str, name: str, text: str) -> None:
-        """Keep a record in place of the one of that name."""
-        await self._link.edit(lambda: self._replace([_key(kind)], [name, text]))
+        """Store a record in place of the one of that name."""
+        await self._redis.write(lambda: self._replace([_key(kind)], [name, text]))
 
     async def remove(self, kind: str, name: str) -> None:
-        """Forget a record."""
-        await self._link.edit(lambda: self._remove([_key(kind)], [name]))
+        """Remove a record."""
+        await self._redis.write(lambda: self._remove([_key(kind)], [name]))
 
-    async def _look(self, kind: str) -> None:
-        """Read what has changed, and put back what Redis has lost."""
-        part, known = f"records of {kind}", self._known.get(kind, _Known({}))
-        connections = self._link.connections
-        turn, told = await self._link.call(part, lambda: self._news(kind, known.turn))
-        if told is None:
-            self._known[kind] = known._replace(connections=connections, fresh=True)
+    async def _refresh(self, kind: str) -> None:
+        """Read a kind; one read after another, so that no older one is stored last."""
+        async with self._locks[kind]:
+            with contextlib.suppress(RecordsUnwritable):  # `RedisClient` reports it
+                await self._read_changes(kind)
+
+    async def _read_changes(self, kind: str) -> None:
+        """Update the copy, and restore the records that Redis has lost."""
+        part, copy = f"records of {kind}", self._copies[kind]
+        connections = self._redis.connections
+        revision, stored = await self._redis.call(part, lambda: self._ask(kind, copy.revision))
+        if stored is None:
+            self._copies[kind] = copy._replace(connections=connections, current=True)
             return
-        # Nobody removes what others may need: what is gone behind a new connection was lost.
+        # A record that is missing behind a new connection was lost; otherwise it was removed.
         lost: dict[str, _Record] = {}
-        if self._link.connections != known.connections or _number(turn) < _number(known.turn):
-            lost = {name: one for name, one in known.records.items() if name not in told}
-        # It is known from here on, also where it cannot be put back.
-        self._known[kind] = _Known({**lost, **told}, "", known.connections, fresh=True)
+        if connections != copy.connections or int(revision or 0) < int(copy.revision or 0):
+            lost = {name: one for name, one in copy.records.items() if name not in stored}
+        records = {**lost, **stored}
+        # Valid from here on, even if the restore fails.
+        self._copies[kind] = _Copy(records, "", copy.connections, current=True)
         if lost:
-            await self._link.call(part, lambda: self._return(kind, lost))
-            log.warning("redis.put_back kind=%s records=%d", kind, len(lost))
-        records = {**lost, **told}
-        self._known[kind] = _Known(records, turn, connections, fresh=True)
-        if records == known.records:
-            return
-        self._copy_is_old = True
-        if self._copying is None or self._copying.done():
-            # Beside: a disk that hangs must not keep a revoked key open.
-            self._copying = asyncio.create_task(self._keep_copy(), name="copy of records")
+            pairs = [text for name, one in lost.items() for text in (name, _to_redis(one))]
+            await self._redis.call(part, lambda: self._restore([_key(kind)], pairs))
+            log.warning("redis.records_restored kind=%s records=%d", kind, len(lost))
+        self._copies[kind] = _Copy(records, revision, connections, current=True)
+        if records != copy.records:
+            self._file_is_outdated = True
+            if self._writing is None or self._writing.done():
+                # In a task of its own: a slow disk must not delay a revocation.
+                self._writing = asyncio.create_task(self._write_copy(), name="copy of records")
 
-    async def _news(self, kind: str, turn: str) -> tuple[str, dict[str, _Record] | None]:
-        """Ask for all records unless this was the last change; raise `ValueError`."""
-        latest, told = await self._read([_key(kind)], [turn])
-        if turn and latest == turn:
+    async def _ask(self, kind: str, revision: str) -> tuple[str, dict[str, _Record] | None]:
+        """Return the latest revision and, if it is another, all records."""
+        latest, flat = await self._read([_key(kind)], [revision])
+        if revision and latest == revision:
             return latest, None
-        records = zip(told[::2], told[1::2], strict=True)
-        return latest, {name: _read_one(text) for name, text in records if name}
-
-    async def _return(self, kind: str, lost: Mapping[str, _Record]) -> None:
-        pairs = [text for name, one in lost.items() for text in (name, one.written())]
-        await self._put_back([_key(kind)], pairs)
+        pairs = zip(flat[::2], flat[1::2], strict=True)
+        return latest, {name: _from_redis(text) for name, text in pairs if name}
 
     def _texts(self, kind: str) -> Texts:
-        known = self._known.get(kind, _Known({}))
-        in_order = sorted(known.records.items(), key=lambda item: item[1].place)
+        in_order = sorted(self._copies[kind].records.items(), key=lambda item: item[1].order)
         return {name: record.text for name, record in in_order}
 
-    async def _keep_copy(self) -> None:
-        """Write down what is known, for a start without Redis."""
-        while self._copy_is_old:
-            self._copy_is_old = False
-            shelves = {kind: self._texts(kind) for kind in self._known}
+    async def _write_copy(self) -> None:
+        """Write the copies to the file, for a start without Redis."""
+        while self._file_is_outdated:
+            self._file_is_outdated = False
+            texts = {kind: self._texts(kind) for kind in self._copies}
             try:
-                await asyncio.to_thread(self._write_copy, shelves)
+                await asyncio.to_thread(self._write_file, texts)
             except (OSError, ValueError) as error:
-                log.warning("redis.no_copy why=%s", type(error).__name__)
+                log.warning("redis.copy_not_written error=%s", type(error).__name__)
 
-    def _write_copy(self, shelves: TextsByKind) -> None:
-        with exclusive_writer(self._copy):
-            write_file(self._copy, shelves)
+    def _write_file(self, texts: TextsByKind) -> None:
+        with exclusive_writer(self._file):
+            write_file(self._file, texts)
 
 
 def _key(kind: str) -> str:
     return f"paceline:{{{kind}}}:records"
 
 
-def _number(turn: str) -> int:
-    return int(turn or 0)
+def _to_redis(record: _Record) -> str:
+    return f"[{record.order},{record.text}]"
 
 
-def _read_one(text: str) -> _Record:
-    """Read a value; one that Paceline did not write becomes a mere text, and opens nothing."""
-    match = _WRITTEN.fullmatch(text)
+def _from_redis(text: str) -> _Record:
+    """Parse a value; a foreign one becomes a JSON string, which is no valid record of any kind."""
+    match = _RECORD.fullmatch(text)
     return _Record(int(match[1]), match[2]) if match else _Record(0, json.dumps(text))
 
 
-def _numbered(shelf: Texts) -> dict[str, _Record]:
-    return {name: _Record(place, text) for place, (name, text) in enumerate(shelf.items())}
+def _from_file(texts: Texts) -> _Copy:
+    return _Copy({name: _Record(order, text) for order, (name, text) in enumerate(texts.items())})
 
 
-def _from(copy: Path) -> TextsByKind:
-    """Read the copy; one that cannot be read is none."""
+def _read_copy(file: Path) -> TextsByKind:
+    """Read the file; an unreadable one counts as empty."""
     try:
-        return read_file(copy)
+        return read_file(file)
     except (OSError, ValueError):
-        log.warning("redis.copy_unreadable file=%s", copy)
+        log.warning("redis.copy_unreadable file=%s", file)
         return {}

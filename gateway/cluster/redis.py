@@ -1,8 +1,8 @@
-"""The one connection to Redis: whoever shares something over it asks here.
+"""The connection to Redis, and whether it works.
 
-No request waits for Redis. What is shared is read from a copy in memory, and the tasks that keep
-the copies ask here, each question with its deadline. Whether that goes well is known by the part
-that asks, so that a Redis that is full is not taken for a whole one because it can still be read.
+No generating request waits for Redis: requests read copies in memory, which periodic exchanges
+refresh, each call with a deadline. Problems are stored by the part that calls, so that a full
+Redis, which can still be read, does not count as working.
 """
 
 from __future__ import annotations
@@ -38,34 +38,49 @@ from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 log = logging.getLogger(__name__)
 
 DEADLINE_S = 1.0
-"""Of one question, which no request waits for."""
+"""Of a call in a periodic exchange."""
 ADMIN_DEADLINE_S = 2.0
 """Of a call for which an admin waits."""
-_CONNECTIONS = 16
-# Of the event loop, in which an answer that has come is read.
-_TURNS = 4
-# The last is what uvloop says of a connection that was closed under a question.
+_MAX_CONNECTIONS = 16
+# A reply that has arrived is parsed within so many iterations of the event loop.
+_PARSE_ITERATIONS = 4
+# uvloop raises RuntimeError for a connection that is closed during a call.
 _UNREACHABLE = (RedisUnreachable, RedisTimeout, OSError, RuntimeError)
 _FAILURES = (RedisError, ValueError, *_UNREACHABLE)
-Answer = TypeVar("Answer")
+# Redis' own messages may hold names and addresses. The first that fits:
+_PROBLEMS: tuple[tuple[type[Exception], str], ...] = (
+    (AuthenticationError, "Redis does not accept the user or password."),
+    (AuthorizationError, "Redis does not accept the user or password."),
+    (NoPermissionError, "Redis does not accept the user or password."),
+    (BusyLoadingError, "Redis is still loading its data."),
+    (OutOfMemoryError, "Redis is full."),
+    (ReadOnlyError, "Redis is read-only."),
+    (RedisTimeout, "Redis does not answer in time."),
+    (TimeoutError, "Redis does not answer in time."),
+    (RedisUnreachable, "Redis cannot be reached."),
+    (OSError, "Redis cannot be reached."),
+    (RuntimeError, "Redis cannot be reached."),
+    (ValueError, "A Redis key of Paceline holds data that Paceline did not write."),
+)
+Reply = TypeVar("Reply")
 
 
 class RedisClient:
-    """The client of one Redis, and how it is with it. Opens nothing before the first question."""
+    """The client of one Redis, and its state. Connects with the first call."""
 
     def __init__(self, url: str) -> None:
         try:
             pool: ConnectionPool = ConnectionPool.from_url(
                 url,
                 decode_responses=True,
-                # With one, every question is sent under `asyncio.wait_for`, which before Python
-                # 3.12 may swallow that its task is cancelled. `call` and `edit` have the deadline.
+                # With a timeout, the library uses `asyncio.wait_for`, which before Python 3.12 may
+                # swallow the cancellation of its task. `call` and `write` have deadlines.
                 socket_timeout=None,
                 socket_connect_timeout=DEADLINE_S,
-                # Whoever asks asks again with its next turn; a retry here would only be late.
+                # The next exchange is the retry; one here would only be late.
                 retry=Retry(NoBackoff(), 0),
-                max_connections=_CONNECTIONS,
-                redis_connect_func=self._greet,
+                max_connections=_MAX_CONNECTIONS,
+                redis_connect_func=self._on_connect,
                 maint_notifications_config=MaintNotificationsConfig(enabled=False),
             )
         except (ValueError, TypeError):
@@ -74,149 +89,129 @@ class RedisClient:
             ) from None
         self.redis: Redis = Redis(connection_pool=pool)
         self.gateway_id = secrets.token_hex(8)
-        """Names this process to the other gateways."""
+        """Identifies this process to other gateways."""
         self.connections = 0
-        """How many were made so far. Behind a new one may be another Redis, or one that has lost
-        what it held."""
-        given = pool.connection_kwargs
-        place = [str(given.get(name, "")) for name in ("host", "port", "path", "db")]
-        self.address_digest = hashlib.sha256("|".join(place).encode()).hexdigest()[:12]
-        """Names the place of this Redis, without any secret."""
-        self._troubles: dict[str, str] = {}
+        """The count of connections made. A new one may lead to another Redis, or to one that has
+        lost its data."""
+        options = pool.connection_kwargs
+        address = [str(options.get(name, "")) for name in ("host", "port", "path", "db")]
+        self.address_digest = hashlib.sha256("|".join(address).encode()).hexdigest()[:12]
+        """Identifies this Redis, without any secret."""
+        self._problems: dict[str, str] = {}
         self._late: set[asyncio.Task[Any]] = set()
         self.unreachable = False
-        """It did not answer the last question at all. The turns of sharing go on asking."""
+        """The last call had no reply. Exchanges continue to call; admins' edits fail at once."""
 
     @property
     def problem(self) -> str:
-        """Say in one sentence what was found wrong last; empty where nothing is."""
-        return next(reversed(self._troubles.values()), "")
+        """Return the latest problem as a sentence, or an empty string."""
+        return next(reversed(self._problems.values()), "")
 
     @property
     def degraded(self) -> bool:
-        """Say whether some part could not be shared when it was last tried."""
-        return bool(self._troubles)
+        """Return whether the last call of any part failed."""
+        return bool(self._problems)
 
     def script(self, lua: str) -> AsyncScript:
-        """Prepare a script; Redis is told of it where it does not know it (any more)."""
+        """Return a script, which is loaded into Redis when it is missing there."""
         return self.redis.register_script(lua)
 
-    async def call(self, part: str, question: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Ask on behalf of a part; raise `RecordsUnwritable` where no good answer comes in time.
+    async def call(self, part: str, command: Callable[[], Awaitable[Reply]]) -> Reply:
+        """Run a command for a part; raise `RecordsUnwritable` without a good reply in time.
 
-        A question reads its answer too, and raises `ValueError` for one that makes no sense.
+        The command parses its reply too, and raises `ValueError` for a malformed one.
         """
         try:
             async with asyncio.timeout(DEADLINE_S):
-                answer = await question()
+                reply = await command()
         except _FAILURES as error:
             self.unreachable = isinstance(error, _UNREACHABLE)
-            self._note(part, _sentence(error))
+            self._set_problem(part, _problem_of(error))
             raise RecordsUnwritable from None
         self.unreachable = False
-        self._note(part, "")
-        return answer
+        self._set_problem(part, "")
+        return reply
 
-    async def edit(self, question: Callable[[], Awaitable[Answer]]) -> Answer:
-        """Ask while an admin waits: not at all where Redis did not answer the last question.
+    async def write(self, command: Callable[[], Awaitable[Reply]]) -> Reply:
+        """Run an admin's edit; raise `RecordsUnwritable`.
 
-        What is not answered in that time may be kept all the same: raise `WriteUnconfirmed`.
+        An edit without a reply in time may be stored all the same: raise `WriteUnconfirmed`.
         """
         if self.unreachable:
             raise RecordsUnwritable
-        asking = asyncio.create_task(_answer(question), name="edit of records")
+        writing = asyncio.create_task(_as_coroutine(command), name="write records")
         try:
-            answered = await self.waited(asking)
+            replied = await self.wait_for_admin(writing)
         finally:
-            # From now on nobody waits. A deadline before that would end what this process only
-            # could not read since it stood still.
-            if not asking.done():
-                asyncio.get_running_loop().call_later(DEADLINE_S, asking.cancel)
-        if not answered:
-            log.warning("redis.edit_late")
+            # Cancelled late: until now the reply may have arrived while this process stood still.
+            if not writing.done():
+                asyncio.get_running_loop().call_later(DEADLINE_S, writing.cancel)
+        if not replied:
+            log.warning("redis.write_unconfirmed")
             raise WriteUnconfirmed
         try:
-            return asking.result()
+            return writing.result()
         except _FAILURES as error:
-            log.warning("redis.edit_failed why=%s", _sentence(error))
-            # A connection may break behind the question as well as before it.
-            unanswered = isinstance(error, _UNREACHABLE)
-            raise (WriteUnconfirmed if unanswered else RecordsUnwritable) from None
+            log.warning("redis.write_failed problem=%s", _problem_of(error))
+            # A connection may break before or after the write.
+            unconfirmed = isinstance(error, _UNREACHABLE)
+            raise (WriteUnconfirmed if unconfirmed else RecordsUnwritable) from None
 
-    async def waited(self, asking: asyncio.Task[Any]) -> bool:
-        """Wait as long as a request may; say whether that was long enough.
+    async def wait_for_admin(self, task: asyncio.Task[Any]) -> bool:
+        """Wait for a task until the deadline of admins; return whether it is done.
 
-        Where it was not the question goes on beside, and nobody waits again before Redis answers.
+        A late task continues, and Redis counts as unreachable until the next reply.
         """
         try:
-            await asyncio.wait((asking,), timeout=ADMIN_DEADLINE_S)
-            for _ in range(_TURNS):
-                if asking.done():
+            await asyncio.wait((task,), timeout=ADMIN_DEADLINE_S)
+            for _ in range(_PARSE_ITERATIONS):
+                if task.done():
                     return True
-                # Perhaps the answer lies there, and it was this process that did not get on.
+                # The reply may have arrived while this process stood still.
                 await asyncio.sleep(0)
             self.unreachable = True
             return False
         finally:
-            if not asking.done():
-                self._late.add(asking)
-                asking.add_done_callback(self._let_go)
+            if not task.done():
+                self._late.add(task)
+                task.add_done_callback(self._log_late)
 
     async def close(self) -> None:
         """Close the connections."""
         await self.redis.aclose()
         await self.redis.connection_pool.disconnect()
 
-    async def _greet(self, connection: AbstractConnection) -> None:
+    async def _on_connect(self, connection: AbstractConnection) -> None:
         try:
             await connection.on_connect()
         except BaseException:
-            # Half greeted, the next one to use it would read the answers to us.
+            # After half a handshake, the next call would read the replies to it.
             await connection.disconnect(nowait=True)
             raise
         self.connections += 1
 
-    def _let_go(self, asking: asyncio.Task[Any]) -> None:
-        """Take note of how a question ended that nobody waits for any more."""
-        self._late.discard(asking)
-        if not asking.cancelled() and (error := asking.exception()) is not None:
-            log.warning("redis.late_failed why=%s", _sentence(error))
+    def _log_late(self, task: asyncio.Task[Any]) -> None:
+        self._late.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("redis.late_write_failed problem=%s", _problem_of(error))
 
-    def _note(self, part: str, why: str) -> None:
-        """Log a change, not every question."""
-        before = self._troubles.pop(part, "")
-        if why:
-            self._troubles[part] = why
-        if why and not before:
-            log.warning("redis.degraded part=%s why=%s", part, why)
-        elif before and not why:
-            log.info("redis.healed part=%s", part)
-
-
-async def _answer(question: Callable[[], Awaitable[Answer]]) -> Answer:
-    return await question()
+    def _set_problem(self, part: str, problem: str) -> None:
+        """Store the problem of a part, and log when it begins and ends."""
+        before = self._problems.pop(part, "")
+        if problem:
+            self._problems[part] = problem
+        if problem and not before:
+            log.warning("redis.degraded part=%s problem=%s", part, problem)
+        elif before and not problem:
+            log.info("redis.recovered part=%s", part)
 
 
-# The first that fits; of Redis' own words none: they may hold names and addresses.
-_SENTENCES: tuple[tuple[type[Exception], str], ...] = (
-    (AuthenticationError, "Redis does not accept the user or password."),
-    (AuthorizationError, "Redis does not accept the user or password."),
-    (NoPermissionError, "Redis does not accept the user or password."),
-    (BusyLoadingError, "Redis is still reading its data."),
-    (OutOfMemoryError, "Redis is full."),
-    (ReadOnlyError, "Redis is read-only."),
-    (RedisTimeout, "Redis does not answer in time."),
-    (TimeoutError, "Redis does not answer in time."),
-    (RedisUnreachable, "Redis cannot be reached."),
-    (OSError, "Redis cannot be reached."),
-    (RuntimeError, "Redis cannot be reached."),
-    (ValueError, "A key of Paceline holds in Redis what Paceline did not write."),
-)
+async def _as_coroutine(command: Callable[[], Awaitable[Reply]]) -> Reply:
+    return await command()
 
 
-def _sentence(error: BaseException) -> str:
-    """Say in one sentence what is wrong."""
+def _problem_of(error: BaseException) -> str:
     if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
-        return "A key of Paceline holds something else in Redis."
-    fitting = (sentence for kind, sentence in _SENTENCES if isinstance(error, kind))
-    return next(fitting, "Redis refuses a command.")
+        return "A Redis key of Paceline has another type."
+    fitting = (problem for kind, problem in _PROBLEMS if isinstance(error, kind))
+    return next(fitting, "Redis rejects a command.")

@@ -1,7 +1,7 @@
-"""Cordons: the workers that admins send nothing new, kept until they are lifted.
+"""Cordons: workers that get no new requests until an admin removes the cordon.
 
-They outlive the worker and this gateway, since what they are for is most often a worker that is
-stopped, changed and started again. Gateways that share their records share the cordons.
+A cordon outlives the worker and this gateway, because most cordoned workers are stopped, changed
+and started again. Gateways that share their records share the cordons.
 """
 
 from __future__ import annotations
@@ -17,104 +17,99 @@ from gateway.errors import StartupError, WorkerUnknown
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
-from gateway.storage.records import Records
+from gateway.storage.records import Records, RecordTable
 
 log = logging.getLogger(__name__)
 
-_KIND = "cordons"
-_LOOK_S = 0.1
-# Twice a second gateways look at the cordons of others; one look may come late.
-_SPREAD_S = 1.2
+_DRAIN_CHECK_S = 0.1
+# Gateways read the cordons twice a second, and one read may be late.
+_PROPAGATION_S = 1.2
 
 
 class Cordon(BaseModel):
-    """One worker that gets no new requests."""
+    """The cordon of one worker."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     since: AwareDatetime
     author: str = "unknown"
-    """Who it is by, as they said; cordons of before this was asked have none."""
 
 
 class Cordons:
-    """All cordons; `wall` gives seconds since 1970."""
+    """All cordons; `wall` returns seconds since 1970."""
 
     def __init__(
         self,
         records: Records,
         fleet: WorkerRegistry,
-        dispatch: Scheduler,
-        control: ReportClient,
+        scheduler: Scheduler,
+        report_client: ReportClient,
         wall: Callable[[], float],
     ) -> None:
-        self._records = records
+        self._table = RecordTable(records, "cordons", self._apply)
+        self._shared = records.remote
         self._fleet = fleet
-        self._dispatch = dispatch
-        self._control = control
+        self._scheduler = scheduler
+        self._report_client = report_client
         self._wall = wall
-        self._reading = asyncio.Lock()
         self.by_worker: Mapping[str, Cordon] = {}
 
     async def open(self) -> None:
-        """Read what is kept; raise `StartupError` where it cannot be understood."""
+        """Read the stored cordons; raise `StartupError` if they are damaged."""
         try:
             await self.refresh()
         except ValidationError:
             raise StartupError(
-                "The kept state names cordons that cannot be understood; mend their records."
+                "The stored cordons are damaged. Repair their records, or remove them."
             ) from None
 
     async def refresh(self) -> None:
-        """Take over what others have changed."""
-        # One after the other: what was read first must not be taken last.
-        async with self._reading:
-            kept = await self._records.all(_KIND)
-            cordons = {name: Cordon.model_validate_json(text) for name, text in kept.items()}
-            if cordons != self.by_worker:
-                self.by_worker = cordons
-                self._fleet.set_cordoned(frozenset(cordons))
-                self._dispatch.wake()
+        """Apply the changes of other gateways."""
+        await self._table.refresh()
 
     async def add(self, worker_id: str, author: str) -> None:
-        """Send a worker nothing new; what runs there goes on. Raise `WorkerUnknown`."""
-        if worker_id not in self._known():
-            raise WorkerUnknown
+        """Cordon a worker, whose running requests continue; raise `WorkerUnknown`."""
+        self._check_known(worker_id)
         cordon = Cordon(since=datetime.fromtimestamp(int(self._wall()), UTC), author=author)
-        if await self._records.add(_KIND, worker_id, cordon.model_dump_json()):
-            log.info("worker.cordoned worker=%s by=%r", worker_id, author)
-        await self.refresh()
+        if await self._table.add(worker_id, cordon.model_dump_json()):
+            log.info("worker.cordoned worker=%s author=%r", worker_id, author)
 
     async def remove(self, worker_id: str, author: str) -> None:
-        """Let a worker have requests again, whoever cordoned it; raise `WorkerUnknown`."""
-        await self.refresh()  # at another gateway, perhaps just now
-        if worker_id not in self._known():
-            raise WorkerUnknown
+        """Remove the cordon of a worker; raise `WorkerUnknown`."""
+        await self.refresh()  # another gateway may have added it just now
+        self._check_known(worker_id)
         if worker_id in self.by_worker:
-            await self._records.remove(_KIND, worker_id)
-            log.info("worker.uncordoned worker=%s by=%r", worker_id, author)
-        await self.refresh()
+            await self._table.remove(worker_id)
+            log.info("worker.uncordoned worker=%s author=%r", worker_id, author)
 
     async def drain(self, worker_id: str, author: str, timeout_s: float) -> bool:
-        """Cordon a worker and wait until it has no request; say whether that was seen.
+        """Cordon a worker and wait until it has no requests; return False after the timeout.
 
-        Raise `WorkerUnknown`. A cordon that is lifted meanwhile, at whichever gateway, ends the
-        wait. What other gateways have there is asked of the worker, once all know of the cordon.
+        Raise `WorkerUnknown`. The wait ends when the cordon is removed at any gateway. The worker
+        itself reports the requests of other gateways, once all of them have read the cordon.
         """
         await self.add(worker_id, author)
-        shared = self._records.remote
-        first_look = int(_SPREAD_S / _LOOK_S) if shared else 0
-        for look in range(int(timeout_s / _LOOK_S) + 1):
+        first_check = int(_PROPAGATION_S / _DRAIN_CHECK_S) if self._shared else 0
+        for check in range(int(timeout_s / _DRAIN_CHECK_S) + 1):
             if worker_id not in self.by_worker:
                 break
-            if look >= first_look and not self._fleet.local_requests(worker_id):
-                if shared:
-                    await self._control.probe_by_id(worker_id)
+            if check >= first_check and not self._fleet.local_requests(worker_id):
+                if self._shared:
+                    await self._report_client.probe_by_id(worker_id)
                 if not self._fleet.total_requests(worker_id):
                     return True
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_DRAIN_CHECK_S)
         return False
 
-    def _known(self) -> set[str]:
-        """Name the workers that can be spoken of: those that are here, or were when cordoned."""
-        return {member.report.worker_id for member in self._fleet.workers()} | {*self.by_worker}
+    async def _apply(self, texts: Mapping[str, str]) -> None:
+        self.by_worker = {
+            name: Cordon.model_validate_json(text) for name, text in texts.items()
+        }
+        self._fleet.set_cordoned(frozenset(self.by_worker))
+        self._scheduler.wake()
+
+    def _check_known(self, worker_id: str) -> None:
+        """Raise `WorkerUnknown` unless the worker is in the fleet or cordoned."""
+        workers = (worker.report.worker_id for worker in self._fleet.workers())
+        if worker_id not in self.by_worker and worker_id not in workers:
+            raise WorkerUnknown

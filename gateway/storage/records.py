@@ -1,7 +1,7 @@
-"""What an admin makes and nobody may lose: versions of the policy, keys, what they have used.
+"""Records of what admins create and no gateway may lose: policy versions, keys, usage, cordons.
 
-Few operations, each one a step that Redis can do by itself. In a file they go through one writer at
-a time, also over several gateways of one machine, and a file is whole before it is the file.
+The operations are few, and Redis can do each one in one step. A file has one writer at a time, also
+among several gateways of one machine, and is replaced as a whole.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
 
 Texts = dict[str, str]
-"""Name of a record -> its JSON text, oldest first."""
+"""The JSON text of each record by its name, oldest first."""
 TextsByKind = dict[str, Texts]
 
 _TIMEOUT_S = 5.0
-_Stamp = tuple[int, int, int]
+_FileStamp = tuple[int, int, int]
 Result = TypeVar("Result")
 
 
@@ -32,97 +32,145 @@ class Records(Protocol):
 
     @property
     def remote(self) -> bool:
-        """Say whether they are on another machine, which may be away for a while."""
+        """Return whether they are on another machine, which may be unreachable."""
 
     def is_current(self, kind: str) -> bool:
-        """Say whether `all` tells what is kept; not what is remembered from an earlier life."""
+        """Return whether `all` returns the stored records, not a copy of an earlier process."""
 
     async def all(self, kind: str) -> Mapping[str, str]:
-        """Read all records of a kind by name, oldest first."""
+        """Return all records of a kind by name, oldest first."""
 
     async def add(self, kind: str, name: str, text: str) -> bool:
-        """Keep a new record; say no, and change nothing, where there is one of that name."""
+        """Store a new record; return False, and change nothing, if the name exists."""
 
     async def replace(self, kind: str, name: str, text: str) -> None:
-        """Keep a record in place of the one of that name, if there is one."""
+        """Store a record in place of the one of that name, if there is one."""
 
     async def remove(self, kind: str, name: str) -> None:
-        """Forget a record, if there is one of that name."""
+        """Remove a record, if there is one of that name."""
+
+
+class RecordTable:
+    """The records of one kind in memory; `apply` gets them after each change."""
+
+    def __init__(
+        self, records: Records, kind: str, apply: Callable[[Mapping[str, str]], Awaitable[None]]
+    ) -> None:
+        self._records = records
+        self._kind = kind
+        self._apply = apply
+        self._applied: tuple[Mapping[str, str], bool] | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def current(self) -> bool:
+        """Return whether the records are the stored ones, not a copy of an earlier process."""
+        return self._records.is_current(self._kind)
+
+    async def refresh(self) -> None:
+        """Read the records, and apply them if they have changed."""
+        # One after another: an older read must not be applied after a newer one.
+        async with self._lock:
+            read = await self._records.all(self._kind), self.current
+            if read != self._applied:
+                await self._apply(read[0])
+                self._applied = read
+
+    async def add(self, name: str, text: str) -> bool:
+        """Store a new record and refresh; return False if the name exists."""
+        added = await self._records.add(self._kind, name, text)
+        await self.refresh()
+        return added
+
+    async def replace(self, name: str, text: str) -> None:
+        """Store a record in place of the one of that name, and refresh."""
+        await self._records.replace(self._kind, name, text)
+        await self.refresh()
+
+    async def remove(self, name: str) -> None:
+        """Remove a record and refresh."""
+        await self._records.remove(self._kind, name)
+        await self.refresh()
 
 
 class FileRecords:
-    """Records in one file; raise `RecordsUnwritable` where a change cannot be kept."""
+    """Records in one file; edits raise `RecordsUnwritable`."""
 
     remote = False
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read: tuple[_Stamp | None, TextsByKind] = (None, {})
+        self._read: tuple[_FileStamp | None, TextsByKind] = (None, {})
 
     def is_current(self, _kind: str) -> bool:
-        """Say that it is what is kept."""
+        """Return True: the file is always read."""
         return True
 
     def check(self) -> None:
-        """Raise `StartupError` where the file is there and cannot be read."""
+        """Raise `StartupError` if the file exists and cannot be read."""
         try:
             read_file(self._path)
         except (OSError, ValueError):
             raise StartupError(
-                f"The state in {self._path} cannot be read; mend it, or move it away to begin anew."
+                f"The state in {self._path} cannot be read. Repair it, or remove it to start anew."
             ) from None
 
     async def all(self, kind: str) -> Mapping[str, str]:
-        """Read all records of a kind by name, oldest first."""
-        shelves = await _within_time(self._shelves)
-        return dict(shelves.get(kind, {}))
-
-    def _shelves(self) -> TextsByKind:
-        """Read the file where it has changed: gateways look again and again at what others did."""
-        stamp = _stamp(self._path)
-        seen, shelves = self._read
-        if stamp is None or stamp != seen:
-            shelves = read_file(self._path)
-            self._read = (stamp, shelves)
-        return shelves
+        """Return all records of a kind by name, oldest first."""
+        texts = await _in_thread(self._read_changes)
+        return dict(texts.get(kind, {}))
 
     async def add(self, kind: str, name: str, text: str) -> bool:
-        """Keep a new record unless there is one of that name."""
-        return await self._change(lambda shelves: _add(shelves, kind, name, text))
+        """Store a new record unless the name exists."""
+
+        def add(texts: TextsByKind) -> bool:
+            missing = name not in texts.setdefault(kind, {})
+            texts[kind].setdefault(name, text)
+            return missing
+
+        return await self._change(add)
 
     async def replace(self, kind: str, name: str, text: str) -> None:
-        """Keep a record in place of the one of that name."""
+        """Store a record in place of the one of that name."""
 
-        def put(shelves: TextsByKind) -> bool:
-            shelf = shelves.setdefault(kind, {})
-            changed = shelf.get(name) != text
-            shelf[name] = text
+        def put(texts: TextsByKind) -> bool:
+            changed = texts.setdefault(kind, {}).get(name) != text
+            texts[kind][name] = text
             return changed
 
         await self._change(put)
 
     async def remove(self, kind: str, name: str) -> None:
-        """Forget a record."""
-        await self._change(lambda shelves: shelves.get(kind, {}).pop(name, None) is not None)
+        """Remove a record."""
+        await self._change(lambda texts: texts.get(kind, {}).pop(name, None) is not None)
+
+    def _read_changes(self) -> TextsByKind:
+        """Read the file if it has changed."""
+        stamp = _file_stamp(self._path)
+        read_at, texts = self._read
+        if stamp is None or stamp != read_at:
+            texts = read_file(self._path)
+            self._read = (stamp, texts)
+        return texts
 
     async def _change(self, change: Callable[[TextsByKind], bool]) -> bool:
-        """Read, change and write in one step; say whether anything was changed."""
+        """Read, change and write in one step; return whether anything has changed."""
 
         def run() -> bool:
             with exclusive_writer(self._path):
-                shelves = read_file(self._path)
-                changed = change(shelves)
+                texts = read_file(self._path)
+                changed = change(texts)
                 if changed:
-                    write_file(self._path, shelves)
+                    write_file(self._path, texts)
                 return changed
 
-        return await _within_time(run, WriteUnconfirmed)
+        return await _in_thread(run, WriteUnconfirmed)
 
 
-async def _within_time(
+async def _in_thread(
     work: Callable[[], Result], late: type[RecordsUnwritable] = RecordsUnwritable
 ) -> Result:
-    """Do blocking work on a thread of its own; a disk that hangs makes nobody wait for ever."""
+    """Run blocking work in a thread, with a deadline for a disk that hangs."""
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             return await asyncio.to_thread(work)
@@ -132,16 +180,8 @@ async def _within_time(
         raise RecordsUnwritable from error
 
 
-def _add(shelves: TextsByKind, kind: str, name: str, text: str) -> bool:
-    shelf = shelves.setdefault(kind, {})
-    if name in shelf:
-        return False
-    shelf[name] = text
-    return True
-
-
-def _stamp(path: Path) -> _Stamp | None:
-    """Tell one state of a file from another: each is written as a new file."""
+def _file_stamp(path: Path) -> _FileStamp | None:
+    """Return what differs after each write, because a write replaces the file."""
     try:
         stat = path.stat()
     except FileNotFoundError:
@@ -150,30 +190,30 @@ def _stamp(path: Path) -> _Stamp | None:
 
 
 def read_file(path: Path) -> TextsByKind:
-    """Read the whole file; nothing is there before the first write. Raise `ValueError`."""
+    """Read the file, which is empty before the first write. Raise `ValueError`."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        kinds = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    if not isinstance(told, dict) or not all(isinstance(shelf, dict) for shelf in told.values()):
+    if not isinstance(kinds, dict) or not all(isinstance(one, dict) for one in kinds.values()):
         raise ValueError("not a file of records")
     return {
-        kind: {name: json.dumps(record) for name, record in shelf.items()}
-        for kind, shelf in told.items()
+        kind: {name: json.dumps(record) for name, record in records.items()}
+        for kind, records in kinds.items()
     }
 
 
-def write_file(path: Path, shelves: TextsByKind) -> None:
-    """Write beside, then put in place: at every moment there is a whole file."""
-    told = {
-        kind: {name: json.loads(text) for name, text in shelf.items()}
-        for kind, shelf in shelves.items()
+def write_file(path: Path, texts: TextsByKind) -> None:
+    """Write a new file and move it into place, so that the file is always complete."""
+    kinds = {
+        kind: {name: json.loads(text) for name, text in records.items()}
+        for kind, records in texts.items()
     }
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(told, file, ensure_ascii=False, indent=1)
+            json.dump(kinds, file, ensure_ascii=False, indent=1)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)
@@ -183,7 +223,7 @@ def write_file(path: Path, shelves: TextsByKind) -> None:
 
 @contextlib.contextmanager
 def exclusive_writer(path: Path) -> Iterator[None]:
-    """Keep all others out, those of other processes too, for as long as the context lasts."""
+    """Lock the file against all other writers, also of other processes."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -193,7 +193,7 @@ async def test_a_life_that_nobody_wrote_is_a_failure_and_no_count(
     with pytest.raises(RecordsUnwritable):
         await opened.turn()
     assert await opened.store.counts() == {DONE: 1}
-    assert opened.link.problem == "A key of Paceline holds in Redis what Paceline did not write."
+    assert opened.link.problem == "A Redis key of Paceline holds data that Paceline did not write."
     redis.client.hdel(COUNTS, "odd")
     assert await opened.counts() == {DONE: 1}
     assert not opened.link.degraded

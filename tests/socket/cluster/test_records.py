@@ -86,8 +86,8 @@ async def test_a_start_without_redis_knows_what_the_copy_tells_and_that_it_is_ol
     await records.add("keys", "b", "1")
     await records.add("keys", "a", "2")
     kept = await records.all("keys")
-    assert records._copying is not None
-    await records._copying
+    assert records._writing is not None
+    await records._writing
     private_redis.kill()
 
     later, link = open_records(private_redis)
@@ -141,7 +141,7 @@ async def test_a_key_of_another_type_is_a_failure_and_no_empty_answer(
     redis.client.set("paceline:{keys}:records", "a string")
 
     assert await records.all("keys") == {"a": "1"}
-    assert link.problem == "A key of Paceline holds something else in Redis."
+    assert link.problem == "A Redis key of Paceline has another type."
     redis.client.delete("paceline:{keys}:records")
     assert await records.all("keys") == {"a": "1"}
     assert not link.degraded
@@ -181,3 +181,18 @@ async def test_nobody_waits_for_an_edit_that_redis_is_slow_to_answer_and_it_may_
     async with asyncio.timeout(10):
         while await records.all("keys") != {"a": "1", "b": "2"}:
             await asyncio.sleep(0.05)
+
+
+async def test_an_edit_waits_for_a_redis_that_is_slow(
+    private_redis: RedisServer, open_records: Opens
+) -> None:
+    records, link = open_records(private_redis)
+    await records.add("keys", "a", "1")
+    assert await records.all("keys") == {"a": "1"}
+    private_redis.freeze()
+    edit = asyncio.create_task(records.add("keys", "b", "2"))
+    await asyncio.sleep(1.2)
+    assert not edit.done()
+    private_redis.resume()
+    assert await edit
+    assert not link.unreachable

@@ -41,8 +41,8 @@ def test_an_edit_that_redis_answered_while_this_process_stood_still_is_answered(
     async def main() -> None:
         link = RedisClient(redis.url)
         try:
-            assert await link.edit(link.redis.ping), "the connection is there"
-            assert await link.edit(lambda: asks(link))
+            assert await link.write(link.redis.ping), "the connection is there"
+            assert await link.write(lambda: asks(link))
         finally:
             await link.close()
 
@@ -62,7 +62,7 @@ async def test_an_edit_that_nobody_waits_for_any_more_does_not_go_on_for_ever(
 
     link = RedisClient(redis.url)
     with pytest.raises(WriteUnconfirmed):
-        await link.edit(hangs)
+        await link.write(hangs)
     async with asyncio.timeout(60):
         await ended.wait()
     await link.close()

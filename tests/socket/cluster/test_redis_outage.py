@@ -180,6 +180,25 @@ def test_f31_a_redis_that_takes_two_seconds_is_as_one_that_is_gone(
         wait_until(lambda: is_connected(gateway))
 
 
+def test_f31_an_admins_edit_waits_for_a_redis_that_is_slow(
+    private_redis: RedisServer, start_gateway: StartGateway
+) -> None:
+    with running_proxy(private_redis.url.removesuffix("/0")) as proxy:
+        gateway = start_gateway("a", through(proxy))
+        proxy.fault = Fault(drip_bytes=65536, drip_pause_s=0.15)
+        proxy.reset_all()
+        wait_until(lambda: is_connected(gateway))
+        path = "/admin/v1/policy"
+        before = gateway.admin.get(path)
+        edited = gateway.admin.put(
+            path, json=before.json(), headers={"if-match": before.headers["etag"]}
+        )
+        assert edited.status_code == 200, edited.text
+        assert edited.headers["x-paceline-policy-version"] == "2"
+        key = gateway.create_key()
+        assert gateway.admin.delete(f"/admin/v1/keys/{key['id']}").is_success
+
+
 def test_f31_an_edit_that_was_not_answered_says_so_and_sent_again_it_is_done_once(
     private_redis: RedisServer, start_gateway: StartGateway
 ) -> None:
@@ -315,7 +334,7 @@ def _is_cleared(redis: RedisServer) -> None:
 REFUSALS = (
     (_fills, _has_room, "Redis is full."),
     (_turns_read_only, _may_be_written, "Redis is read-only."),
-    (_holds_something_else, _is_cleared, "A key of Paceline holds something else in Redis."),
+    (_holds_something_else, _is_cleared, "A Redis key of Paceline has another type."),
 )
 
 

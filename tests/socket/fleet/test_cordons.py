@@ -232,5 +232,5 @@ def test_a_time_to_wait_that_is_none_is_refused_by_name(
 
 async def test_a_cordon_that_cannot_be_read_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text('{"cordons": {"fake-a": {"since": "yesterday"}}}')
-    with pytest.raises(StartupError, match="cordons that cannot be understood"):
+    with pytest.raises(StartupError, match="cordons are damaged"):
         await serve(make_settings(tmp_path), shutdown=Shutdown())
