@@ -226,10 +226,10 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
     shared = None
     if redis is not None:
         shared = _shared(redis, api_keys, prefix_index, accounting, clock)
-    counters: CounterStore = shared.store if shared else MemoryCounters(accounting.take_pending)
+    counters: CounterStore = shared.counters if shared else MemoryCounters(accounting.take_pending)
     control = ReportClient(settings, fleet, counters)
     peers = shared and PeerWorkers(
-        shared.boots, fleet, scheduler, control, prefix_index, clock=clock
+        shared.reports, fleet, scheduler, control, prefix_index, clock=clock
     )
     cordons = Cordons(records, fleet, scheduler, control, wall)
     try:

@@ -1,8 +1,6 @@
-"""The versions of the policy: what each one says, and who made it when and why. Pure.
+"""Proposed policies and stored versions. Pure.
 
-A policy that somebody offers, in both of its forms: to be obeyed, and to be kept. Pure.
-
-Whatever is to be in force comes through here, so that there is one answer to what may be.
+A policy passes through here before it is in force, so that one place decides whether it is valid.
 """
 
 from __future__ import annotations
@@ -20,40 +18,40 @@ from gateway.config.static_workers import ListedWorker, listed_problems
 from policies.document import PolicyDocument, PolicyInvalid, Problem, parse_policy, read_policy
 
 Document = dict[str, Any]
-"""A policy as JSON holds it: what its writer said, and no default that they left out."""
+"""A policy as JSON, without the defaults that its author left out."""
 _SOURCE = "proposed"
 
 
 class Proposal(NamedTuple):
-    """A policy that is good by itself."""
+    """A valid policy, to evaluate and to store."""
 
     policy: PolicyDocument
     document: Document
 
     @classmethod
     def of(cls, policy: PolicyDocument) -> Proposal:
-        """Write a policy as it is kept, and work out here what requests need of it.
+        """Return the proposal of a policy, compiled.
 
-        With thousands of routes that takes longer than the first request should have to wait.
+        With thousands of routes that takes longer than the first request should wait.
         """
         _ = policy.compiled
         return cls(policy, policy.model_dump(mode="json", exclude_unset=True))
 
 
 def propose(value: Any) -> Proposal:
-    """Read a policy from plain values; raise `PolicyInvalid`."""
+    """Parse a policy from plain values; raise `PolicyInvalid`."""
     return Proposal.of(read_policy(value, _SOURCE))
 
 
 def propose_yaml(text: str) -> Proposal:
-    """Read a policy as people write it; raise `PolicyInvalid` with lines."""
+    """Parse a policy from YAML; raise `PolicyInvalid` with line numbers."""
     return Proposal.of(parse_policy(text, _SOURCE))
 
 
 def check_workers(proposal: Proposal, workers: Sequence[ListedWorker]) -> None:
-    """Raise `PolicyInvalid` where workers are listed for pools that the policy does not have.
+    """Raise `PolicyInvalid` if the policy lacks pools of static workers.
 
-    In force it would stop the next start.
+    In force, it would prevent the next start.
     """
     problems = [Problem("pools", what) for what in listed_problems(workers, proposal.policy)]
     if problems:
@@ -61,25 +59,25 @@ def check_workers(proposal: Proposal, workers: Sequence[ListedWorker]) -> None:
 
 
 def problems_text(invalid: PolicyInvalid) -> str:
-    """Tell in one line all that is wrong, without where it was read from."""
+    """Return all problems in one line, without their source."""
     return "; ".join(map(str, invalid.problems))
 
 
 class Reason(StrEnum):
-    """What made a version."""
+    """The origin of a version."""
 
     START = "start"
-    """The shipped policy, which is where a gateway without a policy file begins."""
+    """The shipped policy, for a gateway without a policy file."""
     FILE = "file"
-    """The policy file, read at the start or edited since."""
+    """The policy file, at the start or after an edit."""
     EDIT = "edit"
-    """An admin, over the API."""
+    """An admin's edit over the API."""
     ROLLBACK = "rollback"
-    """An admin who went back to what an earlier version says."""
+    """An admin's return to the document of an earlier version."""
 
 
 class Attribution(NamedTuple):
-    """Who made a version, as they say themselves, and what for."""
+    """The author of a version, as stated by themselves, and their note."""
 
     author: str
     note: str
@@ -87,11 +85,11 @@ class Attribution(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyVersion:
-    """One version of the policy; once it is kept it never changes."""
+    """One version of the policy; it never changes."""
 
     number: int
     etag: str
-    """Names this version and no other, also where two say the same."""
+    """Identifies this version, also among versions with equal documents."""
     author: str
     time: str
     """UTC, as 2026-11-22T01:20:00Z."""
@@ -108,11 +106,11 @@ class PolicyVersion:
         signature: Attribution,
         time: str,
     ) -> Self:
-        """Make the version that follows another, or the first one."""
+        """Return the version that follows another, or the first one."""
         number = 1 if last is None else last.number + 1
-        # All of it, so that two books that both begin at 1 do not share a tag.
-        told = json.dumps([number, signature, time, reason, document], sort_keys=True)
-        digest = hashlib.sha256(told.encode()).hexdigest()
+        # All fields, so that first versions of different gateways have different tags.
+        fields = json.dumps([number, signature, time, reason, document], sort_keys=True)
+        digest = hashlib.sha256(fields.encode()).hexdigest()
         return cls(
             number=number,
             etag=f"{number}-{digest[:16]}",
@@ -125,31 +123,30 @@ class PolicyVersion:
 
     @classmethod
     def from_json(cls, text: str) -> PolicyVersion:
-        """Read a version as it was kept; raise `ValueError`."""
+        """Parse a stored version; raise `ValueError`."""
         try:
             return _VERSION.validate_json(text)
         except ValidationError:
             raise ValueError("not a version of a policy") from None
 
     def to_json(self) -> str:
-        """Write it as it is kept."""
+        """Return the text to store."""
         return json.dumps(asdict(self))
 
     def metadata(self) -> dict[str, Any]:
-        """Tell of it as JSON, without what it says."""
-        return {name: getattr(self, name) for name in _TOLD}
+        """Return its fields except the document, as JSON."""
+        return {name: getattr(self, name) for name in _METADATA}
 
 
-_TOLD = ("number", "etag", "author", "time", "note", "reason")
+_METADATA = ("number", "etag", "author", "time", "note", "reason")
 _VERSION = TypeAdapter(PolicyVersion)
 
 
 def is_new(versions: Sequence[PolicyVersion], document: Document, reason: Reason) -> bool:
-    """Say whether what is read from the file, or shipped, must become the next version.
+    """Return whether a document from the policy file, or the shipped one, is the next version.
 
-    A file is news once it says something else than when it was last read: so an admin's edit stays
-    for as long as nobody edits the file. What is shipped is where a book begins, and follows an
-    upgrade for as long as nobody has changed anything.
+    A file is new if it differs from the last version with this origin: an admin's edit stays until
+    the file is edited. The shipped policy follows an upgrade until the first edit or file.
     """
     if not versions:
         return True

@@ -102,9 +102,7 @@ class Cordons:
         return False
 
     async def _apply(self, texts: Mapping[str, str]) -> None:
-        self.by_worker = {
-            name: Cordon.model_validate_json(text) for name, text in texts.items()
-        }
+        self.by_worker = {name: Cordon.model_validate_json(text) for name, text in texts.items()}
         self._fleet.set_cordoned(frozenset(self.by_worker))
         self._scheduler.wake()
 

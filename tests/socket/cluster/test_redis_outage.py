@@ -190,9 +190,8 @@ def test_f31_an_admins_edit_waits_for_a_redis_that_is_slow(
         wait_until(lambda: is_connected(gateway))
         path = "/admin/v1/policy"
         before = gateway.admin.get(path)
-        edited = gateway.admin.put(
-            path, json=before.json(), headers={"if-match": before.headers["etag"]}
-        )
+        headers = {"if-match": before.headers["etag"], "x-paceline-note": "slowly"}
+        edited = gateway.admin.put(path, json=before.json(), headers=headers)
         assert edited.status_code == 200, edited.text
         assert edited.headers["x-paceline-policy-version"] == "2"
         key = gateway.create_key()
