@@ -1,4 +1,4 @@
-"""A key on a day of a test's own making, and what became of each request of it."""
+"""A rate limiter with all its admitted requests."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
 
 MINUTE_S = 60.0
+START_S = 1_000_000.0
+"""The monotonic clock at the start of a test."""
 NOON = 1000.5 * DAY_S
 ALL_LIMITS = Limits(
     requests_a_minute=6, tokens_a_minute=600, concurrent_requests=3, tokens_a_day=2000
 )
-"""Of every kind one."""
+"""One limit of every kind."""
 
 
 @dataclass
 class AdmittedRequest:
-    """One request that was let in, and what became of it."""
+    """One admitted request and what it was charged."""
 
     at_s: float
     reservation: Reservation
@@ -32,32 +34,32 @@ class AdmittedRequest:
 
 @dataclass
 class RateLimitModel:
-    """What a key was let use of its limits, and what of that was kept."""
+    """A rate limiter, its clock, and the requests that it admitted."""
 
-    allowance: RateLimiter
-    now_s: float = 0.0
-    asked: list[AdmittedRequest] = field(default_factory=list)
+    limiter: RateLimiter
+    now_s: float = START_S
+    admitted: list[AdmittedRequest] = field(default_factory=list)
     over_tokens: int = 0
-    """Used beyond reservations."""
+    """Tokens used beyond reservations."""
 
     @property
     def unix_s(self) -> float:
-        """Tell the time by the wall clock, which began at noon."""
-        return NOON + self.now_s
+        """Return the wall-clock time; a test starts at noon."""
+        return NOON + self.now_s - START_S
 
     def reserve(self, tokens: int) -> None:
-        """Ask for so many tokens, which costs nothing where it is refused."""
+        """Reserve tokens; a rejection must change nothing."""
         before = self.remaining()
         try:
-            taken = self.allowance.reserve(tokens, self.now_s, self.unix_s)
+            taken = self.limiter.reserve(tokens, self.now_s, self.unix_s)
         except (LimitReached, TokensOverLimit):
             assert self.remaining() == before, "a refused request costs nothing"
         else:
-            self.asked.append(AdmittedRequest(self.now_s, taken))
+            self.admitted.append(AdmittedRequest(self.now_s, taken))
 
     def settle(self, which: int, requests: int, tokens: int) -> None:
-        """End one of the requests that run, with what it cost in the end."""
-        running = [one for one in self.asked if not one.ended]
+        """Settle one of the running requests with its cost."""
+        running = [one for one in self.admitted if not one.ended]
         if not running:
             return
         one = running[which % len(running)]
@@ -65,9 +67,9 @@ class RateLimitModel:
         one.charged_requests = requests
         one.charged_tokens = min(tokens, one.reservation.tokens)
         self.over_tokens += max(0, tokens - one.reservation.tokens)
-        self.allowance.settle(one.reservation, requests, tokens, self.now_s, self.unix_s)
+        self.limiter.settle(one.reservation, requests, tokens, self.now_s, self.unix_s)
 
     def remaining(self) -> object:
-        """Tell all that a key is told of its limits, and how many requests it has."""
-        headers = self.allowance.headers(self.now_s, self.unix_s)
-        return headers, self.allowance.running
+        """Return the headers of the limits, and the count of running requests."""
+        headers = self.limiter.headers(self.now_s, self.unix_s)
+        return headers, self.limiter.running

@@ -234,7 +234,7 @@ def corrupt_key_id(tmp_path: Path) -> str:
 async def test_a_key_that_cannot_be_understood_stops_the_start_by_name(
     corrupt_key_id: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(StartupError, match=f"The key {corrupt_key_id} "):
+    with pytest.raises(StartupError, match=f"key {corrupt_key_id} is damaged"):
         await serve(make_settings(tmp_path), shutdown=Shutdown())
 
 

@@ -21,7 +21,7 @@ class Neighbour:
     """One gateway's claims, with its way to Redis."""
 
     def __init__(self, url: str) -> None:
-        self.now_s = 0.0
+        self.now_s = 1_000_000.0
         self.prefixes = PrefixIndex(lambda: self.now_s)
         self.link = RedisClient(url)
         self._shared = SharedPrefixClaims(self.link, self.prefixes)
@@ -62,7 +62,7 @@ async def test_a_claim_is_as_old_elsewhere_as_it_is_here(
     one.prefixes.record_dispatch("p", STUDIO, PrefixPolicy(ttl_s=60))
     await one.turn()
     await other.turn()
-    other.now_s = 61.0
+    other.now_s += 61
     assert other.holders() == set()
 
 
@@ -137,7 +137,7 @@ async def test_an_entry_that_nobody_understands_stops_none_of_the_others(
 
 
 def test_news_that_nobody_hears_are_bounded() -> None:
-    prefixes = PrefixIndex(lambda: 0.0)
+    prefixes = PrefixIndex(lambda: 1_000_000.0)
     for number in range(MAX_PENDING_CLAIMS + 10):
         prefixes.record_dispatch(str(number), STUDIO, RULES)
     news = prefixes.take_pending()
