@@ -180,7 +180,9 @@ def test_headers_are_openais_and_tell_of_the_limit_that_is_nearest() -> None:
     }
     limiter = RateLimiter(Limits(tokens_a_minute=600), START_S, NOON)
     limiter.reserve(600, START_S, NOON)
-    told = {name.decode(): value.decode() for name, value in limiter.headers(START_S + 59.9375, NOON)}
+    told = {
+        name.decode(): value.decode() for name, value in limiter.headers(START_S + 59.9375, NOON)
+    }
     assert told == {
         "x-ratelimit-limit-tokens": "600",
         "x-ratelimit-remaining-tokens": "599",
