@@ -212,7 +212,11 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
     records = _records(settings, redis)
     worker_keys = read_keys(settings.workers, os.environ)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
-    fleet = WorkerRegistry(clock, rng.random, listed_models)
+
+    def wake() -> None:
+        scheduler.wake()
+
+    fleet = WorkerRegistry(clock, rng.random, listed_models, on_capacity=wake)
     prefix_index = PrefixIndex(clock)
     scheduler = Scheduler(fleet, prefix_index, clock, rng)
     # Gateways that share the token give one system prompt one name.
@@ -228,10 +232,8 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
         shared = _shared(redis, api_keys, prefix_index, accounting, clock)
     counters: CounterStore = shared.counters if shared else MemoryCounters(accounting.take_pending)
     control = ReportClient(settings, fleet, counters)
-    peers = shared and PeerWorkers(
-        shared.reports, fleet, scheduler, control, prefix_index, clock=clock
-    )
-    cordons = Cordons(records, fleet, scheduler, control, wall)
+    peers = shared and PeerWorkers(shared.reports, fleet, control, prefix_index, clock=clock)
+    cordons = Cordons(records, fleet, control, wall)
     try:
         ledger.load_today(await records.all(USAGE_KIND), wall())
         await key_store.open()
@@ -265,7 +267,7 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
         control=control,
         cluster_sync=ClusterSync(shared, peers),
         redis=redis,
-        probes=HealthChecker(worker_keys, fleet, scheduler, counters),
+        probes=HealthChecker(worker_keys, fleet, counters),
         clock=clock,
         week_clock=WeekClock(wall),
         wall=wall,

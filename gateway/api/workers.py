@@ -48,7 +48,6 @@ def joining(gateway: Gateway) -> APIRouter:
             raise FieldInvalid("The report is of another worker than the path.", param="worker_id")
         gateway.fleet.heartbeat(report)
         gateway.prefix_index.record_report(report)
-        gateway.scheduler.wake()
         await gateway.counters.store_report(report)
         return {"interval_s": HEARTBEAT_INTERVAL_S}
 

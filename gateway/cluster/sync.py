@@ -17,7 +17,6 @@ from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
-from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
 from gateway.periodic import Work
 from gateway.routing.prefix_affinity import PrefixIndex
@@ -44,7 +43,6 @@ class PeerWorkers:
         self,
         reports: SharedWorkerReports,
         fleet: WorkerRegistry,
-        scheduler: Scheduler,
         report_client: ReportClient,
         prefixes: PrefixIndex,
         *,
@@ -52,7 +50,6 @@ class PeerWorkers:
     ) -> None:
         self._reports = reports
         self._fleet = fleet
-        self._scheduler = scheduler
         self._report_client = report_client
         self._prefixes = prefixes
         self._clock = clock
@@ -85,7 +82,6 @@ class PeerWorkers:
                     self._prefixes.record_report(report)
             elif self._has_boot(report):
                 self._fleet.remove(report.worker_id)
-        self._scheduler.wake()
 
     async def probe_silent(self) -> None:
         """Probe workers whose heartbeats to another gateway no longer arrive here."""
@@ -94,11 +90,7 @@ class PeerWorkers:
             for worker in self._fleet.workers()
             if not worker.local and self._fleet.heartbeat_age_s(worker) > _PROBE_AFTER_S
         ]
-        await asyncio.gather(*(self._probe(worker.report) for worker in silent))
-
-    async def _probe(self, report: WorkerReport) -> None:
-        if await self._report_client.probe(report):
-            self._scheduler.wake()
+        await asyncio.gather(*(self._report_client.probe(worker.report) for worker in silent))
 
     def _has_boot(self, report: WorkerReport) -> bool:
         return any(

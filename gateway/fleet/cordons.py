@@ -16,7 +16,6 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, ValidationError
 from gateway.errors import StartupError, WorkerUnknown
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
-from gateway.fleet.scheduler import Scheduler
 from gateway.storage.records import Records, RecordTable
 
 log = logging.getLogger(__name__)
@@ -42,14 +41,12 @@ class Cordons:
         self,
         records: Records,
         fleet: WorkerRegistry,
-        scheduler: Scheduler,
         report_client: ReportClient,
         wall: Callable[[], float],
     ) -> None:
         self._table = RecordTable(records, "cordons", self._apply)
         self._shared = records.remote
         self._fleet = fleet
-        self._scheduler = scheduler
         self._report_client = report_client
         self._wall = wall
         self.by_worker: Mapping[str, Cordon] = {}
@@ -104,7 +101,6 @@ class Cordons:
     async def _apply(self, texts: Mapping[str, str]) -> None:
         self.by_worker = {name: Cordon.model_validate_json(text) for name, text in texts.items()}
         self._fleet.set_cordoned(frozenset(self.by_worker))
-        self._scheduler.wake()
 
     def _check_known(self, worker_id: str) -> None:
         """Raise `WorkerUnknown` unless the worker is in the fleet or cordoned."""

@@ -20,7 +20,6 @@ from gateway.config.settings import Settings
 from gateway.config.static_workers import ListedWorker
 from gateway.errors import WorkerIdTaken
 from gateway.fleet.registry import WorkerRegistry
-from gateway.fleet.scheduler import Scheduler
 from gateway.http.upstream import certificate_authorities
 from gateway.storage.counters import CounterStore
 from workers.protocol import WorkerReport
@@ -124,12 +123,10 @@ class HealthChecker:
         self,
         keys: Mapping[str, str],
         fleet: WorkerRegistry,
-        dispatch: Scheduler,
         store: CounterStore,
     ) -> None:
         self._keys = keys
         self._fleet = fleet
-        self._dispatch = dispatch
         self._store = store
         self._silent: set[str] = set()
 
@@ -151,7 +148,6 @@ class HealthChecker:
                 trouble = "another worker that joined has its id"
             else:
                 await self._store.store_report(worker.report)
-                self._dispatch.wake()
         self._tell(worker, trouble)
 
     async def _trouble(self, worker: ListedWorker) -> str:

@@ -267,3 +267,23 @@ def test_a_snapshot_does_not_change_with_the_table(fleet: WorkerRegistry) -> Non
     taken(fleet)
     fleet.remove("mac")
     assert view.workers[0].lanes[0].in_flight == 0
+
+
+def test_every_change_that_may_add_capacity_calls_back_and_a_stale_one_does_not(
+    clock: FakeClock,
+) -> None:
+    calls: list[None] = []
+    fleet = WorkerRegistry(clock, jitter=lambda: 0.0, on_capacity=lambda: calls.append(None))
+    changes = [
+        lambda: fleet.heartbeat(report()),
+        lambda: fleet.heartbeat(report()),
+        lambda: fleet.merge_remote(report(worker_id="b"), 1.0),
+        lambda: fleet.probe_succeeded(report(worker_id="b")),
+        lambda: fleet.set_cordoned(frozenset("b")),
+        lambda: fleet.remove("b"),
+    ]
+    for number, change in enumerate(changes, start=1):
+        change()
+        assert len(calls) == number
+    assert not fleet.merge_remote(report(), 1.0)
+    assert len(calls) == len(changes)
