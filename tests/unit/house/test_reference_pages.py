@@ -1,0 +1,79 @@
+"""The reference pages name all error codes and settings that exist, and no others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from gateway.auth.records import KeyTerms
+from gateway.config.settings import Settings
+from gateway.errors import GatewayError, LimitReached, WorkerError
+from workers.server.errors import Refused
+from workers.server.settings import WorkerSettings
+
+ROOT = Path(__file__).parents[3]
+REFERENCE = ROOT / "docs/reference"
+LIMITS = ("requests_a_minute", "tokens_a_minute", "concurrent_requests", "tokens_a_day")
+GROUPS = {WorkerError}
+"""Classes that are never raised themselves."""
+
+
+def subclasses(base: type[Exception]) -> Iterator[type[Exception]]:
+    yield base
+    for subclass in base.__subclasses__():
+        yield from subclasses(subclass)
+
+
+def class_codes(base: type[Exception]) -> set[str]:
+    """Return the codes that the classes of an error tree set themselves."""
+    codes = {vars(cls).get("code") for cls in subclasses(base) if cls not in GROUPS}
+    return {code for code in codes if isinstance(code, str)}
+
+
+def literal_codes(folder: Path) -> set[str]:
+    """Return the codes that the files of a folder pass as an argument."""
+    return {
+        code
+        for file in folder.rglob("*.py")
+        for code in re.findall(r'\bcode(?:: str(?: \| None)?)? ?= ?"(\w+)"', file.read_text())
+    }
+
+
+def test_the_page_on_errors_names_exactly_the_codes_of_the_error_trees() -> None:
+    page = (REFERENCE / "errors.md").read_text()
+    documented = re.findall(r"^\| `(\w+)` \| \d", page, re.MULTILINE)
+    assert len(documented) == len(set(documented)), "a code has one row"
+
+    assert set(LIMITS) <= KeyTerms.model_fields.keys()
+    limits = {LimitReached(name, 1, 1.0).code for name in LIMITS}
+    engine = literal_codes(ROOT / "workers/engine") | literal_codes(ROOT / "workers/server")
+    gateway = literal_codes(ROOT / "gateway/api") | literal_codes(ROOT / "gateway/protocols")
+    codes = class_codes(GatewayError) | class_codes(Refused) | limits | engine | gateway
+    assert set(documented) == codes
+
+
+def test_the_page_on_errors_names_the_status_and_type_of_each_class() -> None:
+    page = (REFERENCE / "errors.md").read_text()
+    rows = {
+        code: (int(status), kind or "invalid_request_error")
+        for code, status, kind in re.findall(
+            r"^\| `(\w+)` \| (\d+) \| (?:`(\w+)` )?\|", page, re.MULTILINE
+        )
+    }
+    for cls in subclasses(GatewayError):
+        if cls not in GROUPS and issubclass(cls, GatewayError) and "code" in vars(cls):
+            assert rows[cls.code] == (cls.status, cls.type), cls
+
+
+def test_the_page_on_settings_names_exactly_the_settings_of_gateway_and_worker() -> None:
+    page = (REFERENCE / "settings.md").read_text()
+    rows = "\n".join(line for line in page.splitlines() if line.startswith("|"))
+    documented = set(re.findall(r"`PACELINE_(\w+)`", rows))
+    gateway = {name.upper() for name in Settings.model_fields} - {"WORKERS", "WORKER"}
+    worker = {f"WORKER_{name.upper()}" for name in WorkerSettings.model_fields} - {
+        "WORKER_TOKEN",  # which is the gateway's PACELINE_JOIN_TOKEN
+    }
+    assert documented == gateway | worker | {"CONFIG"}
+    assert "`workers`" in page
+    assert "`worker`" in page
