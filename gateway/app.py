@@ -34,13 +34,14 @@ from gateway.errors import (
 )
 from gateway.http.downstream import (
     Receive,
-    ResponseWriter,
     Scope,
     Send,
     check_connections,
+    response_writer,
 )
-from gateway.proxy.forward import Forwarder
-from gateway.proxy.handler import ENDPOINTS, ProxyHandler
+from gateway.http.upstream import ConnectionPool
+from gateway.protocols import WIRE_FORMATS
+from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.load_shedding import LoopMonitor
 from gateway.status.events import Feed
 from gateway.status.render import DEFAULT_WINDOW, window_s
@@ -65,24 +66,24 @@ class GatewayApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand generating requests to the relay and all else to FastAPI."""
-        endpoint = None
+        wire_format = None
         if scope["type"] == "http":
             try:
                 self._hosts.check(scope["headers"])
             except HostRefused as refused:
-                await ResponseWriter(scope).fail(refused)
+                await response_writer(scope).fail(refused)
                 return
             # The raw path: what is routed by anything else can be fooled (CVE-2026-48710).
-            endpoint = ENDPOINTS.get(scope["path"])
-        if endpoint is not None:
-            await self.proxy(scope, receive, endpoint)
+            wire_format = WIRE_FORMATS.get(scope["path"])
+        if wire_format is not None:
+            await self.proxy(scope, receive, wire_format)
         else:
             await self._panel(scope, receive, send)
 
     @property
-    def forwarder(self) -> Forwarder:
+    def upstream(self) -> ConnectionPool:
         """Return the context that holds the connections to workers."""
-        return self.proxy.upstream
+        return self.proxy.forwarder.connections
 
     async def measure_load(self) -> None:
         """Measure the delay of the event loop."""
@@ -116,7 +117,7 @@ class AdminApp:
         try:
             self._hosts.check(scope["headers"])
         except HostRefused as refused:
-            await ResponseWriter(scope).fail(refused)
+            await response_writer(scope).fail(refused)
             return
         await self._panel(scope, receive, send)
 

@@ -36,6 +36,7 @@ from gateway.fleet.cordons import Cordons
 from gateway.fleet.health import HealthChecker, ReportClient
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
+from gateway.http.downstream import ActiveRequests
 from gateway.periodic import Job, WeekClock, Work, periodic_tasks
 from gateway.routing.prefix_affinity import PrefixHasher, PrefixIndex
 from gateway.routing.replay import RecentRequests
@@ -74,7 +75,7 @@ class DataPlane(Protocol):
     """The running requests, and the parts above the gateway that it starts and closes."""
 
     @property
-    def forwarder(self) -> AbstractAsyncContextManager[object]:
+    def upstream(self) -> AbstractAsyncContextManager[object]:
         """Return the context that holds the connections to workers."""
 
     async def measure_load(self) -> None:
@@ -107,6 +108,7 @@ class Gateway:
     usage_store: UsageStore
     access_log: AccessLog | None
     traces: Traces | None
+    active_requests: ActiveRequests
     accounting: Accounting
     stats_history: SnapshotHistory
     scheduler: Scheduler
@@ -133,7 +135,7 @@ class Gateway:
     async def started(self, data_plane: DataPlane) -> AsyncIterator[None]:
         """Start the parts, run the periodic jobs, and close all in reverse order."""
         async with self.exit_stack as stack:
-            for part in (self.access_log, self.traces, data_plane.forwarder):
+            for part in (self.access_log, self.traces, data_plane.upstream):
                 if part is not None:
                     await stack.enter_async_context(part)
             await stack.enter_async_context(self.control.connected())
@@ -223,7 +225,10 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
     token = settings.join_token
     secret = token.get_secret_value().encode() if token else secrets.token_bytes(32)
     ledger = UsageLedger(life=secrets.token_hex(4))
-    api_keys = ApiKeys(settings.api_key, clock, wall, ledger.tokens_used)
+    active_requests = ActiveRequests()
+    api_keys = ApiKeys(
+        settings.api_key, clock, wall, ledger.tokens_used, on_end=active_requests.cancel_keys
+    )
     key_store = KeyStore(records, api_keys, wall)
     access_log = AccessLog(settings.access_log) if settings.access_log else None
     accounting = Accounting(ledger, access_log, wall)
@@ -258,6 +263,7 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
         usage_store=UsageStore(records, ledger, wall),
         access_log=access_log,
         traces=traces,
+        active_requests=active_requests,
         accounting=accounting,
         stats_history=SnapshotHistory(accounting.lane_totals, clock),
         scheduler=scheduler,

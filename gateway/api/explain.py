@@ -13,7 +13,8 @@ from gateway.api.openapi import FOR_CLIENTS, WITH_BODY, failures, ref, takes
 from gateway.assembly import Gateway
 from gateway.errors import ModelUnknown, PoolsNotAllowed
 from gateway.http.downstream import read_small_body
-from gateway.protocols.openai import inspect, parse
+from gateway.protocols import CHAT, COMPLETIONS
+from gateway.protocols.openai import parse
 from gateway.proxy.client import read_asker, read_caller
 from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
 from gateway.routing.view import FleetView
@@ -38,14 +39,14 @@ def explanation(gateway: Gateway) -> APIRouter:
             limit_bytes=gateway.settings.body_limit_bytes,
             timeout_s=gateway.settings.body_timeout_s,
         )
-        endpoint = Endpoint.COMPLETIONS if "prompt" in parse(raw) else Endpoint.CHAT
+        wire_format = COMPLETIONS if "prompt" in parse(raw) else CHAT
         fleet, policy = gateway.fleet.view(), gateway.policy_store.current
         holder = holder_of(request)
         caller = read_caller(request.scope, policy, holder)
         asker = read_asker(
             request.scope, caller, policy.compiled.headers, gateway.week_clock.minute()
         )
-        inspected = inspect(raw, endpoint, policy, fleet)
+        inspected = wire_format.inspect(raw, policy, fleet)
         holder.check_model(inspected)
         prefix = gateway.prefix_names.prefix_key(inspected, caller, policy.prefix)
         case = RoutingRequest(policy, inspected.profile, asker, caller.pools, prefix)

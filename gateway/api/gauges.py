@@ -17,7 +17,7 @@ class Gauges(Collector):
     def __init__(self, gateway: Gateway, proxy: ProxyHandler) -> None:
         self._gateway = gateway
         self._load = proxy.load
-        self._upstream = proxy.upstream
+        self._forwarder = proxy.forwarder
         self._fleet = gateway.fleet
 
     def collect(self) -> Iterable[Metric]:
@@ -27,7 +27,7 @@ class Gauges(Collector):
         yield CounterMetricFamily(
             "paceline_retries_denied",
             "Retries not made because the retry budget was spent.",
-            value=self._upstream.retries.denied,
+            value=self._forwarder.retries.denied,
         )
         for name, text, value in (
             ("requests_in_flight", "Requests in progress.", self._load.requests),
@@ -39,7 +39,7 @@ class Gauges(Collector):
             (
                 "quarantined_bodies",
                 "Request bodies blocked because two workers crashed while processing them.",
-                len(self._upstream.quarantine),
+                len(self._forwarder.quarantine),
             ),
             (
                 "policy_version",

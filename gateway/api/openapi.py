@@ -38,8 +38,8 @@ from gateway.errors import (
     TokensOverLimit,
     WriteUnconfirmed,
 )
+from gateway.protocols import WIRE_FORMATS
 from gateway.proxy.client import PRIORITY_HEADER
-from gateway.proxy.handler import ENDPOINTS
 from policies.document import Priority
 from policies.request.profile import Endpoint
 from policies.request.schema import request_schema
@@ -165,8 +165,8 @@ def _write(panel: FastAPI, *, relayed: bool) -> bytes:
         schemas.pop(name, None)
     schemas |= _schemas()
     if relayed:
-        for path, endpoint in ENDPOINTS.items():
-            document["paths"][path] = {"post": _relayed(endpoint)}
+        for path, wire_format in WIRE_FORMATS.items():
+            document["paths"][path] = {"post": _relayed(wire_format.endpoint)}
     return to_json(document)
 
 

@@ -163,8 +163,8 @@ def _local_state(
         ),
         store=StoreStatus(**gateway.cluster_sync.status()),
         policy=_policy(gateway),
-        retries_denied=proxy.upstream.retries.denied,
-        quarantined_bodies=len(proxy.upstream.quarantine),
+        retries_denied=proxy.forwarder.retries.denied,
+        quarantined_bodies=len(proxy.forwarder.quarantine),
         prefix_index_size=len(gateway.prefix_index),
         prefix_mispredicted=gateway.prefix_index.mispredicted,
     )

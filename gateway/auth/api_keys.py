@@ -57,7 +57,8 @@ ANONYMOUS = ApiKey(caller=Caller())
 class ApiKeys:
     """The keys that open the data plane now. `clock` is monotonic, `wall` the time of the day.
 
-    `used_on_day` tells the tokens that a key has used on the day of a moment.
+    `used_on_day` tells the tokens that a key has used on the day of a moment. `on_end` gets the ids
+    of keys that have expired or been revoked.
 
     A secret is looked up by its digest. How long that takes may depend on the digest, and nobody
     can make a secret whose digest comes close to another's: so time tells nothing that helps.
@@ -70,7 +71,10 @@ class ApiKeys:
         clock: Callable[[], float],
         wall: Callable[[], float],
         used_on_day: Callable[[str, float], int],
+        *,
+        on_end: Callable[[frozenset[str]], None],
     ) -> None:
+        self._on_end = on_end
         self._clock = clock
         self._wall = wall
         self._used_on_day = used_on_day
@@ -87,8 +91,6 @@ class ApiKeys:
         """Whether the data plane asks for a key. Never again no: once there was a key, a state that
         is lost or keys that are all revoked must not open it for everybody. Before it is known
         whether there are keys, yes."""
-        self.on_end: Callable[[frozenset[str]], None] = lambda _ids: None
-        """Told of keys that open nothing any more."""
 
     def authenticate(self, authorization: bytes | None) -> ApiKey:
         """Say who bears this `Authorization`; raise `KeyRefused` for all who hold no key."""
@@ -141,7 +143,7 @@ class ApiKeys:
         by_digest = {holder.digest: holder for holder in held.values()}
         self._by_digest = {**by_digest, **self._static}
         if gone:
-            self.on_end(gone)
+            self._on_end(gone)
 
     def _holder(self, record: KeyRecord) -> ApiKey:
         before = self._holders.get(record.id)

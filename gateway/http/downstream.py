@@ -1,26 +1,22 @@
-"""One connection of a client: bounds on time and size that uvicorn leaves open, and fewer packets.
+"""HTTP/1.1 with clients: their connections, the bodies of requests, and the responses to them.
 
-uvicorn bounds neither the time nor the size of a head, nor the time for which a reader may stall.
-What is kept here for a connection is a few numbers; one task looks at all of them each second, so
-that no request pays for a timer.
+uvicorn leaves three bounds open: the time and the size of a request head, and the time for which a
+reader may stall. A connection stores a few numbers for that, and one task checks all connections
+each second, so that no request pays for a timer.
 
-The client's side of one request: its body, its presence, the reply to it.
-
-One request's way back to its client, straight to the connection.
-
-By ASGI each piece of an answer is a message, sent by a task that waits until it is taken: for one
-word of a stream that costs more than reading and writing it. Here a piece is written in the turn of
-the event loop in which it came, and a head leaves in one packet with what follows it.
+By ASGI each piece of a response is a message, sent by a task that waits until it is taken: for one
+token of a stream that costs more than reading and writing it. A `ResponseWriter` writes a piece to
+the connection at once, and a head leaves in one packet with what follows it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence, Set
 from http import HTTPStatus
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
@@ -31,6 +27,7 @@ from gateway.errors import (
     GatewayError,
     HeadTooLarge,
     HeadTooSlow,
+    KeyEnded,
     NotHttp,
     RequestRefused,
     to_body,
@@ -40,8 +37,20 @@ from gateway.errors import (
 from gateway.types import Header, Headers
 from workers.protocol import REQUEST_ID
 
-EXCHANGE = "paceline.exchange"
-"""The ASGI extension whose `running` gives the `Exchange` of the request that runs."""
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+HEAD_LIMIT_BYTES = 32 * 1024
+"""As much as nginx takes."""
+HEADERS_LIMIT = 100
+
+# How long the rest of a refused request is read and dropped. Closing at once would send a reset,
+# which destroys the refusal before the client can read it.
+_LINGER_S = 2.0
+_UPGRADE_HEADERS = frozenset((b"connection", b"upgrade", b"http2-settings"))
+_RESPONSE = "paceline.response"  # the ASGI extension that holds the writer of the response
 _CLOSE = (b"connection", b"close")
 _CHUNKED = (b"transfer-encoding", b"chunked")
 _STATUS_LINES = {
@@ -50,133 +59,8 @@ _STATUS_LINES = {
 }
 
 
-class Watcher(Protocol):
-    """Who wants to know of the client for as long as a request runs."""
-
-    def leave(self) -> None:
-        """Hear that the client has left."""
-
-    def check(self, now_s: float) -> None:
-        """Hear, about once a second, what time it is."""
-
-
-class Exchange:
-    """The answer to one request, as its connection sends it: whole, or begun, written and ended.
-
-    What is written once the client has left goes nowhere.
-    """
-
-    def __init__(self, cycle: RequestResponseCycle, send: Callable[[bytes], None]) -> None:
-        self._cycle = cycle
-        self._send = send
-        self._head = b""
-        self._chunked = False
-        self._left = False
-        self._watcher: Watcher | None = None
-        self.on_pressure: Callable[[bool], None] | None = None
-        """Told when what is written piles up (True), and when it no longer does."""
-
-    def watch(self, watcher: Watcher | None) -> None:
-        """Tell this one of the client from now on, or nobody."""
-        self._watcher = watcher
-        if watcher is not None:
-            self._cycle.flow.resume_reading()  # who does not read does not see the end
-            if self._left:
-                watcher.leave()
-
-    async def room(self) -> None:
-        """Wait until the client has read enough of earlier answers."""
-        if self._cycle.flow.write_paused:
-            await self._cycle.flow.drain()
-
-    def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
-        """Answer at once and for good."""
-        length = (b"content-length", b"%d" % len(body))
-        head = self._written_head(status, (*headers, length))
-        if not self._left:
-            self._send(head if self._cycle.scope["method"] == "HEAD" else head + body)
-        self._complete()
-
-    def begin(self, headers: Iterable[Header]) -> None:
-        """Begin a stream; its head leaves with the first piece."""
-        # HTTP/1.0 knows no chunks: there the end of the connection is the end of the answer.
-        self._chunked = self._cycle.scope["http_version"] == "1.1"
-        framing = (_CHUNKED,) if self._chunked else ()
-        self._head = self._written_head(200, (*headers, *framing))
-
-    def write(self, piece: bytes) -> None:
-        """Send a piece of a stream that was begun."""
-        framed = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
-        if self._head:
-            framed, self._head = self._head + framed, b""
-        if not self._left:
-            self._send(framed)
-
-    def sends_chunks(self) -> Callable[[bytes], None] | None:
-        """Give what sends pieces that are HTTP chunks already, if that is how this stream goes."""
-        return self._send if self._chunked and not self._head else None
-
-    def end(self, piece: bytes = b"") -> None:
-        """End a stream that was begun, with a last piece or without one."""
-        if self._chunked:
-            framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece) if piece else b"0\r\n\r\n"
-        else:
-            framed = piece
-        if not self._left:
-            self._send(self._head + framed)
-        self._complete()
-
-    # Called by the connection.
-
-    def press(self, pressed: bool) -> None:
-        """Tell whoever writes that what is written piles up, or no longer does."""
-        if self.on_pressure is not None:
-            self.on_pressure(pressed)
-
-    def leave(self) -> None:
-        """Tell that the client has left."""
-        self._left = True
-        if self._watcher is not None:
-            self._watcher.leave()
-
-    def check(self, now_s: float) -> None:
-        """Tell the time."""
-        if self._watcher is not None:
-            self._watcher.check(now_s)
-
-    def _written_head(self, status: int, headers: tuple[Header, ...]) -> bytes:
-        """Write a head; what would break out of its line is a fault of ours."""
-        cycle = self._cycle
-        cycle.response_started = True
-        if _CLOSE in headers:
-            cycle.keep_alive = False
-        elif not cycle.keep_alive:
-            headers = (*headers, _CLOSE)
-        headers = (*cycle.default_headers, *headers)
-        lines = [_STATUS_LINES[status], *[b"%b: %b" % pair for pair in headers], b"\r\n"]
-        head = b"\r\n".join(lines)
-        if head.count(b"\n") != len(headers) + 2:
-            raise ValueError("a header holds the end of a line")
-        return head
-
-    def _complete(self) -> None:
-        """Leave the connection to the next request, or close it."""
-        self.on_pressure = None
-        cycle = self._cycle
-        cycle.response_complete = True
-        if not cycle.keep_alive:
-            cycle.transport.close()
-        cycle.on_response()
-
-
-HEAD_LIMIT_BYTES = 32 * 1024
-"""As much as nginx takes."""
-HEADERS_LIMIT = 100
-
-# How long the rest of a request that was refused is read and dropped. Closing at once would send a
-# reset, and that destroys the refusal before the client can read it.
-_LINGER_S = 2.0
-_UPGRADING = frozenset((b"connection", b"upgrade", b"http2-settings"))
+class ClientDisconnected(Exception):
+    """The client closed its connection, or stopped reading."""
 
 
 class DownstreamProtocol(HttpToolsProtocol):
@@ -189,57 +73,57 @@ class DownstreamProtocol(HttpToolsProtocol):
         self._head_since_s: float | None = None
         self._head_bytes = 0
         self._receiving = False
-        self._refusal: RequestRefused | None = None
+        self._rejection: RequestRefused | None = None
         self._unsent_bytes = 0
         self._sent_at_s = 0.0
         self._outlet: _Outlet
-        self._exchange: Exchange | None = None
-        """Of the request that is being answered, or was last."""
-        # Not the exchange itself: each request would be a cycle of garbage.
+        self._writer: ResponseWriter | None = None
+        """Of the running request, or of the last one."""
+        # Not the writer itself: each request would be a cycle of garbage.
         self._extensions: dict[str, dict[object, object]]
-        self._extensions = {EXCHANGE: {"running": lambda: self._exchange}}
+        self._extensions = {_RESPONSE: {"writer": lambda: self._writer}}
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for a head."""
+        """Start the time of the first request head."""
         self._head_since_s = self.loop.time()
         self._outlet = _Outlet(transport, self.loop, unread=lambda: self._receiving)
         super().connection_made(self._outlet)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the request that runs."""
+        """Cancel the running request."""
         super().connection_lost(exc)
-        if self._exchange is not None:
-            self._exchange.leave()
+        if self._writer is not None:
+            self._writer.disconnect()
 
     def pause_writing(self) -> None:
-        """Tell the request that runs, and make those behind it wait."""
+        """Pause the running request and those behind it."""
         super().pause_writing()
-        if self._exchange is not None:
-            self._exchange.press(True)
+        if self._writer is not None:
+            self._writer.set_write_paused(True)
 
     def resume_writing(self) -> None:
-        """Let what was made to wait go on."""
+        """Resume what was paused."""
         super().resume_writing()
-        if self._exchange is not None:
-            self._exchange.press(False)
+        if self._writer is not None:
+            self._writer.set_write_paused(False)
 
     def data_received(self, data: bytes) -> None:
-        """Parse; refuse a head that grows without an end."""
+        """Parse; reject a head that is too long."""
         if not self._receiving:
             self._receiving = True
             self._head_bytes = 0
             if self._head_since_s is None:
                 self._head_since_s = self.loop.time()
         if self._outlet.closing_since_s is not None and self.cycle is None:
-            return  # refused before there was a request; what still comes is dropped
+            return  # rejected before there was a request; the rest is dropped
         self._head_bytes += len(data)
         self._unset_keepalive_if_required()
         self._feed(data)
         if self._head_since_s is not None and self._head_bytes > HEAD_LIMIT_BYTES:
-            self._refuse(HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT))
+            self._reject(HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT))
 
     def on_message_begin(self) -> None:
-        """Give each head its time, also one that came right behind the request before."""
+        """Start the time of this head, also if it came in one packet with the request before."""
         super().on_message_begin()
         self.scope["extensions"] = self._extensions
         if self._head_since_s is None:
@@ -247,19 +131,19 @@ class DownstreamProtocol(HttpToolsProtocol):
             self._head_since_s = self.loop.time()
 
     def on_headers_complete(self) -> None:
-        """Hand the request to the application, unless its head is too large."""
+        """Start the request, unless its head is too large."""
         self._head_since_s = None
         size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
         if size > HEAD_LIMIT_BYTES or len(self.headers) > HEADERS_LIMIT:
-            self._refusal = HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT)
-            raise self._refusal
+            self._rejection = HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT)
+            raise self._rejection
         if self.parser.should_upgrade():
-            return  # `_feed` goes on without it
+            return  # `_feed` parses the request again without it
         if self._outlet.closing_since_s is None:
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """Note that nothing of this request is left to be read."""
+        """Record that the whole request has been read."""
         if self.parser.should_upgrade():
             return
         super().on_message_complete()
@@ -267,7 +151,7 @@ class DownstreamProtocol(HttpToolsProtocol):
         self._outlet.finish_closing()
 
     def check(self, now_s: float) -> None:
-        """End the connection where the client has taken too long: to ask, to read, or to go."""
+        """Close the connection if the client is too slow: to send a head, to read, or to close."""
         closing_since_s = self._outlet.closing_since_s
         unsent_bytes = self._outlet.get_write_buffer_size()
         if not unsent_bytes or unsent_bytes != self._unsent_bytes:
@@ -277,46 +161,50 @@ class DownstreamProtocol(HttpToolsProtocol):
         elif now_s - self._sent_at_s > self._write_timeout_s:
             self._outlet.abort()
         if self._head_since_s is not None and self.cycle and not self.cycle.response_complete:
-            self._head_since_s = now_s  # the next head has its time once this answer has ended
+            self._head_since_s = now_s  # the next head has its time after this response
         waited_s = now_s - (now_s if self._head_since_s is None else self._head_since_s)
         if waited_s > self._head_timeout_s and closing_since_s is None:
             if self._head_bytes:
-                self._refuse(HeadTooSlow())
+                self._reject(HeadTooSlow())
             else:
                 self._outlet.abort()
-        if self._exchange is not None:
-            self._exchange.check(now_s)
+        if self._writer is not None:
+            self._writer.check(now_s)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Give a request whose turn has come its way back to the client."""
-        self._exchange = Exchange(cycle, self._outlet.write_at_once)
+        """Create the writer of the response, then start the request."""
+        self._writer = ResponseWriter(cycle, self._outlet.write_now)
         super()._start_asgi_task(cycle, app)
 
     def _feed(self, data: bytes) -> None:
-        """Parse; serve a request that asks for another protocol without that, as HTTP allows.
+        """Parse; ignore a request to upgrade to another protocol, as HTTP allows.
 
-        Java's own client asks so on every first request, and the parser stops there.
+        Java's own client sends one with each first request. The parser ends at such a head and
+        cannot be told to go on, so a new one parses the head again without these headers.
         """
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
             method = self.parser.get_method()
             if method == b"CONNECT":
-                self._refuse(NotHttp())
+                self._reject(NotHttp())
                 return
-            kept = [pair for pair in self.headers if pair[0] not in _UPGRADING]
-            head = [b"%s %s HTTP/1.1" % (method, self.url), *(b"%s: %s" % pair for pair in kept)]
+            headers = [pair for pair in self.headers if pair[0] not in _UPGRADE_HEADERS]
+            lines = [
+                b"%s %s HTTP/1.1" % (method, self.url),
+                *(b"%s: %s" % pair for pair in headers),
+            ]
             self.parser = httptools.HttpRequestParser(self)
-            self._feed(b"\r\n".join((*head, b"", data[upgrade.args[0] :])))
+            self._feed(b"\r\n".join((*lines, b"", data[upgrade.args[0] :])))
         except httptools.HttpParserError:
-            self._refuse(self._refusal or NotHttp())
+            self._reject(self._rejection or NotHttp())
 
-    def _refuse(self, error: GatewayError) -> None:
-        """Answer in place of the application, and read no further request."""
+    def _reject(self, error: GatewayError) -> None:
+        """Send an error in place of the application, and read no further request."""
         self._head_since_s = None
         busy = self.cycle is not None and not self.cycle.response_complete
         if self._outlet.is_closing() or busy:
-            self._outlet.abort()  # in the middle of an answer there is no place for another
+            self._outlet.abort()  # a response that has begun cannot be replaced by another
             return
         body = to_body(error)
         head = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
@@ -334,9 +222,9 @@ def check_connections(connections: Iterable[Any]) -> None:
 
 
 class _Outlet(asyncio.Transport):
-    """A transport that sends what is written in one turn of the loop as one packet.
+    """A transport that sends everything written in one iteration of the event loop as one packet.
 
-    uvicorn writes a head and its body one by one, and system calls are most of what a server costs.
+    uvicorn writes a head and its body one by one, and system calls are most of a server's cost.
     """
 
     def __init__(
@@ -352,10 +240,18 @@ class _Outlet(asyncio.Transport):
         self._unread = unread
         self._held: list[bytes] = []
         self.closing_since_s: float | None = None
-        self.pause_reading = transport.pause_reading  # type: ignore[method-assign]
-        self.resume_reading = transport.resume_reading  # type: ignore[method-assign]
-        self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
-        self.set_protocol = transport.set_protocol  # type: ignore[method-assign]
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: object = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
+        self._transport.set_protocol(protocol)
 
     def write(self, data: bytes | bytearray | memoryview[Any]) -> None:
         if self.closing_since_s is not None:
@@ -364,8 +260,8 @@ class _Outlet(asyncio.Transport):
             self._loop.call_soon(self._send)
         self._held.append(bytes(data))
 
-    def write_at_once(self, data: bytes) -> None:
-        """Send what is whole by itself, behind what is held."""
+    def write_now(self, data: bytes) -> None:
+        """Send a whole piece now, behind what is held."""
         if self._held:
             self.write(data)
             self._send()
@@ -379,7 +275,7 @@ class _Outlet(asyncio.Transport):
         return self._transport.get_write_buffer_size()
 
     def close(self) -> None:
-        """Close once all is sent and, within bounds, the rest of the request has been read."""
+        """Close once all is sent and the rest of the request has been read, within bounds."""
         if self.closing_since_s is not None:
             return
         self.closing_since_s = self._loop.time()
@@ -391,7 +287,7 @@ class _Outlet(asyncio.Transport):
             self._transport.close()
 
     def finish_closing(self) -> None:
-        """Wait no longer for the rest of the request."""
+        """Close without the rest of the request."""
         if self.closing_since_s is not None:
             self._transport.close()
 
@@ -401,22 +297,250 @@ class _Outlet(asyncio.Transport):
 
     def _send(self) -> None:
         held, self._held = self._held, []
-        if held and not self._transport.is_closing():  # else the client left in this very turn
+        if (
+            held and not self._transport.is_closing()
+        ):  # else the client disconnected in this iteration
             self._transport.writelines(held)
 
 
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+class ResponseWriter:
+    """The response to one request: whole, or a stream whose head leaves with its first piece.
+
+    After the client has disconnected, written bytes are dropped.
+    """
+
+    def __init__(self, cycle: RequestResponseCycle, send: Callable[[bytes], None]) -> None:
+        self._cycle = cycle
+        self._send = send
+        self._stream_headers: Headers = []
+        self._head = b""
+        self._chunked = False
+        self._disconnected = False
+        self._cancel_scope: CancelScope | None = None
+        self._on_write_paused: Callable[[bool], None] | None = None
+        self.request_id = request_id(cycle.scope)
+        self.rate_limit_headers: Sequence[Header] = ()
+        """Sent with every response, also with errors."""
+        self.started = False
+
+    async def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
+        """Send a whole response."""
+        await self._writable()
+        self.started = True
+        headers = (*self._with_own(headers), (b"content-length", b"%d" % len(body)))
+        head = self._encode_head(status, headers)
+        if not self._disconnected:
+            self._send(head if self._cycle.scope["method"] == "HEAD" else head + body)
+        self._complete()
+
+    async def open(
+        self, headers: Iterable[Header], on_write_paused: Callable[[bool], None]
+    ) -> None:
+        """Prepare a stream with these headers, once the client has read earlier responses.
+
+        `on_write_paused` is called with True when written bytes pile up because the client reads
+        slowly, and with False when they no longer do.
+        """
+        await self._writable()
+        self._stream_headers = self._with_own(headers)
+        self._on_write_paused = on_write_paused
+
+    def write(self, piece: bytes) -> None:
+        """Send a piece of the stream now; the first one carries status and headers."""
+        if not self.started:
+            self._start()
+        framed = b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece
+        if self._head:
+            framed, self._head = self._head + framed, b""
+        if not self._disconnected:
+            self._send(framed)
+
+    def chunk_sender(self) -> Callable[[bytes], None] | None:
+        """Return what sends pieces that are HTTP chunks already; None if the stream has none."""
+        return self._send if self._chunked and self.started and not self._head else None
+
+    def end(self, piece: bytes = b"") -> None:
+        """End the stream, with a last piece or without one."""
+        if not self.started:
+            self._start()
+        if self._chunked:
+            framed = b"%x\r\n%b\r\n0\r\n\r\n" % (len(piece), piece) if piece else b"0\r\n\r\n"
+        else:
+            framed = piece
+        if not self._disconnected:
+            self._send(self._head + framed)
+        self._complete()
+
+    async def fail(
+        self,
+        error: GatewayError,
+        headers: Iterable[Header] = (),
+        *,
+        error_body: Callable[[GatewayError], bytes] = to_body,
+        error_event: Callable[[GatewayError], bytes] = to_event,
+    ) -> None:
+        """Respond with an error, or end a stream that has started with an error event."""
+        if self.started:
+            self.end(error_event(error))
+        else:
+            await self.whole(error.status, [*headers, *to_headers(error)], error_body(error))
+
+    def attach(self, cancel_scope: CancelScope | None) -> None:
+        """Cancel this scope when the client disconnects; None: cancel nothing."""
+        self._cancel_scope = cancel_scope
+        if cancel_scope is not None:
+            self._cycle.flow.resume_reading()  # a disconnect is seen only by reading
+            if self._disconnected:
+                cancel_scope.cancel(ClientDisconnected())
+
+    # Called by the connection.
+
+    def set_write_paused(self, paused: bool) -> None:
+        """Pass on whether written bytes pile up."""
+        if self._on_write_paused is not None:
+            self._on_write_paused(paused)
+
+    def disconnect(self) -> None:
+        """Record that the client has disconnected, and cancel the request."""
+        self._disconnected = True
+        if self._cancel_scope is not None:
+            self._cancel_scope.cancel(ClientDisconnected())
+
+    def check(self, now_s: float) -> None:
+        """Cancel the request if its deadline has passed."""
+        if self._cancel_scope is not None:
+            self._cancel_scope.check(now_s)
+
+    async def _writable(self) -> None:
+        """Wait until the client has read enough of earlier responses."""
+        if self._cycle.flow.write_paused:
+            await self._cycle.flow.drain()
+
+    def _start(self) -> None:
+        self.started = True
+        # HTTP/1.0 has no chunks: there the end of the connection is the end of the response.
+        self._chunked = self._cycle.scope["http_version"] == "1.1"
+        framing = (_CHUNKED,) if self._chunked else ()
+        self._head = self._encode_head(200, (*self._stream_headers, *framing))
+
+    def _with_own(self, headers: Iterable[Header]) -> Headers:
+        own = (b"x-request-id", self.request_id.encode())
+        return [*headers, *self.rate_limit_headers, own]
+
+    def _encode_head(self, status: int, headers: tuple[Header, ...]) -> bytes:
+        """Encode a head; a header that would end its line early is a defect of the gateway."""
+        cycle = self._cycle
+        cycle.response_started = True
+        if _CLOSE in headers:
+            cycle.keep_alive = False
+        elif not cycle.keep_alive:
+            headers = (*headers, _CLOSE)
+        headers = (*cycle.default_headers, *headers)
+        lines = [_STATUS_LINES[status], *[b"%b: %b" % pair for pair in headers], b"\r\n"]
+        head = b"\r\n".join(lines)
+        if head.count(b"\n") != len(headers) + 2:
+            raise ValueError("a header holds the end of a line")
+        return head
+
+    def _complete(self) -> None:
+        """Free the connection for the next request, or close it."""
+        self._on_write_paused = None
+        cycle = self._cycle
+        cycle.response_complete = True
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
 
 
-class ClientLeft(Exception):
-    """The client closed its connection, or stopped reading: nobody is there to be answered."""
+def response_writer(scope: Scope) -> ResponseWriter:
+    """Return the writer of the response to a request."""
+    writer: ResponseWriter = scope["extensions"][_RESPONSE]["writer"]()
+    return writer
 
 
-def header(scope: Scope, name: bytes) -> bytes | None:
-    """Find the first value of a header; `name` in lower case."""
+class CancelScope:
+    """A context that ends early: when cancelled, at its deadline, or when the client disconnects.
+
+    It works like `asyncio.timeout`: what is awaited inside is cancelled and releases its resources
+    on the way out. The connection reports the client and the time; no task waits for either.
+    """
+
+    def __init__(self, writer: ResponseWriter) -> None:
+        self._writer = writer
+        self._reason: Exception | None = None
+        self._deadline_s = float("inf")
+        self._timeout_error: Exception = ClientDisconnected()
+        self.key_id = ""
+        """The API key of the request, once it is authenticated."""
+
+    def __enter__(self) -> Self:
+        task = asyncio.current_task()
+        assert task is not None, "a request runs in a task"
+        self._task = task
+        self._cancelling = task.cancelling()
+        self._writer.attach(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._writer.attach(None)
+        if self._reason is not None:
+            ours = self._task.uncancel() <= self._cancelling
+            if ours and kind is asyncio.CancelledError:
+                raise self._reason from error
+
+    def limit(self, seconds: float, error: Exception) -> None:
+        """Cancel with this error after so many seconds; a new limit replaces the last.
+
+        The connection checks about once a second: a timer for each request costs more.
+        """
+        self._deadline_s = self._task.get_loop().time() + seconds
+        self._timeout_error = error
+
+    def cancel(self, reason: Exception) -> None:
+        """Cancel the context, which then raises this error; the first reason counts."""
+        if self._reason is None:
+            self._reason = reason
+            self._task.cancel()
+
+    def check(self, now_s: float) -> None:
+        """Cancel the context if its deadline has passed."""
+        if now_s >= self._deadline_s:
+            self.cancel(self._timeout_error)
+
+
+class ActiveRequests:
+    """The cancel scopes of all running requests."""
+
+    def __init__(self) -> None:
+        self._scopes: set[CancelScope] = set()
+
+    def add(self, cancel_scope: CancelScope) -> None:
+        """Add a request that begins."""
+        self._scopes.add(cancel_scope)
+
+    def remove(self, cancel_scope: CancelScope) -> None:
+        """Remove a request that has ended."""
+        self._scopes.remove(cancel_scope)
+
+    def cancel(self, error: GatewayError) -> None:
+        """Cancel all requests: streams end with an error event."""
+        for cancel_scope in tuple(self._scopes):
+            cancel_scope.cancel(error)
+
+    def cancel_keys(self, key_ids: Set[str]) -> None:
+        """Cancel the requests of API keys that have ended."""
+        for cancel_scope in tuple(self._scopes):
+            if cancel_scope.key_id in key_ids:
+                cancel_scope.cancel(KeyEnded())
+
+
+def header(scope: Mapping[str, Any], name: bytes) -> bytes | None:
+    """Return the first value of a header; `name` in lower case."""
     for key, value in scope["headers"]:
         if key == name:
             found: bytes = value
@@ -424,8 +548,8 @@ def header(scope: Scope, name: bytes) -> bytes | None:
     return None
 
 
-def request_id(scope: Scope) -> str:
-    """Take the client's request id when it is a harmless one, else make one."""
+def request_id(scope: Mapping[str, Any]) -> str:
+    """Return the client's request id if it is valid, else a new one."""
     given = (header(scope, b"x-request-id") or b"").decode("latin-1")
     if REQUEST_ID.fullmatch(given):
         return given
@@ -439,9 +563,10 @@ async def read_body(
     limit_bytes: int,
     hold: Callable[[int], None] = lambda _part_bytes: None,
 ) -> bytes:
-    """Read the whole body, counting while reading: a declared length proves nothing.
+    """Read the whole body and count it while reading: a declared length proves nothing.
 
-    `hold` is told of each part and may refuse it. The caller limits the time.
+    `hold` gets the size of each part and may raise. The caller limits the time. Raise
+    `BodyTooLarge` or `ClientDisconnected`.
     """
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
@@ -451,7 +576,7 @@ async def read_body(
     while True:
         message = await receive()
         if message["type"] == "http.disconnect":
-            raise ClientLeft
+            raise ClientDisconnected
         part = message.get("body", b"")
         size += len(part)
         if size > limit_bytes:
@@ -465,127 +590,9 @@ async def read_body(
 async def read_small_body(
     scope: Scope, receive: Receive, *, limit_bytes: int, timeout_s: float
 ) -> bytes:
-    """Read a body outside the data plane, within a time limit of its own."""
+    """Read a body outside the data plane; raise `BodyTooSlow` after a time limit of its own."""
     try:
         async with asyncio.timeout(timeout_s):
             return await read_body(scope, receive, limit_bytes=limit_bytes)
     except TimeoutError:
         raise BodyTooSlow from None
-
-
-class CancelScope:
-    """A context that ends early, by `end`, by its deadline, or because the client left.
-
-    Works as `asyncio.timeout` does: whatever is awaited inside is cancelled, and what it holds is
-    released on the way out. The connection tells of the client; no task has to wait for that.
-    """
-
-    def __init__(self, scope: Scope) -> None:
-        self._exchange = _exchange(scope)
-        self._ended_by: Exception | None = None
-        self._due_s = float("inf")
-        self._overdue: Exception = ClientLeft()
-
-    def __enter__(self) -> Self:
-        task = asyncio.current_task()
-        assert task is not None, "a request runs in a task"
-        self._task = task
-        self._cancelling = task.cancelling()
-        self._exchange.watch(self)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._exchange.watch(None)
-        if self._ended_by is not None:
-            ours = self._task.uncancel() <= self._cancelling
-            if ours and kind is asyncio.CancelledError:
-                raise self._ended_by from error
-
-    def limit(self, seconds: float, reason: Exception) -> None:
-        """End the context with this error after so many seconds; a new limit replaces the last.
-
-        The connection tells the time, about once a second: a timer for each request costs more.
-        """
-        self._due_s, self._overdue = self._task.get_loop().time() + seconds, reason
-
-    def end(self, reason: Exception) -> None:
-        """End the context with this error; the first reason counts."""
-        if self._ended_by is None:
-            self._ended_by = reason
-            self._task.cancel()
-
-    def leave(self) -> None:
-        """End the context because the client left."""
-        self.end(ClientLeft())
-
-    def check(self, now_s: float) -> None:
-        """End the context where its time is over."""
-        if now_s >= self._due_s:
-            self.end(self._overdue)
-
-
-class ResponseWriter:
-    """The one answer to a request: whole, or a stream that is started by its first bytes."""
-
-    def __init__(self, scope: Scope) -> None:
-        self._exchange = _exchange(scope)
-        self._stream_headers: Headers = []
-        self.limits: Sequence[Header] = ()
-        """What is told of the limits of the key, whatever the answer."""
-        self.identity = request_id(scope)
-        self.started = False
-
-    async def whole(self, status: int, headers: Iterable[Header], body: bytes) -> None:
-        """Answer at once and for good."""
-        await self._exchange.room()
-        self.started = True
-        self._exchange.whole(status, self._named(headers), body)
-
-    async def open(self, headers: Iterable[Header], on_pressure: Callable[[bool], None]) -> None:
-        """Make ready for a stream with these headers, once earlier answers have been read.
-
-        `on_pressure` is told when the client reads more slowly than is written, and when again not.
-        """
-        await self._exchange.room()
-        self._stream_headers = self._named(headers)
-        self._exchange.on_pressure = on_pressure
-
-    def part(self, piece: bytes) -> None:
-        """Send a piece of the stream, here and now; the first one brings status and headers."""
-        if not self.started:
-            self._start()
-        self._exchange.write(piece)
-
-    def sends_chunks(self) -> Callable[[bytes], None] | None:
-        """Give what sends pieces that are HTTP chunks already; None if that is not how it goes."""
-        return self._exchange.sends_chunks() if self.started else None
-
-    def end(self, piece: bytes = b"") -> None:
-        """End the stream as it should end, perhaps with a last piece."""
-        if not self.started:
-            self._start()
-        self._exchange.end(piece)
-
-    async def fail(self, error: GatewayError, headers: Iterable[Header] = ()) -> None:
-        """Answer with an error; in a started stream as its last event, never followed by [DONE]."""
-        if self.started:
-            self._exchange.end(to_event(error))
-        else:
-            await self.whole(error.status, [*headers, *to_headers(error)], to_body(error))
-
-    def _start(self) -> None:
-        self.started = True
-        self._exchange.begin(self._stream_headers)
-
-    def _named(self, headers: Iterable[Header]) -> Headers:
-        return [*headers, *self.limits, (b"x-request-id", self.identity.encode())]
-
-
-def _exchange(scope: Scope) -> Exchange:
-    running: Exchange = scope["extensions"][EXCHANGE]["running"]()
-    return running

@@ -143,9 +143,9 @@ class UpstreamResponse:
         """
         return await self._link.pour(sink, through)
 
-    def press(self, pressed: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Make the worker wait for as long as what it sends cannot be passed on."""
-        self._link.press(pressed)
+        self._link.pause(paused)
 
     async def read(self, limit_bytes: int | None = None) -> bytes:
         """Return the whole rest, or what came up to about a limit."""
@@ -235,14 +235,14 @@ class UpstreamConnection(asyncio.Protocol):
         """Return the bytes of the answer's body that came, when there are some, or it ended."""
         while not self._parts and not self._complete:
             await self._more()
-        self.press(False)
+        self.pause(False)
         return self._gathered()
 
     async def pour(self, sink: Sink, through: Through | None) -> bytes:
         """Hand what comes to a sink, and return what came with the end."""
         self._sink, self._through = sink, through
         try:
-            self.press(False)
+            self.pause(False)
             self._deliver()
             while self._sink is not None and not self._complete:
                 await self._more()
@@ -250,12 +250,12 @@ class UpstreamConnection(asyncio.Protocol):
             self._sink = self._through = None
         return self._gathered()
 
-    def press(self, pressed: bool) -> None:
+    def pause(self, paused: bool) -> None:
         """Read nothing for a while, or go on; what is not read is no silence."""
-        if pressed is self._paused or self._error is not None:
+        if paused is self._paused or self._error is not None:
             return
-        self._paused = pressed
-        if pressed:
+        self._paused = paused
+        if paused:
             self._silence.stop_listening()
             self._transport.pause_reading()
         else:
@@ -272,7 +272,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._busy = False
         unsent = self._transport.get_write_buffer_size()
         if self._complete and self._kept_alive and self._error is None and not unsent:
-            self.press(False)  # the end may have come with more than its reader could take
+            self.pause(False)  # the end may have come with more than its reader could take
             self.used = True
             self._on_free(self)
         else:
@@ -383,7 +383,7 @@ class UpstreamConnection(asyncio.Protocol):
         if self._sink is None or self._complete:
             self._wake()
             if sum(map(len, self._parts)) > _HELD_LIMIT_BYTES and not self._complete:
-                self.press(True)
+                self.pause(True)
         elif self._parts:
             self._silence.listen()
             if not self._sink(self._gathered()):

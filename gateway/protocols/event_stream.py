@@ -1,10 +1,7 @@
-"""Read a worker's event stream while it passes: bytes in, the same bytes out, facts on the side.
+"""The event streams of workers: finish reason, usage, metrics and errors, read while they pass.
 
-The scanner cuts the stream into events, lets uninteresting ones pass unread, and parses only those
-that may carry a finish reason, usage, metrics or an error. It re-encodes none but the one that it
-takes the metrics from, where they are not to be told.
-
-Read what a worker's answer counts: tokens, and what drafting did for it.
+A scanner splits the stream into events and parses those that may carry such facts; a
+`StreamEncoder` encodes them for the client. Text events pass unparsed if the encoder allows it.
 """
 
 from __future__ import annotations
@@ -14,18 +11,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic_core import from_json, to_json
+from pydantic_core import from_json
 
+from gateway.protocols.base import StreamEncoder
 from gateway.types import Drafts, Usage
 
-# More than any context holds.
+# More than any context.
 _TOKENS_LIMIT = 10_000_000
-# More than anybody drafts at once.
+# More than any worker drafts at once.
 _DRAFT_LIMIT = 65
 
 
 def read_usage(answer: Mapping[str, Any]) -> Usage | None:
-    """Read the `usage` of an answer or a chunk; None when there is none that makes sense."""
+    """Read the `usage` of an answer or a chunk; None if there is no valid one."""
     usage = answer.get("usage")
     if not isinstance(usage, dict):
         return None
@@ -38,17 +36,17 @@ def read_usage(answer: Mapping[str, Any]) -> Usage | None:
 
 
 def read_drafts(answer: Mapping[str, Any]) -> Drafts | None:
-    """Read vLLM's per-request draft counts; None where there are none that make sense."""
+    """Read vLLM's per-request draft counts; None if there are no valid ones."""
     metrics = answer.get("metrics")
-    told = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
-    if not isinstance(told, dict):
+    counts = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+    if not isinstance(counts, dict):
         return None
     steps, drafted, accepted = (
-        _count(told.get("num_spec_steps")),
-        _count(told.get("num_draft_tokens")),
-        _count(told.get("num_accepted_draft_tokens")),
+        _count(counts.get("num_spec_steps")),
+        _count(counts.get("num_draft_tokens")),
+        _count(counts.get("num_accepted_draft_tokens")),
     )
-    histogram = told.get("acceptance_histogram")
+    histogram = counts.get("acceptance_histogram")
     by_accepted = histogram[:_DRAFT_LIMIT] if isinstance(histogram, list) else ()
     if accepted > drafted:
         return None
@@ -56,7 +54,7 @@ def read_drafts(answer: Mapping[str, Any]) -> Drafts | None:
 
 
 def _count(value: object) -> int:
-    """Read a token count; what a worker lies makes no sum go back, and none grow beyond sense."""
+    """Read a token count, bounded: a wrong one must not make a sum shrink or overflow."""
     if not isinstance(value, int) or isinstance(value, bool):
         return 0
     return min(max(value, 0), _TOKENS_LIMIT)
@@ -68,9 +66,9 @@ EVENT_LIMIT_BYTES = 1024 * 1024
 _EVENT_END = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
-# A key with a value other than null. A match in the model's words is harmless: what matches is
-# parsed, and only then believed. Possessive, so that the time is linear.
-_TELLING = re.compile(rb'"(?:finish_reason|usage|metrics|error)"\s*+:\s*+[^\sn]')
+# A key with a value other than null. A match inside the model's text is harmless, because the event
+# is then parsed. Possessive, so that the time is linear.
+_FACT = re.compile(rb'"(?:finish_reason|usage|metrics|error)"\s*+:\s*+[^\sn]')
 _DONE = b"[DONE]"
 # `reasoning` is mlx-lm's name for what others call `reasoning_content`.
 _CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")
@@ -78,7 +76,7 @@ _CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 @dataclass(slots=True)
 class StreamState:
-    """What a stream has told so far."""
+    """The facts read from a stream so far."""
 
     usage: Usage | None = None
     finished: bool = False
@@ -92,35 +90,33 @@ class StreamState:
 
     @property
     def under_way(self) -> bool:
-        """Say whether words have come and more may come."""
+        """Return whether text has come and more may come."""
         return self.content_seen and not self.done and not self.broken
 
     @property
     def complete(self) -> bool:
-        """Say whether the answer is whole."""
+        """Return whether the response is complete."""
         return self.finished and self.done
 
 
 class StreamScanner:
-    """Incremental and bounded; however the bytes are split, output and reading are the same."""
+    """Incremental and bounded; however the bytes are split, output and state are the same."""
 
-    def __init__(
-        self, *, hide_usage: bool, hide_metrics: bool, limit_bytes: int = EVENT_LIMIT_BYTES
-    ) -> None:
-        self.reading = StreamState()
-        self._hide_usage = hide_usage
-        self._hide_metrics = hide_metrics
+    def __init__(self, encoder: StreamEncoder, *, limit_bytes: int = EVENT_LIMIT_BYTES) -> None:
+        self.state = StreamState()
+        self._encoder = encoder
+        self._passthrough = encoder.passthrough
         self._limit_bytes = limit_bytes
         self._pending = b""
         self._searched = 0  # bytes of `_pending` in which no event can end
 
     @property
     def quiet(self) -> bool:
-        """Say whether whole events that tell nothing may pass unread from here on."""
-        return self.reading.under_way and not self._pending
+        """Return whether whole text events may pass unparsed from here on."""
+        return self._passthrough and self.state.under_way and not self._pending
 
     def feed(self, chunk: bytes) -> bytes:
-        """Take in bytes, give back those to pass on; none any more once the stream is broken."""
+        """Scan bytes and return those for the client; none once the stream is broken."""
         if chunk.endswith(b"\n\n") and not self._pending and self._plain(chunk):
             return chunk  # whole events of plain text: nearly all of a stream
         data = self._pending + chunk
@@ -135,7 +131,7 @@ class StreamScanner:
             search_from = start
         self._pending = data[start:]
         self._searched = max(0, len(self._pending) - 3)
-        if self.reading.done or self.reading.broken:
+        if self.state.done or self.state.broken:
             self._pending = b""  # nothing belongs behind the end, so nothing of it is kept
         elif len(self._pending) > self._limit_bytes:
             self._break("an event is too long")
@@ -143,7 +139,7 @@ class StreamScanner:
         return bytes(passed)
 
     def close(self) -> bytes:
-        """Say that no more bytes come; half an event is dropped, as every SSE reader does."""
+        """End the input and return the last bytes; half an event is dropped, as SSE readers do."""
         passed = bytearray()
         if self._pending.endswith(b"\r") and _EVENT_END.search(self._pending, self._searched):
             self._read(self._pending, passed)
@@ -151,42 +147,46 @@ class StreamScanner:
         return bytes(passed)
 
     def _plain(self, data: bytes) -> bool:
-        """Say whether there is nothing to learn from these events, and nothing to hide."""
+        """Return whether these events are text alone."""
         small = len(data) <= self._limit_bytes
-        return self.reading.under_way and small and not is_telling(data)
+        return self._passthrough and self.state.under_way and small and not has_facts(data)
 
     def _plain_up_to(self, data: bytes, start: int) -> int:
-        """Find where whole events of plain text end that begin at `start`; 0 if none does."""
-        if not self.reading.under_way or b"\r" in data or len(data) - start > self._limit_bytes:
+        """Return where the whole text events from `start` end; 0 if there is none."""
+        if (
+            not (self._passthrough and self.state.under_way)
+            or b"\r" in data
+            or len(data) - start > self._limit_bytes
+        ):
             return 0
-        telling = _TELLING.search(data, start)
-        upto = telling.start() if telling else len(data)
+        fact = _FACT.search(data, start)
+        upto = fact.start() if fact else len(data)
         done = data.find(_DONE, start, upto)
         end = data.rfind(b"\n\n", start, done if done >= 0 else upto)
         return end + 2 if end >= 0 else 0
 
     def _read(self, event: bytes, passed: bytearray) -> None:
-        """Learn from one event and add it to what is passed on, unless it is to be hidden."""
-        reading = self.reading
+        """Read the facts of one event and add its encoding to what is passed on."""
+        state = self.state
         if self._plain(event):
             passed += event
-        elif reading.done or reading.broken:
+        elif state.done or state.broken:
             return  # nothing belongs behind the end
         elif len(event) > self._limit_bytes:
             self._break("an event is too long")
         elif not (text := _data_of(event)):
             passed += event  # a comment to keep the connection alive
         elif text == _DONE:
-            if reading.finished:
-                reading.done = True
-                passed += event
+            if state.finished:
+                state.done = True
+                passed += self._encoder.done(event)
             else:
                 self._break("[DONE] came without a finish reason")
         else:
-            passed += self._learn(event, text)
+            passed += self._read_frame(event, text)
 
-    def _learn(self, event: bytes, text: bytes) -> bytes:
-        """Learn from one event with a frame; return what of it is passed on."""
+    def _read_frame(self, event: bytes, text: bytes) -> bytes:
+        """Read the facts of one event with a frame; return its encoding."""
         try:
             frame = from_json(text)
         except ValueError:
@@ -196,44 +196,35 @@ class StreamScanner:
         if frame.get("error") is not None:
             # Without its words: engines repeat in them what they were asked.
             return self._break("the worker sent an error")
-        reading = self.reading
+        state = self.state
         choices = frame.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             if isinstance(choice, dict):
-                reading.finished |= choice.get("finish_reason") is not None
-                reading.content_seen |= _has_content(choice)
+                state.finished |= choice.get("finish_reason") is not None
+                state.content_seen |= _has_content(choice)
         if (drafts := read_drafts(frame)) is not None:
-            reading.drafts = drafts
-        tells_metrics = frame.get("metrics") is not None
-        if (usage := read_usage(frame)) is not None:
-            reading.usage = usage
-            # Only the trailing chunk carries nothing else; it is there because we asked for it.
-            asked_for = not self._hide_usage or (tells_metrics and not self._hide_metrics)
-            if not (choices or asked_for):
-                return b""
-        if tells_metrics and self._hide_metrics:
-            del frame["metrics"]
-            return b"data: " + to_json(frame) + b"\n\n"
-        return event
+            state.drafts = drafts
+        state.usage = read_usage(frame) or state.usage
+        return self._encoder.event(event, frame)
 
     def _break(self, why: str) -> bytes:
-        self.reading.broken = self.reading.broken or why
+        self.state.broken = self.state.broken or why
         return b""
 
 
-def is_telling(events: bytes) -> bool:
-    """Say whether there may be something to learn from these events, however they are framed."""
-    # `in` would make and drop an error for each look
-    return events.find(_DONE) >= 0 or _TELLING.search(events) is not None
+def has_facts(events: bytes) -> bool:
+    """Return whether these events, however framed, may carry facts."""
+    # `in` would create and drop an error for each call
+    return events.find(_DONE) >= 0 or _FACT.search(events) is not None
 
 
 def _event_end(data: bytes, search_from: int) -> int:
-    """Find where the next event ends, just behind it; 0 when that is not known yet."""
+    """Return the offset behind the next event; 0 if it has not come whole."""
     if b"\r" not in data:  # as nearly all servers write: a plain search is enough
         place = data.find(b"\n\n", search_from)
         return place + 2 if place >= 0 else 0
     found = _EVENT_END.search(data, search_from)
-    # A \r at the very end may be half of \r\n; the next bytes will tell.
+    # A \r at the very end may be half of \r\n; the next bytes decide.
     if found is None or (found.end() == len(data) and data.endswith(b"\r")):
         return 0
     return found.end()

@@ -1,16 +1,22 @@
-"""Bring chat messages into the one form that every worker gets.
-
-Turn the bytes of a request into what is decided on and what is sent on.
-"""
+"""The wire format of an OpenAI server: chat and completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic_core import from_json
+from pydantic_core import from_json, to_json
 
-from gateway.errors import BodyNotJson, FieldInvalid, ModelUnknown
+from gateway.errors import (
+    BodyNotJson,
+    FieldInvalid,
+    GatewayError,
+    ModelUnknown,
+    to_body,
+    to_event,
+)
+from gateway.protocols.base import WORKER_PATHS
+from gateway.routing.select import RoutingRequest
 from gateway.routing.view import FleetView
 from gateway.types import Inspected
 from policies.document import PolicyDocument
@@ -26,75 +32,81 @@ Message = Mapping[str, Any]
 _BETWEEN_MESSAGES = "\n\n"
 _MERGING_ROLES = frozenset(("user", "assistant"))
 _SYSTEM_ROLES = frozenset(("system", "developer"))
-
-
-def normalise(messages: Sequence[Message]) -> list[Message]:
-    """Hoist and merge the system messages, then merge plain neighbours of one role.
-
-    Many chat templates refuse a system message that is not the first, or two of one role in a row;
-    and the same words must give the same prompt, or no cache of system prompts can help.
-    Doing it twice changes nothing.
-    """
-    system = [message for message in messages if message["role"] in _SYSTEM_ROLES]
-    others = [message for message in messages if message["role"] not in _SYSTEM_ROLES]
-    head = [{"role": "system", "content": _system_content(system)}] if system else []
-    return head + _merge_neighbours(others)
-
-
-def _system_content(messages: Sequence[Message]) -> str | list[Any]:
-    contents = [message.get("content") or "" for message in messages]
-    if all(isinstance(content, str) for content in contents):
-        return _BETWEEN_MESSAGES.join(contents)
-    parts: list[Any] = []
-    for content in contents:
-        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
-    return parts
-
-
-def _merge_neighbours(messages: Sequence[Message]) -> list[Message]:
-    merged: list[Message] = []
-    for message in messages:
-        last = merged[-1] if merged else None
-        if (
-            last is not None
-            and last["role"] == message["role"]
-            and _plain(last)
-            and _plain(message)
-        ):
-            content = last["content"] + _BETWEEN_MESSAGES + message["content"]
-            merged[-1] = {"role": message["role"], "content": content}
-        else:
-            merged.append(message)
-    return merged
-
-
-def _plain(message: Message) -> bool:
-    """Say whether a message is nothing but text: no parts, tool calls, names or other fields."""
-    return (
-        message["role"] in _MERGING_ROLES
-        and isinstance(message.get("content"), str)
-        and not any(
-            value is not None for name, value in message.items() if name not in ("role", "content")
-        )
-    )
-
-
-# These are not OpenAI's, and strict servers refuse fields that they do not know. At these values
-# they change nothing, so they can be left out.
+# These are not OpenAI's, and strict servers reject unknown fields. At these values they change
+# nothing, so they can be left out.
 _NEUTRAL = {"top_k": 0, "min_p": 0.0}
 
 
-def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what a server that knows nothing of us need not know."""
-    return {
-        name: value
-        for name, value in body.items()
-        if name not in _NEUTRAL or value != _NEUTRAL[name]
-    }
+class OpenAIFormat:
+    """One endpoint of an OpenAI server. Clients get what the engine sends, all but unchanged."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.path = WORKER_PATHS[endpoint]
+        self.endpoint = endpoint
+
+    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+        """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
+        return inspect(raw, self.endpoint, policy, fleet)
+
+    def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
+        """Return the body as it came, without metrics that the client is not to get."""
+        if "metrics" not in answer or _includes_metrics(request, usage=True):
+            return body
+        del answer["metrics"]
+        return to_json(answer)
+
+    def encoder(self, request: RoutingRequest) -> OpenAIStreamEncoder:
+        """Return the encoder of a stream."""
+        include_usage = request.profile.include_usage
+        include_metrics = _includes_metrics(request, usage=include_usage)
+        return OpenAIStreamEncoder(include_usage=include_usage, include_metrics=include_metrics)
+
+    def error_body(self, error: GatewayError) -> bytes:
+        """Return the body of an error response."""
+        return to_body(error)
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """Return the last event of a stream that an error ends."""
+        return to_event(error)
+
+
+class OpenAIStreamEncoder:
+    """Passes events on as they come, without the usage and the metrics that were not requested."""
+
+    passthrough = True
+
+    def __init__(self, *, include_usage: bool, include_metrics: bool) -> None:
+        self._include_usage = include_usage
+        self._include_metrics = include_metrics
+
+    def event(self, event: bytes, frame: dict[str, Any]) -> bytes:
+        """Return an event as it came, or without what the client did not request."""
+        has_metrics = frame.get("metrics") is not None
+        # The trailing chunk carries nothing else; it is there because the gateway requests it.
+        trailing = isinstance(frame.get("usage"), dict) and not frame.get("choices")
+        if trailing and not (self._include_usage or (has_metrics and self._include_metrics)):
+            return b""
+        if has_metrics and not self._include_metrics:
+            del frame["metrics"]
+            return b"data: " + to_json(frame) + b"\n\n"
+        return event
+
+    def done(self, event: bytes) -> bytes:
+        """Return `[DONE]` as it came."""
+        return event
+
+
+def _includes_metrics(request: RoutingRequest, *, usage: bool) -> bool:
+    """Return whether the client gets metrics, in a response with usage or without."""
+    return request.policy.metrics.included_in(asked=request.profile.metrics, usage=usage)
+
+
+CHAT = OpenAIFormat(Endpoint.CHAT)
+COMPLETIONS = OpenAIFormat(Endpoint.COMPLETIONS)
 
 
 def inspect(raw: bytes, endpoint: Endpoint, policy: PolicyDocument, fleet: FleetView) -> Inspected:
-    """Read a body into its profile and its form for workers; raise a `RequestRefused`."""
+    """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
     body = parse(raw)
     asked = body.get("model")
     served = fleet.served_models
@@ -147,3 +159,63 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, A
         # Always asked for, so that every request is accounted; hidden again from who did not ask.
         sent["stream_options"] = {"include_usage": True}
     return sent
+
+
+def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what a server that knows nothing of us need not know."""
+    return {
+        name: value
+        for name, value in body.items()
+        if name not in _NEUTRAL or value != _NEUTRAL[name]
+    }
+
+
+def normalise(messages: Sequence[Message]) -> list[Message]:
+    """Hoist and merge the system messages, then merge plain neighbours of one role.
+
+    Many chat templates refuse a system message that is not the first, or two of one role in a row;
+    and the same words must give the same prompt, or no cache of system prompts can help.
+    Doing it twice changes nothing.
+    """
+    system = [message for message in messages if message["role"] in _SYSTEM_ROLES]
+    others = [message for message in messages if message["role"] not in _SYSTEM_ROLES]
+    head = [{"role": "system", "content": _system_content(system)}] if system else []
+    return head + _merge_neighbours(others)
+
+
+def _system_content(messages: Sequence[Message]) -> str | list[Any]:
+    contents = [message.get("content") or "" for message in messages]
+    if all(isinstance(content, str) for content in contents):
+        return _BETWEEN_MESSAGES.join(contents)
+    parts: list[Any] = []
+    for content in contents:
+        parts += [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return parts
+
+
+def _merge_neighbours(messages: Sequence[Message]) -> list[Message]:
+    merged: list[Message] = []
+    for message in messages:
+        last = merged[-1] if merged else None
+        if (
+            last is not None
+            and last["role"] == message["role"]
+            and _plain(last)
+            and _plain(message)
+        ):
+            content = last["content"] + _BETWEEN_MESSAGES + message["content"]
+            merged[-1] = {"role": message["role"], "content": content}
+        else:
+            merged.append(message)
+    return merged
+
+
+def _plain(message: Message) -> bool:
+    """Say whether a message is nothing but text: no parts, tool calls, names or other fields."""
+    return (
+        message["role"] in _MERGING_ROLES
+        and isinstance(message.get("content"), str)
+        and not any(
+            value is not None for name, value in message.items() if name not in ("role", "content")
+        )
+    )

@@ -1,9 +1,9 @@
-"""What a request costs its key: guessed before, known after, settled exactly once."""
+"""The cost of a request to its API key: estimated before it, exact after it, settled once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
+import contextlib
+from collections.abc import Callable, Iterator
 
 from gateway.auth.rate_limits import RateLimiter
 from gateway.errors import (
@@ -14,81 +14,70 @@ from gateway.errors import (
     RequestTooLong,
     ShuttingDown,
 )
-from gateway.http.downstream import ClientLeft
-from gateway.proxy.context import RequestContext
-from gateway.types import Headers, Spent
+from gateway.http.downstream import ClientDisconnected
+from gateway.types import Headers, Spent, Usage
 from policies.request.profile import RequestProfile
 
 ANSWER_TOKENS = 1024
-"""Reserved for an answer whose length the request does not limit."""
+"""Reserved for a response whose length the request does not limit."""
 # Low for prose, so that a reservation is rarely too small.
 _CHARS_A_TOKEN = 3
-# They end a request, but not because a worker failed: what it did until then is owed.
-_ENDED_FROM_OUTSIDE = (ClientLeft, KeyEnded, RequestTooLong, ShuttingDown)
-
+# These end a request without a fault of the worker: the key owes what it did until then.
+_CANCELLED = (ClientDisconnected, KeyEnded, RequestTooLong, ShuttingDown)
 
 NOTHING = Spent()
 
 
 def estimate(profile: RequestProfile) -> int:
-    """Guess the tokens of a request, rather too many than too few."""
+    """Estimate the tokens of a request, rather too many than too few."""
     prompt = -(-profile.text_chars // _CHARS_A_TOKEN)
     answer = ANSWER_TOKENS if profile.max_tokens is None else profile.max_tokens
     return prompt + profile.choices * answer
 
 
-def cost_of(trip: RequestContext | None, failure: BaseException | None) -> Spent:
-    """Say what a request has cost that ended so.
+def cost_of(profile: RequestProfile, usage: Usage, failure: BaseException | None) -> Spent:
+    """Return the cost of a request that a worker had begun, by how it ended.
 
-    Nothing where no worker began; what the worker told of, where it did; and where it did not, the
-    whole estimate, because only a worker counts tokens, and it tells at the end: leaving early is
-    not for free. For an answer that a worker broke nobody pays by guess.
+    A key pays for the usage that the worker reported. Without a report it pays the whole estimate
+    if the response was complete or cancelled, because only the worker counts tokens, and it reports
+    at the end; if the worker failed, it pays no tokens.
     """
-    if trip is None or not trip.begun:
-        return NOTHING
-    failed = isinstance(failure, Exception) and not isinstance(failure, _ENDED_FROM_OUTSIDE)
+    failed = isinstance(failure, Exception) and not isinstance(failure, _CANCELLED)
     if failed and _never_began(failure):
         return NOTHING
-    told = trip.usage.prompt_tokens + trip.usage.completion_tokens
-    if told or failed:
-        return Spent(1, told)
-    guessed = estimate(trip.inspected.profile)
-    return Spent(1, guessed, guessed)
+    reported = usage.prompt_tokens + usage.completion_tokens
+    if reported or failed:
+        return Spent(1, reported)
+    estimated = estimate(profile)
+    return Spent(1, estimated, estimated)
+
+
+@contextlib.contextmanager
+def reserved_tokens(
+    rate_limiter: RateLimiter,
+    profile: RequestProfile,
+    cost: Callable[[BaseException | None], Spent],
+    clock: Callable[[], float],
+    wall: Callable[[], float],
+) -> Iterator[Headers]:
+    """Reserve the estimate, yield headers with what remains, and settle the cost at the end.
+
+    Raise an error of the rate limiter if a limit is reached.
+    """
+    now_s, unix_s = clock(), wall()
+    reservation = rate_limiter.reserve(estimate(profile), now_s, unix_s)
+    failure: BaseException | None = None
+    try:
+        yield rate_limiter.headers(now_s, unix_s)
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        spent = cost(failure)
+        rate_limiter.settle(reservation, spent.requests, spent.tokens, clock(), wall())
 
 
 def _never_began(failure: BaseException | None) -> bool:
-    """Say whether it was refused, or found nobody, rather than broken."""
-    nobody = isinstance(failure, GatewayError) and failure.status == NoWorker.status
-    return nobody or isinstance(failure, RequestRefused)
-
-
-class HeldTokens:
-    """The context of a request with a limited key: let in at its beginning, settled at its end."""
-
-    def __init__(
-        self,
-        allowance: RateLimiter,
-        trip: RequestContext,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-    ) -> None:
-        self._allowance = allowance
-        self._trip = trip
-        self._clock = clock
-        self._wall = wall
-
-    def __enter__(self) -> Headers:
-        """Raise at a limit; tell in headers what is left behind this request."""
-        now_s, unix_s = self._clock(), self._wall()
-        tokens = estimate(self._trip.inspected.profile)
-        self._taken = self._allowance.reserve(tokens, now_s, unix_s)
-        return self._allowance.headers(now_s, unix_s)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        cost = cost_of(self._trip, error)
-        self._allowance.settle(self._taken, cost.requests, cost.tokens, self._clock(), self._wall())
+    """Return whether the request was rejected or found no worker, rather than broken."""
+    no_worker = isinstance(failure, GatewayError) and failure.status == NoWorker.status
+    return no_worker or isinstance(failure, RequestRefused)

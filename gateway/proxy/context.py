@@ -1,69 +1,170 @@
-"""One request on its way to a worker and back."""
+"""One request, from its first byte to accounting."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gateway.auth.api_keys import ANONYMOUS, ApiKey
+from gateway.errors import GatewayError, NoWorker, RequestRefused
+from gateway.proxy.billing import NOTHING, cost_of
 from gateway.routing.select import Candidate, Decision, RoutingRequest
-from gateway.types import NO_PREFIX, UNUSED, Caller, Drafts, Headers, Inspected, Usage
+from gateway.telemetry.request_record import RequestRecord
+from gateway.types import (
+    NO_PREFIX,
+    UNUSED,
+    Caller,
+    Drafts,
+    Headers,
+    Inspected,
+    Outcome,
+    Spent,
+    Usage,
+)
+from policies.document import PolicyDocument
+from policies.request.profile import RequestProfile
 
 if TYPE_CHECKING:
+    from gateway.protocols.base import WireFormat
     from gateway.telemetry.tracing import Trace
 
+# No status was sent, because the client had closed its connection; nginx logs it so.
+_CLIENT_CLOSED_REQUEST = 499
 
-@dataclass(slots=True, kw_only=True)
+
+@dataclass(slots=True, kw_only=True, eq=False)
 class RequestContext:
-    """One request on its way, and what happened to it so far: kept here, read by accounting."""
+    """One request and what has happened to it so far.
 
-    identity: str
-    inspected: Inspected
-    case: RoutingRequest
+    Each step stores its result here as an immutable value; the times are monotonic seconds.
+    """
+
+    request_id: str
+    wire_format: WireFormat
+    policy: PolicyDocument
+    """The policy in force when the request began; a later one does not change it."""
     began_s: float
-    caller: Caller = field(default_factory=Caller)
+    trace: Trace | None = None
+    """The spans of the request, if traces are on."""
+    body_bytes: int = 0
+    api_key: ApiKey = ANONYMOUS
+    body_read_s: float = 0.0
+    inspected: Inspected | None = None
+    caller: Caller = ANONYMOUS.caller
+    routing_request: RoutingRequest | None = None
     decision: Decision | None = None
-    attempts: int = 0
+    """The decision that the first attempt followed."""
     candidate: Candidate | None = None
+    """The lane of the last attempt."""
+    attempts: int = 0
     waited_s: float = 0.0
+    """Time in the queue before the first attempt."""
     dispatched_s: float | None = None
     begun: bool = False
-    """A worker has it, and may have begun with it."""
+    """A worker has the request and may have begun it."""
     first_token_s: float | None = None
     usage: Usage = UNUSED
     drafts: Drafts | None = None
-    trace: Trace | None = None
-    """Its spans, where traces are asked for."""
+    outcome: Outcome = Outcome.COMPLETED
+    error: GatewayError | None = None
 
-    def begin(self) -> None:
-        """Note that it goes out to a worker now."""
-        self.begun = True
+    @property
+    def profile(self) -> RequestProfile:
+        """Return the profile of a request that has been inspected."""
+        assert self.inspected is not None, "the request has not been inspected"
+        return self.inspected.profile
 
-    def record_decision(self, decision: Decision) -> None:
-        """Record the decision that the first attempt followed."""
-        if self.decision is None:
-            self.decision = decision
+    @property
+    def prefix_key(self) -> str:
+        """Return the name of the system prompt; empty if there is none."""
+        return self.routing_request.prefix_key if self.routing_request else ""
 
     @property
     def prefix(self) -> str:
-        """Tell what became of its system prompt: hit, miss, or none to look for.
+        """Return the cache result of the system prompt: hit, miss or none.
 
-        Until the worker has counted it is what is expected.
+        Before the worker has reported usage, this is the expected result.
         """
-        if not self.case.prefix_key:
+        if not self.prefix_key:
             return NO_PREFIX
         if self.usage is not UNUSED:
             return "hit" if self.usage.cached_tokens else "miss"
         return "hit" if self.candidate and self.candidate.prefix_cached else "miss"
 
+    def record_decision(self, decision: Decision) -> None:
+        """Record the first decision; those of further attempts exclude workers."""
+        if self.decision is None:
+            self.decision = decision
 
-def route_headers(trip: RequestContext) -> Headers:
-    """Say in headers where the request went and why."""
-    if trip.candidate is None:
-        return []
-    return [
-        (b"x-paceline-pool", trip.candidate.pool.encode()),
-        (b"x-paceline-worker", trip.candidate.worker_id.encode()),
-        (b"x-paceline-reason", trip.candidate.reason.encode()),
-        (b"x-paceline-prefix", trip.prefix.encode()),
-        (b"x-paceline-attempts", str(trip.attempts).encode()),
-    ]
+    def begin(self) -> None:
+        """Record that the request goes to a worker now."""
+        self.begun = True
+
+    def disconnect(self) -> None:
+        """Record that the client disconnected before the response was complete."""
+        self.outcome = Outcome.CLIENT_LEFT
+
+    def fail(self, error: GatewayError) -> None:
+        """Record the error that ended the request."""
+        self.error = error
+        if isinstance(error, RequestRefused):
+            self.outcome = Outcome.REFUSED
+        elif error.status == NoWorker.status:
+            self.outcome = Outcome.UNSERVED
+        else:
+            self.outcome = Outcome.FAILED
+
+    def cost(self, failure: BaseException | None) -> Spent:
+        """Return what the request costs its key if it ends with this failure."""
+        return cost_of(self.profile, self.usage, failure) if self.begun else NOTHING
+
+    def route_headers(self) -> Headers:
+        """Return response headers that show where the request was routed, and why."""
+        if self.candidate is None:
+            return []
+        return [
+            (b"x-paceline-pool", self.candidate.pool.encode()),
+            (b"x-paceline-worker", self.candidate.worker_id.encode()),
+            (b"x-paceline-reason", self.candidate.reason.encode()),
+            (b"x-paceline-prefix", self.prefix.encode()),
+            (b"x-paceline-attempts", str(self.attempts).encode()),
+        ]
+
+    def record(self, now_s: float) -> RequestRecord:
+        """Return the immutable record of the finished request."""
+        return RequestRecord(
+            request_id=self.request_id,
+            outcome=self.outcome,
+            status=self._status(),
+            seconds=now_s - self.began_s,
+            code=self.error.counted_as if self.error else "",
+            inspected=self.inspected,
+            decision=self.decision,
+            candidate=self.candidate,
+            attempts=self.attempts,
+            usage=self.usage,
+            waited_s=self.waited_s,
+            added_s=_since(self.body_read_s + self.waited_s, self.dispatched_s),
+            first_token_s=_since(self.body_read_s, self.first_token_s),
+            token_s=self._token_s(now_s),
+            drafts=self.drafts,
+            caller=self.caller,
+            spent=self.cost(self.error) if self.caller.key else NOTHING,
+            prefix=self.prefix,
+        )
+
+    def _status(self) -> int:
+        if self.error is not None:
+            return self.error.status
+        return _CLIENT_CLOSED_REQUEST if self.outcome is Outcome.CLIENT_LEFT else 200
+
+    def _token_s(self, now_s: float) -> float | None:
+        """Return the time for each token after the first one; None if there was none."""
+        more_tokens = self.usage.completion_tokens - 1
+        if self.outcome is not Outcome.COMPLETED or self.first_token_s is None or more_tokens < 1:
+            return None
+        return (now_s - self.first_token_s) / more_tokens
+
+
+def _since(began_s: float, later_s: float | None) -> float | None:
+    return None if later_s is None else later_s - began_s

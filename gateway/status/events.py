@@ -10,7 +10,13 @@ from collections.abc import Awaitable, Callable
 from pydantic import BaseModel
 
 from gateway.errors import GatewayError, ShuttingDown, TooManyViewers
-from gateway.http.downstream import CancelScope, ClientLeft, ResponseWriter, Scope
+from gateway.http.downstream import (
+    CancelScope,
+    ClientDisconnected,
+    ResponseWriter,
+    Scope,
+    response_writer,
+)
 
 log = logging.getLogger(__name__)
 
@@ -45,36 +51,36 @@ class Feed:
             raise ShuttingDown
         if self.viewers >= VIEWERS_LIMIT:
             raise TooManyViewers
-        reply = ResponseWriter(scope)
+        writer = response_writer(scope)
         self.viewers += 1
         try:
-            with CancelScope(scope):
-                await self._stream(reply, allowed)
-        except ClientLeft:
+            with CancelScope(writer):
+                await self._stream(writer, allowed)
+        except ClientDisconnected:
             pass
         except GatewayError as refused:
-            await reply.fail(refused)
+            await writer.fail(refused)
         except Exception:
             log.exception("feed.broken")
-            await reply.fail(GatewayError())
+            await writer.fail(GatewayError())
         finally:
             self.viewers -= 1
 
-    async def _stream(self, reply: ResponseWriter, allowed: Callable[[], Awaitable[None]]) -> None:
+    async def _stream(self, writer: ResponseWriter, allowed: Callable[[], Awaitable[None]]) -> None:
         behind = False
 
-        def press(pressed: bool) -> None:
+        def set_behind(paused: bool) -> None:
             nonlocal behind
-            behind = pressed
+            behind = paused
 
-        await reply.open(_HEADERS, press)
+        await writer.open(_HEADERS, set_behind)
         while not self._ending.is_set():
             await allowed()  # a key that was revoked meanwhile sees no more
             event = await self._event()
             if not behind:  # who reads slowly misses snapshots, and makes nothing pile up
-                reply.part(event)
+                writer.write(event)
             await self._next_second()
-        reply.end(_END)
+        writer.end(_END)
 
     async def _event(self) -> bytes:
         """Give the event of this second; the first who asks makes it for all."""

@@ -13,7 +13,7 @@ from pydantic import SecretStr
 
 from gateway.app import create_app
 from gateway.config.settings import Settings
-from gateway.proxy.handler import ENDPOINTS
+from gateway.protocols import WIRE_FORMATS
 from tests.support.gateway_routes import ADMIN_PAGE, OPENAPI_ROUTE, PUBLIC, route_paths
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
@@ -58,7 +58,7 @@ JOINING = (
 
 def every_route(state_dir: Path) -> set[tuple[str, str]]:
     app = asyncio.run(create_app(make_settings(state_dir)))
-    return route_paths(app) | {("POST", path) for path in ENDPOINTS}
+    return route_paths(app) | {("POST", path) for path in WIRE_FORMATS}
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_every_route_is_public_by_list_or_wants_a_key(
     assert every > PUBLIC
     with RunningGateway(settings) as gateway:
         gateway.send_heartbeat(worker)
-        doors = {gateway.url: route_paths(app) | {("POST", path) for path in ENDPOINTS}}
+        doors = {gateway.url: route_paths(app) | {("POST", path) for path in WIRE_FORMATS}}
         if app.admin_app is not None:
             doors[gateway.admin_url] = route_paths(app.admin_app)
         assert set().union(*doors.values()) == every
@@ -162,7 +162,7 @@ def test_where_admins_have_a_port_what_only_they_may_do_is_there_and_nowhere_els
     assert apart.admin_app is not None
     here, there = route_paths(apart), route_paths(apart.admin_app)
     assert here & there == {OPENAPI_ROUTE}, "each tells of itself"
-    assert here | there | {("POST", path) for path in ENDPOINTS} == every_route(tmp_path)
+    assert here | there | {("POST", path) for path in WIRE_FORMATS} == every_route(tmp_path)
     assert len(there) == len(ADMIN_PLANE) + len(ADMIN_PAGE) + 1
 
 

@@ -26,7 +26,7 @@ from schemathesis.checks import (
 from schemathesis.core.result import Ok
 
 from gateway.app import create_app
-from gateway.proxy.handler import ENDPOINTS
+from gateway.protocols import WIRE_FORMATS
 from policies.request.fields import FieldError
 from policies.request.parser import KNOWN_FIELDS, read_profile
 from policies.request.profile import Endpoint
@@ -77,7 +77,7 @@ def test_each_port_publishes_what_it_serves(
     app = asyncio.run(create_app(make_settings(tmp_path, admin_port=0)))
     assert app.admin_app is not None
     (_, data), (_, admin) = documents(gateway_with_keys)
-    relayed = {("POST", path) for path in ENDPOINTS}
+    relayed = {("POST", path) for path in WIRE_FORMATS}
     here = {(method, path.replace(":path", "")) for method, path in route_paths(app)} | relayed
     assert named(data) == here - PAGE
     assert named(admin) == route_paths(app.admin_app) - PAGE, "a page is for people"

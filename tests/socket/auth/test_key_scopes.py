@@ -31,6 +31,7 @@ def keyring(*terms: KeyTerms, static: str | None = None) -> tuple[ApiKeys, list[
         clock=lambda: 0.0,
         wall=lambda: 0.0,
         used_on_day=lambda _key, _unix_s: 0,
+        on_end=lambda _key_ids: None,
     )
     made = [new_key(one, datetime.fromtimestamp(0, UTC)) for one in terms]
     ring.replace([record for record, _ in made])

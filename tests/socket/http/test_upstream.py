@@ -189,7 +189,7 @@ async def test_a_connection_whose_last_reader_was_slow_reads_for_the_next() -> N
     async with upstream_connection(serve_pieces(CHUNKED)) as (link, kept):
         answer = await send_request(link)
         assert await answer.read() == b"one two"
-        link.press(True)  # as the last piece does that its client cannot take at once
+        link.pause(True)  # as the last piece does that its client cannot take at once
         answer.close()
         assert kept == [link]
         assert await asyncio.wait_for((await send_request(link)).read(), TIMEOUT_S) == b"one two"
@@ -209,8 +209,8 @@ async def test_a_reader_that_is_pressed_by_a_passing_chunk_is_no_silence_of_the_
 
         def through(chunk: bytes) -> bool:
             passed.append(chunk)
-            link.press(True)
-            asyncio.get_running_loop().call_later(0.4, link.press, False)
+            link.pause(True)
+            asyncio.get_running_loop().call_later(0.4, link.pause, False)
             return True
 
         assert await link.pour(lambda _: True, through) == b""
@@ -419,11 +419,11 @@ async def test_a_worker_that_is_made_to_wait_is_not_silent() -> None:
         answer = await send_request(link)
         pouring = asyncio.create_task(answer.pour(sink))
         await asyncio.sleep(0)
-        answer.press(True)
+        answer.pause(True)
         answer.limit_silence(0.1)
         await asyncio.sleep(0.5)
         answer.limit_silence(30)
-        answer.press(False)
+        answer.pause(False)
         last = await pouring
         answer.close()
     assert b"".join(sink.taken) + last == b"one!"

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocols.event_stream import StreamScanner, StreamState
+from gateway.protocols.openai import OpenAIStreamEncoder
 from gateway.types import Drafts, Usage
 from tests.support.scripted_worker import DONE, chunk, event, stream_events, usage_chunk
 
@@ -21,11 +22,17 @@ def scan(
     hide_metrics: bool = True,
     limit_bytes: int = 4096,
 ) -> tuple[bytes, StreamState]:
-    scanner = StreamScanner(
-        hide_usage=hide_usage, hide_metrics=hide_metrics, limit_bytes=limit_bytes
-    )
+    scanner = scanner_of(hide_usage=hide_usage, hide_metrics=hide_metrics, limit_bytes=limit_bytes)
     passed = b"".join([scanner.feed(piece) for piece in pieces] + [scanner.close()])
-    return passed, scanner.reading
+    return passed, scanner.state
+
+
+def scanner_of(
+    *, hide_usage: bool = True, hide_metrics: bool = True, limit_bytes: int
+) -> StreamScanner:
+    """A scanner whose events go to a chat client."""
+    encoder = OpenAIStreamEncoder(include_usage=not hide_usage, include_metrics=not hide_metrics)
+    return StreamScanner(encoder, limit_bytes=limit_bytes)
 
 
 LINE_END = st.sampled_from([b"\n", b"\r\n", b"\r"])
@@ -60,7 +67,7 @@ def streams(draw: st.DrawFn) -> bytes:
 
 
 @given(streams(), st.data(), st.booleans(), st.booleans())
-def test_any_split_of_the_bytes_gives_the_same_bytes_and_the_same_reading(
+def test_any_split_of_the_bytes_gives_the_same_bytes_and_the_same_state(
     stream: bytes, data: st.DataObject, hide_usage: bool, hide_metrics: bool
 ) -> None:
     places = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
@@ -81,23 +88,23 @@ def test_an_event_in_two_parts_passes_in_order_whatever_its_second_part_looks_li
 @given(st.lists(WORDS, min_size=1, max_size=6), LINE_END)
 def test_a_good_stream_passes_byte_for_byte(words: list[str], end: bytes) -> None:
     stream = b"".join(stream_events(words)).replace(b"\n", end)
-    passed, reading = scan([stream], hide_usage=False, hide_metrics=False)
+    passed, state = scan([stream], hide_usage=False, hide_metrics=False)
     assert passed == stream
-    assert reading.complete
-    assert not reading.broken
-    assert reading.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
-    assert reading.drafts == Drafts(steps=1, drafted=2, accepted=1, histogram=(0, 1, 0))
+    assert state.complete
+    assert not state.broken
+    assert state.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
+    assert state.drafts == Drafts(steps=1, drafted=2, accepted=1, histogram=(0, 1, 0))
 
 
 def test_the_trailing_chunk_is_told_for_its_metrics_alone_or_told_without_them() -> None:
     stream = b"".join(stream_events(["one"]))
     usage = {**json.loads(usage_chunk().removeprefix(b"data: "))}
     assert scan([stream], hide_metrics=False)[0] == stream
-    told, reading = scan([stream], hide_usage=False)
+    told, state = scan([stream], hide_usage=False)
     metrics = usage.pop("metrics")
     assert told == stream.replace(usage_chunk(), event(usage))
     assert metrics["speculative_decoding"]["num_spec_steps"] == 1
-    assert reading.drafts is not None, "what is not told is counted all the same"
+    assert state.drafts is not None, "what is not told is counted all the same"
 
 
 def test_a_chunk_without_metrics_is_not_told_to_who_asked_for_those_alone() -> None:
@@ -110,16 +117,16 @@ def test_only_the_trailing_usage_chunk_is_hidden() -> None:
     carried = event(
         {"choices": [{"index": 0, "delta": {"content": "x"}}], "usage": {"prompt_tokens": 4}}
     )
-    passed, reading = scan([carried, chunk({}, "stop"), usage_chunk(), DONE])
+    passed, state = scan([carried, chunk({}, "stop"), usage_chunk(), DONE])
     assert passed == carried + chunk({}, "stop") + DONE
-    assert reading.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
+    assert state.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
 
 
 def test_words_of_the_model_are_never_taken_for_facts() -> None:
     told = 'he said "finish_reason":"stop", "usage":{"prompt_tokens":9}, "error":{} and [DONE]'
-    passed, reading = scan([chunk({"content": told})])
+    passed, state = scan([chunk({"content": told})])
     assert passed == chunk({"content": told})
-    assert (reading.finished, reading.done, reading.usage, reading.broken) == (
+    assert (state.finished, state.done, state.usage, state.broken) == (
         False,
         False,
         None,
@@ -129,10 +136,10 @@ def test_words_of_the_model_are_never_taken_for_facts() -> None:
 
 def test_nothing_passes_behind_an_error() -> None:
     bad = event({"error": {"message": "no"}})
-    passed, reading = scan([chunk({"content": "a"}) + bad + chunk({"content": "b"}) + DONE])
+    passed, state = scan([chunk({"content": "a"}) + bad + chunk({"content": "b"}) + DONE])
     assert passed == chunk({"content": "a"})
-    assert reading.broken
-    assert not reading.complete
+    assert state.broken
+    assert not state.complete
 
 
 def test_nothing_passes_behind_done() -> None:
@@ -142,30 +149,30 @@ def test_nothing_passes_behind_done() -> None:
 
 
 def test_what_follows_done_cannot_break_the_answer_that_was_whole() -> None:
-    scanner = StreamScanner(hide_usage=True, hide_metrics=True, limit_bytes=300)
+    scanner = scanner_of(limit_bytes=300)
     for piece in (chunk({"content": "a"}, "stop"), DONE, b"data: " + b"x" * 200, b"x" * 200):
         scanner.feed(piece)
-    assert scanner.reading.complete
-    assert not scanner.reading.broken
+    assert scanner.state.complete
+    assert not scanner.state.broken
 
 
 def test_an_event_without_end_is_bounded() -> None:
-    scanner = StreamScanner(hide_usage=True, hide_metrics=True, limit_bytes=100)
+    scanner = scanner_of(limit_bytes=100)
     for _ in range(50):
         assert scanner.feed(b"data: xxxx") == b""
-    assert scanner.reading.broken == "an event is too long"
+    assert scanner.state.broken == "an event is too long"
 
 
 def test_a_tool_call_counts_as_content() -> None:
-    _, reading = scan([chunk({"role": "assistant", "content": ""})])
-    assert not reading.content_seen
-    _, reading = scan([chunk({"tool_calls": [{"index": 0}]})])
-    assert reading.content_seen
+    _, state = scan([chunk({"role": "assistant", "content": ""})])
+    assert not state.content_seen
+    _, state = scan([chunk({"tool_calls": [{"index": 0}]})])
+    assert state.content_seen
 
 
 def test_the_text_of_completions_counts_as_content() -> None:
-    _, reading = scan([event({"choices": [{"index": 0, "text": "x"}]})])
-    assert reading.content_seen
+    _, state = scan([event({"choices": [{"index": 0, "text": "x"}]})])
+    assert state.content_seen
 
 
 @pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])

@@ -1,10 +1,9 @@
-"""What each request costs its key: guessed before it, and settled once, however it ends."""
+"""The cost of a request to its key: estimated before it, and settled once, however it ends."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from typing import Any
 
 import pytest
 
@@ -21,47 +20,35 @@ from gateway.errors import (
     WorkerLost,
     WorkerUnreachable,
 )
-from gateway.http.downstream import ClientLeft
-from gateway.proxy.billing import ANSWER_TOKENS, HeldTokens, cost_of, estimate
-from gateway.proxy.context import RequestContext
-from gateway.routing.select import RoutingRequest
-from gateway.types import UNUSED, Inspected, Spent, Usage
-from policies.document import default_policy
+from gateway.http.downstream import ClientDisconnected
+from gateway.proxy.billing import ANSWER_TOKENS, cost_of, estimate, reserved_tokens
+from gateway.types import UNUSED, Spent, Usage
 from policies.request.profile import Endpoint, RequestProfile
 from tests.support.rate_limit_model import ALL_LIMITS, NOON
 
-
-def trip(*, begun: bool = True, usage: Usage = UNUSED, **fields: Any) -> RequestContext:
-    profile = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, **fields)
-    case = RoutingRequest(default_policy(), profile)
-    made = RequestContext(
-        identity="r", inspected=Inspected("demo", profile, {}), case=case, began_s=0.0
-    )
-    made.begun = begun
-    made.usage = usage
-    return made
+PROFILE = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, max_tokens=6)
 
 
-def test_a_request_is_guessed_rather_too_large() -> None:
-    assert estimate(trip(max_tokens=6).inspected.profile) == 4 + 6
-    assert estimate(trip(max_tokens=6, choices=3).inspected.profile) == 4 + 18
-    assert estimate(trip().inspected.profile) == 4 + ANSWER_TOKENS
+def test_an_estimate_is_rather_too_large() -> None:
+    assert estimate(PROFILE) == 4 + 6
+    assert estimate(PROFILE._replace(choices=3)) == 4 + 18
+    assert estimate(PROFILE._replace(max_tokens=None)) == 4 + ANSWER_TOKENS
 
 
 @pytest.mark.parametrize(
-    ("failure", "untold", "told"),
+    ("failure", "unreported", "reported"),
     [
-        # Whole, or ended from outside: what the worker did is owed, told or not.
+        # Complete or cancelled: the key owes what the worker did, reported or not.
         (None, Spent(1, 10, 10), Spent(1, 7)),
-        (ClientLeft(), Spent(1, 10, 10), Spent(1, 7)),
+        (ClientDisconnected(), Spent(1, 10, 10), Spent(1, 7)),
         (asyncio.CancelledError(), Spent(1, 10, 10), Spent(1, 7)),
         (RequestTooLong(), Spent(1, 10, 10), Spent(1, 7)),
         (KeyEnded(), Spent(1, 10, 10), Spent(1, 7)),
         (ShuttingDown(), Spent(1, 10, 10), Spent(1, 7)),
-        # A worker broke it: nobody pays by guess.
+        # The worker failed: no key pays for an estimate.
         (WorkerLost(), Spent(1, 0), Spent(1, 7)),
         (RuntimeError(), Spent(1, 0), Spent(1, 7)),
-        # Nothing began.
+        # No worker began.
         (WorkerUnreachable(), Spent(), Spent()),
         (WorkerBusy(1.0), Spent(), Spent()),
         (NoWorker(), Spent(), Spent()),
@@ -70,24 +57,30 @@ def test_a_request_is_guessed_rather_too_large() -> None:
         (RefusedByWorker(400, "too long", param=None, code=None), Spent(), Spent()),
     ],
 )
-def test_each_end_has_its_cost(failure: BaseException | None, untold: Spent, told: Spent) -> None:
-    assert cost_of(trip(max_tokens=6), failure) == untold
-    assert cost_of(trip(max_tokens=6, usage=Usage(5, 2, 1)), failure) == told
-    assert cost_of(trip(max_tokens=6, begun=False), failure) == Spent()
-    assert cost_of(None, failure) == Spent()
+def test_each_end_has_its_cost(
+    failure: BaseException | None, unreported: Spent, reported: Spent
+) -> None:
+    assert cost_of(PROFILE, UNUSED, failure) == unreported
+    assert cost_of(PROFILE, Usage(5, 2, 1), failure) == reported
 
 
 @pytest.mark.parametrize("failure", [None, WorkerLost(), NoWorker(), asyncio.CancelledError()])
-def test_a_hold_settles_once_however_it_ends(failure: BaseException | None) -> None:
-    allowance = RateLimiter(ALL_LIMITS, 0.0, NOON)
-    going = trip(max_tokens=6, usage=Usage(5, 2, 1))
+def test_a_reservation_settles_once_however_it_ends(failure: BaseException | None) -> None:
+    limiter = RateLimiter(ALL_LIMITS, 0.0, NOON)
+    ended_with: list[BaseException | None] = []
+
+    def cost(ended: BaseException | None) -> Spent:
+        ended_with.append(ended)
+        return cost_of(PROFILE, Usage(5, 2, 1), ended)
+
     expected = contextlib.nullcontext() if failure is None else pytest.raises(type(failure))
-    with expected, HeldTokens(allowance, going, clock=lambda: 0.0, wall=lambda: NOON):
-        assert allowance.running == 1
+    with expected, reserved_tokens(limiter, PROFILE, cost, lambda: 0.0, lambda: NOON):
+        assert limiter.running == 1
         if failure is not None:
             raise failure
-    cost = cost_of(going, failure)
-    left = dict(allowance.headers(0.0, NOON))
-    assert allowance.running == 0
-    assert left[b"x-ratelimit-remaining-requests"] == b"%d" % (6 - cost.requests)
-    assert left[b"x-ratelimit-remaining-tokens"] == b"%d" % (600 - cost.tokens)
+    assert ended_with == [failure]
+    spent = cost_of(PROFILE, Usage(5, 2, 1), failure)
+    remaining = dict(limiter.headers(0.0, NOON))
+    assert limiter.running == 0
+    assert remaining[b"x-ratelimit-remaining-requests"] == b"%d" % (6 - spent.requests)
+    assert remaining[b"x-ratelimit-remaining-tokens"] == b"%d" % (600 - spent.tokens)

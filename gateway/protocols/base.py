@@ -1,0 +1,66 @@
+"""The interface of a wire format: client request to engine request, engine response to bytes.
+
+Workers are called in the format of an OpenAI server. A wire format reads the body of a client into
+such a request, and encodes the response, whole or as a stream of events, and every error. Its
+stream may have other events than the engine's: a `StreamEncoder` turns each event of the engine
+into zero or more events of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from gateway.errors import GatewayError
+from gateway.routing.select import RoutingRequest
+from gateway.routing.view import FleetView
+from gateway.types import Inspected
+from policies.document import PolicyDocument
+from policies.request.profile import Endpoint
+
+
+class StreamEncoder(Protocol):
+    """Encodes one stream of events for a client."""
+
+    @property
+    def passthrough(self) -> bool:
+        """Whether text events pass unchanged, so that they need not be parsed."""
+
+    def event(self, event: bytes, frame: dict[str, Any]) -> bytes:
+        """Return what the client gets for one event of the engine and its parsed frame."""
+
+    def done(self, event: bytes) -> bytes:
+        """Return what the client gets at the end of a complete stream, for the engine's end."""
+
+
+class WireFormat(Protocol):
+    """A format in which clients send requests to one path."""
+
+    @property
+    def path(self) -> str:
+        """The path of the gateway at which clients use this format."""
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The endpoint of the worker that generates the response."""
+
+    def inspect(self, raw: bytes, policy: PolicyDocument, fleet: FleetView) -> Inspected:
+        """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
+
+    def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
+        """Return the client's body for a whole answer, which is `body` parsed."""
+
+    def encoder(self, request: RoutingRequest) -> StreamEncoder:
+        """Return the encoder of a stream."""
+
+    def error_body(self, error: GatewayError) -> bytes:
+        """Return the body of an error response."""
+
+    def error_event(self, error: GatewayError) -> bytes:
+        """Return the last event of a stream that an error ends."""
+
+
+WORKER_PATHS: Mapping[Endpoint, str] = {
+    Endpoint.CHAT: "/v1/chat/completions",
+    Endpoint.COMPLETIONS: "/v1/completions",
+}

@@ -1,0 +1,135 @@
+"""The record of a request, without a request: what accounting gets, by how the request ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.auth.api_keys import ApiKey
+from gateway.errors import GatewayError, NoWorker, PageRefused, RequestRefused, WorkerLost
+from gateway.protocols import CHAT
+from gateway.proxy.context import RequestContext
+from gateway.routing.select import Candidate, Decision, RoutingRequest
+from gateway.types import Caller, Drafts, Inspected, Outcome, Spent, Usage
+from policies.document import default_policy
+from policies.request.profile import Endpoint, RequestProfile
+
+NOW_S = 1_000_000.0
+PROFILE = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, max_tokens=6)
+CANDIDATE = Candidate("vlm", "vlm", "mac", "policy", 0.0)
+CALLER = Caller(client="k", key="k")
+
+
+def new_context(**fields: Any) -> RequestContext:
+    """A request that has just begun."""
+    values = {"request_id": "r", "wire_format": CHAT, "policy": default_policy()}
+    return RequestContext(**{**values, "began_s": NOW_S, **fields})
+
+
+def routed_context(prefix_key: str = "", **fields: Any) -> RequestContext:
+    """A request that a worker has begun after a second in the queue."""
+    inspected = Inspected("alias", PROFILE, {})
+    request = RoutingRequest(default_policy(), PROFILE, prefix_key=prefix_key)
+    values = {
+        "inspected": inspected,
+        "routing_request": request,
+        "api_key": ApiKey(caller=CALLER),
+        "caller": CALLER,
+        "candidate": CANDIDATE,
+        "begun": True,
+        "attempts": 1,
+        "body_read_s": NOW_S + 0.5,
+        "waited_s": 1.0,
+        "dispatched_s": NOW_S + 1.75,
+    }
+    return new_context(**{**values, **fields})
+
+
+def test_the_record_of_a_complete_stream() -> None:
+    context = routed_context(
+        first_token_s=NOW_S + 3.0, usage=Usage(5, 5, 1), drafts=Drafts(1, 2, 1, (0, 1))
+    )
+    context.record_decision(Decision("greedy", (), (CANDIDATE,)))
+    context.record_decision(Decision("second attempt", (), ()))
+    record = context.record(NOW_S + 7.0)
+    assert (record.request_id, record.outcome, record.status) == ("r", Outcome.COMPLETED, 200)
+    assert (record.code, record.seconds, record.attempts) == ("", 7.0, 1)
+    assert record.inspected is context.inspected
+    assert record.decision is not None
+    assert record.decision.route == "greedy"
+    assert (record.candidate, record.caller) == (CANDIDATE, CALLER)
+    assert (record.waited_s, record.added_s) == (1.0, 0.25)
+    assert (record.first_token_s, record.token_s) == (2.5, 1.0)
+    assert (record.usage, record.drafts) == (Usage(5, 5, 1), Drafts(1, 2, 1, (0, 1)))
+    assert record.spent == Spent(1, 10)
+
+
+def test_the_record_of_a_request_rejected_before_its_body() -> None:
+    context = new_context()
+    context.fail(PageRefused())
+    record = context.record(NOW_S + 0.25)
+    assert (record.outcome, record.status) == (Outcome.REFUSED, 403)
+    assert (record.inspected, record.decision, record.candidate) == (None, None, None)
+    assert (record.added_s, record.first_token_s, record.token_s) == (None, None, None)
+    assert (record.prefix, record.spent, record.seconds) == ("none", Spent(), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (RequestRefused("no"), Outcome.REFUSED),
+        (NoWorker(), Outcome.UNSERVED),
+        (WorkerLost(), Outcome.FAILED),
+        (GatewayError(), Outcome.FAILED),
+    ],
+)
+def test_an_error_decides_outcome_status_and_code(error: GatewayError, outcome: Outcome) -> None:
+    context = routed_context(first_token_s=NOW_S + 3.0, usage=Usage(5, 5, 1))
+    context.fail(error)
+    record = context.record(NOW_S + 7.0)
+    assert (record.outcome, record.status, record.code) == (outcome, error.status, error.counted_as)
+    assert record.token_s is None
+    assert record.spent == context.cost(error)
+
+
+def test_a_disconnected_client_is_logged_as_nginx_does() -> None:
+    context = routed_context()
+    context.disconnect()
+    record = context.record(NOW_S + 7.0)
+    assert (record.outcome, record.status, record.code) == (Outcome.CLIENT_LEFT, 499, "")
+    assert record.spent == Spent(1, 10, 10)
+
+
+def test_nothing_is_spent_without_a_worker_or_without_a_key() -> None:
+    assert routed_context(begun=False).record(NOW_S).spent == Spent()
+    assert routed_context(caller=Caller()).record(NOW_S).spent == Spent()
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, "none"),
+        ({"prefix_key": "p"}, "miss"),
+        ({"prefix_key": "p", "candidate": CANDIDATE._replace(prefix_cached=True)}, "hit"),
+        ({"prefix_key": "p", "usage": Usage(5, 2, 1)}, "hit"),
+        ({"prefix_key": "p", "usage": Usage(5, 2, 0)}, "miss"),
+    ],
+)
+def test_the_cache_result_is_expected_until_the_worker_reports_it(
+    fields: dict[str, Any], expected: str
+) -> None:
+    context = routed_context(**fields)
+    assert context.record(NOW_S).prefix == expected
+    assert (b"x-paceline-prefix", expected.encode()) in context.route_headers()
+
+
+def test_headers_show_the_route_once_there_is_one() -> None:
+    assert new_context().route_headers() == []
+    assert routed_context(attempts=2).route_headers() == [
+        (b"x-paceline-pool", b"vlm"),
+        (b"x-paceline-worker", b"mac"),
+        (b"x-paceline-reason", b"policy"),
+        (b"x-paceline-prefix", b"none"),
+        (b"x-paceline-attempts", b"2"),
+    ]
