@@ -469,7 +469,7 @@ class CancelScope:
         self._writer = writer
         self._reason: Exception | None = None
         self._deadline_s = float("inf")
-        self._timeout_error: Exception = ClientDisconnected()
+        self._timeout_error: Callable[[], Exception] = ClientDisconnected
         self.key_id = ""
         """The API key of the request, once it is authenticated."""
 
@@ -493,8 +493,8 @@ class CancelScope:
             if ours and kind is asyncio.CancelledError:
                 raise self._reason from error
 
-    def limit(self, seconds: float, error: Exception) -> None:
-        """Cancel with this error after so many seconds; a new limit replaces the last.
+    def limit(self, seconds: float, error: Callable[[], Exception]) -> None:
+        """Cancel with such an error after so many seconds; a new limit replaces the last.
 
         The connection checks about once a second: a timer for each request costs more.
         """
@@ -510,7 +510,7 @@ class CancelScope:
     def check(self, now_s: float) -> None:
         """Cancel the context if its deadline has passed."""
         if now_s >= self._deadline_s:
-            self.cancel(self._timeout_error)
+            self.cancel(self._timeout_error())
 
 
 class ActiveRequests:

@@ -115,7 +115,7 @@ class ProxyHandler:
         if gateway.drain_state.draining:
             raise ShuttingDown
         self.load.admit()
-        cancel_scope.limit(settings.body_timeout_s, BodyTooSlow())
+        cancel_scope.limit(settings.body_timeout_s, BodyTooSlow)
 
         def hold(part_bytes: int) -> None:
             context.body_bytes += part_bytes
@@ -123,7 +123,7 @@ class ProxyHandler:
 
         body = await read_body(scope, receive, limit_bytes=settings.body_limit_bytes, hold=hold)
         time_s = context.policy.limits.request_time_s(settings.request_timeout_s)
-        cancel_scope.limit(time_s, RequestTooLong())
+        cancel_scope.limit(time_s, RequestTooLong)
         context.body_read_s = gateway.clock()
         return body
 
