@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from random import Random
@@ -32,9 +31,10 @@ from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_listed, read_keys
 from gateway.errors import RecordsUnwritable, StartupError
+from gateway.fleet.backend import OpenAIBackend, PacelineBackend
 from gateway.fleet.cordons import Cordons
 from gateway.fleet.health import HealthChecker, ReportClient
-from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
+from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.scheduler import Scheduler
 from gateway.http.downstream import ActiveRequests
 from gateway.periodic import Job, WeekClock, Work, periodic_tasks
@@ -114,8 +114,6 @@ class Gateway:
     scheduler: Scheduler
     prefix_names: PrefixHasher
     prefix_index: PrefixIndex
-    worker_keys: Mapping[str, str]
-    """The API keys of static workers, by worker id."""
     control: ReportClient
     cluster_sync: ClusterSync
     redis: RedisClient | None
@@ -164,15 +162,7 @@ class Gateway:
                 Job(work=work, period_s=_EXCHANGE_S, silent_errors=(RecordsUnwritable,))
                 for work in self.cluster_sync.exchanges
             ),
-            *(
-                Job(
-                    work=functools.partial(self.probes.probe, worker),
-                    period_s=HEARTBEAT_INTERVAL_S,
-                    name=f"probe {worker.id}",
-                    at_start=True,
-                )
-                for worker in self.settings.workers
-            ),
+            *self.probes.jobs(),
         ]
 
     async def run_until_drained(
@@ -212,18 +202,20 @@ async def build_gateway(settings: Settings, rng: Random | None = None) -> Gatewa
 async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> Gateway:
     clock, wall = time.monotonic, time.time
     records = _records(settings, redis)
-    worker_keys = read_keys(settings.workers, os.environ)
+    tokens = read_keys(settings.workers, os.environ)
+    static = [OpenAIBackend(worker, tokens.get(worker.id, "")) for worker in settings.workers]
+    join_token = settings.join_token.get_secret_value() if settings.join_token else ""
+    paceline = PacelineBackend(join_token)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
 
     def wake() -> None:
         scheduler.wake()
 
-    fleet = WorkerRegistry(clock, rng.random, listed_models, on_capacity=wake)
+    fleet = WorkerRegistry(clock, rng.random, listed_models, wake, paceline)
     prefix_index = PrefixIndex(clock)
     scheduler = Scheduler(fleet, prefix_index, clock, rng)
     # Gateways that share the token give one system prompt one name.
-    token = settings.join_token
-    secret = token.get_secret_value().encode() if token else secrets.token_bytes(32)
+    secret = join_token.encode() or secrets.token_bytes(32)
     ledger = UsageLedger(life=secrets.token_hex(4))
     active_requests = ActiveRequests()
     api_keys = ApiKeys(
@@ -236,7 +228,7 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
     if redis is not None:
         shared = _shared(redis, api_keys, prefix_index, accounting, clock)
     counters: CounterStore = shared.counters if shared else MemoryCounters(accounting.take_pending)
-    control = ReportClient(settings, fleet, counters)
+    control = ReportClient(paceline, fleet, counters)
     peers = shared and PeerWorkers(shared.reports, fleet, control, prefix_index, clock=clock)
     cordons = Cordons(records, fleet, control, wall)
     try:
@@ -269,11 +261,10 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
         scheduler=scheduler,
         prefix_names=PrefixHasher(secret),
         prefix_index=prefix_index,
-        worker_keys=worker_keys,
         control=control,
         cluster_sync=ClusterSync(shared, peers),
         redis=redis,
-        probes=HealthChecker(worker_keys, fleet, counters),
+        probes=HealthChecker(static, fleet, counters),
         clock=clock,
         week_clock=WeekClock(wall),
         wall=wall,

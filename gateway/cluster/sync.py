@@ -61,7 +61,7 @@ class PeerWorkers:
         local = {
             worker.report.worker_id: (worker.report, worker.local_heartbeat_at_s)
             for worker in self._fleet.workers()
-            if worker.listed is None and worker.local_heartbeat_at_s > float("-inf")
+            if worker.backend.sends_reports and worker.local_heartbeat_at_s > float("-inf")
         }
         now_s = self._clock()
         heartbeats = [

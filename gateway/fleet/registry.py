@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from gateway.config.static_workers import ListedWorker
 from gateway.errors import WorkerIdTaken
+from gateway.fleet.backend import Backend, PacelineBackend
 from gateway.fleet.circuit_breaker import HEALTHY, AttemptResult
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, same_routing
 from gateway.routing.select import Candidate
@@ -38,7 +38,7 @@ class WorkerRegistry:
 
     `clock` returns monotonic seconds. `jitter` returns numbers in [0, 1) that spread the ends of
     ejections. `on_capacity` is called after each change that may let a queued request run, but not
-    by `release`.
+    by `release`. `backend` is that of workers that send heartbeats.
     """
 
     def __init__(
@@ -47,18 +47,20 @@ class WorkerRegistry:
         jitter: Callable[[], float],
         known_models: frozenset[str] = frozenset(),
         on_capacity: Callable[[], None] = _ignore,
+        backend: Backend | None = None,
     ) -> None:
         self._clock = clock
         self._jitter = jitter
         self._known_models = known_models
         self._on_capacity = on_capacity
+        self._backend = backend or PacelineBackend()
         self._workers: dict[str, WorkerState] = {}
         self._cordoned: frozenset[str] = frozenset()
         self._stalled_until_s = NEVER_S
         self._last_tick_s: float | None = None
         self._views = _ViewCache()
 
-    def heartbeat(self, report: WorkerReport, listed: ListedWorker | None = None) -> None:
+    def heartbeat(self, report: WorkerReport, backend: Backend | None = None) -> None:
         """Record a heartbeat; raise `WorkerIdTaken` if another live worker has the id."""
         now_s = self._clock()
         worker = self._workers.get(report.worker_id)
@@ -72,7 +74,7 @@ class WorkerRegistry:
             else:
                 self._views.invalidate()
         elif worker is None or worker.report.url == report.url or not worker.is_live(now_s):
-            worker = self._add(report, now_s, listed)
+            worker = self._add(report, now_s, backend)
         else:
             raise WorkerIdTaken
         worker.local_heartbeat_at_s = now_s
@@ -88,7 +90,7 @@ class WorkerRegistry:
             return False
         if worker is None:
             worker = self._add(report, heartbeat_at_s, local=False)
-        elif worker.listed is not None or heartbeat_at_s <= worker.heartbeat_at_s:
+        elif not worker.backend.sends_reports or heartbeat_at_s <= worker.heartbeat_at_s:
             return False
         elif worker.report.boot_id == report.boot_id:
             worker.update(report, now_s)
@@ -254,7 +256,7 @@ class WorkerRegistry:
         self,
         report: WorkerReport,
         heartbeat_at_s: float,
-        listed: ListedWorker | None = None,
+        backend: Backend | None = None,
         *,
         local: bool = True,
     ) -> WorkerState:
@@ -262,7 +264,7 @@ class WorkerRegistry:
         worker = WorkerState(
             report,
             heartbeat_at_s,
-            listed,
+            backend or self._backend,
             cordoned=report.worker_id in self._cordoned,
             local=local,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gateway.config.static_workers import ListedWorker
+from gateway.fleet.backend import Backend
 from gateway.fleet.circuit_breaker import HEALTHY, CircuitBreaker
 from gateway.routing.cost import Throughput, throughput_of
 from gateway.routing.select import Candidate
@@ -23,8 +23,7 @@ class WorkerState:
 
     report: WorkerReport
     heartbeat_at_s: float
-    listed: ListedWorker | None = None
-    """Set for a static worker; its lanes share its slots."""
+    backend: Backend
     breaker: CircuitBreaker = HEALTHY
     in_flight: Counter[str] = field(default_factory=Counter)
     """Requests of this gateway, by lane."""
@@ -64,8 +63,8 @@ class WorkerState:
         self.slots = {lane.name: max(1, lane.slots) for lane in report.lanes}
         self._views.clear()
         self._view = None
-        if self.listed is not None:
-            return  # its report is the configuration
+        if not self.backend.sends_reports:
+            return
         pending_tokens = 0
         for lane in report.lanes:
             pending_tokens += lane.pending_prefill_tokens
@@ -106,11 +105,13 @@ class WorkerState:
     @property
     def models(self) -> tuple[str, ...]:
         """Return the models that the worker serves."""
-        return self.listed.models if self.listed else (self.report.model,)
+        return self.backend.models(self.report)
 
     def occupied(self, lane: str) -> int:
         """Return how many slots of a lane this gateway's requests occupy."""
-        return self.in_flight.get(lane, 0) if self.listed is None else self.in_flight.total()
+        if self.backend.shares_slots:
+            return self.in_flight.total()
+        return self.in_flight.get(lane, 0)
 
     def view(self) -> WorkerView:
         """Return a snapshot; the same one until the worker changes."""

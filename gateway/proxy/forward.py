@@ -7,7 +7,7 @@ client's in the same iteration of the event loop.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from pydantic_core import from_json, to_json
 
@@ -39,7 +39,6 @@ from gateway.http.upstream import (
 )
 from gateway.protocols import WORKER_PATHS
 from gateway.protocols.event_stream import StreamScanner, has_facts, read_drafts, read_usage
-from gateway.protocols.openai import for_openai
 from gateway.proxy.context import RequestContext
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.retry_budget import RetryBudget
@@ -68,21 +67,17 @@ class Forwarder:
     def __init__(
         self,
         settings: Settings,
-        worker_keys: Mapping[str, str],
         scheduler: Scheduler,
         prefix_index: PrefixIndex,
         clock: Callable[[], float],
     ) -> None:
         self._settings = settings
-        self._worker_keys = worker_keys
         self._scheduler = scheduler
         self._prefix_index = prefix_index
         self._clock = clock
         self.connections = ConnectionPool(settings.connect_timeout_s, settings.answer_timeout_s)
         self.retries = RetryBudget()
         self.quarantine = Quarantine()
-        token = settings.join_token
-        self._authorization = f"Bearer {token.get_secret_value()}" if token else ""
 
     async def forward(self, context: RequestContext, writer: ResponseWriter) -> None:
         """Relay the response of the first worker that takes the request; raise a `GatewayError`."""
@@ -174,9 +169,8 @@ class Forwarder:
         self, lease: Lease, body: bytes, writer: ResponseWriter, context: RequestContext
     ) -> None:
         """Send the request to one worker and relay its response."""
-        if lease.state.listed is not None:
-            assert context.inspected is not None
-            body = to_json(for_openai(context.inspected.body), inf_nan_mode="null")
+        assert context.inspected is not None
+        body = lease.state.backend.body(body, context.inspected.body)
         try:
             response = await self._send(lease, body, context)
         except StaleConnection:
@@ -211,15 +205,9 @@ class Forwarder:
             return await self.connections.send(url, body, headers, context.begin, fresh=fresh)
 
     def _headers(self, lease: Lease, context: RequestContext) -> dict[str, str]:
-        """Return the headers for a worker; only workers that joined get the join token."""
+        """Return the headers of a request to a worker."""
         headers = {"content-type": "application/json", "x-request-id": context.request_id}
-        if lease.state.listed is None:
-            headers["authorization"] = self._authorization
-            headers["x-paceline-lane"] = lease.candidate.lane
-            if context.prefix_key:
-                headers["x-paceline-prefix-key"] = context.prefix_key
-        elif key := self._worker_keys.get(lease.report.worker_id):
-            headers["authorization"] = f"Bearer {key}"
+        headers |= lease.state.backend.headers(lease.candidate.lane, context.prefix_key)
         if context.trace is not None:
             headers |= context.trace.attempt(context.profile, lease.candidate)
         return headers

@@ -45,7 +45,6 @@ class ProxyHandler:
         self._gateway = gateway
         self.forwarder = Forwarder(
             gateway.settings,
-            gateway.worker_keys,
             gateway.scheduler,
             gateway.prefix_index,
             gateway.clock,

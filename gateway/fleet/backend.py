@@ -1,0 +1,85 @@
+"""Kinds of workers: how the gateway addresses, authorizes and probes each kind."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic_core import to_json
+
+from gateway.config.static_workers import ListedWorker
+from gateway.protocols.openai import for_openai
+from workers.protocol import WorkerReport
+
+
+class Backend(ABC):
+    """One kind of worker. `token` authorizes the gateway; empty: the worker asks for none."""
+
+    sends_reports: ClassVar[bool]
+    """The worker sends heartbeats with reports, which the gateways share."""
+    shares_slots: ClassVar[bool]
+    """The lanes of the worker share its slots."""
+    probe_path: ClassVar[str]
+
+    def __init__(self, token: str = "") -> None:
+        self.authorization = {"authorization": f"Bearer {token}"} if token else {}
+
+    @abstractmethod
+    def models(self, report: WorkerReport) -> tuple[str, ...]:
+        """Return the models that a worker serves."""
+
+    def headers(self, lane: str, prefix_key: str) -> Mapping[str, str]:
+        """Return the headers that a request needs beside those of every request."""
+        return self.authorization
+
+    def body(self, body: bytes, fields: Mapping[str, Any]) -> bytes:
+        """Return the body to send, given the serialized body and its fields."""
+        return body
+
+
+class PacelineBackend(Backend):
+    """A worker of Paceline, authorized by the join token."""
+
+    sends_reports = True
+    shares_slots = False
+    probe_path = "/v1/status"
+
+    def models(self, report: WorkerReport) -> tuple[str, ...]:
+        """Return the one model of the report."""
+        return (report.model,)
+
+    def headers(self, lane: str, prefix_key: str) -> Mapping[str, str]:
+        """Return the token, the lane, and the key by which the worker caches the system prompt."""
+        headers = {**self.authorization, "x-paceline-lane": lane}
+        if prefix_key:
+            headers["x-paceline-prefix-key"] = prefix_key
+        return headers
+
+
+class OpenAIBackend(Backend):
+    """A static worker: any server with OpenAI's API, named in the settings."""
+
+    sends_reports = False
+    shares_slots = True
+    probe_path = "/v1/models"
+
+    def __init__(self, worker: ListedWorker, token: str = "") -> None:
+        super().__init__(token)
+        self.worker_id = worker.id
+        self.report = worker.report
+        """What the configuration says of the worker, as the report that it never sends."""
+        self._models = tuple(dict.fromkeys(worker.models))
+
+    def models(self, report: WorkerReport) -> tuple[str, ...]:
+        """Return the models of the settings."""
+        return self._models
+
+    def body(self, body: bytes, fields: Mapping[str, Any]) -> bytes:
+        """Return the body without the fields that only Paceline's workers read."""
+        return to_json(for_openai(fields), inf_nan_mode="null")
+
+    def probe_failure(self, status: int) -> str:
+        """Return why a probe with this status has failed; empty if it has not."""
+        # Not every server lists its models, but a rejected API key fails every request.
+        return f"status {status}" if status >= 500 or status in (401, 403) else ""
