@@ -101,7 +101,7 @@ def test_worker_runs_what_its_flags_say_until_its_leash_is_let_go() -> None:
     with worker_process(*arguments, stdin=subprocess.PIPE) as process:
         worker = wait_until_ready(process)
         assert worker.lanes == ("text-mtp",)
-        assert "draft tokens requested 1, effective 1" in worker.start_lines[-1]
+        assert "draft tokens: 1 requested, 1 effective" in worker.start_lines[-1]
         assert process.stdin is not None
         process.stdin.close()
         assert process.wait(STOP_TIMEOUT_S) == 0

@@ -150,4 +150,4 @@ async def test_start_line_says_model_lanes_memory_and_draft_tokens(
     assert real_worker.model in line
     assert "text-mtp and vlm share one copy of the weights" in line
     assert "MB in use" in line
-    assert "draft tokens requested 2, effective 2" in line
+    assert "draft tokens: 2 requested, 2 effective" in line

@@ -17,7 +17,7 @@ from policies.request.fields import FieldError
 from policies.request.profile import Endpoint
 from workers.engine.types import EngineError
 from workers.protocol import mtp_block
-from workers.server.errors import NotAuthorised, Refused, UnknownModel, render
+from workers.server.errors import NotAuthorised, RequestError, UnknownModel, render
 from workers.server.metrics import CONTENT_TYPE, exposition
 from workers.server.ports import Json
 from workers.server.request import read_request, request_id_of
@@ -34,7 +34,7 @@ def create_app(worker: Worker, token: SecretStr | None) -> FastAPI:
     app = FastAPI(title="Paceline worker", openapi_url=None, docs_url=None, redoc_url=None)
     app.state.worker = worker
     app.include_router(router)
-    for error in (Refused, EngineError, FieldError, HTTPException, Exception):
+    for error in (RequestError, EngineError, FieldError, HTTPException, Exception):
         app.add_exception_handler(error, render)
     if token:
         app.add_middleware(TokenMiddleware, token=token)

@@ -1,17 +1,16 @@
-"""What a worker answers instead of a completion, and the one place that renders it.
+"""Error responses of a worker.
 
-Refused                  any request that gets no completion; carries status and OpenAI's fields
+RequestError             any request without a completion, with its status and OpenAI's fields
 +-- BadRequest           400, names the field
 +-- NotAuthorised        401
 +-- UnknownModel         404
 +-- BodyTooLarge         413
 +-- WorkerDraining       503 with Retry-After
-+-- ClientLeft           499, nobody reads it
-+-- ClientStalled        499, stopped reading in the middle of a stream
++-- ClientLeft           499, only logged: the client has disconnected
++-- ClientStalled        499, only logged: the client stopped reading a stream
 
-Errors of the engine (`workers.engine.types`) and of the reading of fields
-(`policies.request.fields.FieldError`) are translated into `Refused` here, so that a client never
-sees the text of a library.
+`as_request_error` translates errors of the engine (`workers.engine.types`) and of the parser
+(`policies.request.fields.FieldError`), so that no response contains the text of a library.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from workers.server.ports import Json
 log = logging.getLogger(__name__)
 
 
-class Refused(Exception):
-    """A request that gets no completion."""
+class RequestError(Exception):
+    """A request that gets an error response instead of a completion."""
 
     status = 500
     kind = "server_error"
@@ -49,12 +48,12 @@ class Refused(Exception):
         self.headers: dict[str, str] = {}
 
     def body(self) -> Json:
-        """Render OpenAI's error object."""
+        """Return OpenAI's error object."""
         return error_body(self.message, kind=self.kind, param=self.param, code=self.code)
 
 
-class BadRequest(Refused):
-    """The request can never be answered as it is; `param` names the field."""
+class BadRequest(RequestError):
+    """The request is invalid or not supported; `param` names the field."""
 
     status = 400
     kind = "invalid_request_error"
@@ -66,7 +65,7 @@ class BadRequest(Refused):
         self.code = code
 
 
-class NotAuthorised(Refused):
+class NotAuthorised(RequestError):
     """The join token is missing or wrong."""
 
     status = 401
@@ -74,25 +73,26 @@ class NotAuthorised(Refused):
     code = "invalid_token"
 
     def __init__(self) -> None:
-        super().__init__("This worker needs the join token as a Bearer token.")
+        super().__init__("Send the join token of this worker as a bearer token.")
         self.headers = {"www-authenticate": "Bearer"}
 
 
-class UnknownModel(Refused):
-    """Another model than the served one was named."""
+class UnknownModel(RequestError):
+    """The request names a model that the worker does not serve."""
 
     status = 404
     kind = "invalid_request_error"
     code = "model_not_found"
 
-    def __init__(self, asked: str, served: str) -> None:
+    def __init__(self, requested: str, served: str) -> None:
         super().__init__(
-            f"The model '{asked[:200]}' is not served here; '{served}' is.", param="model"
+            f"This worker does not serve the model '{requested[:200]}', only '{served}'.",
+            param="model",
         )
 
 
-class BodyTooLarge(Refused):
-    """The body is larger than the worker reads."""
+class BodyTooLarge(RequestError):
+    """The body exceeds the limit."""
 
     status = 413
     kind = "invalid_request_error"
@@ -102,8 +102,8 @@ class BodyTooLarge(Refused):
         super().__init__(f"The request body is larger than {limit_bytes} bytes.")
 
 
-class WorkerDraining(Refused):
-    """The worker finishes what it has and takes nothing new."""
+class WorkerDraining(RequestError):
+    """The worker is shutting down and accepts no new requests."""
 
     status = 503
     kind = "server_error"
@@ -113,8 +113,8 @@ class WorkerDraining(Refused):
         super().__init__("This worker is shutting down.", retry_after_s=1)
 
 
-class ClientLeft(Refused):
-    """The client closed the connection before its answer was ready."""
+class ClientLeft(RequestError):
+    """The client closed the connection before the response was complete."""
 
     status = 499
     kind = "invalid_request_error"
@@ -124,8 +124,8 @@ class ClientLeft(Refused):
         super().__init__("The client closed the connection.")
 
 
-class ClientStalled(Refused):
-    """The client stopped reading, and held a row that others wait for."""
+class ClientStalled(RequestError):
+    """The client stopped reading while other requests waited for its row of the batch."""
 
     status = 499
     kind = "invalid_request_error"
@@ -135,22 +135,22 @@ class ClientStalled(Refused):
         super().__init__("The client stopped reading.")
 
 
-class _OutOfService(Refused):
+class _EngineStopped(RequestError):
     status = 503
     code = "engine_stopped"
 
 
-class _Busy(Refused):
+class _Busy(RequestError):
     status = 429
     kind = "rate_limit_error"
     code = "queue_full"
 
 
-class _Failed(Refused):
+class _GenerationFailed(RequestError):
     code = "generation_failed"
 
 
-class _HttpRefusal(Refused):
+class _HttpError(RequestError):
     kind = "invalid_request_error"
     code = None
 
@@ -160,35 +160,37 @@ class _HttpRefusal(Refused):
         self.headers = dict(error.headers or {})
 
 
-def as_refusal(error: Exception, request_id: str = "") -> Refused:
-    """Translate any error into what the client is told; log what it is not told."""
-    refusal: Refused
+def as_request_error(error: Exception, request_id: str = "") -> RequestError:
+    """Return the error for the client; log any error whose text the client must not see."""
+    translated: RequestError
     match error:
-        case Refused():
-            refusal = error
+        case RequestError():
+            translated = error
         case FieldError():
-            refusal = BadRequest(error.message, param=error.param)
+            translated = BadRequest(error.message, param=error.param)
         case InvalidGeneration():
-            refusal = BadRequest(error.message, param=error.param, code=error.code)
+            translated = BadRequest(error.message, param=error.param, code=error.code)
         case EngineBusy():
-            refusal = _Busy("Too many requests are waiting.", retry_after_s=error.retry_after_s)
+            translated = _Busy(
+                "The queue of this worker is full.", retry_after_s=error.retry_after_s
+            )
         case EngineStopped():
-            refusal = _OutOfService("The engine of this worker has stopped.", retry_after_s=1)
+            translated = _EngineStopped("The engine of this worker has stopped.", retry_after_s=1)
         case HTTPException():
-            refusal = _HttpRefusal(error)
+            translated = _HttpError(error)
         case _:
-            log.error("answer.failed request_id=%s", request_id, exc_info=error)
-            refusal = _Failed("The worker failed while it made this answer.")
-    return refusal
+            log.error("request.failed request_id=%s", request_id, exc_info=error)
+            translated = _GenerationFailed("The worker failed while it generated this completion.")
+    return translated
 
 
 async def render(request: Request, error: Exception) -> JSONResponse:
-    """Answer with OpenAI's error object, the right status and Retry-After."""
+    """Return the error response: OpenAI's error object, the status and Retry-After."""
     request_id = getattr(request.state, "request_id", "")
-    refusal = as_refusal(error, request_id)
-    headers = dict(refusal.headers)
+    translated = as_request_error(error, request_id)
+    headers = dict(translated.headers)
     if request_id:
         headers["x-request-id"] = request_id
-    if refusal.retry_after_s is not None:
-        headers["retry-after"] = str(math.ceil(refusal.retry_after_s))
-    return JSONResponse(refusal.body(), refusal.status, headers)
+    if translated.retry_after_s is not None:
+        headers["retry-after"] = str(math.ceil(translated.retry_after_s))
+    return JSONResponse(translated.body(), translated.status, headers)

@@ -1,7 +1,4 @@
-"""`paceline worker`: from the command line to a running worker, and what it says meanwhile.
-
-The command line of a worker; flags win over the environment, that over `paceline.yaml`.
-"""
+"""`paceline worker`: its command line, its start, and the lines that it prints."""
 
 from __future__ import annotations
 
@@ -32,6 +29,147 @@ from workers.server.settings import (
     advertised_url,
     default_worker_id,
 )
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a worker until its end; return the exit code."""
+    logging.basicConfig(
+        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
+    )
+    for verbose in ("httpx", "uvicorn"):
+        logging.getLogger(verbose).setLevel(logging.WARNING)
+    try:
+        return _run(read_settings(arguments))
+    except InvalidSettings as error:
+        return _fail(error, ExitCode.SETTINGS)
+    except ModelUnusable as error:
+        return _fail(error, ExitCode.MODEL)
+    except KeyboardInterrupt:  # while the weights load; later the server handles signals
+        return ExitCode.INTERRUPTED
+
+
+def _fail(error: Exception, exit_code: ExitCode) -> int:
+    sys.stderr.write(f"paceline worker: {error}\n")
+    return exit_code
+
+
+def _run(settings: WorkerSettings) -> int:
+    # Bind before the weights load, which may take minutes: a port in use is reported at once.
+    with _bind(settings.listening_host(), settings.port) as listener:
+        source = resolve_model(settings.model)
+        engine = _start_engine(settings, source)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                alive = runner.run(_serve(settings, source, engine, listener))
+        finally:
+            engine.stop()
+    return ExitCode.ENDED if alive else ExitCode.ENGINE_DIED
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise cannot_listen(host, port, error) from error
+    return listener
+
+
+def _start_engine(settings: WorkerSettings, source: ModelSource) -> ServingEngine:
+    spec_prefill = None
+    if settings.spec_prefill:
+        spec_prefill = SpecPrefillSettings(
+            draft=resolve_model(settings.spec_prefill).folder,
+            threshold_tokens=settings.spec_prefill_threshold,
+            keep_share=settings.spec_prefill_keep,
+        )
+    # Imported late: MLX takes seconds to import, and wrong settings are reported before.
+    from workers.engine.engine import Engine  # noqa: PLC0415
+
+    return Engine.start(
+        EngineSettings(
+            model=source.folder,
+            served_name=source.served_name,
+            lanes=settings.lanes,
+            draft_tokens=settings.draft_tokens,
+            prefix_cache_bytes=settings.prefix_cache_bytes,
+            prefix_cache_dir=settings.prefix_cache_dir,
+            spec_prefill=spec_prefill,
+        )
+    )
+
+
+async def _serve(
+    settings: WorkerSettings, source: ModelSource, engine: ServingEngine, listener: socket.socket
+) -> bool:
+    host, port = listener.getsockname()[:2]
+    worker = Worker(
+        identity=Identity(
+            worker_id=settings.id or default_worker_id(socket.gethostname(), port),
+            boot_id=secrets.token_hex(8),
+            url=advertised_url(host, port, settings.join or None),
+            labels=settings.labels,
+        ),
+        engine=engine,
+        clock=time.time,
+        started_s=time.time(),
+    )
+    shutdown = Shutdown()
+    leash = asyncio.create_task(watch_leash(shutdown)) if settings.leash else None
+    try:
+        with shutdown.on_signals():
+            return await serve(
+                worker,
+                listener,
+                token=settings.token,
+                gateway_url=settings.join,
+                shutdown=shutdown,
+                on_ready=lambda: _announce(worker, source),
+            )
+    finally:
+        if leash is not None:
+            leash.cancel()
+
+
+def _announce(worker: Worker, source: ModelSource) -> None:
+    """Print the start lines for people, then the ready line for programs."""
+    card, identity = worker.engine.card, worker.identity
+    if source.toy:
+        _print(
+            "This is a toy model that ships with Paceline. To serve a real one, start the worker "
+            "with --model FOLDER_OR_REPOSITORY, for example --model Qwen/Qwen3.5-4B"
+        )
+    _print(_start_line(card, identity, worker.engine.memory_bytes()))
+    ready = {
+        "url": identity.url,
+        "worker_id": identity.worker_id,
+        "model": card.model,
+        "lanes": list(card.lanes),
+    }
+    _print(READY_PREFIX + json.dumps(ready))
+
+
+def _start_line(card: ModelCard, identity: Identity, memory_bytes: int) -> str:
+    """Return one line with the model, lanes, memory, requested and effective draft tokens."""
+    lanes = " and ".join(card.lanes)
+    shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
+    reason = f" ({card.mtp_unavailable_reason.rstrip('.')})" if card.mtp_unavailable_reason else ""
+    sparse = f"; {card.spec_prefill}" if card.spec_prefill else ""
+    return (
+        f"Worker {identity.worker_id} serves {card.model} at {identity.url}: {lanes} {shared}, "
+        f"{card.weights_bytes / 1e6:.1f} MB of weights, {memory_bytes / 1e6:.1f} MB in use; "
+        f"draft tokens: {card.draft_tokens_requested} requested, "
+        f"{card.draft_tokens_effective} effective{reason}{sparse}."
+    )
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def read_settings(arguments: Sequence[str]) -> WorkerSettings:
@@ -68,152 +206,3 @@ def _parser() -> argparse.ArgumentParser:
     add("--config", metavar="FILE", type=Path, help="settings file (default: paceline.yaml)")
     add("--leash", action="store_true", help="shut down when standard input closes")
     return parser
-
-
-def main(arguments: Sequence[str]) -> int:
-    """Run a worker to its end; return the exit code."""
-    logging.basicConfig(
-        level=logging.INFO, stream=sys.stderr, format="%(asctime)s %(levelname)s %(message)s"
-    )
-    for chatty in ("httpx", "uvicorn"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
-    try:
-        return _run(arguments)
-    except KeyboardInterrupt:  # while the weights load; later the server listens to signals
-        return ExitCode.INTERRUPTED
-
-
-def _run(arguments: Sequence[str]) -> int:
-    try:
-        settings = read_settings(arguments)
-        # Before the weights, which may take minutes: a taken port should be known at once.
-        listener = _listen(settings.listening_host(), settings.port)
-    except InvalidSettings as unusable:
-        return _give_up(unusable, ExitCode.SETTINGS)
-    with listener:
-        try:
-            source = resolve_model(settings.model)
-            draft = resolve_model(settings.spec_prefill) if settings.spec_prefill else None
-            engine = _start_engine(settings, source, draft)
-        except ModelUnusable as unusable:
-            return _give_up(unusable, ExitCode.MODEL)
-        try:
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                alive = runner.run(_live(settings, source, engine, listener))
-        except InvalidSettings as unusable:
-            return _give_up(unusable, ExitCode.SETTINGS)
-        finally:
-            engine.stop()
-    return ExitCode.ENDED if alive else ExitCode.ENGINE_DIED
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError as error:
-        raise cannot_listen(host, port, error) from error
-    return listener
-
-
-def _start_engine(
-    settings: WorkerSettings, source: ModelSource, draft: ModelSource | None
-) -> ServingEngine:
-    # Imported late: wrong settings are answered in a moment, MLX takes seconds to import.
-    from workers.engine.engine import Engine  # noqa: PLC0415
-
-    return Engine.start(
-        EngineSettings(
-            model=source.folder,
-            served_name=source.served_name,
-            lanes=settings.lanes,
-            draft_tokens=settings.draft_tokens,
-            prefix_cache_bytes=settings.prefix_cache_bytes,
-            prefix_cache_dir=settings.prefix_cache_dir,
-            spec_prefill=None
-            if draft is None
-            else SpecPrefillSettings(
-                draft=draft.folder,
-                threshold_tokens=settings.spec_prefill_threshold,
-                keep_share=settings.spec_prefill_keep,
-            ),
-        )
-    )
-
-
-async def _live(
-    settings: WorkerSettings, source: ModelSource, engine: ServingEngine, listener: socket.socket
-) -> bool:
-    host, port = listener.getsockname()[:2]
-    worker = Worker(
-        identity=Identity(
-            worker_id=settings.id or default_worker_id(socket.gethostname(), port),
-            boot_id=secrets.token_hex(8),
-            url=advertised_url(host, port, settings.join or None),
-            labels=settings.labels,
-        ),
-        engine=engine,
-        clock=time.time,
-        started_s=time.time(),
-    )
-    shutdown = Shutdown()
-    leash = asyncio.create_task(watch_leash(shutdown)) if settings.leash else None
-    try:
-        with shutdown.on_signals():
-            return await serve(
-                worker,
-                listener,
-                token=settings.token,
-                gateway_url=settings.join,
-                shutdown=shutdown,
-                on_ready=lambda: _announce(worker, source),
-            )
-    finally:
-        if leash is not None:
-            leash.cancel()
-
-
-def _announce(worker: Worker, source: ModelSource) -> None:
-    """Write the start line for people, and the ready line for programs."""
-    card, identity = worker.engine.card, worker.identity
-    if source.toy:
-        _say(
-            "This is a toy model that comes with Paceline. Name a real one: "
-            "--model FOLDER_OR_REPOSITORY, for example --model Qwen/Qwen3.5-4B"
-        )
-    _say(start_line(card, identity, worker.engine.memory_bytes()))
-    ready = {
-        "url": identity.url,
-        "worker_id": identity.worker_id,
-        "model": card.model,
-        "lanes": list(card.lanes),
-    }
-    _say(READY_PREFIX + json.dumps(ready))
-
-
-def start_line(card: ModelCard, identity: Identity, memory_bytes: int) -> str:
-    """Say in one line what runs: model, lanes, memory, requested and effective draft tokens."""
-    lanes = " and ".join(card.lanes)
-    shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
-    why = f" ({card.mtp_unavailable_reason.rstrip('.')})" if card.mtp_unavailable_reason else ""
-    sparse = f"; {card.spec_prefill}" if card.spec_prefill else ""
-    return (
-        f"Worker {identity.worker_id} serves {card.model} on {identity.url}: {lanes} {shared}, "
-        f"{card.weights_bytes / 1e6:.1f} MB of weights, {memory_bytes / 1e6:.1f} MB in use; "
-        f"draft tokens requested {card.draft_tokens_requested}, "
-        f"effective {card.draft_tokens_effective}{why}{sparse}."
-    )
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
-
-
-def _give_up(error: Exception, exit_code: ExitCode) -> int:
-    sys.stderr.write(f"paceline worker: {error}\n")
-    return exit_code

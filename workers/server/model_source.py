@@ -1,4 +1,4 @@
-"""Where the weights come from: a folder, a Hugging Face repository, or the demo checkpoint."""
+"""Sources of models: a folder, a Hugging Face repository, or the demo checkpoint."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from workers.engine.types import ModelUnusable
 DEMO_NAME = "demo"
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 _FILES = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
-"""Weights and texts; a repository's Python is never fetched, so it can never run."""
+"""Weights and text files; Python files of a repository are never downloaded, so never run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """A local folder, and the name it is served under."""
+    """A local folder, and the served name of its model."""
 
     folder: Path
     served_name: str
@@ -25,24 +25,24 @@ class ModelSource:
 
 
 def resolve_model(named: str) -> ModelSource:
-    """Return the folder of a model, fetched first where needed; raise `ModelUnusable`.
+    """Return the folder of a model after any download; raise `ModelUnusable`.
 
-    Only the person who starts the worker names it; no request ever does.
+    The name comes from the settings of the worker, never from a request.
     """
     folder = Path(named).expanduser() if named else CHECKPOINT
     if folder.resolve() == CHECKPOINT.resolve():
         if not CHECKPOINT.is_dir():
-            raise ModelUnusable("The demo checkpoint is missing; name a model with --model.")
+            raise ModelUnusable("The demo checkpoint is missing; choose a model with --model.")
         return ModelSource(folder=CHECKPOINT, served_name=DEMO_NAME, toy=True)
     if folder.is_dir():
         return ModelSource(folder=folder, served_name=folder.resolve().name)
     if _REPOSITORY.fullmatch(named):
-        return ModelSource(folder=_fetch(named), served_name=named)
+        return ModelSource(folder=_download(named), served_name=named)
     raise ModelUnusable(f"'{named}' is neither a folder nor the name of a Hugging Face repository.")
 
 
-def _fetch(repository: str) -> Path:
-    # Imported late: a worker on a local folder needs none of it.
+def _download(repository: str) -> Path:
+    # Imported late: a worker with a local folder does not need it.
     from huggingface_hub import snapshot_download  # noqa: PLC0415
     from huggingface_hub.errors import (  # noqa: PLC0415
         GatedRepoError,
@@ -54,17 +54,20 @@ def _fetch(repository: str) -> Path:
     try:
         return Path(snapshot_download(repository, allow_patterns=_FILES))
     except GatedRepoError as error:
-        why = "its owner asks for consent: accept it on the model's page, then `hf auth login`"
-        raise ModelUnusable(_unfetched(repository, why)) from error
+        raise _download_error(
+            repository, "accept the terms on the model's page, then run `hf auth login`"
+        ) from error
     except RepositoryNotFoundError as error:
-        why = "there is no such folder here and no such public repository"
-        raise ModelUnusable(_unfetched(repository, why)) from error
+        raise _download_error(
+            repository, "there is no such folder and no such public repository"
+        ) from error
     except LocalEntryNotFoundError as error:
-        why = "it is not in the local cache, and Hugging Face cannot be reached"
-        raise ModelUnusable(_unfetched(repository, why)) from error
+        raise _download_error(
+            repository, "it is not in the local cache, and Hugging Face cannot be reached"
+        ) from error
     except (HfHubHTTPError, OSError) as error:
-        raise ModelUnusable(_unfetched(repository, "the download failed")) from error
+        raise _download_error(repository, "the download failed") from error
 
 
-def _unfetched(repository: str, why: str) -> str:
-    return f"The model '{repository}' cannot be fetched: {why}."
+def _download_error(repository: str, reason: str) -> ModelUnusable:
+    return ModelUnusable(f"Cannot download the model '{repository}': {reason}.")

@@ -1,4 +1,4 @@
-"""What the HTTP face needs of an engine, so that it can be read and tested without MLX."""
+"""Interface of an engine to the HTTP server, which can be tested with it but without MLX."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from workers.engine.types import Event, Generation, ModelCard
 from workers.protocol import LaneReport
 
 Json = Any
-"""A value as JSON has it; typed loosely at this one border."""
+"""A JSON value; typed loosely at this boundary alone."""
 
 
 class Prompts(Protocol):
@@ -17,7 +17,7 @@ class Prompts(Protocol):
 
     @property
     def tool_parser_name(self) -> str | None:
-        """mlx-vlm's name of the format in which this model calls tools."""
+        """mlx-vlm's name of the model's format of tool calls; None without one."""
 
     def chat(
         self,
@@ -25,7 +25,7 @@ class Prompts(Protocol):
         tools: Sequence[Mapping[str, Json]] | None = None,
         template_kwargs: Mapping[str, Json] | None = None,
     ) -> str:
-        """Render messages into a prompt; raise `InvalidGeneration` where the template refuses."""
+        """Render messages into a prompt; raise `InvalidGeneration` if the template rejects them."""
 
     def shared_prefix(
         self,
@@ -33,7 +33,7 @@ class Prompts(Protocol):
         tools: Sequence[Mapping[str, Json]] | None = None,
         template_kwargs: Mapping[str, Json] | None = None,
     ) -> str:
-        """Return what every prompt with these system messages and tools begins with."""
+        """Return the common beginning of all prompts with these system messages and tools."""
 
 
 class ServingEngine(Protocol):
@@ -41,7 +41,7 @@ class ServingEngine(Protocol):
 
     @property
     def card(self) -> ModelCard:
-        """What is known of the loaded model."""
+        """Description of the loaded model."""
 
     @property
     def prompts(self) -> Prompts:
@@ -49,25 +49,25 @@ class ServingEngine(Protocol):
 
     @property
     def alive(self) -> bool:
-        """Whether the engine thread runs."""
+        """Whether the engine thread is running."""
 
     def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Run one generation; closing the iterator removes its row."""
 
     def lane_reports(self) -> tuple[LaneReport, ...]:
-        """One consistent snapshot of all lanes; any thread."""
+        """Return one consistent snapshot of all lanes; thread-safe."""
 
     def memory_bytes(self) -> int:
-        """Memory in use by MLX."""
+        """Return the memory in use by MLX."""
 
     def memory_limit_bytes(self) -> int:
-        """Memory that it may use at most; 0 where that is not known."""
+        """Return the memory limit of MLX; 0 if unknown."""
 
     def prefix_cache_bytes(self) -> int:
-        """Memory of it that holds system prompts."""
+        """Return the memory in use by the prefix cache."""
 
     def prefixes(self) -> tuple[str, ...]:
-        """Name the system prompts that are kept, the last one used first."""
+        """Return the keys of cached prefixes, the most recently used first."""
 
     def stop(self) -> None:
-        """End the engine thread; what still runs is refused."""
+        """Stop the engine thread; running generations raise `EngineStopped`."""

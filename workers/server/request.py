@@ -71,7 +71,7 @@ async def read_request(
 ) -> CompletionRequest:
     """Read and check a request completely, before any of its generations starts.
 
-    Raises `Refused` or `FieldError`, which name the field.
+    Raises `RequestError` or `FieldError`, which name the field.
     """
     body = await _read_body(request)
     profile = read_profile(body, endpoint)

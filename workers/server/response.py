@@ -21,7 +21,7 @@ from workers.engine.types import (
     GenerationFailed,
     InvalidGeneration,
 )
-from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_refusal
+from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_request_error
 from workers.server.openai_format import (
     ChatChoice,
     ChoiceWriter,
@@ -109,8 +109,8 @@ class CompletionResponse(Response):
             except Exception as error:
                 if not started or isinstance(error, ClientStalled):
                     raise
-                refusal = as_refusal(error, self._request.request_id)
-                await _send(send, _body(_encode_event(refusal.body())))
+                failure = as_request_error(error, self._request.request_id)
+                await _send(send, _body(_encode_event(failure.body())))
                 await _send(send, _body(b"", last=True))
 
     async def _send_entries(self, send: Send, entries: Sequence[Json]) -> None:

@@ -46,7 +46,7 @@ def test_repository_is_fetched_without_its_code_and_served_under_its_name(
 @pytest.mark.parametrize(
     ("raised", "hint"),
     [
-        (GatedRepoError, "consent"),
+        (GatedRepoError, "accept the terms"),
         (RepositoryNotFoundError, "no such public repository"),
         (LocalEntryNotFoundError, "cannot be reached"),
         (HfHubHTTPError, "download failed"),
