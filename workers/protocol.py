@@ -1,14 +1,9 @@
-"""The report of a worker: what it serves, how busy it is, what speculation brought.
+"""The protocol between a worker and its gateway, and between a worker and its parent process.
 
-It travels in every heartbeat and stands in `/v1/status`. Counts are those of one boot of one
-worker and only grow; whoever adds workers up adds the last report of every boot.
-
-What a worker's process tells who started it: where it listens, and why it ended.
-
-An end by a signal has no code of ours: MLX aborts the process where a kernel fails on the GPU, and
-the system ends it where memory cannot be had. A supervisor starts it again in both cases.
-
-What the gateway knows of engines: the report every worker makes, and who can make it.
+The report of a worker is the body of every heartbeat and part of `/v1/status`. Its counts start at
+zero with every boot and never decrease: the total of a fleet is the sum over the last report of
+every boot. The exit code and the ready line are for the parent process; an end by a signal has no
+code here: MLX aborts the process if a GPU kernel fails, and the system kills it if memory runs out.
 """
 
 from __future__ import annotations
@@ -17,7 +12,8 @@ import ipaddress
 import re
 from collections import Counter
 from enum import IntEnum
-from typing import Annotated
+from itertools import zip_longest
+from typing import Annotated, Any, Self
 
 from pydantic import (
     AfterValidator,
@@ -31,72 +27,69 @@ from pydantic import (
 from policies.base import Label
 
 MAX_REPORTED_PREFIXES = 64
-"""Of the system prompts that a worker holds, so many stand in its report."""
+"""Cached prefixes that a report lists; a worker may have more."""
 MAX_PREFIX_NAME_CHARS = 128
-"""The longest name that a system prompt may be given."""
+"""The longest key of a prefix that a gateway may send."""
 PrefixName = Annotated[str, Field(max_length=MAX_PREFIX_NAME_CHARS)]
 
 
 class Record(BaseModel):
-    """A frozen record that refuses unknown fields."""
+    """A frozen record without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class Speculation(Record):
-    """Draft and verify counts of one request, or the sum over many.
+    """Counts of speculative decoding: of one request, or the sum over many.
 
-    A step is one verify of one request's draft; the bonus token is not an accepted one.
-    `histogram[j]` counts the steps that accepted exactly j (vLLM #48915), so that
-    `attempted == accepted + rejected + errors` holds at every moment.
+    A step verifies one draft of one request; its bonus token does not count as accepted.
+    `histogram[j]` is the number of steps that accepted exactly j tokens, as in vLLM's
+    per-request metrics. `drafted == accepted + rejected + errors` always holds.
     """
 
     num_spec_tokens: NonNegativeInt = 0
-    """k, the largest draft of any step."""
+    """k: the length of the longest draft."""
     steps: NonNegativeInt = 0
     drafted: NonNegativeInt = 0
     accepted: NonNegativeInt = 0
     errors: NonNegativeInt = 0
-    """Draft tokens asked for that the drafter failed to bring or the verify to judge."""
+    """Draft tokens lost to a failure of the draft head or of the verification."""
     histogram: tuple[NonNegativeInt, ...] = ()
 
     @property
     def rejected(self) -> int:
-        """Count the drafted tokens that the target did not choose."""
+        """Number of draft tokens that the target model did not choose."""
         return self.drafted - self.accepted - self.errors
 
     @property
     def accepted_per_position(self) -> tuple[int, ...]:
-        """Count, for each draft position, the steps that accepted it."""
+        """Number of steps that accepted the token, for each position of the draft."""
         return tuple(sum(self.histogram[i + 1 :]) for i in range(len(self.histogram) - 1))
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens a step, the bonus token included; 1.0 when nothing was drafted."""
+        """Mean tokens per step, including the bonus token; 1.0 without drafts."""
         return 1.0 + (self.accepted / self.steps if self.steps else 0.0)
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted over judged draft tokens; 0.0 when none was judged."""
-        judged = self.accepted + self.rejected
-        return self.accepted / judged if judged else 0.0
+        """Share of verified draft tokens that were accepted; 0.0 without any."""
+        verified = self.accepted + self.rejected
+        return self.accepted / verified if verified else 0.0
 
     def __add__(self, other: Speculation) -> Speculation:
-        """Add two counts; histograms of different k are aligned at zero."""
-        length = max(len(self.histogram), len(other.histogram))
-        mine = self.histogram + (0,) * (length - len(self.histogram))
-        theirs = other.histogram + (0,) * (length - len(other.histogram))
+        """Return the sum of the counts, and the larger k."""
         return Speculation(
             num_spec_tokens=max(self.num_spec_tokens, other.num_spec_tokens),
             steps=self.steps + other.steps,
             drafted=self.drafted + other.drafted,
             accepted=self.accepted + other.accepted,
             errors=self.errors + other.errors,
-            histogram=tuple(a + b for a, b in zip(mine, theirs, strict=True)),
+            histogram=tuple(map(sum, zip_longest(self.histogram, other.histogram, fillvalue=0))),
         )
 
     def as_request_metrics(self) -> dict[str, object]:
-        """Render vLLM's per-request shape (DESIGN section 5)."""
+        """Return the counts in the format of vLLM's per-request metrics."""
         return {
             "num_spec_tokens": self.num_spec_tokens,
             "num_spec_steps": self.steps,
@@ -108,101 +101,90 @@ class Speculation(Record):
         }
 
 
-def _possible(told: Speculation) -> Speculation:
-    """Refuse counts that no drafting can have: they would spoil every sum that they are in."""
-    if told.rejected < 0:
-        raise ValueError("more draft tokens were accepted, or failed, than were drafted")
-    if sum(told.histogram) > told.steps:
-        raise ValueError("the histogram counts more steps than there were")
-    return told
+def _check_consistency(speculation: Speculation) -> Speculation:
+    """Reject impossible counts, which would falsify every sum over reports."""
+    if speculation.rejected < 0:
+        raise ValueError("more draft tokens are accepted or lost than drafted")
+    if sum(speculation.histogram) > speculation.steps:
+        raise ValueError("the histogram has more steps than 'steps'")
+    return speculation
 
 
-class SpecPrefillCounts(Record):
-    """What sparse reading of long prompts did, since boot."""
+class Counters(Record):
+    """Counts since boot that add up field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        """Return the sum of each field; of counts by reason, the sum for each reason."""
+        return type(self)(**{name: _add(count, getattr(other, name)) for name, count in self})
+
+
+def _add(first: Any, second: Any) -> Any:
+    return dict(Counter(first) + Counter(second)) if isinstance(first, dict) else first + second
+
+
+class SpecPrefillCounts(Counters):
+    """Counts of sparse prefills of long prompts (SpecPrefill)."""
 
     prompts: NonNegativeInt = 0
-    """Read sparsely."""
+    """Prompts that were prefilled sparsely."""
     scored_tokens: NonNegativeInt = 0
+    """Their tokens that the draft model scored."""
     selected_tokens: NonNegativeInt = 0
-    """Of the scored ones, those that were read."""
+    """Scored tokens that were prefilled."""
     full_prefills: dict[str, NonNegativeInt] = Field(default_factory=dict)
-    """Prompts that were not, by reason."""
-
-    def __add__(self, other: SpecPrefillCounts) -> SpecPrefillCounts:
-        """Add two counts."""
-        return SpecPrefillCounts(
-            prompts=self.prompts + other.prompts,
-            scored_tokens=self.scored_tokens + other.scored_tokens,
-            selected_tokens=self.selected_tokens + other.selected_tokens,
-            full_prefills=dict(Counter(self.full_prefills) + Counter(other.full_prefills)),
-        )
+    """Other prompts, which were prefilled in full, by reason."""
 
 
-class PrefixCounts(Record):
-    """What was found of the system prompts that requests share, since boot."""
+class PrefixCounts(Counters):
+    """Counts of the prefix cache."""
 
     hits: NonNegativeInt = 0
-    """Prompts whose beginning came out of a snapshot, from memory or from disk."""
+    """Prompts with a prefix in the cache, in memory or on disk."""
     misses: NonNegativeInt = 0
-    """Prompts with such a beginning that had to be read."""
+    """Prompts with a cacheable prefix that was not in the cache."""
     cached_tokens: NonNegativeInt = 0
-    """Prompt tokens that were not read again."""
-
-    def __add__(self, other: PrefixCounts) -> PrefixCounts:
-        """Add two counts."""
-        return PrefixCounts(
-            hits=self.hits + other.hits,
-            misses=self.misses + other.misses,
-            cached_tokens=self.cached_tokens + other.cached_tokens,
-        )
+    """Prompt tokens read from the cache."""
 
 
-class TimeSaved(Record):
-    """What drafting and kept system prompts have saved, in milliseconds, since boot."""
+class TimeSaved(Counters):
+    """Time saved by speculative decoding and by the prefix cache."""
 
     decode_ms: int = 0
-    """What the tokens of drafted steps would have taken by plain ones, less what they took.
+    """Time of plain steps for the same tokens, less the time of the steps with drafts.
 
-    Below zero where drafting costs more than it brings; steps whose plain cost is not yet measured
-    count nothing."""
+    Negative if drafts cost more time than they save; steps count only once the time of a plain
+    step has been measured."""
     prefill_ms: NonNegativeInt = 0
-    """What reading again would have taken, at the best speed that was measured."""
-
-    def __add__(self, other: TimeSaved) -> TimeSaved:
-        """Add two counts."""
-        return TimeSaved(
-            decode_ms=self.decode_ms + other.decode_ms,
-            prefill_ms=self.prefill_ms + other.prefill_ms,
-        )
+    """Time of prefilling the cached tokens again, at the best measured speed."""
 
 
 MTP_LANE = "text-mtp"
-"""The lane that drafts."""
+"""The lane with speculative decoding."""
 
 
 class LaneReport(Record):
-    """One lane at one moment."""
+    """State and counts of one lane."""
 
     name: str
     running: NonNegativeInt = 0
     waiting: NonNegativeInt = 0
     slots: NonNegativeInt = 1
-    """Rows that may run side by side."""
+    """Maximum number of rows in a batch."""
     pending_prefill_tokens: NonNegativeInt = 0
-    """Prompt tokens of those that wait or are being read, which are still to be read."""
+    """Prompt tokens of waiting and running requests that are not prefilled yet."""
     prefill_tokens_per_s: NonNegativeFloat = 0.0
-    """Prompt tokens that it reads in a second, as measured lately; 0 while that is not known."""
+    """Recent prefill speed; 0 before the first measurement."""
     decode_tokens_per_s: NonNegativeFloat = 0.0
-    """Tokens that one answer gets in a second, as measured lately; 0 while that is not known."""
+    """Recent decode speed of one request; 0 before the first measurement."""
     mtp_enabled: bool = False
     requested_draft_tokens: NonNegativeInt = 0
     effective_draft_tokens: NonNegativeInt = 0
-    """Drafted at present: 0 where that was measured not to pay at the batch size of the moment."""
+    """Current draft length; 0 if drafts slow down the current batch size, as measured."""
     draft_tokens_by_rows: tuple[NonNegativeInt, ...] = ()
-    """What it pays to draft for 1, 2, 3 ... rows side by side, as far as that has been measured."""
+    """Best draft length for batches of 1, 2, 3 ... rows, as far as measured."""
     head_healthy: bool = True
-    """False when the MTP head failed its self-test or goes on failing: the lane serves plainly."""
-    speculation: Annotated[Speculation, AfterValidator(_possible)] = Field(
+    """False if the MTP head failed its self-test, or repeatedly since: the lane stops drafting."""
+    speculation: Annotated[Speculation, AfterValidator(_check_consistency)] = Field(
         default_factory=Speculation
     )
     bypass_counts: dict[str, NonNegativeInt] = Field(default_factory=dict)
@@ -210,39 +192,39 @@ class LaneReport(Record):
     prefix: PrefixCounts = Field(default_factory=PrefixCounts)
     time_saved: TimeSaved = Field(default_factory=TimeSaved)
     requests: NonNegativeInt = 0
-    """Finished since boot, cancelled and failed ones too."""
+    """Finished requests since boot, including cancelled and failed ones."""
     prompt_tokens: NonNegativeInt = 0
     completion_tokens: NonNegativeInt = 0
 
     def drafting_pays(self, rows: int) -> bool:
-        """Say whether drafting was found to pay for so many rows; unless measured, it does."""
+        """Return whether drafts speed up a batch of this size; True before any measurement."""
         measured = self.draft_tokens_by_rows
         return not measured or measured[min(rows, len(measured)) - 1] > 0
 
 
 class WorkerReport(Record):
-    """One worker at one moment, read as one consistent snapshot."""
+    """One consistent snapshot of a worker."""
 
     worker_id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     boot_id: str
-    """New at every start, so that counts of two lives are never mixed."""
+    """New at every start, so that the counts of two boots are never mixed."""
     url: str
-    """Where the gateway reaches it, e.g. http://192.168.1.20:9200."""
+    """Base URL for the gateway, such as http://192.168.1.20:9200."""
     model: str
     labels: tuple[Label, ...] = ()
-    """What its admin says of it, for pools of the policy to choose by."""
+    """Labels from its settings, for pools of the policy."""
     context_tokens: NonNegativeInt
     ready: bool = True
     draining: bool = False
     memory_bytes: NonNegativeInt = 0
     memory_limit_bytes: NonNegativeInt = 0
-    """What it may use at most; 0 where that is not known."""
+    """Memory limit of MLX; 0 if unknown."""
     prefix_cache_bytes: NonNegativeInt = 0
-    """Of these in use, what is kept of system prompts."""
+    """Part of `memory_bytes` in use by the prefix cache."""
     prefixes: tuple[PrefixName, ...] = Field(default=(), max_length=MAX_REPORTED_PREFIXES)
-    """The system prompts that it holds by the names that it was given, the last one used first."""
+    """Keys of cached prefixes, the most recently used first."""
     prefix_count: NonNegativeInt = 0
-    """How many it holds; what is not among `prefixes` is evicted only where these are all."""
+    """Number of cached prefixes; if `prefixes` lists fewer, a missing one may still be cached."""
     lanes: tuple[LaneReport, ...]
 
 
@@ -259,14 +241,13 @@ VLLM_ACCEPTED_PER_POSITION = (
 
 
 def mtp_block(lanes: tuple[LaneReport, ...]) -> dict[str, object]:
-    """Render the `mtp` block of `/v1/status` for any set of lanes (DESIGN section 5)."""
+    """Return the `mtp` block of `/v1/status` for any set of lanes."""
     if not any(lane.mtp_enabled for lane in lanes):
         return {"enabled": False}
     total = sum((lane.speculation for lane in lanes), Speculation())
-    bypass: dict[str, int] = {}
+    bypass: Counter[str] = Counter()
     for lane in lanes:
-        for reason, count in lane.bypass_counts.items():
-            bypass[reason] = bypass.get(reason, 0) + count
+        bypass.update(lane.bypass_counts)
     steps = total.steps
     return {
         "enabled": True,
@@ -309,21 +290,21 @@ def is_loopback(host: str) -> bool:
 
 
 READY_PREFIX = "PACELINE_WORKER_READY "
-"""Opens the line by which `paceline worker` tells a program where it listens; JSON follows."""
+"""Begins the line that `paceline worker` prints once it accepts requests; JSON follows."""
 
 
 class ExitCode(IntEnum):
-    """The codes of `paceline worker`."""
+    """Exit codes of `paceline worker`."""
 
     ENDED = 0
-    """Asked to end, and did."""
+    """The worker shut down as requested."""
     CRASHED = 1
-    """An error that nobody foresaw; Python's own code for it."""
+    """An unexpected error; Python's own exit code."""
     SETTINGS = 2
-    """Settings that cannot work."""
+    """The settings are invalid."""
     MODEL = 3
-    """A model that cannot be served."""
+    """The model cannot be loaded."""
     ENGINE_DIED = 4
-    """The engine can compute nothing any more: every answer would fail."""
+    """The engine failed for good: every request would fail."""
     INTERRUPTED = 130
     """Ctrl-C while the weights were loading."""
