@@ -9,7 +9,7 @@ from pathlib import Path
 from gateway.auth.records import KeyTerms
 from gateway.config.settings import Settings
 from gateway.errors import GatewayError, LimitReached, WorkerError
-from workers.server.errors import Refused
+from workers.server.errors import RequestError
 from workers.server.settings import WorkerSettings
 
 ROOT = Path(__file__).parents[3]
@@ -49,7 +49,7 @@ def test_the_page_on_errors_names_exactly_the_codes_of_the_error_trees() -> None
     limits = {LimitReached(name, 1, 1.0).code for name in LIMITS}
     engine = literal_codes(ROOT / "workers/engine") | literal_codes(ROOT / "workers/server")
     gateway = literal_codes(ROOT / "gateway/api") | literal_codes(ROOT / "gateway/protocols")
-    codes = class_codes(GatewayError) | class_codes(Refused) | limits | engine | gateway
+    codes = class_codes(GatewayError) | class_codes(RequestError) | limits | engine | gateway
     assert set(documented) == codes
 
 
