@@ -15,7 +15,7 @@ from gateway.errors import ModelUnknown, PoolsNotAllowed
 from gateway.http.downstream import read_small_body
 from gateway.protocols import CHAT, COMPLETIONS
 from gateway.protocols.openai import parse
-from gateway.proxy.client import read_asker, read_caller
+from gateway.proxy.client import read_attributes, read_caller
 from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
@@ -43,7 +43,7 @@ def explanation(gateway: Gateway) -> APIRouter:
         fleet, policy = gateway.fleet.view(), gateway.policy_store.current
         holder = holder_of(request)
         caller = read_caller(request.scope, policy, holder)
-        asker = read_asker(
+        asker = read_attributes(
             request.scope, caller, policy.compiled.headers, gateway.week_clock.minute()
         )
         inspected = wire_format.inspect(raw, policy, fleet)

@@ -1,14 +1,7 @@
-"""One connection to a worker: a POST goes out, its answer comes in.
+"""HTTP/1.1 to workers: pooled connections, one request sent on one of them, its response back.
 
-The HTTP is parsed by httptools, as on the client's side. A general client would bring redirects,
-cookies, compression and pools for the whole internet, and cost more than all else that a request
-needs here; a relay asks known machines one kind of question.
-
-HTTP to the workers: one request sent, its answer's head back, and what a refusal means.
-
-How long somebody has waited for something new, and the alarm for who has waited too long.
-
-A worker's answer as it comes in, for whoever relays it.
+httptools parses the responses, as on the client's side. A general client would bring redirects,
+cookies, compression and proxies, and cost more than everything else that a request needs here.
 """
 
 from __future__ import annotations
@@ -24,8 +17,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from datetime import UTC
 from email.utils import parsedate_to_datetime
+from enum import Enum, auto
 from functools import cache
-from types import TracebackType
 from typing import NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
@@ -44,72 +37,36 @@ from gateway.errors import (
     WorkerUnreachable,
 )
 
-
-class Silence:
-    """Calls `on_silence` once nothing was heard for longer than the limit, while somebody listens.
-
-    Streams are heard from all the time, so what is heard only notes the time. One alarm serves
-    waits and limits; it rings early rather than be set anew, looks at the clock, and goes on.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, on_silence: Callable[[], None]) -> None:
-        self._loop = loop
-        self._on_silence = on_silence
-        self._limit_s = 0.0
-        self._since_s = 0.0
-        self._listening = False
-        self._alarm: asyncio.TimerHandle | None = None
-
-    def limit(self, seconds: float) -> None:
-        """Bound each silence from here on."""
-        self._limit_s = seconds
-        self._since_s = self._loop.time()
-        self._set_alarm()
-
-    def listen(self) -> None:
-        """Count from here on, also where it was counted already: something was heard."""
-        self._listening = True
-        self._since_s = self._loop.time()
-        if self._alarm is None:
-            self._set_alarm()
-
-    def stop_listening(self) -> None:
-        """Count no more: nobody wants to hear anything now."""
-        self._listening = False
-
-    def end(self) -> None:
-        """Never call again."""
-        self._listening = False
-        if self._alarm is not None:
-            self._alarm.cancel()
-            self._alarm = None
-
-    def _set_alarm(self) -> None:
-        due_s = self._since_s + self._limit_s
-        if self._alarm is not None:
-            if self._alarm.when() <= due_s:
-                return
-            self._alarm.cancel()
-        self._alarm = self._loop.call_at(due_s, self._ring)
-
-    def _ring(self) -> None:
-        self._alarm = None
-        if not self._listening:
-            return  # who listens again sets it again
-        if self._loop.time() >= self._since_s + self._limit_s:
-            self._on_silence()
-        else:
-            self._set_alarm()
-
+log = logging.getLogger(__name__)
 
 Sink = Callable[[bytes], bool]
-"""Takes what came, there and then; says whether more is wanted."""
-Through = Callable[[bytes], bool]
-"""Takes one HTTP chunk as it came, frame and all; says whether it did."""
+"""Takes a piece of a body; returns whether more is wanted."""
+ChunkSink = Callable[[bytes], bool]
+"""Takes one HTTP chunk with its frame; returns whether it was taken."""
+
+HEAD_LIMIT_BYTES = 64 * 1024
+# What may be buffered for a client that reads slowly, before the worker is paused.
+_BUFFER_LIMIT_BYTES = 64 * 1024
+_CONTINUE, _SWITCHING, _OK = 100, 101, 200
+
+# Shorter than uvicorn's 5 s for idle connections, so that no request is written into a closing one.
+_IDLE_CONNECTION_S = 3.0
+# A connection that the worker was closing at the time of the write breaks at once. If it breaks
+# later, the worker may have read the request and begun it.
+_STALE_WITHIN_S = 0.25
+_REFUSALS = frozenset((400, 413, 422))
+_BUSY = frozenset((429, 503))
+_OUT_OF_FILES = frozenset((errno.EMFILE, errno.ENFILE))
+_ERROR_LIMIT_BYTES = 64 * 1024
+_RETRY_AFTER_RANGE_S = (1.0, 60.0)
+# A machine that fell asleep closes no connection. With keep-alive probes the system finds that out
+# within half a minute, instead of the whole time that a response may take.
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+_UNACKNOWLEDGED_MS = 30_000
 
 
 class ConnectionLost(Exception):
-    """The connection ended before the answer did, or what came is no HTTP."""
+    """The connection ended before the response did, or carried something other than HTTP."""
 
     def __init__(self, why: str, errno: int | None = None) -> None:
         super().__init__(why)
@@ -117,38 +74,158 @@ class ConnectionLost(Exception):
 
 
 class ReadTimeout(ConnectionLost):
-    """Nothing came for as long as the asker was ready to wait."""
+    """Nothing came within the time limit of the reader."""
+
+
+class StaleConnection(WorkerLost):
+    """An idle connection broke at the write of a request, before any byte of a response."""
+
+
+class _Address(NamedTuple):
+    """The address of a worker."""
+
+    host: str
+    port: int
+    tls: bool
+
+
+class ConnectionPool:
+    """Idle connections to all workers; an async context that closes them at its end."""
+
+    def __init__(self, connect_timeout_s: float, answer_timeout_s: float) -> None:
+        self._connect_timeout_s = connect_timeout_s
+        self._answer_timeout_s = answer_timeout_s
+        self._idle: defaultdict[_Address, deque[tuple[float, UpstreamConnection]]]
+        self._idle = defaultdict(deque)
+        self._expiry: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._close_idle_since(self._loop.time())
+
+    async def send(
+        self,
+        url: str,
+        body: bytes,
+        headers: dict[str, str],
+        on_begin: Callable[[], None],
+        *,
+        fresh: bool = False,
+    ) -> UpstreamResponse:
+        """Send a request and return the response once its head has come; raise a `WorkerError`.
+
+        `on_begin` is called when there is a connection, before anything is written to it. The
+        caller closes the response: if it has not ended, that closes the connection and so frees the
+        worker's row. `fresh` opens a new connection; it is worth an attempt after
+        `StaleConnection`.
+        """
+        address, path = _parse_url(url)
+        connection = None if fresh else self._take_idle(address)
+        if connection is None:
+            connection = await self._connect(address)
+        began_s = self._loop.time()
+        on_begin()
+        responded = False
+        try:
+            head = _encode_head(path, address, headers, len(body))
+            response = await connection.request(head, body, self._answer_timeout_s)
+            responded = True
+            return response
+        except ReadTimeout as error:
+            raise WorkerSilent from error
+        except ConnectionLost as error:
+            log.warning("attempt.lost url=%s error=%r", url, error)
+            idle_before = connection.used and not connection.received
+            stale = idle_before and _never_read(error, self._loop.time() - began_s)
+            raise (StaleConnection if stale else WorkerLost) from error
+        finally:
+            if not responded:
+                connection.abort()
+
+    async def _connect(self, address: _Address) -> UpstreamConnection:
+        """Open a connection; raise `WorkerUnreachable`."""
+
+        def keep(connection: UpstreamConnection) -> None:
+            self._idle[address].append((self._loop.time(), connection))
+            if self._expiry is None:
+                self._expiry = self._loop.call_later(_IDLE_CONNECTION_S, self._expire)
+
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                transport, connection = await self._loop.create_connection(
+                    lambda: UpstreamConnection(self._loop, keep),
+                    address.host,
+                    address.port,
+                    ssl=certificate_authorities() if address.tls else None,
+                )
+        except OSError as error:  # a timeout is one
+            if error.errno in _OUT_OF_FILES:
+                raise Overloaded from error  # the gateway's fault, not the worker's
+            log.warning("attempt.unreachable address=%s error=%r", address, error)
+            raise WorkerUnreachable from error
+        _set_keepalive(transport.get_extra_info("socket"))
+        return connection
+
+    def _take_idle(self, address: _Address) -> UpstreamConnection | None:
+        """Return the connection used last, if one is open and not idle for too long."""
+        idle = self._idle.get(address)
+        while idle:
+            since_s, connection = idle.pop()
+            if connection.open and self._loop.time() - since_s < _IDLE_CONNECTION_S:
+                return connection
+            connection.abort()
+        return None
+
+    def _expire(self) -> None:
+        """Close connections idle for too long, and check again while there are others."""
+        self._close_idle_since(self._loop.time() - _IDLE_CONNECTION_S)
+        self._expiry = None
+        if any(self._idle.values()):
+            self._expiry = self._loop.call_later(_IDLE_CONNECTION_S, self._expire)
+
+    def _close_idle_since(self, latest_s: float) -> None:
+        for address, idle in tuple(self._idle.items()):
+            while idle and idle[0][0] <= latest_s:
+                idle.popleft()[1].abort()
+            if not idle:
+                del self._idle[address]  # after a restart a worker may have another port
 
 
 class UpstreamResponse:
-    """An answer as it comes in. Whoever got it closes it."""
+    """The response to one request, as it comes in; its reader closes it.
 
-    def __init__(self, link: UpstreamConnection) -> None:
-        self._link = link
+    A connection outlives its responses, and each reader has the one of its own request.
+    """
+
+    def __init__(self, connection: UpstreamConnection) -> None:
+        self._connection = connection
         self.status = 0
         self.retry_after: str | None = None
 
     async def chunk(self) -> bytes:
-        """Return what came since the last call, at least a byte; nothing at the end.
+        """Return the bytes since the last call, at least one; none at the end.
 
-        Raise `ConnectionLost` where the end is missing, after all that came before it.
+        Raise `ConnectionLost` if the end is missing, after all bytes before it.
         """
-        return await self._link.take()
+        return await self._connection.read()
 
-    async def pour(self, sink: Sink, through: Through | None = None) -> bytes:
-        """Hand each piece to a sink in the turn of the loop in which it comes, up to the end.
+    async def pour(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> bytes:
+        """Pass each piece to a sink in the iteration of the loop in which it comes, up to the end.
 
-        What comes as one whole chunk is offered to `through` first. Return what came with the end
-        itself. Raise `ConnectionLost` where the end is missing.
+        Data that is one whole chunk is offered to `chunk_sink` first. Return the bytes that came
+        with the end; raise `ConnectionLost` if the end is missing.
         """
-        return await self._link.pour(sink, through)
+        return await self._connection.pour(sink, chunk_sink)
 
     def pause(self, paused: bool) -> None:
-        """Make the worker wait for as long as what it sends cannot be passed on."""
-        self._link.pause(paused)
+        """Pause or resume reading, and so the worker."""
+        self._connection.pause(paused)
 
     async def read(self, limit_bytes: int | None = None) -> bytes:
-        """Return the whole rest, or what came up to about a limit."""
+        """Return the whole rest, or the bytes up to about a limit."""
         parts = []
         size = 0
         while (limit_bytes is None or size < limit_bytes) and (part := await self.chunk()):
@@ -156,24 +233,26 @@ class UpstreamResponse:
             size += len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def limit_silence(self, seconds: float) -> None:
-        """Bound each wait for something new from here on."""
-        self._link.limit_silence(seconds)
+    def set_read_timeout(self, seconds: float) -> None:
+        """Limit each wait for new bytes from now on."""
+        self._connection.set_read_timeout(seconds)
 
     def close(self) -> None:
-        """Free the connection: for the next request if this answer ended, else for good."""
-        self._link.release()
+        """Free the connection for the next request, or close it if the response has not ended."""
+        self._connection.release()
 
 
-HEAD_LIMIT_BYTES = 64 * 1024
-# What may wait here for a client that reads slowly, before the worker is made to wait.
-_HELD_LIMIT_BYTES = 64 * 1024
-_CONTINUE, _SWITCHING, _OK = 100, 101, 200
+class _Phase(Enum):
+    """The part of a response that comes next."""
+
+    HEAD = auto()
+    BODY = auto()
+    END = auto()
 
 
-def _beginnings(limit_bytes: int) -> list[tuple[bytes, ...]]:
-    """List how a chunk of so many bytes in all begins: with its size, in small or large letters."""
-    found: list[tuple[bytes, ...]] = [()] * limit_bytes  # () begins nothing
+def _chunk_starts(limit_bytes: int) -> list[tuple[bytes, ...]]:
+    """List how a chunk of each total size starts: with its size in hex, lower or upper case."""
+    found: list[tuple[bytes, ...]] = [()] * limit_bytes  # by total size; () matches no data
     for size in range(1, limit_bytes):
         begin = b"%x\r\n" % size
         if (whole := len(begin) + size + 2) < limit_bytes:
@@ -181,12 +260,12 @@ def _beginnings(limit_bytes: int) -> list[tuple[bytes, ...]]:
     return found
 
 
-# The parser reads what is longer; the words of a stream are not.
-_BEGINNINGS = _beginnings(4096)
+# The parser reads longer chunks; the tokens of a stream are shorter.
+_CHUNK_STARTS = _chunk_starts(4096)
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A connection that carries one request at a time. `on_free` is called when it may be kept."""
+    """A connection for one request at a time; `on_free` is called when it is idle again."""
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, on_free: Callable[[UpstreamConnection], None]
@@ -198,81 +277,86 @@ class UpstreamConnection(asyncio.Protocol):
         self._error: ConnectionLost | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._sink: Sink | None = None
-        self._through: Through | None = None
-        self._silence = Silence(loop, lambda: self._fail(ReadTimeout("nothing came in time")))
+        self._chunk_sink: ChunkSink | None = None
+        self._read_timer = ReadTimer(loop, lambda: self._fail(ReadTimeout("nothing came in time")))
         self._busy = False
-        self._begin_answer()
         self.used = False
         """It has carried a request before."""
-        self.heard: bool
-        """Something came since the last request was sent."""
+        self._reset()
 
-    def _begin_answer(self) -> None:
-        self._answer = UpstreamResponse(self)
+    def _reset(self) -> None:
+        """Begin the state of the next response."""
+        self._response = UpstreamResponse(self)
         self._parts: list[bytes] = []
         self._head_bytes = 0
-        self._headed = self._framed = self._complete = self._kept_alive = self._paused = False
+        self._phase = _Phase.HEAD
+        self._framed = False
+        """The head says where the body ends; otherwise it ends with the connection."""
+        self._keep_alive = False
+        self._paused = False
         self._in_chunk = True
         self._between_chunks = False
-        self.heard = False
+        self.received = False
+        """Bytes have come since the last request was sent."""
 
     @property
     def open(self) -> bool:
-        """Say whether it can carry a request."""
+        """Return whether it can carry a request."""
         return self._error is None and not self._busy
 
-    async def ask(self, request: bytes, body: bytes, silence_s: float) -> UpstreamResponse:
-        """Send a request and return its answer once the head is there; raise `ConnectionLost`."""
-        self._begin_answer()
+    async def request(self, head: bytes, body: bytes, timeout_s: float) -> UpstreamResponse:
+        """Send a request and return its response after its head; raise `ConnectionLost`."""
+        self._reset()
         self._busy = True
-        self._silence.limit(silence_s)
-        self._transport.writelines((request, body))
-        while not self._headed:
-            await self._more()
-        return self._answer
+        self._read_timer.limit(timeout_s)
+        self._transport.writelines((head, body))
+        while self._phase is _Phase.HEAD:
+            await self._wait()
+        return self._response
 
-    async def take(self) -> bytes:
-        """Return the bytes of the answer's body that came, when there are some, or it ended."""
-        while not self._parts and not self._complete:
-            await self._more()
+    async def read(self) -> bytes:
+        """Return the bytes of the body that have come; wait for some, or for the end."""
+        while not self._parts and self._phase is not _Phase.END:
+            await self._wait()
         self.pause(False)
-        return self._gathered()
+        return self._take_parts()
 
-    async def pour(self, sink: Sink, through: Through | None) -> bytes:
-        """Hand what comes to a sink, and return what came with the end."""
-        self._sink, self._through = sink, through
+    async def pour(self, sink: Sink, chunk_sink: ChunkSink | None) -> bytes:
+        """Pass what comes to a sink, and return what came with the end."""
+        self._sink, self._chunk_sink = sink, chunk_sink
         try:
             self.pause(False)
             self._deliver()
-            while self._sink is not None and not self._complete:
-                await self._more()
+            while self._sink is not None and self._phase is not _Phase.END:
+                await self._wait()
         finally:
-            self._sink = self._through = None
-        return self._gathered()
+            self._sink = self._chunk_sink = None
+        return self._take_parts()
 
     def pause(self, paused: bool) -> None:
-        """Read nothing for a while, or go on; what is not read is no silence."""
+        """Pause or resume reading; a pause does not count as a wait for the worker."""
         if paused is self._paused or self._error is not None:
             return
         self._paused = paused
         if paused:
-            self._silence.stop_listening()
+            self._read_timer.stop()
             self._transport.pause_reading()
         else:
             self._transport.resume_reading()
             if self._waiter is not None:
-                self._silence.listen()
+                self._read_timer.restart()
 
-    def limit_silence(self, seconds: float) -> None:
-        """Bound each wait."""
-        self._silence.limit(seconds)
+    def set_read_timeout(self, seconds: float) -> None:
+        """Limit each wait."""
+        self._read_timer.limit(seconds)
 
     def release(self) -> None:
-        """Keep the connection if its answer came to an end that allows it, else close it."""
+        """Keep the connection if the end of its response allows it, else close it."""
         self._busy = False
         unsent = self._transport.get_write_buffer_size()
-        if self._complete and self._kept_alive and self._error is None and not unsent:
-            self.pause(False)  # the end may have come with more than its reader could take
+        ended = self._phase is _Phase.END
+        if ended and self._keep_alive and self._error is None and not unsent:
+            self.pause(False)  # the end may have come while reading was paused
             self.used = True
             self._on_free(self)
         else:
@@ -286,127 +370,130 @@ class UpstreamConnection(asyncio.Protocol):
     # Called by the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take the transport."""
+        """Store the transport."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
 
     def data_received(self, data: bytes) -> None:
-        """Parse, and hand on what came."""
+        """Parse, and pass on what came."""
         if not self._busy:
-            self.abort()  # nobody asked
+            self.abort()  # no request is waiting for it
             return
-        # Nearly every word of a stream comes so. The parser would be behind such a chunk as it was
-        # before it, so it need not see it.
-        through = self._through
+        # Nearly every token of a stream is one such chunk. Behind it the parser would be in the
+        # same state as before it, so the parser need not see it.
+        chunk_sink = self._chunk_sink
         if (
-            through is not None
+            chunk_sink is not None
             and self._between_chunks
-            and (size := len(data)) < len(_BEGINNINGS)
-            and data.startswith(_BEGINNINGS[size])
+            and (size := len(data)) < len(_CHUNK_STARTS)
+            and data.startswith(_CHUNK_STARTS[size])
             and data.endswith(b"\r\n")
         ):
-            self._silence.listen()  # before it: it may press, and then nobody listens
-            if through(data):
+            self._read_timer.restart()  # first: the sink may pause, which stops the timer
+            if chunk_sink(data):
                 return
-        self.heard = True
-        if not self._headed:
+        self.received = True
+        if self._phase is _Phase.HEAD:
             self._head_bytes += len(data)
-        wrong = None
+        invalid = None
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            wrong = f"no HTTP: {error!r:.200}"
+            invalid = f"no HTTP: {error!r:.200}"
         self._between_chunks = not self._in_chunk and data.endswith(b"\r\n")
-        if not self._headed and self._head_bytes > HEAD_LIMIT_BYTES:
-            wrong = "the head of the answer is too long"
+        if self._phase is _Phase.HEAD and self._head_bytes > HEAD_LIMIT_BYTES:
+            invalid = "the head of the response is too long"
         self._deliver()
-        if wrong is not None:
-            self._fail(ConnectionLost(wrong))
+        if invalid is not None:
+            self._fail(ConnectionLost(invalid))
             self._transport.abort()
 
     def eof_received(self) -> None:
-        """Let the transport close: a worker that has ended its side has nothing more to say."""
+        """Let the transport close: nothing more will come from the worker."""
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """End the answer: well only where its end is the connection's."""
-        if self._busy and self._headed and not self._framed and exc is None:
-            self._complete = True  # HTTP/1.0: the end of the connection ends the answer
+        """End the response; it is complete only if its end is that of the connection."""
+        if self._busy and self._phase is _Phase.BODY and not self._framed and exc is None:
+            self._phase = _Phase.END  # HTTP/1.0: the end of the connection ends the response
         why = f"the connection broke: {exc!r}" if exc else "the worker closed the connection"
         self._fail(ConnectionLost(why, exc.errno if isinstance(exc, OSError) else None))
 
     # Called by the parser.
 
     def on_message_begin(self) -> None:
-        """Let nothing follow an answer: it would be taken for that of the next request."""
-        if self._complete:
-            raise ConnectionLost("more came than one answer")
+        """Reject a second response: it would be taken for that of the next request."""
+        if self._phase is _Phase.END:
+            raise ConnectionLost("more came than one response")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Note the few headers that matter here; none is passed on."""
+        """Store the few headers that matter here; none is passed on."""
         name = name.lower()
         if name in (b"content-length", b"transfer-encoding"):
             self._framed = True
         elif name == b"retry-after":
-            self._answer.retry_after = value.decode("latin-1")
+            self._response.retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
-        """Let the asker have the answer, unless it is still to come."""
-        self._answer.status = self._parser.get_status_code()
-        if self._answer.status >= _OK:
-            self._headed = True
-            self._kept_alive = self._parser.should_keep_alive()
-        elif self._answer.status == _SWITCHING:
-            raise ConnectionLost("the worker wants another protocol")
+        """Return the response to the caller, unless this is an interim one."""
+        self._response.status = self._parser.get_status_code()
+        if self._response.status >= _OK:
+            self._phase = _Phase.BODY
+            self._keep_alive = self._parser.should_keep_alive()
+        elif self._response.status == _SWITCHING:
+            raise ConnectionLost("the worker switched to another protocol")
 
     def on_chunk_header(self) -> None:
-        """Note that the next bytes are a chunk's, or what follows the last one."""
+        """Record that the next bytes belong to a chunk, or follow the last one."""
         self._in_chunk = True
 
     def on_chunk_complete(self) -> None:
-        """Note that the next bytes are the size of a chunk."""
+        """Record that the next bytes are the size of a chunk."""
         self._in_chunk = False
 
     def on_body(self, body: bytes) -> None:
-        """Hold a part of the body until all that came with it is parsed."""
+        """Buffer a part of the body until all that came with it is parsed."""
         self._parts.append(body)
 
     def on_message_complete(self) -> None:
-        """Note the end of the answer."""
-        self._complete = self._headed
+        """Record the end of the response."""
         self._in_chunk = True
-        self._framed &= self._headed  # "100 Continue" and its like: the answer is still to come
+        if self._phase is _Phase.HEAD:
+            self._framed = False  # an interim response, such as "100 Continue"
+        else:
+            self._phase = _Phase.END
 
     def _deliver(self) -> None:
-        """Hand what came to the sink, else wake who waits; let the worker wait for who does not.
+        """Pass what came to the sink, else wake the reader; pause the worker if there is too much.
 
-        What came with the end is for who waits too: with it there is an answer to be ended.
+        What came with the end goes to the reader too, which ends the response with it.
         """
-        if self._sink is None or self._complete:
+        ended = self._phase is _Phase.END
+        if self._sink is None or ended:
             self._wake()
-            if sum(map(len, self._parts)) > _HELD_LIMIT_BYTES and not self._complete:
+            if sum(map(len, self._parts)) > _BUFFER_LIMIT_BYTES and not ended:
                 self.pause(True)
         elif self._parts:
-            self._silence.listen()
-            if not self._sink(self._gathered()):
-                self._sink = self._through = None
+            self._read_timer.restart()
+            if not self._sink(self._take_parts()):
+                self._sink = self._chunk_sink = None
                 self._wake()
 
-    def _gathered(self) -> bytes:
+    def _take_parts(self) -> bytes:
         parts, self._parts = self._parts, []
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    async def _more(self) -> None:
-        """Wait until something new came; raise what ended the connection."""
+    async def _wait(self) -> None:
+        """Wait until something new has come; raise the error that ended the connection."""
         if self._error is not None:
             raise self._error
         self._waiter = self._loop.create_future()
         if not self._paused:
-            self._silence.listen()
+            self._read_timer.restart()
         try:
             await self._waiter
         finally:
             self._waiter = None
-            self._silence.stop_listening()
-        if self._error is not None and not self._parts and not self._complete:
+            self._read_timer.stop()
+        if self._error is not None and not self._parts and self._phase is not _Phase.END:
             raise self._error
 
     def _wake(self) -> None:
@@ -415,171 +502,92 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _fail(self, error: ConnectionLost) -> None:
         self._error = self._error or error
-        self._silence.end()
+        self._read_timer.close()
         self._wake()
 
 
-log = logging.getLogger(__name__)
+class ReadTimer:
+    """Calls `on_timeout` after a wait longer than the limit, while it runs.
 
-# Shorter than uvicorn's 5 s for idle connections: we never write into one that is closing.
-_IDLE_CONNECTION_S = 3.0
+    Bytes of a stream come all the time, so a restart only stores the time. One timer serves all
+    waits and limits: it is not set again, but fires early, checks the clock and goes on.
+    """
 
-# A connection that the worker was closing when we wrote breaks at once. What breaks later may have
-# been read, and then the request may have begun.
-_STALE_WITHIN_S = 0.25
-_REFUSALS = frozenset((400, 413, 422))
-_BUSY = frozenset((429, 503))
-_OUT_OF_FILES = frozenset((errno.EMFILE, errno.ENFILE))
-_ERROR_LIMIT_BYTES = 64 * 1024
-_RETRY_AFTER_RANGE_S = (1.0, 60.0)
+    def __init__(self, loop: asyncio.AbstractEventLoop, on_timeout: Callable[[], None]) -> None:
+        self._loop = loop
+        self._on_timeout = on_timeout
+        self._limit_s = 0.0
+        self._since_s = 0.0
+        self._running = False
+        self._timer: asyncio.TimerHandle | None = None
 
-# A machine that fell asleep says nothing, not even goodbye; where the system can be asked to find
-# that out, it takes half a minute and not the whole time that an answer may take.
-_PROBING = {"TCP_KEEPIDLE": 15, "TCP_KEEPALIVE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
-_UNACKNOWLEDGED_MS = 30_000
+    def limit(self, seconds: float) -> None:
+        """Limit each wait from now on."""
+        self._limit_s = seconds
+        self._since_s = self._loop.time()
+        self._set_timer()
 
+    def restart(self) -> None:
+        """Start a wait now, in place of the current one."""
+        self._running = True
+        self._since_s = self._loop.time()
+        if self._timer is None:
+            self._set_timer()
 
-class StaleConnection(WorkerLost):
-    """An idle connection broke as we wrote into it, before any byte of an answer."""
+    def stop(self) -> None:
+        """Stop the current wait."""
+        self._running = False
 
+    def close(self) -> None:
+        """Stop for good."""
+        self._running = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
-class ConnectionPool:
-    """Kept connections to all workers. An async context: it holds them."""
+    def _set_timer(self) -> None:
+        due_s = self._since_s + self._limit_s
+        if self._timer is not None:
+            if self._timer.when() <= due_s:
+                return
+            self._timer.cancel()
+        self._timer = self._loop.call_at(due_s, self._fire)
 
-    def __init__(self, connect_timeout_s: float, answer_timeout_s: float) -> None:
-        self._connect_timeout_s = connect_timeout_s
-        self._answer_timeout_s = answer_timeout_s
-        self._idle: defaultdict[_Place, deque[tuple[float, UpstreamConnection]]] = defaultdict(
-            deque
-        )
-        self._tidying: asyncio.TimerHandle | None = None
-
-    async def __aenter__(self) -> Self:
-        self._loop = asyncio.get_running_loop()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._close_idle_since(self._loop.time())
-
-    async def send(
-        self,
-        url: str,
-        body: bytes,
-        headers: dict[str, str],
-        on_begin: Callable[[], None],
-        *,
-        fresh: bool = False,
-    ) -> UpstreamResponse:
-        """Send a request and return its answer once the head is there; raise a `WorkerError`.
-
-        `on_begin` is called when there is a connection, and before anything goes out on it.
-        Whoever gets the answer closes it: early, that ends the connection, and so frees the
-        worker's row. `fresh` takes a connection that nobody used before; a `StaleConnection` says
-        that this is worth an attempt.
-        """
-        place, path = _place(url)
-        link = None if fresh else self._kept(place)
-        if link is None:
-            link = await self._connected(place)
-        began_s = self._loop.time()
-        on_begin()
-        answered = False
-        try:
-            answer = await link.ask(
-                _head(path, place, headers, len(body)), body, self._answer_timeout_s
-            )
-            answered = True
-            return answer
-        except ReadTimeout as error:
-            raise WorkerSilent from error
-        except ConnectionLost as error:
-            log.warning("attempt.lost url=%s error=%r", url, error)
-            unheard = link.used and not link.heard
-            stale = unheard and _never_read(error, self._loop.time() - began_s)
-            raise (StaleConnection if stale else WorkerLost) from error
-        finally:
-            if not answered:
-                link.abort()
-
-    async def _connected(self, place: _Place) -> UpstreamConnection:
-        """Open a connection; raise `WorkerUnreachable`."""
-
-        def keep(link: UpstreamConnection) -> None:
-            self._idle[place].append((self._loop.time(), link))
-            if self._tidying is None:
-                self._tidying = self._loop.call_later(_IDLE_CONNECTION_S, self._tidy)
-
-        try:
-            async with asyncio.timeout(self._connect_timeout_s):
-                transport, link = await self._loop.create_connection(
-                    lambda: UpstreamConnection(self._loop, keep),
-                    place.host,
-                    place.port,
-                    ssl=certificate_authorities() if place.tls else None,
-                )
-        except OSError as error:  # a timeout is one
-            if error.errno in _OUT_OF_FILES:
-                raise Overloaded from error  # ours, and no fault of the worker
-            log.warning("attempt.unreachable place=%s error=%r", place, error)
-            raise WorkerUnreachable from error
-        _probe(transport.get_extra_info("socket"))
-        return link
-
-    def _kept(self, place: _Place) -> UpstreamConnection | None:
-        """Take the connection that was used last, if one is open and not idle for too long."""
-        idle = self._idle.get(place)
-        while idle:
-            since_s, link = idle.pop()
-            if link.open and self._loop.time() - since_s < _IDLE_CONNECTION_S:
-                return link
-            link.abort()
-        return None
-
-    def _tidy(self) -> None:
-        """Close what was idle for too long, and look again while something is left."""
-        self._close_idle_since(self._loop.time() - _IDLE_CONNECTION_S)
-        self._tidying = None
-        if any(self._idle.values()):
-            self._tidying = self._loop.call_later(_IDLE_CONNECTION_S, self._tidy)
-
-    def _close_idle_since(self, latest_s: float) -> None:
-        for place, idle in tuple(self._idle.items()):
-            while idle and idle[0][0] <= latest_s:
-                idle.popleft()[1].abort()
-            if not idle:
-                del self._idle[place]  # a worker may have another port in its next life
+    def _fire(self) -> None:
+        self._timer = None
+        if not self._running:
+            return  # the next restart sets it again
+        if self._loop.time() >= self._since_s + self._limit_s:
+            self._on_timeout()
+        else:
+            self._set_timer()
 
 
-async def refusal(answer: UpstreamResponse, timeout_s: float) -> GatewayError:
-    """Read what a worker's refusal means for us."""
-    if answer.status in _BUSY:
-        return WorkerBusy(retry_after_s(answer.retry_after, time.time()))
-    if answer.status not in _REFUSALS:
-        log.warning("worker.failed status=%d", answer.status)
+async def refusal(response: UpstreamResponse, timeout_s: float) -> GatewayError:
+    """Read a refusal by a worker and return the error for it."""
+    if response.status in _BUSY:
+        return WorkerBusy(retry_after_s(response.retry_after, time.time()))
+    if response.status not in _REFUSALS:
+        log.warning("worker.failed status=%d", response.status)
         return WorkerFailed()
     try:
-        answer.limit_silence(timeout_s)
-        told = from_json(await answer.read(_ERROR_LIMIT_BYTES))["error"]
-        param, code = told.get("param"), told.get("code")
+        response.set_read_timeout(timeout_s)
+        error = from_json(await response.read(_ERROR_LIMIT_BYTES))["error"]
+        param, code = error.get("param"), error.get("code")
         return RefusedByWorker(
-            answer.status,
-            str(told["message"]),
+            response.status,
+            str(error["message"]),
             param=param if isinstance(param, str) else None,
             code=code if isinstance(code, str) else None,
         )
     except (ValueError, TypeError, KeyError, AttributeError, ConnectionLost):
-        return WorkerFailed()  # not in OpenAI's shape, so not meant for a client
+        return WorkerFailed()  # not in OpenAI's shape, so not for a client
 
 
 def retry_after_s(value: str | None, now_s: float) -> float:
-    """Read a Retry-After in seconds or as a date, within reason; nonsense counts as the least.
+    """Read a Retry-After, in seconds or as a date, within bounds; an invalid one is the least.
 
-    `now_s` is the time of the day, since the epoch.
+    `now_s` is in seconds since 1970.
     """
     low, high = _RETRY_AFTER_RANGE_S
     if value is None:
@@ -593,26 +601,20 @@ def retry_after_s(value: str | None, now_s: float) -> float:
     return min(max(at.replace(tzinfo=at.tzinfo or UTC).timestamp() - now_s, low), high)
 
 
-class _Place(NamedTuple):
-    """Where a worker listens."""
-
-    host: str
-    port: int
-    tls: bool
-
-
 @functools.lru_cache(maxsize=1024)
-def _place(url: str) -> tuple[_Place, str]:
-    """Part a URL into where it leads and what is asked there."""
+def _parse_url(url: str) -> tuple[_Address, str]:
+    """Split a URL into address and path."""
     parts = urlsplit(url)
     tls = parts.scheme == "https"
-    return _Place(parts.hostname or "", parts.port or (443 if tls else 80), tls), parts.path
+    return _Address(parts.hostname or "", parts.port or (443 if tls else 80), tls), parts.path
 
 
-def _head(path: str, place: _Place, headers: Mapping[str, str], body_bytes: int) -> bytes:
-    """Write the head of a request; what would break out of its line is a fault of ours."""
-    host = f"[{place.host}]" if ":" in place.host else place.host
-    lines = [f"POST {path} HTTP/1.1", f"host: {host}:{place.port}"]
+def _encode_head(
+    path: str, address: _Address, headers: Mapping[str, str], body_bytes: int
+) -> bytes:
+    """Encode a head; a header that would end its line early is a defect of the gateway."""
+    host = f"[{address.host}]" if ":" in address.host else address.host
+    lines = [f"POST {path} HTTP/1.1", f"host: {host}:{address.port}"]
     lines += [f"{name}: {value}" for name, value in headers.items()]
     lines.append(f"content-length: {body_bytes}\r\n\r\n")
     head = "\r\n".join(lines)
@@ -622,24 +624,24 @@ def _head(path: str, place: _Place, headers: Mapping[str, str], body_bytes: int)
 
 
 def _never_read(error: ConnectionLost, elapsed_s: float) -> bool:
-    """Say whether the worker cannot have read the request from a connection that broke so."""
-    # Timed out: nothing of it was ever acknowledged.
+    """Return whether the worker cannot have read the request, by how the connection broke."""
+    # Timed out: no byte of it was acknowledged.
     return error.errno == errno.ETIMEDOUT or elapsed_s < _STALE_WITHIN_S
 
 
-def _probe(opened: socket.socket) -> None:
-    """Let the system find out when the other machine is gone."""
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, seconds in _PROBING.items():
+def _set_keepalive(connected: socket.socket) -> None:
+    """Let the system detect that the other machine is gone."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, seconds in _KEEPALIVE.items():
         if (option := getattr(socket, name, None)) is not None:
-            opened.setsockopt(socket.IPPROTO_TCP, option, seconds)
+            connected.setsockopt(socket.IPPROTO_TCP, option, seconds)
     if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:  # Linux alone
-        opened.setsockopt(socket.IPPROTO_TCP, option, _UNACKNOWLEDGED_MS)
+        connected.setsockopt(socket.IPPROTO_TCP, option, _UNACKNOWLEDGED_MS)
 
 
 @cache
 def certificate_authorities() -> ssl.SSLContext:
-    """Return whom to believe about a server's name, read once: each reading takes 40 ms."""
+    """Return the trusted certificate authorities, read once: reading them takes 40 ms."""
     context = httpx.create_ssl_context()
-    context.load_default_certs()  # the system's own too: a company's authority is known there alone
+    context.load_default_certs()  # the system's too: a company's own authority is only there
     return context

@@ -108,19 +108,19 @@ COMPLETIONS = OpenAIFormat(Endpoint.COMPLETIONS)
 def inspect(raw: bytes, endpoint: Endpoint, policy: PolicyDocument, fleet: FleetView) -> Inspected:
     """Parse a body into its profile and the body for workers; raise a `RequestRefused`."""
     body = parse(raw)
-    asked = body.get("model")
+    requested = body.get("model")
     served = fleet.served_models
-    model = asked if not isinstance(asked, str) else resolve_model(policy, asked, served)
+    model = resolve_model(policy, requested, served) if isinstance(requested, str) else requested
     defaults = sampling_defaults(policy, model if isinstance(model, str) else "")
     try:
         profile = apply_limits(read_profile(body, endpoint, defaults), policy.limits, policy.media)
-    except FieldError as wrong:
-        raise FieldInvalid(wrong.message, param=wrong.param) from None
+    except FieldError as error:
+        raise FieldInvalid(error.message, param=error.param) from None
     asked_model = profile.model
     if model != asked_model:
         profile = profile._replace(model=str(model))
     known = profile.model in fleet.known_models or profile.model in policy.models
-    # An empty fleet knows no names yet, so it cannot call one unknown.
+    # Before any worker has joined, no model is known, so none can be called unknown.
     if not known and fleet.known_models:
         raise ModelUnknown(asked_model)
     return Inspected(asked_model=asked_model, profile=profile, body=_for_worker(body, profile))
@@ -129,8 +129,8 @@ def inspect(raw: bytes, endpoint: Endpoint, policy: PolicyDocument, fleet: Fleet
 def parse(raw: bytes) -> dict[str, Any]:
     """Parse one strict JSON object: UTF-8, no NaN, no infinity, bounded depth."""
     try:
-        # Never pass the client's own bytes on: a key that stands twice would mean one thing here
-        # and another there. What is sent is always written from this parse.
+        # The client's own bytes are never passed on: a duplicate key could mean one thing to the
+        # gateway and another to the worker. The worker's body is encoded from this parse.
         body = from_json(raw, allow_inf_nan=False)
     except ValueError:
         raise BodyNotJson from None
@@ -140,8 +140,8 @@ def parse(raw: bytes) -> dict[str, Any]:
 
 
 def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, Any]:
-    """Write the body that a worker gets: nothing in it is left to an engine's own default."""
-    # Explicit nulls mean "absent" to us, and strict engines refuse them.
+    """Return the body for a worker; it leaves nothing to an engine's own defaults."""
+    # An explicit null means "absent", and strict engines reject it.
     sent = {name: value for name, value in body.items() if value is not None}
     sampling = profile.sampling
     sent |= {
@@ -156,13 +156,13 @@ def _for_worker(body: Mapping[str, Any], profile: RequestProfile) -> dict[str, A
     if profile.endpoint is Endpoint.CHAT:
         sent["messages"] = normalise(body["messages"])
     if profile.stream:
-        # Always asked for, so that every request is accounted; hidden again from who did not ask.
+        # Every request is accounted; the encoder removes usage that the client did not request.
         sent["stream_options"] = {"include_usage": True}
     return sent
 
 
 def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what a server that knows nothing of us need not know."""
+    """Return a body without the fields that only Paceline's workers need."""
     return {
         name: value
         for name, value in body.items()
@@ -171,16 +171,15 @@ def for_openai(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normalise(messages: Sequence[Message]) -> list[Message]:
-    """Hoist and merge the system messages, then merge plain neighbours of one role.
+    """Move system messages to the front and merge them; merge adjacent text messages of a role.
 
-    Many chat templates refuse a system message that is not the first, or two of one role in a row;
-    and the same words must give the same prompt, or no cache of system prompts can help.
-    Doing it twice changes nothing.
+    Many chat templates reject a system message that is not the first, or two of one role in a row;
+    and a prefix cache works only if the same text gives the same prompt. Idempotent.
     """
     system = [message for message in messages if message["role"] in _SYSTEM_ROLES]
-    others = [message for message in messages if message["role"] not in _SYSTEM_ROLES]
+    other_messages = [message for message in messages if message["role"] not in _SYSTEM_ROLES]
     head = [{"role": "system", "content": _system_content(system)}] if system else []
-    return head + _merge_neighbours(others)
+    return head + _merge_adjacent(other_messages)
 
 
 def _system_content(messages: Sequence[Message]) -> str | list[Any]:
@@ -193,7 +192,7 @@ def _system_content(messages: Sequence[Message]) -> str | list[Any]:
     return parts
 
 
-def _merge_neighbours(messages: Sequence[Message]) -> list[Message]:
+def _merge_adjacent(messages: Sequence[Message]) -> list[Message]:
     merged: list[Message] = []
     for message in messages:
         last = merged[-1] if merged else None
@@ -211,7 +210,7 @@ def _merge_neighbours(messages: Sequence[Message]) -> list[Message]:
 
 
 def _plain(message: Message) -> bool:
-    """Say whether a message is nothing but text: no parts, tool calls, names or other fields."""
+    """Return whether a message is text alone: no parts, tool calls, names or other fields."""
     return (
         message["role"] in _MERGING_ROLES
         and isinstance(message.get("content"), str)

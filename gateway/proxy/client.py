@@ -1,4 +1,4 @@
-"""Who asks: how their requests stand in a waiting line, and what a policy may know of them."""
+"""The client of a request: its place in the queue, and its attributes for policy rules."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument, Priority
 
 PRIORITY_HEADER = "x-paceline-priority"
-# No policy can ask for a longer one, and what is known of the last requests is kept.
+# No policy can match a longer one, and the attributes of recent requests are stored.
 _VALUE_LIMIT_BYTES = 128
 
 
-def read_caller(scope: Scope, policy: PolicyDocument, holder: ApiKey) -> Caller:
-    """Read who asks; raise `FieldInvalid` for a priority that policy or key do not let them have.
+def read_caller(scope: Scope, policy: PolicyDocument, api_key: ApiKey) -> Caller:
+    """Read caller and priority; raise `FieldInvalid` for a priority that policy or key forbid.
 
-    All requests of a key share one place in line, and so do all without one: nobody gets two by
-    asking twice.
+    All requests of a key share one place in the queue, and so do all requests without a key.
     """
-    asked = header(scope, PRIORITY_HEADER.encode())
-    if asked is None:
-        return holder.caller
-    may_ask = [priority for priority in policy.priorities if priority in holder.priorities]
-    for priority in may_ask:
-        if asked == priority.encode():
-            return holder.caller._replace(priority=Priority(priority))
-    allowed = ", ".join(may_ask) or "nothing"
+    requested = header(scope, PRIORITY_HEADER.encode())
+    if requested is None:
+        return api_key.caller
+    permitted = [priority for priority in policy.priorities if priority in api_key.priorities]
+    for priority in permitted:
+        if requested == priority.encode():
+            return api_key.caller._replace(priority=Priority(priority))
+    allowed = ", ".join(permitted) or "nothing"
     raise FieldInvalid(f"'{PRIORITY_HEADER}' must be one of: {allowed}.", param=PRIORITY_HEADER)
 
 
-def read_asker(
+def read_attributes(
     scope: Scope, caller: Caller, headers: Iterable[str], minute_of_week: int
 ) -> CallerAttributes:
-    """Tell what a policy may know of who asks; of their headers only these."""
-    found = {}
+    """Return what policy rules may match: key, team, these headers, and the minute of the week."""
+    values = {}
     for name in headers:
         value = header(scope, name.encode())
         if value is not None and len(value) <= _VALUE_LIMIT_BYTES:
-            found[name] = value.decode("latin-1")
-    return CallerAttributes(caller.key, caller.team, found or ANONYMOUS.headers, minute_of_week)
+            values[name] = value.decode("latin-1")
+    return CallerAttributes(caller.key, caller.team, values or ANONYMOUS.headers, minute_of_week)

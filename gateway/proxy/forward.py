@@ -216,7 +216,7 @@ class Forwarder:
         self, response: UpstreamResponse, writer: ResponseWriter, context: RequestContext
     ) -> None:
         """Relay a response that is one JSON object; raise a `WorkerError`."""
-        response.limit_silence(self._settings.idle_timeout_s)  # the rest is on its way
+        response.set_read_timeout(self._settings.idle_timeout_s)  # the rest is on its way
         try:
             body = await response.read(_WHOLE_LIMIT_BYTES)
             answer = from_json(body) if len(body) < _WHOLE_LIMIT_BYTES else None
@@ -244,7 +244,7 @@ class Forwarder:
         state = relay.state
         last = b""
         failure: GatewayError = WorkerLost()
-        response.limit_silence(self._settings.answer_timeout_s)
+        response.set_read_timeout(self._settings.answer_timeout_s)
         try:
             last = await relay.run([*_STREAM_HEADERS, *context.route_headers()])
         except ReadTimeout:
@@ -302,10 +302,10 @@ class StreamRelay:
         if encoded := self._scan(piece):
             self._writer.write(encoded)
         if state.done:
-            self._response.limit_silence(_AFTER_DONE_S)
+            self._response.set_read_timeout(_AFTER_DONE_S)
         elif not self._begun:
             self._begun = True
-            self._response.limit_silence(self._idle_timeout_s)
+            self._response.set_read_timeout(self._idle_timeout_s)
         self._send_chunk = self._writer.chunk_sender() if self._scanner.quiet else None
         return not state.broken
 

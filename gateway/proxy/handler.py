@@ -28,7 +28,7 @@ from gateway.http.downstream import (
 )
 from gateway.protocols import WireFormat
 from gateway.proxy.billing import reserved_tokens
-from gateway.proxy.client import read_asker, read_caller
+from gateway.proxy.client import read_attributes, read_caller
 from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load
@@ -130,12 +130,14 @@ class ProxyHandler:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
         gateway, policy = self._gateway, context.policy
         context.caller = caller = read_caller(scope, policy, context.api_key)
-        asker = read_asker(scope, caller, policy.compiled.headers, gateway.week_clock.minute())
+        attributes = read_attributes(
+            scope, caller, policy.compiled.headers, gateway.week_clock.minute()
+        )
         inspected = context.wire_format.inspect(body, policy, gateway.fleet.view())
         context.inspected = inspected
         context.api_key.check_model(inspected)
         prefix_key = gateway.prefix_names.prefix_key(inspected, caller, policy.prefix)
-        request = RoutingRequest(policy, inspected.profile, asker, caller.pools, prefix_key)
+        request = RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix_key)
         context.routing_request = request
         gateway.recent_requests.add(request)
 

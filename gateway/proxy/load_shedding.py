@@ -1,4 +1,4 @@
-"""When the gateway has all it can carry: how late its event loop is, and how much it holds."""
+"""Load shedding: reject new requests when the event loop is late or too much is in memory."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from gateway.assembly import LOOP_CHECK_S
 from gateway.errors import Overloaded
 
 BODIES_LIMIT_BYTES = 512 * 1024 * 1024
-"""Bodies of running requests, all together: with what is made of them, a few times that."""
+"""Of the bodies of all running requests; parsed, they take several times as much memory."""
 _REMEMBERED_S = 10.0
-# One long pause (a machine that slept, a large body) is no overload; being late all the time is.
+# One long pause (a sleeping machine, a large body) is no overload; a lasting delay is.
 _SUSTAINED_TICKS = 4
 _TOO_LATE_S = 0.25
 
 
 class LoopLag:
-    """How late what is due is run; pure, fed by `LoopMonitor`."""
+    """The delay of the event loop, as `LoopMonitor` measures it."""
 
     def __init__(self) -> None:
         self._late_s: deque[float] = deque([0.0], maxlen=int(_REMEMBERED_S / LOOP_CHECK_S))
         self.too_late = False
-        """The loop cannot keep up: every one of the last ticks was late."""
+        """The last four measurements were all late."""
 
     def note(self, late_s: float) -> None:
-        """Enter by how much one tick came late."""
+        """Record the delay of one measurement."""
         self._late_s.append(max(0.0, late_s))
         recent = tuple(self._late_s)[-_SUSTAINED_TICKS:]
         self.too_late = len(recent) == _SUSTAINED_TICKS and min(recent) > _TOO_LATE_S
 
     @property
     def worst_s(self) -> float:
-        """Tell the longest delay of the last ten seconds."""
+        """Return the longest delay of the last ten seconds."""
         return max(self._late_s)
 
 
 class Load:
-    """What one gateway carries now; new requests are shed first, those that run go on."""
+    """The running requests of one gateway and the memory of their bodies."""
 
     def __init__(self, limit_requests: int) -> None:
         self._limit_requests = limit_requests
@@ -47,18 +47,18 @@ class Load:
         self.lag = LoopLag()
 
     def admit(self) -> None:
-        """Raise `Overloaded` when no further request can be carried; this one counts already."""
+        """Raise `Overloaded` if there are too many requests; this one already counts."""
         if self.requests > self._limit_requests or self.lag.too_late:
             raise Overloaded
 
     def hold(self, body_bytes: int) -> None:
-        """Count bytes of a body that is being read; raise `Overloaded` past what memory holds."""
+        """Add bytes of a body that is being read; raise `Overloaded` above the limit."""
         self._body_bytes += body_bytes
         if self._body_bytes > BODIES_LIMIT_BYTES:
             raise Overloaded
 
     def release(self, body_bytes: int) -> None:
-        """Give back all that was counted by `hold` for one request."""
+        """Remove the bytes that `hold` added for one request."""
         self._body_bytes -= body_bytes
 
 

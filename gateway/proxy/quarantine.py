@@ -1,7 +1,7 @@
-"""Bodies that workers died of: after the second loss they are not sent any more for a while.
+"""Quarantine of request bodies that crash workers: blocked for a while after the second crash.
 
-MLX aborts its whole process when a prompt is too much for it, so a body that is tried again
-everywhere would take down one worker after the other. Pure: the clock is passed in.
+MLX aborts its whole process if a prompt is too large for it, so a body that every worker tries
+would crash one after the other.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 LOSSES = 2
 KEPT_S = 600.0
 _BODIES = 1024
-"""As many are remembered; the oldest is forgotten first."""
+"""The number of bodies stored; a new one replaces the oldest."""
 
 
 @dataclass(slots=True)
@@ -22,7 +22,7 @@ class _Suspect:
 
 
 class Quarantine:
-    """Digests of bodies whose worker was lost before it gave any byte of an answer."""
+    """Digests of bodies whose worker was lost before the first byte of a response."""
 
     def __init__(self) -> None:
         self._suspects: dict[bytes, _Suspect] = {}
@@ -31,7 +31,7 @@ class Quarantine:
         return sum(len(suspect.boots) >= LOSSES for suspect in self._suspects.values())
 
     def holds(self, body: bytes, now_s: float) -> bool:
-        """Say whether this body must not be sent. Costs nothing while nobody is suspected."""
+        """Return whether this body is blocked; without suspects that costs no digest."""
         if not self._suspects:
             return False
         digest = _digest(body)
@@ -44,7 +44,7 @@ class Quarantine:
         return len(suspect.boots) >= LOSSES
 
     def lost(self, body: bytes, boot: str, now_s: float) -> None:
-        """Take note that this life of a worker ended, or seemed to, while it had this body."""
+        """Record that a boot of a worker was lost while it processed this body."""
         digest = _digest(body)
         suspect = self._suspects.pop(digest, None)
         if suspect is None or now_s >= suspect.until_s:
@@ -56,7 +56,7 @@ class Quarantine:
             del self._suspects[next(iter(self._suspects))]
 
     def answered(self, body: bytes) -> None:
-        """Take note that a worker survived this body: it was near a death, not the cause."""
+        """Clear a body that a worker has answered: it did not cause the crash."""
         if self._suspects:
             self._suspects.pop(_digest(body), None)
 

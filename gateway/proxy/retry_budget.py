@@ -1,4 +1,4 @@
-"""How many requests may be on a further attempt at once: enough for a fault, not for a storm."""
+"""The retry budget: enough retries at once for a fault, too few for a retry storm."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from policies.sections import Retries
 
 
 class RetryBudget:
-    """Counts active requests, and those among them that are on a further attempt without answer."""
+    """Counts active requests, and those that are retrying and have no response yet."""
 
     def __init__(self) -> None:
         self.active = 0
         self.retrying = 0
         self.denied = 0
-        """Retries that were not made since the start."""
+        """Retries that the budget did not allow, since the start."""
 
     def allows(self, retries: Retries) -> bool:
-        """Say whether one more request may be tried again; a refusal is counted."""
+        """Return whether one more request may retry; count it if not."""
         allowed = self.retrying < max(retries.at_least, int(retries.share * self.active))
         self.denied += not allowed
         return allowed
 
     @contextlib.contextmanager
     def retry(self) -> Iterator[None]:
-        """Count a further attempt until its answer begins: from then on nothing is tried again."""
+        """Count a retry until its response begins; after that no request retries."""
         self.retrying += 1
         try:
             yield

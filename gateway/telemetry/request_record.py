@@ -1,4 +1,4 @@
-"""What became of a request: the last of the values that pass from step to step."""
+"""The record of a finished request, from which accounting, access log and traces are written."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from gateway.types import Caller, Drafts, Inspected, Outcome, Spent, Usage
 
 
 class RequestRecord(NamedTuple):
-    """One finished request: all that accounting may know of it."""
+    """One finished request."""
 
     request_id: str
     outcome: Outcome
     status: int
     seconds: float
     code: str = ""
-    """What the error counts as, empty when there was none."""
+    """The error code for counters; empty without an error."""
     inspected: Inspected | None = None
     decision: Decision | None = None
     candidate: Candidate | None = None
     attempts: int = 0
     usage: Usage = Usage()
     waited_s: float = 0.0
-    """In the waiting line for a slot."""
+    """Time in the queue for a slot."""
     added_s: float | None = None
-    """From the whole body read to the request handed to the worker, without the waiting line."""
+    """From the whole body read to the request sent to the worker, without the queue."""
     first_token_s: float | None = None
     """From the whole body read to the first event with content, for streams."""
     token_s: float | None = None
-    """For each token after the first one, for streams that came to their end."""
+    """For each token after the first one, for complete streams."""
     drafts: Drafts | None = None
-    """As the worker counted them; None where it told of none."""
+    """As the worker reported them; None if it reported none."""
     caller: Caller = Caller()
     spent: Spent = Spent()
-    """Nothing without a key."""
+    """Zero without a key."""
     prefix: str = "none"
-    """What became of its system prompt: hit, miss, or none to look for."""
+    """The cache result of the system prompt: hit, miss or none."""

@@ -73,4 +73,4 @@ def serve_once(*pieces: bytes) -> Serve:
 
 async def send_request(link: UpstreamConnection) -> UpstreamResponse:
     """Send a request, and wait for the head of its answer."""
-    return await link.ask(REQUEST, BODY, TIMEOUT_S)
+    return await link.request(REQUEST, BODY, TIMEOUT_S)

@@ -93,7 +93,7 @@ async def test_what_is_no_answer_is_a_loss(nonsense: bytes) -> None:
     async with upstream_connection(serve_once(nonsense)) as (link, _):
         with pytest.raises(ConnectionLost):
             await send_request(link)
-        assert link.heard == bool(nonsense)
+        assert link.received == bool(nonsense)
 
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
@@ -140,7 +140,7 @@ async def test_an_answer_before_the_request_was_read_is_taken_and_the_connection
         await answered.wait()
 
     async with upstream_connection(serve) as (link, kept):
-        answer = await link.ask(REQUEST, b"x" * 50_000_000, TIMEOUT_S)
+        answer = await link.request(REQUEST, b"x" * 50_000_000, TIMEOUT_S)
         assert (answer.status, await answer.read()) == (413, b"")
         answer.close()
         answered.set()
@@ -151,7 +151,7 @@ async def test_each_wait_is_bounded_and_not_the_whole() -> None:
     slow = serve_pieces(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n", *[b"x"] * 40)
     async with upstream_connection(slow) as (link, _):
         answer = await send_request(link)
-        answer.limit_silence(0.5)
+        answer.set_read_timeout(0.5)
         received = bytearray()
 
         async def receive() -> None:
@@ -204,7 +204,7 @@ async def test_a_reader_that_is_pressed_by_a_passing_chunk_is_no_silence_of_the_
     )
     async with upstream_connection(serve_pieces(head + first, second, end)) as (link, kept):
         answer = await send_request(link)
-        link.limit_silence(0.1)
+        link.set_read_timeout(0.1)
         passed: list[bytes] = []
 
         def through(chunk: bytes) -> bool:
@@ -420,9 +420,9 @@ async def test_a_worker_that_is_made_to_wait_is_not_silent() -> None:
         pouring = asyncio.create_task(answer.pour(sink))
         await asyncio.sleep(0)
         answer.pause(True)
-        answer.limit_silence(0.1)
+        answer.set_read_timeout(0.1)
         await asyncio.sleep(0.5)
-        answer.limit_silence(30)
+        answer.set_read_timeout(30)
         answer.pause(False)
         last = await pouring
         answer.close()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.periodic import WeekClock
-from gateway.proxy.client import read_asker
+from gateway.proxy.client import read_attributes
 from gateway.types import Caller
 from policies.compiler import ANONYMOUS
 
@@ -34,9 +34,9 @@ def test_only_the_headers_that_are_named_are_kept_and_no_long_ones() -> None:
             (b"x-other", b"canary"),
         ]
     }
-    asker = read_asker(scope, Caller(key="k1", team="blue"), ("x-app", "x-long", "x-none"), 7)
+    asker = read_attributes(scope, Caller(key="k1", team="blue"), ("x-app", "x-long", "x-none"), 7)
     assert asker == ("k1", "blue", {"x-app": "bücher"}, 7)
-    assert read_asker(scope, Caller(), (), 0) == ANONYMOUS
+    assert read_attributes(scope, Caller(), (), 0) == ANONYMOUS
 
 
 @pytest.mark.parametrize(
