@@ -76,7 +76,7 @@ class DownstreamProtocol(HttpToolsProtocol):
         self._rejection: RequestRefused | None = None
         self._unsent_bytes = 0
         self._sent_at_s = 0.0
-        self._outlet: _Outlet
+        self._buffered: _BufferedTransport
         self._writer: ResponseWriter | None = None
         """Of the running request, or of the last one."""
         # Not the writer itself: each request would be a cycle of garbage.
@@ -86,8 +86,8 @@ class DownstreamProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time of the first request head."""
         self._head_since_s = self.loop.time()
-        self._outlet = _Outlet(transport, self.loop, unread=lambda: self._receiving)
-        super().connection_made(self._outlet)
+        self._buffered = _BufferedTransport(transport, self.loop, unread=lambda: self._receiving)
+        super().connection_made(self._buffered)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the running request."""
@@ -114,7 +114,7 @@ class DownstreamProtocol(HttpToolsProtocol):
             self._head_bytes = 0
             if self._head_since_s is None:
                 self._head_since_s = self.loop.time()
-        if self._outlet.closing_since_s is not None and self.cycle is None:
+        if self._buffered.closing_since_s is not None and self.cycle is None:
             return  # rejected before there was a request; the rest is dropped
         self._head_bytes += len(data)
         self._unset_keepalive_if_required()
@@ -139,7 +139,7 @@ class DownstreamProtocol(HttpToolsProtocol):
             raise self._rejection
         if self.parser.should_upgrade():
             return  # `_feed` parses the request again without it
-        if self._outlet.closing_since_s is None:
+        if self._buffered.closing_since_s is None:
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
@@ -148,32 +148,42 @@ class DownstreamProtocol(HttpToolsProtocol):
             return
         super().on_message_complete()
         self._receiving = False
-        self._outlet.finish_closing()
+        self._buffered.finish_closing()
 
     def check(self, now_s: float) -> None:
-        """Close the connection if the client is too slow: to send a head, to read, or to close."""
-        closing_since_s = self._outlet.closing_since_s
-        unsent_bytes = self._outlet.get_write_buffer_size()
-        if not unsent_bytes or unsent_bytes != self._unsent_bytes:
-            self._unsent_bytes, self._sent_at_s = unsent_bytes, now_s
-            if closing_since_s is not None and now_s - closing_since_s > _LINGER_S:
-                self._outlet.finish_closing()
-        elif now_s - self._sent_at_s > self._write_timeout_s:
-            self._outlet.abort()
-        if self._head_since_s is not None and self.cycle and not self.cycle.response_complete:
-            self._head_since_s = now_s  # the next head has its time after this response
-        waited_s = now_s - (now_s if self._head_since_s is None else self._head_since_s)
-        if waited_s > self._head_timeout_s and closing_since_s is None:
-            if self._head_bytes:
-                self._reject(HeadTooSlow())
-            else:
-                self._outlet.abort()
+        """Close the connection if the client is too slow: to read, to close, or to send a head."""
+        self._check_reader(now_s)
+        self._check_head(now_s)
         if self._writer is not None:
             self._writer.check(now_s)
 
+    def _check_reader(self, now_s: float) -> None:
+        """Abort a client that reads nothing; close after the time to read a rejected request."""
+        closing_since_s = self._buffered.closing_since_s
+        unsent_bytes = self._buffered.get_write_buffer_size()
+        if not unsent_bytes or unsent_bytes != self._unsent_bytes:
+            self._unsent_bytes, self._sent_at_s = unsent_bytes, now_s
+            if closing_since_s is not None and now_s - closing_since_s > _LINGER_S:
+                self._buffered.finish_closing()
+        elif now_s - self._sent_at_s > self._write_timeout_s:
+            self._buffered.abort()
+
+    def _check_head(self, now_s: float) -> None:
+        """Reject a head that takes too long, and close a connection without one."""
+        if self._head_since_s is None:
+            return
+        if self.cycle and not self.cycle.response_complete:
+            self._head_since_s = now_s  # the time of the next head starts after this response
+        late = now_s - self._head_since_s > self._head_timeout_s
+        if late and self._buffered.closing_since_s is None:
+            if self._head_bytes:
+                self._reject(HeadTooSlow())
+            else:
+                self._buffered.abort()
+
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         """Create the writer of the response, then start the request."""
-        self._writer = ResponseWriter(cycle, self._outlet.write_now)
+        self._writer = ResponseWriter(cycle, self._buffered.write_now)
         super()._start_asgi_task(cycle, app)
 
     def _feed(self, data: bytes) -> None:
@@ -203,15 +213,13 @@ class DownstreamProtocol(HttpToolsProtocol):
         """Send an error in place of the application, and read no further request."""
         self._head_since_s = None
         busy = self.cycle is not None and not self.cycle.response_complete
-        if self._outlet.is_closing() or busy:
-            self._outlet.abort()  # a response that has begun cannot be replaced by another
+        if self._buffered.is_closing() or busy:
+            self._buffered.abort()  # a response that has begun cannot be replaced by another
             return
         body = to_body(error)
-        head = [b"HTTP/1.1 %d %s" % (error.status, HTTPStatus(error.status).phrase.encode())]
-        head += [b"%s: %s" % pair for pair in to_headers(error)]
-        head += [b"content-length: %d" % len(body), b"connection: close", b"", body]
-        self._outlet.write(b"\r\n".join(head))
-        self._outlet.close()
+        headers = (*to_headers(error), (b"content-length", b"%d" % len(body)), _CLOSE)
+        self._buffered.write(_encode_head(error.status, headers) + body)
+        self._buffered.close()
 
 
 def check_connections(connections: Iterable[Any]) -> None:
@@ -221,7 +229,7 @@ def check_connections(connections: Iterable[Any]) -> None:
         connection.check(now_s)
 
 
-class _Outlet(asyncio.Transport):
+class _BufferedTransport(asyncio.Transport):
     """A transport that sends everything written in one iteration of the event loop as one packet.
 
     uvicorn writes a head and its body one by one, and system calls are most of a server's cost.
@@ -328,7 +336,7 @@ class ResponseWriter:
         await self._writable()
         self.started = True
         headers = (*self._with_own(headers), (b"content-length", b"%d" % len(body)))
-        head = self._encode_head(status, headers)
+        head = self._head_of(status, headers)
         if not self._disconnected:
             self._send(head if self._cycle.scope["method"] == "HEAD" else head + body)
         self._complete()
@@ -421,26 +429,21 @@ class ResponseWriter:
         # HTTP/1.0 has no chunks: there the end of the connection is the end of the response.
         self._chunked = self._cycle.scope["http_version"] == "1.1"
         framing = (_CHUNKED,) if self._chunked else ()
-        self._head = self._encode_head(200, (*self._stream_headers, *framing))
+        self._head = self._head_of(200, (*self._stream_headers, *framing))
 
     def _with_own(self, headers: Iterable[Header]) -> Headers:
         own = (b"x-request-id", self.request_id.encode())
         return [*headers, *self.rate_limit_headers, own]
 
-    def _encode_head(self, status: int, headers: tuple[Header, ...]) -> bytes:
-        """Encode a head; a header that would end its line early is a defect of the gateway."""
+    def _head_of(self, status: int, headers: tuple[Header, ...]) -> bytes:
+        """Encode the head, and decide whether the connection stays open after the response."""
         cycle = self._cycle
         cycle.response_started = True
         if _CLOSE in headers:
             cycle.keep_alive = False
         elif not cycle.keep_alive:
             headers = (*headers, _CLOSE)
-        headers = (*cycle.default_headers, *headers)
-        lines = [_STATUS_LINES[status], *[b"%b: %b" % pair for pair in headers], b"\r\n"]
-        head = b"\r\n".join(lines)
-        if head.count(b"\n") != len(headers) + 2:
-            raise ValueError("a header holds the end of a line")
-        return head
+        return _encode_head(status, (*cycle.default_headers, *headers))
 
     def _complete(self) -> None:
         """Free the connection for the next request, or close it."""
@@ -450,6 +453,15 @@ class ResponseWriter:
         if not cycle.keep_alive:
             cycle.transport.close()
         cycle.on_response()
+
+
+def _encode_head(status: int, headers: tuple[Header, ...]) -> bytes:
+    """Encode a head; a header that would end its line early is a defect of the gateway."""
+    lines = [_STATUS_LINES[status], *[b"%b: %b" % pair for pair in headers], b"\r\n"]
+    head = b"\r\n".join(lines)
+    if head.count(b"\n") != len(headers) + 2:
+        raise ValueError("a header holds the end of a line")
+    return head
 
 
 def response_writer(scope: Scope) -> ResponseWriter:
