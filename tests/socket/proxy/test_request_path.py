@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -50,6 +51,13 @@ def traced_chat(gateway: RunningGateway, headers: dict[str, str]) -> list[str]:
     return list(files)
 
 
+def files_of_the_page() -> set[str]:
+    """Return the files that `docs/architecture.md` names for one request."""
+    page = (ROOT.parent / "docs/architecture.md").read_text()
+    section = page[page.index("A streamed chat with") : page.index("The same in four steps")]
+    return set(re.findall(r"`([\w/]+\.py)`", section))
+
+
 def test_a_streamed_chat_with_a_key_runs_few_files(tmp_path: Path, worker: ScriptedWorker) -> None:
     with RunningGateway(make_settings(tmp_path, admin_key=SecretStr("a" * 32))) as gateway:
         gateway.send_heartbeat(worker)
@@ -58,6 +66,7 @@ def test_a_streamed_chat_with_a_key_runs_few_files(tmp_path: Path, worker: Scrip
     # A periodic job may run beside one request, but not beside all of them.
     files = [path for path in runs[-1] if all(path in run for run in runs)]
     assert len(files) <= FILES_LIMIT, files
+    assert set(files) == files_of_the_page()
     assert files[0] == "http/downstream.py"
     steps = ["http/downstream.py", "app.py", "proxy/handler.py", "proxy/forward.py"]
     assert [path for path in files if path in steps] == steps

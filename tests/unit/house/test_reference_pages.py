@@ -1,4 +1,4 @@
-"""The reference pages name all error codes and settings that exist, and no others."""
+"""The pages name error codes, settings and files that exist; the reference names all of them."""
 
 from __future__ import annotations
 
@@ -77,3 +77,13 @@ def test_the_page_on_settings_names_exactly_the_settings_of_gateway_and_worker()
     assert documented == gateway | worker | {"CONFIG"}
     assert "`workers`" in page
     assert "`worker`" in page
+
+
+def test_every_file_that_a_page_names_in_code_exists() -> None:
+    names = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")):
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
+            if "/" in name:
+                assert (ROOT / name).exists() or (ROOT / "gateway" / name).exists(), (page, name)
+            else:
+                assert name in names, (page, name)
