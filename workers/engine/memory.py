@@ -76,7 +76,8 @@ def measure_memory(target: Target, head: MtpHead | None) -> MemoryEstimate:
             token_bytes += attention_bytes
     if head is not None:
         token_bytes += attention_bytes * len(head.new_caches())
-    limit_bytes = _limit_bytes()
+    working_set = mx.device_info().get("max_recommended_working_set_size")
+    limit_bytes = int(working_set or mx.get_memory_limit())
     free_bytes = limit_bytes - mx.get_active_memory()
     return MemoryEstimate(
         token_bytes=token_bytes,
@@ -84,8 +85,3 @@ def measure_memory(target: Target, head: MtpHead | None) -> MemoryEstimate:
         room_bytes=int(_SHARE_FOR_CACHES * max(free_bytes, 0)),
         limit_bytes=limit_bytes,
     )
-
-
-def _limit_bytes() -> int:
-    working_set = mx.device_info().get("max_recommended_working_set_size")
-    return int(working_set or mx.get_memory_limit())

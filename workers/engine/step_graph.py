@@ -11,8 +11,7 @@ States are lists of layers: `(keys, values)` of an attention, the slots of a rec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import mlx.core as mx
 
@@ -25,8 +24,7 @@ Layers: TypeAlias = list[LayerState | list[History]]
 """A state after L more tokens; where L > 1 recurrent layers have their histories instead."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyResult:
+class VerifyResult(NamedTuple):
     """Output of the target for L tokens of every row."""
 
     scores: mx.array
@@ -41,8 +39,7 @@ class VerifyResult:
         return cast("State", self.layers)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitResult:
+class CommitResult(NamedTuple):
     """State of a batch after a step that drafted."""
 
     accepted: mx.array
@@ -77,8 +74,7 @@ class StepGraph:
         self, tokens: mx.array, state: State, offset: mx.array, position_shift: mx.array
     ) -> VerifyResult:
         """Run tokens [rows, L] through the target, at every row's cursor."""
-        scores, hidden, layers = self._verify(tokens, state, offset, position_shift)
-        return VerifyResult(scores=scores, hidden=hidden, layers=layers)
+        return VerifyResult(*self._verify(tokens, state, offset, position_shift))
 
     def commit(
         self,
@@ -92,16 +88,7 @@ class StepGraph:
         `chosen` is [rows, k + 1]; `drafted` the drafts [rows, k] and their lengths [rows]; `head`
         the head's caches and their cursors [rows].
         """
-        accepted, last_tokens, state, head_state, seed_hidden = self._commit(
-            verified.layers, verified.hidden, chosen, drafted, head
-        )
-        return CommitResult(
-            accepted=accepted,
-            last_tokens=last_tokens,
-            state=state,
-            head_state=head_state,
-            seed_hidden=seed_hidden,
-        )
+        return CommitResult(*self._commit(verified.layers, verified.hidden, chosen, drafted, head))
 
     def roll_back(self, layers: Layers, kept: mx.array, length: int) -> State:
         """Return the state after the first `kept[row]` of `length` verified tokens."""

@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import mlx.core as mx
@@ -26,31 +25,17 @@ T = TypeVar("T")
 _STOPPED = "The engine has stopped."
 
 
-@dataclass(frozen=True, slots=True)
-class _Submit:
-    lane: LaneName
-    row: Row
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    row: Row
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    pass
-
-
 class EngineThread(Generic[T]):
     """A thread that loads the lanes and steps every busy one in turn until it is stopped."""
 
     def __init__(self, load: Callable[[], tuple[T, Sequence[LaneScheduler]]]) -> None:
         self._load = load
-        self._commands: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
+        self._lanes: dict[LaneName, LaneScheduler] = {}
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-mlx", daemon=True)
         self._submit_lock = threading.Lock()
         self._accepting = True
+        self._stopping = False
         self._loaded: Future[T] = Future()
 
     def start(self) -> T:
@@ -68,15 +53,23 @@ class EngineThread(Generic[T]):
         with self._submit_lock:
             if not self._accepting:
                 raise EngineStopped(_STOPPED)
-            self._commands.put(_Submit(lane, row))
+            self._commands.put(lambda: self._lanes[lane].add(row))
 
     def cancel(self, row: Row) -> None:
         """Drop a row before the next step."""
-        self._commands.put(_Cancel(row))
+
+        def mark() -> None:
+            row.cancelled = True
+
+        self._commands.put(mark)
 
     def stop(self, timeout_s: float) -> None:
         """End the thread after its current step; running rows fail with `EngineStopped`."""
-        self._commands.put(_Stop())
+
+        def mark() -> None:
+            self._stopping = True
+
+        self._commands.put(mark)
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -85,10 +78,10 @@ class EngineThread(Generic[T]):
         except BaseException as error:  # noqa: BLE001  # start() raises it
             self._loaded.set_exception(error)
             return
+        self._lanes = {lane.name: lane for lane in lanes}
         self._loaded.set_result(result)
-        by_name = {lane.name: lane for lane in lanes}
         try:
-            while self._run_commands(by_name):
+            while self._run_commands():
                 for lane in lanes:
                     if lane.busy:
                         lane.step()
@@ -98,25 +91,18 @@ class EngineThread(Generic[T]):
             with self._submit_lock:
                 self._accepting = False
             while not self._commands.empty():  # submitted during the last step
-                command = self._commands.get()
-                if isinstance(command, _Submit):
-                    by_name[command.lane].add(command.row)
+                self._commands.get()()
             for lane in lanes:
                 lane.close(EngineStopped(_STOPPED))
             mx.clear_streams()  # MLX aborts the process if a thread ends with streams of its own
 
-    def _run_commands(self, lanes: dict[LaneName, LaneScheduler]) -> bool:
+    def _run_commands(self) -> bool:
         """Run the queued commands, waiting for one while no lane is busy; return False to stop."""
-        while True:
-            idle = not any(lane.busy for lane in lanes.values())
+        while not self._stopping:
+            idle = not any(lane.busy for lane in self._lanes.values())
             try:
                 command = self._commands.get(block=idle)
             except queue.Empty:
                 return True
-            match command:
-                case _Submit(lane=name, row=row):
-                    lanes[name].add(row)
-                case _Cancel(row=row):
-                    row.cancelled = True
-                case _Stop():
-                    return False
+            command()
+        return False
