@@ -61,7 +61,7 @@ def table(found: ScheduleStats) -> Grid:
         ("... ended by a stop string", found.ended_by_string),
         ("... ended by the end token", found.ended_by_token),
         ("... ended by their limit", found.ended_by_limit),
-        ("... ended inside a draft", found.ended_inside_a_draft),
+        ("... ended inside a draft", found.ended_in_draft),
         ("... begun from a snapshot", found.from_prefix_cache),
         ("... gone on plainly, as the head had raised", found.without_head),
         ("... parted from the replay at a tie within float noise", found.near_ties),

@@ -110,9 +110,9 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
             prepared = prompt
         else:
             prepared = PreparedPrompt(tokens=tuple(prompt))
-        heard = RowEvents()
+        result = RowEvents()
         draft_tokens = draft_tokens if lane.has_head and not bypass else 0
-        heard.row = Row(
+        result.row = Row(
             generation=Generation(
                 request_id="test",
                 lane=lane.name,
@@ -128,10 +128,10 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
             bypass=bypass,
             text=TextStream(prompt_renderer.decode, stop),
             speculation=SpeculationCounter(draft_tokens),
-            sink=heard.on_event,
+            sink=result.on_event,
         )
-        lane.add(heard.row)
-        return heard
+        lane.add(result.row)
+        return result
 
     return put
 

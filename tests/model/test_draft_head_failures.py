@@ -33,16 +33,16 @@ def test_rows_go_on_plainly_and_exactly_when_the_head_raises(
     lane = make_lane(
         head=FailingPart(checkpoint.head, lambda name, n: name == method and n >= first)
     )
-    heard = [submit(lane, question) for question in QUESTIONS]
+    results = [submit(lane, question) for question in QUESTIONS]
     run_until_idle(lane)
 
-    for one in heard:
-        assert isinstance(one.end, Finished)
-        assert_matches_reference(checkpoint, one)
-        counts = one.end.speculation
+    for result in results:
+        assert isinstance(result.end, Finished)
+        assert_matches_reference(checkpoint, result)
+        counts = result.end.speculation
         assert counts.drafted == counts.accepted + counts.rejected + counts.errors
     report = lane.counters.report()
-    assert 1 <= report.bypass_counts[Bypass.HEAD_UNHEALTHY] <= len(heard)
+    assert 1 <= report.bypass_counts[Bypass.HEAD_UNHEALTHY] <= len(results)
     if method == "draft":
         assert report.speculation.errors > 0
 
@@ -57,39 +57,41 @@ def test_a_head_that_goes_on_raising_is_used_no_more_and_the_gateway_hears_of_it
         return name == "draft"
 
     lane = make_lane(head=FailingPart(head, drafting))
-    heard = []
+    results = []
     while lane.counters.head_healthy:
-        heard.append(submit(lane, "Count from 1 to 20."))
+        results.append(submit(lane, "Count from 1 to 20."))
         run_until_idle(lane)
     before = len(calls)
-    last = submit(lane, "Count from 1 to 20.", bypass=lane.bypass_reasons(heard[0].row.generation))
+    last = submit(
+        lane, "Count from 1 to 20.", bypass=lane.bypass_reasons(results[0].row.generation)
+    )
     run_until_idle(lane)
     report = lane.counters.report()
 
-    assert len(heard) == MAX_CONSECUTIVE_ERRORS
+    assert len(results) == MAX_CONSECUTIVE_ERRORS
     assert len(calls) == before, "neither drafted with nor read along with prompts"
-    assert last.row.answer == heard[0].row.answer
+    assert last.row.answer == results[0].row.answer
     assert (report.head_healthy, report.effective_draft_tokens) == (False, 0)
-    assert report.bypass_counts == {Bypass.HEAD_UNHEALTHY: len(heard) + 1}
-    assert report.speculation.errors == report.speculation.drafted == 2 * len(heard)
+    assert report.bypass_counts == {Bypass.HEAD_UNHEALTHY: len(results) + 1}
+    assert report.speculation.errors == report.speculation.drafted == 2 * len(results)
 
 
 def test_errors_far_apart_leave_the_head_in_use(make_lane, submit, head) -> None:
     failing = False
     lane = make_lane(head=FailingPart(head, lambda *_: failing))
-    heard = []
+    results = []
     for number in range(2 * MAX_CONSECUTIVE_ERRORS):
         failing = number % 2 == 0
-        heard.append(submit(lane, "Count from 1 to 20."))
+        results.append(submit(lane, "Count from 1 to 20."))
         run_until_idle(lane)
 
     assert lane.counters.report().head_healthy
     assert lane.counters.report().bypass_counts == {Bypass.HEAD_UNHEALTHY: MAX_CONSECUTIVE_ERRORS}
-    assert [one.end.speculation.steps > 0 for one in heard] == [
+    assert [result.end.speculation.steps > 0 for result in results] == [
         False,
         True,
     ] * MAX_CONSECUTIVE_ERRORS
-    assert len({tuple(one.row.answer) for one in heard}) == 1
+    assert len({tuple(result.row.answer) for result in results}) == 1
 
 
 def test_rows_left_behind_go_on_plainly_when_the_head_cannot_catch_up(
@@ -113,19 +115,19 @@ def test_rows_left_behind_go_on_plainly_when_the_head_cannot_catch_up(
     late = submit(lane, QUESTIONS[1])
     run_until_idle(lane)
 
-    for one in (*early, late):
-        assert isinstance(one.end, Finished)
-        assert_matches_reference(checkpoint, one)
+    for result in (*early, late):
+        assert isinstance(result.end, Finished)
+        assert_matches_reference(checkpoint, result)
     assert late.end.speculation.steps > 0
     assert lane.counters.report().bypass_counts[Bypass.HEAD_UNHEALTHY] == len(early)
 
 
 def test_rows_admitted_before_the_head_was_given_up_are_counted(make_lane, submit, head) -> None:
     lane = make_lane(head=FailingPart(head, lambda name, _: name == "draft"), max_rows=1)
-    heard = [submit(lane, "Hello") for _ in range(MAX_CONSECUTIVE_ERRORS + 3)]
+    results = [submit(lane, "Hello") for _ in range(MAX_CONSECUTIVE_ERRORS + 3)]
     run_until_idle(lane)
 
-    assert lane.counters.report().bypass_counts == {Bypass.HEAD_UNHEALTHY: len(heard)}
+    assert lane.counters.report().bypass_counts == {Bypass.HEAD_UNHEALTHY: len(results)}
 
 
 def test_a_head_that_fails_on_a_prompt_keeps_nothing_of_it_for_others(
@@ -135,7 +137,11 @@ def test_a_head_that_fails_on_a_prompt_keeps_nothing_of_it_for_others(
     first, second, third = (submit(lane, "Hello", system=SYSTEM) for _ in range(3))
     run_until_idle(lane)
 
-    assert [one.row.cached_tokens > 0 for one in (first, second, third)] == [False, False, True]
+    assert [result.row.cached_tokens > 0 for result in (first, second, third)] == [
+        False,
+        False,
+        True,
+    ]
     assert first.row.answer == second.row.answer == third.row.answer
     assert third.end.speculation.steps > 0
 
@@ -149,6 +155,6 @@ def test_a_lane_whose_head_is_unhealthy_still_shares_system_prompts(make_lane, s
     drafting = [submit(lane, "Hello", system=SYSTEM) for _ in range(2)]
     run_until_idle(lane)
 
-    cached = [one.row.cached_tokens > 0 for one in (*plain, *drafting)]
+    cached = [result.row.cached_tokens > 0 for result in (*plain, *drafting)]
     assert cached == [False, True, False, True], "one without the head is of no use to a draft"
-    assert len({tuple(one.row.answer) for one in (*plain, *drafting)}) == 1
+    assert len({tuple(result.row.answer) for result in (*plain, *drafting)}) == 1

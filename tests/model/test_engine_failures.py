@@ -44,9 +44,9 @@ def test_a_request_that_breaks_its_rounds_ends_alone(
 
     assert isinstance(bad.end, GenerationFailed)
     assert "much" not in str(bad.end), "the library's words stay in the log"
-    for one in (*early, *late):
-        assert isinstance(one.end, Finished)
-        assert_matches_reference(checkpoint, one)
+    for result in (*early, *late):
+        assert isinstance(result.end, Finished)
+        assert_matches_reference(checkpoint, result)
     report = lane.counters.report()
     assert report.requests == len(early) + len(late) + 1
     assert (report.running, report.waiting) == (0, 0)
@@ -65,10 +65,10 @@ def test_a_row_that_cannot_join_ends_and_those_it_would_have_joined_go_on(
     run_until_idle(lane)
 
     assert isinstance(bad.end, GenerationFailed)
-    for one in early:
-        assert isinstance(one.end, Finished)
-        assert_matches_reference(checkpoint, one)
-        assert (one.end.speculation.steps > 0) == (draft_tokens > 0), "it was not their head"
+    for result in early:
+        assert isinstance(result.end, Finished)
+        assert_matches_reference(checkpoint, result)
+        assert (result.end.speculation.steps > 0) == (draft_tokens > 0), "it was not their head"
     assert lane.counters.report().bypass_counts == {}
 
 
@@ -180,14 +180,18 @@ def test_an_engine_that_can_compute_nothing_ends_its_thread_and_every_answer(
     dead = False
     lane = make_lane(target=FailingPart(checkpoint.target, lambda *_: dead), max_rows=1)
     # Asked before the thread runs: all that follows happens on it.
-    heard = [submit(lane, "Tell me a story.", max_tokens=5) for _ in range(3)]
+    results = [submit(lane, "Tell me a story.", max_tokens=5) for _ in range(3)]
     dead = True
     thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
     thread.start()
     thread._thread.join(30)
 
     assert not thread.alive
-    assert [type(one.end) for one in heard] == [GenerationFailed, EngineStopped, EngineStopped]
+    assert [type(result.end) for result in results] == [
+        GenerationFailed,
+        EngineStopped,
+        EngineStopped,
+    ]
 
 
 def test_what_is_asked_while_an_engine_dies_gets_an_end_and_later_nothing_is_taken(
@@ -210,6 +214,6 @@ def test_what_is_asked_while_an_engine_dies_gets_an_end_and_later_nothing_is_tak
 
     assert not thread.alive
     assert late
-    assert {type(one.end) for one in late} == {EngineStopped}
+    assert {type(result.end) for result in late} == {EngineStopped}
     with pytest.raises(EngineStopped):
         submit(door, "Hello")

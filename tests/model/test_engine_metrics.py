@@ -22,12 +22,12 @@ def test_a_drafted_round_saves_the_plain_rounds_that_its_tokens_would_have_taken
     make_lane, submit
 ) -> None:
     lane = lane_of_seconds(make_lane, plain_s=1.0)
-    heard = submit(lane, "Count from 1 to 20.")
+    result = submit(lane, "Count from 1 to 20.")
     run_until_idle(lane)
     report = lane.counters.report()
 
     # Each step brings one token more than it accepts, but where the answer ends within it.
-    accepted = heard.end.speculation.accepted
+    accepted = result.end.speculation.accepted
     assert accepted > 4
     assert 1000 * (accepted - 1) <= report.time_saved.decode_ms <= 1000 * accepted
     assert report.time_saved.prefill_ms == 0

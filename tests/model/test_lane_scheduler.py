@@ -24,13 +24,15 @@ def test_a_full_batch_gives_every_row_its_greedy_answer_alone(
     checkpoint, make_lane, submit, draft_tokens
 ) -> None:
     lane = make_lane(draft_tokens=draft_tokens)
-    heard = [submit(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS]
+    results = [submit(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS]
     run_until_idle(lane)
 
-    for one in heard:
-        prompt = one.row.prompt.tokens
+    for result in results:
+        prompt = result.row.prompt.tokens
         alone = reference_greedy(checkpoint, prompt, 64)
-        assert one.row.answer == alone or is_near_tie(checkpoint, prompt, one.row.answer, alone)
+        assert result.row.answer == alone or is_near_tie(
+            checkpoint, prompt, result.row.answer, alone
+        )
 
 
 def test_a_family_verified_token_by_token_gives_the_same_answers_and_counts(
@@ -44,20 +46,20 @@ def test_a_family_verified_token_by_token_gives_the_same_answers_and_counts(
     got = [submit(stepwise, question) for question in QUESTIONS[:4]]
     run_until_idle(stepwise)
 
-    assert [one.row.answer for one in got] == [one.row.answer for one in expected]
-    assert [one.row.speculation.total() for one in got] == [
-        one.row.speculation.total() for one in expected
+    assert [result.row.answer for result in got] == [result.row.answer for result in expected]
+    assert [result.row.speculation.total() for result in got] == [
+        result.row.speculation.total() for result in expected
     ]
 
 
 def test_a_prompt_read_in_small_chunks_gives_the_same_answer(checkpoint, make_lane, submit) -> None:
     prompt = [20 + i % 700 for i in range(333)]
     whole, pieces = make_lane(chunk_tokens=512), make_lane(chunk_tokens=64)
-    heard = [submit(lane, prompt, max_tokens=24) for lane in (whole, pieces)]
+    results = [submit(lane, prompt, max_tokens=24) for lane in (whole, pieces)]
     run_until_idle(whole)
     run_until_idle(pieces)
 
-    first, second = (one.row.answer for one in heard)
+    first, second = (result.row.answer for result in results)
     assert first == second or is_near_tie(checkpoint, prompt, first, second)
 
 
@@ -71,7 +73,7 @@ def test_a_newcomer_joins_while_others_decode(make_lane, submit) -> None:
         lane.step()
 
     assert late.row.answer, "the newcomer has its first token after one chunk"
-    assert lane.running_rows > 1 or all(one.end for one in early)
+    assert lane.running_rows > 1 or all(result.end for result in early)
 
 
 def test_a_long_newcomer_stalls_the_others_for_one_chunk_at_a_time(make_lane, submit) -> None:
@@ -119,14 +121,14 @@ def test_a_waiting_row_that_leaves_is_never_read(make_lane, submit) -> None:
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
 def test_max_tokens_inside_a_draft_is_exact(make_lane, submit, max_tokens) -> None:
     lane = make_lane(draft_tokens=4)
-    heard = submit(lane, "Count from 1 to 20.", max_tokens=max_tokens, draft_tokens=4)
+    results = submit(lane, "Count from 1 to 20.", max_tokens=max_tokens, draft_tokens=4)
     run_until_idle(lane)
 
-    assert isinstance(heard.end, Finished)
-    assert heard.end.usage.completion_tokens == len(heard.row.answer) == max_tokens
-    assert heard.end.reason is FinishReason.LENGTH
+    assert isinstance(results.end, Finished)
+    assert results.end.usage.completion_tokens == len(results.row.answer) == max_tokens
+    assert results.end.reason is FinishReason.LENGTH
     # No more is drafted than there is room for: one token came with the prompt, one with the step.
-    first = [step.drafted for step in heard.end.steps[:1]]
+    first = [step.drafted for step in results.end.steps[:1]]
     assert first == ([max_tokens - 2] if max_tokens > 2 else [])
 
 
@@ -164,33 +166,33 @@ def test_a_stop_string_ends_the_answer_before_it(make_lane, submit) -> None:
 
 def test_every_token_is_explained_by_a_step_or_by_the_prefill(make_lane, submit) -> None:
     lane = make_lane()
-    heard = [submit(lane, question) for question in QUESTIONS]
+    results = [submit(lane, question) for question in QUESTIONS]
     run_until_idle(lane)
 
-    for one in heard:
-        counts = one.end.speculation
-        ended_inside_a_draft = 1 + counts.steps + counts.accepted - len(one.row.answer)
+    for result in results:
+        counts = result.end.speculation
+        ended_inside_a_draft = 1 + counts.steps + counts.accepted - len(result.row.answer)
         # The last step of a row that has room for one token only drafts nothing: a plain decode.
         assert -1 <= ended_inside_a_draft <= 1
         assert counts.drafted == counts.accepted + counts.rejected + counts.errors
         assert sum(counts.histogram) == counts.steps
         assert sum(j * n for j, n in enumerate(counts.histogram)) == counts.accepted
-        assert len(one.end.steps) == counts.steps
-        assert sum(step.drafted for step in one.end.steps) == counts.drafted
-        assert sum(step.accepted for step in one.end.steps) == counts.accepted
+        assert len(result.end.steps) == counts.steps
+        assert sum(step.drafted for step in result.end.steps) == counts.drafted
+        assert sum(step.accepted for step in result.end.steps) == counts.accepted
 
 
 def test_the_lanes_sums_are_the_sums_of_its_answers(make_lane, submit) -> None:
     lane = make_lane()
-    heard = [submit(lane, question) for question in QUESTIONS]
+    results = [submit(lane, question) for question in QUESTIONS]
     run_until_idle(lane)
     report = lane.counters.report()
 
-    assert report.requests == len(heard)
-    assert report.completion_tokens == sum(len(one.row.answer) for one in heard)
-    assert report.prompt_tokens == sum(len(one.row.prompt.tokens) for one in heard)
-    assert report.speculation.steps == sum(one.end.speculation.steps for one in heard)
-    assert report.speculation.accepted == sum(one.end.speculation.accepted for one in heard)
+    assert report.requests == len(results)
+    assert report.completion_tokens == sum(len(result.row.answer) for result in results)
+    assert report.prompt_tokens == sum(len(result.row.prompt.tokens) for result in results)
+    assert report.speculation.steps == sum(result.end.speculation.steps for result in results)
+    assert report.speculation.accepted == sum(result.end.speculation.accepted for result in results)
     assert (report.running, report.waiting) == (0, 0)
 
 
@@ -219,9 +221,9 @@ def test_a_prompt_that_breaks_fails_alone(make_lane, submit) -> None:
 
 def test_closing_a_lane_ends_every_row_with_the_reason(make_lane, submit) -> None:
     lane = make_lane(max_rows=1)
-    heard = [submit(lane, "Tell me a story.") for _ in range(3)]
+    results = [submit(lane, "Tell me a story.") for _ in range(3)]
     lane.step()
     lane.close(EngineStopped("over"))
 
-    assert all(isinstance(one.end, EngineStopped) for one in heard)
+    assert all(isinstance(result.end, EngineStopped) for result in results)
     assert not lane.busy

@@ -36,14 +36,14 @@ def test_the_estimate_is_what_a_row_really_takes(checkpoint) -> None:
 def test_a_row_that_does_not_fit_beside_others_waits_and_then_runs(make_lane, submit) -> None:
     one_row = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=600)
     lane = make_lane(memory=one_row)
-    heard = [submit(lane, "Hello", max_tokens=12) for _ in range(3)]
+    results = [submit(lane, "Hello", max_tokens=12) for _ in range(3)]
     most = 0
     while lane.busy:
         lane.step()
         most = max(most, lane.running_rows)
 
     assert most == 2
-    assert all(isinstance(one.end, Finished) for one in heard)
+    assert all(isinstance(result.end, Finished) for result in results)
 
 
 def test_a_batch_takes_what_its_longest_row_takes_once_for_every_row() -> None:
@@ -85,7 +85,7 @@ def test_short_rows_wait_for_a_long_one_that_would_stretch_them_all(make_lane, s
     short = [submit(lane, list(range(20, 60)), max_tokens=40) for _ in range(4)]
 
     assert run_within(lane, 2500) == 4, "the short ones run side by side once they are alone"
-    assert all(isinstance(one.end, Finished) for one in (long, *short))
+    assert all(isinstance(result.end, Finished) for result in (long, *short))
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
@@ -97,10 +97,10 @@ def test_rows_that_outgrow_the_room_together_wait_in_turn_and_lose_no_token(
     for room_slots in (1 << 30, 3 * 512):
         room = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=room_slots)
         lane = make_lane(memory=room, eos=frozenset())
-        heard = [submit(lane, p, max_tokens=300, draft_tokens=draft_tokens) for p in prompts]
+        results = [submit(lane, p, max_tokens=300, draft_tokens=draft_tokens) for p in prompts]
         assert run_within(lane, room_slots) == 3, "they fit until they have grown"
-        assert all(isinstance(one.end, Finished) for one in heard)
-        answers.append([one.row.answer for one in heard])
+        assert all(isinstance(result.end, Finished) for result in results)
+        answers.append([result.row.answer for result in results])
 
     for prompt, apart, together in zip(prompts, *answers, strict=True):
         assert len(apart) == len(together)
@@ -113,13 +113,13 @@ def test_rows_of_two_lanes_share_one_room(make_lane, submit) -> None:
     for name in LaneName:
         lanes.append(make_lane(name, memory=room, eos=frozenset()))
         lanes[-1]._siblings = lanes
-    heard = [submit(lane, list(range(20, 259)), max_tokens=280) for lane in (*lanes, lanes[0])]
+    results = [submit(lane, list(range(20, 259)), max_tokens=280) for lane in (*lanes, lanes[0])]
     while any(lane.busy for lane in lanes):
         for lane in lanes:
             lane.step()
             assert sum(map(slots_held, lanes)) <= 3 * 512
 
-    assert all(isinstance(one.end, Finished) for one in heard)
+    assert all(isinstance(result.end, Finished) for result in results)
 
 
 def test_what_is_kept_of_prompts_gives_way_to_rows(make_lane, submit, checkpoint) -> None:
@@ -136,7 +136,7 @@ def test_what_is_kept_of_prompts_gives_way_to_rows(make_lane, submit, checkpoint
     assert kept_bytes > 0
     assert prefix_cache.size_bytes == 0
     run_until_idle(lane)
-    assert all(isinstance(one.end, Finished) for one in (kept, fills))
+    assert all(isinstance(result.end, Finished) for result in (kept, fills))
 
 
 def test_a_beginning_is_not_kept_where_the_copy_would_not_fit(
@@ -146,11 +146,11 @@ def test_a_beginning_is_not_kept_where_the_copy_would_not_fit(
     room = replace(measured, room_bytes=measured.batch_cache_bytes([[400]]))
     prefix_cache = PrefixCache(1 << 30)
     lane = make_lane(prefix_cache=prefix_cache, memory=room)
-    heard = submit(lane, "Hello", system="You are a clerk. " * 80, max_tokens=4)
+    result = submit(lane, "Hello", system="You are a clerk. " * 80, max_tokens=4)
     run_until_idle(lane)
 
-    assert heard.row.prompt.prefix is not None
-    assert isinstance(heard.end, Finished)
+    assert result.row.prompt.prefix is not None
+    assert isinstance(result.end, Finished)
     assert prefix_cache.size_bytes == 0
 
 

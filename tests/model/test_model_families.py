@@ -51,11 +51,11 @@ def greedy(target: Target, prompt: list[int]) -> list[int]:
 
 def check_answers(lane: Any, ask: Any, target: Target) -> None:
     """Ask all questions at once; each must be answered as the family answers it alone."""
-    heard = [ask(lane, question, max_tokens=ANSWER_TOKENS) for question in QUESTIONS]
+    results = [ask(lane, question, max_tokens=ANSWER_TOKENS) for question in QUESTIONS]
     run_until_idle(lane)
 
-    for one in heard:
-        assert one.row.answer == greedy(target, list(one.row.prompt.tokens))
+    for result in results:
+        assert result.row.answer == greedy(target, list(result.row.prompt.tokens))
 
 
 @pytest.mark.parametrize(
@@ -94,14 +94,14 @@ def test_a_shared_beginning_is_read_each_time_where_windows_move_over_it(
     prefix_cache = PrefixCache(1 << 30)
     target = families.tiny_llama_sliding_window(checkpoint.vocabulary)
     lane = other_lane(target, prefix_cache=prefix_cache)
-    heard = [submit(lane, q, system=SYSTEM, max_tokens=ANSWER_TOKENS) for q in QUESTIONS]
+    results = [submit(lane, q, system=SYSTEM, max_tokens=ANSWER_TOKENS) for q in QUESTIONS]
     run_until_idle(lane)
 
-    for one in heard:
-        assert one.row.prompt.prefix is not None
-        assert isinstance(one.end, Finished)
-        assert one.row.answer == greedy(target, list(one.row.prompt.tokens))
-        assert one.end.usage.cached_tokens == 0
+    for result in results:
+        assert result.row.prompt.prefix is not None
+        assert isinstance(result.end, Finished)
+        assert result.row.answer == greedy(target, list(result.row.prompt.tokens))
+        assert result.end.usage.cached_tokens == 0
     assert prefix_cache.size_bytes == 0
 
 

@@ -125,13 +125,13 @@ def test_pictures_and_texts_are_read_at_their_own_positions_alone_and_together(
 
     one_by_one = make_lane(chunk_tokens=16, **plain)
     for prompt, answer in zip(prompts, expected, strict=True):
-        heard = submit(one_by_one, prompt, max_tokens=TOKENS, draft_tokens=0)
+        result = submit(one_by_one, prompt, max_tokens=TOKENS, draft_tokens=0)
         run_until_idle(one_by_one)
-        assert heard.row.answer == answer
+        assert result.row.answer == answer
     together = make_lane(chunk_tokens=16, max_rows=target.row_limit(8), **plain)
     rows = [submit(together, prompt, max_tokens=TOKENS, draft_tokens=0) for prompt in prompts]
     run_until_idle(together)
-    assert [heard.row.answer for heard in rows] == expected
+    assert [result.row.answer for result in rows] == expected
 
 
 def test_only_a_family_that_is_told_no_positions_answers_one_row_at_a_time(

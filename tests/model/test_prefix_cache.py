@@ -70,7 +70,7 @@ def test_rows_that_start_from_one_snapshot_do_not_touch_each_other(
         alone.append(submit(other, question, system=SYSTEM))
         run_until_idle(other)
 
-    assert [one.row.answer for one in together] == [one.row.answer for one in alone]
+    assert [result.row.answer for result in together] == [result.row.answer for result in alone]
 
 
 def test_a_plain_rows_snapshot_serves_a_drafting_row(make_lane, submit, prefix_cache) -> None:
@@ -93,12 +93,12 @@ def test_two_lanes_read_a_prefix_once_between_them(make_lane, submit, prefix_cac
         lane = make_lane(name, prefix_cache=prefix_cache, chunk_tokens=32)
         lane._siblings = lanes
         lanes.append(lane)
-    heard = [submit(lane, "Hello", system=SYSTEM) for lane in lanes]
+    results = [submit(lane, "Hello", system=SYSTEM) for lane in lanes]
     while any(lane.busy for lane in lanes):
         for lane in lanes:
             lane.step()
 
-    assert [one.row.cached_tokens > 0 for one in heard] == [False, True]
+    assert [result.row.cached_tokens > 0 for result in results] == [False, True]
     counts = sum((lane.counters.report().prefix for lane in lanes), PrefixCounts())
     assert (counts.hits, counts.misses) == (1, 1)
 
@@ -153,10 +153,10 @@ def test_snapshots_take_no_more_memory_than_they_are_counted_for(make_lane, subm
 
 def test_prompts_without_a_system_message_share_nothing(make_lane, submit, prefix_cache) -> None:
     lane = make_lane(prefix_cache=prefix_cache)
-    heard = submit(lane, "Tell me a story. " * 40)
+    result = submit(lane, "Tell me a story. " * 40)
     run_until_idle(lane)
 
-    assert heard.row.prompt.prefix is None
+    assert result.row.prompt.prefix is None
     assert prefix_cache.size_bytes == 0
 
 
@@ -169,13 +169,13 @@ def restarted(make_lane, ask, files: PrefixCacheFiles, question: str = "Who are 
     """Ask on a lane that has nothing in memory, as after a restart."""
     prefix_cache = PrefixCache(1 << 30, files)
     lane = make_lane(prefix_cache=prefix_cache)
-    heard = ask(lane, question, system=SYSTEM)
-    prefix = heard.row.prompt.prefix
+    result = ask(lane, question, system=SYSTEM)
+    prefix = result.row.prompt.prefix
     assert prefix is not None
-    heard.row.prefetched = prefix_cache.prefetch(prefix.key)
+    result.row.prefetched = prefix_cache.prefetch(prefix.key)
     run_until_idle(lane)
     prefix_cache.close()
-    return heard
+    return result
 
 
 def test_a_snapshot_on_disk_survives_a_restart(make_lane, submit, files) -> None:
@@ -210,9 +210,9 @@ def test_a_damaged_file_is_a_miss_and_is_removed(
 
 
 def test_a_file_of_another_model_is_never_used(make_lane, submit, files, tmp_path) -> None:
-    heard = restarted(make_lane, submit, files)
+    result = restarted(make_lane, submit, files)
 
-    assert PrefixCacheFiles(tmp_path, 1 << 30, "other").load(heard.row.prompt.prefix.key) is None
+    assert PrefixCacheFiles(tmp_path, 1 << 30, "other").load(result.row.prompt.prefix.key) is None
 
 
 def test_disk_holds_no_more_than_its_limit(tmp_path) -> None:

@@ -21,7 +21,7 @@ def test_any_schedule_gives_every_row_its_answer_and_its_counts(
     found = schedules.stats
 
     assert found.schedules == COUNT
-    covered = (found.with_rules, found.cancelled, found.ended_by_string, found.ended_inside_a_draft)
+    covered = (found.with_rules, found.cancelled, found.ended_by_string, found.ended_in_draft)
     assert min(covered) > 0, "schedules that never do it prove nothing about it"
     assert min(found.from_prefix_cache, found.without_head) > 0
     assert found.near_ties <= found.rows // 20, "noise is rare; more of it is a bug"

@@ -29,7 +29,7 @@ def test_a_sampled_row_gives_its_answer_alone_in_any_lane_and_company(make_lane,
     run_until_idle(mtp)
 
     assert alone.row.answer == beside.row.answer
-    assert all(isinstance(one.end, Finished) for one in others)
+    assert all(isinstance(result.end, Finished) for result in others)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,8 @@ def test_a_row_with_penalties_is_drafted_for_and_answers_as_without(
     submit(mtp, QUESTIONS[5])
     run_until_idle(mtp)
 
-    assert [one.row.answer for one in beside] == [one.row.answer for one in alone]
-    assert sum(one.end.speculation.accepted for one in beside) > 0
+    assert [result.row.answer for result in beside] == [result.row.answer for result in alone]
+    assert sum(result.end.speculation.accepted for result in beside) > 0
     changed = sum(a.row.answer != b.row.answer for a, b in zip(alone, free, strict=True))
     assert changed >= 2, "the penalties decide something"
 
@@ -82,11 +82,13 @@ def test_log_probabilities_of_accepted_drafts_are_those_of_plain_decoding(
 def test_no_log_probability_is_told_of_drafts_behind_the_end(make_lane, submit) -> None:
     lane = make_lane(draft_tokens=4)
     asked = {"top_logprobs": 0, "draft_tokens": 4, "max_tokens": 60}
-    heard = [submit(lane, "Count from 1 to 20.", stop=(f"{n},",), **asked) for n in range(3, 9)]
+    results = [submit(lane, "Count from 1 to 20.", stop=(f"{n},",), **asked) for n in range(3, 9)]
     run_until_idle(lane)
 
-    assert sum(one.end.speculation.accepted for one in heard) > 0
-    assert [len(one.logprobs) for one in heard] == [len(one.row.answer) for one in heard]
+    assert sum(result.end.speculation.accepted for result in results) > 0
+    assert [len(result.logprobs) for result in results] == [
+        len(result.row.answer) for result in results
+    ]
 
 
 def test_only_what_the_text_lane_may_draft_for_keeps_nothing_from_it(make_lane) -> None:
@@ -125,14 +127,14 @@ def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, su
         for _ in range(SAMPLES):
             measured.observe_cost(3, k, cost_s)
     # The first two are drafted for while they are nearly alone; with the third it does not pay.
-    heard = [
+    results = [
         submit(lane, "Count from 1 to 20.", adaptive=True, max_tokens=limit)
         for limit in (60, 60, 12)
     ]
     run_until_idle(lane)
     report = lane.counters.report()
 
-    assert [one.end.speculation.steps > 0 for one in heard] == [True, True, False]
+    assert [result.end.speculation.steps > 0 for result in results] == [True, True, False]
     assert report.bypass_counts == {"mtp_not_paying": 1}
     assert report.draft_tokens_by_rows[2] == 0 < report.draft_tokens_by_rows[0]
     assert (report.drafting_pays(1), report.drafting_pays(3)) == (True, False)
@@ -144,10 +146,10 @@ def test_a_request_that_names_its_k_is_drafted_for_where_it_does_not_pay(make_la
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
         for _ in range(SAMPLES):
             lane._decoder._draft_length.observe_cost(3, k, cost_s)
-    heard = [submit(lane, "Count from 1 to 20.", adaptive=number < 2) for number in range(3)]
+    results = [submit(lane, "Count from 1 to 20.", adaptive=number < 2) for number in range(3)]
     run_until_idle(lane)
 
-    assert heard[2].end.speculation.steps > 0
+    assert results[2].end.speculation.steps > 0
     assert lane.counters.report().bypass_counts == {}
 
 
@@ -179,9 +181,9 @@ class ScriptedDraftLength(RecordingDraftLength):
 def drafted_by(policy: RecordingDraftLength, lane, ask) -> list[int]:
     """Return the draft lengths of the steps of one answer under a policy."""
     lane._decoder._draft_length = policy
-    heard = ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
+    results = ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
     run_until_idle(lane)
-    return [step.drafted for step in heard.end.steps]
+    return [step.drafted for step in results.end.steps]
 
 
 def test_the_cost_of_a_step_that_reads_the_backlog_is_not_observed(make_lane, submit) -> None:

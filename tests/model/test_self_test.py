@@ -58,13 +58,13 @@ def test_a_head_that_raises_is_unhealthy_and_the_model_starts_without_it(
     lane = make_lane(head=SpoiltHead(checkpoint.head))
     warm_up(lane, prompt_renderer, 2)
     health = check_head(lane, prompt_renderer)
-    heard = submit(lane, "Hello")
+    result = submit(lane, "Hello")
     run_until_idle(lane)
 
     assert not health.healthy
     assert "it failed in" in health.description
     assert "matmul" not in health.description, "a library's words stay in the log"
-    assert heard.row.answer
+    assert result.row.answer
 
 
 @pytest.mark.parametrize(("steps", "acceptance"), [(MIN_STEPS - 1, 0.0), (400, 0.2)])

@@ -75,16 +75,16 @@ def test_what_is_kept_is_read_and_continued_at_its_true_positions(
     checkpoint, sparse_lane, submit, scorer, draft_tokens
 ) -> None:
     lane = sparse_lane(draft_tokens=draft_tokens)
-    heard = submit(lane, LONG, draft_tokens=draft_tokens)
+    results = submit(lane, LONG, draft_tokens=draft_tokens)
     run_until_idle(lane)
-    prompt = heard.row.prompt.tokens
+    prompt = results.row.prompt.tokens
     scoring = scorer.begin(prompt, ScoringRange(begin=0, end=len(prompt), keep_share=0.3))
     while scoring.selected is None:
         scoring.advance(512)
 
-    expected = list(greedy_behind(checkpoint, prompt, scoring.selected, len(heard.row.answer)))
-    assert heard.row.skipped_tokens == len(prompt) - len(scoring.selected) > 0.6 * len(prompt)
-    assert heard.row.answer == expected
+    expected = list(greedy_behind(checkpoint, prompt, scoring.selected, len(results.row.answer)))
+    assert results.row.skipped_tokens == len(prompt) - len(scoring.selected) > 0.6 * len(prompt)
+    assert results.row.answer == expected
 
 
 @pytest.mark.parametrize("keep_share", [1.0, 0.9999])
@@ -93,12 +93,12 @@ def test_keeping_everything_gives_exactly_the_full_answer(
 ) -> None:
     plain, lane = make_lane(), sparse_lane()
     expected = submit(plain, LONG)
-    heard = submit(lane, LONG, spec_prefill=SpecPrefillOptions(keep_share=keep_share))
+    result = submit(lane, LONG, spec_prefill=SpecPrefillOptions(keep_share=keep_share))
     run_until_idle(plain)
     run_until_idle(lane)
 
-    assert heard.row.answer == expected.row.answer
-    assert heard.row.speculation.total() == expected.row.speculation.total()
+    assert result.row.answer == expected.row.answer
+    assert result.row.speculation.total() == expected.row.speculation.total()
     assert counts(lane).selected_tokens == counts(lane).scored_tokens
 
 
@@ -106,13 +106,13 @@ def test_usage_tells_the_true_prompt_length_and_what_of_it_was_never_read(
     sparse_lane, submit
 ) -> None:
     lane = sparse_lane()
-    heard = submit(lane, LONG)
+    results = submit(lane, LONG)
     run_until_idle(lane)
 
-    assert isinstance(heard.end, Finished)
-    usage = heard.end.usage
-    assert usage.prompt_tokens == len(heard.row.prompt.tokens)
-    assert usage.skipped_tokens == heard.row.skipped_tokens
+    assert isinstance(results.end, Finished)
+    usage = results.end.usage
+    assert usage.prompt_tokens == len(results.row.prompt.tokens)
+    assert usage.skipped_tokens == results.row.skipped_tokens
     assert counts(lane).prompts == 1
     assert counts(lane).scored_tokens - counts(lane).selected_tokens == usage.skipped_tokens
 
@@ -120,9 +120,9 @@ def test_usage_tells_the_true_prompt_length_and_what_of_it_was_never_read(
 def test_rows_beside_a_sparse_one_give_the_answers_they_give_alone(sparse_lane, submit) -> None:
     def alone(question: str) -> list[int]:
         lane = sparse_lane()
-        heard = submit(lane, question)
+        result = submit(lane, question)
         run_until_idle(lane)
-        return list(heard.row.answer)
+        return list(result.row.answer)
 
     lane = sparse_lane(chunk_tokens=64)
     early = [submit(lane, question) for question in QUESTIONS[:2]]
@@ -140,9 +140,9 @@ def test_others_go_on_while_a_prompt_is_scored(sparse_lane, submit) -> None:
     lane = sparse_lane(chunk_tokens=64)
     early = submit(lane, QUESTIONS[2], max_tokens=200)
     lane.step()
-    heard = submit(lane, LONG)
+    result = submit(lane, LONG)
     grown = []
-    while not heard.row.skipped_tokens and early.end is None:
+    while not result.row.skipped_tokens and early.end is None:
         before = len(early.row.answer)
         lane.step()
         grown.append(len(early.row.answer) - before)
@@ -153,13 +153,13 @@ def test_others_go_on_while_a_prompt_is_scored(sparse_lane, submit) -> None:
 
 def test_a_row_that_leaves_while_it_is_scored_is_gone(sparse_lane, submit) -> None:
     lane = sparse_lane(chunk_tokens=64)
-    heard = submit(lane, LONG)
+    result = submit(lane, LONG)
     lane.step()
-    heard.row.cancelled = True
+    result.row.cancelled = True
     lane.step()
 
     assert not lane.busy
-    assert heard.row.answer == []
+    assert result.row.answer == []
 
 
 def test_behind_a_snapshot_only_the_rest_is_scored(sparse_lane, submit) -> None:
@@ -230,12 +230,12 @@ def test_any_doubt_ends_in_the_full_answer_and_is_counted(
     wish, scorer_of, reason = doubt
     scorer = scorer_of(checkpoint.target, checkpoint.context_tokens)
     lane, plain = sparse_lane(scorer=scorer), make_lane()
-    heard, expected = submit(lane, LONG, spec_prefill=wish), submit(plain, LONG)
+    result, expected = submit(lane, LONG, spec_prefill=wish), submit(plain, LONG)
     run_until_idle(lane)
     run_until_idle(plain)
 
-    assert heard.row.answer == expected.row.answer
-    assert heard.row.skipped_tokens == 0
+    assert result.row.answer == expected.row.answer
+    assert result.row.skipped_tokens == 0
     assert counts(lane).full_prefills == {reason: 1}
     assert counts(lane).prompts == 0
 
@@ -253,10 +253,10 @@ def test_a_prompt_is_read_sparsely_from_the_threshold_on_or_on_demand(
     sparse_lane, submit, wish, tokens, sparse_read
 ) -> None:
     lane = sparse_lane()
-    heard = submit(lane, [20 + i % 700 for i in range(tokens)], max_tokens=1, spec_prefill=wish)
+    result = submit(lane, [20 + i % 700 for i in range(tokens)], max_tokens=1, spec_prefill=wish)
     run_until_idle(lane)
 
-    assert bool(heard.row.skipped_tokens) is sparse_read
+    assert bool(result.row.skipped_tokens) is sparse_read
     assert counts(lane).full_prefills == ({} if sparse_read else {FullPrefillReason.TOO_SHORT: 1})
 
 
@@ -269,20 +269,20 @@ def test_a_prompt_with_pictures_is_read_in_full(
     content = [{"type": "image_url"}, {"type": "text", "text": LONG}]
     text = prompt_renderer.chat([{"role": "user", "content": content}])
     lane = sparse_lane(LaneName.VLM)
-    heard = submit(lane, "Hello", max_tokens=2, spec_prefill=SPARSE)
-    heard.row.prompt = prompt_renderer.prepare(Prompt(text=text, pictures=(red,)))
+    result = submit(lane, "Hello", max_tokens=2, spec_prefill=SPARSE)
+    result.row.prompt = prompt_renderer.prepare(Prompt(text=text, pictures=(red,)))
     run_until_idle(lane)
 
-    assert isinstance(heard.end, Finished)
+    assert isinstance(result.end, Finished)
     assert counts(lane).full_prefills == {FullPrefillReason.PICTURES: 1}
 
 
 def test_a_worker_without_a_draft_model_counts_only_who_asked_for_one(make_lane, submit) -> None:
     lane = make_lane()
-    heard = [submit(lane, "Hello"), submit(lane, "Hello", spec_prefill=SPARSE)]
+    results = [submit(lane, "Hello"), submit(lane, "Hello", spec_prefill=SPARSE)]
     run_until_idle(lane)
 
-    assert heard[0].row.answer == heard[1].row.answer
+    assert results[0].row.answer == results[1].row.answer
     assert counts(lane).full_prefills == {FullPrefillReason.NO_DRAFT: 1}
 
 
@@ -291,10 +291,10 @@ def test_a_draft_model_that_cannot_be_loaded_leaves_the_worker_serving(
 ) -> None:
     reading = load_sparse_prefill(settings, checkpoint)  # an empty folder
     lane = make_lane(sparse_prefill=reading)
-    heard = submit(lane, LONG)
+    result = submit(lane, LONG)
     run_until_idle(lane)
 
     assert reading.description is not None
     assert "in full" in reading.description
-    assert isinstance(heard.end, Finished)
+    assert isinstance(result.end, Finished)
     assert counts(lane).full_prefills == {FullPrefillReason.NO_DRAFT: 1}

@@ -1,4 +1,4 @@
-"""Lanes of the engine that a test steps itself, and what a row reports."""
+"""Lanes of the engine that a test steps itself, and the events of their rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ GREEDY = Sampling(temperature=0)
 UNLIMITED_MEMORY = MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30)
 
 
-@dataclass
+@dataclass(eq=False)
 class RowEvents:
-    """What a row's sink was told."""
+    """A row and its events so far."""
 
     row: Row = field(init=False)
     text: str = ""
@@ -30,7 +30,7 @@ class RowEvents:
     end: Finished | EngineError | None = None
 
     def on_event(self, event: Event | EngineError) -> None:
-        assert self.end is None, "nothing may follow the end"
+        assert self.end is None, "an event follows the end"
         if isinstance(event, Delta):
             self.text += event.text
             self.logprobs += event.logprobs
@@ -39,6 +39,6 @@ class RowEvents:
 
 
 def run_until_idle(lane: LaneScheduler) -> None:
-    """Step a lane until nothing is left to do."""
+    """Step a lane until it is idle."""
     while lane.busy:
         lane.step()

@@ -1,9 +1,9 @@
-"""Random schedules of a lane, each row replayed alone and each of its tokens explained.
+"""Random schedules of a lane: every row is compared with a replay alone, and every step counted.
 
-Rows join at any step, leave at any step, are stopped by a string, the end token or their limit
-inside a draft or outside, name a k or take the lane's, are greedy, sampled or penalised, start from
-prefix_cache or not; now and then the MTP head raises. Whatever happens beside a row, its answer is
-that of its prompt alone, and its counts add up with every step.
+Rows join at any step, leave at any step, end at a stop string, the end token or their limit inside
+a draft or outside, name a draft length or use the lane's, are greedy, sampled or penalised, start
+from a cached prefix or not; sometimes the MTP head raises an error. The answer of every row must be
+that of its prompt alone, and its counts must add up after every step.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from dataclasses import replace
 import mlx.core as mx
 
 from policies.request.profile import Sampling
+from tests.support.failing_model import FailingPart
 from tests.support.reference_decoder import is_near_tie, reference_decode
-from tests.support.schedule_rows import FailingHead, ScheduledRow, ScheduleStats
+from tests.support.schedule_rows import ScheduledRow, ScheduleStats
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
 from workers.engine.metrics import LaneCounters
@@ -51,7 +52,7 @@ SETTINGS = (
 
 
 class ScheduleRunner:
-    """Plays schedules on a few lanes, one after another; `stats` says what happened in them."""
+    """Runner of schedules on a few lanes, one after another, with their statistics."""
 
     def __init__(
         self, checkpoint: Checkpoint, prompts: PromptRenderer, seed: int, variety: int = 1
@@ -67,69 +68,77 @@ class ScheduleRunner:
             PreparedPrompt(tokens=tuple(rng.randrange(20, 1000) for _ in range(length)))
             for length in lengths * variety
         ]
-        self._pool += [self._chat(system, ask) for system in ("", *SYSTEMS) for ask in QUESTIONS]
+        self._pool += [
+            self._chat(system, question) for system in ("", *SYSTEMS) for question in QUESTIONS
+        ]
         self._alone: dict[tuple[object, ...], list[int]] = {}
-        self._heads: list[FailingHead] = []
+        self._calls_to_failure: int | None = None
         self._lanes = [self._make_lane(**settings) for settings in SETTINGS]
 
     def run(self, number: int) -> None:
-        """Play one schedule to its end; an AssertionError names what was not as it must be."""
+        """Run one schedule to its end; raise `AssertionError` at the first difference."""
         rng = random.Random(f"{self._seed} {number}")
         index = rng.randrange(len(self._lanes))
         if not self._lanes[index].counters.head_healthy:
-            self._lanes[index] = self._make_lane(**SETTINGS[index], index=index)
-        lane, head = self._lanes[index], self._heads[index]
+            self._lanes[index] = self._make_lane(**SETTINGS[index])
+        lane = self._lanes[index]
         before = lane.counters.report()
-        head.calls_left = rng.randrange(12) if rng.random() < 0.25 else None
-        asked: list[ScheduledRow] = []
+        self._calls_to_failure = rng.randrange(12) if rng.random() < 0.25 else None
+        schedule: list[ScheduledRow] = []
         to_come, eagerness = rng.randint(1, 12), rng.choice([0.1, 0.4, 1.0])
         while to_come or lane.busy:
             while to_come and rng.random() < eagerness:
                 to_come -= 1
-                asked.append(self._ask(lane, rng))
-            running = [one for one in asked if one.end is None and not one.row.cancelled]
+                schedule.append(self._submit(lane, rng))
+            running = [
+                scheduled
+                for scheduled in schedule
+                if scheduled.end is None and not scheduled.row.cancelled
+            ]
             if running and rng.random() < 0.02:
                 rng.choice(running).row.cancelled = True
             lane.step()
-            for one in asked:
-                one.check_step()
-        head.calls_left = None
-        for one in asked:
-            self._check(one)
-        self._check_sums(before, lane.counters.report(), asked)
+            for scheduled in schedule:
+                scheduled.check_step()
+        self._calls_to_failure = None
+        for scheduled in schedule:
+            self._check(scheduled)
+        self._check_sums(before, lane.counters.report(), schedule)
         self.stats.schedules += 1
 
-    def _check(self, one: ScheduledRow) -> None:
-        row, found = one.row, self.stats
+    def _check(self, scheduled: ScheduledRow) -> None:
+        row, stats = scheduled.row, self.stats
         answer = row.answer
-        alone, text, reason = self._expected(one)
-        if row.cancelled and one.end is None:
-            found.cancelled += 1
+        alone, text, reason = self._expected(scheduled)
+        if row.cancelled and scheduled.end is None:
+            stats.cancelled += 1
             alone = alone[: len(answer)]
         else:
-            assert isinstance(one.end, Finished), one.end
+            assert isinstance(scheduled.end, Finished), scheduled.end
         if answer == alone:
-            if one.end is not None:
-                assert (one.text, one.end.reason) == (text, reason)
+            if scheduled.end is not None:
+                assert (scheduled.text, scheduled.end.reason) == (text, reason)
         else:
-            assert row.generation.sampling == GREEDY, "a row with rules parted from its replay"
+            assert row.generation.sampling == GREEDY, (
+                "a row with sampling rules differs from its replay"
+            )
             assert is_near_tie(self._checkpoint, row.prompt.tokens, answer, alone)
-            found.near_ties += 1
-        found.rows += 1
-        found.with_rules += row.generation.sampling != GREEDY
-        found.ended_by_limit += row.finish_reason is FinishReason.LENGTH
-        found.ended_by_string += row.text.stopped
-        found.ended_by_token += row.finish_reason is FinishReason.STOP and not row.text.stopped
-        found.ended_inside_a_draft += one.inside
-        found.from_prefix_cache += row.cached_tokens > 0
-        found.without_head += one.k > 0 == row.draft_tokens
-        found.tokens += len(answer)
-        found.speculation += row.speculation.total()
+            stats.near_ties += 1
+        stats.rows += 1
+        stats.with_rules += row.generation.sampling != GREEDY
+        stats.ended_by_limit += row.finish_reason is FinishReason.LENGTH
+        stats.ended_by_string += row.text.stopped
+        stats.ended_by_token += row.finish_reason is FinishReason.STOP and not row.text.stopped
+        stats.ended_in_draft += scheduled.ended_in_draft
+        stats.from_prefix_cache += row.cached_tokens > 0
+        stats.without_head += scheduled.k > 0 == row.draft_tokens
+        stats.tokens += len(answer)
+        stats.speculation += row.speculation.total()
 
     def _check_sums(
-        self, before: LaneReport, after: LaneReport, asked: Sequence[ScheduledRow]
+        self, before: LaneReport, after: LaneReport, schedule: Sequence[ScheduledRow]
     ) -> None:
-        rows = [one.row for one in asked]
+        rows = [scheduled.row for scheduled in schedule]
         assert after.requests - before.requests == len(rows)
         assert after.completion_tokens - before.completion_tokens == sum(
             len(row.answer) for row in rows
@@ -138,19 +147,19 @@ class ScheduleRunner:
         assert after.speculation == total
         assert (after.running, after.waiting) == (0, 0)
 
-    def _expected(self, one: ScheduledRow) -> tuple[list[int], str, FinishReason]:
-        """Return what the row's rules make of the answer to its prompt alone."""
-        stream = TextStream(self._prompts.decode, one.stop)
+    def _expected(self, scheduled: ScheduledRow) -> tuple[list[int], str, FinishReason]:
+        """Return the tokens, text and finish reason that the replay and the row's rules imply."""
+        stream = TextStream(self._prompts.decode, scheduled.stop)
         taken: list[int] = []
         text = ""
-        for token in self._replay(one.row):
+        for token in self._replay(scheduled.row):
             taken.append(token)
             if token in self._checkpoint.eos:
                 return taken, text + stream.flush(), FinishReason.STOP
             text += stream.push(token)
             if stream.stopped:
                 return taken, text, FinishReason.STOP
-            if len(taken) == one.row.max_tokens:
+            if len(taken) == scheduled.row.max_tokens:
                 return taken, text + stream.flush(), FinishReason.LENGTH
         raise AssertionError("the replay is longer than any limit")
 
@@ -172,7 +181,7 @@ class ScheduleRunner:
             self._alone[key] = reference_decode(self._checkpoint, prompt, LONGEST_ANSWER, pick)
         return self._alone[key]
 
-    def _ask(self, lane: LaneScheduler, rng: random.Random) -> ScheduledRow:
+    def _submit(self, lane: LaneScheduler, rng: random.Random) -> ScheduledRow:
         plain = rng.random() < 0.7
         row = Row(
             generation=Generation(
@@ -196,10 +205,19 @@ class ScheduleRunner:
             piece = rng.choice(self._replay(row))
             stop = (self._prompts.decode([piece]).strip() or " ",)
             row.text = TextStream(self._prompts.decode, stop)
-        asked = ScheduledRow(row=row, stop=stop, k=row.draft_tokens)
-        row.sink = asked.on_event
+        scheduled = ScheduledRow(stop=stop, k=row.draft_tokens)
+        scheduled.row, row.sink = row, scheduled.on_event
         lane.add(row)
-        return asked
+        return scheduled
+
+    def _head_fails(self, *_: object) -> bool:
+        if self._calls_to_failure is None:
+            return False
+        self._calls_to_failure -= 1
+        if self._calls_to_failure >= 0:
+            return False
+        self._calls_to_failure = None
+        return True
 
     def _chat(self, system: str, question: str) -> PreparedPrompt:
         messages = [{"role": "system", "content": system}] if system else []
@@ -218,16 +236,11 @@ class ScheduleRunner:
         max_rows: int,
         chunk_tokens: int,
         prefix_cache_bytes: int,
-        index: int | None = None,
     ) -> LaneScheduler:
-        head = FailingHead(self._checkpoint.head)
-        if index is None:
-            self._heads.append(head)
-        else:
-            self._heads[index] = head
+        head = FailingPart(self._checkpoint.head, self._head_fails)
         return LaneScheduler(
             LaneName.TEXT_MTP,
-            replace(self._checkpoint, head=head),  # type: ignore[arg-type]  # it behaves like one
+            replace(self._checkpoint, head=head),  # type: ignore[arg-type]  # it acts as the head
             self._prompts,
             LaneCounters(LaneName.TEXT_MTP, slots=max_rows, draft_tokens=draft_tokens),
             prefix_cache=PrefixCache(prefix_cache_bytes),

@@ -45,17 +45,17 @@ def a_row(sink: EventSink) -> Row:
 
 def told(*steps: tuple[float, str]) -> list[tuple[float, str]]:
     """Let a row take texts at moments; return what was told, and at which of them."""
-    heard: list[tuple[float, str]] = []
+    results: list[tuple[float, str]] = []
     at_s = 0.0
 
     def hear(event: Event | EngineError) -> None:
         assert isinstance(event, Delta)
-        heard.append((at_s, event.text))
+        results.append((at_s, event.text))
 
     row = a_row(hear)
     for at_s, text in steps:  # read by the sink
         row.append_tokens([*map(ord, text)], {END}, now_s=100 + at_s)
-    return heard
+    return results
 
 
 def test_the_first_piece_is_told_at_once() -> None:
@@ -71,32 +71,32 @@ def test_quick_rounds_are_told_together_and_the_end_at_once() -> None:
     third = DELTA_INTERVAL_S / 3
     steps = [(number * third * 1.01, letter) for number, letter in enumerate("abcdef")]
     end = (5.1 * third, chr(END))
-    heard = told(*steps, end)
-    assert [text for _, text in heard] == ["a", "bcd", "ef"]
-    assert heard[-1][0] == end[0]
+    results = told(*steps, end)
+    assert [text for _, text in results] == ["a", "bcd", "ef"]
+    assert results[-1][0] == end[0]
 
 
 def test_log_probabilities_wait_with_their_text() -> None:
-    heard: list[Event | EngineError] = []
-    row = a_row(heard.append)
+    results: list[Event | EngineError] = []
+    row = a_row(results.append)
     for number, letter in enumerate("abcd"):
         logprob = TokenLogprob(token_id=ord(letter), raw=letter.encode(), logprob=-1.0)
         row.append_tokens([ord(letter)], {END}, [logprob], now_s=number * DELTA_INTERVAL_S / 2)
-    pieces = [event for event in heard if isinstance(event, Delta)]
+    pieces = [event for event in results if isinstance(event, Delta)]
     assert [piece.text for piece in pieces] == ["a", "bc"]
     assert [[token.text for token in piece.logprobs] for piece in pieces] == [["a"], ["b", "c"]]
 
 
 def test_a_token_is_told_with_the_place_of_the_character_it_is_a_part_of() -> None:
     """Also where a stop string may be beginning, and a draft brings several tokens at once."""
-    heard: list[Event | EngineError] = []
-    row = a_row(heard.append)
+    results: list[Event | EngineError] = []
+    row = a_row(results.append)
     row.text = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), ("ending",))
     said = "a\U0001f642e\u00fc"
     raw = [bytes([byte]) for byte in said.encode()]
-    logprobs = [TokenLogprob(token_id=one[0], raw=one, logprob=-1.0) for one in raw]
+    logprobs = [TokenLogprob(token_id=byte[0], raw=byte, logprob=-1.0) for byte in raw]
     row.append_tokens(said.encode()[:3], {END}, logprobs[:3], now_s=0)
     row.append_tokens([*said.encode()[3:], END], {END}, [*logprobs[3:], logprobs[0]], now_s=1)
-    told = [token for event in heard if isinstance(event, Delta) for token in event.logprobs]
+    told = [token for event in results if isinstance(event, Delta) for token in event.logprobs]
     assert [token.offset_chars for token in told] == [0, 1, 1, 1, 1, 2, 3, 3, 4]
     assert b"".join(token.raw for token in told[:-1]).decode() == said
