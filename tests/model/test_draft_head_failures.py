@@ -1,4 +1,4 @@
-"""An MTP head that raises costs drafts and no answers, wherever it does so."""
+"""An error of the MTP head costs drafts and no answers, in whichever call it occurs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_rows_go_on_plainly_and_exactly_when_the_head_raises(
         assert report.speculation.errors > 0
 
 
-def test_a_head_that_goes_on_raising_is_used_no_more_and_the_gateway_hears_of_it(
+def test_a_head_that_keeps_raising_is_disabled_and_reported(
     checkpoint, make_lane, submit, head
 ) -> None:
     calls: list[str] = []
@@ -94,24 +94,24 @@ def test_errors_far_apart_leave_the_head_in_use(make_lane, submit, head) -> None
     assert len({tuple(result.row.answer) for result in results}) == 1
 
 
-def test_rows_left_behind_go_on_plainly_when_the_head_cannot_catch_up(
+def test_rows_continue_plainly_when_the_head_cannot_read_its_backlog(
     checkpoint, make_lane, submit, head
 ) -> None:
     calls_to_error = 1 << 30
 
-    def counted(*_: object) -> bool:
+    def countdown(*_: object) -> bool:
         nonlocal calls_to_error
         calls_to_error -= 1
         return calls_to_error == 0
 
-    lane = make_lane(head=FailingPart(head, counted), clock=itertools.count().__next__)
+    lane = make_lane(head=FailingPart(head, countdown), clock=itertools.count().__next__)
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):  # drafting does not pay for three rows
         for _ in range(SAMPLES):
             lane._decoder._draft_length.observe_cost(3, k, cost_s)
     early = [submit(lane, question, adaptive=True) for question in QUESTIONS[1:]]
     for _ in range(8):
         lane.step()
-    calls_to_error = 2  # the newcomer's prompt is read, then the head catches up with the others
+    calls_to_error = 2  # first the newcomer's prefill, then the backlog of the others
     late = submit(lane, QUESTIONS[1])
     run_until_idle(lane)
 
@@ -122,7 +122,7 @@ def test_rows_left_behind_go_on_plainly_when_the_head_cannot_catch_up(
     assert lane.counters.report().bypass_counts[Bypass.HEAD_UNHEALTHY] == len(early)
 
 
-def test_rows_admitted_before_the_head_was_given_up_are_counted(make_lane, submit, head) -> None:
+def test_rows_admitted_before_the_head_was_disabled_are_counted(make_lane, submit, head) -> None:
     lane = make_lane(head=FailingPart(head, lambda name, _: name == "draft"), max_rows=1)
     results = [submit(lane, "Hello") for _ in range(MAX_CONSECUTIVE_ERRORS + 3)]
     run_until_idle(lane)
@@ -130,7 +130,7 @@ def test_rows_admitted_before_the_head_was_given_up_are_counted(make_lane, submi
     assert lane.counters.report().bypass_counts == {Bypass.HEAD_UNHEALTHY: len(results)}
 
 
-def test_a_head_that_fails_on_a_prompt_keeps_nothing_of_it_for_others(
+def test_a_prefix_is_not_cached_if_the_head_failed_on_its_prompt(
     make_lane, submit, head, checkpoint
 ) -> None:
     lane = make_lane(head=FailingPart(head, lambda name, n: (name, n) == ("forward", 1)))

@@ -184,7 +184,7 @@ async def test_a_bias_on_a_token_outside_the_vocabulary_names_its_field(engine: 
     assert raised.value.param == "logit_bias"
 
 
-async def test_a_full_waiting_line_refuses_at_once() -> None:
+async def test_a_full_queue_rejects_at_once() -> None:
     small = Engine.start(
         EngineSettings(model=CHECKPOINT, served_name="demo", max_rows=1, queue_limit=1)
     )
@@ -221,7 +221,7 @@ async def test_stopping_ends_running_generations_with_the_reason() -> None:
         await collect(mortal, generation(mortal))
 
 
-def test_a_folder_that_is_no_model_says_so(tmp_path: Path) -> None:
+def test_a_directory_without_a_model_is_unusable(tmp_path: Path) -> None:
     with pytest.raises(ModelUnusable, match="cannot be loaded"):
         Engine.start(EngineSettings(model=tmp_path, served_name="nothing"))
 

@@ -1,4 +1,4 @@
-"""What raises in the middle of serving: who ends by it, and who goes on as if nothing had been."""
+"""Errors while rows decode: the row at fault ends, the others continue with the same answers."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from workers.engine.types import (
 )
 
 QUESTIONS = ["Hello", "Count from 1 to 20.", "Tell me a story about a fox.", "Who are you?"]
-# A bad value that is found out once there is an answer to punish: not in the prefill.
+# A bad value that raises at the first step after the prefill, when an answer exists to penalise.
 POISON = Sampling(temperature=0, presence_penalty="much")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
-def test_a_request_that_breaks_its_rounds_ends_alone(
+def test_a_request_that_breaks_its_steps_ends_alone(
     checkpoint, make_lane, submit, draft_tokens
 ) -> None:
     lane = make_lane()
@@ -43,7 +43,7 @@ def test_a_request_that_breaks_its_rounds_ends_alone(
     run_until_idle(lane)
 
     assert isinstance(bad.end, GenerationFailed)
-    assert "much" not in str(bad.end), "the library's words stay in the log"
+    assert "much" not in str(bad.end), "the library's message stays in the log"
     for result in (*early, *late):
         assert isinstance(result.end, Finished)
         assert_matches_reference(checkpoint, result)
@@ -91,7 +91,7 @@ def test_a_sampled_row_goes_on_as_if_nothing_had_failed_beside_it(make_lane, sub
 def test_a_prompt_with_other_marks_than_pictures_is_refused(
     make_lane, submit, prompt_renderer
 ) -> None:
-    """No worker is to blame for it, and a gateway that took it so would leave all of them alone."""
+    """It is an invalid request: a gateway must not count it against the worker."""
     picture = Picture(width_px=64, height_px=64, rgb=bytes(64 * 64 * 3))
     look = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
     prepared = prompt_renderer.prepare(
@@ -156,9 +156,7 @@ def test_an_answer_that_cannot_be_written_ends_alone(checkpoint, make_lane, subm
     assert lane.counters.report().speculation.errors == 0
 
 
-def test_a_lane_that_cannot_compute_one_token_raises_instead_of_failing_everybody(
-    make_lane, submit, checkpoint
-) -> None:
+def test_a_lane_that_cannot_compute_one_token_raises(make_lane, submit, checkpoint) -> None:
     dead = False
     target = FailingPart(checkpoint.target, lambda *_: dead)
     lane = make_lane(target=target)
@@ -179,7 +177,7 @@ def test_an_engine_that_can_compute_nothing_ends_its_thread_and_every_answer(
 ) -> None:
     dead = False
     lane = make_lane(target=FailingPart(checkpoint.target, lambda *_: dead), max_rows=1)
-    # Asked before the thread runs: all that follows happens on it.
+    # The rows are added before the thread starts, so that everything after happens on it.
     results = [submit(lane, "Tell me a story.", max_tokens=5) for _ in range(3)]
     dead = True
     thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
@@ -194,19 +192,19 @@ def test_an_engine_that_can_compute_nothing_ends_its_thread_and_every_answer(
     ]
 
 
-def test_what_is_asked_while_an_engine_dies_gets_an_end_and_later_nothing_is_taken(
+def test_a_dying_engine_ends_new_requests_and_then_accepts_none(
     make_lane, submit, checkpoint
 ) -> None:
     late: list[Any] = []
 
     def die(*_: Any) -> bool:
-        late.append(submit(door, "Hello"))
+        late.append(submit(late_lane, "Hello"))
         return True
 
     lane = make_lane(target=FailingPart(checkpoint.target, die), max_rows=1)
     submit(lane, "Tell me a story.", max_tokens=5)
     thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
-    door = SimpleNamespace(
+    late_lane = SimpleNamespace(
         has_head=lane.has_head, name=lane.name, add=lambda row: thread.submit(lane.name, row)
     )
     thread.start()
@@ -216,4 +214,4 @@ def test_what_is_asked_while_an_engine_dies_gets_an_end_and_later_nothing_is_tak
     assert late
     assert {type(result.end) for result in late} == {EngineStopped}
     with pytest.raises(EngineStopped):
-        submit(door, "Hello")
+        submit(late_lane, "Hello")

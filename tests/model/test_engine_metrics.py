@@ -1,4 +1,4 @@
-"""What drafting and kept system prompts save is measured where it is saved."""
+"""Time saved by drafting and by the prefix cache."""
 
 import itertools
 
@@ -11,22 +11,20 @@ LONG = "You answer in one short sentence. " * 12
 
 
 def lane_of_seconds(make_lane, plain_s):
-    """A lane where every round takes a second, and a plain one is known to take so many."""
+    """A lane whose steps take one second each, with a known cost of a plain step."""
     lane = make_lane(clock=itertools.count().__next__)
     for _ in range(SAMPLES):
         lane._decoder._draft_length.observe_cost(1, 0, plain_s)
     return lane
 
 
-def test_a_drafted_round_saves_the_plain_rounds_that_its_tokens_would_have_taken(
-    make_lane, submit
-) -> None:
+def test_a_drafted_step_saves_the_plain_steps_that_it_replaces(make_lane, submit) -> None:
     lane = lane_of_seconds(make_lane, plain_s=1.0)
     result = submit(lane, "Count from 1 to 20.")
     run_until_idle(lane)
     report = lane.counters.report()
 
-    # Each step brings one token more than it accepts, but where the answer ends within it.
+    # Each step adds one token to those it accepts, unless the answer ends within it.
     accepted = result.end.speculation.accepted
     assert accepted > 4
     assert 1000 * (accepted - 1) <= report.time_saved.decode_ms <= 1000 * accepted
@@ -42,7 +40,7 @@ def test_drafting_that_costs_more_than_it_brings_saves_less_than_nothing(make_la
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
-def test_nothing_is_said_to_be_saved_while_the_cost_of_a_plain_round_is_not_known(
+def test_no_saving_is_recorded_before_the_cost_of_a_plain_step_is_measured(
     make_lane, submit, draft_tokens
 ) -> None:
     lane = make_lane(draft_tokens=draft_tokens, clock=itertools.count().__next__)

@@ -1,4 +1,4 @@
-"""One lane, stepped by hand: who joins, who leaves, what is counted."""
+"""One lane, stepped by hand: rows join and leave, and the counts add up."""
 
 import pytest
 
@@ -127,7 +127,7 @@ def test_max_tokens_inside_a_draft_is_exact(make_lane, submit, max_tokens) -> No
     assert isinstance(results.end, Finished)
     assert results.end.usage.completion_tokens == len(results.row.answer) == max_tokens
     assert results.end.reason is FinishReason.LENGTH
-    # No more is drafted than there is room for: one token came with the prompt, one with the step.
+    # A draft fits into the rest: the prefill has added one token, and the verify adds one.
     first = [step.drafted for step in results.end.steps[:1]]
     assert first == ([max_tokens - 2] if max_tokens > 2 else [])
 
@@ -172,7 +172,7 @@ def test_every_token_is_explained_by_a_step_or_by_the_prefill(make_lane, submit)
     for result in results:
         counts = result.end.speculation
         ended_inside_a_draft = 1 + counts.steps + counts.accepted - len(result.row.answer)
-        # The last step of a row that has room for one token only drafts nothing: a plain decode.
+        # The last step of a row with room for only one token drafts nothing.
         assert -1 <= ended_inside_a_draft <= 1
         assert counts.drafted == counts.accepted + counts.rejected + counts.errors
         assert sum(counts.histogram) == counts.steps

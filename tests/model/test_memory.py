@@ -1,4 +1,4 @@
-"""Prompts that cannot fit are refused, rows that do not fit yet wait, and nothing piles up."""
+"""Memory limits: prompts that never fit are rejected, other rows wait, nothing leaks."""
 
 import gc
 import itertools
@@ -63,13 +63,13 @@ def test_the_longest_row_fits_alone_and_one_token_more_does_not(room_bytes: int)
 
 
 def slots_held(lane: LaneScheduler) -> int:
-    """Count the slots that the batches of a lane really hold."""
+    """Return the number of slots in the batches of a lane."""
     batches = [batch for batch in lane._decoder._batches if batch.rows]
     return sum(len(batch) * next(batch._row_caches()).slots for batch in batches)
 
 
 def run_within(lane: LaneScheduler, room_slots: int) -> int:
-    """Step a lane to its end within this room; say how many rows decoded side by side at most."""
+    """Step a lane until idle within `room_slots`; return the maximum of rows decoding together."""
     most = 0
     while lane.busy:
         lane.step()
@@ -122,7 +122,7 @@ def test_rows_of_two_lanes_share_one_room(make_lane, submit) -> None:
     assert all(isinstance(result.end, Finished) for result in results)
 
 
-def test_what_is_kept_of_prompts_gives_way_to_rows(make_lane, submit, checkpoint) -> None:
+def test_cached_prefixes_are_evicted_for_rows(make_lane, submit, checkpoint) -> None:
     measured = measure_memory(checkpoint.target, checkpoint.head)
     room_bytes = measured.batch_cache_bytes([[400]])
     prefix_cache = PrefixCache(room_bytes)
@@ -139,9 +139,7 @@ def test_what_is_kept_of_prompts_gives_way_to_rows(make_lane, submit, checkpoint
     assert all(isinstance(result.end, Finished) for result in (kept, fills))
 
 
-def test_a_beginning_is_not_kept_where_the_copy_would_not_fit(
-    make_lane, submit, checkpoint
-) -> None:
+def test_a_prefix_is_not_cached_if_the_copy_does_not_fit(make_lane, submit, checkpoint) -> None:
     measured = measure_memory(checkpoint.target, checkpoint.head)
     room = replace(measured, room_bytes=measured.batch_cache_bytes([[400]]))
     prefix_cache = PrefixCache(1 << 30)
@@ -181,7 +179,7 @@ def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, submit) 
         assert len(prefix_cache.keys) < 10, "its limit evicts some of ten"
         prefix_cache.evict_to(0)
         assert prefix_cache.size_bytes == 0
-        mx.synchronize()  # what was handed to the device last may still hold its inputs
+        mx.synchronize()  # the last evaluation may still hold its inputs
         gc.collect()
         return int(mx.get_active_memory())
 
@@ -189,6 +187,6 @@ def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, submit) 
     last_bytes = [burst() for _ in range(3)][-1]
 
     assert lane.counters.report().requests == 5 * 60
-    # A shape that is met for the first time leaves a compiled round behind, of a hundred bytes; the
+    # A new shape leaves a compiled step of a hundred bytes; the
     # caches of a single row out of these 180 would be ten times the bound.
     assert last_bytes <= warm_bytes + 16 * 1024

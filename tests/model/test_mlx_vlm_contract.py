@@ -1,7 +1,4 @@
-"""What the engine takes for granted about mlx-vlm: each test fails when that moves.
-
-Whether a model can choose what another reads, and where it looks: the contract with mlx-vlm.
-"""
+"""Contract with mlx-vlm: each test fails when a part of it changes that the engine relies on."""
 
 from __future__ import annotations
 
@@ -41,7 +38,7 @@ def test_a_hybrid_checkpoint_has_one_cache_a_layer_of_the_two_kinds(
     assert checkpoint.target.supports_batching
 
 
-def test_recurrent_caches_offer_what_joins_leaves_and_rollbacks_need() -> None:
+def test_recurrent_caches_have_the_methods_of_joins_leaves_and_rollbacks() -> None:
     for name in ("extend", "filter", "state", "update_window", "update_recurrent", "advance"):
         assert hasattr(ArraysCache, name), name
 
@@ -72,7 +69,7 @@ def test_hidden_states_give_the_models_own_scores(checkpoint: Checkpoint) -> Non
 
 
 def read(target: Target) -> State:
-    """Return the state behind TOKENS."""
+    """Return the state after TOKENS."""
     caches = target.new_caches()
     target.forward(mx.array([TOKENS]), caches, positions(0, len(TOKENS)))
     state: State = []
@@ -91,7 +88,7 @@ def read(target: Target) -> State:
 def test_a_rejected_token_leaves_no_trace_in_any_cache(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, native: bool, kept: int
 ) -> None:
-    """Append three tokens, keep some, go on: the scores are those of never having seen the rest."""
+    """Append three tokens and keep some: the next scores are those without the others."""
     target = checkpoint.target
     monkeypatch.setattr(target, "native_verify", native)
     graph = StepGraph(target, head=None)
@@ -127,10 +124,10 @@ def test_this_family_verifies_in_one_pass(checkpoint: Checkpoint) -> None:
     assert probe_native_verify(checkpoint.target)
 
 
-def test_a_family_that_cannot_roll_back_is_found_out(
+def test_a_family_that_cannot_roll_back_is_detected(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Recurrent states that stay where the rejected tokens left them, without an error."""
+    """The recurrent states keep the effect of rejected tokens, without an error."""
 
     def forget(steps: RecurrentCache, index: int, length: int, update: Any) -> tuple[Any, Any]:
         output, final, *between = update(steps[index], length - 1 if length > 1 else None)
@@ -144,7 +141,7 @@ def test_a_family_that_cannot_roll_back_is_found_out(
     assert not probe_native_verify(checkpoint.target)
 
 
-def test_a_family_whose_layers_tell_no_history_is_found_out(
+def test_a_family_whose_layers_record_no_history_is_detected(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def silent(steps: RecurrentCache, index: int, source: mx.array, width: int, **_: Any) -> Any:
@@ -172,7 +169,7 @@ def test_the_head_has_the_modules_the_lane_drives(checkpoint: Checkpoint) -> Non
 def test_no_call_depends_on_the_positions_the_model_remembers(
     checkpoint: Checkpoint, make_lane, submit
 ) -> None:
-    """`language_model._rope_deltas` is shared state that a picture leaves behind."""
+    """A picture sets `language_model._rope_deltas`, which all rows share."""
     lane = make_lane()
     before = submit(lane, TOKENS, max_tokens=12)
     run_until_idle(lane)
@@ -183,7 +180,7 @@ def test_no_call_depends_on_the_positions_the_model_remembers(
     assert before.row.answer == after.row.answer
 
 
-def test_a_draft_model_of_another_vocabulary_is_told_of_and_left_out(checkpoint) -> None:
+def test_a_draft_model_of_another_vocabulary_is_incompatible(checkpoint) -> None:
     class Shifted:
         def get_vocab(self) -> dict[str, int]:
             tokenizer = getattr(checkpoint.processor, "tokenizer", checkpoint.processor)
@@ -196,7 +193,7 @@ def test_a_draft_model_of_another_vocabulary_is_told_of_and_left_out(checkpoint)
 
 
 def test_the_attention_looked_at_is_the_models_own(checkpoint: Checkpoint) -> None:
-    """Weights times values, through gate and projection, is what the layer gave (seam contract)."""
+    """Weights times values, through gate and projection, equal the output of the layer."""
     language = checkpoint.target.language
     at, layer = next(
         (at, layer) for at, layer in enumerate(language.model.layers) if at and not layer.is_linear

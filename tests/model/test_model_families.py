@@ -1,4 +1,4 @@
-"""Families that keep or batch what they have read in another way are served all the same."""
+"""Model families with other caches or other batching."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def other_lane(make_lane, checkpoint):
 
 
 def greedy(target: Target, prompt: list[int]) -> list[int]:
-    """Answer with the family's own caches and nothing of the engine."""
+    """Answer with the family's own caches, without the engine."""
     answer: list[int] = []
     caches, unread, read = target.new_caches(), list(prompt), 0
     while len(answer) < ANSWER_TOKENS:
@@ -50,7 +50,7 @@ def greedy(target: Target, prompt: list[int]) -> list[int]:
 
 
 def check_answers(lane: Any, ask: Any, target: Target) -> None:
-    """Ask all questions at once; each must be answered as the family answers it alone."""
+    """Run all questions at once; compare each answer with the one of the family alone."""
     results = [ask(lane, question, max_tokens=ANSWER_TOKENS) for question in QUESTIONS]
     run_until_idle(lane)
 
@@ -82,9 +82,9 @@ def test_rows_that_cannot_share_a_pass_get_their_answers_side_by_side(
 def test_a_row_that_no_batch_can_hold_is_answered_in_the_caches_of_its_family(
     other_lane, submit, checkpoint
 ) -> None:
-    """What the question at the start did not find out costs time, and no answer."""
+    """A wrong probe result costs time, and no answer."""
     target = families.tiny_qwen3_vl_moe(checkpoint.vocabulary)
-    assert target.supports_batching, "nobody has asked"
+    assert target.supports_batching, "not probed yet"
     check_answers(other_lane(target), submit, target)
 
 
@@ -105,7 +105,7 @@ def test_a_shared_beginning_is_read_each_time_where_windows_move_over_it(
     assert prefix_cache.size_bytes == 0
 
 
-def test_a_model_that_keeps_the_positions_of_one_row_has_one_slot(
+def test_a_model_that_stores_the_positions_of_one_row_has_one_slot(
     checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = families.tiny_llama(checkpoint.vocabulary)
@@ -120,7 +120,7 @@ def test_a_model_that_keeps_the_positions_of_one_row_has_one_slot(
 def test_a_model_that_answers_no_question_at_the_start_is_refused_in_one_sentence(
     make_lane, prompt_renderer, checkpoint
 ) -> None:
-    """It computes a token when asked for one, or the engine would end; its prompts all fail."""
+    """Every prompt fails, but the device check succeeds, so that the engine does not end."""
     target = FailingPart(checkpoint.target, lambda _, number: number % 2 == 1)
     with pytest.raises(ModelUnusable, match="answer") as raised:
         warm_up(make_lane(target=target), prompt_renderer, 0)

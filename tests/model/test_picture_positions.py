@@ -134,7 +134,7 @@ def test_pictures_and_texts_are_read_at_their_own_positions_alone_and_together(
     assert [result.row.answer for result in rows] == expected
 
 
-def test_only_a_family_that_is_told_no_positions_answers_one_row_at_a_time(
+def test_only_a_family_that_takes_no_positions_answers_one_row_at_a_time(
     family: Any, target: Target
 ) -> None:
     assert target.row_limit(8) == (1 if family is ernie4_5_moe_vl else 8)

@@ -1,4 +1,4 @@
-"""What is kept of system prompts: the same answer, and most of the prompt not read again."""
+"""Prefix cache: the same answers, without reading most of the prompt again."""
 
 import shutil
 from pathlib import Path
@@ -58,7 +58,7 @@ def test_cached_tokens_are_those_that_were_not_read(make_lane, submit, prefix_ca
     assert second.row.prompt.tokens[: prefix.tokens] == first.row.prompt.tokens[: prefix.tokens]
 
 
-def test_rows_that_start_from_one_snapshot_do_not_touch_each_other(
+def test_rows_that_share_a_cached_prefix_do_not_affect_each_other(
     make_lane, submit, prefix_cache
 ) -> None:
     lane = make_lane(prefix_cache=prefix_cache)
@@ -73,7 +73,7 @@ def test_rows_that_start_from_one_snapshot_do_not_touch_each_other(
     assert [result.row.answer for result in together] == [result.row.answer for result in alone]
 
 
-def test_a_plain_rows_snapshot_serves_a_drafting_row(make_lane, submit, prefix_cache) -> None:
+def test_a_drafting_row_can_use_the_prefix_of_a_plain_row(make_lane, submit, prefix_cache) -> None:
     lane = make_lane(prefix_cache=prefix_cache)
     submit(lane, "Hello", system=SYSTEM, bypass=(Bypass.LOGPROBS,))
     run_until_idle(lane)
@@ -103,20 +103,20 @@ def test_two_lanes_read_a_prefix_once_between_them(make_lane, submit, prefix_cac
     assert (counts.hits, counts.misses) == (1, 1)
 
 
-def test_a_key_that_stands_for_other_tokens_is_a_miss(make_lane, submit, prefix_cache) -> None:
+def test_a_key_with_other_tokens_is_a_miss(make_lane, submit, prefix_cache) -> None:
     lane = make_lane(prefix_cache=prefix_cache)
     submit(lane, "Hello", system=SYSTEM)
     run_until_idle(lane)
-    liar = submit(lane, "Hello", system=OTHER)
-    honest = liar.row.prompt.prefix
+    mismatched = submit(lane, "Hello", system=OTHER)
+    prefix = mismatched.row.prompt.prefix
     (key,) = prefix_cache._by_key
-    object.__setattr__(honest, "key", key)
+    object.__setattr__(prefix, "key", key)
     run_until_idle(lane)
 
-    assert liar.row.cached_tokens == 0
+    assert mismatched.row.cached_tokens == 0
 
 
-def test_least_recently_used_snapshots_go_when_memory_is_full(make_lane, submit) -> None:
+def test_least_recently_used_prefixes_are_evicted_at_the_limit(make_lane, submit) -> None:
     measured = PrefixCache(1 << 30)
     lane = make_lane(prefix_cache=measured)
     submit(lane, "Hello", system=SYSTEM)
@@ -132,8 +132,8 @@ def test_least_recently_used_snapshots_go_when_memory_is_full(make_lane, submit)
     assert small.size_bytes <= measured.size_bytes * 1.5
 
 
-def test_snapshots_take_no_more_memory_than_they_are_counted_for(make_lane, submit) -> None:
-    """An array that is a view keeps all of what it looks at: a chunk's states for its last one."""
+def test_cached_prefixes_take_no_more_memory_than_counted(make_lane, submit) -> None:
+    """A view would keep its whole array alive: the states of a chunk for the last of them."""
     prefix_cache = PrefixCache(1 << 30)
     lane = make_lane(prefix_cache=prefix_cache)
 
@@ -165,11 +165,11 @@ def files(tmp_path: Path) -> PrefixCacheFiles:
     return PrefixCacheFiles(tmp_path, 1 << 30, "model")
 
 
-def restarted(make_lane, ask, files: PrefixCacheFiles, question: str = "Who are you?"):
-    """Ask on a lane that has nothing in memory, as after a restart."""
+def restarted(make_lane, submit, files: PrefixCacheFiles, question: str = "Who are you?"):
+    """Run a question on a lane with an empty memory, as after a restart."""
     prefix_cache = PrefixCache(1 << 30, files)
     lane = make_lane(prefix_cache=prefix_cache)
-    result = ask(lane, question, system=SYSTEM)
+    result = submit(lane, question, system=SYSTEM)
     prefix = result.row.prompt.prefix
     assert prefix is not None
     result.row.prefetched = prefix_cache.prefetch(prefix.key)
@@ -178,7 +178,7 @@ def restarted(make_lane, ask, files: PrefixCacheFiles, question: str = "Who are 
     return result
 
 
-def test_a_snapshot_on_disk_survives_a_restart(make_lane, submit, files) -> None:
+def test_a_prefix_on_disk_survives_a_restart(make_lane, submit, files) -> None:
     cold = restarted(make_lane, submit, files)
     warm = restarted(make_lane, submit, files)
 
@@ -229,7 +229,7 @@ def test_checkpoints_with_other_weights_have_other_fingerprints(tmp_path) -> Non
     shutil.copytree(CHECKPOINT, tmp_path / "other")
     weights = tmp_path / "other" / "model.safetensors"
     data = bytearray(weights.read_bytes())
-    for at in range(len(data) // 2, len(data), 997):  # as a fine-tune does: a little everywhere
+    for at in range(len(data) // 2, len(data), 997):  # a fine-tune changes a little everywhere
         data[at] ^= 1
     before = fingerprint(tmp_path / "other")
     weights.write_bytes(data)
@@ -237,10 +237,8 @@ def test_checkpoints_with_other_weights_have_other_fingerprints(tmp_path) -> Non
     assert fingerprint(CHECKPOINT) == before != fingerprint(tmp_path / "other")
 
 
-def test_a_lane_tells_its_speed_and_what_it_has_still_to_read(
-    make_lane, submit, prefix_cache
-) -> None:
-    """What is known of a prompt that waits need not be read."""
+def test_a_lane_reports_its_speed_and_pending_tokens(make_lane, submit, prefix_cache) -> None:
+    """Cached tokens of a queued prompt are not pending."""
     lane = make_lane(prefix_cache=prefix_cache)
     first = submit(lane, "Hello", system=SYSTEM)
     waiting = lane.counters.report()

@@ -1,4 +1,4 @@
-"""Rows with rules of their own: what is drafted for, what is not, and the answers either way."""
+"""Rows with sampling rules: which of them draft, and the same answers in either case."""
 
 import itertools
 
@@ -79,7 +79,7 @@ def test_log_probabilities_of_accepted_drafts_are_those_of_plain_decoding(
             assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
 
 
-def test_no_log_probability_is_told_of_drafts_behind_the_end(make_lane, submit) -> None:
+def test_no_log_probability_is_sent_for_drafts_after_the_end(make_lane, submit) -> None:
     lane = make_lane(draft_tokens=4)
     asked = {"top_logprobs": 0, "draft_tokens": 4, "max_tokens": 60}
     results = [submit(lane, "Count from 1 to 20.", stop=(f"{n},",), **asked) for n in range(3, 9)]
@@ -91,7 +91,7 @@ def test_no_log_probability_is_told_of_drafts_behind_the_end(make_lane, submit) 
     ]
 
 
-def test_only_what_the_text_lane_may_draft_for_keeps_nothing_from_it(make_lane) -> None:
+def test_reasons_that_the_text_lane_can_draft_for_are_no_bypass(make_lane) -> None:
     text, pictures = make_lane(), make_lane(LaneName.VLM)
     asked = Generation(
         request_id="test",
@@ -121,12 +121,12 @@ def test_a_bypassed_row_speculates_nothing_and_is_counted_by_its_reason(make_lan
 
 
 def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, submit) -> None:
-    lane = make_lane(clock=itertools.count().__next__)  # every round takes one second
+    lane = make_lane(clock=itertools.count().__next__)  # every step takes one second
     measured = lane._decoder._draft_length
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
         for _ in range(SAMPLES):
             measured.observe_cost(3, k, cost_s)
-    # The first two are drafted for while they are nearly alone; with the third it does not pay.
+    # The first two draft while the batch is small; with the third, drafting does not pay.
     results = [
         submit(lane, "Count from 1 to 20.", adaptive=True, max_tokens=limit)
         for limit in (60, 60, 12)

@@ -1,4 +1,4 @@
-"""What the self-test at the start says of a head, and what the lane does with a sick one."""
+"""Self-test of the MTP head, and the lane of an unhealthy head."""
 
 from __future__ import annotations
 
@@ -11,27 +11,25 @@ from tests.support.engine_lane import run_until_idle
 from workers.engine.self_test import MIN_STEPS, HeadHealth, check_head, warm_up
 
 
-class SpoiltHead:
-    """The demo's head with something done to it."""
+class FaultyHead:
+    """The demo's head with a fault in `draft`."""
 
-    def __init__(self, head: Any, *, guess: Any = None) -> None:
+    def __init__(self, head: Any, *, fault: Any = None) -> None:
         self._head = head
-        self._guess = guess
+        self._fault = fault
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
 
     def draft(self, hidden: mx.array) -> mx.array:
-        """Guess as the head does, but for what was done to it."""
-        if self._guess is None:
+        """Draft as the head does, with the fault."""
+        if self._fault is None:
             raise ValueError("[matmul] shapes (1,64) and (96,64) do not fit")
-        spoilt: mx.array = self._guess(self._head.draft(hidden))
-        return spoilt
+        faulty: mx.array = self._fault(self._head.draft(hidden))
+        return faulty
 
 
-def test_the_demos_head_is_sound_and_says_how_often_it_was_right(
-    make_lane, prompt_renderer
-) -> None:
+def test_the_demos_head_is_healthy_and_reports_its_acceptance(make_lane, prompt_renderer) -> None:
     lane = make_lane()
     warm_up(lane, prompt_renderer, 2)
     health = check_head(lane, prompt_renderer)
@@ -41,10 +39,10 @@ def test_the_demos_head_is_sound_and_says_how_often_it_was_right(
     assert health.description.startswith("MTP head healthy: ")
 
 
-def test_a_head_that_guesses_wrong_is_unhealthy_and_the_sentence_says_where_to_look(
+def test_a_head_that_drafts_wrong_is_unhealthy_and_the_description_names_causes(
     make_lane, prompt_renderer, checkpoint
 ) -> None:
-    wrong = SpoiltHead(checkpoint.head, guess=lambda token: (token + 1) % checkpoint.vocabulary)
+    wrong = FaultyHead(checkpoint.head, fault=lambda token: (token + 1) % checkpoint.vocabulary)
     health = check_head(make_lane(head=wrong), prompt_renderer)
 
     assert not health.healthy
@@ -55,7 +53,7 @@ def test_a_head_that_guesses_wrong_is_unhealthy_and_the_sentence_says_where_to_l
 def test_a_head_that_raises_is_unhealthy_and_the_model_starts_without_it(
     make_lane, prompt_renderer, checkpoint, submit
 ) -> None:
-    lane = make_lane(head=SpoiltHead(checkpoint.head))
+    lane = make_lane(head=FaultyHead(checkpoint.head))
     warm_up(lane, prompt_renderer, 2)
     health = check_head(lane, prompt_renderer)
     result = submit(lane, "Hello")
@@ -68,5 +66,7 @@ def test_a_head_that_raises_is_unhealthy_and_the_model_starts_without_it(
 
 
 @pytest.mark.parametrize(("steps", "acceptance"), [(MIN_STEPS - 1, 0.0), (400, 0.2)])
-def test_a_model_that_answers_in_a_word_is_not_a_sick_head(steps: int, acceptance: float) -> None:
+def test_a_model_that_answers_in_one_word_proves_nothing_about_its_head(
+    steps: int, acceptance: float
+) -> None:
     assert HeadHealth(first_token_acceptance=acceptance, steps=steps).healthy

@@ -1,4 +1,4 @@
-"""Long prompts read sparsely: true positions, nobody else touched, in full on any doubt."""
+"""Sparse prefill: true positions, no effect on other rows, a full prefill on any doubt."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def settings(tmp_path) -> SpecPrefillSettings:
 
 @pytest.fixture
 def scorer(checkpoint: Checkpoint) -> PromptScorer:
-    """The model is its own draft: as good a one as can be had, only not a small one."""
+    """A scorer with the model as its own draft model: the best possible one."""
     return PromptScorer(checkpoint.target, checkpoint.context_tokens)
 
 
@@ -43,10 +43,12 @@ def scorer(checkpoint: Checkpoint) -> PromptScorer:
 def sparse_lane(
     make_lane: Callable[..., LaneScheduler], settings: SpecPrefillSettings, scorer: PromptScorer
 ) -> Callable[..., LaneScheduler]:
-    """Make a lane that reads prompts of 400 tokens and more sparsely, by the model itself."""
+    """Make a lane that reads prompts from 400 tokens sparsely, with the model as its own draft."""
 
-    def make(*name: LaneName, scorer: PromptScorer | None = scorer, **wished: Any) -> LaneScheduler:
-        return make_lane(*name, sparse_prefill=SparsePrefill(settings, scorer), **wished)
+    def make(
+        *name: LaneName, scorer: PromptScorer | None = scorer, **settings_: Any
+    ) -> LaneScheduler:
+        return make_lane(*name, sparse_prefill=SparsePrefill(settings, scorer), **settings_)
 
     return make
 
@@ -56,12 +58,12 @@ def counts(lane: LaneScheduler) -> Any:
 
 
 def greedy_behind(
-    checkpoint: Checkpoint, prompt: Sequence[int], reads: Sequence[int], answer_tokens: int
+    checkpoint: Checkpoint, prompt: Sequence[int], indices: Sequence[int], answer_tokens: int
 ) -> Iterator[int]:
-    """Read the tokens at these indices, at their positions, and decode: by the library alone."""
+    """Read the tokens at these indices, at their positions, and decode with mlx-vlm alone."""
     language = checkpoint.target.language
     caches = language.make_cache()
-    tokens, positions = [prompt[at] for at in reads], list(reads)
+    tokens, positions = [prompt[at] for at in indices], list(indices)
     for step in range(answer_tokens):
         at = mx.broadcast_to(mx.array(positions)[None, None], (3, 1, len(positions)))
         scores = language(mx.array([tokens]), cache=caches, position_ids=at).logits
@@ -71,7 +73,7 @@ def greedy_behind(
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
-def test_what_is_kept_is_read_and_continued_at_its_true_positions(
+def test_selected_tokens_are_read_at_their_true_positions(
     checkpoint, sparse_lane, submit, scorer, draft_tokens
 ) -> None:
     lane = sparse_lane(draft_tokens=draft_tokens)
@@ -88,7 +90,7 @@ def test_what_is_kept_is_read_and_continued_at_its_true_positions(
 
 
 @pytest.mark.parametrize("keep_share", [1.0, 0.9999])
-def test_keeping_everything_gives_exactly_the_full_answer(
+def test_selecting_every_token_gives_exactly_the_full_answer(
     make_lane, sparse_lane, submit, keep_share
 ) -> None:
     plain, lane = make_lane(), sparse_lane()
@@ -102,9 +104,7 @@ def test_keeping_everything_gives_exactly_the_full_answer(
     assert counts(lane).selected_tokens == counts(lane).scored_tokens
 
 
-def test_usage_tells_the_true_prompt_length_and_what_of_it_was_never_read(
-    sparse_lane, submit
-) -> None:
+def test_usage_has_the_true_prompt_length_and_the_skipped_tokens(sparse_lane, submit) -> None:
     lane = sparse_lane()
     results = submit(lane, LONG)
     run_until_idle(lane)
@@ -162,7 +162,7 @@ def test_a_row_that_leaves_while_it_is_scored_is_gone(sparse_lane, submit) -> No
     assert result.row.answer == []
 
 
-def test_behind_a_snapshot_only_the_rest_is_scored(sparse_lane, submit) -> None:
+def test_only_the_tokens_after_a_cached_prefix_are_scored(sparse_lane, submit) -> None:
     prefix_cache = PrefixCache(1 << 30)
     cold_lane = sparse_lane()
     cold = submit(cold_lane, LONG, system=SYSTEM)
@@ -181,7 +181,7 @@ def test_behind_a_snapshot_only_the_rest_is_scored(sparse_lane, submit) -> None:
     assert warm.row.answer == cold.row.answer
 
 
-def test_what_was_read_sparsely_is_never_kept_as_a_prefix(make_lane, sparse_lane, submit) -> None:
+def test_a_sparse_prefix_is_never_cached(make_lane, sparse_lane, submit) -> None:
     prefix_cache = PrefixCache(1 << 30)
     lane = sparse_lane(prefix_cache=prefix_cache)
     by_name = submit(lane, LONG, system=SYSTEM, spec_prefill=SPARSE)
@@ -189,7 +189,7 @@ def test_what_was_read_sparsely_is_never_kept_as_a_prefix(make_lane, sparse_lane
     assert by_name.row.skipped_tokens
     assert prefix_cache.keys == ()
 
-    # Left to the worker, the shared part is read in full, and kept for all who come after.
+    # Without the option, the shared prefix is read in full, and cached for later requests.
     submit(lane, LONG, system=SYSTEM)
     after = submit(lane, "Hello", system=SYSTEM)
     plain_lane = make_lane()
@@ -277,7 +277,7 @@ def test_a_prompt_with_pictures_is_read_in_full(
     assert counts(lane).full_prefills == {FullPrefillReason.PICTURES: 1}
 
 
-def test_a_worker_without_a_draft_model_counts_only_who_asked_for_one(make_lane, submit) -> None:
+def test_a_worker_without_a_draft_model_counts_only_requests_for_one(make_lane, submit) -> None:
     lane = make_lane()
     results = [submit(lane, "Hello"), submit(lane, "Hello", spec_prefill=SPARSE)]
     run_until_idle(lane)

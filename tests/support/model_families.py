@@ -1,4 +1,4 @@
-"""Tiny models of other families, at random: only their shapes and their caches are looked at."""
+"""Tiny random models of other families, for tests of their shapes and caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tiny_llama(vocabulary: int) -> Target:
 
 
 def tiny_llama_sliding_window(vocabulary: int) -> Target:
-    """Make a model of two layers, one of which sees `WINDOW_TOKENS` back and no further."""
+    """Make a model of two layers, one of them with a window of `WINDOW_TOKENS`."""
     return _llama(
         vocabulary,
         layer_types=["sliding_attention", "full_attention"],
@@ -29,7 +29,7 @@ def tiny_llama_sliding_window(vocabulary: int) -> Target:
 
 
 def tiny_qwen2_5_vl(vocabulary: int) -> Target:
-    """Make the language model of a family that is told the positions of its tokens."""
+    """Make the language model of a family that takes the positions of its tokens."""
     mx.random.seed(0)
     text = qwen2_5_vl.TextConfig(
         model_type="qwen2_5_vl", **_sizes(vocabulary), rope_scaling=_positions()
@@ -38,7 +38,7 @@ def tiny_qwen2_5_vl(vocabulary: int) -> Target:
 
 
 def tiny_qwen3_vl_moe(vocabulary: int) -> Target:
-    """Make the language model of a family whose attention cuts the mask to what was written."""
+    """Make the language model of a family whose attention cuts the mask to one row's length."""
     mx.random.seed(0)
     text = qwen3_vl_moe.TextConfig(
         model_type="qwen3_vl_moe",

@@ -1,4 +1,4 @@
-"""Plain greedy decoding by mlx-vlm alone: what every greedy answer must be."""
+"""Reference answers, decoded with mlx-vlm alone."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Pick = Callable[[mx.array, Sequence[int]], int]
 
 def reference_greedy(checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Decode one prompt greedily, token by token; each prompt is decoded once in a test run."""
-    return list(_greedy_alone(checkpoint, tuple(prompt), max_tokens))
+    return list(_cached_greedy(checkpoint, tuple(prompt), max_tokens))
 
 
 @cache
-def _greedy_alone(checkpoint: Checkpoint, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
+def _cached_greedy(checkpoint: Checkpoint, prompt: tuple[int, ...], max_tokens: int) -> list[int]:
     def likeliest(scores: mx.array, _: Sequence[int]) -> int:
         return int(mx.argmax(scores[0, -1]).item())
 
@@ -45,7 +45,7 @@ def reference_decode(
 def is_near_tie(
     checkpoint: Checkpoint, prompt: Sequence[int], answer: Sequence[int], other: Sequence[int]
 ) -> bool:
-    """Say whether two answers part at a token where the two best scores differ by float noise.
+    """Return whether two answers first differ where the two best scores differ by float noise.
 
     The scores are computed anew, in one pass over the common beginning: noise is at most four
     steps of bfloat16 at the size of the score.

@@ -45,7 +45,7 @@ def test_mask_shows_each_query_its_own_rows_past_and_itself() -> None:
     assert mask[1, 0].tolist() == [[True] * 4 + [False] * 2, [True] * 5 + [False]]
 
 
-def test_reserving_more_than_there_is_keeps_what_is_stored() -> None:
+def test_reserve_beyond_the_capacity_preserves_the_contents() -> None:
     cache = filled([8], slots=8)
 
     cache.reserve(9)
@@ -74,7 +74,7 @@ def test_joined_rows_keep_their_own_slots() -> None:
     assert cache.keys[1, 0, :2, 0].tolist() == [8.0, 9.0]
 
 
-def test_kept_rows_close_the_gap_of_dropped_ones() -> None:
+def test_selected_rows_close_the_gap_of_dropped_ones() -> None:
     cache = filled([2, 5, 3])
 
     cache.select([2, 0], tokens=3)

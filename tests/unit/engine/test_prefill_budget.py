@@ -1,4 +1,4 @@
-"""The two pure policies of a lane: how much to read, how much to draft."""
+"""The two pure policies of a lane: prefill budget and draft length."""
 
 import itertools
 import random
@@ -8,26 +8,26 @@ from workers.engine.prefill_budget import BLOCK_TOKENS, PrefillBudget
 
 
 def test_alone_a_prompt_is_read_in_the_longest_chunks() -> None:
-    pace = PrefillBudget(512, budget_s=0.1)
-    pace.observe(512, 50.0)
+    budget = PrefillBudget(512, budget_s=0.1)
+    budget.observe(512, 50.0)
 
-    assert pace.chunk_tokens(others_decode=False) == 512
+    assert budget.chunk_tokens(others_decode=False) == 512
 
 
 def test_beside_other_rows_a_chunk_costs_less_than_the_budget() -> None:
-    pace = PrefillBudget(512, budget_s=0.1)
-    pace.observe(64, 0.064)  # a millisecond a token
+    budget = PrefillBudget(512, budget_s=0.1)
+    budget.observe(64, 0.064)  # a millisecond a token
 
-    assert pace.chunk_tokens(others_decode=True) == 64
+    assert budget.chunk_tokens(others_decode=True) == 64
 
 
 def test_a_token_that_costs_more_the_longer_the_context_keeps_the_budget() -> None:
-    pace = PrefillBudget(512, budget_s=0.1)
+    budget = PrefillBudget(512, budget_s=0.1)
     read, costs_s = 0, []
     while read < 4096:
-        tokens = pace.chunk_tokens(others_decode=True)
+        tokens = budget.chunk_tokens(others_decode=True)
         costs_s.append(tokens * (150e-6 + read * 0.1e-6))
-        pace.observe(tokens, costs_s[-1])
+        budget.observe(tokens, costs_s[-1])
         read += tokens
 
     assert max(costs_s) <= 0.1
@@ -39,27 +39,27 @@ def test_an_unknown_cost_begins_with_one_block() -> None:
 
 
 def test_a_machine_too_slow_for_the_budget_still_gets_on() -> None:
-    pace = PrefillBudget(512, budget_s=0.1)
-    pace.observe(64, 60.0)
+    budget = PrefillBudget(512, budget_s=0.1)
+    budget.observe(64, 60.0)
 
-    assert pace.chunk_tokens(others_decode=True) == BLOCK_TOKENS
+    assert budget.chunk_tokens(others_decode=True) == BLOCK_TOKENS
 
 
-def test_a_short_prompt_beside_other_rows_is_read_at_once_whatever_short_ones_cost() -> None:
-    pace = PrefillBudget(512, budget_s=0.1)
+def test_a_short_prompt_beside_other_rows_is_read_at_once() -> None:
+    budget = PrefillBudget(512, budget_s=0.1)
     for tokens in (3, 19, 40):
-        pace.observe(tokens, 0.036)  # the block that it is padded to
+        budget.observe(tokens, 0.036)  # the block that it is padded to
 
-    assert pace.chunk_tokens(others_decode=True) == 128
+    assert budget.chunk_tokens(others_decode=True) == 128
 
 
 def drive(
-    policy: DraftLength, rounds: int, cost_s: dict[int, float], share: float, rows: int = 1
+    policy: DraftLength, steps: int, cost_s: dict[int, float], share: float, rows: int = 1
 ) -> list[int]:
-    """Let a policy work on a simulated machine; return the k of every round."""
+    """Run a policy on a simulated machine; return the k of every step."""
     rng = random.Random(1)
     chosen = []
-    for _ in range(rounds):
+    for _ in range(steps):
         k = policy.choose(rows)
         chosen.append(k)
         policy.observe_cost(rows, k, cost_s[k] * rng.uniform(0.9, 1.1))
@@ -70,14 +70,14 @@ def drive(
     return chosen
 
 
-def test_drafting_that_pays_is_kept_at_its_best_length() -> None:
-    # k + 1 tokens a round at most; a verify costs little more than a plain step.
+def test_drafting_that_pays_stays_at_its_best_length() -> None:
+    # k + 1 tokens a step at most; a verify costs little more than a plain step.
     chosen = drive(DraftLength(3), 600, {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.9}, share=0.9)
 
     assert sum(k == 2 for k in chosen[100:]) > 0.9 * 500
 
 
-def test_drafting_that_does_not_pay_is_given_up() -> None:
+def test_drafting_that_does_not_pay_stops() -> None:
     policy = DraftLength(2)
     chosen = drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
 
@@ -85,20 +85,20 @@ def test_drafting_that_does_not_pay_is_given_up() -> None:
     assert policy.best(1) == 0
 
 
-def test_what_was_given_up_is_tried_again_now_and_then() -> None:
+def test_drafting_that_stopped_is_probed_again() -> None:
     chosen = drive(DraftLength(1), 3 * PROBE_EVERY, {0: 1.0, 1: 2.5}, share=0.5)
 
     assert 1 in chosen[PROBE_EVERY:]
 
 
-def test_a_try_is_a_few_rounds_since_the_first_may_teach_nothing() -> None:
+def test_a_probe_takes_a_few_steps() -> None:
     chosen = drive(DraftLength(1), 2 * PROBE_EVERY + 9, {0: 1.0, 1: 2.5}, share=0.5)
     tried = [at for at, k in enumerate(chosen, 1) if at > PROBE_EVERY and k == 1]
 
     assert tried == [start + at for start in (128, 256) for at in range(PROBE_STEPS)][1:]
 
 
-def test_every_answer_is_drafted_for_a_little_while_it_is_nearly_alone() -> None:
+def test_every_answer_in_a_small_batch_begins_with_drafts() -> None:
     policy = DraftLength(2)
     drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
     drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7, rows=8)
@@ -108,7 +108,7 @@ def test_every_answer_is_drafted_for_a_little_while_it_is_nearly_alone() -> None
     assert policy.choose(8, fewest_steps=0) == 0
 
 
-def test_batch_sizes_are_judged_apart() -> None:
+def test_batch_sizes_are_measured_separately() -> None:
     policy = DraftLength(2)
     drive(policy, 200, {0: 1.0, 1: 1.1, 2: 1.2}, share=0.9, rows=1)
     drive(policy, 200, {0: 1.0, 1: 2.2, 2: 3.3}, share=0.9, rows=8)
@@ -124,11 +124,15 @@ def test_a_small_difference_changes_nothing() -> None:
     assert changes <= 4 * (1000 // PROBE_EVERY)
 
 
-def test_what_reading_would_have_taken_is_told_at_the_best_speed_and_by_whole_blocks() -> None:
-    pace = PrefillBudget(512, budget_s=0.1)
-    assert pace.best_case_s(64) == 0, "nothing is measured yet"
-    pace.observe(128, 0.4)
-    pace.observe(3, 0.1)  # the block that it is padded to
-    pace.observe(64, 0.3)
+def test_the_best_case_counts_whole_blocks_at_the_best_speed() -> None:
+    budget = PrefillBudget(512, budget_s=0.1)
+    assert budget.best_case_s(64) == 0, "nothing is measured yet"
+    budget.observe(128, 0.4)
+    budget.observe(3, 0.1)  # the block that it is padded to
+    budget.observe(64, 0.3)
 
-    assert (pace.best_case_s(0), pace.best_case_s(1), pace.best_case_s(129)) == (0, 0.1, 0.1 * 3)
+    assert (budget.best_case_s(0), budget.best_case_s(1), budget.best_case_s(129)) == (
+        0,
+        0.1,
+        0.1 * 3,
+    )

@@ -104,7 +104,7 @@ def test_a_seeded_row_draws_the_same_alone_and_among_others() -> None:
     assert alone == among
 
 
-def test_a_draw_depends_on_its_position_not_on_the_round_it_came_in() -> None:
+def test_a_draw_depends_on_its_position_not_on_its_step() -> None:
     scores = mx.zeros((1, 4, 1000))
     together = choose(scores, [chooser(Sampling(), position=10)])[0].tolist()
 

@@ -1,4 +1,4 @@
-"""Which tokens are read: decisions over plain numbers, no model in sight."""
+"""Selection of tokens by their scores, without a model."""
 
 import numpy as np
 from hypothesis import given
@@ -14,7 +14,7 @@ def noise(count: int, seed: int) -> TokenScores:
 
 
 @given(st.integers(64, 3000), st.integers(0, 99), SHARES)
-def test_the_share_is_kept_to_within_a_chunk_and_never_less_than_the_ends(
+def test_the_selection_has_the_share_within_a_chunk_and_at_least_both_ends(
     count: int, seed: int, share: float
 ) -> None:
     kept = select(noise(count, seed), share)
@@ -27,12 +27,12 @@ def test_the_share_is_kept_to_within_a_chunk_and_never_less_than_the_ends(
 
 
 @given(st.integers(64, 3000), st.integers(0, 99))
-def test_a_share_of_one_keeps_every_token(count: int, seed: int) -> None:
+def test_a_share_of_one_selects_every_token(count: int, seed: int) -> None:
     assert select(noise(count, seed), 1.0) == tuple(range(count))
 
 
 @given(st.integers(0, 1900), st.integers(0, 99))
-def test_what_stands_out_is_kept_with_the_words_around_it(at: int, seed: int) -> None:
+def test_a_token_with_a_high_score_is_selected_with_the_words_around_it(at: int, seed: int) -> None:
     scores = noise(2000, seed) * np.float32(0.01)
     scores[at] = 1.0
 

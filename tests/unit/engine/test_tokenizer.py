@@ -1,4 +1,4 @@
-"""Tool calls are read where the tokens that they are written with are special ones."""
+"""Tool calls whose marks are special tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import Generation, LaneName, Prompt
 from workers.server.tool_calls import ToolCall, ToolCallSplitter, ToolFormat
 
-# As mlx-vlm knows Mistral's: by what opens a call in it.
+# mlx-vlm recognizes Mistral's template by the token that opens a call.
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}[TOOL_CALLS]"
 OLDER = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3}}]'
 NEWER = '[TOOL_CALLS]add[ARGS]{"a": 3}'
@@ -21,7 +21,7 @@ NEWER = '[TOOL_CALLS]add[ARGS]{"a": 3}'
 
 @pytest.fixture(scope="module")
 def renderer() -> PromptRenderer:
-    """Read bytes one by one, and three special tokens."""
+    """Return a renderer with one token a byte and four special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,8 +34,8 @@ def renderer() -> PromptRenderer:
     )
 
 
-def answered(renderer: PromptRenderer, written: str, *, keep_call_tokens: bool) -> list[str]:
-    """Let an answer arrive token by token; return its text in pieces."""
+def stream_answer(renderer: PromptRenderer, written: str, *, keep_call_tokens: bool) -> list[str]:
+    """Push an answer token by token; return its text in pieces."""
     generation = Generation(
         request_id="test",
         lane=LaneName.VLM,
@@ -52,7 +52,7 @@ def answered(renderer: PromptRenderer, written: str, *, keep_call_tokens: bool) 
 def test_a_call_that_special_tokens_mark_is_read(renderer: PromptRenderer, written: str) -> None:
     assert renderer.tool_parser_name == "mistral"
     splitter = ToolCallSplitter(ToolFormat("mistral", []))
-    pieces = answered(renderer, f"Adding ü.{written}</s>", keep_call_tokens=True)
+    pieces = stream_answer(renderer, f"Adding ü.{written}</s>", keep_call_tokens=True)
     parts = [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]
     *content, call = parts
     assert "".join(map(str, content)) == "Adding ü."
@@ -62,7 +62,7 @@ def test_a_call_that_special_tokens_mark_is_read(renderer: PromptRenderer, writt
 
 def test_calls_that_nothing_closes_end_where_the_next_begins(renderer: PromptRenderer) -> None:
     splitter = ToolCallSplitter(ToolFormat("mistral", []))
-    pieces = answered(renderer, f"{NEWER}{NEWER.replace('3', '4')}</s>", keep_call_tokens=True)
+    pieces = stream_answer(renderer, f"{NEWER}{NEWER.replace('3', '4')}</s>", keep_call_tokens=True)
     parts = [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]
     calls = [json.loads(part.arguments) for part in parts if isinstance(part, ToolCall)]
     assert calls == [{"a": 3}, {"a": 4}]
@@ -70,10 +70,10 @@ def test_calls_that_nothing_closes_end_where_the_next_begins(renderer: PromptRen
 
 
 def test_special_tokens_that_no_call_is_written_with_are_no_text(renderer: PromptRenderer) -> None:
-    pieces = answered(renderer, f"[IMG]One{NEWER}</s>", keep_call_tokens=True)
+    pieces = stream_answer(renderer, f"[IMG]One{NEWER}</s>", keep_call_tokens=True)
     assert "".join(pieces) == f"One{NEWER}"
 
 
 def test_without_tools_no_special_token_is_text(renderer: PromptRenderer) -> None:
-    pieces = answered(renderer, f"[IMG]One{NEWER}</s>", keep_call_tokens=False)
+    pieces = stream_answer(renderer, f"[IMG]One{NEWER}</s>", keep_call_tokens=False)
     assert "".join(pieces) == 'Oneadd{"a": 3}'
