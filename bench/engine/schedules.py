@@ -51,7 +51,7 @@ def play(model: Path, seed: int, count: int) -> ScheduleStats:
 
 
 def table(found: ScheduleStats) -> Grid:
-    """List what the schedules were made of."""
+    """Return the statistics of the schedules."""
     counts = found.speculation
     lines = (
         ("schedules", found.schedules),
@@ -62,10 +62,10 @@ def table(found: ScheduleStats) -> Grid:
         ("... ended by the end token", found.ended_by_token),
         ("... ended by their limit", found.ended_by_limit),
         ("... ended inside a draft", found.ended_in_draft),
-        ("... begun from a snapshot", found.from_prefix_cache),
-        ("... gone on plainly, as the head had raised", found.without_head),
-        ("... parted from the replay at a tie within float noise", found.near_ties),
-        ("tokens, each explained", found.tokens),
+        ("... begun from a cached prefix", found.from_prefix_cache),
+        ("... continued plainly after an error of the head", found.without_head),
+        ("... different from the replay at a tie within float noise", found.near_ties),
+        ("tokens, each counted", found.tokens),
         ("verifies", counts.steps),
         ("draft tokens attempted", counts.drafted),
         ("... accepted", counts.accepted),
@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
         f"MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}; "
         f"seed {options.seed}, {time.perf_counter() - begun_s:.0f} s. "
-        "Rows join and leave at any step, on four lanes of different k, size, chunk and snapshots."
+        "Rows join and leave at any step, on four lanes of different k, size, chunk and prefix cache."
     )
     page = ["# Random schedules", about, grid.markdown()]
     (RESULTS / "schedules.md").write_text("\n\n".join(page).rstrip() + "\n")

@@ -1,6 +1,6 @@
-"""The demo checkpoint on this thread, and lanes that a test steps itself.
+"""Fixtures on the demo checkpoint: lanes that a test steps itself, an engine, a worker, `up`.
 
-One running line for the tests that only ask it; those that break one start their own.
+The running processes are for tests that only send requests; a test that breaks one starts its own.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def make_lane(
 
 @pytest.fixture
 def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
-    """Put a row of plain token ids, of a prompt as prepared, or of a chat question into a lane."""
+    """Return a function that adds a row to a lane: token ids, a prepared prompt, or a question."""
 
     def put(
         lane: LaneScheduler,
@@ -97,7 +97,7 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
         stop: tuple[str, ...] = (),
         bypass: tuple[Bypass, ...] = (),
         adaptive: bool = False,
-        **asked: Any,
+        **options: Any,
     ) -> RowEvents:
         text = ""
         if isinstance(prompt, str):
@@ -118,7 +118,7 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
                 lane=lane.name,
                 prompt=Prompt(text=text),
                 sampling=sampling,
-                **asked,
+                **options,
             ),
             prompt=prepared,
             seed=seed,

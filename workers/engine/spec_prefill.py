@@ -24,7 +24,7 @@ SINK_TOKENS = 4
 """Always read: the first tokens of a text attract attention (Xiao et al. 2023, 2309.17453)."""
 TAIL_TOKENS = 32
 """Always read: the end of the prompt is the question, and the template's call to answer."""
-SHORTEST_TOKENS = 256
+MIN_SCORED_TOKENS = 256
 """Fewer tokens cost more to score than to read, even for a request that asks for it."""
 
 
@@ -96,7 +96,9 @@ def choose_scoring_range(
     if not options.sparse:
         begin = max(begin, prompt.prefix_tokens)
     tokens = prompt.prompt_tokens - begin
-    least = SHORTEST_TOKENS if options.sparse else max(settings.threshold_tokens, SHORTEST_TOKENS)
+    least = (
+        MIN_SCORED_TOKENS if options.sparse else max(settings.threshold_tokens, MIN_SCORED_TOKENS)
+    )
     reasons = (
         (options.sparse is False, FullPrefillReason.SWITCHED_OFF),
         (prompt.pictures, FullPrefillReason.PICTURES),
@@ -110,29 +112,29 @@ def choose_scoring_range(
     return ScoringRange(begin=begin, end=prompt.prompt_tokens, keep_share=keep_share)
 
 
-def select(importance: TokenScores, keep_share: float) -> tuple[int, ...]:
+def select(scores: TokenScores, keep_share: float) -> tuple[int, ...]:
     """Return the sorted indices of the tokens to read: the chunks with the highest scores.
 
     They are about `keep_share` of all tokens, and at least the beginning and end of the prompt. The
     score of a chunk is that of its best token: an average would hide one fact among plain words.
     """
-    count = len(importance)
-    kept = np.zeros(count, dtype=bool)
-    kept[:SINK_TOKENS] = True
-    kept[-TAIL_TOKENS:] = True
-    smooth = _smoothed(importance)
+    count = len(scores)
+    selected = np.zeros(count, dtype=bool)
+    selected[:SINK_TOKENS] = True
+    selected[-TAIL_TOKENS:] = True
+    smooth = _smoothed(scores)
     starts = range(0, count, CHUNK_TOKENS)
     best = [float(smooth[start : start + CHUNK_TOKENS].max()) for start in starts]
     budget = round(count * keep_share)
     for chunk in sorted(range(len(best)), key=lambda chunk: -best[chunk]):
-        if kept.sum() >= budget:
+        if selected.sum() >= budget:
             break
-        kept[chunk * CHUNK_TOKENS : (chunk + 1) * CHUNK_TOKENS] = True
-    return tuple(np.flatnonzero(kept).tolist())
+        selected[chunk * CHUNK_TOKENS : (chunk + 1) * CHUNK_TOKENS] = True
+    return tuple(np.flatnonzero(selected).tolist())
 
 
-def _smoothed(importance: TokenScores) -> TokenScores:
+def _smoothed(scores: TokenScores) -> TokenScores:
     """Average every score over its window, which ends at the ends of the prompt."""
     window = np.ones(SMOOTHING_TOKENS, dtype=np.float32)
-    sums = np.convolve(importance, window, mode="same")
-    return sums / np.convolve(np.ones_like(importance), window, mode="same")
+    sums = np.convolve(scores, window, mode="same")
+    return sums / np.convolve(np.ones_like(scores), window, mode="same")
