@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
         f"MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}; "
         f"seed {options.seed}, {time.perf_counter() - begun_s:.0f} s. "
-        "Rows join and leave at any step, on four lanes of different k, size, chunk and prefix cache."
+        "Rows join and leave at any step, on four lanes of different k, size, chunk and cache."
     )
     page = ["# Random schedules", about, grid.markdown()]
     (RESULTS / "schedules.md").write_text("\n\n".join(page).rstrip() + "\n")

@@ -51,8 +51,7 @@ class Engine:
         self.card = loaded.card
         self._settings = settings
         self._thread = thread
-        self._vocabulary = loaded.checkpoint.vocabulary
-        self._default_max_tokens = loaded.checkpoint.default_max_tokens
+        self._checkpoint = loaded.checkpoint
         self._memory = loaded.memory
         self._prefix_cache = loaded.prefix_cache
         self._lanes = {lane.name: lane for lane in loaded.lanes}
@@ -152,11 +151,12 @@ class Engine:
         if bypass or not lane.has_head:
             draft_tokens = 0
         seed = generation.sampling.seed
+        default = self._checkpoint.default_max_tokens
         return Row(
             generation=generation,
             prompt=prompt,
             seed=secrets.randbits(63) if seed is None else seed,
-            max_tokens=min(generation.max_tokens or self._default_max_tokens or room, room),
+            max_tokens=min(generation.max_tokens or default or room, room),
             draft_tokens=draft_tokens,
             draft_tokens_fixed=requested is not None,
             bypass=bypass,
@@ -187,7 +187,7 @@ class Engine:
                 code="prompt_exceeds_memory",
             )
         for token, _ in generation.sampling.logit_bias:
-            if token >= self._vocabulary:
+            if token >= self._checkpoint.vocabulary:
                 raise InvalidGeneration("logit_bias", f"Token {token} is not in the vocabulary.")
         return min(context, longest) - count
 

@@ -58,17 +58,11 @@ class LaneCounters:
         self._pending_prefill_tokens = 0
         self._prefill_speed, self._decode_speed = Throughput(), Throughput()
 
-    def record_admission(self, row: Row) -> None:
-        """Count the reasons why a new request does not speculate; it may have several."""
+    def record_bypass(self, row: Row, *reasons: Bypass) -> None:
+        """Count the reasons why a request does not speculate, or stopped to speculate."""
         if not row.generation.further_choice:
             with self._lock:
-                self._bypass.update(str(reason) for reason in row.bypass)
-
-    def record_bypass(self, row: Row, reason: Bypass) -> None:
-        """Count a reason why a request stopped to speculate after its admission."""
-        if not row.generation.further_choice:
-            with self._lock:
-                self._bypass[reason.value] += 1
+                self._bypass.update(reason.value for reason in reasons)
 
     def record_sparse_prefill(self, *, scored: int, selected: int) -> None:
         """Count a prompt of which a draft model selected the tokens to read."""

@@ -243,7 +243,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
     _cast_for_device(model)
     target = Target(model)
     config = json.loads((path / "config.json").read_text())
-    generation = _generation_config(path)
+    file = path / "generation_config.json"
+    generation = json.loads(file.read_text()) if file.is_file() else {}
     text_config = config.get("text_config") or config
     head, mtp_unavailable_reason = _load_head(path, target)
     return Checkpoint(
@@ -282,11 +283,6 @@ def _load_head(path: Path, target: Target) -> tuple[MtpHead | None, str | None]:
     _cast_for_device(drafter)
     mx.eval(drafter.parameters())
     return MtpHead(drafter, target), None
-
-
-def _generation_config(path: Path) -> dict[str, Any]:
-    file = path / "generation_config.json"
-    return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
 def _end_tokens(

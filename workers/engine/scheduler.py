@@ -140,7 +140,7 @@ class LaneScheduler:
 
     def add(self, row: Row) -> None:
         """Queue a row."""
-        self.counters.record_admission(row)
+        self.counters.record_bypass(row, *row.bypass)
         self._waiting.append(row)
         self._update_occupancy()
 
