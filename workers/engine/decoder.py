@@ -155,10 +155,7 @@ class Decoder:
         k, representative = self._choose_k(batch) if drafting else (0, False)
         begun_s = self._clock()
         try:
-            if self._graph is None:
-                result = run_uncompiled_step(batch, self._target)
-            else:
-                result = run_step(batch, self._graph, k)
+            result = self._run(batch, k)
         except Exception as error:  # noqa: BLE001  # it may be any row's: requeueing isolates it
             if drafting:
                 self._head.record_error(error)
@@ -170,15 +167,19 @@ class Decoder:
         self._counters.record_decode(sum(map(len, result.tokens)) / len(rows), duration_s)
         if drafting:
             self._head.record_success()
-            if k == self._draft_length.best(len(rows)) == 0:
+            self._record_cost(rows, result, k if representative else None, duration_s)
+            self._record_saving(rows, result, appended, duration_s)
+            if k == 0 and self._draft_length.best(len(rows)) == 0:
                 for row in rows:
                     row.drafting_skipped = True
-            if representative and max(result.drafted) == k:
-                self._record_cost(len(rows), k, duration_s)
-            self._record_saving(result, appended, duration_s)
         ended = [*outcome.finished, *outcome.failed]
         batch.select([i for i, row in enumerate(rows) if row not in ended])
         return outcome
+
+    def _run(self, batch: Batch, k: int) -> StepResult:
+        if self._graph is None:
+            return run_uncompiled_step(batch, self._target)
+        return run_step(batch, self._graph, k)
 
     def _choose_k(self, batch: Batch) -> tuple[int, bool]:
         """Return the draft length of the next step, and whether its duration is representative.
@@ -220,19 +221,28 @@ class Decoder:
             self._draft_length.observe_acceptance(drafted, len(tokens) - 1)
         return appended
 
-    def _record_cost(self, rows: int, k: int, duration_s: float) -> None:
-        """Record the cost of a step of draft length k, including that of appending its tokens."""
-        self._draft_length.observe_cost(rows, k, duration_s)
+    def _record_cost(
+        self, rows: list[Row], result: StepResult, k: int | None, duration_s: float
+    ) -> None:
+        """Record the cost of a step of draft length k, including that of appending its tokens.
+
+        k is None if the cost is not representative. A step in which rows have draft lengths of
+        their own is no sample either.
+        """
+        if k is None or max(result.drafted) != k:
+            return
+        self._draft_length.observe_cost(len(rows), k, duration_s)
         self._counters.set_draft_tokens(
             [self._draft_length.best(size) for size in range(1, self._max_rows + 1)]
         )
 
-    def _record_saving(self, result: StepResult, appended: int, duration_s: float) -> None:
+    def _record_saving(
+        self, rows: list[Row], result: StepResult, appended: int, duration_s: float
+    ) -> None:
         """Record the time that a drafted step saved against the plain steps that it replaced."""
-        rows = len(result.tokens)
-        plain_s = self._draft_length.plain_step_s(rows)
+        plain_s = self._draft_length.plain_step_s(len(rows))
         if plain_s is not None and any(result.drafted):
-            self._counters.record_decode_saving(plain_s * appended / rows - duration_s)
+            self._counters.record_decode_saving(plain_s * appended / len(rows) - duration_s)
 
     def _read_backlog(self, head: MtpHead) -> Outcome:
         """Let the head read the backlog of the drafting batch, so that another row can join it."""
