@@ -81,16 +81,16 @@ def _compared(rows: int, runs: Sequence[tuple[int | None, Round]]) -> tuple[str,
     speeds = {
         k: median(
             rows * run.tokens_a_row / run.cost_s
-            for asked, run in runs
-            if (asked, run.rows) == (k, rows)
+            for fixed_k, run in runs
+            if (fixed_k, run.rows) == (k, rows)
         )
         for k in (*DRAFT_LENGTHS, None)
     }
-    most = ceiling([run for asked, run in runs if asked is not None], rows)
+    most = ceiling([run for fixed_k, run in runs if fixed_k is not None], rows)
     assert most is not None
     gain = speeds[None] / speeds[0]
-    told = (f"{gain:.2f}", f"{most:.2f}", f"{gain / most:.2f}")
-    return (f"{rows} rows", *(f"{speed:.0f}" for speed in speeds.values()), *told)
+    gains = (f"{gain:.2f}", f"{most:.2f}", f"{gain / most:.2f}")
+    return (f"{rows} rows", *(f"{speed:.0f}" for speed in speeds.values()), *gains)
 
 
 def _assemble(model: Path) -> LoadedEngine:

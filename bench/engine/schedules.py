@@ -45,8 +45,8 @@ def play(model: Path, seed: int, count: int) -> ScheduleStats:
             raise AssertionError(f"schedule {number} of seed {seed}: {error}") from error
         if (number + 1) % TELL_EVERY == 0:
             spent_s = time.perf_counter() - begun_s
-            told = f"{number + 1} schedules, {schedules.stats.rows} rows, {spent_s:.0f} s"
-            sys.stderr.write(told + "\n")
+            progress = f"{number + 1} schedules, {schedules.stats.rows} rows, {spent_s:.0f} s"
+            sys.stderr.write(progress + "\n")
     return schedules.stats
 
 

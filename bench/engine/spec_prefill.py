@@ -54,7 +54,7 @@ _SETTINGS: Final = EngineSettings(model=Path(), served_name="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class TimedAnswer:
     """One prompt answered."""
 
     tokens: tuple[int, ...]
@@ -71,8 +71,8 @@ class Way:
     """All answers of one way to read prompts of one length."""
 
     prompt_tokens: int
-    wish: SpecPrefillOptions
-    answers: list[Asked] = field(default_factory=list)
+    options: SpecPrefillOptions
+    answers: list[TimedAnswer] = field(default_factory=list)
 
 
 class Bench:
@@ -99,19 +99,21 @@ class Bench:
         )
 
     def ask(
-        self, messages: Sequence[dict[str, Any]], wish: SpecPrefillOptions, answer_tokens: int
-    ) -> Asked:
+        self, messages: Sequence[dict[str, Any]], options: SpecPrefillOptions, answer_tokens: int
+    ) -> TimedAnswer:
         """Answer one prompt, nothing else running."""
         text = self.prompts.chat(messages)
-        return self._run(self.prompts.prepare(Prompt(text=text)), wish, answer_tokens)
+        return self._run(self.prompts.prepare(Prompt(text=text)), options, answer_tokens)
 
-    def _run(self, prompt: PreparedPrompt, wish: SpecPrefillOptions, answer_tokens: int) -> Asked:
-        said: list[str] = []
+    def _run(
+        self, prompt: PreparedPrompt, options: SpecPrefillOptions, answer_tokens: int
+    ) -> TimedAnswer:
+        texts: list[str] = []
 
-        def hear(event: Event | Exception) -> None:
+        def on_event(event: Event | Exception) -> None:
             if isinstance(event, Exception):
                 raise event
-            said.append(getattr(event, "text", ""))
+            texts.append(getattr(event, "text", ""))
 
         row = Row(
             generation=Generation(
@@ -119,7 +121,7 @@ class Bench:
                 lane=LaneName.TEXT_MTP,
                 prompt=Prompt(text=""),
                 sampling=Sampling(temperature=0),
-                spec_prefill=wish,
+                spec_prefill=options,
             ),
             prompt=prompt,
             seed=0,
@@ -128,7 +130,7 @@ class Bench:
             draft_tokens_fixed=True,
             text=TextStream(self.prompts.decode),
             speculation=SpeculationCounter(self._draft_tokens),
-            sink=hear,
+            sink=on_event,
         )
         begun_s = time.perf_counter()
         scoring_s = ttft_s = 0.0
@@ -140,9 +142,9 @@ class Bench:
                 scoring_s = now_s
             if row.answer and not ttft_s:
                 ttft_s = now_s
-        return Asked(
+        return TimedAnswer(
             tokens=tuple(row.answer),
-            text="".join(said).strip(),
+            text="".join(texts).strip(),
             skipped_tokens=row.skipped_tokens,
             ttft_s=ttft_s,
             scoring_s=scoring_s,
@@ -152,26 +154,32 @@ class Bench:
 
 def ways() -> list[Way]:
     """Every length read in full, and with every share kept."""
-    wishes = (
+    option_sets = (
         IN_FULL,
         *(SpecPrefillOptions(sparse=True, keep_share=share) for share in KEEP_SHARES),
     )
-    return [Way(prompt_tokens=tokens, wish=wish) for tokens in PROMPT_TOKENS for wish in wishes]
+    return [
+        Way(prompt_tokens=tokens, options=options)
+        for tokens in PROMPT_TOKENS
+        for options in option_sets
+    ]
 
 
 def measure_quality(checkpoint: Checkpoint, questions: int) -> Grid:
     """Ask for facts in long prompts; count right answers, and those that reading in full gives."""
     bench = Bench(checkpoint, checkpoint.target, draft_tokens=2)
-    asked = {tokens: held_out.fact_prompts(questions, tokens, seed=2) for tokens in PROMPT_TOKENS}
+    prompts_by_length = {
+        tokens: held_out.fact_prompts(questions, tokens, seed=2) for tokens in PROMPT_TOKENS
+    }
     ask_all = ways()
     for number in track(range(questions), "Asking the demo model"):
         for way in ask_all:
-            messages = asked[way.prompt_tokens][number].messages
-            way.answers.append(bench.ask(messages, way.wish, ANSWER_TOKENS))
-    full = {way.prompt_tokens: way for way in ask_all if way.wish is IN_FULL}
+            messages = prompts_by_length[way.prompt_tokens][number].messages
+            way.answers.append(bench.ask(messages, way.options, ANSWER_TOKENS))
+    full = {way.prompt_tokens: way for way in ask_all if way.options is IN_FULL}
 
     def row(way: Way) -> tuple[str, ...]:
-        prompts = asked[way.prompt_tokens]
+        prompts = prompts_by_length[way.prompt_tokens]
         right = mean(
             answer.text == prompt.answer
             for answer, prompt in zip(way.answers, prompts, strict=True)
@@ -198,11 +206,11 @@ def measure_waiting(checkpoint: Checkpoint, repetitions: int) -> Grid:
     for number in track(range(repetitions), "Timing a large target"):
         for way in time_all:
             prompt = held_out.fact_prompts(repetitions, way.prompt_tokens, seed=3)[number]
-            way.answers.append(bench.ask(prompt.messages, way.wish, 1))
+            way.answers.append(bench.ask(prompt.messages, way.options, 1))
     full_s = {
         way.prompt_tokens: _least_s(way, lambda answer: answer.ttft_s)
         for way in time_all
-        if way.wish is IN_FULL
+        if way.options is IN_FULL
     }
 
     def row(way: Way) -> tuple[str, ...]:
@@ -245,11 +253,11 @@ def _parameters(target: Target) -> int:
 
 
 def _labels(way: Way) -> tuple[str, str]:
-    share = way.wish.keep_share
+    share = way.options.keep_share
     return str(way.prompt_tokens), "in full" if share is None else f"{share:.0%}"
 
 
-def _least_s(way: Way, of: Callable[[Asked], float]) -> float:
+def _least_s(way: Way, of: Callable[[TimedAnswer], float]) -> float:
     """Return the least time of all repetitions: what others ran meanwhile only adds to it."""
     return min(of(answer) for answer in way.answers)
 
@@ -259,7 +267,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="python -m bench.engine.spec_prefill", description=__doc__
     )
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of the demo model")
-    parser.add_argument("--questions", type=int, default=40, help="asked at each length")
+    parser.add_argument(
+        "--questions", type=int, default=40, help="questions for each prompt length"
+    )
     parser.add_argument("--repetitions", type=int, default=3, help="timings at each length")
     options = parser.parse_args(arguments)
     checkpoint = load_checkpoint(options.model)

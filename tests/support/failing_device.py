@@ -1,8 +1,8 @@
 """A real worker whose device fails for as long as a file exists.
 
 `python -m tests.support.failing_device FILE ARGUMENTS...` is `paceline worker ARGUMENTS...`. MLX
-tells of a device that fails where results are asked for, by an error out of `mx.eval` or
-`mx.async_eval`; so that is where this one raises, and all else is what it always is.
+reports a device failure by an error from `mx.eval` or `mx.async_eval`, so this worker raises there;
+everything else is unchanged.
 """
 
 from __future__ import annotations
