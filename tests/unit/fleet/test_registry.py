@@ -5,12 +5,14 @@ from __future__ import annotations
 import pytest
 
 from gateway.errors import WorkerIdTaken
+from gateway.fleet.backend import OpenAIBackend
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease
 from gateway.routing.select import Candidate
-from tests.support.fake_clock import FakeClock
+from tests.support.fake_clock import START_S, FakeClock
 from tests.support.scripted_worker import lane_report
+from tests.support.static_workers import static_worker
 from workers.protocol import WorkerReport
 
 
@@ -45,7 +47,7 @@ def test_a_worker_that_stops_beating_is_out_within_ten_seconds(
 ) -> None:
     assert HEARTBEAT_TIMEOUT_S + HEARTBEAT_INTERVAL_S < 10
     fleet.heartbeat(report())
-    clock.now_s = HEARTBEAT_TIMEOUT_S
+    clock.now_s = START_S + HEARTBEAT_TIMEOUT_S
     assert ids(fleet) == ["mac"]
     clock.now_s += 0.001
     assert ids(fleet) == []
@@ -63,12 +65,12 @@ def test_f38_what_came_while_this_gateway_did_not_listen_is_held_against_nobody(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     two(fleet)
-    clock.now_s = 8.0
+    clock.now_s = START_S + 8.0
     fleet.compensate_stall(8.0)
     assert ids(fleet) == ["a", "b"], "their heartbeats wait to be read"
     fail(fleet, "a", 5, AttemptResult.UNREACHABLE)
     assert ids(fleet) == ["a", "b"], "the limits on time ran out on us, not on them"
-    clock.now_s = 9.0
+    clock.now_s = START_S + 9.0
     fail(fleet, "a", 3, AttemptResult.UNREACHABLE)
     assert ids(fleet) == ["b"]
 
@@ -78,7 +80,7 @@ def test_f38_nobody_is_found_silent_before_it_is_known_whether_we_listened(
 ) -> None:
     two(fleet)
     fleet.compensate_stall(0.0)
-    clock.now_s = 8.0
+    clock.now_s = START_S + 8.0
     assert ids(fleet) == ["a", "b"]
     fleet.compensate_stall(0.0)
     assert ids(fleet) == []
@@ -86,7 +88,7 @@ def test_f38_nobody_is_found_silent_before_it_is_known_whether_we_listened(
 
 def test_f38_a_short_delay_excuses_no_silence(fleet: WorkerRegistry, clock: FakeClock) -> None:
     two(fleet)
-    clock.now_s = 7.5
+    clock.now_s = START_S + 7.5
     fleet.compensate_stall(0.9)
     assert ids(fleet) == []
 
@@ -95,7 +97,7 @@ def test_an_id_belongs_to_one_live_worker(fleet: WorkerRegistry, clock: FakeCloc
     fleet.heartbeat(report())
     with pytest.raises(WorkerIdTaken):
         fleet.heartbeat(report("2", "http://other:9200"))
-    clock.now_s = HEARTBEAT_TIMEOUT_S + 1
+    clock.now_s = START_S + HEARTBEAT_TIMEOUT_S + 1
     fleet.heartbeat(report("2", "http://other:9200"))
     assert ids(fleet) == ["mac"]
 
@@ -167,10 +169,10 @@ def test_f20_a_worker_that_fails_five_times_is_out_for_ten_seconds(
     fail(fleet, "a", 5)
     assert ids(fleet) == ["b"]
     assert take(fleet, "a") is None
-    clock.now_s = 5.0
+    clock.now_s = START_S + 5.0
     two(fleet)
     assert ids(fleet) == ["b"], "a heartbeat alone proves nothing"
-    clock.now_s = 10.0
+    clock.now_s = START_S + 10.0
     two(fleet)
     assert ids(fleet) == ["a", "b"]
 
@@ -180,7 +182,7 @@ def test_f24_it_comes_back_with_one_request_then_two_then_all(
 ) -> None:
     two(fleet)
     fail(fleet, "a", 3, AttemptResult.UNREACHABLE)
-    clock.now_s = 10.0
+    clock.now_s = START_S + 10.0
     two(fleet)
     for at_a_time in (1, 2, 4):
         leases = [taken(fleet, "a") for _ in range(at_a_time)]
@@ -198,7 +200,7 @@ def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
 ) -> None:
     two(fleet)
     fail(fleet, "a", 5)
-    clock.now_s = 10.0
+    clock.now_s = START_S + 10.0
     two(fleet)
     for _ in range(3):
         lease = taken(fleet, "a")
@@ -212,11 +214,11 @@ def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
 def test_what_was_sent_before_an_ejection_has_no_more_to_say(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
-    clock.now_s = 1.0
+    clock.now_s = START_S + 1.0
     two(fleet)
     slow, broken = taken(fleet, "a"), taken(fleet, "a")
     fail(fleet, "a", 5)
-    clock.now_s = 11.0
+    clock.now_s = START_S + 11.0
     two(fleet)
     on_probation = taken(fleet, "a")
     fleet.release(slow, AttemptResult.SUCCEEDED)
@@ -250,7 +252,7 @@ def test_a_worker_that_asks_for_time_gets_it_and_is_not_broken(
     fleet.release(taken(fleet, "b"), AttemptResult.BUSY, 2.0)
     assert ids(fleet) == []
     assert fleet.available_in_s("demo") == 2.0
-    clock.now_s = 3.0
+    clock.now_s = START_S + 3.0
     assert ids(fleet) == ["a", "b"]
     assert [member.breaker.ejections for member in fleet.workers()] == [0, 0]
 
@@ -287,3 +289,101 @@ def test_every_change_that_may_add_capacity_calls_back_and_a_stale_one_does_not(
         assert len(calls) == number
     assert not fleet.merge_remote(report(), 1.0)
     assert len(calls) == len(changes)
+
+
+class TestHeartbeatsOfOtherGateways:
+    """What a gateway learns, step by step, of workers whose heartbeats others receive."""
+
+    def test_a_remote_heartbeat_counts_from_the_time_at_which_it_was_received(
+        self, fleet: WorkerRegistry, clock: FakeClock
+    ) -> None:
+        assert fleet.merge_remote(report(), 5.0)
+        (worker,) = fleet.workers()
+        assert worker.heartbeat_at_s == START_S - 5.0
+        assert not worker.local
+        assert worker.local_heartbeat_at_s == float("-inf")
+        assert fleet.view().known_models == {"demo"}
+        clock.advance(HEARTBEAT_TIMEOUT_S - 5.0)
+        assert ids(fleet) == ["mac"]
+        clock.advance(0.001)
+        assert ids(fleet) == []
+
+    def test_a_remote_heartbeat_that_is_too_old_is_ignored(self, fleet: WorkerRegistry) -> None:
+        assert not fleet.merge_remote(report(), HEARTBEAT_TIMEOUT_S + 0.001)
+        assert ids(fleet) == []
+        assert fleet.merge_remote(report(), HEARTBEAT_TIMEOUT_S)
+        assert ids(fleet) == ["mac"]
+
+    def test_an_older_heartbeat_than_the_last_one_changes_nothing(
+        self, fleet: WorkerRegistry, clock: FakeClock
+    ) -> None:
+        fleet.heartbeat(report())
+        clock.advance(3.0)
+        for age_s in (3.0, 4.0):
+            assert not fleet.merge_remote(report(ready=False), age_s)
+        assert ids(fleet) == ["mac"]
+        assert fleet.merge_remote(report(ready=False), 2.0)
+        assert ids(fleet) == []
+        (worker,) = fleet.workers()
+        assert worker.heartbeat_at_s == START_S + 1.0
+        assert worker.local, "its own heartbeats are not forgotten"
+        assert worker.local_heartbeat_at_s == START_S
+
+    def test_a_remote_heartbeat_keeps_a_worker_and_its_requests(
+        self, fleet: WorkerRegistry, clock: FakeClock
+    ) -> None:
+        fleet.heartbeat(report())
+        taken(fleet)
+        clock.advance(6.0)
+        assert fleet.merge_remote(report(), 0.0)
+        clock.advance(6.0)
+        assert in_flight(fleet) == 1
+
+    def test_a_new_boot_at_another_gateway_replaces_the_old_one(
+        self, fleet: WorkerRegistry, clock: FakeClock
+    ) -> None:
+        fleet.heartbeat(report())
+        taken(fleet)
+        clock.advance(1.0)
+        assert fleet.merge_remote(report("2"), 0.5)
+        assert in_flight(fleet) == 0
+        assert fleet.workers()[0].report.boot_id == "2"
+
+    def test_of_two_live_workers_with_one_id_the_first_stays(
+        self, fleet: WorkerRegistry, clock: FakeClock
+    ) -> None:
+        fleet.heartbeat(report())
+        clock.advance(1.0)
+        assert not fleet.merge_remote(report("2", "http://other:9200"), 0.0)
+        assert fleet.workers()[0].report.url == "http://mac:9200"
+        clock.now_s = START_S + HEARTBEAT_TIMEOUT_S + 0.001
+        assert fleet.merge_remote(report("2", "http://other:9200"), 0.0)
+        assert fleet.workers()[0].report.url == "http://other:9200"
+
+    def test_a_probe_counts_as_a_heartbeat_at_this_gateway(
+        self, fleet: WorkerRegistry, clock: FakeClock
+    ) -> None:
+        fleet.merge_remote(report(), 5.0)
+        clock.advance(1.0)
+        fleet.probe_succeeded(report())
+        (worker,) = fleet.workers()
+        assert worker.heartbeat_at_s == worker.local_heartbeat_at_s == START_S + 1.0
+        assert fleet.heartbeat_age_s(worker) == 0.0
+
+    def test_a_cordon_holds_for_a_worker_that_another_gateway_reports(
+        self, fleet: WorkerRegistry
+    ) -> None:
+        fleet.set_cordoned(frozenset(("mac",)))
+        fleet.merge_remote(report(), 1.0)
+        assert ids(fleet) == []
+        fleet.set_cordoned(frozenset())
+        assert ids(fleet) == ["mac"]
+
+    def test_a_static_worker_ignores_reports_under_its_id(
+        self, fleet: WorkerRegistry, clock: FakeClock
+    ) -> None:
+        backend = OpenAIBackend(static_worker(id="mac"))
+        fleet.heartbeat(backend.report, backend)
+        clock.advance(1.0)
+        assert not fleet.merge_remote(report(), 0.0)
+        assert fleet.workers()[0].report == backend.report

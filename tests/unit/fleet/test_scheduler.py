@@ -18,6 +18,7 @@ from gateway.routing.select import RoutingRequest
 from gateway.types import Caller
 from policies.compiler import CallerAttributes
 from policies.document import PolicyDocument, Priority, read_policy
+from tests.support.fake_clock import START_S
 from tests.support.request_profiles import GREEDY, SAMPLED
 from tests.support.scheduler_harness import (
     SchedulerHarness,
@@ -83,7 +84,7 @@ async def test_the_line_is_bounded_and_says_when_to_come_back(scheduler: Schedul
     with pytest.raises(QueueFull) as full:
         await scheduler.acquire()
     assert full.value.retry_after_s == 1.0
-    scheduler.clock.now_s = 5.0
+    scheduler.clock.now_s = START_S + 5.0
     scheduler.fleet.heartbeat(worker_report())
     scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
     lease = await waiting[0]

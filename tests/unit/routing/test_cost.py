@@ -17,8 +17,9 @@ from gateway.fleet.worker import Lease
 from gateway.routing.cost import throughput_of
 from gateway.routing.select import Candidate, RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
-from policies.document import default_policy
+from policies.document import default_policy, read_policy
 from policies.request.profile import Endpoint, RequestProfile, Sampling
+from tests.support.fake_clock import FakeClock
 from tests.support.scripted_worker import lane_report
 from workers.protocol import WorkerReport
 
@@ -26,7 +27,7 @@ POLICY = default_policy()
 LONG = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=16_000)
 SHORT = LONG._replace(text_chars=400)
 GREEDY = SHORT._replace(sampling=Sampling(temperature=0))
-NOW_S = 1000.0
+NOW_S = 1_000_000.0
 Told = dict[str, Any]
 
 
@@ -80,6 +81,26 @@ def test_who_reads_faster_is_first_where_there_is_much_to_read() -> None:
 def test_prompts_that_are_still_to_be_read_are_waited_for() -> None:
     assert order(SHORT, seen(mac("a", 1, reads_for_s=5), mac("b", 2))) == "ba"
     assert order(SHORT, seen(mac("a", 1, reads_for_s=-5), mac("b", 2))) == "ab", "it has read them"
+
+
+@pytest.mark.parametrize("weights", [{}, {"big": 2.0}])
+def test_a_pending_prefill_costs_the_seconds_that_remain_of_it(weights: dict[str, float]) -> None:
+    pool = {"lanes": "vlm", "weights": weights}
+    policy = read_policy(
+        {"version": 1, "routes": [{"name": "all", "to": "p"}], "pools": {"p": pool}}, "test"
+    )
+
+    def score_s(reads_for_s: float) -> float:
+        request = RoutingRequest(policy, SHORT)
+        return (
+            decide(request, seen(mac("a", reads_for_s=reads_for_s)), Random(0))
+            .candidates[0]
+            .score_s
+        )
+
+    assert score_s(2.5) - score_s(0.0) == pytest.approx(2.5)
+    assert score_s(-2.5) == pytest.approx(score_s(0.0))
+    assert order(SHORT, seen(mac("a", reads_for_s=0.2), mac("b", 3))) == "ab"
 
 
 def test_a_row_costs_most_where_answers_are_written_slowly() -> None:
@@ -201,12 +222,12 @@ class TestFleet:
     """What the live table knows of a worker beside its heartbeats."""
 
     @pytest.fixture
-    def clock(self) -> list[float]:
-        return [NOW_S]
+    def clock(self) -> FakeClock:
+        return FakeClock()
 
     @pytest.fixture
-    def fleet(self, clock: list[float]) -> WorkerRegistry:
-        made = WorkerRegistry(lambda: clock[0], lambda: 0.0)
+    def fleet(self, clock: FakeClock) -> WorkerRegistry:
+        made = WorkerRegistry(clock, lambda: 0.0)
         made.heartbeat(report("a"))
         return made
 
@@ -232,11 +253,11 @@ class TestFleet:
         assert self.rows(fleet) == 0
 
     def test_what_is_sent_is_read_one_after_the_other(
-        self, fleet: WorkerRegistry, clock: list[float]
+        self, fleet: WorkerRegistry, clock: FakeClock
     ) -> None:
         lease = fleet.acquire(Candidate("vlm", "vlm", "a", "", 0, prefill_s=3.0))
         assert lease is not None
-        clock[0] += 1
+        clock.advance(1)
         fleet.acquire(Candidate("vlm", "vlm", "a", "", 0, prefill_s=4.0))
         assert self.reads_for_s(fleet) == pytest.approx(6.0)
         fleet.release(lease, AttemptResult.SUCCEEDED)
@@ -245,14 +266,14 @@ class TestFleet:
         assert self.reads_for_s(fleet) == pytest.approx(2.0), "it knows better"
 
     def test_a_look_that_is_kept_is_the_one_that_would_be_made(
-        self, fleet: WorkerRegistry, clock: list[float]
+        self, fleet: WorkerRegistry, clock: FakeClock
     ) -> None:
         rng = Random(5)
         leases: list[Lease] = []
         for name in "bcd":
             fleet.heartbeat(report(name))
         for step in range(400):
-            clock[0] += rng.random() / 10
+            clock.advance(rng.random() / 10)
             name = rng.choice("abcd")
             what = rng.randrange(6)
             if what == 0:

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.routing.prefix_affinity import MAX_PREFIXES, PrefixIndex
+from gateway.routing.prefix_affinity import MAX_PREFIXES, PrefixClaim, PrefixIndex
 from gateway.routing.select import RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
 from gateway.types import Usage
 from policies.document import default_policy
 from policies.sections import PrefixPolicy
+from tests.support.fake_clock import START_S, FakeClock
 from tests.support.prefix_claims import LAPTOP, RULES, STUDIO, prefix_holders
 from tests.support.request_profiles import SAMPLED
 from tests.support.scripted_worker import ScriptedWorker, lane_report
@@ -22,20 +23,20 @@ from workers.protocol import WorkerReport
 
 
 @pytest.fixture
-def clock() -> list[float]:
-    return [0.0]
+def clock() -> FakeClock:
+    return FakeClock()
 
 
 @pytest.fixture
-def prefixes(clock: list[float]) -> PrefixIndex:
-    return PrefixIndex(lambda: clock[0])
+def prefixes(clock: FakeClock) -> PrefixIndex:
+    return PrefixIndex(clock)
 
 
-def test_a_claim_ends_with_its_time(prefixes: PrefixIndex, clock: list[float]) -> None:
+def test_a_claim_ends_with_its_time(prefixes: PrefixIndex, clock: FakeClock) -> None:
     prefixes.record_dispatch("p", STUDIO, RULES)
-    clock[0] = RULES.ttl_s - 1
+    clock.now_s = START_S + RULES.ttl_s - 1
     assert prefix_holders(prefixes) == {STUDIO}
-    clock[0] = RULES.ttl_s
+    clock.now_s = START_S + RULES.ttl_s
     assert prefix_holders(prefixes) == set()
 
 
@@ -94,6 +95,40 @@ def test_what_is_being_read_is_not_forgotten_for_a_report_that_has_it_not_yet(
     prefixes.record_dispatch("p", STUDIO, RULES)
     prefixes.record_report(announced(fake, "q"))
     assert prefix_holders(prefixes) == {STUDIO}
+
+
+def test_a_claim_of_another_gateway_ends_when_it_ends_there(
+    prefixes: PrefixIndex, clock: FakeClock
+) -> None:
+    prefixes.merge(PrefixClaim("p", *STUDIO, 900.0), age_s=300.0)
+    clock.advance(599.0)
+    assert prefix_holders(prefixes) == {STUDIO}
+    clock.advance(1.0)
+    assert prefix_holders(prefixes) == set()
+
+
+def test_a_claim_that_ended_before_it_arrived_is_ignored(prefixes: PrefixIndex) -> None:
+    prefixes.merge(PrefixClaim("p", *STUDIO, 900.0), age_s=900.0)
+    assert len(prefixes) == 0
+    prefixes.merge(PrefixClaim("p", *STUDIO, 900.0), age_s=899.0)
+    assert prefix_holders(prefixes) == {STUDIO}
+
+
+def test_a_withdrawn_claim_of_another_gateway_drops_that_boot_alone(
+    prefixes: PrefixIndex,
+) -> None:
+    for boot in (STUDIO, LAPTOP):
+        prefixes.merge(PrefixClaim("p", *boot, 900.0), age_s=1.0)
+    prefixes.merge(PrefixClaim("p", *STUDIO, 0.0), age_s=1.0)
+    assert prefix_holders(prefixes) == {LAPTOP}
+
+
+def test_a_merged_claim_is_not_sent_on(prefixes: PrefixIndex) -> None:
+    prefixes.merge(PrefixClaim("p", *STUDIO, 900.0), age_s=1.0)
+    assert prefixes.take_pending() == ()
+    prefixes.record_dispatch("p", LAPTOP, RULES)
+    assert prefixes.take_pending() == (PrefixClaim("p", *LAPTOP, RULES.ttl_s),)
+    assert prefixes.take_pending() == ()
 
 
 def worker_of(holding: tuple[str, str], in_flight: int = 0) -> WorkerView:
