@@ -43,7 +43,7 @@ from gateway.http.upstream import ConnectionPool
 from gateway.protocols import WIRE_FORMATS
 from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.load_shedding import LoopMonitor
-from gateway.status.events import Feed
+from gateway.status.events import StatusFeed
 from gateway.status.render import DEFAULT_WINDOW, window_s
 
 
@@ -58,7 +58,7 @@ class GatewayApp:
         self._loop_monitor = LoopMonitor(self.proxy.load.lag, gateway.fleet.compensate_stall)
         self._hosts = Hosts(gateway.settings)
         take = state.snapshots(gateway, self.proxy)
-        self._feed = Feed(functools.partial(take, window_s(DEFAULT_WINDOW)))
+        self._feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
         self._panel = _panel(gateway, self.proxy, take, self._feed)
         apart = gateway.settings.admin_port is not None
         self.admin_app = AdminApp(gateway, self._hosts) if apart else None
@@ -100,7 +100,7 @@ class GatewayApp:
     def cut(self) -> None:
         """End what still runs: streams with an error event."""
         self.proxy.cut()
-        self._feed.end()
+        self._feed.close()
 
 
 class AdminApp:
@@ -127,7 +127,7 @@ async def create_app(settings: Settings, rng: Random | None = None) -> GatewayAp
     return GatewayApp(await build_gateway(settings, rng))
 
 
-def _panel(gateway: Gateway, proxy: ProxyHandler, take: state.Take, feed: Feed) -> FastAPI:
+def _panel(gateway: Gateway, proxy: ProxyHandler, take: state.Take, feed: StatusFeed) -> FastAPI:
     """Build what FastAPI holds."""
     panel = _bare_panel()
     panel.include_router(state.probes(gateway, proxy))

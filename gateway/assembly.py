@@ -24,12 +24,12 @@ from gateway.cluster.records import RedisRecords
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.sync import ClusterSync, PeerWorkers, SharedState
 from gateway.cluster.worker_reports import SharedWorkerReports
-from gateway.config.policy_file import PolicyWatch, read_source
+from gateway.config.policy_file import PolicyFileWatcher, read_source
 from gateway.config.policy_store import PolicyStore, open_policy_store
 from gateway.config.policy_versions import problems_text
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
-from gateway.config.static_workers import check_listed, read_keys
+from gateway.config.static_workers import check_unique_ids, read_worker_keys
 from gateway.errors import RecordsUnwritable, StartupError
 from gateway.fleet.backend import OpenAIBackend, PacelineBackend
 from gateway.fleet.cordons import Cordons
@@ -97,7 +97,7 @@ class Gateway:
 
     settings: Settings
     policy_store: PolicyStore
-    policy_file: PolicyWatch
+    policy_file: PolicyFileWatcher
     recent_requests: RecentRequests
     fleet: WorkerRegistry
     cordons: Cordons
@@ -149,7 +149,7 @@ class Gateway:
             (self.key_store.refresh, _REFRESH_S),
             (self.cordons.refresh, _REFRESH_S),
             (self.policy_store.refresh, _REFRESH_S),
-            (self.policy_file.look, _POLICY_FILE_CHECK_S),
+            (self.policy_file.check, _POLICY_FILE_CHECK_S),
             (self.usage_store.flush, _USAGE_FLUSH_S),
             (self.stats_history.record, SNAPSHOT_INTERVAL_S),
             (data_plane.check_connections, _CONNECTION_CHECK_S),
@@ -188,7 +188,7 @@ class Gateway:
 
 async def build_gateway(settings: Settings, rng: Random | None = None) -> Gateway:
     """Build the parts and load the stored state; raise `StartupError`."""
-    check_listed(settings.workers)
+    check_unique_ids(settings.workers)
     async with AsyncExitStack() as stack:
         redis = None
         if settings.redis_url is not None:
@@ -202,7 +202,7 @@ async def build_gateway(settings: Settings, rng: Random | None = None) -> Gatewa
 async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> Gateway:
     clock, wall = time.monotonic, time.time
     records = _records(settings, redis)
-    tokens = read_keys(settings.workers, os.environ)
+    tokens = read_worker_keys(settings.workers, os.environ)
     static = [OpenAIBackend(worker, tokens.get(worker.id, "")) for worker in settings.workers]
     join_token = settings.join_token.get_secret_value() if settings.join_token else ""
     paceline = PacelineBackend(join_token)
@@ -244,7 +244,7 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
     return Gateway(
         settings=settings,
         policy_store=policy_store,
-        policy_file=PolicyWatch(policy_store, settings.policy),
+        policy_file=PolicyFileWatcher(policy_store, settings.policy),
         recent_requests=RecentRequests(),
         fleet=fleet,
         cordons=cordons,

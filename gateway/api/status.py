@@ -18,7 +18,7 @@ from gateway.config.policy_versions import Reason
 from gateway.errors import FieldInvalid, NotAllowedHere, ShuttingDown, TooManyViewers
 from gateway.http.downstream import Receive, Scope, Send
 from gateway.proxy.handler import ProxyHandler
-from gateway.status.events import Feed
+from gateway.status.events import StatusFeed
 from gateway.status.model import GatewayStatus, PolicyStatus, Status, StoreStatus
 from gateway.status.render import DEFAULT_WINDOW, LocalState, WindowStats, render_status, window_s
 from gateway.telemetry.prometheus import GatewayMetrics, WorkerMetrics, exposition
@@ -73,14 +73,14 @@ class Watching(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, feed: Feed, allowed: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, feed: StatusFeed, allowed: Callable[[], Awaitable[None]]) -> None:
         super().__init__()
         self._feed = feed
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write straight to the connection, as answers of the data plane do."""
-        await self._feed.show(scope, self._allowed)
+        await self._feed.stream_to(scope, self._allowed)
 
 
 def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
@@ -106,7 +106,7 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
     return take
 
 
-def status(gateway: Gateway, take: Take, feed: Feed) -> APIRouter:
+def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
     """Hold the whole state, once and as a stream of events."""
     guard = with_data_key(gateway)
 

@@ -1,4 +1,4 @@
-"""The policy file: read at the start, and watched from then on for as long as the gateway runs."""
+"""The policy file: read at the start, and checked for changes once a second."""
 
 from __future__ import annotations
 
@@ -21,37 +21,71 @@ from policies.document import PolicyInvalid, Problem, default_policy
 log = logging.getLogger(__name__)
 
 _LIMIT_BYTES = 1024 * 1024
-_BY_FILE = Attribution("file", "the policy file says so")
-_SHIPPED = Attribution("paceline", "the policy that comes with Paceline")
+_BY_FILE = Attribution("file", "from the policy file")
+_SHIPPED = Attribution("paceline", "the policy shipped with Paceline")
 
 
 def read_source(file: Path | None) -> PolicySource:
-    """Read the policy file, or what is shipped where there is none.
+    """Return the policy of the file, or the shipped one if `file` is None.
 
-    Raise `StartupError` with the file, and the line and field of all that is wrong in it.
+    Raise `StartupError` with the line and field of every problem.
     """
     if file is None:
         return PolicySource(Proposal.of(default_policy()), Reason.START, _SHIPPED)
     try:
-        return PolicySource(_Look.at(file).proposal(), Reason.FILE, _BY_FILE)
+        return PolicySource(_FileContent.read(file).proposal(), Reason.FILE, _BY_FILE)
     except PolicyInvalid as invalid:
         raise StartupError(f"The policy {file} is not usable: {problems_text(invalid)}.") from None
 
 
-class _Look(NamedTuple):
-    """What was seen of a file at one moment: its text, or why there is none."""
+class PolicyFileWatcher:
+    """Applies changes of the policy file, if there is one."""
+
+    def __init__(self, policy_store: PolicyStore, file: Path | None) -> None:
+        self._policy_store = policy_store
+        self._file = file
+        self._last_read: _FileContent | None = None
+        self._last_applied: _FileContent | None = None
+        self.problem = ""
+        """Why the present content was rejected; empty if it was not."""
+
+    async def check(self) -> None:
+        """Read the file once, and apply a change; called once a second."""
+        if self._file is None:
+            return
+        # No deadline: a hanging disk blocks one thread and nothing else.
+        content = await asyncio.to_thread(_FileContent.read, self._file)
+        if content != self._last_read:
+            self._last_read = content  # perhaps half an edit: applied if unchanged next time
+        elif content != self._last_applied:
+            await self._apply(content)
+            self._last_applied = content
+
+    async def _apply(self, content: _FileContent) -> None:
+        try:
+            proposal = await asyncio.to_thread(content.proposal)
+            await self._policy_store.apply_source(proposal, Reason.FILE, _BY_FILE)
+        except PolicyInvalid as invalid:
+            self.problem = problems_text(invalid)
+            log.error("policy_file.rejected file=%s problems=%s", self._file, self.problem)
+        else:
+            self.problem = ""
+
+
+class _FileContent(NamedTuple):
+    """The text of a file at one moment, or why it cannot be read."""
 
     text: str
     problem: str = ""
 
     @classmethod
-    def at(cls, file: Path) -> _Look:
+    def read(cls, file: Path) -> _FileContent:
         try:
             with file.open("rb") as opened:
-                raw = opened.read(_LIMIT_BYTES + 1)
-            if len(raw) > _LIMIT_BYTES:
+                content = opened.read(_LIMIT_BYTES + 1)
+            if len(content) > _LIMIT_BYTES:
                 return cls("", f"the file is larger than {_LIMIT_BYTES} bytes")
-            return cls(raw.decode())
+            return cls(content.decode())
         except (OSError, UnicodeDecodeError):
             return cls("", "the file cannot be read")
 
@@ -59,38 +93,3 @@ class _Look(NamedTuple):
         if self.problem:
             raise PolicyInvalid("", (Problem("", self.problem),))
         return propose_yaml(self.text)
-
-
-class PolicyWatch:
-    """Follows the policy file, if there is one."""
-
-    def __init__(self, book: PolicyStore, file: Path | None) -> None:
-        self._book = book
-        self._file = file
-        self._seen: _Look | None = None
-        self._judged: _Look | None = None
-        self.problem = ""
-        """Why what the file says now is not taken; empty where it is, or was."""
-
-    async def look(self) -> None:
-        """Look at the file once; to be called once a second."""
-        if self._file is None:
-            return
-        # No deadline: a disk that hangs holds up one thread and nobody else.
-        look = await asyncio.to_thread(_Look.at, self._file)
-        if look != self._seen:
-            self._seen = look  # perhaps half of an edit: it counts once it stays
-        elif look != self._judged:
-            await self._judge(look)
-            self._judged = look
-
-    async def _judge(self, look: _Look) -> None:
-        """Take what the file says, or say aloud why not."""
-        try:
-            proposal = await asyncio.to_thread(look.proposal)
-            await self._book.apply_source(proposal, Reason.FILE, _BY_FILE)
-        except PolicyInvalid as invalid:
-            self.problem = problems_text(invalid)
-            log.error("policy.refused file=%s problems=%s", self._file, self.problem)
-        else:
-            self.problem = ""

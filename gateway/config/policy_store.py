@@ -25,7 +25,7 @@ from gateway.config.policy_versions import (
     problems_text,
     propose,
 )
-from gateway.config.static_workers import ListedWorker
+from gateway.config.static_workers import StaticWorker
 from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
 from gateway.storage.records import Records, RecordTable
 from policies.document import PolicyDocument, PolicyInvalid, Problem
@@ -51,7 +51,7 @@ class PolicyStore:
     def __init__(
         self,
         records: Records,
-        static_workers: Sequence[ListedWorker],
+        static_workers: Sequence[StaticWorker],
         now: Now,
         version: PolicyVersion,
         policy: PolicyDocument,
@@ -189,7 +189,7 @@ class PolicySource(NamedTuple):
 
 async def open_policy_store(
     records: Records,
-    static_workers: Sequence[ListedWorker],
+    static_workers: Sequence[StaticWorker],
     source: PolicySource,
     now: Now,
     warnings: Warnings = no_warnings,

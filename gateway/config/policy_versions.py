@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import TypeAdapter, ValidationError
 
-from gateway.config.static_workers import ListedWorker, listed_problems
+from gateway.config.static_workers import StaticWorker, pool_problems
 from policies.document import PolicyDocument, PolicyInvalid, Problem, parse_policy, read_policy
 
 Document = dict[str, Any]
@@ -48,12 +48,12 @@ def propose_yaml(text: str) -> Proposal:
     return Proposal.of(parse_policy(text, _SOURCE))
 
 
-def check_workers(proposal: Proposal, workers: Sequence[ListedWorker]) -> None:
+def check_workers(proposal: Proposal, workers: Sequence[StaticWorker]) -> None:
     """Raise `PolicyInvalid` if the policy lacks pools of static workers.
 
     In force, it would prevent the next start.
     """
-    problems = [Problem("pools", what) for what in listed_problems(workers, proposal.policy)]
+    problems = [Problem("pools", what) for what in pool_problems(workers, proposal.policy)]
     if problems:
         raise PolicyInvalid(_SOURCE, tuple(problems))
 

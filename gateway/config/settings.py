@@ -12,7 +12,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from gateway.config.static_workers import ListedWorker
+from gateway.config.static_workers import StaticWorker
 from gateway.errors import StartupError
 from workers.config_file import InvalidSettings, load_layered
 
@@ -55,7 +55,7 @@ class Settings(BaseSettings):
     """Where a line of JSON is written for each request: a file, `-` for standard output, or
     nowhere."""
 
-    workers: Annotated[tuple[ListedWorker, ...], NoDecode] = ()
+    workers: Annotated[tuple[StaticWorker, ...], NoDecode] = ()
     """OpenAI-compatible servers that are listed by hand."""
     worker: object = None
     """The section of the file that `paceline worker` reads; a gateway ignores it."""

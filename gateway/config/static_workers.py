@@ -1,7 +1,7 @@
-"""Workers that are listed by hand: any OpenAI-compatible server, its abilities declared.
+"""Static workers: OpenAI-compatible servers that `paceline.yaml` lists with their capabilities.
 
-Such a server sends no heartbeat and no report. What it can do is what the list says, whether it is
-there is what a probe says, and how busy it is is what this gateway has sent it.
+Such a server sends no heartbeats and no reports. A probe checks whether it is up, and its load is
+the number of requests that this gateway has sent it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from policies.document import PolicyDocument
 from workers.protocol import MTP_LANE, LaneReport, WorkerReport
 
 
-class ListedWorker(BaseModel):
+class StaticWorker(BaseModel):
     """One entry of `workers` in `paceline.yaml`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -27,17 +27,17 @@ class ListedWorker(BaseModel):
     id: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     kind: Literal["openai"]
     url: str
-    """Where its API begins, with or without the trailing /v1."""
+    """Base URL of its API, with or without the trailing /v1."""
     models: Annotated[tuple[Name, ...], Field(min_length=1)]
-    """Under the names that it knows itself."""
+    """By the names that the server itself uses."""
     pools: Annotated[tuple[Name, ...], Field(min_length=1)]
-    """Pools or lanes of the policy."""
+    """Names of pools or lanes of the policy."""
     labels: tuple[Label, ...] = ()
-    """By which pools of the policy may choose it."""
+    """Labels by which pools of the policy select workers."""
     slots: int = Field(ge=1)
-    """Requests that it may have at a time, over all its pools."""
+    """The most requests at a time, over all its pools."""
     api_key_env: str = Field(default="", pattern=r"^[A-Za-z_]?[A-Za-z0-9_]*$")
-    """The environment variable that holds its key; the key itself never stands in the file."""
+    """The environment variable that holds its API key, so that no key is in the file."""
 
     @field_validator("url")
     @classmethod
@@ -53,10 +53,10 @@ class ListedWorker(BaseModel):
 
     @property
     def report(self) -> WorkerReport:
-        """What it would report if it could. A lane for each pool, named as the pool."""
+        """The report that the server would send; one lane for each pool, with the pool's name."""
         return WorkerReport(
             worker_id=self.id,
-            boot_id="listed",
+            boot_id="static",
             url=self.url,
             model=self.models[0],
             context_tokens=0,
@@ -68,52 +68,54 @@ class ListedWorker(BaseModel):
         )
 
 
-def read_keys(workers: Iterable[ListedWorker], environment: Mapping[str, str]) -> dict[str, str]:
-    """Map the ids of workers to their keys; raise `StartupError` where one is missing."""
+def read_worker_keys(
+    workers: Iterable[StaticWorker], environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Return API keys by worker id; raise `StartupError` if one is missing or invalid."""
     keys = {}
     for worker in workers:
         if worker.api_key_env:
-            # Files of secrets like to end in the end of a line.
+            # Secret files often end with a newline.
             key = environment.get(worker.api_key_env, "").strip()
             if not key:
                 raise StartupError(
-                    f"The worker '{worker.id}' needs its key in the environment variable "
+                    f"The worker '{worker.id}' needs an API key in the environment variable "
                     f"{worker.api_key_env}, which is not set."
                 )
             if not fits_header(key):
                 raise StartupError(
-                    f"{worker.api_key_env}, the key of the worker '{worker.id}', holds what no "
-                    "HTTP header can."
+                    f"{worker.api_key_env}, the API key of the worker '{worker.id}', contains "
+                    "characters that an HTTP header cannot carry."
                 )
             keys[worker.id] = key
     return keys
 
 
-def check_listed(workers: Iterable[ListedWorker]) -> None:
-    """Raise `StartupError` where the list contradicts itself."""
+def check_unique_ids(workers: Iterable[StaticWorker]) -> None:
+    """Raise `StartupError` if two workers have the same id."""
     seen: set[str] = set()
     for worker in workers:
         if worker.id in seen:
-            raise StartupError(f"Two workers of the list are called '{worker.id}'.")
+            raise StartupError(f"Two workers in the configuration file have the id '{worker.id}'.")
         seen.add(worker.id)
 
 
-def listed_problems(workers: Iterable[ListedWorker], policy: PolicyDocument) -> list[str]:
-    """Say where the list names pools that a policy does not have, or not for the worker."""
+def pool_problems(workers: Iterable[StaticWorker], policy: PolicyDocument) -> list[str]:
+    """List the pools of static workers that the policy lacks or that exclude the worker."""
     problems = []
     for worker in workers:
-        known = _open_to(worker, policy)
+        accepting = _accepting_pools(worker, policy)
         problems += [
-            f"the worker '{worker.id}' is listed for the pool '{pool}', but the policy has for it "
-            f"only: {', '.join(sorted(known)) or 'nothing'}"
+            f"the worker '{worker.id}' is configured for the pool '{pool}', but the policy allows "
+            f"it only in: {', '.join(sorted(accepting)) or 'none'}"
             for pool in worker.pools
-            if pool not in known
+            if pool not in accepting
         ]
     return problems
 
 
-def _open_to(worker: ListedWorker, policy: PolicyDocument) -> set[str]:
-    """Name the pools that take a worker, and their lanes."""
+def _accepting_pools(worker: StaticWorker, policy: PolicyDocument) -> set[str]:
+    """Return the names of the pools that accept a worker, and of their lanes."""
     return {
         name
         for pool_name, pool in policy.pools.items()

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic_core import to_json
 
-from gateway.config.static_workers import ListedWorker
+from gateway.config.static_workers import StaticWorker
 from gateway.protocols.openai import for_openai
 from workers.protocol import WorkerReport
 
@@ -64,7 +64,7 @@ class OpenAIBackend(Backend):
     shares_slots = True
     probe_path = "/v1/models"
 
-    def __init__(self, worker: ListedWorker, token: str = "") -> None:
+    def __init__(self, worker: StaticWorker, token: str = "") -> None:
         super().__init__(token)
         self.worker_id = worker.id
         self.report = worker.report

@@ -1,4 +1,4 @@
-"""The state of the line as a stream of events: taken once a second for all who watch."""
+"""`/v1/status/events`: the status as server-sent events, rendered once a second for all viewers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 VIEWERS_LIMIT = 64
 _PERIOD_S = 1.0
-_TIMERS_EARLY_S = 0.005  # by more than this no timer comes before its time
+_TIMER_TOLERANCE_S = 0.005  # no timer fires earlier than this before its time
 _HEADERS = (
     (b"content-type", b"text/event-stream"),
     (b"cache-control", b"no-store"),
@@ -31,23 +31,24 @@ _HEADERS = (
 _END = b"event: end\ndata: {}\n\n"
 
 
-class Feed:
-    """Snapshots for viewers; `take` makes one, and is asked only while somebody watches."""
+class StatusFeed:
+    """Streams the status to viewers; `render` is called only while there are viewers."""
 
-    def __init__(self, take: Callable[[], Awaitable[BaseModel]]) -> None:
-        self._take = take
-        self._taking = asyncio.Lock()
-        self._taken: tuple[int, bytes] = (-1, b"")
-        self._ending = asyncio.Event()
+    def __init__(self, render: Callable[[], Awaitable[BaseModel]]) -> None:
+        self._render = render
+        self._rendering = asyncio.Lock()
+        self._second = -1
+        self._event = b""
+        self._closing = asyncio.Event()
         self.viewers = 0
 
-    def end(self) -> None:
-        """End every stream, each with an event that says so, and begin no further one."""
-        self._ending.set()
+    def close(self) -> None:
+        """End every stream with an `end` event, and reject new viewers."""
+        self._closing.set()
 
-    async def show(self, scope: Scope, allowed: Callable[[], Awaitable[None]]) -> None:
-        """Write to one viewer until it leaves, `allowed` raises, or all ends."""
-        if self._ending.is_set():
+    async def stream_to(self, scope: Scope, authorize: Callable[[], Awaitable[None]]) -> None:
+        """Send events to one viewer until it leaves, `authorize` raises, or the feed is closed."""
+        if self._closing.is_set():
             raise ShuttingDown
         if self.viewers >= VIEWERS_LIMIT:
             raise TooManyViewers
@@ -55,48 +56,50 @@ class Feed:
         self.viewers += 1
         try:
             with CancelScope(writer):
-                await self._stream(writer, allowed)
+                await self._send_events(writer, authorize)
         except ClientDisconnected:
             pass
-        except GatewayError as refused:
-            await writer.fail(refused)
+        except GatewayError as error:
+            await writer.fail(error)
         except Exception:
-            log.exception("feed.broken")
+            log.exception("status_feed.failed")
             await writer.fail(GatewayError())
         finally:
             self.viewers -= 1
 
-    async def _stream(self, writer: ResponseWriter, allowed: Callable[[], Awaitable[None]]) -> None:
-        behind = False
+    async def _send_events(
+        self, writer: ResponseWriter, authorize: Callable[[], Awaitable[None]]
+    ) -> None:
+        paused = False
 
-        def set_behind(paused: bool) -> None:
-            nonlocal behind
-            behind = paused
+        def set_paused(value: bool) -> None:
+            nonlocal paused
+            paused = value
 
-        await writer.open(_HEADERS, set_behind)
-        while not self._ending.is_set():
-            await allowed()  # a key that was revoked meanwhile sees no more
-            event = await self._event()
-            if not behind:  # who reads slowly misses snapshots, and makes nothing pile up
+        await writer.open(_HEADERS, set_paused)
+        while not self._closing.is_set():
+            await authorize()  # the key may have been revoked since
+            event = await self._current_event()
+            if not paused:  # a slow viewer misses events, so nothing accumulates
                 writer.write(event)
             await self._next_second()
         writer.end(_END)
 
-    async def _event(self) -> bytes:
-        """Give the event of this second; the first who asks makes it for all."""
-        async with self._taking:
+    async def _current_event(self) -> bytes:
+        """Return the event of this second; the first caller renders it for all."""
+        async with self._rendering:
             second = int(_now_s() / _PERIOD_S)
-            if self._taken[0] != second:
-                told = (await self._take()).model_dump_json()
-                self._taken = (second, f"data: {told}\n\n".encode())
-            return self._taken[1]
+            if self._second != second:
+                status = (await self._render()).model_dump_json()
+                self._second, self._event = second, f"data: {status}\n\n".encode()
+            return self._event
 
     async def _next_second(self) -> None:
-        """Wait for the next second, or for the end."""
-        left_s = _PERIOD_S - _now_s() % _PERIOD_S + _TIMERS_EARLY_S
+        """Wait for the next second, or until the feed is closed."""
+        left_s = _PERIOD_S - _now_s() % _PERIOD_S + _TIMER_TOLERANCE_S
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left_s):  # `wait_for` may swallow that the viewer leaves
-                await self._ending.wait()
+            async with asyncio.timeout(left_s):  # `wait_for` may swallow the viewer's disconnect
+                await self._closing.wait()
 
 
 def _now_s() -> float:

@@ -13,7 +13,7 @@ import yaml
 
 from gateway.config.policy_store import PolicySource, PolicyStore, open_policy_store
 from gateway.config.policy_versions import Attribution, Proposal, Reason, propose
-from gateway.config.static_workers import ListedWorker
+from gateway.config.static_workers import StaticWorker
 from gateway.storage.records import Records
 from tests.support.memory_records import MemoryRecords
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
@@ -52,7 +52,7 @@ async def make_policy_store(records: Records | None = None, pool: str = "vlm") -
 
 @contextlib.contextmanager
 def gateway_with_policy(
-    folder: Path, *workers: ScriptedWorker, by_hand: tuple[ListedWorker, ...] = (), **policy: Any
+    folder: Path, *workers: ScriptedWorker, by_hand: tuple[StaticWorker, ...] = (), **policy: Any
 ) -> Iterator[RunningGateway]:
     """A gateway with this policy; these workers have joined, each labelled with its own name."""
     written = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.config.static_workers import ListedWorker
+from gateway.config.static_workers import StaticWorker
 
 ENTRY: dict[str, Any] = {
     "id": "studio",
@@ -16,6 +16,6 @@ ENTRY: dict[str, Any] = {
 }
 
 
-def static_worker(**changes: Any) -> ListedWorker:
+def static_worker(**changes: Any) -> StaticWorker:
     """The worker of the entry, but for what a test changes."""
-    return ListedWorker.model_validate({**ENTRY, **changes})
+    return StaticWorker.model_validate({**ENTRY, **changes})

@@ -352,7 +352,7 @@ def test_the_way_back_is_a_new_version(
         (4, "rollback", "back to version 1: too slow"),
         (3, "edit", "a test"),
         (2, "edit", "a test"),
-        (1, "start", "the policy that comes with Paceline"),
+        (1, "start", "the policy shipped with Paceline"),
     ]
     assert admin.get("/history/2").json()["document"] == single_pool_policy("a")
     again = admin.edit("POST", {"version": 4}, "/rollback", note="")

@@ -213,7 +213,7 @@ def test_f45_f46_a_bad_edit_of_the_file_is_refused_aloud_and_what_was_good_stays
             wait_until(functools.partial(tells, gateway, sentence))
             assert "line " in problem(gateway)
             assert str(file) not in gateway.client.get("/v1/status").text
-            (refused,) = [one for one in caplog.records if "policy.refused" in one.message]
+            (refused,) = [one for one in caplog.records if "policy_file.rejected" in one.message]
             assert (refused.levelno, str(file) in refused.message) == (logging.ERROR, True)
             assert sentence in refused.message
             assert in_force(gateway) == (1, ["a"], "file")
@@ -271,10 +271,10 @@ def test_a_policy_that_would_stop_the_next_start_is_not_taken(file: Path, tmp_pa
     with running(file, tmp_path, **listing("a")) as gateway, PolicyAdmin(gateway.url) as admin:
         for answer in (admin.put(single_pool_policy("b")), admin.patch({"pools": {"a": None}})):
             assert answer.status_code == 400
-        assert "'studio' is listed for the pool 'a'" in admin.put(single_pool_policy("b")).text
+        assert "'studio' is configured for the pool 'a'" in admin.put(single_pool_policy("b")).text
         assert not admin.post("/validate", single_pool_policy("b"))["valid"]
         file.write_text(to_yaml(single_pool_policy("b")))
-        wait_until(lambda: "'studio' is listed for the pool 'a'" in problem(gateway))
+        wait_until(lambda: "'studio' is configured for the pool 'a'" in problem(gateway))
         assert in_force(gateway) == (1, ["a"], "file")
 
 
@@ -286,5 +286,5 @@ def test_listed_workers_are_held_against_what_is_in_force_and_not_against_the_fi
     with running(file, tmp_path, **listing("b")) as gateway:
         assert in_force(gateway) == (2, ["b"], "admin")
     settings = make_settings(tmp_path, policy=file, **listing("a"))
-    with pytest.raises(StartupError, match="'studio' is listed for the pool 'a'"):
+    with pytest.raises(StartupError, match="'studio' is configured for the pool 'a'"):
         start(settings)

@@ -15,7 +15,12 @@ import yaml
 from pydantic import ValidationError
 
 from gateway.config.settings import load_settings
-from gateway.config.static_workers import ListedWorker, check_listed, listed_problems, read_keys
+from gateway.config.static_workers import (
+    StaticWorker,
+    check_unique_ids,
+    pool_problems,
+    read_worker_keys,
+)
 from gateway.errors import StartupError
 from gateway.protocols.openai import for_openai
 from policies.document import default_policy
@@ -26,7 +31,7 @@ from tests.support.static_workers import ENTRY, static_worker
 ROOT = Path(__file__).parents[3]
 
 
-def gateway_with(folder: Path, *workers: ListedWorker) -> RunningGateway:
+def gateway_with(folder: Path, *workers: StaticWorker) -> RunningGateway:
     return RunningGateway(make_settings(folder, workers=workers))
 
 
@@ -184,7 +189,7 @@ def test_a_wrong_entry_is_named_by_field_and_its_value_is_not_repeated(
 
 def test_a_missing_entry_field_is_named_too() -> None:
     with pytest.raises(ValidationError, match="models"):
-        ListedWorker.model_validate({name: ENTRY[name] for name in ENTRY if name != "models"})
+        StaticWorker.model_validate({name: ENTRY[name] for name in ENTRY if name != "models"})
 
 
 @pytest.mark.parametrize(
@@ -201,19 +206,21 @@ def test_an_address_is_taken_as_people_write_it(written: str, base: str) -> None
 
 
 def test_the_list_must_fit_the_policy_and_itself() -> None:
-    check_listed((static_worker(), static_worker(id="other", pools=["vlm"])))
-    with pytest.raises(StartupError, match="Two workers of the list are called 'studio'"):
-        check_listed((static_worker(), static_worker()))
-    assert listed_problems((static_worker(),), default_policy()) == []
-    (problem,) = listed_problems((static_worker(pools=["fast"]),), default_policy())
+    check_unique_ids((static_worker(), static_worker(id="other", pools=["vlm"])))
+    with pytest.raises(
+        StartupError, match="Two workers in the configuration file have the id 'studio'"
+    ):
+        check_unique_ids((static_worker(), static_worker()))
+    assert pool_problems((static_worker(),), default_policy()) == []
+    (problem,) = pool_problems((static_worker(pools=["fast"]),), default_policy())
     assert re.search(r"the pool 'fast', but .* only: text-mtp, vlm", problem)
 
 
 def test_a_key_that_is_not_set_is_named_by_its_variable() -> None:
     mine = static_worker(api_key_env="STUDIO_KEY")
-    assert read_keys((mine, static_worker()), {"STUDIO_KEY": "x"}) == {"studio": "x"}
+    assert read_worker_keys((mine, static_worker()), {"STUDIO_KEY": "x"}) == {"studio": "x"}
     with pytest.raises(StartupError, match="STUDIO_KEY"):
-        read_keys((mine,), {})
+        read_worker_keys((mine,), {})
 
 
 def test_only_what_changes_nothing_is_left_out() -> None:
@@ -225,13 +232,13 @@ def test_only_what_changes_nothing_is_left_out() -> None:
 def test_a_key_is_taken_without_the_end_of_its_line() -> None:
     worker = static_worker(api_key_env="STUDIO_KEY")
     for end in ("", "\n", "\r\n", "\r"):
-        assert read_keys([worker], {"STUDIO_KEY": f"sk-abc{end}"}) == {"studio": "sk-abc"}
+        assert read_worker_keys([worker], {"STUDIO_KEY": f"sk-abc{end}"}) == {"studio": "sk-abc"}
 
 
 @pytest.mark.parametrize("key", ["sk-\nabc", "sk-äbc", "sk-\x00abc"])
 def test_a_key_that_no_header_can_hold_stops_the_start_and_is_not_repeated(key: str) -> None:
     with pytest.raises(StartupError, match="STUDIO_KEY, the key of the worker 'studio'") as refused:
-        read_keys([static_worker(api_key_env="STUDIO_KEY")], {"STUDIO_KEY": key})
+        read_worker_keys([static_worker(api_key_env="STUDIO_KEY")], {"STUDIO_KEY": key})
     assert key not in str(refused.value)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.config.static_workers import listed_problems
+from gateway.config.static_workers import pool_problems
 from policies.document import read_policy
 from policies.routes import DAYS
 from policies.sections import MetricsRules
@@ -262,9 +262,9 @@ def test_a_policy_does_not_fit_a_listed_worker_that_no_pool_takes() -> None:
         },
         "test",
     )
-    assert listed_problems((static_worker(pools=["vision", "vlm"], labels=["big"]),), policy) == []
-    (problem,) = listed_problems((static_worker(pools=["vlm"]),), policy)
-    assert "the pool 'vlm', but the policy has for it only: nothing" in problem
+    assert pool_problems((static_worker(pools=["vision", "vlm"], labels=["big"]),), policy) == []
+    (problem,) = pool_problems((static_worker(pools=["vlm"]),), policy)
+    assert "the pool 'vlm', but the policy allows it only in: none" in problem
 
 
 def test_an_explanation_shows_who_the_policy_thinks_is_asking(

@@ -14,7 +14,7 @@ import pytest
 from pydantic import BaseModel, SecretStr
 
 from gateway.errors import ShuttingDown
-from gateway.status.events import VIEWERS_LIMIT, Feed
+from gateway.status.events import VIEWERS_LIMIT, StatusFeed
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
@@ -168,8 +168,8 @@ async def test_who_asks_on_a_kept_connection_behind_the_last_event_is_refused() 
     async def allowed() -> None:
         pass
 
-    feed = Feed(take)
-    feed.end()
+    feed = StatusFeed(take)
+    feed.close()
     with pytest.raises(ShuttingDown):
-        await feed.show({}, allowed)
+        await feed.stream_to({}, allowed)
     assert feed.viewers == 0

@@ -24,7 +24,7 @@ from gateway.config.policy_versions import (
     propose,
     propose_yaml,
 )
-from gateway.config.static_workers import ListedWorker
+from gateway.config.static_workers import StaticWorker
 from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
 from gateway.storage.records import FileRecords
 from policies.diff import merge_patch
@@ -145,16 +145,16 @@ async def test_an_edit_of_what_another_gateway_has_already_is_no_lost_race() -> 
 
 
 async def test_a_policy_that_listed_workers_do_not_fit_is_never_in_force() -> None:
-    worker = ListedWorker(
+    worker = StaticWorker(
         id="studio", kind="openai", url="http://mac:1", models=("m",), pools=("a",), slots=1
     )
     source = PolicySource(proposal("a"), Reason.START, AUTHOR_ANN)
     book = await open_policy_store(MemoryRecords(), (worker,), source, lambda: 0.0)
-    with pytest.raises(PolicyInvalid, match="'studio' is listed for the pool 'a'"):
+    with pytest.raises(PolicyInvalid, match="'studio' is configured for the pool 'a'"):
         await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=book.version)
     assert book.current == proposal("a").policy
     assert len(await book.versions()) == 1
-    with pytest.raises(PolicyInvalid, match="'studio' is listed for the pool 'a'"):
+    with pytest.raises(PolicyInvalid, match="'studio' is configured for the pool 'a'"):
         await open_policy_store(
             MemoryRecords(),
             (worker,),
