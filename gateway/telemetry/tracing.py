@@ -1,9 +1,8 @@
-"""Traces: a span of each request and one of each attempt at a worker, sent to a collector.
+"""OpenTelemetry traces: one span for each request and one for each attempt at a worker.
 
-Their names are OpenTelemetry's (HTTP for the request, `gen_ai` for an attempt). A trace that the
-client began goes on here, and by W3C's `traceparent` in a worker that traces (ours does not yet).
-Nothing else of what a client wrote is in a span. Needs the extra `otel`; whoever asks for no
-traces never imports this.
+Attributes follow OpenTelemetry's conventions: HTTP for the request, `gen_ai` for an attempt. W3C's
+`traceparent` continues the client's trace and is passed on to the worker. Spans contain no other
+text of a client. This module needs the extra `otel` and is imported only if traces are enabled.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from types import TracebackType
 from typing import Self
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -29,12 +27,11 @@ from policies.request.profile import Endpoint, RequestProfile
 
 _OPERATIONS = {Endpoint.CHAT: "chat", Endpoint.COMPLETIONS: "text_completion"}
 _CONTEXT_HEADERS = ("traceparent", "tracestate")
-_LAST_WORDS_S = 3.0
-"""So long the end of the gateway waits for spans that are not sent yet."""
+_SHUTDOWN_TIMEOUT_S = 3.0
 
 
 class Traces:
-    """Where spans go: an async context. Endpoint, headers and sampler come from `OTEL_*`."""
+    """Async context that exports spans; `OTEL_*` configures endpoint, headers and sampler."""
 
     def __init__(self) -> None:
         service = {} if os.getenv("OTEL_SERVICE_NAME") else {"service.name": "paceline-gateway"}
@@ -46,21 +43,16 @@ class Traces:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        # A thread of its own that nobody waits for: a collector that is away must not hold us up.
-        ending = threading.Thread(target=self._provider.shutdown, daemon=True)
-        ending.start()
-        await asyncio.to_thread(ending.join, _LAST_WORDS_S)
+    async def __aexit__(self, *exc_info: object) -> None:
+        # A daemon thread: an unreachable collector must not delay the end of the process.
+        shutdown = threading.Thread(target=self._provider.shutdown, daemon=True)
+        shutdown.start()
+        await asyncio.to_thread(shutdown.join, _SHUTDOWN_TIMEOUT_S)
 
     def begin(self, scope: Scope) -> Trace:
-        """Begin the span of a request, within the client's trace where it has one."""
-        given = {name: header(scope, name.encode()) for name in _CONTEXT_HEADERS}
-        carrier = {name: value.decode("latin-1") for name, value in given.items() if value}
+        """Start the span of a request, within the client's trace if it sent one."""
+        values = {name: header(scope, name.encode()) for name in _CONTEXT_HEADERS}
+        carrier = {name: value.decode("latin-1") for name, value in values.items() if value}
         span = self._tracer.start_span(
             f"POST {scope['path']}",
             context=self._context.extract(carrier) if carrier else None,
@@ -70,7 +62,7 @@ class Traces:
         return Trace(self, span)
 
     def attempt(self, parent: Span, profile: RequestProfile, candidate: Candidate) -> Span:
-        """Begin the span of one attempt at a worker."""
+        """Start the span of one attempt at a worker."""
         operation = _OPERATIONS[profile.endpoint]
         attributes: dict[str, str | int | float | bool] = {
             "gen_ai.operation.name": operation,
@@ -94,7 +86,7 @@ class Traces:
         )
 
     def headers(self, span: Span) -> dict[str, str]:
-        """Say to a worker which span its own would be within."""
+        """Return the headers that pass the span on to a worker."""
         carrier: dict[str, str] = {}
         self._context.inject(carrier, set_span_in_context(span))
         return carrier
@@ -109,65 +101,65 @@ class Trace:
         self._attempt: Span | None = None
 
     def attempt(self, profile: RequestProfile, candidate: Candidate) -> dict[str, str]:
-        """Begin the next attempt; return the headers for its worker."""
+        """Start the next attempt and end the last; return the headers for the worker."""
         if self._attempt is not None:
             self._attempt.set_status(Status(StatusCode.ERROR))
             self._attempt.end()
         self._attempt = self._traces.attempt(self._span, profile, candidate)
         return self._traces.headers(self._attempt)
 
-    def end(self, served: RequestRecord) -> None:
-        """End all spans with what became of the request."""
+    def end(self, record: RequestRecord) -> None:
+        """End all spans with the result of the request."""
         if self._attempt is not None:
-            _close(self._attempt, served)
-            self._attempt.set_attributes(_usage(served))
+            _set_result(self._attempt, record)
+            self._attempt.set_attributes(_usage(record))
             self._attempt.end()
-        _close(self._span, served)
-        self._span.set_attributes(_way(served))
+        _set_result(self._span, record)
+        self._span.set_attributes(_routing(record))
         self._span.end()
 
 
-def _close(span: Span, served: RequestRecord) -> None:
-    if served.code:
-        span.set_attribute("error.type", served.code)
-    if served.outcome in (Outcome.FAILED, Outcome.UNSERVED):
+def _set_result(span: Span, record: RequestRecord) -> None:
+    if record.code:
+        span.set_attribute("error.type", record.code)
+    if record.outcome in (Outcome.FAILED, Outcome.UNSERVED):
         span.set_status(Status(StatusCode.ERROR))
 
 
-def _way(served: RequestRecord) -> dict[str, str | int | float]:
-    """Say where a request went and why."""
-    told: dict[str, str | int | float] = {
-        "http.response.status_code": served.status,
-        "paceline.request": served.request_id,
-        "paceline.outcome": served.outcome.value,
-        "paceline.prefix": served.prefix,
-        "paceline.attempts": served.attempts,
-        "paceline.waited_s": served.waited_s,
+def _routing(record: RequestRecord) -> dict[str, str | int | float]:
+    """Return where the request was routed, and why."""
+    attributes: dict[str, str | int | float] = {
+        "http.response.status_code": record.status,
+        "paceline.request": record.request_id,
+        "paceline.outcome": record.outcome.value,
+        "paceline.prefix": record.prefix,
+        "paceline.attempts": record.attempts,
+        "paceline.wait_s": record.waited_s,
     }
-    if served.decision is not None and served.candidate is not None:
-        told |= {
-            "paceline.route": served.decision.route,
-            "paceline.pool": served.candidate.pool,
-            "paceline.reason": served.candidate.reason,
+    if record.decision is not None and record.candidate is not None:
+        attributes |= {
+            "paceline.route": record.decision.route,
+            "paceline.pool": record.candidate.pool,
+            "paceline.reason": record.candidate.reason,
         }
-    if served.added_s is not None:
-        told["paceline.added_s"] = served.added_s
-    return told
+    if record.added_s is not None:
+        attributes["paceline.added_latency_s"] = record.added_s
+    return attributes
 
 
-def _usage(served: RequestRecord) -> dict[str, int | float]:
-    """Say what a worker has counted."""
-    told: dict[str, int | float] = {
-        "gen_ai.usage.input_tokens": served.usage.prompt_tokens,
-        "gen_ai.usage.output_tokens": served.usage.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": served.usage.cached_tokens,
+def _usage(record: RequestRecord) -> dict[str, int | float]:
+    """Return the counts that the worker reported."""
+    attributes: dict[str, int | float] = {
+        "gen_ai.usage.input_tokens": record.usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": record.usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": record.usage.cached_tokens,
     }
-    if served.first_token_s is not None:
-        told["gen_ai.response.time_to_first_chunk"] = served.first_token_s
-    if served.drafts is not None:
-        told |= {
-            "paceline.drafts": served.drafts.steps,
-            "paceline.drafted_tokens": served.drafts.drafted,
-            "paceline.accepted_tokens": served.drafts.accepted,
+    if record.first_token_s is not None:
+        attributes["gen_ai.response.time_to_first_chunk"] = record.first_token_s
+    if record.drafts is not None:
+        attributes |= {
+            "paceline.drafts": record.drafts.steps,
+            "paceline.drafted_tokens": record.drafts.drafted,
+            "paceline.accepted_tokens": record.drafts.accepted,
         }
-    return told
+    return attributes

@@ -85,7 +85,7 @@ async def test_a_key_is_asked_for_and_stays_in_its_tab(
     assert key["secret"] not in await page.evaluate(kept)
 
     gateway_with_worker.admin.delete(f"/admin/v1/keys/{key['id']}").raise_for_status()
-    await expect(refusal).to_contain_text("not known to this gateway, or no longer")
+    await expect(refusal).to_contain_text("does not accept this key, or no longer does")
     await expect(page.locator("#view-line")).to_be_hidden()
 
 

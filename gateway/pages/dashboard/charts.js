@@ -1,4 +1,4 @@
-// Curves over time, drawn by uPlot in the colours of the page.
+// Charts over time, drawn by uPlot in the colours of the page.
 
 import { make } from "./elements.js";
 
@@ -11,7 +11,7 @@ const MINUTES = [60, 120, 300, 600, 1800];
 const clock = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit" });
 export const oClock = (time) => clock.format(1000 * time);
 
-// One chart in `box`. Each curve: what it is called, which colour of the page, whether it is filled.
+// One chart in `box`. Each curve has a name, a colour of the page, and may be filled.
 export class Chart {
   constructor(box, { curves, say, top, nothing, height = 190 }) {
     this.box = box;
@@ -28,7 +28,7 @@ export class Chart {
     return Math.max(200, this.box.clientWidth);
   }
 
-  // Where there is more than one curve, say which is which.
+  // Show a legend if there is more than one curve.
   keys() {
     const place = this.box.parentElement.querySelector(".keys");
     if (!place) return;
@@ -41,7 +41,7 @@ export class Chart {
     this.plot = new uPlot(options(this.settings, this.width), this.columns, this.box);
   }
 
-  // Show these columns: times first, then one of numbers for each curve; null where there is none.
+  // Show these columns: times, then the values of each curve; null for a missing value.
   show(columns, now) {
     this.columns = columns;
     const any = columns.slice(1).some((column) => column.some((value) => value != null));
@@ -58,15 +58,15 @@ export class Chart {
 
 const highest = (columns) => 1.15 * Math.max(1e-4, ...columns.flat().filter((value) => value != null));
 
-// The points that no line reaches.
+// Return the points that no line connects to others.
 function alone(plot, series) {
   const values = plot.data[series];
-  const stands = (index, step) => {
+  const isGap = (index, step) => {
     let near = index + step;
     while (values[near] === undefined && near in values) near += step;
     return values[near] == null;
   };
-  return values.flatMap((value, index) => (value != null && stands(index, -1) && stands(index, 1) ? [index] : []));
+  return values.flatMap((value, index) => (value != null && isGap(index, -1) && isGap(index, 1) ? [index] : []));
 }
 
 function options({ curves, say, top, height }, width) {

@@ -1,17 +1,17 @@
-// Which curves there are, and what each takes from the past.
+// The charts of the page, and the values that each takes from the history.
 
 import { Chart, oClock } from "./charts.js";
 import { byId } from "./elements.js";
 import { as } from "./numbers.js";
 
-const NOTHING = "Nothing to show yet: the curve begins with the first request.";
+const NOTHING = "No data yet: the curve starts with the first request.";
 const ONE = [{ tone: "accent", filled: true }];
 const TWO = [
-  { name: "half within", tone: "accent" },
-  { name: "19 of 20 within", tone: "second" },
+  { name: "50% within", tone: "accent" },
+  { name: "95% within", tone: "second" },
 ];
 
-// Make all of them; each is a function that draws what the past says up to a state.
+// Create all charts; return a function for each that draws the history up to a state.
 export function makeCurves() {
   return [
     curve("acceptance", { curves: ONE, say: as.percent, top: 1, height: 215 }, accepted),
@@ -33,10 +33,10 @@ const accepted = (point) => (point.attempted ? point.acceptance_rate : null);
 const half = (field) => (point) => (point[field].count ? point[field].p50 : null);
 const most = (field) => (point) => (point[field].count ? point[field].p95 : null);
 
-// Nothing is a number too, once there was something.
+// After the first request, no tokens are drawn as 0.
 const tokens = (point, _index, all) => (all.some(({ requests }) => requests) ? point.tokens_per_s : null);
 
-// A duration at an axis: 250 ms, 1.5 s.
+// Format a duration for an axis: 250 ms, 1.5 s.
 function briefly(seconds) {
   if (seconds === 0) return "0";
   return seconds < 1 ? `${Number((1000 * seconds).toPrecision(3))} ms` : `${Number(seconds.toPrecision(3))} s`;

@@ -1,8 +1,8 @@
-// Following the state: one event a second, read from a stream that may carry a key.
+// Reads the status stream: one event per second, over a request that may carry a key.
 
 import { Refusal } from "./asking.js";
 
-// Give each state to `show` until the stream ends; throw a Refusal where the gateway sends one.
+// Pass each state to `show` until the stream ends; throw a Refusal if the gateway sends an error.
 export async function follow(asker, show, signal) {
   const answer = await asker.ask("GET", "/status/events", { signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -14,9 +14,9 @@ export async function follow(asker, show, signal) {
     pending = events.pop();
     for (const event of events) {
       if (event.startsWith("event: end")) return;
-      const told = JSON.parse(event.slice("data: ".length));
-      if (told.error) throw refused(asker, told.error);
-      show(told);
+      const status = JSON.parse(event.slice("data: ".length));
+      if (status.error) throw refused(asker, status.error);
+      show(status);
     }
   }
 }

@@ -1,4 +1,4 @@
-// What it bought, in four figures, and how it is just now.
+// The four figures at the top of the page, and the summary of the fleet.
 
 import { byId, make, several } from "./elements.js";
 import { as, busyIn, place, write } from "./numbers.js";
@@ -6,27 +6,27 @@ import { as, busyIn, place, write } from "./numbers.js";
 export function showFacts(state) {
   const { mtp, savings, prefix } = state;
   figure("saved-mtp", savings.decode_steps > 0, savedByMtp(state));
-  figure("accepted", mtp.drafts > 0, [place("mtp/mean_acceptance_length", "ratio"), " tokens a step"], () =>
-    mtp.enabled ? "Nothing drafted yet" : "No lane drafts",
+  figure("accepted", mtp.drafts > 0, [place("mtp/mean_acceptance_length", "ratio"), " tokens per step"], () =>
+    mtp.enabled ? "No drafts yet" : "No lane drafts",
   );
-  const notRead = [place("savings/prompt_tokens", "count"), " prompt tokens not read again"];
-  figure("saved-prompts", savings.prompt_tokens > 0, notRead, () =>
-    prefix.miss ? "No prompt came twice yet" : "No long system prompt yet",
+  const cached = [place("savings/prompt_tokens", "count"), " prompt tokens from the cache"];
+  figure("saved-prompts", savings.prompt_tokens > 0, cached, () =>
+    prefix.miss ? "No system prompt was repeated yet" : "No long system prompt yet",
   );
   byId("saved-mtp").classList.toggle("lost", savings.decode_s < 0);
   showNow(state);
   showFleet(state);
 
-  // What stands below a figure, or why there is none.
-  function figure(id, any, said, otherwise = () => "Nothing accepted yet") {
+  // Write the line below a figure, or why there is no figure.
+  function figure(id, any, line, otherwise = () => "No draft accepted yet") {
     byId(id).classList.toggle("none", !any);
-    byId(`${id}-line`).replaceChildren(...(any ? said : [untilNow(state, otherwise())]));
+    byId(`${id}-line`).replaceChildren(...(any ? line : [untilNow(state, otherwise())]));
   }
 }
 
 function savedByMtp({ savings }) {
-  if (savings.decode_s < 0) return ["Drafting cost more than it brought so far"];
-  return [place("savings/decode_steps", "count"), " tokens without a step of their own"];
+  if (savings.decode_s < 0) return ["Drafting has cost more time than it saved so far"];
+  return [place("savings/decode_steps", "count"), " decode steps saved"];
 }
 
 function showNow(state) {
@@ -34,14 +34,14 @@ function showNow(state) {
   const sum = (count) => Object.values(pools).reduce((all, pool) => all + count(pool), 0);
   const running = sum((pool) => pool[busyIn(pool)]);
   const waiting = sum((pool) => pool.waiting);
-  const lately = `${as.rate(recent.tokens_per_s)} tokens/s lately`;
-  const said = [waiting && `${as.count(waiting)} waiting`, recent.requests ? lately : untilNow(state, "No request lately")];
+  const throughput = `${as.rate(recent.tokens_per_s)} tokens/s`;
+  const line = [waiting && `${as.count(waiting)} queued`, recent.requests ? throughput : untilNow(state, "No recent request")];
   write(byId("now"), `${as.count(running)} running`);
-  byId("now-line").textContent = said.filter(Boolean).join(" · ");
+  byId("now-line").textContent = line.filter(Boolean).join(" · ");
   byId("speed-window").textContent = `over ${as.duration(coverage)}`;
   byId("whose").hidden = gateways < 2;
   byId("whose").textContent =
-    `Curves and speeds are of the requests that this gateway sent, one of ${as.count(gateways)}; counts are of all.`;
+    `Charts and latencies cover the requests that this gateway sent, one of ${as.count(gateways)}; counts cover all gateways.`;
   document.title = `${running} running · Paceline`;
 }
 
@@ -53,7 +53,7 @@ function showFleet({ workers }) {
   byId("trouble").hidden = there > 0;
   const how = make("code", {}, "paceline worker");
   byId("trouble").replaceChildren(
-    make("span", {}, "No worker has joined, so no request can be answered. Start one with ", how, "."),
+    make("span", {}, "No worker has joined, so requests cannot be answered. Start one with ", how, "."),
   );
 }
 

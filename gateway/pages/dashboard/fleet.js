@@ -1,4 +1,4 @@
-// The workers: state, memory, and how full their batches are.
+// The workers: state, memory and load.
 
 import { bar, make, pill, several } from "./elements.js";
 import { busyIn, place } from "./numbers.js";
@@ -31,27 +31,27 @@ const ejection = ({ remaining_s: left, reason }) => make("p", { class: "said bad
 
 function memory(of, { memory_bytes: held, prefix_cache_bytes: kept }) {
   if (!held) return null;
-  return entry("Memory", of("memory_bytes", "size"), kept > 0 && [" with ", of("prefix_cache_bytes", "size"), " of kept prompts"]);
+  return entry("Memory", of("memory_bytes", "size"), kept > 0 && [" with ", of("prefix_cache_bytes", "size"), " of cached prompts"]);
 }
 
 const accepted = (of) =>
-  entry("Accepted", of("mtp/acceptance_rate", "percent"), [", ", of("mtp/mean_acceptance_length", "ratio"), " tokens a step"]);
+  entry("Accepted", of("mtp/acceptance_rate", "percent"), [", ", of("mtp/mean_acceptance_length", "ratio"), " tokens per step"]);
 
 const saved = (of) =>
-  entry("Saved", of("savings/decode_s", "duration"), [" by MTP, ", of("savings/prompt_s", "duration"), " by kept prompts"]);
+  entry("Saved", of("savings/decode_s", "duration"), [" by MTP, ", of("savings/prompt_s", "duration"), " by cached prompts"]);
 
 function batch(of, name, lane) {
   const { slots, waiting, head_healthy: healthy } = lane;
   const busy = lane[busyIn(lane)];
   const taken = [of(`lanes/${name}/${busyIn(lane)}`, "count"), " of ", of(`lanes/${name}/slots`, "count")];
-  const said = [taken, waiting > 0 && `, ${several(waiting, "request")} waiting`];
+  const said = [taken, waiting > 0 && `, ${several(waiting, "request")} queued`];
   return make(
     "div",
     { class: "batch" },
     make("span", { class: "batch-name" }, name),
     make("span", { class: "number" }, said),
     bar(busy, Math.max(1, slots), busy >= slots ? "full" : ""),
-    !healthy && make("p", { class: "said warn" }, "Its MTP head failed its test: it serves plainly."),
+    !healthy && make("p", { class: "said warn" }, "The MTP head failed its self-test, so this lane does not draft."),
   );
 }
 

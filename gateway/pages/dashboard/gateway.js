@@ -1,4 +1,4 @@
-// The gateway itself: what it adds, what it keeps, and what went wrong.
+// The gateway itself: added latency, outcomes, policy and store.
 
 import { make, several } from "./elements.js";
 import { place } from "./numbers.js";
@@ -6,18 +6,18 @@ import { place } from "./numbers.js";
 export function gatewayFacts({ gateway, store, policy, outcomes, prefix }) {
   const failed = Object.entries(outcomes).filter(([name, count]) => name !== "completed" && count);
   return [
-    entry("Adds", gateway.added_latency_s.count ? [place("gateway/added_latency_s/p50", "duration"), " to a request"] : "no request yet"),
+    entry("Added latency", gateway.added_latency_s.count ? [place("gateway/added_latency_s/p50", "duration"), " per request"] : "no request yet"),
     entry("Answered", [place("outcomes/completed", "count"), ...failed.map(([name]) => otherwise(name))]),
-    entry("System prompts", [place("prefix/hit", "count"), " found, ", place("prefix/miss", "count"), " read anew"]),
+    entry("System prompts", [place("prefix/hit", "count"), " cache hits, ", place("prefix/miss", "count"), " misses"]),
     entry("Policy", ["version ", place("policy/version", "count"), policy.file_problem && `: ${policy.file_problem}`]),
-    entry("State", [kept(store), store.problem && `: ${store.problem}`]),
-    entry("Running", [place("gateway/uptime_s", "duration")]),
+    entry("State", [sharing(store), store.problem && `: ${store.problem}`]),
+    entry("Uptime", [place("gateway/uptime_s", "duration")]),
   ];
 }
 
 const otherwise = (name) => [", ", place(`outcomes/${name}`, "count"), ` ${name.replaceAll("_", " ")}`];
 
-const kept = ({ kind, gateways }) =>
-  kind === "redis" ? `shared by ${several(gateways, "gateway")}` : "of this gateway alone";
+const sharing = ({ kind, gateways }) =>
+  kind === "redis" ? `shared by ${several(gateways, "gateway")}` : "stored by this gateway only";
 
 const entry = (name, said) => make("div", {}, make("dt", {}, name), make("dd", {}, said));

@@ -1,4 +1,4 @@
-// The page: the way in, the stream of states, and what each of them says.
+// The page: sign-in, the status stream, and the parts that show it.
 
 import { Asker, canBeKey, Refusal } from "./asking.js";
 import { makeCurves } from "./curves.js";
@@ -14,10 +14,10 @@ import { reasons } from "./reasons.js";
 import { speeds } from "./speeds.js";
 import { showTracks } from "./tracks.js";
 
-// What is written anew with each state, by the element that holds it.
+// The parts that are rendered for each state, by the id of their element.
 const PARTS = { positions, reasons, speeds, workers, gateway: gatewayFacts };
 const AGAIN_MS = [500, 1000, 2000, 5000];
-// A stream that lasted so long was a good one.
+// A stream that lasted this long resets the delay of reconnecting.
 const LASTED_MS = 3000;
 
 const asker = new Asker("/v1", "paceline-key");
@@ -36,7 +36,7 @@ function say(text, tone) {
   document.body.classList.toggle("stale", tone === "bad");
 }
 
-// Follow for as long as somebody looks; begin again where the stream ends.
+// Follow the stream while the page is visible; reconnect when it ends.
 async function enter() {
   leaving?.abort();
   const { signal } = (leaving = new AbortController());
@@ -57,13 +57,13 @@ async function enter() {
   }
 }
 
-// The longest window that there is, once: so that nobody begins with an empty page.
+// Load the longest window once, so that the charts do not start empty.
 async function lookBack({ window: { max_length_s: longest } }, signal) {
   try {
     const answer = await asker.ask("GET", `/status?window=${Math.floor(longest)}s`, { signal });
     past.take(await answer.json());
   } catch {
-    // The curves then begin with the shorter window of each event.
+    // The charts then start with the shorter window of the events.
   }
 }
 
@@ -93,7 +93,7 @@ function draw(state, signal) {
   fill(byId("view-line"), state);
 }
 
-asker.onSignedOut = (shown) => askForKey(shown ? "This key is not known to this gateway, or no longer." : "");
+asker.onSignedOut = (shown) => askForKey(shown ? "The gateway does not accept this key, or no longer does." : "");
 byId("sign-out").addEventListener("click", () => askForKey(""));
 byId("sign-in-form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -102,7 +102,7 @@ byId("sign-in-form").addEventListener("submit", (event) => {
   asker.keepKey(key);
   enter();
 });
-// A page that nobody looks at asks for nothing.
+// A hidden page makes no requests.
 document.addEventListener("visibilitychange", () => {
   if (!byId("view-sign-in").hidden) return;
   if (document.hidden) leaving?.abort();

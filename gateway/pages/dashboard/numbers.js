@@ -1,11 +1,11 @@
-// Numbers as people read them, each bound to the place of the state that it comes from.
+// Formatted numbers, each bound to a field of the status.
 
 const GROUPS = "en-US";
 
 const fixed = (value, digits) =>
   value.toLocaleString(GROUPS, { minimumFractionDigits: digits, maximumFractionDigits: digits });
 
-// Three digits that count: 4.21, 42.1, 421.
+// Three significant digits: 4.21, 42.1, 421.
 const rounded = (value) => fixed(value, value < 9.995 ? 2 : value < 99.95 ? 1 : 0);
 
 function percent(share) {
@@ -43,10 +43,10 @@ export const as = {
 
 export const at = (state, path) => path.split("/").reduce((part, name) => part?.[name], state);
 
-// Which count says how many run: the workers know of other gateways, this one of workers that tell nothing.
+// The field that counts running requests: reports include other gateways, `in_flight` static workers.
 export const busyIn = ({ running, in_flight: sent }) => (running > sent ? "running" : "in_flight");
 
-// A place for one number: <span data-of="mtp/accepted" data-as="count">.
+// Create an element for one number: <span data-of="mtp/accepted" data-as="count">.
 export function place(path, kind) {
   const span = document.createElement("span");
   span.dataset.of = path;
@@ -54,7 +54,7 @@ export function place(path, kind) {
   return span;
 }
 
-// Write into each place below `root` what the state says there.
+// Write the values of the status into the elements below `root`.
 export function fill(root, state) {
   for (const element of root.querySelectorAll("[data-of]")) {
     const value = at(state, element.dataset.of);
@@ -63,7 +63,7 @@ export function fill(root, state) {
   }
 }
 
-// Put these parts into `root` unless that is what stands there: who selects text keeps it.
+// Replace the content of `root` if it differs, so that a selection of text survives.
 export function renew(root, state, parts) {
   const next = root.cloneNode(false);
   next.append(...[parts].flat());
@@ -71,7 +71,7 @@ export function renew(root, state, parts) {
   if (!root.isEqualNode(next)) root.replaceChildren(...next.childNodes);
 }
 
-// A figure's numbers stand out of their units: "12 min 40 s" has two of each.
+// Separate the numbers of a figure from the units: "12 min 40 s" has two of each.
 export function write(element, text) {
   if (element.textContent === text) return;
   if (!element.classList.contains("figure")) {

@@ -1,4 +1,4 @@
-// How many drafts are accepted up to each position: what a longer draft would still bring.
+// The share of drafts accepted up to each position.
 
 import { bar, make } from "./elements.js";
 import { place } from "./numbers.js";
@@ -8,13 +8,13 @@ const NAMES = ["1st token", "2nd token", "3rd token"];
 export function positions({ mtp, decisions }) {
   const shares = mtp.enabled ? mtp.acceptance_rate_per_position : [];
   if (!shares.length) {
-    const why = mtp.enabled ? (decisions.total ? "Nothing drafted yet." : "No request yet.") : "No lane drafts.";
+    const why = mtp.enabled ? (decisions.total ? "No drafts yet." : "No request yet.") : "No lane drafts.";
     return make("p", { class: "empty" }, why);
   }
   return [
     make("div", { class: "positions" }, shares.map(position)),
-    make("p", { class: "muted small" }, counts(), " drafted tokens were accepted."),
-    make("p", { class: "muted small" }, "Shares are of all drafts, and not every draft was that long."),
+    make("p", { class: "muted small" }, counts(), " draft tokens were accepted."),
+    make("p", { class: "muted small" }, "Shares refer to all drafts; not every draft was that long."),
   ];
 }
 

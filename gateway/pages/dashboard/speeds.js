@@ -1,4 +1,4 @@
-// How fast each lane was within the window: half of all requests were at least as fast, and 19 of 20.
+// Latency percentiles (p50, p95) of each pool within the window.
 
 import { make } from "./elements.js";
 import { place } from "./numbers.js";
@@ -6,18 +6,18 @@ import { place } from "./numbers.js";
 const ROWS = [
   ["First token", "first_token_s", "duration"],
   ["Each further token", "token_s", "duration"],
-  ["Wait in line", "wait_s", "duration"],
-  ["Whole answer", "duration_s", "duration"],
+  ["Time in the queue", "wait_s", "duration"],
+  ["Complete response", "duration_s", "duration"],
 ];
 
 export function speeds({ pools }) {
   const busy = Object.keys(pools).filter((name) => pools[name].recent.requests > 0);
-  if (!busy.length) return make("p", { class: "empty" }, "No request ended in this time.");
+  if (!busy.length) return make("p", { class: "empty" }, "No request ended in this window.");
   const row = (said, cells) => make("tr", {}, make("th", { scope: "row" }, said), cells);
   return make(
     "table",
     {},
-    make("thead", {}, make("tr", {}, make("th", {}, "half, and 19 of 20, within"), busy.map(head))),
+    make("thead", {}, make("tr", {}, make("th", {}, "50%, and 95%, within"), busy.map(head))),
     make(
       "tbody",
       {},

@@ -1,4 +1,4 @@
-// Lanes as tracks: one for each pool, a mark for each request that runs, rings for those that wait.
+// Pools as tracks: a mark for each running request, a ring for each queued one.
 
 import { make, several } from "./elements.js";
 import { busyIn, place } from "./numbers.js";
@@ -42,7 +42,7 @@ class Track {
     this.name = name;
     this.busy = of("in_flight", "count");
     this.busy.classList.add("busy");
-    this.waiting = make("span", { class: "waiting-line" }, of("waiting", "count"), " waiting");
+    this.waiting = make("span", { class: "waiting-line" }, of("waiting", "count"), " queued");
     this.writes = make("span", {}, of("recent/request_tokens_per_s/p50", "rate"), " tokens/s each");
     this.element = make(
       "article",
@@ -62,7 +62,7 @@ class Track {
     const { slots, waiting, mtp, recent } = pool;
     const busy = pool[busyIn(pool)];
     this.busy.dataset.of = `pools/${this.name}/${busyIn(pool)}`;
-    // Never fewer than there were: what rides on a row stays in sight.
+    // Rows are never removed, so marks on them stay visible.
     const rows = (this.rows = Math.max(this.rows, Math.min(ROWS, slots)));
     this.element.classList.toggle("drafts", mtp.enabled);
     this.element.classList.toggle("closed", slots === 0);
@@ -110,7 +110,7 @@ class Track {
   }
 }
 
-// Where the next mark has most room: the row with the fewest, and there the widest gap.
+// Return where the next mark has most room: the row with the fewest marks, and its widest gap.
 function freest(marks, rows) {
   const inRow = Array.from({ length: rows }, (_, row) => marks.filter((mark) => mark.row === row));
   const row = inRow.indexOf(inRow.reduce((one, other) => (other.length < one.length ? other : one)));
@@ -123,15 +123,15 @@ function freest(marks, rows) {
 
 const whereIs = ({ going, begun }) => going?.effect.getComputedTiming().progress ?? begun;
 
-// The fastest lane takes the shortest lap, the others as much longer as they are slower.
+// The fastest lane takes the shortest lap; other laps are longer in proportion.
 function lap(tokensPerS, fastest) {
   if (!tokensPerS || !fastest) return (FASTEST_LAP_MS + SLOWEST_LAP_MS) / 2;
   return Math.min(SLOWEST_LAP_MS, (FASTEST_LAP_MS * fastest) / tokensPerS);
 }
 
 function kindOf({ slots, mtp }) {
-  if (slots === 0) return "no worker takes requests";
-  if (!mtp.enabled || !mtp.requested_draft_tokens) return "one token a step";
+  if (slots === 0) return "no available worker";
+  if (!mtp.enabled || !mtp.requested_draft_tokens) return "no drafts";
   const ahead = mtp.effective_draft_tokens;
-  return ahead ? `drafts ${several(ahead, "token")} ahead` : "drafting does not pay just now";
+  return ahead ? `drafts ${several(ahead, "token")} ahead` : "drafting does not pay at present";
 }

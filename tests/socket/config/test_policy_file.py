@@ -145,7 +145,7 @@ def test_a_start_that_is_refused_changes_no_policy(
         port = taken.getsockname()[1]
         settings = make_settings(tmp_path, policy=file)
         changes = {name: port if value is None else value for name, value in wrong.items()}
-        with pytest.raises(StartupError, match=r"set PACELINE_|Cannot listen on"):
+        with pytest.raises(StartupError, match=r"Set PACELINE_|Cannot listen on"):
             start(settings.model_copy(update=changes))
     assert not (tmp_path / "state.json").exists()
 

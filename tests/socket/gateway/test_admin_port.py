@@ -97,7 +97,7 @@ def test_commands_find_the_gateway_by_its_own_settings(
 
 async def test_admins_beyond_this_machine_need_their_key(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, admin_port=0, admin_host="0.0.0.0")
-    with pytest.raises(StartupError, match="set PACELINE_ADMIN_KEY first"):
+    with pytest.raises(StartupError, match="Set PACELINE_ADMIN_KEY first"):
         await serve(settings, shutdown=Shutdown())
     shutdown = Shutdown()
     shutdown.request()

@@ -81,7 +81,7 @@ async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
 
 async def test_listening_beyond_loopback_needs_a_key(tmp_path: Path) -> None:
     settings = make_settings(tmp_path).model_copy(update={"host": "0.0.0.0"})
-    with pytest.raises(StartupError, match="set PACELINE_API_KEY first"):
+    with pytest.raises(StartupError, match="Set PACELINE_API_KEY first"):
         await serve(settings, shutdown=Shutdown())
 
 

@@ -89,7 +89,7 @@ def test_a_line_tells_decision_reason_worker_prefix_times_tokens_and_acceptance(
     assert {name: streamed[name] for name in expected} == expected
     assert whole["reason"] == "non_greedy_sampling"
     assert whole["bypass"] == ["non_greedy_sampling"]
-    assert 0 < streamed["added_s"] <= streamed["first_token_s"] <= streamed["seconds"]
+    assert 0 < streamed["added_latency_s"] <= streamed["first_token_s"] <= streamed["duration_s"]
     assert whole["first_token_s"] == 0, "of streams alone"
 
 
