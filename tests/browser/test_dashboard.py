@@ -73,7 +73,10 @@ async def test_a_key_is_asked_for_and_stays_in_its_tab(
     await tab.open_dashboard(gateway_with_worker.url)
     await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
     refusal = page.locator("#sign-in-refusal")
-    for secret, why in (("wrong", "not known"), (some["secret"], "may not see the whole fleet")):
+    for secret, why in (
+        ("wrong", "does not accept this key"),
+        (some["secret"], "may not see the whole fleet"),
+    ):
         await page.get_by_label("Key").fill(secret)
         await page.keyboard.press("Enter")
         await expect(refusal).to_contain_text(why)

@@ -94,7 +94,7 @@ async def test_the_numbers_on_the_page_are_those_of_the_status(
     texts = {path: text for path, _, text in shown}
     if status["savings"]["decode_s"] < 0:  # on a busy machine, in so short a time
         line = page.locator("#saved-mtp-line")
-        await expect(line).to_have_text("Drafting cost more than it brought so far")
+        await expect(line).to_have_text("Drafting has cost more time than it saved so far")
     else:
         assert texts["savings/decode_steps"] == f"{status['savings']['decode_steps']:,}"
     assert texts["savings/prompt_tokens"] == f"{status['savings']['prompt_tokens']:,}"
@@ -102,7 +102,7 @@ async def test_the_numbers_on_the_page_are_those_of_the_status(
     assert texts["mtp/bypass_counts/non_greedy_sampling"] == "6"
     assert "mtp/bypass_counts/media" not in texts, "greedy questions about pictures speculate"
 
-    await expect(page.locator("#reasons")).to_contain_text("They are sampled")
+    await expect(page.locator("#reasons")).to_contain_text("The request samples")
     await expect(page.locator("#chart-acceptance .nothing")).to_be_hidden()
     points = await page.evaluate("document.querySelectorAll('.chart canvas').length")
     assert points == 4
@@ -114,7 +114,7 @@ async def test_who_comes_later_sees_what_was_before(up: UpProcess, tab: BrowserT
     """The gateway tells of its window, so that nobody begins with an empty page."""
     await ask_all(up, mixed(up.model), at_a_time=4)
     await tab.open_dashboard(up.url)
-    await expect(tab.page.locator("#accepted-line")).to_contain_text("tokens a step")
+    await expect(tab.page.locator("#accepted-line")).to_contain_text("tokens per step")
     for chart in ("acceptance", "tokens", "first-token", "answer"):
         await expect(tab.page.locator(f"#chart-{chart} .nothing")).to_be_hidden()
     await expect(tab.page.locator("#speeds tbody tr")).to_have_count(5)
