@@ -1,131 +1,151 @@
-"""Ask a running gateway: its data plane with the clients' key, its admin plane with the admins'."""
+"""HTTP calls from a command to a running gateway, and tables and JSON on a terminal."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import httpx
+from rich.console import Console, RenderableType
+from rich.table import Table
 
 from gateway.cli.up import on_this_machine
 from gateway.config.settings import load_settings
 from gateway.config.startup_checks import base_url
 from gateway.types import fits_header
 
-# What an edit of the policy would move is worked out over the last ten thousand requests.
+# A diff of the policy replays the last ten thousand requests.
 _TIMEOUT_S = 30.0
 
 
-class NoAnswer(Exception):
-    """A gateway did not answer as asked; the message is one sentence for a terminal."""
+class GatewayUnavailable(Exception):
+    """A gateway did not return a usable response; the message is one sentence for a terminal."""
 
 
 def add_gateway_url(parser: argparse.ArgumentParser, *, admin: bool = False) -> None:
-    """Add the option that says which gateway to ask; without it, where one with these settings is.
+    """Add the option `--url`; its default is the gateway that the settings describe.
 
-    `admin`: what is asked is served where only admins are, if they have a port of their own.
+    With `admin`, the default is the port for admins, if the settings name one.
     """
     parser.add_argument(
         "--url",
-        type=lambda url: url or _own_address(admin=admin),  # settings are read only where needed
+        type=lambda url: url or _own_address(admin=admin),  # settings are read only if needed
         default="",
-        help="the gateway (default: where the settings put it, else http://127.0.0.1:8000)",
+        help="the gateway (default: the one of the settings, else http://127.0.0.1:8000)",
     )
 
 
-def ask_gateway(url: str, method: str, path: str, body: Any = None) -> Mapping[str, Any]:
-    """Ask a running gateway for JSON; end the command with one clear sentence if it refuses.
+def call_gateway(url: str, method: str, path: str, body: Any = None) -> Mapping[str, Any]:
+    """Return JSON from the data plane; exit with one sentence if the gateway refuses.
 
-    `PACELINE_API_KEY` is sent along when the environment has one.
+    `PACELINE_API_KEY` is sent if the environment has one.
     """
-    with _or_end():
+    with _exit_on_failure():
         return read_gateway(url, method, path, json=body)
 
 
 def read_gateway(url: str, method: str, path: str, **request: Any) -> Mapping[str, Any]:
-    """Ask a running gateway for JSON as `ask_gateway` does; raise `NoAnswer` if it refuses."""
-    return _told(url, _ask(url, method, path, key_from="PACELINE_API_KEY", **request))
+    """Return JSON as `call_gateway` does; raise `GatewayUnavailable` if the gateway refuses."""
+    return _read_json(url, _send(url, method, path, "PACELINE_API_KEY", **request))
 
 
-def ask_admin(
-    url: str, method: str, path: str, *, overtaken: str = "", **request: Any
+def call_admin(
+    url: str, method: str, path: str, *, conflict_hint: str = "", **request: Any
 ) -> tuple[Mapping[str, Any], Mapping[str, str]]:
-    """Ask the admin plane for JSON and its headers; end the command if it refuses.
+    """Return JSON and headers from the admin plane; exit if the gateway refuses.
 
-    `PACELINE_ADMIN_KEY` is sent along when the environment has one. `overtaken` is said behind the
-    gateway's own words where somebody else's edit came first.
+    `PACELINE_ADMIN_KEY` is sent if the environment has one. `conflict_hint` follows the gateway's
+    message if another edit came first.
     """
-    asked: dict[str, Any] = {"key_from": "PACELINE_ADMIN_KEY", "overtaken": overtaken}
-    with _or_end():
-        answer = _ask(url, method, path, **asked, **request)
-        return _told(url, answer), answer.headers
+    with _exit_on_failure():
+        response = _send(
+            url, method, path, "PACELINE_ADMIN_KEY", conflict_hint=conflict_hint, **request
+        )
+        return _read_json(url, response), response.headers
 
 
-def ask_admin_for_text(url: str, path: str) -> str:
-    """Ask the admin plane for a text that is not JSON; end the command as `ask_admin` does."""
-    with _or_end():
-        return _ask(url, "GET", path, key_from="PACELINE_ADMIN_KEY").text
+def read_admin_text(url: str, path: str) -> str:
+    """Return text from the admin plane; exit as `call_admin` does."""
+    with _exit_on_failure():
+        return _send(url, "GET", path, "PACELINE_ADMIN_KEY").text
+
+
+def plain_table(*columns: str, no_wrap: Collection[str] = ()) -> Table:
+    """Return a table without lines for a terminal or a pipe."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column in no_wrap)
+    return table
+
+
+def print_output(shown: RenderableType) -> None:
+    """Print a table or text; colours only on a terminal."""
+    Console(highlight=False, soft_wrap=not isinstance(shown, Table)).print(shown)
+
+
+def print_json(value: object) -> None:
+    """Print a value as indented JSON."""
+    sys.stdout.write(json.dumps(value, indent=2) + "\n")
 
 
 @contextlib.contextmanager
-def _or_end() -> Iterator[None]:
-    """End the command with what went wrong."""
+def _exit_on_failure() -> Iterator[None]:
     try:
         yield
-    except NoAnswer as reason:
+    except GatewayUnavailable as reason:
         sys.exit(f"paceline: {reason}")
 
 
 def _own_address(*, admin: bool) -> str:
-    """Tell where a gateway is that is started here with the same settings."""
+    """Return the address of a gateway that runs here with the same settings."""
     settings = load_settings()
     host, port = settings.host, settings.port
     if admin and settings.admin_port is not None:
         host, port = settings.admin_host, settings.admin_port
     if not port:
-        sys.exit("paceline: the settings let the gateway take any free port; say where with --url.")
+        sys.exit("paceline: the settings let the gateway take any free port; name it with --url.")
     return on_this_machine(base_url(host, port))
 
 
-def _ask(
-    url: str, method: str, path: str, *, key_from: str, overtaken: str = "", **request: Any
+def _send(
+    url: str, method: str, path: str, key_variable: str, conflict_hint: str = "", **request: Any
 ) -> httpx.Response:
-    secret = os.environ.get(key_from)
+    secret = os.environ.get(key_variable)
     if secret and not fits_header(secret):
-        sys.exit(f"paceline: {key_from} holds what no HTTP header can.")
+        sys.exit(f"paceline: {key_variable} contains characters that no HTTP header may contain.")
     headers = {"authorization": f"Bearer {secret}"} if secret else {}
     headers |= request.pop("headers", {})
-    asked = {"timeout": _TIMEOUT_S} | request
     try:
-        answer = httpx.request(method, url + path, headers=headers, **asked)
+        response = httpx.request(
+            method, url + path, headers=headers, **{"timeout": _TIMEOUT_S, **request}
+        )
     except (httpx.InvalidURL, httpx.UnsupportedProtocol):
         sys.exit(f"paceline: '{url}' is not a URL.")
     except httpx.HTTPError:
-        raise NoAnswer(f"no gateway answers at {url}; `paceline up` starts one.") from None
-    if answer.is_error:
+        raise GatewayUnavailable(
+            f"no gateway answers at {url}; `paceline up` starts one."
+        ) from None
+    if response.is_error:
         hints: dict[int, str] = {
-            httpx.codes.PRECONDITION_FAILED: overtaken,
-            httpx.codes.UNAUTHORIZED: f"The command takes it from {key_from}.",
+            httpx.codes.PRECONDITION_FAILED: conflict_hint,
+            httpx.codes.UNAUTHORIZED: f"The command reads it from {key_variable}.",
         }
-        said = (_refusal(url, answer), hints.get(answer.status_code, ""))
-        raise NoAnswer(f"the gateway refused: {' '.join(filter(None, said))}")
-    return answer
+        error = _read_json(url, response).get("error")
+        message = error.get("message") if isinstance(error, dict) else None
+        reason = message if isinstance(message, str) else f"status {response.status_code}"
+        hint = hints.get(response.status_code, "")
+        raise GatewayUnavailable(f"the gateway refused: {reason} {hint}".rstrip())
+    return response
 
 
-def _refusal(url: str, answer: httpx.Response) -> str:
-    error = _told(url, answer).get("error")
-    said = error.get("message") if isinstance(error, dict) else None
-    return said if isinstance(said, str) else f"status {answer.status_code}"
-
-
-def _told(url: str, answer: httpx.Response) -> Mapping[str, Any]:
-    """Read a JSON object; raise `NoAnswer` where there is none."""
+def _read_json(url: str, response: httpx.Response) -> Mapping[str, Any]:
     with contextlib.suppress(ValueError):
-        content = answer.json()
+        content = response.json()
         if isinstance(content, dict):
             return content
-    raise NoAnswer(f"what answers at {url} is not a Paceline gateway.")
+    raise GatewayUnavailable(f"the server at {url} is not a Paceline gateway.")

@@ -1,4 +1,4 @@
-"""`paceline explain`: where a request would go, and why, without running it."""
+"""Show where a request would be routed, and why, without running it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import json
 import sys
 from pathlib import Path
 
-from gateway.cli.client import add_gateway_url, ask_gateway
+from gateway.cli.client import add_gateway_url, call_gateway, print_json
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `explain`."""
-    parser.add_argument("request", metavar="REQUEST.json", help="the request's body ('-' reads it)")
+    parser.add_argument(
+        "request", metavar="REQUEST.json", help="the body of a request ('-' reads standard input)"
+    )
     add_gateway_url(parser)
 
 
@@ -25,6 +27,5 @@ def run(options: argparse.Namespace) -> int:
         sys.exit(f"paceline: cannot read {options.request}: {error}")
     except json.JSONDecodeError as error:
         sys.exit(f"paceline: {options.request} is not JSON: {error}")
-    decision = ask_gateway(options.url, "POST", "/v1/route/explain", body)
-    sys.stdout.write(json.dumps(decision, indent=2) + "\n")
+    print_json(call_gateway(options.url, "POST", "/v1/route/explain", body))
     return 0

@@ -1,8 +1,9 @@
-"""`paceline gateway`: the front door alone; its workers are joined or listed by hand."""
+"""Run the gateway alone; workers join it, or paceline.yaml lists them."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 
 from pydantic import SecretStr
@@ -13,8 +14,8 @@ from gateway.server import serve, settle_collector
 from workers.lifecycle import Shutdown
 
 _UNKEYED = (
-    "There is no key yet: only this machine is served, and without one. "
-    "`paceline keys create NAME` makes the first."
+    "No API key exists yet: the gateway serves this machine only, without a key. "
+    "`paceline keys create NAME` creates the first one."
 )
 
 
@@ -23,17 +24,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
     parser.add_argument("--config", type=Path, help="configuration file (paceline.yaml)")
-    parser.add_argument("--token", help="secret that workers join with (made and kept if not set)")
+    parser.add_argument("--token", help="secret that workers join with (default: a stored one)")
 
 
 def settings_from(options: argparse.Namespace) -> Settings:
-    """Read the settings; raise `StartRefused` if they cannot be used."""
+    """Read the settings; raise `StartupError` if they are invalid."""
     token = SecretStr(options.token) if options.token else None
     return load_settings(options.config, host=options.host, port=options.port, join_token=token)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until Ctrl-C or SIGTERM, then let running answers finish."""
+    """Serve until Ctrl-C or SIGTERM, then let running requests finish."""
     settings = settings_from(options)
     settle_collector()
     run_loop(_serve(settings))
@@ -41,12 +42,13 @@ def run(options: argparse.Namespace) -> int:
 
 
 async def _serve(settings: Settings) -> None:
+    show = functools.partial(print, flush=True)
     shutdown = Shutdown()
     with shutdown.on_signals():
         await serve(
             settings,
             shutdown=shutdown,
-            started=lambda address: print(f"Paceline listens on {address}", flush=True),  # noqa: T201
-            unkeyed=lambda: print(_UNKEYED, flush=True),  # noqa: T201
-            admin_started=lambda address: print(f"Admins are served on {address}", flush=True),  # noqa: T201
+            started=lambda address: show(f"Paceline listens on {address}"),
+            unkeyed=lambda: show(_UNKEYED),
+            admin_started=lambda address: show(f"The admin port listens on {address}"),
         )

@@ -1,7 +1,4 @@
-"""`paceline policy`: show, check, compare, apply and take back the policy of a running gateway.
-
-How `paceline policy` shows differences and versions: short, and in colour on a terminal.
-"""
+"""Show, check, compare, apply and roll back the policy of a running gateway."""
 
 from __future__ import annotations
 
@@ -16,11 +13,17 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 from urllib.parse import quote
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.client import add_gateway_url, ask_admin
+from gateway.cli.client import (
+    add_gateway_url,
+    call_admin,
+    plain_table,
+    print_json,
+    print_output,
+)
 from policies.document import PolicyInvalid, Problem, parse_policy
 from policies.yaml_io import write_yaml
 
@@ -29,54 +32,57 @@ _JSON = {"content-type": "application/json"}
 _YAML = {"content-type": "application/yaml"}
 # The first line of what `show` prints: `apply` reads from it which version was edited.
 _MARK = re.compile(r"\A# policy version (?P<version>\d+), etag (?P<etag>[0-9a-f-]+)$", re.MULTILINE)
-_Act = Callable[[argparse.Namespace], int]
+_VALUE_CHARS = 60
+_Command = Callable[[argparse.Namespace], int]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `policy`."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def command(name: str, act: _Act, says: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=says, description=says)
+    def command(name: str, run_command: _Command, summary: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=summary, description=summary)
         add_gateway_url(added, admin=True)
-        added.set_defaults(act=act)
+        added.set_defaults(command=run_command)
         return added
 
-    def file_command(name: str, act: _Act, says: str) -> argparse.ArgumentParser:
-        added = command(name, act, says)
+    def file_command(name: str, run_command: _Command, summary: str) -> argparse.ArgumentParser:
+        added = command(name, run_command, summary)
         added.add_argument("file", metavar="FILE", help="YAML, or JSON as .json ('-' reads YAML)")
         return added
 
-    show = command("show", _show, "print the policy in force, or an earlier version")
-    show.add_argument("--version", type=int, metavar="N", help="this version of it")
-    show.add_argument("--json", action="store_true", help="print JSON in place of YAML")
-    validate = file_command("validate", _validate, "say whether a policy could be in force")
-    validate.add_argument(
-        "--offline", action="store_true", help="check it here, without asking a gateway"
+    show = command("show", _show, "print the active policy, or an earlier version")
+    show.add_argument("--version", type=int, metavar="N", help="print this version")
+    show.add_argument("--json", action="store_true", help="print JSON instead of YAML")
+    validate = file_command("validate", _validate, "check whether a policy is valid")
+    validate.add_argument("--offline", action="store_true", help="check it without a gateway")
+    file_command("diff", _diff, "show what a policy would change, and which requests it would move")
+    apply = file_command("apply", _apply, "activate a policy")
+    apply.add_argument("--note", required=True, help="the purpose; it is stored with the version")
+    apply.add_argument(
+        "--author", default=_default_author(), help="the author (default: %(default)s)"
     )
-    file_command("diff", _diff, "say what a policy would change, and what it would move")
-    apply = file_command("apply", _apply, "put a policy in force")
-    apply.add_argument("--note", required=True, help="what for: it is kept with the version")
-    apply.add_argument("--author", default=_author(), help="who (default: %(default)s)")
     command("history", _history, "list the versions of the policy, the newest first")
-    rollback = command("rollback", _rollback, "put in force what an earlier version says")
+    rollback = command("rollback", _rollback, "activate an earlier version again")
     rollback.add_argument("version", type=int, metavar="VERSION")
-    rollback.add_argument("--note", default="", help="what for: it is kept with the version")
-    rollback.add_argument("--author", default=_author(), help="who (default: %(default)s)")
+    rollback.add_argument("--note", default="", help="the purpose; it is stored with the version")
+    rollback.add_argument(
+        "--author", default=_default_author(), help="the author (default: %(default)s)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run one command of `policy`; 1 where the policy is not good."""
-    act: _Act = options.act
-    return act(options)
+    """Run one command of `policy`; return 1 if the policy is invalid."""
+    command: _Command = options.command
+    return command(options)
 
 
-class _Written(NamedTuple):
-    """A policy as it stands in a file."""
+class _PolicyFile(NamedTuple):
+    """A policy in a file."""
 
     name: str
     text: str
-    kind: Mapping[str, str]
+    headers: Mapping[str, str]
 
     @classmethod
     def read(cls, name: str) -> Self:
@@ -90,162 +96,153 @@ class _Written(NamedTuple):
     def mark(self) -> re.Match[str] | None:
         return _MARK.search(self.text)
 
-    def ask(self, url: str, path: str) -> Mapping[str, Any]:
+    def post(self, url: str, path: str) -> Mapping[str, Any]:
         content = self.text.encode()
-        told, _ = ask_admin(url, "POST", _PATH + path, content=content, headers=self.kind)
-        return told
+        answer, _ = call_admin(url, "POST", _PATH + path, content=content, headers=self.headers)
+        return answer
 
-    def mark_anew(self, version: Mapping[str, Any]) -> None:
-        """Note in the file that it is this version now, where it told of another."""
+    def update_mark(self, version: Mapping[str, Any]) -> None:
+        """Write the new version into the first line of the file, if it names one."""
         if self.mark is not None and self.name != "-":
             line = _mark(version["number"], version["etag"])
             try:
                 Path(self.name).write_text(_MARK.sub(line, self.text, count=1), encoding="utf-8")
             except OSError as error:
-                sys.stderr.write(f"paceline: {self.name} still names the version before: {error}\n")
+                sys.stderr.write(
+                    f"paceline: {self.name} still names the previous version: {error}\n"
+                )
 
 
 def _show(options: argparse.Namespace) -> int:
     if options.version is None:
-        document, headers = ask_admin(options.url, "GET", _PATH)
+        document, headers = call_admin(options.url, "GET", _PATH)
         mark = _mark(headers["x-paceline-policy-version"], headers["etag"].strip('"'))
     else:
-        told, _ = ask_admin(options.url, "GET", f"{_PATH}/history/{options.version}")
-        document, mark = told["document"], f"# policy version {told['number']}, as it was"
+        answer, _ = call_admin(options.url, "GET", f"{_PATH}/history/{options.version}")
+        document, mark = answer["document"], f"# policy version {answer['number']}"
     if options.json:
-        sys.stdout.write(json.dumps(document, indent=2) + "\n")
+        print_json(document)
     else:
         sys.stdout.write(f"{mark}\n{write_yaml(document)}")
     return 0
 
 
 def _validate(options: argparse.Namespace) -> int:
-    written = _Written.read(options.file)
+    file = _PolicyFile.read(options.file)
     if options.offline:
-        problems, warnings = _problems_here(written), []
+        problems, warnings = _problems_here(file), []
     else:
-        told = written.ask(options.url, "/validate")
-        problems = [Problem(**one) for one in told["problems"]]
-        warnings = [f"warning: {one['message']}" for one in told["warnings"]]
+        answer = file.post(options.url, "/validate")
+        problems = [Problem(**one) for one in answer["problems"]]
+        warnings = [f"warning: {one['message']}" for one in answer["warnings"]]
     for field, message, line in problems:
-        where = f"{written.name}:{line}" if line else written.name
+        where = f"{file.name}:{line}" if line else file.name
         sys.stdout.write(": ".join(part for part in (where, field, message) if part) + "\n")
     for warning in warnings:
-        sys.stdout.write(f"{written.name}: {warning}\n")
+        sys.stdout.write(f"{file.name}: {warning}\n")
     if not problems:
-        sys.stdout.write(f"{written.name} is a good policy.\n")
+        sys.stdout.write(f"{file.name} is a valid policy.\n")
     return 1 if problems else 0
 
 
-def _problems_here(written: _Written) -> list[Problem]:
+def _problems_here(file: _PolicyFile) -> list[Problem]:
     try:
-        parse_policy(written.text, written.name)
+        parse_policy(file.text, file.name)
     except PolicyInvalid as invalid:
         return list(invalid.problems)
     return []
 
 
 def _diff(options: argparse.Namespace) -> int:
-    _tell(render_difference(_Written.read(options.file).ask(options.url, "/diff")))
+    print_output(render_difference(_PolicyFile.read(options.file).post(options.url, "/diff")))
     return 0
 
 
 def _apply(options: argparse.Namespace) -> int:
-    written = _Written.read(options.file)
-    difference = written.ask(options.url, "/diff")
-    _tell(render_difference(difference))
+    file = _PolicyFile.read(options.file)
+    difference = file.post(options.url, "/diff")
+    print_output(render_difference(difference))
     if not difference["changes"]:
         return 0
-    edited = written.mark["etag"] if written.mark else difference["onto"]["etag"]
-    version, _ = ask_admin(
+    edited = file.mark["etag"] if file.mark else difference["onto"]["etag"]
+    version, _ = call_admin(
         options.url,
         "PUT",
         _PATH,
-        content=written.text.encode(),
-        headers={**written.kind, **_signed(options), "if-match": f'"{edited}"'},
-        overtaken=_overtaken(written),
+        content=file.text.encode(),
+        headers={**file.headers, **_author_headers(options), "if-match": f'"{edited}"'},
+        conflict_hint=_conflict_hint(file),
     )
-    written.mark_anew(version)
-    return _in_force(version)
+    file.update_mark(version)
+    return _print_version(version)
 
 
 def _history(options: argparse.Namespace) -> int:
-    told, _ = ask_admin(options.url, "GET", f"{_PATH}/history")
-    _tell(render_history(told["versions"]))
+    answer, _ = call_admin(options.url, "GET", f"{_PATH}/history")
+    print_output(render_history(answer["versions"]))
     return 0
 
 
 def _rollback(options: argparse.Namespace) -> int:
-    earlier, _ = ask_admin(options.url, "GET", f"{_PATH}/history/{options.version}")
-    difference, _ = ask_admin(options.url, "POST", f"{_PATH}/diff", json=earlier["document"])
-    _tell(render_difference(difference))
+    earlier, _ = call_admin(options.url, "GET", f"{_PATH}/history/{options.version}")
+    difference, _ = call_admin(options.url, "POST", f"{_PATH}/diff", json=earlier["document"])
+    print_output(render_difference(difference))
     if not difference["changes"]:
         return 0
-    version, _ = ask_admin(
+    version, _ = call_admin(
         options.url,
         "POST",
         f"{_PATH}/rollback",
         json={"version": options.version},
-        headers={**_signed(options), "if-match": f'"{difference["onto"]["etag"]}"'},
-        overtaken="Nothing was changed; look at `paceline policy history`, and try again.",
+        headers={**_author_headers(options), "if-match": f'"{difference["onto"]["etag"]}"'},
+        conflict_hint="Nothing was changed. Check `paceline policy history`, then try again.",
     )
-    return _in_force(version)
+    return _print_version(version)
 
 
-def _overtaken(written: _Written) -> str:
-    """Say what to do where somebody else's edit came first."""
-    if written.mark is None:
-        return "Nothing was changed; look at `paceline policy diff`, and try again."
+def _conflict_hint(file: _PolicyFile) -> str:
+    """Return the advice for an edit that is not based on the active version."""
+    if file.mark is None:
+        return "Nothing was changed. Check `paceline policy diff`, then try again."
     return (
-        f"{written.name} was made from version {written.mark['version']}, and nothing was changed. "
-        "See what is in force now with `paceline policy show`, bring it into the file, and then "
-        "the first line too."
+        f"Nothing was changed: {file.name} is based on version {file.mark['version']}. Merge the "
+        "output of `paceline policy show` into the file, including its first line."
     )
 
 
-def _in_force(version: Mapping[str, Any]) -> int:
-    sys.stdout.write(f"Version {version['number']} is in force.\n")
+def _print_version(version: Mapping[str, Any]) -> int:
+    sys.stdout.write(f"Version {version['number']} is active.\n")
     return 0
-
-
-def _tell(shown: Shown) -> None:
-    Console(highlight=False, soft_wrap=True).print(shown)
 
 
 def _mark(number: object, etag: str) -> str:
     return f"# policy version {number}, etag {etag}"
 
 
-def _signed(options: argparse.Namespace) -> dict[str, str]:
+def _author_headers(options: argparse.Namespace) -> dict[str, str]:
     return {"x-paceline-author": quote(options.author), "x-paceline-note": quote(options.note)}
 
 
-def _author() -> str:
+def _default_author() -> str:
     try:
         return f"{getpass.getuser()}@{socket.gethostname()}"
     except (OSError, KeyError):  # a user without a name, as in a container
         return socket.gethostname()
 
 
-Shown = Group | Table
-_VALUE_CHARS = 60
-
-
-def render_difference(told: Mapping[str, Any]) -> Group:
-    """Show what an edit would change, field by field, and which requests it would move."""
-    onto = told["onto"]
-    against = f"Against version {onto['number']}, by {onto['author']}: {onto['note']}"
-    changes = [_change(change) for change in told["changes"]] or [Text("Nothing would change.")]
-    moves = _moves(told["decisions"], told["moves"]) if told["changes"] else []
-    warnings = [Text(f"! {warning['message']}", style="yellow") for warning in told["warnings"]]
+def render_difference(diff: Mapping[str, Any]) -> Group:
+    """Render the changes of an edit, field by field, and the requests that it would move."""
+    base = diff["onto"]
+    against = f"Against version {base['number']}, by {base['author']}: {base['note']}"
+    changes = [_change(change) for change in diff["changes"]] or [Text("No change.")]
+    moves = _moves(diff["decisions"], diff["moves"]) if diff["changes"] else []
+    warnings = [Text(f"! {warning['message']}", style="yellow") for warning in diff["warnings"]]
     return Group(Text(against, style="dim"), *changes, *moves, *warnings)
 
 
 def render_history(versions: Iterable[Mapping[str, Any]]) -> Table:
-    """Show the versions, the one in force first."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("Version", "When", "By", "Reason", "Note"):
-        table.add_column(column, overflow="fold", no_wrap=column in {"Version", "When"})
+    """Render the versions, the active one first."""
+    table = plain_table("Version", "When", "By", "Reason", "Note", no_wrap=("Version", "When"))
     for index, version in enumerate(versions):
         number = Text(str(version["number"]), style="" if index else "green")
         rest = (version[name] for name in ("time", "author", "reason", "note"))
@@ -269,10 +266,10 @@ def _change(change: Mapping[str, Any]) -> Text:
 
 def _moves(decisions: int, moves: Iterable[Mapping[str, Any]]) -> list[Text]:
     if not decisions:
-        return [Text("No request has come yet to say what would move.", style="dim")]
+        return [Text("There are no requests to replay yet.", style="dim")]
     moved = [move for move in moves if move["from"] != move["to"]]
     total = sum(move["count"] for move in moved)
-    headline = f"Of the last {decisions} requests {total or 'none'} would go elsewhere"
+    headline = f"Of the last {decisions} requests {total or 'none'} would move"
     return [
         Text(f"{headline}:" if moved else f"{headline}.", style="bold"),
         *(Text(f"  {move['from']} -> {move['to']}: {move['count']}") for move in moved),

@@ -1,10 +1,4 @@
-"""`paceline status`: lanes, workers and acceptance, as a table or as JSON.
-
-Look at a gateway again and again: one screen on a terminal, one report after another to a pipe.
-
-A gateway that goes away is no end: what it last said stays on the screen, marked as old, and the
-first answer after its return takes its place.
-"""
+"""Show pools, workers and draft acceptance of a gateway, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +8,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from typing import Any
 
@@ -23,72 +17,16 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.client import NoAnswer, add_gateway_url, ask_gateway, read_gateway
+from gateway.cli.client import (
+    GatewayUnavailable,
+    add_gateway_url,
+    call_gateway,
+    plain_table,
+    print_json,
+    read_gateway,
+)
 
-Draw = Callable[[Mapping[str, Any]], RenderableType]
-_PATIENCE_S = 5.0
-
-
-def watch(url: str, every_s: float, *, draw: Draw | None) -> int:
-    """Show the state of a gateway until Ctrl-C, which is the good end of it.
-
-    Without `draw` each state is printed as one line of JSON.
-    """
-    with contextlib.suppress(KeyboardInterrupt):
-        if draw is None:
-            _print_lines(url, every_s)
-        else:
-            _show(Console(highlight=False), _pictures(url, every_s, draw))
-    return 0
-
-
-def _show(console: Console, pictures: Iterator[RenderableType]) -> None:
-    if console.is_terminal:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
-            for shown in pictures:
-                live.update(shown, refresh=True)
-    else:
-        for shown in pictures:
-            console.print(shown, "")
-
-
-def _print_lines(url: str, every_s: float) -> None:
-    for state, problem in _looks(url, every_s):
-        if state is None:
-            sys.stderr.write(f"paceline: {problem}\n")
-        else:
-            sys.stdout.write(json.dumps(state) + "\n")
-            sys.stdout.flush()
-
-
-def _pictures(url: str, every_s: float, draw: Draw) -> Iterator[RenderableType]:
-    """Draw each state under a line that says when it was; an old one is dim."""
-    last: tuple[datetime, Mapping[str, Any]] | None = None
-    for state, problem in _looks(url, every_s):
-        now = datetime.now().astimezone()
-        head = Text(f"{url}  {now:%H:%M:%S}  every {every_s:g} s", style="dim")
-        if state is not None:
-            last = now, state
-            yield Group(head, draw(state))
-            continue
-        away = Text(problem, style="red")
-        if last is None:
-            yield Group(head, away)
-        else:
-            away.append(f" This is how it was at {last[0]:%H:%M:%S}:")
-            yield Group(head, away, draw(last[1]))
-
-
-def _looks(url: str, every_s: float) -> Iterator[tuple[Mapping[str, Any] | None, str]]:
-    """Yield a state, or why there is none, at each turn."""
-    while True:
-        try:
-            yield read_gateway(url, "GET", "/v1/status", timeout=_PATIENCE_S), ""
-        except NoAnswer as reason:
-            yield None, str(reason)
-        time.sleep(every_s)
-
-
+_WATCH_TIMEOUT_S = 5.0
 _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
     ("starting", "draining", "cordoned", "busy", "probation"), "yellow"
 )
@@ -97,38 +35,40 @@ _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `status`."""
     add_gateway_url(parser)
-    parser.add_argument("--json", action="store_true", help="print /v1/status as it is")
+    parser.add_argument("--json", action="store_true", help="print /v1/status unchanged")
     parser.add_argument(
         "--watch",
         type=_seconds,
         nargs="?",
         const=2.0,
         metavar="SECONDS",
-        help="look again and again, until Ctrl-C (every 2 s); to a pipe, print each time",
+        help="repeat until Ctrl-C (every 2 s)",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the state of the line; 0 if it takes requests, 1 if it does not."""
+    """Print the state of a gateway; return 0 if it is ready, else 1."""
     if options.watch:
-        return watch(options.url, options.watch, draw=None if options.json else render)
-    state = ask_gateway(options.url, "GET", "/v1/status")
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch(options.url, options.watch, as_json=options.json)
+        return 0
+    state = call_gateway(options.url, "GET", "/v1/status")
     if options.json:
-        sys.stdout.write(json.dumps(state, indent=2) + "\n")
+        print_json(state)
     else:
         Console(highlight=False).print(render(state))
     return 0 if state["gateway"]["ready"] else 1
 
 
 def render(state: Mapping[str, Any]) -> Group:
-    """Draw the pools over the workers, each with the acceptance of its drafts."""
-    troubles = (
-        ("The policy file is refused", state["policy"]["file_problem"]),
-        ("Not all is shared with other gateways", state["store"]["problem"]),
+    """Draw pools above workers, each with the acceptance of its drafts."""
+    problems = (
+        ("The policy file is invalid", state["policy"]["file_problem"]),
+        ("This gateway does not share all state with others", state["store"]["problem"]),
     )
-    told = [Text(f"{trouble}: {why}", style="red") for trouble, why in troubles if why]
+    warnings = [Text(f"{what}: {why}", style="red") for what, why in problems if why]
     tables = ("", _pools(state["pools"]), "", _workers(state["workers"]))
-    return Group(_headline(state), *_drafted(state["mtp"]), *told, *tables)
+    return Group(_headline(state), *_acceptance(state["mtp"]), *warnings, *tables)
 
 
 def _headline(state: Mapping[str, Any]) -> Text:
@@ -139,12 +79,12 @@ def _headline(state: Mapping[str, Any]) -> Text:
     return Text.assemble(
         (word, "green" if word == "ready" else "yellow"),
         f" for {gateway['uptime_s']:.0f} s, {gateway['requests_in_flight']} in flight, "
-        f"{state['decisions']['total']} routed; kept out of the speculative lane: {bypassed}",
+        f"{state['decisions']['total']} routed; bypassed the speculative lane: {bypassed}",
     )
 
 
-def _drafted(mtp: Mapping[str, Any]) -> list[Text]:
-    """Say what drafts brought over the whole fleet, where there were any."""
+def _acceptance(mtp: Mapping[str, Any]) -> list[Text]:
+    """Return one line about the drafts of the whole fleet, if there were any."""
     if not (mtp["enabled"] and mtp["attempted"]):
         return []
     positions = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance_rate_per_position"])
@@ -157,39 +97,37 @@ def _drafted(mtp: Mapping[str, Any]) -> list[Text]:
 
 
 def _pools(pools: Mapping[str, Any]) -> Table:
-    table = _table("Pool", "Workers")
+    table = _load_table("Pool", "Workers")
     for name, pool in pools.items():
-        table.add_row(name, str(len(pool["workers"])), *_figures(pool))
+        table.add_row(name, str(len(pool["workers"])), *_load(pool))
     return table
 
 
 def _workers(workers: Mapping[str, Any]) -> Table:
-    table = _table("Worker", "Lane")
+    table = _load_table("Worker", "Lane")
     for name, worker in workers.items():
         state = Text(worker["state"], style=_STATE_STYLES.get(worker["state"], "red"))
-        # Beside the first lane who it is, beside the second what it serves.
-        beside = [Text.assemble(name, " ", state), Text(worker["model"], style="dim")]
-        rows = [(lane_name, *_figures(lane)) for lane_name, lane in worker["lanes"].items()]
-        for cell, row in itertools.zip_longest(beside, rows, fillvalue=()):
-            table.add_row(cell or "", *row)
+        # The name stands beside the first lane, the model beside the second.
+        labels = [Text.assemble(name, " ", state), Text(worker["model"], style="dim")]
+        rows = [(lane_name, *_load(lane)) for lane_name, lane in worker["lanes"].items()]
+        for label, row in itertools.zip_longest(labels, rows, fillvalue=()):
+            table.add_row(label or "", *row)
     return table
 
 
-def _table(*leading: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in leading:
-        table.add_column(column, overflow="fold", no_wrap=column in {"Pool", "Lane"})
+def _load_table(*leading: str) -> Table:
+    table = plain_table(*leading, no_wrap=("Pool", "Lane"))
     for column in ("Busy", "Waiting", "Requests", "Tokens", "Accepted", "Per step"):
         table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
-def _figures(lane: Mapping[str, Any]) -> tuple[str, ...]:
-    """Show how busy a lane or pool is and what it did; tokens per step is 1 without drafts."""
+def _load(lane: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the load and the counters of a lane or pool; tokens per step is 1 without drafts."""
     mtp = lane["mtp"]
     drafted = mtp["enabled"] and mtp["attempted"]
     return (
-        # Workers know what all gateways sent them; of listed ones this one's own is known.
+        # Our workers report requests of all gateways; for static ones this gateway counts its own.
         f"{max(lane['running'], lane['in_flight'])}/{lane['slots']}",
         str(lane["waiting"]),
         str(lane["requests"]),
@@ -197,6 +135,53 @@ def _figures(lane: Mapping[str, Any]) -> tuple[str, ...]:
         f"{mtp['acceptance_rate']:.1%}" if drafted else "-",
         f"{mtp['mean_acceptance_length']:.2f}" if drafted else "-",
     )
+
+
+def _watch(url: str, every_s: float, *, as_json: bool) -> None:
+    """Print the state until Ctrl-C: one screen on a terminal, one report after another to a pipe.
+
+    If the gateway goes away, its last state stays on the screen, marked as old.
+    """
+    if as_json:
+        for state, problem in _states(url, every_s):
+            if state is None:
+                sys.stderr.write(f"paceline: {problem}\n")
+            else:
+                print(json.dumps(state), flush=True)  # noqa: T201
+        return
+    console = Console(highlight=False)
+    if console.is_terminal:
+        with Live(console=console, screen=True, auto_refresh=False) as live:
+            for screen in _screens(url, every_s):
+                live.update(screen, refresh=True)
+    for screen in _screens(url, every_s):
+        console.print(screen, "")
+
+
+def _screens(url: str, every_s: float) -> Iterator[RenderableType]:
+    """Draw each state under a line with its time."""
+    last: tuple[datetime, Mapping[str, Any]] | None = None
+    for state, problem in _states(url, every_s):
+        now = datetime.now().astimezone()
+        head = Text(f"{url}  {now:%H:%M:%S}  every {every_s:g} s", style="dim")
+        if state is not None:
+            last = now, state
+            yield Group(head, render(state))
+        elif last is None:
+            yield Group(head, Text(problem, style="red"))
+        else:
+            notice = Text(f"{problem} The state at {last[0]:%H:%M:%S} was:", style="red")
+            yield Group(head, notice, render(last[1]))
+
+
+def _states(url: str, every_s: float) -> Iterator[tuple[Mapping[str, Any] | None, str]]:
+    """Yield a state, or the reason for its absence, at each interval."""
+    while True:
+        try:
+            yield read_gateway(url, "GET", "/v1/status", timeout=_WATCH_TIMEOUT_S), ""
+        except GatewayUnavailable as reason:
+            yield None, str(reason)
+        time.sleep(every_s)
 
 
 def _seconds(text: str) -> float:

@@ -1,8 +1,6 @@
-"""Keep one worker child alive: start it, show what it says, start it again, end it.
+"""Supervision of the worker child of `paceline up`: start, restart, stop.
 
-When a dead worker is started again, and when it is not worth it.
-
-Pure: the clock comes in with every death, nothing here sleeps or starts a process.
+`Supervision` decides about restarts and is pure; `Supervisor` runs the process.
 """
 
 from __future__ import annotations
@@ -20,134 +18,131 @@ from typing import Any
 from workers.protocol import READY_PREFIX, ExitCode
 
 REFUSALS = frozenset((ExitCode.SETTINGS, ExitCode.MODEL))
-"""Exit codes of a worker that would refuse again: settings that cannot work, an unusable model."""
+"""Exit codes of a worker that would fail again: invalid settings, an unusable model."""
+STOP_GRACE_S = 10.0
+OUTPUT_GRACE_S = 1.0
+_LINE_ENDS = re.compile(rb"[\r\n]+")  # progress bars end their lines with a return
+_CHUNK_BYTES = 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """How patient the supervisor is."""
+    """Delays and bounds of restarts."""
 
     first_wait_s: float = 0.5
     growth: float = 2.0
     longest_wait_s: float = 30.0
-    settled_after_s: float = 60.0
-    """A life this long shows that the worker can run: the waits begin anew."""
-    hopeless_after: int = 5
-    """This many deaths in a row without having been ready once are enough."""
+    reset_after_s: float = 60.0
+    """A process that ran this long resets the delay."""
+    give_up_after: int = 5
+    """The supervisor gives up after this many exits in a row if the worker was never ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Death:
-    """How one life of the worker ended."""
+class WorkerExit:
+    """The end of one worker process."""
 
     started_mono_s: float
-    died_mono_s: float
+    ended_mono_s: float
     exit_code: int
-    """Negative: the number of the signal that killed it, as `subprocess` says."""
+    """Negative: the number of the signal, as in `subprocess`."""
     was_ready: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
-    """Start it again after this wait."""
+    """Restart the worker after this delay."""
 
     wait_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GiveUp:
-    """Do not start it again."""
+    """Do not restart the worker."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervision:
-    """What is remembered of the lives so far; each death makes a new value."""
+    """The exits so far; each exit returns a new value."""
 
     policy: RestartPolicy = field(default_factory=RestartPolicy)
-    deaths_in_a_row: int = 0
+    exits_in_a_row: int = 0
     ever_ready: bool = False
 
-    def after(self, death: Death) -> tuple[Supervision, Restart | GiveUp]:
-        """Decide what follows a death: a wait that doubles up to a bound, or the end."""
-        ever_ready = self.ever_ready or death.was_ready
-        settled = death.died_mono_s - death.started_mono_s >= self.policy.settled_after_s
-        deaths = 1 if settled and death.was_ready else self.deaths_in_a_row + 1
-        known = Supervision(policy=self.policy, deaths_in_a_row=deaths, ever_ready=ever_ready)
-        if not ever_ready and death.exit_code in REFUSALS:
-            return known, GiveUp(reason="the worker refuses to start; its own words are above")
-        if not ever_ready and deaths >= self.policy.hopeless_after:
-            return known, GiveUp(reason=f"the worker died {deaths} times before it was ready")
-        wait_s = self.policy.first_wait_s * self.policy.growth ** (deaths - 1)
-        return known, Restart(wait_s=min(wait_s, self.policy.longest_wait_s))
-
-
-STOP_GRACE_S = 10.0
-LAST_WORDS_S = 1.0
-_LINE_ENDS = re.compile(rb"[\r\n]+")  # progress bars end their lines with a return
-_CHUNK_BYTES = 8192
+    def after(self, exit_: WorkerExit) -> tuple[Supervision, Restart | GiveUp]:
+        """Return the next state and the decision: a restart with a doubling delay, or the end."""
+        ever_ready = self.ever_ready or exit_.was_ready
+        settled = exit_.ended_mono_s - exit_.started_mono_s >= self.policy.reset_after_s
+        exits = 1 if settled and exit_.was_ready else self.exits_in_a_row + 1
+        state = Supervision(policy=self.policy, exits_in_a_row=exits, ever_ready=ever_ready)
+        if not ever_ready and exit_.exit_code in REFUSALS:
+            return state, GiveUp(reason="the worker cannot start; its message is above")
+        if not ever_ready and exits >= self.policy.give_up_after:
+            return state, GiveUp(reason=f"the worker exited {exits} times before it was ready")
+        wait_s = self.policy.first_wait_s * self.policy.growth ** (exits - 1)
+        return state, Restart(wait_s=min(wait_s, self.policy.longest_wait_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Supervisor:
-    """How the one worker of `paceline up` is started, and who hears of it."""
+    """Runs the one worker of `paceline up`."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
-    """Added to our own."""
+    """Added to the environment of this process."""
     on_ready: Callable[[Mapping[str, Any]], Coroutine[Any, Any, None]]
-    """Called in each life that gets so far, with what the worker says of itself; ends with it."""
-    on_death: Callable[[], Awaitable[None]]
-    """Called before it is started again."""
-    say: Callable[[str], None]
-    show_line: Callable[[str], None]
-    """Gets every other line that the worker writes."""
+    """Called when a worker process is ready, with its ready line; cancelled when it exits."""
+    on_exit: Callable[[], Awaitable[None]]
+    """Called before a restart."""
+    print_line: Callable[[str], None]
+    print_worker_line: Callable[[str], None]
+    """Called for every other line of the worker's output."""
     supervision: Supervision = field(default_factory=Supervision)
 
     async def run(self) -> GiveUp:
-        """Keep the worker alive until that is hopeless; cancelling ends the worker first."""
+        """Run and restart the worker until `GiveUp`; cancellation stops the worker first."""
         supervision = self.supervision
         while True:
-            death = await self._one_life()
-            supervision, next_step = supervision.after(death)
+            exit_ = await self._run_once()
+            supervision, next_step = supervision.after(exit_)
             if isinstance(next_step, GiveUp):
                 return next_step
-            self.say(
-                f"The worker {_cause(death.exit_code)}; "
-                f"starting it again in {next_step.wait_s:g} s."
+            self.print_line(
+                f"The worker {_cause(exit_.exit_code)}; it restarts in {next_step.wait_s:g} s."
             )
-            await self.on_death()
+            await self.on_exit()
             await asyncio.sleep(next_step.wait_s)
 
-    async def _one_life(self) -> Death:
+    async def _run_once(self) -> WorkerExit:
         started_mono_s = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *self.command,
-            stdin=PIPE,  # the leash: it closes when this process ends, however it ends
+            stdin=PIPE,  # closes when this process ends, however it ends; the worker then exits
             stdout=PIPE,
             stderr=STDOUT,
             env={**os.environ, **self.environment},
             start_new_session=True,  # Ctrl-C is for the gateway: streams end before the worker does
         )
-        self.say(f"Worker started (process {process.pid}).")
+        self.print_line(f"Worker started (process {process.pid}).")
         output = asyncio.create_task(self._follow(process.stdout), name="worker-output")
         try:
             exit_code = await process.wait()
         finally:
-            await _end(process)
-            # Its last words; bounded, because something it started may hold the pipe open.
-            heard, _ = await asyncio.wait({output}, timeout=LAST_WORDS_S)
+            await _stop(process)
+            # The rest of its output; bounded, because a grandchild may keep the pipe open.
+            finished, _ = await asyncio.wait({output}, timeout=OUTPUT_GRACE_S)
             output.cancel()
-        return Death(
+        return WorkerExit(
             started_mono_s=started_mono_s,
-            died_mono_s=time.monotonic(),
+            ended_mono_s=time.monotonic(),
             exit_code=exit_code,
-            was_ready=bool(heard) and output.result(),
+            was_ready=bool(finished) and output.result(),
         )
 
     async def _follow(self, output: asyncio.StreamReader | None) -> bool:
-        """Pass on what the worker writes to its end; return whether it ever was ready."""
+        """Forward the worker's output until it ends; return whether the worker was ever ready."""
         greeting: asyncio.Task[None] | None = None
         rest = b""
         try:
@@ -159,7 +154,7 @@ class Supervisor:
                         ready = json.loads(text.removeprefix(READY_PREFIX))
                         greeting = asyncio.create_task(self.on_ready(ready), name="worker-ready")
                     elif text:
-                        self.show_line(text)
+                        self.print_worker_line(text)
         finally:
             if greeting is not None:
                 greeting.cancel()
@@ -170,8 +165,8 @@ def _cause(exit_code: int) -> str:
     return f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with code {exit_code}"
 
 
-async def _end(process: Process) -> None:
-    """End the worker: ask, wait, then insist; one that has ended is left alone."""
+async def _stop(process: Process) -> None:
+    """Stop the worker: terminate, wait, kill."""
     if process.returncode is not None:
         return
     process.terminate()

@@ -1,7 +1,4 @@
-"""`paceline up`: the gateway here, one worker as its child, and what to paste next.
-
-What `paceline up` prints once requests are answered: plain text, ready to be pasted.
-"""
+"""Run the gateway in this process and one worker as its child: an endpoint in one command."""
 
 from __future__ import annotations
 
@@ -34,6 +31,9 @@ from gateway.server import settle_collector
 from workers.lifecycle import Shutdown
 from workers.protocol import is_loopback
 
+_REQUEST_TIMEOUT_S = 2.0
+_JOIN_POLL_S = 0.05
+_WORKERS_PATH = "/admin/v1/workers"
 _SNIPPET = """\
 from openai import OpenAI
 
@@ -45,14 +45,14 @@ answer = client.chat.completions.create(
 )
 print(answer.choices[0].message.content)"""
 
-# Answered by the demo model as it was trained to; any real model knows the answer too.
+# The demo model was trained on this question.
 _QUESTION = "Count from 1 to 20."
 _JOIN = """\
 Another Mac joins with
     {command} worker --join {address} --token {token} --model NAME"""
 _OPEN_FIRST = """\
-Only this machine reaches the gateway now. To let other Macs in, make a key for your clients, then
-start it anew with
+The gateway accepts requests from this machine only. To open it to other Macs, create an API key and
+restart it:
     {command} keys create NAME
     {command} up --host 0.0.0.0"""
 
@@ -61,61 +61,63 @@ _LOOPBACK_OF = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}  # noqa: S104 - recognise
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """A running gateway and its own worker, as the person who started them sees it."""
+    """A running gateway and its worker, as the ready message describes them."""
 
     address: str
     host: str
-    """What the gateway was told to listen on."""
+    """The setting of the gateway."""
     model: str
     join_token: str
     keyed: bool
-    """Clients must bring a key."""
+    """Whether clients need an API key."""
     command: str
-    """How this command is typed here."""
+    """The command line that runs `paceline` here."""
 
 
-def welcome(started: Started) -> str:
-    """Say where the gateway runs, how to use it, and how another Mac joins it."""
-    alone = is_loopback(started.host)
-    from_here = on_this_machine(started.address)
-    from_elsewhere = (
-        _at(_network_address(), started.address) if alone else _reachable(started.address)
+def ready_message(started: Started) -> str:
+    """Return where the gateway runs, a snippet that uses it, and the command that joins a Mac."""
+    local_only = is_loopback(started.host)
+    local_address = on_this_machine(started.address)
+    network_address = (
+        _with_host(_network_host(), started.address) if local_only else _reachable(started.address)
     )
     snippet = _SNIPPET.format(
-        address=from_here,
+        address=local_address,
         api_key='os.environ["PACELINE_API_KEY"]' if started.keyed else '"none"',
         model=started.model,
         question=_QUESTION,
     )
-    shown = from_here if alone else from_elsewhere
+    shown = local_address if local_only else network_address
     return "\n\n".join(
         (
             f"Paceline is ready on {shown} (model {started.model}).\n"
-            f"See what it does on {shown}/dashboard.",
+            f"Dashboard: {shown}/dashboard",
             ("import os\n" if started.keyed else "") + snippet,
-            *((_OPEN_FIRST.format(command=started.command),) if alone else ()),
-            _JOIN.format(command=started.command, address=from_elsewhere, token=started.join_token),
+            *((_OPEN_FIRST.format(command=started.command),) if local_only else ()),
+            _JOIN.format(
+                command=started.command, address=network_address, token=started.join_token
+            ),
         )
     )
 
 
 def on_this_machine(address: str) -> str:
-    """Return the address as this machine itself reaches it: a wildcard is no destination."""
+    """Return the address that reaches the gateway from this machine: no wildcard."""
     loopback = _LOOPBACK_OF.get(urlsplit(address).hostname or "")
-    return _at(loopback, address) if loopback else address
+    return _with_host(loopback, address) if loopback else address
 
 
 def _reachable(address: str) -> str:
     wildcard = urlsplit(address).hostname in _LOOPBACK_OF
-    return _at(_network_address(), address) if wildcard else address
+    return _with_host(_network_host(), address) if wildcard else address
 
 
-def _at(host: str, address: str) -> str:
+def _with_host(host: str, address: str) -> str:
     parts = urlsplit(address)
     return f"{parts.scheme}://{host}:{parts.port}"
 
 
-def _network_address() -> str:
+def _network_host() -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Sends nothing: connecting a datagram socket only picks the interface.
@@ -123,11 +125,6 @@ def _network_address() -> str:
         except OSError:
             return socket.gethostname()
         return str(probe.getsockname()[0])
-
-
-_ASK_TIMEOUT_S = 2.0
-_JOIN_POLL_S = 0.05
-_WORKERS_PATH = "/admin/v1/workers"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -139,7 +136,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot be made to run."""
+    """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot run."""
     settings = ensure_join_token(serve.settings_from(options))
     settle_collector()
     return run_loop(_run(settings, options))
@@ -156,7 +153,9 @@ async def _run(settings: Settings, options: argparse.Namespace) -> int:
                 settings,
                 shutdown=shutdown,
                 started=address.set_result,
-                admin_started=lambda address: terminal.say(f"Admins are served on {address}."),
+                admin_started=lambda address: terminal.print_line(
+                    f"The admin port listens on {address}."
+                ),
                 unkeyed=unkeyed.set,
             ),
             name="gateway",
@@ -164,79 +163,81 @@ async def _run(settings: Settings, options: argparse.Namespace) -> int:
         first: set[asyncio.Future[Any]] = {gateway, address}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         if not address.done():
-            await gateway  # raises what kept it from starting
+            await gateway  # raises the error that prevented the start
             return 0
-        terminal.say(f"Gateway listens on {address.result()}.")
-        own_worker = _OwnWorker(
+        terminal.print_line(f"Gateway listens on {address.result()}.")
+        worker_runner = _WorkerRunner(
             settings=settings,
             options=options,
             address=address.result(),
             keyed=not unkeyed.is_set(),
             terminal=terminal,
         )
-        return await _beside(gateway, own_worker, shutdown)
+        return await _run_worker_beside(gateway, worker_runner, shutdown)
 
 
-async def _beside(gateway: asyncio.Task[None], own_worker: _OwnWorker, shutdown: Shutdown) -> int:
-    """Keep the worker running for as long as the gateway runs; streams end before the worker."""
-    worker = asyncio.create_task(own_worker.run(), name="worker")
+async def _run_worker_beside(
+    gateway: asyncio.Task[None], worker_runner: _WorkerRunner, shutdown: Shutdown
+) -> int:
+    """Run the worker as long as the gateway; streams end before the worker."""
+    worker = asyncio.create_task(worker_runner.run(), name="worker")
     try:
         await asyncio.wait({gateway, worker}, return_when=asyncio.FIRST_COMPLETED)
         if worker.done():
-            own_worker.terminal.say(f"Ending: {worker.result().reason}.")
+            worker_runner.terminal.print_line(f"Paceline ends: {worker.result().reason}.")
             shutdown.request()
         await gateway
         return 1 if worker.done() else 0
     finally:
-        # From here on it only complains that the gateway is gone.
-        own_worker.terminal.worker_muted = True
+        # From here on the worker only logs that the gateway is gone.
+        worker_runner.terminal.worker_muted = True
         worker.cancel()
         await asyncio.wait({worker})
 
 
 class _Terminal:
-    """The one place that prints: our lines plainly, the worker's with a mark."""
+    """Prints lines of `up` unchanged and lines of the worker with a prefix."""
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, soft_wrap=True)
         self.worker_muted = False
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self._console.print(Text(text))
 
-    def show_worker_line(self, line: str) -> None:
+    def print_worker_line(self, line: str) -> None:
         if not self.worker_muted:
             self._console.print(Text("worker | ", style="dim").append(line))
 
 
 @dataclass(slots=True, kw_only=True)
-class _OwnWorker:
-    """The worker of this `up`: how it is started, and what is said when it is ready."""
+class _WorkerRunner:
+    """Starts the worker of this `up`, and prints the ready message once."""
 
     settings: Settings
     options: argparse.Namespace
     address: str
     keyed: bool
-    """Clients need a key."""
+    """Whether clients need an API key."""
     terminal: _Terminal
-    welcomed: bool = False
+    greeted: bool = False
 
     async def run(self) -> GiveUp:
-        token = _revealed(self.settings.join_token)
+        token = _secret_value(self.settings.join_token)
         async with httpx.AsyncClient(
             base_url=on_this_machine(self.address),
             headers={"authorization": f"Bearer {token}"},
-            timeout=_ASK_TIMEOUT_S,
+            timeout=_REQUEST_TIMEOUT_S,
             trust_env=False,
         ) as gateway:
             return await Supervisor(
                 command=self._command(),
-                # The token travels by environment: arguments are shown to everybody by `ps`.
+                # `ps` shows arguments to everybody, so the environment carries the token.
                 environment={"PACELINE_JOIN_TOKEN": token, "PYTHONUNBUFFERED": "1"},
-                on_ready=functools.partial(self._welcome, gateway),
-                on_death=functools.partial(self._sign_off, gateway),
-                say=self.terminal.say,
-                show_line=self.terminal.show_worker_line,
+                on_ready=functools.partial(self._greet, gateway),
+                on_exit=functools.partial(self._remove_worker, gateway),
+                print_line=self.terminal.print_line,
+                print_worker_line=self.terminal.print_worker_line,
             ).run()
 
     def _command(self) -> tuple[str, ...]:
@@ -248,47 +249,47 @@ class _OwnWorker:
             *(("--config", str(self.options.config)) if self.options.config else ()),
         )
 
-    async def _welcome(self, gateway: httpx.AsyncClient, ready: Mapping[str, Any]) -> None:
-        """Say what to do next, once the gateway knows the worker: what is pasted then works."""
+    async def _greet(self, gateway: httpx.AsyncClient, ready: Mapping[str, Any]) -> None:
+        """Print the ready message once the gateway knows the worker, so that the snippet works."""
         await _wait_until_joined(gateway, ready["worker_id"], ready["url"])
-        if self.welcomed:
-            self.terminal.say("The worker is ready again.")
+        if self.greeted:
+            self.terminal.print_line("The worker is ready again.")
             return
-        self.welcomed = True
+        self.greeted = True
         started = Started(
             address=self.address,
             host=self.settings.host,
             model=ready["model"],
-            join_token=_revealed(self.settings.join_token),
+            join_token=_secret_value(self.settings.join_token),
             keyed=self.keyed,
             command=_own_command(),
         )
-        self.terminal.say("\n" + welcome(started) + "\n")
+        self.terminal.print_line("\n" + ready_message(started) + "\n")
 
-    async def _sign_off(self, gateway: httpx.AsyncClient) -> None:
-        """Take a dead worker off the list at once, and so let the next life have its name."""
+    async def _remove_worker(self, gateway: httpx.AsyncClient) -> None:
+        """Remove a dead worker at once, so that its next process can join under the same id."""
         with contextlib.suppress(httpx.HTTPError):
             await gateway.delete(f"{_WORKERS_PATH}/{worker_id(socket.gethostname())}")
 
 
 async def _wait_until_joined(gateway: httpx.AsyncClient, name: str, worker_url: str) -> None:
     while True:
-        with contextlib.suppress(httpx.HTTPError):  # it may be ending; so are we then
-            answer = await gateway.get(f"{_WORKERS_PATH}/{name}/joined")
-            if answer.is_success and answer.json()["url"] == worker_url:
+        with contextlib.suppress(httpx.HTTPError):  # the gateway may be shutting down
+            response = await gateway.get(f"{_WORKERS_PATH}/{name}/joined")
+            if response.is_success and response.json()["url"] == worker_url:
                 return
         await asyncio.sleep(_JOIN_POLL_S)
 
 
 def worker_id(hostname: str) -> str:
-    """Name the worker after its machine, whatever port it gets."""
+    """Return the worker id for a host name."""
     return re.sub(r"[^A-Za-z0-9-]+", "-", hostname.partition(".")[0]).strip("-")[:60] or "local"
 
 
-def _revealed(secret: SecretStr | None) -> str:
+def _secret_value(secret: SecretStr | None) -> str:
     return secret.get_secret_value() if secret else ""
 
 
 def _own_command() -> str:
-    """Spell the command as it can be typed here: by name if the shell finds it."""
+    """Return `paceline` if the shell finds it, else the path of this command."""
     return "paceline" if shutil.which("paceline") else os.path.relpath(sys.argv[0])

@@ -102,7 +102,7 @@ def test_up_with_an_unusable_model_ends_with_one_sentence(tmp_path: Path) -> Non
     (tmp_path / "empty").mkdir()
     ended = run_paceline(tmp_path, "up", "--port", "0", "--model", str(tmp_path / "empty"))
     assert ended.returncode == 1
-    assert "the worker refuses to start" in ended.stdout
+    assert "the worker cannot start" in ended.stdout
     assert "Traceback" not in ended.stdout + ended.stderr
 
 

@@ -46,9 +46,9 @@ class Lives:
             command=(sys.executable, "-m", "tests.support.failing_device", *arguments),
             environment={"PYTHONPATH": str(ROOT)},
             on_ready=self.ready.put,
-            on_death=self._repair,
-            say=self.said.append,
-            show_line=self.log.append,
+            on_exit=self._repair,
+            print_line=self.said.append,
+            print_worker_line=self.log.append,
         )
         running = asyncio.create_task(supervisor.run())
         try:
@@ -95,7 +95,7 @@ async def test_a_dead_device_ends_every_answer_in_an_error_and_the_worker_in_its
         assert "METAL" not in text, "the library's words stay in the log"
     died = f"ended with code {ExitCode.ENGINE_DIED.value}"
     assert [line for line in lives.said if died in line] == [
-        f"The worker {died}; starting it again in 0.5 s."
+        f"The worker {died}; it restarts in 0.5 s."
     ]
     assert any("METAL" in line for line in lives.log)
     assert after == before

@@ -64,7 +64,7 @@ def test_what_is_in_force_is_printed_with_its_version(
     assert yaml.safe_load(shown) == single_pool_policy("b")
     assert json.loads(run_policy_command("show", "--json")[1]) == single_pool_policy("b")
     earlier = run_policy_command("show", "--version", "1")[1]
-    assert earlier.startswith("# policy version 1, as it was\n")
+    assert earlier.startswith("# policy version 1\n")
     assert "text-mtp" in yaml.safe_load(earlier)["pools"]
 
 
@@ -82,7 +82,7 @@ def test_what_is_shown_is_edited_and_applied(
         )
         assert code == 0
         assert f"~ pools.b.queue.limit: {limit * 2} -> {limit}\n" in printed
-        assert printed.endswith(" is in force.\n")
+        assert printed.endswith(" is active.\n")
         assert admin.document() == single_pool_policy("b", limit=limit)
     newest = admin.get("/history").json()["versions"][0]
     assert (newest["number"], newest["author"], newest["note"]) == (4, "ann", "für alle: 100%")
@@ -100,7 +100,7 @@ def test_an_edit_that_was_overtaken_is_told_clearly_and_changes_nothing(
         run_policy_command("apply", str(file), "--note", "more room")
     said = str(ended.value)
     assert "Somebody was faster: version 2 of the policy, by bob, is in force now." in said
-    assert f"{file} was made from version 1, and nothing was changed." in said
+    assert f"{file} is based on version 1." in said
     assert admin.document() == single_pool_policy("c")
     assert file.read_text() == before
 
@@ -109,10 +109,10 @@ def test_a_file_of_ones_own_is_applied_onto_what_is_in_force(
     run_policy_command: Command, admin: PolicyAdmin, file: Path
 ) -> None:
     code, printed = run_policy_command("apply", str(file), "--note", "a start")
-    assert (code, printed.splitlines()[-1]) == (0, "Version 2 is in force.")
+    assert (code, printed.splitlines()[-1]) == (0, "Version 2 is active.")
     assert file.read_text() == to_yaml(single_pool_policy("b")), "it is its owner's"
     code, printed = run_policy_command("apply", str(file), "--note", "again")
-    assert (code, printed.splitlines()[-1]) == (0, "Nothing would change.")
+    assert (code, printed.splitlines()[-1]) == (0, "No change.")
     assert len(admin.get("/history").json()["versions"]) == 2
     written = file.with_suffix(".json")
     written.write_text(json.dumps(single_pool_policy("c"), indent="\t"))
@@ -136,8 +136,8 @@ def test_a_file_that_cannot_be_marked_is_told_of_and_what_it_says_is_in_force(
     with monkeypatch.context() as full:
         full.setattr(Path, "write_text", refuse)
         code, printed = run_policy_command("apply", str(file), "--note", "less room")
-    assert (code, printed.splitlines()[-1]) == (0, "Version 2 is in force.")
-    told = f"paceline: {file} still names the version before: the disk is full\n"
+    assert (code, printed.splitlines()[-1]) == (0, "Version 2 is active.")
+    told = f"paceline: {file} still names the previous version: the disk is full\n"
     assert told in said.getvalue()
     assert admin.document()["pools"]["text-mtp"]["queue"]["limit"] == 64
 
@@ -148,7 +148,7 @@ def test_a_key_that_no_header_can_hold_is_refused_before_it_is_sent(
     monkeypatch.setenv("PACELINE_ADMIN_KEY", "canary\nkey")
     with pytest.raises(SystemExit) as ended:
         run_policy_command("show")
-    assert ended.value.code == "paceline: PACELINE_ADMIN_KEY holds what no HTTP header can."
+    assert ended.value.code == "paceline: PACELINE_ADMIN_KEY contains characters that no HTTP header may contain."
 
 
 def test_an_edit_needs_a_note(run_policy_command: Command, file: Path) -> None:
@@ -166,7 +166,7 @@ BAD = "version: 1\nroutes:\n- name: all\n  to: [fast]\ncolour: red\npools: {b: {
 def test_a_bad_policy_is_told_by_file_line_and_field(
     run_policy_command: Command, file: Path, where: tuple[str, ...]
 ) -> None:
-    assert run_policy_command("validate", str(file), *where) == (0, f"{file} is a good policy.\n")
+    assert run_policy_command("validate", str(file), *where) == (0, f"{file} is a valid policy.\n")
     file.write_text(BAD)
     code, printed = run_policy_command("validate", str(file), *where)
     assert (code, printed) == (1, f"{file}:5: colour: there is no such field\n")
@@ -197,7 +197,7 @@ def test_a_difference_is_short(run_policy_command: Command, admin: PolicyAdmin, 
         '~ routes.all.to: ["a"] -> ["b"]',
         '- pools.a: {"lanes": ["vlm"]}',
         '+ pools.b: {"lanes": ["vlm"]}',
-        "No request has come yet to say what would move.",
+        "There are no requests to replay yet.",
     ]
     assert admin.document() == single_pool_policy("a")
 
@@ -211,14 +211,14 @@ def test_the_way_back_is_shown_and_taken(
     code, printed = run_policy_command("rollback", "2", "--note", "too slow")
     assert code == 0
     assert printed.splitlines()[1] == '~ routes.all.to: ["b"] -> ["a"]'
-    assert printed.endswith("Version 4 is in force.\n")
+    assert printed.endswith("Version 4 is active.\n")
     assert admin.document() == single_pool_policy("a")
     code, printed = run_policy_command("history")
     lines = printed.splitlines()
     assert lines[0].split() == ["Version", "When", "By", "Reason", "Note"]
     assert [line.split()[0] for line in lines if line[0].isdigit()] == ["4", "3", "2", "1"]
     assert "back to version 2:" in " ".join(printed.split())
-    assert run_policy_command("rollback", "2")[1].endswith("Nothing would change.\n")
+    assert run_policy_command("rollback", "2")[1].endswith("No change.\n")
     with pytest.raises(SystemExit, match="no version '9'"):
         run_policy_command("rollback", "9")
 
@@ -227,7 +227,7 @@ def test_the_key_is_asked_for_and_never_printed(
     run_policy_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_ADMIN_KEY", "wrong-canary")
-    with pytest.raises(SystemExit, match="takes it from PACELINE_ADMIN_KEY") as ended:
+    with pytest.raises(SystemExit, match="reads it from PACELINE_ADMIN_KEY") as ended:
         run_policy_command("show")
     assert "canary" not in str(ended.value)
 
@@ -266,12 +266,12 @@ def test_what_would_move_is_counted_and_what_stays_is_not() -> None:
     assert lines.splitlines()[0] == "Against version 7, by ann: [red]x"
     assert len(lines.splitlines()[1]) < 100
     assert lines.splitlines()[2:] == [
-        "Of the last 10 requests 3 would go elsewhere:",
+        "Of the last 10 requests 3 would move:",
         "  vlm -> mtp: 2",
         "  a -> none: 1",
     ]
     stays = drawn(moved(("vlm", "vlm", 7)), colours=False)
-    assert stays.endswith("Of the last 7 requests none would go elsewhere.\n")
+    assert stays.endswith("Of the last 7 requests none would move.\n")
 
 
 def test_on_a_terminal_old_is_red_and_new_is_green() -> None:

@@ -90,7 +90,7 @@ def test_a_watch_outlives_a_gateway_that_goes_away_and_returns(
         watch.wait_for("text-mtp")
         proxy.refuse()
         watch.wait_for("no gateway answers")
-        gone = watch.wait_for("This is how it was at")
+        gone = watch.wait_for("The state at")
         proxy.listen()
         back = watch.wait_for("every 0.1 s", since=gone)
         wait_until(lambda: "no gateway answers" not in watch.written[back:][-400:])
@@ -120,11 +120,11 @@ def test_the_table_says_what_is_wrong_with_what_gateways_share(
     settings = make_settings(tmp_path, redis_url=SecretStr(private_redis.url))
     with RunningGateway(settings) as gateway:
         assert main(["status", "--url", gateway.url]) == 1, "no worker"
-        assert "Not all is shared" not in capsys.readouterr().out
+        assert "does not share all state" not in capsys.readouterr().out
         private_redis.kill()
         wait_until(lambda: gateway.status()["store"]["state"] == "degraded")
         assert main(["status", "--url", gateway.url]) == 1
-    assert "Not all is shared with other gateways: Redis cannot be reached." in (
+    assert "This gateway does not share all state with others: Redis cannot be reached." in (
         capsys.readouterr().out
     )
 

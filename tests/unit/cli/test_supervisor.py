@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.cli.supervisor import Death, GiveUp, Restart, RestartPolicy, Supervision
+from gateway.cli.supervisor import WorkerExit, GiveUp, Restart, RestartPolicy, Supervision
 
-POLICY = RestartPolicy(first_wait_s=0.5, growth=2, longest_wait_s=4, settled_after_s=60)
+POLICY = RestartPolicy(first_wait_s=0.5, growth=2, longest_wait_s=4, reset_after_s=60)
 
 
-def death(*, lived_s: float = 1, exit_code: int = -9, was_ready: bool = True) -> Death:
-    return Death(
-        started_mono_s=100, died_mono_s=100 + lived_s, exit_code=exit_code, was_ready=was_ready
+def death(*, lived_s: float = 1, exit_code: int = -9, was_ready: bool = True) -> WorkerExit:
+    return WorkerExit(
+        started_mono_s=100, ended_mono_s=100 + lived_s, exit_code=exit_code, was_ready=was_ready
     )
 
 
-def waits(*deaths: Death) -> list[float]:
+def waits(*deaths: WorkerExit) -> list[float]:
     known, found = Supervision(policy=POLICY), []
     for each in deaths:
         known, step = known.after(each)
@@ -50,10 +50,10 @@ def test_a_refusal_after_a_good_life_is_worth_another_try() -> None:
 
 def test_a_worker_that_never_gets_ready_is_given_up() -> None:
     known, steps = Supervision(policy=POLICY), []
-    for _ in range(POLICY.hopeless_after):
+    for _ in range(POLICY.give_up_after):
         known, step = known.after(death(exit_code=1, was_ready=False))
         steps.append(type(step))
-    assert steps == [Restart] * (POLICY.hopeless_after - 1) + [GiveUp]
+    assert steps == [Restart] * (POLICY.give_up_after - 1) + [GiveUp]
 
 
 def test_a_worker_that_was_ready_once_is_never_given_up() -> None:
