@@ -90,8 +90,7 @@ def ready_message(started: Started) -> str:
     shown = local_address if local_only else network_address
     return "\n\n".join(
         (
-            f"Paceline is ready on {shown} (model {started.model}).\n"
-            f"Dashboard: {shown}/dashboard",
+            f"Paceline is ready on {shown} (model {started.model}).\nDashboard: {shown}/dashboard",
             ("import os\n" if started.keyed else "") + snippet,
             *((_OPEN_FIRST.format(command=started.command),) if local_only else ()),
             _JOIN.format(

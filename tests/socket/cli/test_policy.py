@@ -148,7 +148,10 @@ def test_a_key_that_no_header_can_hold_is_refused_before_it_is_sent(
     monkeypatch.setenv("PACELINE_ADMIN_KEY", "canary\nkey")
     with pytest.raises(SystemExit) as ended:
         run_policy_command("show")
-    assert ended.value.code == "paceline: PACELINE_ADMIN_KEY contains characters that no HTTP header may contain."
+    assert (
+        ended.value.code
+        == "paceline: PACELINE_ADMIN_KEY contains characters that no HTTP header may contain."
+    )
 
 
 def test_an_edit_needs_a_note(run_policy_command: Command, file: Path) -> None:

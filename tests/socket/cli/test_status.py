@@ -18,6 +18,7 @@ from pydantic import SecretStr
 
 from gateway.cli import main
 from tests.support.fault_proxy import FaultProxy, running_proxy
+from tests.support.gateway_fixtures import KeepJoined
 from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 
@@ -106,8 +107,11 @@ def test_a_piped_watch_prints_again_and_again(gateway_with_worker: RunningGatewa
         assert watch.end() == (0, "")
 
 
-def test_a_watch_as_json_prints_a_line_each_time(gateway_with_worker: RunningGateway) -> None:
-    with watching(gateway_with_worker.url, "--json", terminal=False) as watch:
+def test_a_watch_as_json_prints_a_line_each_time(
+    gateway: RunningGateway, keep_joined: KeepJoined
+) -> None:
+    keep_joined(gateway)
+    with watching(gateway.url, "--json", terminal=False) as watch:
         wait_until(lambda: watch.written.count("\n") >= 2, within_s=PATIENCE_S)
         assert watch.end() == (0, "")
     states = [json.loads(told) for told in watch.written.splitlines()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.cli.supervisor import WorkerExit, GiveUp, Restart, RestartPolicy, Supervision
+from gateway.cli.supervisor import GiveUp, Restart, RestartPolicy, Supervision, WorkerExit
 
 POLICY = RestartPolicy(first_wait_s=0.5, growth=2, longest_wait_s=4, reset_after_s=60)
 
