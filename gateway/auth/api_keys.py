@@ -1,7 +1,4 @@
-"""Who a secret belongs to: one hash and one look into a dictionary for each request.
-
-Keys that a policy would strand: they name pools that it does not have. Pure.
-"""
+"""API keys as the data plane checks them: one hash and one dictionary lookup a request."""
 
 from __future__ import annotations
 
@@ -18,51 +15,51 @@ from gateway.types import Caller, Inspected
 from policies.document import PolicyDocument, Priority, Problem
 
 STATIC_KEY_ID = "static"
-"""The id of PACELINE_API_KEY: a key without limits that is kept nowhere."""
+"""The id of PACELINE_API_KEY, a key without limits that is not stored."""
 _BEARER = b"bearer "
 _HIGHEST_FIRST = tuple(Priority)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """Who holds a key, as a request needs it: all that can be known before it comes."""
+    """One key with all that a request needs of it, computed in advance."""
 
     caller: Caller
     digest: bytes = b""
     models: frozenset[str] | None = None
     """None: all."""
     priorities: tuple[Priority, ...] = _HIGHEST_FIRST
-    """Those that a request may ask for."""
+    """The priorities that a request may set."""
     rate_limiter: RateLimiter | None = None
-    """None: nothing is limited."""
+    """None: no limits."""
 
     @property
     def unrestricted(self) -> bool:
-        """Say whether nothing of the fleet is kept from this key."""
+        """Return whether the key may see all models and pools."""
         return self.models is None and self.caller.pools is None
 
     def check_model(self, inspected: Inspected) -> None:
         """Raise `ModelUnknown` for a model that this key may not use.
 
-        The same answer as for one that does not exist: a key learns no names beyond its own.
+        It gets the same response as an unknown model, which reveals no names.
         """
         if self.models is not None and inspected.profile.model not in self.models:
             raise ModelUnknown(inspected.asked_model)
 
 
 ANONYMOUS = ApiKey(caller=Caller())
-"""Who asks where no key is needed."""
+"""The caller where no key is required."""
 
 
 class ApiKeys:
-    """The keys that open the data plane now. `clock` is monotonic, `wall` the time of the day.
+    """The valid keys of the data plane. `clock` is monotonic, `wall` returns seconds since 1970.
 
-    `used_on_day` tells the tokens that a key has used on the day of a moment. `on_end` gets the ids
+    `used_on_day` returns the tokens that a key has used on the day of a time. `on_end` gets the ids
     of keys that have expired or been revoked.
 
-    A secret is looked up by its digest. How long that takes may depend on the digest, and nobody
-    can make a secret whose digest comes close to another's: so time tells nothing that helps.
-    Unknown, wrong, expired and revoked ones go the same way. Nothing is kept of those that fail.
+    A secret is looked up by its digest. The duration may depend on the digest, but a secret with a
+    similar digest cannot be constructed, so the duration reveals nothing. Unknown, expired and
+    revoked secrets take the same path, and nothing of them is stored.
     """
 
     def __init__(
@@ -84,16 +81,15 @@ class ApiKeys:
             caller = Caller(client=STATIC_KEY_ID, key=STATIC_KEY_ID)
             self._static[digest] = ApiKey(caller=caller, digest=digest)
         self._by_digest = dict(self._static)
-        self._holders: dict[str, ApiKey] = {}
+        self._valid: dict[str, ApiKey] = {}
         self.records: Mapping[str, KeyRecord] = {}
-        self._keyed = bool(self._static)
-        self.required = self._keyed
-        """Whether the data plane asks for a key. Never again no: once there was a key, a state that
-        is lost or keys that are all revoked must not open it for everybody. Before it is known
-        whether there are keys, yes."""
+        self._had_keys = bool(self._static)
+        self.required = self._had_keys
+        """Whether the data plane requires a key. Once there was a key it stays True: lost state or
+        revoked keys must not open the data plane. True also before the keys are read."""
 
     def authenticate(self, authorization: bytes | None) -> ApiKey:
-        """Say who bears this `Authorization`; raise `KeyRefused` for all who hold no key."""
+        """Return the key of an `Authorization` header; raise `KeyRefused`."""
         secret = bearer_token(authorization)
         if secret is None:
             raise KeyRefused
@@ -104,49 +100,49 @@ class ApiKeys:
         return holder
 
     def accepts(self, authorization: bytes | None) -> bool:
-        """Say whether this is a key of the data plane."""
+        """Return whether the header has a valid key."""
         secret = bearer_token(authorization)
         return secret is not None and digest_of(secret) in self._by_digest
 
     def replace(self, records: Iterable[KeyRecord]) -> None:
-        """Hold these keys, and no others, from now on."""
+        """Replace all keys."""
         self.records = {record.id: record for record in records}
-        self._keyed = self._keyed or bool(self.records)
-        self.required = self._keyed
-        self._hold_those_that_open()
+        self._had_keys = self._had_keys or bool(self.records)
+        self.required = self._had_keys
+        self._rebuild()
 
     def require_until_replaced(self) -> None:
-        """Demand a key until `replace` is told again which there are."""
+        """Require a key until `replace` is called again."""
         self.required = True
 
     def require_always(self) -> None:
-        """Demand a key from now on, also where there is none."""
-        self._keyed = self.required = True
+        """Require a key from now on, even if there is none."""
+        self._had_keys = self.required = True
 
     def rate_limiters(self) -> list[tuple[str, RateLimiter]]:
-        """List the limits of the keys that open something now, by the key's id."""
-        holders = self._holders.items()
+        """Return the rate limiters of all valid keys, with the id of the key."""
+        holders = self._valid.items()
         return [(name, one.rate_limiter) for name, one in holders if one.rate_limiter is not None]
 
     def remove_expired(self) -> None:
-        """Let go of keys whose time is over; to be called about once a second."""
+        """Remove the keys that have expired."""
         now_unix_s = self._wall()
-        if any(self.records[name].ended(now_unix_s) for name in self._holders):
-            self._hold_those_that_open()
+        if any(self.records[name].ended(now_unix_s) for name in self._valid):
+            self._rebuild()
 
-    def _hold_those_that_open(self) -> None:
+    def _rebuild(self) -> None:
         now_unix_s = self._wall()
         open_now = [one for one in self.records.values() if not one.ended(now_unix_s)]
-        held = {record.id: self._holder(record) for record in open_now}
-        gone = frozenset(self._holders.keys() - held.keys())
-        self._holders = held
+        held = {record.id: self._api_key(record) for record in open_now}
+        gone = frozenset(self._valid.keys() - held.keys())
+        self._valid = held
         by_digest = {holder.digest: holder for holder in held.values()}
         self._by_digest = {**by_digest, **self._static}
         if gone:
             self._on_end(gone)
 
-    def _holder(self, record: KeyRecord) -> ApiKey:
-        before = self._holders.get(record.id)
+    def _api_key(self, record: KeyRecord) -> ApiKey:
+        before = self._valid.get(record.id)
         return ApiKey(
             caller=Caller(
                 client=record.id,
@@ -158,11 +154,11 @@ class ApiKeys:
             digest=bytes.fromhex(record.digest),
             models=frozenset(record.models) or None,
             priorities=_HIGHEST_FIRST[_HIGHEST_FIRST.index(record.priority) :],
-            rate_limiter=self._allowance(record, before.rate_limiter if before else None),
+            rate_limiter=self._limiter(record, before.rate_limiter if before else None),
         )
 
-    def _allowance(self, record: KeyRecord, before: RateLimiter | None) -> RateLimiter | None:
-        """Go on with what was counted so far: other limits are no new budget."""
+    def _limiter(self, record: KeyRecord, before: RateLimiter | None) -> RateLimiter | None:
+        """Return the limiter of a key; changed limits keep what was used."""
         if record.unlimited:
             return None
         unix_s = self._wall()
@@ -174,21 +170,21 @@ class ApiKeys:
 
 
 def bearer_token(authorization: bytes | None) -> bytes | None:
-    """Take the secret out of an `Authorization` value; None where there is none."""
+    """Return the secret of an `Authorization` value, or None."""
     if authorization is None or authorization[: len(_BEARER)].lower() != _BEARER:
         return None
     return authorization[len(_BEARER) :].strip() or None
 
 
-def matches_any_secret(authorization: bytes | None, *secrets_held: SecretStr | None) -> bool:
-    """Say whether an `Authorization` value carries one of these secrets; unset ones never match."""
+def matches_any_secret(authorization: bytes | None, *secrets: SecretStr | None) -> bool:
+    """Return whether an `Authorization` value has one of these secrets; unset ones never match."""
     offered = bearer_token(authorization)
     if offered is None:
         return False
-    # Bytes, because compare_digest refuses non-ASCII text; all of them, so that time tells nothing.
+    # Bytes, because compare_digest rejects non-ASCII text; all, so that the duration is constant.
     matches = [
         hmac.compare_digest(offered, held.get_secret_value().encode())
-        for held in secrets_held
+        for held in secrets
         if held is not None and held.get_secret_value()
     ]
     return any(matches)
@@ -197,10 +193,10 @@ def matches_any_secret(authorization: bytes | None, *secrets_held: SecretStr | N
 def missing_pools(
     records: Iterable[KeyRecord], policy: PolicyDocument, unix_s: float
 ) -> list[Problem]:
-    """Say of each key that still opens something which of its pools the policy does not have.
+    """Return the pools of valid keys that the policy lacks, as warnings.
 
-    Not a reason to refuse the policy: a key cannot name a pool before the policy has it, so where
-    a pool gets another name the policy comes first and the keys follow.
+    They do not make the policy invalid: when a pool is renamed, the policy changes first, because
+    a key cannot name a pool that the policy does not have.
     """
     return [
         Problem("pools", _sentence(record, missed, policy))
@@ -212,6 +208,8 @@ def missing_pools(
 
 def _sentence(record: KeyRecord, missed: list[str], policy: PolicyDocument) -> str:
     left = [pool for pool in record.pools if pool in policy.pools]
-    rest = f"only {', '.join(left)} is left to it" if left else "it could use no pool at all"
+    rest = f"it could use only {', '.join(left)}" if left else "it could use no pool"
     names = ", ".join(f"'{pool}'" for pool in missed)
-    return f"the key {record.id} ({record.name}) names {names}, which is not there: {rest}"
+    return (
+        f"the key {record.id} ({record.name}) names {names}, which the policy does not have; {rest}"
+    )

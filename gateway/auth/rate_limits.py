@@ -149,17 +149,6 @@ class TokenBucket:
 class DailyBudget:
     """A budget per day; a request counts on the day on which it ends."""
 
-    __slots__ = (
-        "_day",
-        "_gateways",
-        "_share",
-        "limit",
-        "reserved",
-        "reserved_remotely",
-        "used",
-        "used_locally",
-    )
-
     def __init__(self, limit: int, used: int, day: int) -> None:
         self._day = day
         self.limit = limit

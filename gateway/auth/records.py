@@ -1,8 +1,8 @@
-"""What is kept of a key: its terms and a digest of its secret, never the secret.
+"""The stored record of a key: its terms and a digest of its secret, never the secret.
 
-The digest is one round of SHA-256. A slow hash protects secrets that people choose, because those
-can be guessed; these are 256 random bits, and guessing them fails at any speed. It would only make
-each request, and each wrong key that a stranger sends, cost milliseconds.
+The digest is one round of SHA-256. Slow hashes protect secrets that people choose, which can be
+guessed; these are 256 random bits. A slow hash would only make each request, and each wrong key,
+cost milliseconds.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 from policies.base import Name
 from policies.document import Priority
 
-SECRET_PREFIX = "pk-"  # noqa: S105 - what every secret begins with
+SECRET_PREFIX = "pk-"  # noqa: S105  # the prefix of every secret
 _SHOWN_CHARS = 8
 
-# Nothing that a spreadsheet takes for a formula, or a log for the end of a line.
+# No character that starts a formula in a spreadsheet or ends a line of a log.
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63}$")]
 MaybeLabel = Annotated[str, Field(pattern=r"^([A-Za-z0-9][A-Za-z0-9 ._@/-]{0,63})?$")]
 _Names = Annotated[tuple[Name, ...], Field(strict=False, max_length=100)]
 
 
 class Limits(BaseModel):
-    """How much a key may use; None: as much as it likes."""
+    """The limits of a key; None: unlimited."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -38,7 +38,7 @@ class Limits(BaseModel):
 
     @property
     def unlimited(self) -> bool:
-        """Say whether nothing is limited."""
+        """Return whether there is no limit."""
         return all(
             limit is None
             for limit in (
@@ -51,41 +51,41 @@ class Limits(BaseModel):
 
 
 class KeyTerms(Limits):
-    """What an admin says of a key, and may change later."""
+    """The terms of a key, which an admin may change."""
 
     name: Label
-    """For people; two keys may share one."""
+    """For people; it need not be unique."""
     team: MaybeLabel = ""
     models: _Names = ()
-    """By their own names; none: all."""
+    """By their own names; empty: all."""
     pools: _Names = ()
-    """None: all."""
+    """Empty: all."""
     priority: Annotated[Priority, Field(strict=False)] = Priority.INTERACTIVE
-    """The highest that a request may ask for by header."""
+    """The highest that a request may set by header."""
     expires_at: AwareDatetime | None = None
 
 
 class KeyRecord(KeyTerms):
-    """One key as it is kept."""
+    """One stored key."""
 
     id: str = Field(pattern=r"^key-[0-9a-f]{12}$")
     digest: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
     prefix: str
-    """The first characters of the secret, by which people know it again."""
+    """The first characters of the secret, for people to recognise it."""
     created_at: AwareDatetime
     revoked_at: AwareDatetime | None = None
 
     @property
     def terms(self) -> KeyTerms:
-        """What an admin said of it."""
+        """Return its terms."""
         return KeyTerms.model_validate(self.model_dump(include=set(KeyTerms.model_fields)))
 
     def with_terms(self, terms: KeyTerms) -> KeyRecord:
-        """Return the same key under other terms."""
+        """Return the key with other terms."""
         return KeyRecord.model_validate({**self.model_dump(), **terms.model_dump()})
 
     def ended(self, unix_s: float) -> str:
-        """Say why it opens nothing any more; empty while it does."""
+        """Return why the key is invalid, or an empty string."""
         if self.revoked_at is not None:
             return "revoked"
         expired = self.expires_at is not None and unix_s >= self.expires_at.timestamp()
@@ -93,12 +93,12 @@ class KeyRecord(KeyTerms):
 
 
 def digest_of(secret: bytes) -> bytes:
-    """Turn a secret into what is kept and looked up."""
+    """Return the digest by which a secret is stored and found."""
     return hashlib.sha256(secret).digest()
 
 
 def new_key(terms: KeyTerms, now: datetime) -> tuple[KeyRecord, str]:
-    """Make a key; its secret is in the second value and nowhere else."""
+    """Create a key; return its record and its secret."""
     secret = SECRET_PREFIX + secrets.token_urlsafe(32)
     record = KeyRecord.model_validate(
         {

@@ -1,8 +1,8 @@
-"""What keys have used, by day: counted in memory, kept under one name for each day and life.
+"""The usage of keys by day: counted in memory, stored under one name for each day and process.
 
-A life of a gateway only ever replaces records of its own. So gateways never count over each other,
-and a write that is made twice counts once. Days that are over are folded into one record, which
-names the lives that are in it: one that was folded and is still there counts once, too.
+A gateway process only ever replaces its own records. So gateways never overwrite each other, and a
+repeated write counts once. The records of a past day are folded into one, which lists the processes
+that it includes: a record that was folded and still exists does not count again.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from gateway.types import Caller, Spent, Usage
 
 RETENTION_DAYS = 93
 _FOLDED = "folded"
-# Nobody writes to a day any more that ended so many days ago.
+# No gateway writes to a day that ended so many days ago.
 _OPEN_DAYS = 2
 
 
 class UsageRow(NamedTuple):
-    """What one key used, for one team, in one day."""
+    """The usage of one key, for one team, on one day."""
 
     key: str
     team: str
     requests: int
-    """Those that a worker began."""
+    """Requests that a worker started."""
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     """Of the prompt tokens."""
     guessed_tokens: int
-    """Charged without that a worker told of them: mostly for clients that left early."""
+    """Estimated, because the worker reported no usage: mostly for clients that disconnected."""
 
     @property
     def tokens(self) -> int:
-        """All that counts against a budget."""
+        """Return all tokens that count against a budget."""
         return self.prompt_tokens + self.completion_tokens + self.guessed_tokens
 
 
 class _DayRecord(BaseModel):
-    """The rows of one life in one day, or of all those named."""
+    """The rows of one day, of one process or of all that are listed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -52,30 +52,30 @@ class _DayRecord(BaseModel):
 
 
 class UsageLedger:
-    """What this life of the gateway has counted."""
+    """The usage counted by this process."""
 
     def __init__(self, life: str) -> None:
         self._life = life
         self._days: dict[int, dict[tuple[str, str], list[int]]] = {}
-        self._unkept: set[int] = set()
+        self._unsaved: set[int] = set()
         self._before: dict[tuple[str, int], int] = {}
-        """Tokens by key and day."""
+        """Tokens by key and day, of earlier and other processes."""
 
     def load_today(self, texts: Mapping[str, str], unix_s: float) -> None:
-        """Take over what was used on this day before this life began: no restart is a new one."""
+        """Load the usage of this day from the records, so that a restart resets no budget."""
         today = day_of(unix_s)
         rows = sum_by(rows_by_day(texts).get(today, ()), "key")
         self._before = {(key, today): row.tokens for key, row in rows.items()}
 
     def tokens_used(self, key: str, unix_s: float) -> int:
-        """Tell the tokens that a key has used on the day of this moment, as far as is known."""
+        """Return the tokens that a key has used on the day of this time."""
         day = day_of(unix_s)
         counts = [one for (name, _), one in self._days.get(day, {}).items() if name == key]
-        mine = sum(prompt + completion + guessed for _, prompt, completion, _, guessed in counts)
-        return mine + self._before.get((key, day), 0)
+        own = sum(prompt + completion + guessed for _, prompt, completion, _, guessed in counts)
+        return own + self._before.get((key, day), 0)
 
     def add(self, caller: Caller, usage: Usage, cost: Spent, unix_s: float) -> None:
-        """Enter one request that has ended at this moment."""
+        """Add one request that ended at this time."""
         day = day_of(unix_s)
         rows = self._days.get(day)
         if rows is None:
@@ -88,32 +88,32 @@ class UsageLedger:
         counts[2] += usage.completion_tokens
         counts[3] += usage.cached_tokens
         counts[4] += cost.guessed_tokens
-        self._unkept.add(day)
+        self._unsaved.add(day)
 
     def unsaved_days(self) -> tuple[int, ...]:
-        """List the days of which something is not kept yet, oldest first."""
-        return tuple(sorted(self._unkept))
+        """Return the days with unsaved usage, oldest first."""
+        return tuple(sorted(self._unsaved))
 
     def save(self, day: int) -> tuple[str, str]:
-        """Write down a day, under its name; it counts as saved until `mark_unsaved`."""
-        self._unkept.discard(day)
+        """Return the name and text of a day; it counts as saved until `mark_unsaved`."""
+        self._unsaved.discard(day)
         return self._name(day), self._text(day)
 
     def mark_unsaved(self, day: int) -> None:
-        """Hear that a day could not be kept."""
-        self._unkept.add(day)
+        """Mark a day whose record could not be stored."""
+        self._unsaved.add(day)
 
     def drop_saved_days(self, unix_s: float) -> None:
-        """Drop days that are over and kept."""
+        """Drop past days that are saved."""
         today = day_of(unix_s)
         self._days = {
             day: rows
             for day, rows in self._days.items()
-            if day > today - _OPEN_DAYS or day in self._unkept
+            if day > today - _OPEN_DAYS or day in self._unsaved
         }
 
     def records(self) -> dict[str, str]:
-        """Write down all that is in memory, by name."""
+        """Return the records of all days in memory, by name."""
         return {self._name(day): self._text(day) for day in self._days}
 
     def _name(self, day: int) -> str:
@@ -125,7 +125,7 @@ class UsageLedger:
 
 
 def rows_by_day(texts: Mapping[str, str]) -> dict[int, tuple[UsageRow, ...]]:
-    """Add up, by day, what the records of all lives tell; what cannot be read counts nothing."""
+    """Return the sums of all records by day; unreadable records are skipped."""
     read = _read(texts)
     folded = {(day, life) for (day, _), record in read.items() for life in record.lives}
     sums: dict[int, dict[tuple[str, str], UsageRow]] = {}
@@ -138,7 +138,7 @@ def rows_by_day(texts: Mapping[str, str]) -> dict[int, tuple[UsageRow, ...]]:
 
 
 def compacted(texts: Mapping[str, str], today: int) -> tuple[dict[str, str], tuple[str, ...]]:
-    """Say what to keep in place of days that are over, and then which records to remove."""
+    """Return the records to store for past days, and the names of those to remove then."""
     read = _read(texts)
     kept: dict[str, str] = {}
     over: list[str] = []
@@ -156,7 +156,7 @@ def compacted(texts: Mapping[str, str], today: int) -> tuple[dict[str, str], tup
 
 
 def sum_by(rows: Iterable[UsageRow], name: str) -> dict[str, UsageRow]:
-    """Add up rows that share this field, `key` or `team`."""
+    """Return sums of rows by their field `key` or `team`."""
     sums: dict[str, UsageRow] = {}
     for row in rows:
         shared = getattr(row, name)
@@ -165,7 +165,7 @@ def sum_by(rows: Iterable[UsageRow], name: str) -> dict[str, UsageRow]:
 
 
 def date_of(day: int) -> date:
-    """Name a day by its date."""
+    """Return the date of a day."""
     return (datetime.fromtimestamp(0, UTC) + timedelta(seconds=day * DAY_S)).date()
 
 
@@ -184,5 +184,5 @@ def _read(texts: Mapping[str, str]) -> dict[tuple[int, str], _DayRecord]:
 def _added(sum_so_far: UsageRow | None, row: UsageRow) -> UsageRow:
     if sum_so_far is None:
         return row
-    counts = (mine + more for mine, more in zip(sum_so_far[2:], row[2:], strict=True))
+    counts = (total + more for total, more in zip(sum_so_far[2:], row[2:], strict=True))
     return UsageRow(row.key, row.team, *counts)

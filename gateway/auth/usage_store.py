@@ -1,4 +1,4 @@
-"""What happens beside requests: what others changed is read again, and what was used is kept."""
+"""The stored usage of keys: written every few seconds, compacted by day."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What must outlive requests: counts, and the last report of every boot of every worker.
+"""Counters, and the last report of every boot of every worker.
 
-Few operations, each one a step that Redis can do by itself, so that a shared store fits behind
-the same interface.
+The operations are few, and Redis can do each one in one step.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import Protocol
 from workers.protocol import LaneReport, WorkerReport
 
 CounterKey = tuple[str, ...]
-"""The name of a count, from general to special: ("decisions", "vlm", "pictures", "media")."""
+"""The name of a counter, from general to special: ("decisions", "vlm", "pictures", "media")."""
 
 TakePending = Callable[[], Mapping[CounterKey, int]]
-"""Returns what this gateway has counted since the last call, for the store to add."""
+"""Returns the counts of this gateway since the last call."""
 
 MAX_BOOTS = 16
 EARLIER_BOOTS = "earlier"
@@ -24,20 +23,20 @@ _FOLDED_KNOWN = 1024
 
 
 class CounterStore(Protocol):
-    """Counts only grow; reports are replaced by later ones of the same boot."""
+    """Counters, which only grow, and reports, which later ones of the boot replace."""
 
     async def counts(self) -> Mapping[CounterKey, int]:
-        """Read all counts."""
+        """Return all counters."""
 
     async def store_report(self, report: WorkerReport) -> None:
-        """Keep a report unless a later one of that boot is already kept."""
+        """Store a report unless a later one of that boot is stored."""
 
     async def reports(self) -> tuple[WorkerReport, ...]:
-        """Read the last report of every boot, also of workers that are gone."""
+        """Return the last report of every boot, also of workers that are gone."""
 
 
 class MemoryCounters:
-    """The store of one gateway process; what it knows ends with the process."""
+    """The counters and reports of one gateway, in memory."""
 
     def __init__(self, take_pending: TakePending = dict) -> None:
         self._take_pending = take_pending
@@ -46,29 +45,29 @@ class MemoryCounters:
         self._folded: deque[tuple[str, str]] = deque(maxlen=_FOLDED_KNOWN)
 
     async def counts(self) -> Mapping[CounterKey, int]:
-        """Read all counts."""
+        """Return all counters."""
         self._counts.update(self._take_pending())
         return dict(self._counts)
 
     async def store_report(self, report: WorkerReport) -> None:
-        """Keep a report unless a later one of that boot is already kept."""
+        """Store a report unless a later one of that boot is stored."""
         if (report.worker_id, report.boot_id) in self._folded:
-            return  # it comes late, and the boot is in the sum of earlier ones
+            return  # late: the sum of earlier boots includes it
         boots = self._boots.setdefault(report.worker_id, {})
         kept = boots.get(report.boot_id)
-        # A heartbeat and an answer to a question may overtake each other.
+        # A heartbeat may overtake the response to a probe.
         if kept is None or progress(report) >= progress(kept):
             boots[report.boot_id] = report
         if len(boots) > MAX_BOOTS:
             self._folded.append((report.worker_id, _fold_oldest(boots)))
 
     async def reports(self) -> tuple[WorkerReport, ...]:
-        """Read the last report of every boot, also of workers that are gone."""
+        """Return the last report of every boot, also of workers that are gone."""
         return tuple(report for boots in self._boots.values() for report in boots.values())
 
 
 def progress(report: WorkerReport) -> int:
-    """Order two reports of one boot: every part of this sum only grows."""
+    """Return a number that grows with each report of a boot."""
     return sum(
         lane.requests
         + lane.prompt_tokens
@@ -85,7 +84,7 @@ def progress(report: WorkerReport) -> int:
 
 
 def _fold_oldest(boots: dict[str, WorkerReport]) -> str:
-    """Add the oldest boot to the sum of earlier ones: a crash loop must not fill the memory."""
+    """Fold the oldest boot into the sum of earlier ones: a crash loop must not fill memory."""
     oldest = next(boot for boot in boots if not boot.startswith(EARLIER_BOOTS))
     report = boots.pop(oldest)
     name = f"{EARLIER_BOOTS}:{report.model}"
@@ -99,7 +98,7 @@ def _fold_oldest(boots: dict[str, WorkerReport]) -> str:
 
 
 def sum_reports(earlier: WorkerReport | None, report: WorkerReport, name: str) -> WorkerReport:
-    """Add a boot to the sum of earlier ones, which goes by this name."""
+    """Return the sum of earlier boots and another one, under this boot id."""
     lanes = report.lanes if earlier is None else sum_lanes((*earlier.lanes, *report.lanes))
     return report.model_copy(
         update={"boot_id": name, "lanes": lanes, "ready": False, "prefixes": ()}
@@ -107,7 +106,7 @@ def sum_reports(earlier: WorkerReport | None, report: WorkerReport, name: str) -
 
 
 def sum_lanes(lanes: Iterable[LaneReport]) -> tuple[LaneReport, ...]:
-    """Add up lanes of one name; what is no count comes from the last of them."""
+    """Return sums of lanes by name; fields that are no counters come from the last one."""
     found: dict[str, LaneReport] = {}
     for lane in lanes:
         kept = found.get(lane.name)

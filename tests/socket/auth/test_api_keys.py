@@ -384,7 +384,7 @@ def test_whoever_changes_a_revoked_key_does_not_bring_it_back(
 
 
 def sentences(told: dict[str, list[dict[str, str]]]) -> list[str]:
-    return [warning["sentence"] for warning in told["warnings"]]
+    return [warning["message"] for warning in told["warnings"]]
 
 
 def test_a_policy_that_lacks_the_pools_of_a_key_is_applied_with_a_warning(
@@ -396,9 +396,10 @@ def test_a_policy_that_lacks_the_pools_of_a_key_is_applied_with_a_warning(
     ann = gateway_with_worker.create_key(name="Ann", pools=["text-mtp"])
     bob = gateway_with_worker.create_key(name="Bob", pools=["text-mtp", "vlm"])
     told = [
-        f"the key {ann['id']} (Ann) names 'text-mtp', which is not there: it could use no pool at "
-        "all",
-        f"the key {bob['id']} (Bob) names 'text-mtp', which is not there: only vlm is left to it",
+        f"the key {ann['id']} (Ann) names 'text-mtp', which the policy does not have; it could "
+        "use no pool",
+        f"the key {bob['id']} (Bob) names 'text-mtp', which the policy does not have; it could "
+        "use only vlm",
     ]
     assert sentences(admin.post("/validate", single_pool_policy("vlm"))) == told
     assert sentences(admin.post("/diff", single_pool_policy("vlm"))) == told
