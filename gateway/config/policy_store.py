@@ -176,7 +176,7 @@ class PolicyStore:
             self.current, self.version = policy, version
             log.info("policy.changed version=%d reason=%s", version.number, version.reason)
             for warning in self.warnings(policy):
-                log.warning("policy.warning version=%d what=%s", version.number, warning.message)
+                log.warning("policy.warning version=%d message=%s", version.number, warning.message)
 
 
 class PolicySource(NamedTuple):

@@ -437,8 +437,8 @@ def test_whoever_changes_the_policy_is_warned_aloud_of_keys_that_it_strands(
         with RunningGateway(settings):
             pass
     (warning,) = warned()
-    assert warning.startswith("policy.warning version=2 what=the key key-")
-    assert "(Ann) names 'a', which is not there" in warning
+    assert warning.startswith("policy.warning version=2 message=the key key-")
+    assert "(Ann) names 'a', which the policy does not have" in warning
 
 
 def test_a_pool_gets_another_name_and_its_keys_follow(
@@ -463,4 +463,4 @@ def test_the_command_warns_too(
     file.write_text(to_yaml(single_pool_policy("vlm")))
     for command in (["validate"], ["diff"], ["apply", "--note", "x"]):
         assert main(["policy", *command, str(file), "--url", gateway_with_worker.url]) == 0
-        assert "(Ann) names 'text-mtp', which is not there" in capsys.readouterr().out
+        assert "(Ann) names 'text-mtp', which the policy does not have" in capsys.readouterr().out
