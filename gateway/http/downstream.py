@@ -189,8 +189,8 @@ class DownstreamProtocol(HttpToolsProtocol):
     def _feed(self, data: bytes) -> None:
         """Parse; ignore a request to upgrade to another protocol, as HTTP allows.
 
-        Java's own client sends one with each first request. The parser ends at such a head and
-        cannot be told to go on, so a new one parses the head again without these headers.
+        Java's own client sends one with each first request. The parser stops at such a head
+        for good, so a new one parses the head again without these headers.
         """
         try:
             self.parser.feed_data(data)

@@ -16,50 +16,6 @@ from pydantic_core import from_json
 from gateway.protocols.base import StreamEncoder
 from gateway.types import Drafts, Usage
 
-# More than any context.
-_TOKENS_LIMIT = 10_000_000
-# More than any worker drafts at once.
-_DRAFT_LIMIT = 65
-
-
-def read_usage(answer: Mapping[str, Any]) -> Usage | None:
-    """Read the `usage` of an answer or a chunk; None if there is no valid one."""
-    usage = answer.get("usage")
-    if not isinstance(usage, dict):
-        return None
-    details = usage.get("prompt_tokens_details")
-    return Usage(
-        prompt_tokens=_count(usage.get("prompt_tokens")),
-        completion_tokens=_count(usage.get("completion_tokens")),
-        cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else 0,
-    )
-
-
-def read_drafts(answer: Mapping[str, Any]) -> Drafts | None:
-    """Read vLLM's per-request draft counts; None if there are no valid ones."""
-    metrics = answer.get("metrics")
-    counts = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
-    if not isinstance(counts, dict):
-        return None
-    steps, drafted, accepted = (
-        _count(counts.get("num_spec_steps")),
-        _count(counts.get("num_draft_tokens")),
-        _count(counts.get("num_accepted_draft_tokens")),
-    )
-    histogram = counts.get("acceptance_histogram")
-    by_accepted = histogram[:_DRAFT_LIMIT] if isinstance(histogram, list) else ()
-    if accepted > drafted:
-        return None
-    return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)))
-
-
-def _count(value: object) -> int:
-    """Read a token count, bounded: a wrong one must not make a sum shrink or overflow."""
-    if not isinstance(value, int) or isinstance(value, bool):
-        return 0
-    return min(max(value, 0), _TOKENS_LIMIT)
-
-
 EVENT_LIMIT_BYTES = 1024 * 1024
 
 # Two line ends in a row close an event. Atomic, so that one \r\n is never taken for two ends.
@@ -70,37 +26,16 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 # is then parsed. Possessive, so that the time is linear.
 _FACT = re.compile(rb'"(?:finish_reason|usage|metrics|error)"\s*+:\s*+[^\sn]')
 _DONE = b"[DONE]"
-# `reasoning` is mlx-lm's name for what others call `reasoning_content`.
+# mlx-lm calls it `reasoning`, other engines `reasoning_content`.
 _CONTENT = ("content", "reasoning_content", "reasoning", "tool_calls")
-
-
-@dataclass(slots=True)
-class StreamState:
-    """The facts read from a stream so far."""
-
-    usage: Usage | None = None
-    finished: bool = False
-    """A finish reason was given."""
-    done: bool = False
-    """`[DONE]` was given: with a finish reason, the only proof of a complete answer."""
-    content_seen: bool = False
-    drafts: Drafts | None = None
-    broken: str = ""
-    """Why nothing more may be passed on; for the log, not for the client."""
-
-    @property
-    def under_way(self) -> bool:
-        """Return whether text has come and more may come."""
-        return self.content_seen and not self.done and not self.broken
-
-    @property
-    def complete(self) -> bool:
-        """Return whether the response is complete."""
-        return self.finished and self.done
+# More than any context.
+_TOKENS_LIMIT = 10_000_000
+# More than any worker drafts at once.
+_DRAFT_LIMIT = 65
 
 
 class StreamScanner:
-    """Incremental and bounded; however the bytes are split, output and state are the same."""
+    """Scans one stream, incrementally and bounded; any split of the bytes gives the same output."""
 
     def __init__(self, encoder: StreamEncoder, *, limit_bytes: int = EVENT_LIMIT_BYTES) -> None:
         self.state = StreamState()
@@ -132,7 +67,7 @@ class StreamScanner:
         self._pending = data[start:]
         self._searched = max(0, len(self._pending) - 3)
         if self.state.done or self.state.broken:
-            self._pending = b""  # nothing belongs behind the end, so nothing of it is kept
+            self._pending = b""  # bytes after the end are dropped
         elif len(self._pending) > self._limit_bytes:
             self._break("an event is too long")
             self._pending = b""
@@ -171,7 +106,7 @@ class StreamScanner:
         if self._plain(event):
             passed += event
         elif state.done or state.broken:
-            return  # nothing belongs behind the end
+            return  # events after the end are dropped
         elif len(event) > self._limit_bytes:
             self._break("an event is too long")
         elif not (text := _data_of(event)):
@@ -194,7 +129,7 @@ class StreamScanner:
         if not isinstance(frame, dict):
             return self._break("an event is no JSON object")
         if frame.get("error") is not None:
-            # Without its words: engines repeat in them what they were asked.
+            # Without its message: engines quote the prompt in it.
             return self._break("the worker sent an error")
         state = self.state
         choices = frame.get("choices")
@@ -212,10 +147,66 @@ class StreamScanner:
         return b""
 
 
+@dataclass(slots=True)
+class StreamState:
+    """The facts read from a stream so far."""
+
+    usage: Usage | None = None
+    finished: bool = False
+    """A finish reason was given."""
+    done: bool = False
+    """`[DONE]` was given: with a finish reason, the only proof of a complete answer."""
+    content_seen: bool = False
+    drafts: Drafts | None = None
+    broken: str = ""
+    """Why nothing more may be passed on; for the log, not for the client."""
+
+    @property
+    def under_way(self) -> bool:
+        """Return whether text has come and more may come."""
+        return self.content_seen and not self.done and not self.broken
+
+    @property
+    def complete(self) -> bool:
+        """Return whether the response is complete."""
+        return self.finished and self.done
+
+
 def has_facts(events: bytes) -> bool:
     """Return whether these events, however framed, may carry facts."""
     # `in` would create and drop an error for each call
     return events.find(_DONE) >= 0 or _FACT.search(events) is not None
+
+
+def read_usage(answer: Mapping[str, Any]) -> Usage | None:
+    """Read the `usage` of an answer or a chunk; None if there is no valid one."""
+    usage = answer.get("usage")
+    if not isinstance(usage, dict):
+        return None
+    details = usage.get("prompt_tokens_details")
+    return Usage(
+        prompt_tokens=_count(usage.get("prompt_tokens")),
+        completion_tokens=_count(usage.get("completion_tokens")),
+        cached_tokens=_count(details.get("cached_tokens")) if isinstance(details, dict) else 0,
+    )
+
+
+def read_drafts(answer: Mapping[str, Any]) -> Drafts | None:
+    """Read vLLM's per-request draft counts; None if there are no valid ones."""
+    metrics = answer.get("metrics")
+    counts = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+    if not isinstance(counts, dict):
+        return None
+    steps, drafted, accepted = (
+        _count(counts.get("num_spec_steps")),
+        _count(counts.get("num_draft_tokens")),
+        _count(counts.get("num_accepted_draft_tokens")),
+    )
+    histogram = counts.get("acceptance_histogram")
+    by_accepted = histogram[:_DRAFT_LIMIT] if isinstance(histogram, list) else ()
+    if accepted > drafted:
+        return None
+    return Drafts(steps, drafted, accepted, tuple(map(_count, by_accepted)))
 
 
 def _event_end(data: bytes, search_from: int) -> int:
@@ -241,3 +232,10 @@ def _has_content(choice: Mapping[str, Any]) -> bool:
     if isinstance(delta, dict):
         return any(delta.get(name) for name in _CONTENT)
     return bool(choice.get("text"))
+
+
+def _count(value: object) -> int:
+    """Read a token count, bounded: a wrong one must not make a sum shrink or overflow."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return 0
+    return min(max(value, 0), _TOKENS_LIMIT)

@@ -75,6 +75,6 @@ class LoopMonitor:
         now_s = asyncio.get_running_loop().time()
         late_s = max(0.0, now_s - self._due_s)
         self._due_s = now_s + LOOP_CHECK_S
-        # Other gateways and workers may have been heard too late by as much as this one was.
+        # Heartbeats may have been processed late by as much.
         self._excuse(late_s)
         self._lag.note(late_s)
