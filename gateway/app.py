@@ -10,7 +10,9 @@ from random import Random
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,9 +26,13 @@ from gateway.assembly import Gateway, build_gateway
 from gateway.auth.origins import Hosts
 from gateway.config.settings import Settings
 from gateway.errors import (
+    BodyNotJson,
+    EditUnconditional,
+    FieldInvalid,
     GatewayError,
     HostRefused,
     MethodRefused,
+    NoteMissing,
     PathUnknown,
     RequestRefused,
     to_body,
@@ -45,6 +51,7 @@ from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.load_shedding import LoopMonitor
 from gateway.status.events import StatusFeed
 from gateway.status.render import DEFAULT_WINDOW, window_s
+from policies.error_messages import message_of
 
 
 class GatewayApp:
@@ -108,8 +115,8 @@ class AdminApp:
 
     def __init__(self, gateway: Gateway, hosts: Hosts) -> None:
         self._hosts = hosts
-        self._panel = _bare_panel()
-        _add_admin_routes(self._panel, gateway)
+        self._panel = _bare_panel(gateway)
+        _add_admin_routes(self._panel)
         self._panel.include_router(openapi.published(self._panel, relayed=False))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,30 +136,29 @@ async def create_app(settings: Settings, rng: Random | None = None) -> GatewayAp
 
 def _panel(gateway: Gateway, proxy: ProxyHandler, take: state.Take, feed: StatusFeed) -> FastAPI:
     """Build what FastAPI holds."""
-    panel = _bare_panel()
+    panel = _bare_panel(gateway)
     panel.include_router(state.probes(gateway, proxy))
     panel.include_router(state.status(gateway, take, feed))
     panel.include_router(page.dashboard())
-    panel.include_router(models.models(gateway))
-    panel.include_router(explain.explanation(gateway))
-    panel.include_router(admin.joining(gateway))
+    panel.include_router(models.router)
+    panel.include_router(explain.router)
+    panel.include_router(admin.heartbeats)
     if gateway.settings.admin_port is None:
-        _add_admin_routes(panel, gateway)
+        _add_admin_routes(panel)
     panel.include_router(openapi.published(panel, relayed=True))
     return panel
 
 
-def _add_admin_routes(panel: FastAPI, gateway: Gateway) -> None:
+def _add_admin_routes(panel: FastAPI) -> None:
     """Add what only admins may do; workers join where requests come in."""
     panel.include_router(page.admin_page())
-    panel.include_router(admin.workers(gateway))
-    panel.include_router(policy.versions(gateway))
-    panel.include_router(policy.proposals(gateway))
-    panel.include_router(keys.keys(gateway))
-    panel.include_router(usage.usage(gateway))
+    panel.include_router(admin.router)
+    panel.include_router(policy.router)
+    panel.include_router(keys.router)
+    panel.include_router(usage.router)
 
 
-def _bare_panel() -> FastAPI:
+def _bare_panel(gateway: Gateway) -> FastAPI:
     panel = FastAPI(
         title="Paceline",
         version=version("paceline"),
@@ -161,7 +167,9 @@ def _bare_panel() -> FastAPI:
         openapi_url=None,  # ours covers what goes past FastAPI too
         redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
     )
+    panel.state.gateway = gateway
     panel.add_exception_handler(GatewayError, _render)
+    panel.add_exception_handler(RequestValidationError, _render)
     panel.add_exception_handler(HTTPException, _render)
     panel.add_exception_handler(Exception, _render)  # which is logged all the same
     return panel
@@ -177,8 +185,11 @@ async def _render(request: Request, error: Exception) -> Response:
 
 def _shaped(request: Request, error: Exception) -> GatewayError:
     match error:
-        case GatewayError():
-            return error
+        # FastAPI wraps an error of the body's reader in an HTTPException.
+        case (GatewayError() as known) | HTTPException(__cause__=GatewayError() as known):
+            return known
+        case RequestValidationError():
+            return _invalid(error.errors()[0])
         case HTTPException(status_code=404):
             return PathUnknown()
         case HTTPException(status_code=405):
@@ -188,6 +199,21 @@ def _shaped(request: Request, error: Exception) -> GatewayError:
             return RequestRefused("The request cannot be understood.")
         case _:
             return GatewayError()
+
+
+def _invalid(problem: ErrorDetails) -> GatewayError:
+    """Name the field of the body, or the parameter, that is invalid."""
+    match problem["loc"]:
+        case ("body",):
+            return BodyNotJson()
+        case ("header", "if-match"):
+            return EditUnconditional()
+        case ("header", "x-paceline-note"):
+            return NoteMissing()
+        case (_, *path):
+            field = ".".join(str(part) for part in path)
+            return FieldInvalid(f"{field}: {message_of(problem)}.", param=field)
+    return RequestRefused()
 
 
 def _methods(routes: Iterable[BaseRoute], path: str) -> set[str]:

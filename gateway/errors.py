@@ -7,6 +7,7 @@ GatewayError                one request cannot be answered as asked
 |   +-- BodyNotJson         400  the body is no JSON object
 |   +-- TokensOverLimit     400  more tokens than the key ever has at once
 |   +-- FieldInvalid        400  one field is wrong; `param` names it
+|   |   +-- NoteMissing     400  an edit of the policy gives no reason
 |   +-- PolicyRefused       400  a document that cannot be the policy; every reason is named
 |   +-- KeyRefused          401  no key, or not a known one
 |   |   +-- KeyEnded        401  the key was revoked, or expired, while the request ran
@@ -268,6 +269,13 @@ class FieldInvalid(RequestRefused):
     """One field of the body is missing, wrong or unknown."""
 
     code = "invalid_value"
+
+
+class NoteMissing(FieldInvalid):
+    """An edit of the policy gives no reason."""
+
+    message = "An edit needs a note in 'x-paceline-note'."
+    param = "x-paceline-note"
 
 
 class PolicyRefused(RequestRefused):

@@ -1,133 +1,194 @@
-"""Who may use a route: dependencies that raise before the route runs.
+"""Access to routes: the key check and the body limit in front of each router, and who edits.
 
-Keys of the data plane, the admin key and the join token are three kinds; none opens what is
-another's, also where nothing is demanded.
-
-Guards are coroutines though they wait for nothing: plain functions FastAPI runs in a thread.
-
-What admins say of themselves and their edits, in headers.
+API keys, the admin key and the join token are three kinds; none opens the routes of another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Annotated
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
 from urllib.parse import unquote_to_bytes
 
-from fastapi import Security
+from fastapi import APIRouter, Depends, Header, Security
+from fastapi.routing import APIRoute
 from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers
 from starlette.requests import Request
+from starlette.responses import Response
 
-from gateway.api.openapi import DATA_KEY, parameter
 from gateway.assembly import Gateway
 from gateway.auth.api_keys import ANONYMOUS, ApiKey, matches_any_secret
 from gateway.auth.origins import comes_from_foreign_page, comes_from_this_machine
-from gateway.errors import FieldInvalid, KeyRefused, NotAllowedHere, PageRefused
-from gateway.http.downstream import header
+from gateway.errors import FieldInvalid, KeyRefused, NotAllowedHere, NoteMissing, PageRefused
+from gateway.http.downstream import header, read_small_body
+from gateway.protocols.openai import parse
 
-Guard = Callable[..., Awaitable[None]]
-
-
-def _named(name: str, meaning: str) -> HTTPBearer:
-    return HTTPBearer(scheme_name=name, description=meaning, auto_error=False)
-
-
-# Only for the published OpenAPI: a guard judges the header itself.
-_DataKey = Annotated[object, Security(_named(DATA_KEY, "A key of the data plane."))]
-_AdminKey = Annotated[object, Security(_named("adminKey", "`PACELINE_ADMIN_KEY`."))]
-_JoinToken = Annotated[object, Security(_named("joinToken", "What workers join with."))]
-
-
-def with_data_key(gateway: Gateway) -> Guard:
-    """Demand a key of the data plane, once there is one; `holder_of` tells whose it was.
-
-    Until then nothing is taken from a page of another site.
-    """
-
-    async def guard(request: Request, _told: _DataKey = None) -> None:
-        holder = ANONYMOUS
-        if gateway.api_keys.required:
-            holder = gateway.api_keys.authenticate(header(request.scope, b"authorization"))
-        elif comes_from_foreign_page(request.scope["headers"]):
-            raise PageRefused
-        request.state.holder = holder
-
-    return guard
-
-
-def holder_of(request: Request) -> ApiKey:
-    """Tell who asks on a route that is guarded by `with_data_key`."""
-    holder: ApiKey = request.state.holder
-    return holder
-
-
-def with_join_token(gateway: Gateway) -> Guard:
-    """Demand the secret that workers share with this gateway; without one nobody joins."""
-
-    async def guard(request: Request, _told: _JoinToken = None) -> None:
-        if not matches_any_secret(
-            header(request.scope, b"authorization"), gateway.settings.join_token
-        ):
-            raise KeyRefused
-
-    return guard
-
-
-def with_admin_key(gateway: Gateway) -> Guard:
-    """Demand the admin key; without one this machine is trusted, unless it shows another kind."""
-    settings = gateway.settings
-
-    async def guard(request: Request, _told: _AdminKey = None) -> None:
-        offered = header(request.scope, b"authorization")
-        if matches_any_secret(offered, settings.admin_key):
-            request.state.way_in = "admin"
-            return
-        if settings.admin_key is not None:
-            raise KeyRefused
-        peer = request.client.host if request.client else None
-        if not comes_from_this_machine(peer, request.scope["headers"]):
-            raise NotAllowedHere
-        if matches_any_secret(offered, settings.join_token) or gateway.api_keys.accepts(offered):
-            raise KeyRefused
-        request.state.way_in = "loopback"
-
-    return guard
-
-
-def way_in(request: Request) -> str:
-    """Tell how an admin came in: with the `admin` key, or without one from here, by `loopback`."""
-    told: str = request.state.way_in
-    return told
-
-
+DATA_KEY = "dataKey"
+"""The security scheme of API keys in the published OpenAPI."""
+_SCHEMES = {
+    DATA_KEY: "An API key.",
+    "adminKey": "`PACELINE_ADMIN_KEY`.",
+    "joinToken": "The token with which workers join.",
+}
+_BODY_LIMIT_BYTES = 256 * 1024
 AUTHOR_HEADER = "x-paceline-author"
 NOTE_HEADER = "x-paceline-note"
-AUTHOR = parameter(AUTHOR_HEADER, "header", "Who edits; percent-encoded.")
 _AUTHOR_CHARS = 100
 _NOTE_CHARS = 500
 
 
-def read_author(request: Request) -> str:
-    """Read who edits, as they say themselves; else how they came in."""
-    return _said(request, AUTHOR_HEADER, _AUTHOR_CHARS) or way_in(request)
+async def gateway_of(request: Request) -> Gateway:
+    """Return the gateway that serves the request."""
+    gateway: Gateway = request.app.state.gateway
+    return gateway
 
 
-def read_note(request: Request) -> str:
-    """Read what an edit is for; empty where nothing is said."""
-    return _said(request, NOTE_HEADER, _NOTE_CHARS)
+CurrentGateway = Annotated[Gateway, Depends(gateway_of)]
 
 
-def _said(request: Request, name: str, limit_chars: int) -> str:
-    """Read text that a person wrote: UTF-8, and what is not ASCII percent-encoded or not."""
+def data_router(prefix: str = "") -> APIRouter:
+    """Return a router whose routes need an API key, once there is one."""
+    return _router(prefix, DATA_KEY, check_data_key, None)
+
+
+def worker_router(prefix: str) -> APIRouter:
+    """Return a router whose routes need the join token; without one no worker joins."""
+    return _router(prefix, "joinToken", _check_join_token, _BODY_LIMIT_BYTES)
+
+
+def admin_router(prefix: str = "", body_limit_bytes: int = _BODY_LIMIT_BYTES) -> APIRouter:
+    """Return a router whose routes need the admin key, or without one a client on this machine."""
+    return _router(prefix, "adminKey", _check_admin_key, body_limit_bytes)
+
+
+def _router(
+    prefix: str,
+    scheme: str,
+    check: Callable[[Request, Gateway], None],
+    body_limit_bytes: int | None,
+) -> APIRouter:
+    class GuardedRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handler = super().get_route_handler()
+
+            async def guarded(request: Request) -> Response:
+                # Before FastAPI reads the body: a client without a key sends none.
+                gateway = await gateway_of(request)
+                check(request, gateway)
+                limit_bytes = body_limit_bytes or gateway.settings.body_limit_bytes
+                return await handler(_LimitedRequest(request, limit_bytes))
+
+            return guarded
+
+    security = HTTPBearer(scheme_name=scheme, description=_SCHEMES[scheme], auto_error=False)
+    return APIRouter(prefix=prefix, route_class=GuardedRoute, dependencies=[Security(security)])
+
+
+class _LimitedRequest(Request):
+    """A request with a bounded body, which is strict JSON for FastAPI whatever its media type."""
+
+    def __init__(self, request: Request, limit_bytes: int) -> None:
+        super().__init__(request.scope, request.receive)
+        self._limit_bytes = limit_bytes
+        others = [pair for pair in request.scope["headers"] if pair[0] != b"content-type"]
+        self._headers = Headers(raw=[*others, (b"content-type", b"application/json")])
+
+    async def body(self) -> bytes:
+        if not hasattr(self, "_body"):
+            settings = (await gateway_of(self)).settings
+            self._body = await read_small_body(
+                self.scope,
+                self.receive,
+                limit_bytes=self._limit_bytes,
+                timeout_s=settings.body_timeout_s,
+            )
+        return self._body
+
+    async def json(self) -> Any:
+        return parse(await self.body())
+
+
+def check_data_key(request: Request, gateway: Gateway) -> None:
+    """Raise `KeyRefused`, or `PageRefused` for another site's page while no key is needed."""
+    api_key = ANONYMOUS
+    if gateway.api_keys.required:
+        api_key = gateway.api_keys.authenticate(header(request.scope, b"authorization"))
+    elif comes_from_foreign_page(request.scope["headers"]):
+        raise PageRefused
+    request.state.api_key = api_key
+
+
+def _check_join_token(request: Request, gateway: Gateway) -> None:
+    offered = header(request.scope, b"authorization")
+    if not matches_any_secret(offered, gateway.settings.join_token):
+        raise KeyRefused
+
+
+def _check_admin_key(request: Request, gateway: Gateway) -> None:
+    settings = gateway.settings
+    offered = header(request.scope, b"authorization")
+    if matches_any_secret(offered, settings.admin_key):
+        request.state.default_author = "admin"
+        return
+    if settings.admin_key is not None:
+        raise KeyRefused
+    peer = request.client.host if request.client else None
+    if not comes_from_this_machine(peer, request.scope["headers"]):
+        raise NotAllowedHere
+    if matches_any_secret(offered, settings.join_token) or gateway.api_keys.accepts(offered):
+        raise KeyRefused
+    request.state.default_author = "loopback"
+
+
+async def api_key_of(request: Request) -> ApiKey:
+    """Return the API key of a request to a route of `data_router`."""
+    api_key: ApiKey = request.state.api_key
+    return api_key
+
+
+CurrentKey = Annotated[ApiKey, Depends(api_key_of)]
+
+
+async def _author(
+    request: Request,
+    value: Annotated[
+        str, Header(alias=AUTHOR_HEADER, description="The author of the edit; percent-encoded.")
+    ] = "",
+) -> str:
+    default: str = request.state.default_author
+    return _decoded(value, AUTHOR_HEADER, _AUTHOR_CHARS) or default
+
+
+_NOTE = Header(alias=NOTE_HEADER, description="The reason for the edit; percent-encoded.")
+
+
+async def _note(value: Annotated[str, _NOTE] = "") -> str:
+    return _decoded(value, NOTE_HEADER, _NOTE_CHARS)
+
+
+async def _required_note(value: Annotated[str, _NOTE]) -> str:
+    note = _decoded(value, NOTE_HEADER, _NOTE_CHARS)
+    if not note:
+        raise NoteMissing
+    return note
+
+
+Author = Annotated[str, Depends(_author)]
+Note = Annotated[str, Depends(_note)]
+RequiredNote = Annotated[str, Depends(_required_note)]
+
+
+def _decoded(value: str, name: str, limit_chars: int) -> str:
+    """Decode a header that a person wrote: UTF-8, percent-encoded or not."""
     try:
-        said = unquote_to_bytes(header(request.scope, name.encode()) or b"").decode().strip()
+        text = unquote_to_bytes(value.encode("latin-1")).decode().strip()
     except UnicodeDecodeError:
-        said = "\0"
-    # It is shown on terminals, where other characters move the cursor.
-    if not said.isprintable() or len(said) > limit_chars:
+        text = "\0"
+    # Terminals show the text; unprintable characters could move the cursor.
+    if not text.isprintable() or len(text) > limit_chars:
         raise FieldInvalid(
-            f"'{name}' must be one line of at most {limit_chars} characters in UTF-8, those that "
-            "are not ASCII percent-encoded.",
+            f"'{name}' must be one line of at most {limit_chars} characters in UTF-8, with "
+            "non-ASCII characters percent-encoded.",
             param=name,
         )
-    return said
+    return text

@@ -1,92 +1,91 @@
-"""`/admin/v1/keys`: make keys, look at them, change their terms, revoke them."""
+"""`/admin/v1/keys`: create, show, change and revoke API keys."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends
-from pydantic import ValidationError
+from fastapi import Body
+from pydantic import AwareDatetime, ValidationError
 from pydantic_core import to_json
-from starlette.requests import Request
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
-from gateway.api.auth import with_admin_key
-from gateway.api.openapi import FOR_ADMINS, KEPT, WITH_BODY, failures, ref, success, takes
+from gateway.api.auth import CurrentGateway, admin_router
+from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures, ref, takes
 from gateway.assembly import Gateway
 from gateway.auth.records import KeyRecord, KeyTerms
 from gateway.errors import FieldInvalid, KeyIsRevoked, KeyUnknown
-from gateway.http.downstream import read_small_body
-from gateway.protocols.openai import parse
 from policies.error_messages import message_of
 
-_TERMS_LIMIT_BYTES = 64 * 1024
+router = admin_router("/admin/v1/keys", body_limit_bytes=64 * 1024)
+_BODY = (*FOR_ADMINS, *STORED, *WITH_BODY)
+Fields = Annotated[dict[str, Any], Body(description="Fields to set; null for the default.")]
 
 
-def keys(gateway: Gateway) -> APIRouter:
-    """Hold the routes under /admin/v1/keys."""
-    router = APIRouter(prefix="/admin/v1/keys", dependencies=[Depends(with_admin_key(gateway))])
+class Key(KeyTerms):
+    """An API key without its secret."""
 
-    async def asked(request: Request) -> dict[str, Any]:
-        raw = await read_small_body(
-            request.scope,
-            request.receive,
-            limit_bytes=_TERMS_LIMIT_BYTES,
-            timeout_s=gateway.settings.body_timeout_s,
-        )
-        return parse(raw)
+    id: str
+    prefix: str
+    """The first characters of the secret."""
+    created_at: AwareDatetime
+    revoked_at: AwareDatetime | None
+    state: Literal["active", "expired", "revoked"]
 
-    told = failures(*FOR_ADMINS, *KEPT)
-    one_told = failures(*FOR_ADMINS, *KEPT, KeyUnknown)
-    terms = takes(ref("KeyTerms"))
-    patch = takes({"type": "object", "description": "Fields to change; null for none."})
 
-    @router.post(
-        "",
-        status_code=201,
-        responses=failures(*FOR_ADMINS, *KEPT, *WITH_BODY) | success(ref("KeyMade"), status=201),
-        openapi_extra=terms,
-    )
-    async def create(request: Request) -> Response:
-        record, secret = await gateway.key_store.create(_terms({}, await asked(request), gateway))
-        told = {**_told(record, gateway), "secret": secret}
-        # The only answer that ever holds a secret: nothing on its way may keep it.
-        headers = {"content-type": "application/json", "cache-control": "no-store"}
-        return Response(to_json(told), status_code=201, headers=headers)
+class CreatedKey(Key):
+    """A new API key with its secret, which no other response shows."""
 
-    @router.get("", responses=told)
-    async def listing() -> dict[str, Any]:
-        await gateway.key_store.refresh()
-        return {"keys": [_told(record, gateway) for record in gateway.api_keys.records.values()]}
+    secret: str
 
-    @router.get("/{name}", responses=one_told | success(ref("Key")))
-    async def one(name: str) -> dict[str, Any]:
-        await gateway.key_store.refresh()
-        return _told(gateway.key_store.find(name), gateway)
 
-    @router.patch(
-        "/{name}",
-        responses=failures(*FOR_ADMINS, *KEPT, *WITH_BODY, KeyUnknown, KeyIsRevoked)
-        | success(ref("Key")),
-        openapi_extra=patch,
-    )
-    async def change(name: str, request: Request) -> dict[str, Any]:
-        patch = await asked(request)
+class Keys(TypedDict):
+    """All API keys that were ever created."""
 
-        def patched(terms: KeyTerms) -> KeyTerms:
-            return _terms(terms.model_dump(mode="json"), patch, gateway)
+    keys: list[Key]
 
-        return _told(await gateway.key_store.change(name, patched), gateway)
 
-    @router.delete("/{name}", responses=one_told | success(ref("Key")))
-    async def revoke(name: str) -> dict[str, Any]:
-        return _told(await gateway.key_store.revoke(name), gateway)
+@router.post("", status_code=201, responses=failures(*_BODY), openapi_extra=takes(ref("KeyTerms")))
+async def create(fields: Fields, gateway: CurrentGateway, response: Response) -> CreatedKey:
+    """Create a key."""
+    record, secret = await gateway.key_store.create(_terms({}, fields, gateway))
+    response.headers["cache-control"] = "no-store"
+    return CreatedKey.model_validate({**_shown(record, gateway), "secret": secret})
 
-    return router
+
+@router.get("", responses=failures(*FOR_ADMINS, *STORED))
+async def show_all(gateway: CurrentGateway) -> Keys:
+    """Show all keys."""
+    await gateway.key_store.refresh()
+    return {"keys": [_key(record, gateway) for record in gateway.api_keys.records.values()]}
+
+
+@router.get("/{name}", responses=failures(*FOR_ADMINS, *STORED, KeyUnknown))
+async def show(name: str, gateway: CurrentGateway) -> Key:
+    """Show one key."""
+    await gateway.key_store.refresh()
+    return _key(gateway.key_store.find(name), gateway)
+
+
+@router.patch("/{name}", responses=failures(*_BODY, KeyUnknown, KeyIsRevoked))
+async def change(name: str, fields: Fields, gateway: CurrentGateway) -> Key:
+    """Change fields of a key."""
+
+    def merged(terms: KeyTerms) -> KeyTerms:
+        return _terms(terms.model_dump(mode="json"), fields, gateway)
+
+    return _key(await gateway.key_store.change(name, merged), gateway)
+
+
+@router.delete("/{name}", responses=failures(*FOR_ADMINS, *STORED, KeyUnknown))
+async def revoke(name: str, gateway: CurrentGateway) -> Key:
+    """Revoke a key for good."""
+    return _key(await gateway.key_store.revoke(name), gateway)
 
 
 def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], gateway: Gateway) -> KeyTerms:
-    """Merge as JSON Merge Patch does, null for none; raise `FieldInvalid` naming what is wrong."""
+    """Apply a JSON Merge Patch, in which null means the default; raise `FieldInvalid`."""
     both = {**before, **patch}
     known = KeyTerms.model_fields
     merged = {name: both[name] for name in both if both[name] is not None or name not in known}
@@ -98,21 +97,21 @@ def _terms(before: Mapping[str, Any], patch: Mapping[str, Any], gateway: Gateway
             for problem in invalid.errors(include_url=False, include_input=False)
         ]
     else:
-        problems = _senseless(terms, patch, gateway)
+        problems = _ineffective(terms, patch, gateway)
         if not problems:
             return terms
     text = "; ".join(f"{field}: {what}" for field, what in problems)
     raise FieldInvalid(f"{text}.", param=problems[0][0] or None)
 
 
-def _senseless(
+def _ineffective(
     terms: KeyTerms, patch: Mapping[str, Any], gateway: Gateway
 ) -> list[tuple[str, str]]:
-    """Find what is said here, well written, and would do nothing, or not what was meant."""
+    """List the valid values in the patch that could have no effect, or not the intended one."""
     policy = gateway.policy_store.current
     aliases = {alias: name for name, model in policy.models.items() for alias in model.aliases}
     problems = [
-        (f"models.{index}", f"'{name}' is an alias; say '{aliases[name]}'")
+        (f"models.{index}", f"'{name}' is an alias; use '{aliases[name]}'")
         for index, name in enumerate(terms.models if "models" in patch else ())
         if name in aliases
     ]
@@ -123,11 +122,14 @@ def _senseless(
     ]
     expires_at = terms.expires_at if "expires_at" in patch else None
     if expires_at is not None and expires_at.timestamp() <= gateway.wall():
-        problems.append(("expires_at", "this time is over"))
+        problems.append(("expires_at", "this time is in the past"))
     return problems
 
 
-def _told(record: KeyRecord, gateway: Gateway) -> dict[str, Any]:
-    """Tell all of a key but what opens anything."""
+def _key(record: KeyRecord, gateway: Gateway) -> Key:
+    return Key.model_validate(_shown(record, gateway))
+
+
+def _shown(record: KeyRecord, gateway: Gateway) -> dict[str, Any]:
     state = record.ended(gateway.wall()) or "active"
-    return {**record.model_dump(mode="json", exclude={"digest"}), "state": state}
+    return {**record.model_dump(exclude={"digest"}), "state": state}

@@ -6,16 +6,16 @@ What a route answers and takes, as the published OpenAPI tells it; from the erro
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from pydantic.json_schema import models_json_schema
 from pydantic_core import to_json
 from starlette.responses import Response
 
 from gateway import errors
-from gateway.auth.records import KeyRecord, KeyTerms
+from gateway.api.auth import DATA_KEY
+from gateway.auth.records import KeyTerms
 from gateway.errors import (
     BodyNotJson,
     BodyTooLarge,
@@ -44,10 +44,6 @@ from policies.document import Priority
 from policies.request.profile import Endpoint
 from policies.request.schema import request_schema
 from policies.schema import policy_schema
-from workers.protocol import WorkerReport
-
-DATA_KEY = "dataKey"
-"""The security scheme of data plane keys in the published OpenAPI."""
 
 JSON = "application/json"
 Responses = dict[int | str, dict[str, Any]]
@@ -77,7 +73,7 @@ EVERYWHERE: tuple[Error, ...] = (NotHttp, HeadTooSlow, HostRefused, HeadTooLarge
 WITH_BODY: tuple[Error, ...] = (BodyNotJson, FieldInvalid, BodyTooSlow, BodyTooLarge)
 FOR_CLIENTS: tuple[Error, ...] = (KeyRefused, PageRefused)
 FOR_ADMINS: tuple[Error, ...] = (KeyRefused, NotAllowedHere)
-KEPT: tuple[Error, ...] = (RecordsUnwritable, WriteUnconfirmed)
+STORED: tuple[Error, ...] = (RecordsUnwritable, WriteUnconfirmed)
 
 
 def failures(*errors: Error) -> Responses:
@@ -102,20 +98,15 @@ def success(schema: Any, *texts: str, status: int = 200) -> Responses:
     return {status: {"description": "As asked.", "content": content}}
 
 
-def takes(schema: Any, *kinds: str, headers: Iterable[Extra] = ()) -> Extra:
-    """Tell of a body of one of these kinds, and of headers that belong to it."""
+def text(*kinds: str) -> Responses:
+    """Describe a successful response in another media type than JSON."""
+    return {200: {"content": {kind: {"schema": {"type": "string"}} for kind in kinds}}}
+
+
+def takes(schema: Any, *kinds: str) -> Extra:
+    """Describe a body of one of these media types that FastAPI does not parse."""
     content = {kind: {"schema": schema} for kind in kinds or (JSON,)}
-    told: Extra = {"requestBody": {"required": True, "content": content}}
-    return told | ({"parameters": list(headers)} if headers else {})
-
-
-def parameter(
-    name: str, place: str, meaning: str, *, required: bool = False, **schema: Any
-) -> Extra:
-    """Tell of a header, or a field of the query."""
-    text = {"type": "string", **schema}
-    described = {"name": name, "in": place, "description": meaning, "schema": text}
-    return described | ({"required": True} if required else {})
+    return {"requestBody": {"required": True, "content": content}}
 
 
 def ref(name: str) -> Mapping[str, str]:
@@ -181,12 +172,18 @@ def _relayed(endpoint: Endpoint) -> Mapping[str, Any]:
     """Tell of a route that FastAPI does not know: the data plane goes past it."""
     whole = {"type": "object", "required": ["choices"]}
     answers = success(whole, "text/event-stream") | failures(*_RELAYED)
-    priority = parameter(PRIORITY_HEADER, "header", "How urgent it is.", enum=list(Priority))
+    priority = {
+        "name": PRIORITY_HEADER,
+        "in": "header",
+        "description": "The priority in the queue.",
+        "schema": {"type": "string", "enum": list(Priority)},
+    }
     return {
         "summary": f"Generate: {endpoint}",
         "operationId": f"generate_{endpoint}",
         "security": [{DATA_KEY: []}],
-        **takes(ref(endpoint), headers=[priority]),
+        "parameters": [priority],
+        **takes(ref(endpoint)),
         "responses": {str(status): told for status, told in answers.items()},
     }
 
@@ -195,22 +192,12 @@ def _schemas() -> dict[str, Any]:
     """Make the schemas that routes point to, each from what reads or writes it."""
     policy = policy_schema(_POLICY_REF)
     parts = {_POLICY_PART + name: told for name, told in policy.pop("$defs", {}).items()}
-    _, made = models_json_schema(
-        [(KeyTerms, "validation"), (WorkerReport, "validation"), (KeyRecord, "serialization")],
-        ref_template=_REF,
-    )
-    named = {**parts, **made["$defs"]}
-    record = named.pop("KeyRecord")
-    properties = {name: told for name, told in record["properties"].items() if name != "digest"}
-    properties["state"] = {"enum": ["active", "expired", "revoked"]}
-    key = {**record, "properties": properties, "required": list(properties)}
-    secret = {"secret": {"type": "string", "description": "Shown this once."}}
-    made_key = {**key, "properties": properties | secret, "required": [*properties, "secret"]}
+    terms = KeyTerms.model_json_schema(ref_template=_REF)
     return {
-        **named,
+        **parts,
+        **terms.pop("$defs", {}),
         **{endpoint.value: request_schema(endpoint) for endpoint in Endpoint},
         "PolicyDocument": policy,
-        "Key": key,
-        "KeyMade": made_key,
+        "KeyTerms": terms,
         "Error": ERROR_SCHEMA,
     }

@@ -10,7 +10,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from gateway.api.auth import holder_of, with_data_key
+from gateway.api.auth import CurrentKey, check_data_key, data_router
 from gateway.api.gauges import Gauges
 from gateway.api.openapi import FOR_CLIENTS, Responses, failures
 from gateway.assembly import Gateway
@@ -108,22 +108,27 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
 
 def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
     """Hold the whole state, once and as a stream of events."""
-    guard = with_data_key(gateway)
 
-    async def sees_all(request: Request) -> None:
-        if not holder_of(request).unrestricted:
+    async def check_unrestricted(api_key: CurrentKey) -> None:
+        if not api_key.unrestricted:
             raise NotAllowedHere(
-                "This key is for some models or pools alone, so it may not see the whole fleet."
+                "This key is restricted to some models or pools, so it cannot see the whole fleet."
             )
 
-    async def still_may(request: Request) -> None:
-        await guard(request)
-        await sees_all(request)
+    async def check_again(request: Request) -> None:
+        check_data_key(request, gateway)
+        await check_unrestricted(request.state.api_key)
 
-    router = APIRouter(dependencies=[Depends(guard), Depends(sees_all)])
+    router = data_router()
+    access = [Depends(check_unrestricted)]
     refused = (*FOR_CLIENTS, NotAllowedHere)
 
-    @router.get("/v1/status", response_model=Status, responses=failures(*refused, FieldInvalid))
+    @router.get(
+        "/v1/status",
+        response_model=Status,
+        dependencies=access,
+        responses=failures(*refused, FieldInvalid),
+    )
     async def whole(request: Request, window: str = DEFAULT_WINDOW) -> Response:
         _check_alone(request, "window")
         state = await take(window_s(window))
@@ -131,12 +136,13 @@ def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
 
     @router.get(
         "/v1/status/events",
+        dependencies=access,
         status_code=200,
         response_class=Watching,
         responses=failures(*refused, ShuttingDown, TooManyViewers),
     )
     async def events(request: Request) -> Response:
-        return Watching(feed, lambda: still_may(request))
+        return Watching(feed, lambda: check_again(request))
 
     return router
 

@@ -1,4 +1,4 @@
-"""`GET /admin/v1/usage`: what keys and teams have used, by day, as JSON or CSV."""
+"""`GET /admin/v1/usage`: the usage of keys and teams by day, as JSON or CSV."""
 
 from __future__ import annotations
 
@@ -6,84 +6,92 @@ import csv
 import io
 from collections.abc import Iterable, Mapping
 from datetime import date
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends
-from starlette.requests import Request
+from fastapi import Header, Query
+from pydantic import BeforeValidator
 from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
 
-from gateway.api.auth import with_admin_key
-from gateway.api.openapi import FOR_ADMINS, KEPT, failures, parameter, success
-from gateway.assembly import Gateway
+from gateway.api.auth import CurrentGateway, admin_router
+from gateway.api.openapi import FOR_ADMINS, STORED, failures, text
 from gateway.auth.rate_limits import day_of
 from gateway.auth.usage import UsageRow, date_of, sum_by
 from gateway.errors import FieldInvalid
 
+router = admin_router()
 _SHOWN_DAYS = 31
 _COUNTS = UsageRow._fields[2:]
 
 
-def usage(gateway: Gateway) -> APIRouter:
-    """Hold the route of the usage."""
-    router = APIRouter(dependencies=[Depends(with_admin_key(gateway))])
+def _parse_day(text: str) -> date:
+    try:
+        return date.fromisoformat(text)
+    except ValueError:
+        raise ValueError("it must be a day like 2026-11-30") from None
 
-    asked = [
-        parameter("from", "query", "The first day, in UTC.", format="date"),
-        parameter("to", "query", "The last day.", format="date"),
-        parameter("format", "query", "What comes; else by `Accept`.", enum=["json", "csv"]),
+
+Day = Annotated[date, BeforeValidator(_parse_day)]
+
+
+UsageReport = TypedDict(
+    "UsageReport",
+    {
+        "from": date,
+        "to": date,
+        "rows": list[dict[str, Any]],
+        "keys": dict[str, dict[str, int]],
+        "teams": dict[str, dict[str, int]],
+    },
+)
+
+
+@router.get(
+    "/admin/v1/usage",
+    response_model=UsageReport,
+    responses=failures(*FOR_ADMINS, FieldInvalid, *STORED) | text("text/csv"),
+)
+async def usage(
+    gateway: CurrentGateway,
+    first_day: Annotated[Day | None, Query(alias="from", description="In UTC.")] = None,
+    last_day: Annotated[Day | None, Query(alias="to", description="The last day.")] = None,
+    form: Annotated[
+        Literal["json", "csv"] | None,
+        Query(alias="format", description="The format; the default follows `Accept`."),
+    ] = None,
+    accept: Annotated[str, Header(include_in_schema=False)] = "",
+) -> Response:
+    """Report the usage of the last 31 days, or of the given ones."""
+    today = day_of(gateway.wall())
+    first = _number(first_day, today - _SHOWN_DAYS + 1)
+    last = _number(last_day, today)
+    if first > last:
+        raise FieldInvalid("'from' is later than 'to'.", param="from")
+    days = await gateway.usage_store.usage()
+    shown = {day: days[day] for day in sorted(days) if first <= day <= last}
+    names = {key: record.name for key, record in gateway.api_keys.records.items()}
+    rows = [
+        {"day": str(date_of(day)), "name": names.get(row.key, ""), **row._asdict()}
+        for day, day_rows in shown.items()
+        for row in day_rows
     ]
-    told = failures(*FOR_ADMINS, FieldInvalid, *KEPT)
-
-    @router.get(
-        "/admin/v1/usage",
-        responses=told | success({"type": "object"}, "text/csv"),
-        openapi_extra={"parameters": asked},
-    )
-    async def whole(request: Request) -> Response:
-        as_csv = _wants_csv(request)
-        today = day_of(gateway.wall())
-        first = _day(request, "from", today - _SHOWN_DAYS + 1)
-        last = _day(request, "to", today)
-        if first > last:
-            raise FieldInvalid("'from' is later than 'to'.", param="from")
-        days = await gateway.usage_store.usage()
-        shown = {day: days[day] for day in sorted(days) if first <= day <= last}
-        names = {key: record.name for key, record in gateway.api_keys.records.items()}
-        rows = [
-            {"day": str(date_of(day)), "name": names.get(row.key, ""), **row._asdict()}
-            for day, day_rows in shown.items()
-            for row in day_rows
-        ]
-        if as_csv:
-            return Response(_csv(rows), headers={"content-type": "text/csv; charset=utf-8"})
-        every = [row for day_rows in shown.values() for row in day_rows]
-        told = {
+    if form == "csv" or (form is None and "text/csv" in accept):
+        return Response(_csv(rows), headers={"content-type": "text/csv; charset=utf-8"})
+    every = [row for day_rows in shown.values() for row in day_rows]
+    return JSONResponse(
+        {
             "from": str(date_of(first)),
             "to": str(date_of(last)),
             "rows": rows,
             "keys": _sums(every, "key"),
             "teams": _sums(every, "team"),
         }
-        return JSONResponse(told)
-
-    return router
+    )
 
 
-def _wants_csv(request: Request) -> bool:
-    form = request.query_params.get("format")
-    if form not in {None, "csv", "json"}:
-        raise FieldInvalid("'format' must be 'json' or 'csv'.", param="format")
-    return form == "csv" or (form is None and "text/csv" in request.headers.get("accept", ""))
-
-
-def _day(request: Request, name: str, otherwise: int) -> int:
-    text = request.query_params.get(name)
-    if text is None:
-        return otherwise
-    try:
-        return (date.fromisoformat(text) - date_of(0)).days
-    except ValueError:
-        raise FieldInvalid(f"'{name}' must be a day like 2026-11-30.", param=name) from None
+def _number(day: date | None, default: int) -> int:
+    """Return the number of a day since 1970."""
+    return default if day is None else (day - date_of(0)).days
 
 
 def _csv(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -1,124 +1,155 @@
-"""`/admin/v1/workers`: workers join by heartbeat and leave by saying so; admins cordon them."""
+"""`/admin/v1/workers`: workers join by heartbeat and leave; admins list, cordon and drain them."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, NotRequired
 from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Depends
-from pydantic import ValidationError
-from starlette.requests import Request
-from starlette.responses import Response
+from fastapi import Query
+from typing_extensions import TypedDict
 
-from gateway.api.auth import AUTHOR, read_author, with_admin_key, with_join_token
-from gateway.api.openapi import FOR_ADMINS, KEPT, WITH_BODY, failures, parameter, ref, takes
+from gateway.api.auth import Author, CurrentGateway, admin_router, worker_router
+from gateway.api.openapi import FOR_ADMINS, STORED, WITH_BODY, failures
 from gateway.assembly import Gateway
 from gateway.errors import FieldInvalid, KeyRefused, WorkerIdTaken, WorkerUnknown
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 from gateway.fleet.worker import WorkerState
-from gateway.http.downstream import read_small_body
 from gateway.status.render import worker_state
-from policies.error_messages import message_of
 from workers.protocol import WorkerReport
 
 PREFIX = "/admin/v1/workers"
-_REPORT_LIMIT_BYTES = 256 * 1024
-_LONGEST_DRAIN_S = 600
+heartbeats = worker_router(PREFIX)
+router = admin_router(PREFIX)
+_CHANGE = failures(*FOR_ADMINS, *STORED, WorkerUnknown, FieldInvalid)
 
 
-def joining(gateway: Gateway) -> APIRouter:
-    """Hold the routes that workers use."""
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_join_token(gateway))])
+class Interval(TypedDict):
+    """The interval of heartbeats that the gateway expects."""
 
-    @router.put(
-        "/{worker_id}",
-        responses=failures(KeyRefused, *WITH_BODY, WorkerIdTaken),
-        openapi_extra=takes(ref("WorkerReport")),
-    )
-    async def beat(worker_id: str, request: Request) -> dict[str, float]:
-        # Read here, not by FastAPI: it would read any size, and before it asks for the token.
-        raw = await read_small_body(
-            request.scope,
-            request.receive,
-            limit_bytes=_REPORT_LIMIT_BYTES,
-            timeout_s=gateway.settings.body_timeout_s,
-        )
-        report = _read_report(raw)
-        if report.worker_id != worker_id:
-            raise FieldInvalid("The report is of another worker than the path.", param="worker_id")
-        gateway.fleet.heartbeat(report)
-        gateway.prefix_index.record_report(report)
-        await gateway.counters.store_report(report)
-        return {"interval_s": HEARTBEAT_INTERVAL_S}
+    interval_s: float
 
-    @router.delete("/{worker_id}", status_code=204, responses=failures(KeyRefused))
-    async def leave(worker_id: str) -> Response:
-        gateway.fleet.remove(worker_id)
-        return Response(status_code=204)
 
-    @router.get("/{worker_id}/joined", responses=failures(KeyRefused, WorkerUnknown))
-    async def has_joined(worker_id: str) -> dict[str, str]:
-        """Let who brings a worker learn that it may be used; all else of workers is for admins."""
-        for member in gateway.fleet.workers():
-            if member.report.worker_id == worker_id:
-                return {"worker_id": worker_id, "url": member.report.url}
+class JoinedWorker(TypedDict):
+    """A worker that has joined."""
+
+    worker_id: str
+    url: str
+
+
+class LaneLoad(TypedDict):
+    """The load of one lane."""
+
+    name: str
+    slots: int
+    running: int
+    waiting: int
+    in_flight: int
+    """Requests of this gateway."""
+
+
+class WorkerDetails(TypedDict):
+    """The state of one worker; a cordoned one that has left has no URL and no lanes."""
+
+    worker_id: str
+    state: str
+    in_flight: int
+    lanes: list[LaneLoad]
+    url: NotRequired[str]
+    model: NotRequired[str]
+    labels: NotRequired[list[str]]
+    heartbeat_age_s: NotRequired[float]
+    cordoned_since: NotRequired[str]
+    cordoned_by: NotRequired[str]
+
+
+class Workers(TypedDict):
+    """All workers that have joined or are cordoned."""
+
+    workers: list[WorkerDetails]
+
+
+class DrainedWorker(WorkerDetails):
+    """The state of a worker after a drain."""
+
+    drained: bool
+    """Its last request has ended."""
+
+
+@heartbeats.put("/{worker_id}", responses=failures(KeyRefused, *WITH_BODY, WorkerIdTaken))
+async def heartbeat(worker_id: str, report: WorkerReport, gateway: CurrentGateway) -> Interval:
+    """Record a heartbeat; the first one joins."""
+    if not _is_base_url(report.url):
+        raise FieldInvalid("'url' must be like http://192.168.1.20:9200.", param="url")
+    if report.worker_id != worker_id:
+        raise FieldInvalid("The path names another worker than the report.", param="worker_id")
+    gateway.fleet.heartbeat(report)
+    gateway.prefix_index.record_report(report)
+    await gateway.counters.store_report(report)
+    return {"interval_s": HEARTBEAT_INTERVAL_S}
+
+
+@heartbeats.delete("/{worker_id}", status_code=204, responses=failures(KeyRefused))
+async def leave(worker_id: str, gateway: CurrentGateway) -> None:
+    """Remove a worker."""
+    gateway.fleet.remove(worker_id)
+
+
+@heartbeats.get("/{worker_id}/joined", responses=failures(KeyRefused, WorkerUnknown))
+async def show_joined(worker_id: str, gateway: CurrentGateway) -> JoinedWorker:
+    """Confirm that a worker has joined, to the process that started it."""
+    member = _member(gateway, worker_id)
+    if member is None:
         raise WorkerUnknown
-
-    return router
-
-
-def workers(gateway: Gateway) -> APIRouter:
-    """Hold the routes in which admins look at workers, and keep new requests from them."""
-    router = APIRouter(prefix=PREFIX, dependencies=[Depends(with_admin_key(gateway))])
-
-    told = failures(*FOR_ADMINS, *KEPT, WorkerUnknown, FieldInvalid)
-    signed = {"parameters": [AUTHOR]}
-    waiting = parameter("timeout_s", "query", "How long to wait at most.", pattern=r"^\d{1,3}$")
-
-    @router.get("", responses=failures(*FOR_ADMINS))
-    async def listing() -> dict[str, Any]:
-        members = {member.report.worker_id: member for member in gateway.fleet.workers()}
-        names = [*members, *(name for name in gateway.cordons.by_worker if name not in members)]
-        return {"workers": [_told(gateway, name, members.get(name)) for name in names]}
-
-    @router.put("/{worker_id}/cordon", responses=told, openapi_extra=signed)
-    async def cordon(worker_id: str, request: Request) -> dict[str, Any]:
-        await gateway.cordons.add(worker_id, read_author(request))
-        return _one(gateway, worker_id)
-
-    @router.delete("/{worker_id}/cordon", status_code=204, responses=told, openapi_extra=signed)
-    async def uncordon(worker_id: str, request: Request) -> Response:
-        await gateway.cordons.remove(worker_id, read_author(request))
-        return Response(status_code=204)
-
-    @router.post(
-        "/{worker_id}/drain",
-        responses=told,
-        openapi_extra={"parameters": [AUTHOR, waiting]},
-    )
-    async def drain(worker_id: str, request: Request) -> dict[str, Any]:
-        timeout_s = _drain_timeout_s(request)
-        drained = await gateway.cordons.drain(worker_id, read_author(request), timeout_s)
-        return {"drained": drained, **_one(gateway, worker_id)}
-
-    return router
+    return {"worker_id": worker_id, "url": member.report.url}
 
 
-def _one(gateway: Gateway, worker_id: str) -> dict[str, Any]:
-    members = (member for member in gateway.fleet.workers() if member.report.worker_id == worker_id)
-    return _told(gateway, worker_id, next(members, None))
+@router.get("", responses=failures(*FOR_ADMINS))
+async def show_all(gateway: CurrentGateway) -> Workers:
+    """Show the workers."""
+    members = {member.report.worker_id: member for member in gateway.fleet.workers()}
+    names = [*members, *(name for name in gateway.cordons.by_worker if name not in members)]
+    return {"workers": [_worker(gateway, name, members.get(name)) for name in names]}
 
 
-def _told(gateway: Gateway, worker_id: str, member: WorkerState | None) -> dict[str, Any]:
-    """Tell how a worker is; where it is gone there is only that it is cordoned."""
-    told: dict[str, Any] = {
+@router.put("/{worker_id}/cordon", responses=_CHANGE)
+async def cordon(worker_id: str, author: Author, gateway: CurrentGateway) -> WorkerDetails:
+    """Cordon a worker: it gets no new requests."""
+    await gateway.cordons.add(worker_id, author)
+    return _worker(gateway, worker_id, _member(gateway, worker_id))
+
+
+@router.delete("/{worker_id}/cordon", status_code=204, responses=_CHANGE)
+async def uncordon(worker_id: str, author: Author, gateway: CurrentGateway) -> None:
+    """Lift the cordon of a worker."""
+    await gateway.cordons.remove(worker_id, author)
+
+
+@router.post("/{worker_id}/drain", responses=_CHANGE)
+async def drain(
+    worker_id: str,
+    author: Author,
+    gateway: CurrentGateway,
+    timeout_s: Annotated[int, Query(ge=0, le=600, description="The longest wait.")] = 30,
+) -> DrainedWorker:
+    """Cordon a worker and wait for its requests to end."""
+    drained = await gateway.cordons.drain(worker_id, author, timeout_s)
+    return {"drained": drained, **_worker(gateway, worker_id, _member(gateway, worker_id))}
+
+
+def _member(gateway: Gateway, worker_id: str) -> WorkerState | None:
+    members = gateway.fleet.workers()
+    return next((member for member in members if member.report.worker_id == worker_id), None)
+
+
+def _worker(gateway: Gateway, worker_id: str, member: WorkerState | None) -> WorkerDetails:
+    worker: WorkerDetails = {
         "worker_id": worker_id,
         "state": worker_state(gateway.fleet, member),
         "in_flight": gateway.fleet.local_requests(worker_id),
         "lanes": [],
     }
     if member is not None:
-        told |= {
+        worker |= {
             "url": member.report.url,
             "model": member.report.model,
             "labels": list(member.report.labels),
@@ -136,35 +167,14 @@ def _told(gateway: Gateway, worker_id: str, member: WorkerState | None) -> dict[
         }
     cordon = gateway.cordons.by_worker.get(worker_id)
     if cordon is not None:
-        told |= {"cordoned_since": cordon.since.isoformat(), "cordoned_by": cordon.author}
-    return told
-
-
-def _drain_timeout_s(request: Request) -> float:
-    text = request.query_params.get("timeout_s", "30")
-    if not (text.isascii() and text.isdigit() and len(text) <= 3 and int(text) <= _LONGEST_DRAIN_S):
-        raise FieldInvalid(
-            f"'timeout_s' must be whole seconds, at most {_LONGEST_DRAIN_S}.", param="timeout_s"
-        )
-    return float(text)
-
-
-def _read_report(raw: bytes) -> WorkerReport:
-    try:
-        report = WorkerReport.model_validate_json(raw)
-    except ValidationError as invalid:
-        problem = invalid.errors(include_url=False, include_input=False)[0]
-        where = ".".join(str(part) for part in problem["loc"])
-        raise FieldInvalid(f"{where}: {message_of(problem)}.", param=where or None) from None
-    if not _is_base_url(report.url):
-        raise FieldInvalid("'url' must be like http://192.168.1.20:9200.", param="url")
-    return report
+        worker |= {"cordoned_since": cordon.since.isoformat(), "cordoned_by": cordon.author}
+    return worker
 
 
 def _is_base_url(text: str) -> bool:
     try:
         url = urlsplit(text)
-        has_address = bool(url.hostname) and url.port != 0  # a port that is none raises
+        has_address = bool(url.hostname) and url.port != 0  # an invalid port raises
     except ValueError:
         return False
     plain = text == f"{url.scheme}://{url.netloc}" and url.username is None

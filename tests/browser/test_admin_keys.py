@@ -64,5 +64,5 @@ async def test_terms_that_are_refused_are_told_in_the_form(
     await form.get_by_label("Name").fill("Ann")
     await form.get_by_label("Models").fill("gpt-4o-mini")
     await tab.button("Make the key").click()
-    await expect(form.get_by_role("alert")).to_contain_text("is an alias; say 'demo'")
+    await expect(form.get_by_role("alert")).to_contain_text("is an alias; use 'demo'")
     await expect(form.get_by_label("Name")).to_have_value("Ann")
