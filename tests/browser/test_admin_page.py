@@ -76,7 +76,7 @@ async def test_where_this_machine_alone_is_trusted_others_are_told_so(
     await tab.context.set_extra_http_headers({"x-forwarded-for": "192.168.1.7"})
     await tab.open_admin(gateway_with_worker.url)
     refusal = tab.page.locator("#sign-in-refusal")
-    await expect(refusal).to_contain_text("answers only on the gateway's own machine")
+    await expect(refusal).to_contain_text("only the gateway's own machine may use")
 
 
 @IN_THE_BROWSER

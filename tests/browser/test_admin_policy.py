@@ -108,7 +108,7 @@ async def test_who_was_slower_is_told_and_loses_no_word(
     await page.get_by_label("What is it for?").fill("mine")
     await tab.button("Apply as version 2").click()
     overtaken = page.locator("#overtaken")
-    await expect(overtaken).to_contain_text("Somebody was faster. Version 2 is in force")
+    await expect(overtaken).to_contain_text("The policy has changed. Version 2 is in force")
     assert pool_of(gateway_with_worker) == "slow", "nothing of bob's was overwritten"
 
     await tab.button("Load theirs, keep my text aside").click()

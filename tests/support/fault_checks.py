@@ -48,7 +48,7 @@ def _unchunked(chunked: bytes) -> bytes:
 def check_responses(planned: list[PlannedRequest], ends: dict[str, str]) -> None:
     """I4: every client saw one of the ends there are, and an answer is whole only if it was."""
     errors = {
-        *("worker_lost", "worker_failed", "worker_silent", "worker_stalled"),
+        *("worker_lost", "worker_failed", "worker_timeout", "worker_stalled"),
         *("worker_unreachable", "workers_busy", "no_worker", "queue_full", "queue_timeout"),
         "gateway_overloaded",  # where the machine is too slow for all of this at once
     }

@@ -135,14 +135,14 @@ async function look() {
   else await adopt(theirs);
 }
 
-// Somebody was faster: nothing of either is lost.
+// Another edit came first: neither edit is lost.
 function overtaken(theirs) {
   const banner = byId("overtaken");
   if (!banner.hidden && banner.dataset.etag === theirs.etag) return;
   banner.dataset.etag = theirs.etag;
   banner.hidden = false;
   banner.replaceChildren(
-    make("p", {}, make("strong", {}, "Somebody was faster. "), `Version ${theirs.number} is in force, and your text was made from version ${base.number}.`),
+    make("p", {}, make("strong", {}, "The policy has changed. "), `Version ${theirs.number} is in force, and your text was made from version ${base.number}.`),
     make(
       "div",
       { class: "row" },

@@ -239,7 +239,7 @@ def test_a_form_on_another_page_makes_no_key(
     sent = gateway_with_worker.admin.post(
         "/admin/v1/keys", content=b'{"name": "drive-by"}', headers=headers
     )
-    assert (sent.status_code, sent.json()["error"]["code"]) == (403, "not_allowed")
+    assert (sent.status_code, sent.json()["error"]["code"]) == (403, "permission_denied")
     assert gateway_with_worker.admin.get("/admin/v1/keys").json() == {"keys": []}
     own = gateway_with_worker.admin.post(
         "/admin/v1/keys", json={"name": "own"}, headers={"origin": gateway_with_worker.url}

@@ -101,9 +101,9 @@ def test_a_body_of_another_kind_is_refused_unread(
 ) -> None:
     for method, path in (("PUT", ""), ("PATCH", ""), ("POST", "/validate"), ("POST", "/diff")):
         answer = admin.edit(method, "version: 1", path, content_type=kind)
-        assert status_and_code(answer) == (415, "media_type_not_supported")
+        assert status_and_code(answer) == (415, "unsupported_media_type")
     answer = admin.put("{}", content_type="application/merge-patch+json")
-    assert status_and_code(answer) == (415, "media_type_not_supported")
+    assert status_and_code(answer) == (415, "unsupported_media_type")
 
 
 def test_a_policy_is_bounded(gateway: RunningGateway, admin: PolicyAdmin) -> None:
@@ -190,7 +190,7 @@ def test_without_an_admin_key_only_this_machine_is_trusted(gateway: RunningGatew
         proxied = {"x-forwarded-for": "10.0.0.1"}
         for method, path in ROUTES:
             answer = admin.request(method, path, headers=proxied, json={})
-            assert status_and_code(answer) == (403, "not_allowed")
+            assert status_and_code(answer) == (403, "permission_denied")
 
 
 def test_a_page_of_a_foreign_site_cannot_edit_through_its_reader(gateway: RunningGateway) -> None:
@@ -198,7 +198,7 @@ def test_a_page_of_a_foreign_site_cannot_edit_through_its_reader(gateway: Runnin
     with PolicyAdmin(gateway.url) as admin:
         plain = {"content-type": "text/plain", "origin": "http://evil.example"}
         answer = admin.request("POST", "/rollback", content='{"version": 1}', headers=plain)
-        assert status_and_code(answer) == (403, "not_allowed")
+        assert status_and_code(answer) == (403, "permission_denied")
         assert "access-control-allow-origin" not in answer.headers
         rebound = {"host": "evil.example"}
         assert admin.get(headers=rebound).status_code == 421
@@ -279,7 +279,7 @@ def test_f47_of_many_who_edit_the_same_version_one_wins(
         answers = [edit.result() for edit in edits]
     (won,) = [answer for answer in answers if answer.status_code == 200]
     lost = [status_and_code(answer) for answer in answers if answer is not won]
-    assert lost == [(412, "policy_changed")] * 15
+    assert lost == [(412, "version_conflict")] * 15
     assert f'"{won.json()["etag"]}"' == admin.etag()
     assert [one["number"] for one in admin.get("/history").json()["versions"]] == [2, 1]
 
@@ -292,10 +292,10 @@ def test_f47_an_edit_says_which_version_it_was_made_from(
     admin.put(single_pool_policy("b"))
     body = {"version": 1} if path else single_pool_policy("c")
     missing = admin.request(method, path, json=body, headers={"x-paceline-note": "x"})
-    assert status_and_code(missing) == (428, "if_match_missing")
+    assert status_and_code(missing) == (428, "precondition_required")
     for stale in (first, '"nonsense"', "", f"W/{admin.etag()}"):
         answer = admin.edit(method, body, path, if_match=stale)
-        assert status_and_code(answer) == (412, "policy_changed")
+        assert status_and_code(answer) == (412, "version_conflict")
         assert "version 2 of the policy, by loopback" in answer.json()["error"]["message"]
     for good in (admin.etag(), admin.etag().strip('"'), f'"x", {admin.etag()}', "*"):
         fresh = good if good == "*" else admin.etag()
@@ -364,9 +364,9 @@ def test_there_is_no_way_back_to_what_never_was(
 ) -> None:
     for number in (0, 2, 99, -1):
         answer = admin.edit("POST", {"version": number}, "/rollback")
-        assert status_and_code(answer) == (404, "unknown_version")
+        assert status_and_code(answer) == (404, "version_not_found")
     for name in ("0", "2", "x", "1" * 5000, "-1", "²"):
-        assert status_and_code(admin.get(f"/history/{name}")) == (404, "unknown_version")
+        assert status_and_code(admin.get(f"/history/{name}")) == (404, "version_not_found")
     for body in ({}, {"version": "1"}, {"version": True}, {"version": 1, "x": 1}, [1]):
         answer = admin.edit("POST", body, "/rollback")
         assert status_and_code(answer) == (400, "invalid_value")

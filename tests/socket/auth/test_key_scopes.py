@@ -123,7 +123,7 @@ def test_a_model_that_a_key_may_not_use_does_not_exist_for_it(
     assert status_and_code(line.client.get("/v1/models/other")) == (404, "model_not_found")
     explained = line.client.post("/v1/route/explain", json=chat_body(model="other"))
     assert status_and_code(explained) == (404, "model_not_found")
-    assert status_and_code(line.client.get("/v1/status")) == (403, "not_allowed")
+    assert status_and_code(line.client.get("/v1/status")) == (403, "permission_denied")
 
 
 def test_pools_that_a_key_may_not_use_are_left_out(gateway_with_worker: RunningGateway) -> None:

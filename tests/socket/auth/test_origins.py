@@ -175,7 +175,7 @@ def test_where_no_key_is_asked_for_a_page_of_another_site_is_refused(
 ) -> None:
     for kind in KINDS:
         status, code, headers = blind(gateway_with_worker, path, kind, origin=origin)
-        assert (status, code) == (403, "not_allowed")
+        assert (status, code) == (403, "permission_denied")
         assert not [name for name in headers if name.startswith("access-control")]
     assert not worker.requests
 
@@ -213,7 +213,7 @@ def test_a_link_may_be_followed_from_anywhere_and_a_page_may_not_look(
     looked = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
     assert status_and_code(gateway_with_worker.client.get(path, headers=looked)) == (
         403,
-        "not_allowed",
+        "permission_denied",
     )
 
 
@@ -232,7 +232,7 @@ def test_no_page_of_another_site_can_hold_a_stream_of_the_state_open(
     """An EventSource tells its origin, a picture or a frame only that it is of another site."""
     headers = {"sec-fetch-site": "cross-site", **marks}
     refused = gateway_with_worker.client.get("/v1/status/events", headers=headers)
-    assert status_and_code(refused) == (403, "not_allowed")
+    assert status_and_code(refused) == (403, "permission_denied")
 
 
 def test_who_shows_a_key_may_come_from_anywhere(gateway_with_worker: RunningGateway) -> None:
@@ -275,9 +275,9 @@ def test_nothing_of_the_admin_plane_opens_to_a_page_of_another_site(
             refused = unkeyed_gateway.admin.request(
                 method, path, content=b'{"name": "x"}', headers=sent
             )
-            assert status_and_code(refused) == (403, "not_allowed")
+            assert status_and_code(refused) == (403, "permission_denied")
         looked = unkeyed_gateway.admin.get("/admin/v1/keys", headers=headers)
-        assert status_and_code(looked) == (403, "not_allowed")
+        assert status_and_code(looked) == (403, "permission_denied")
     assert unkeyed_gateway.admin.get("/admin/v1/keys").json() == {"keys": []}
     (told,) = unkeyed_gateway.admin.get("/admin/v1/workers").json()["workers"]
     assert told["state"] == "ready"

@@ -39,7 +39,7 @@ def test_a_limit_answers_in_openais_shape_and_says_when_to_come_back(
     assert refused.status_code == 429
     error = refused.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "requests_a_minute_exceeded")
-    assert error["message"] == "The limit of this key is reached: 2 requests a minute."
+    assert error["message"] == "The rate limit of this API key is reached: 2 requests a minute."
     assert 0 < int(refused.headers["retry-after"]) <= 30
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
 

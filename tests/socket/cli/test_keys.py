@@ -54,7 +54,7 @@ def test_the_admin_key_comes_from_the_environment(
     )
     with RunningGateway(settings) as gateway:
         monkeypatch.setenv("PACELINE_API_KEY", "static-key")
-        with pytest.raises(SystemExit, match="A valid key is needed"):
+        with pytest.raises(SystemExit, match="A valid API key is required"):
             main(["keys", "list", "--url", gateway.url])
         monkeypatch.setenv("PACELINE_ADMIN_KEY", "admin-key")
         assert main(["keys", "create", "ci", "--json", "--url", gateway.url]) == 0
@@ -67,7 +67,7 @@ def test_a_refusal_is_one_sentence_that_names_the_field(
 ) -> None:
     with pytest.raises(SystemExit, match=r"refused: pools\.0: the policy has no pool 'vml'"):
         main(["keys", "create", "Ann", "--pool", "vml", "--url", gateway_with_worker.url])
-    with pytest.raises(SystemExit, match="There is no key 'key-x'"):
+    with pytest.raises(SystemExit, match="The key 'key-x' does not exist"):
         main(["keys", "revoke", "key-x", "--url", gateway_with_worker.url])
 
 

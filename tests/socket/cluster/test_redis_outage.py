@@ -220,9 +220,9 @@ def test_f31_an_edit_that_was_not_answered_says_so_and_sent_again_it_is_done_onc
 
     # On a slow machine it may be known to be away before it is asked.
     wait_until(
-        lambda: is_connected(gateway) and edit_while_it_is_frozen() == (503, "edit_unanswered")
+        lambda: is_connected(gateway) and edit_while_it_is_frozen() == (503, "write_unconfirmed")
     )
-    wait_until(lambda: edit() == (412, "policy_changed"))
+    wait_until(lambda: edit() == (412, "version_conflict"))
     notes = [one["note"] for one in gateway.admin.get(f"{path}/history").json()["versions"]]
     assert notes.count("two workers") == 1
 

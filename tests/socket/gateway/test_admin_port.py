@@ -30,7 +30,7 @@ def split_gateway(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGat
 def test_what_only_admins_may_do_is_on_their_port_alone(split_gateway: RunningGateway) -> None:
     with PolicyAdmin(split_gateway.url) as outside, PolicyAdmin(split_gateway.admin_url) as admin:
         for method, path in ROUTES:
-            assert status_and_code(outside.request(method, path)) == (404, "unknown_path")
+            assert status_and_code(outside.request(method, path)) == (404, "path_not_found")
             assert admin.request(method, path).status_code != 404
         assert admin.put(single_pool_policy("moved")).status_code == 200
     assert split_gateway.chat().headers["x-paceline-pool"] == "moved"
@@ -38,22 +38,22 @@ def test_what_only_admins_may_do_is_on_their_port_alone(split_gateway: RunningGa
 
 def test_keys_are_made_on_their_port_and_open_the_other(split_gateway: RunningGateway) -> None:
     refused = split_gateway.client.post("/admin/v1/keys", json={"name": "ann"})
-    assert status_and_code(refused) == (404, "unknown_path")
+    assert status_and_code(refused) == (404, "path_not_found")
     made = split_gateway.create_key()
     assert status_and_code(split_gateway.client.get("/v1/models")) == (401, "invalid_api_key")
     split_gateway.use_key(made["secret"])
     assert split_gateway.chat().status_code == 200
     for path in ("/admin/v1/usage", "/admin/v1/workers", "/admin", "/admin/page/main.js"):
-        assert status_and_code(split_gateway.client.get(path)) == (404, "unknown_path")
+        assert status_and_code(split_gateway.client.get(path)) == (404, "path_not_found")
         assert split_gateway.admin.get(path).status_code == 200
 
 
 def test_nothing_else_is_on_the_port_of_admins(split_gateway: RunningGateway) -> None:
     with httpx.Client(base_url=split_gateway.admin_url) as client:
         for path in ("/v1/models", "/v1/status", "/metrics", "/livez", "/v1/route/explain"):
-            assert status_and_code(client.get(path)) == (404, "unknown_path")
+            assert status_and_code(client.get(path)) == (404, "path_not_found")
         answer = client.post("/v1/chat/completions", json=chat_body())
-        assert status_and_code(answer) == (404, "unknown_path")
+        assert status_and_code(answer) == (404, "path_not_found")
         assert [one["worker_id"] for one in client.get("/admin/v1/workers").json()["workers"]] == [
             "fake-a"
         ]
@@ -85,7 +85,7 @@ def test_commands_find_the_gateway_by_its_own_settings(
     for command in ("policy show", "policy history", "keys list", "status --json"):
         assert main(command.split()) == 0, command
     assert '"workers"' in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="no such route"):
+    with pytest.raises(SystemExit, match="This path does not exist"):
         main(["policy", "show", "--url", split_gateway.url])
     monkeypatch.setenv("PACELINE_ADMIN_PORT", "0")
     with pytest.raises(SystemExit, match="say where with --url"):

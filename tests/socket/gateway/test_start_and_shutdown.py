@@ -34,7 +34,7 @@ def test_f35_an_ending_gateway_lets_streams_finish_and_takes_nothing_new(
         gateway_with_worker.request_shutdown()
         wait_until(lambda: httpx.get(f"{gateway_with_worker.url}/readyz").status_code == 503)
         refused = httpx.post(f"{gateway_with_worker.url}/v1/chat/completions", json={})
-        assert refused.json()["error"]["code"] == "gateway_stopping"
+        assert refused.json()["error"]["code"] == "shutting_down"
         worker.resume.set()
         received += b"".join(pieces)
     assert received.endswith(DONE)
@@ -51,7 +51,7 @@ def test_f36_a_hurried_end_gives_running_streams_an_error_event(
         gateway_with_worker.request_shutdown()
         gateway_with_worker.request_shutdown()
         received += b"".join(pieces)
-    assert b'"code":"gateway_stopping"' in received
+    assert b'"code":"shutting_down"' in received
     assert b"[DONE]" not in received
     gateway_with_worker.wait_closed()
 
@@ -67,7 +67,7 @@ def test_f35_the_end_is_bounded_when_a_stream_does_not_finish(
             received = next(pieces)
             gateway.request_shutdown()
             received += b"".join(pieces)
-        assert b'"code":"gateway_stopping"' in received
+        assert b'"code":"shutting_down"' in received
         gateway.wait_closed()
 
 
@@ -203,7 +203,7 @@ def test_f36_a_second_signal_ends_it_now(
             wait_until(lambda: not ready(client))
             gateway.process.send_signal(second)
             received += b"".join(pieces)
-        assert b'"code":"gateway_stopping"' in received
+        assert b'"code":"shutting_down"' in received
         assert b"[DONE]" not in received
         assert gateway.wait_for_end() == 0
 
@@ -219,5 +219,5 @@ def test_f35_what_does_not_finish_in_time_gets_the_error_event(
             received = next(pieces)
             gateway.process.send_signal(signal.SIGTERM)
             received += b"".join(pieces)
-        assert b'"code":"gateway_stopping"' in received
+        assert b'"code":"shutting_down"' in received
         assert gateway.wait_for_end() == 0

@@ -36,7 +36,7 @@ def test_f10_a_head_that_dribbles_is_a_408_and_its_neighbour_is_served(tmp_path:
         for raw in slow:
             raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\n")
         assert httpx.get(f"{gateway.url}/livez").status_code == 200
-        assert {read_error(raw) for raw in slow} == {(408, "head_too_slow", True)}
+        assert {read_error(raw) for raw in slow} == {(408, "headers_timeout", True)}
 
 
 def test_the_second_head_of_a_connection_is_bounded_too(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ def test_the_second_head_of_a_connection_is_bounded_too(tmp_path: Path) -> None:
         raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert raw.recv(4096).endswith(b"alive\n")
         raw.sendall(b"GET /livez HTTP/1.1\r\n")
-        assert read_error(raw) == (408, "head_too_slow", True)
+        assert read_error(raw) == (408, "headers_timeout", True)
 
 
 def test_a_connection_that_asks_nothing_is_closed_without_a_word(tmp_path: Path) -> None:

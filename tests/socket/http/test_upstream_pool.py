@@ -81,7 +81,7 @@ def test_f13_a_connection_that_carries_nothing_ends_by_the_first_byte_limit(
     gateway.send_heartbeat(worker)
     proxy.fault = Fault(blackhole=True)
     answer = gateway.chat(stream=stream)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_silent")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_timeout")
     wait_for_outcomes(gateway, failed=1)
 
 

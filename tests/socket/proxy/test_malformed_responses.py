@@ -171,7 +171,7 @@ def test_f21_nonsense_of_a_worker_is_a_502_in_our_words(
     answer = gateway_with_worker.chat()
     assert answer.status_code == 502
     assert answer.json()["error"] == {
-        "message": "The worker failed on this request.",
+        "message": "The worker failed to process this request.",
         "type": "server_error",
         "param": None,
         "code": "worker_failed",

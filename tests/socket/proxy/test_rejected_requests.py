@@ -185,4 +185,4 @@ def test_without_an_admin_key_only_this_machine_sees_the_admin_plane(
 ) -> None:
     assert gateway_with_worker.client.get("/admin/v1/workers").status_code == 200
     answer = gateway_with_worker.client.get("/admin/v1/workers", headers=headers)
-    assert refusal(answer) == (403, "not_allowed", None)
+    assert refusal(answer) == (403, "permission_denied", None)

@@ -84,7 +84,7 @@ def test_f04_a_worker_that_never_answers_is_a_504_and_is_let_go(
     worker.script.hang = True
     gateway = make_gateway(worker, answer_timeout_s=0.2)
     answer = gateway.chat(stream=stream)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_silent")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_timeout")
     wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway, failed=1)
 
@@ -96,7 +96,7 @@ def test_f04_a_head_without_a_body_is_no_answer_either(
     gateway = make_gateway(worker, answer_timeout_s=0.2)
     with gateway.stream() as answer:
         answer.read()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_silent")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_timeout")
     wait_until(lambda: worker.in_flight == 0)
 
 

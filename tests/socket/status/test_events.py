@@ -94,7 +94,7 @@ def test_watching_needs_the_right_that_the_status_needs(
         gateway_with_worker.client.get(EVENTS, headers=bearer_headers(some))
     ) == (
         403,
-        "not_allowed",
+        "permission_denied",
     )
     with watching(gateway_with_worker, **bearer_headers(everything)) as events:
         assert "workers" in told(next(events))
