@@ -1,4 +1,4 @@
-"""Wire one gateway together as an ASGI application: the relay in front, FastAPI under it."""
+"""The ASGI application: the data plane in front, FastAPI for all other routes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
-from gateway.api import explain, keys, models, openapi, policy, usage
-from gateway.api import pages as page
-from gateway.api import status as state
-from gateway.api import workers as admin
+from gateway.api import explain, keys, models, openapi, pages, policy, status, usage, workers
 from gateway.assembly import Gateway, build_gateway
 from gateway.auth.origins import Hosts
 from gateway.config.settings import Settings
@@ -55,7 +52,7 @@ from policies.error_messages import message_of
 
 
 class GatewayApp:
-    """The whole gateway as one ASGI application, with a way to end it well."""
+    """The whole gateway as one ASGI application; also its data plane, as the gateway drains it."""
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
@@ -64,15 +61,15 @@ class GatewayApp:
         """The live connections of each server."""
         self._loop_monitor = LoopMonitor(self.proxy.load.lag, gateway.fleet.compensate_stall)
         self._hosts = Hosts(gateway.settings)
-        take = state.snapshots(gateway, self.proxy)
-        self._feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
-        self._panel = _panel(gateway, self.proxy, take, self._feed)
-        apart = gateway.settings.admin_port is not None
-        self.admin_app = AdminApp(gateway, self._hosts) if apart else None
-        """What is served on the port for admins, where they have one of their own."""
+        take = status.snapshots(gateway, self.proxy)
+        self._status_feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
+        self._fastapi = _build_fastapi(gateway, self.proxy, take, self._status_feed)
+        separate = gateway.settings.admin_port is not None
+        self.admin_app = AdminApp(gateway, self._hosts) if separate else None
+        """The application of the admin port, if there is one."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Hand generating requests to the relay and all else to FastAPI."""
+        """Pass inference requests to the proxy and all others to FastAPI."""
         wire_format = None
         if scope["type"] == "http":
             try:
@@ -80,12 +77,12 @@ class GatewayApp:
             except HostRefused as refused:
                 await response_writer(scope).fail(refused)
                 return
-            # The raw path: what is routed by anything else can be fooled (CVE-2026-48710).
+            # The raw path, which no header can change (CVE-2026-48710).
             wire_format = WIRE_FORMATS.get(scope["path"])
         if wire_format is not None:
             await self.proxy(scope, receive, wire_format)
         else:
-            await self._panel(scope, receive, send)
+            await self._fastapi(scope, receive, send)
 
     @property
     def upstream(self) -> ConnectionPool:
@@ -101,32 +98,32 @@ class GatewayApp:
         check_connections(itertools.chain(*self.connections))
 
     async def drained(self) -> None:
-        """Wait until no generating request runs."""
+        """Wait until no inference request runs."""
         await self.proxy.drained()
 
     def cut(self) -> None:
-        """End what still runs: streams with an error event."""
+        """Cancel the requests that still run: streams end with an error event."""
         self.proxy.cut()
-        self._feed.close()
+        self._status_feed.close()
 
 
 class AdminApp:
-    """The admin plane as an ASGI application of its own."""
+    """The ASGI application of the admin port."""
 
     def __init__(self, gateway: Gateway, hosts: Hosts) -> None:
         self._hosts = hosts
-        self._panel = _bare_panel(gateway)
-        _add_admin_routes(self._panel)
-        self._panel.include_router(openapi.published(self._panel, relayed=False))
+        self._fastapi = _bare_fastapi(gateway)
+        _add_admin_routes(self._fastapi)
+        self._fastapi.include_router(openapi.published(self._fastapi, proxied=False))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve admins under the names that the gateway has."""
+        """Pass a request to FastAPI if it names this gateway as its host."""
         try:
             self._hosts.check(scope["headers"])
         except HostRefused as refused:
             await response_writer(scope).fail(refused)
             return
-        await self._panel(scope, receive, send)
+        await self._fastapi(scope, receive, send)
 
 
 async def create_app(settings: Settings, rng: Random | None = None) -> GatewayApp:
@@ -134,56 +131,57 @@ async def create_app(settings: Settings, rng: Random | None = None) -> GatewayAp
     return GatewayApp(await build_gateway(settings, rng))
 
 
-def _panel(gateway: Gateway, proxy: ProxyHandler, take: state.Take, feed: StatusFeed) -> FastAPI:
-    """Build what FastAPI holds."""
-    panel = _bare_panel(gateway)
-    panel.include_router(state.probes(gateway, proxy))
-    panel.include_router(state.status(gateway, take, feed))
-    panel.include_router(page.dashboard())
-    panel.include_router(models.router)
-    panel.include_router(explain.router)
-    panel.include_router(admin.heartbeats)
+def _build_fastapi(
+    gateway: Gateway, proxy: ProxyHandler, take: status.Take, feed: StatusFeed
+) -> FastAPI:
+    app = _bare_fastapi(gateway)
+    app.include_router(status.probes(gateway, proxy))
+    app.include_router(status.status(gateway, take, feed))
+    app.include_router(pages.dashboard())
+    app.include_router(models.router)
+    app.include_router(explain.router)
+    app.include_router(workers.heartbeats)
     if gateway.settings.admin_port is None:
-        _add_admin_routes(panel)
-    panel.include_router(openapi.published(panel, relayed=True))
-    return panel
+        _add_admin_routes(app)
+    app.include_router(openapi.published(app, proxied=True))
+    return app
 
 
-def _add_admin_routes(panel: FastAPI) -> None:
-    """Add what only admins may do; workers join where requests come in."""
-    panel.include_router(page.admin_page())
-    panel.include_router(admin.router)
-    panel.include_router(policy.router)
-    panel.include_router(keys.router)
-    panel.include_router(usage.router)
+def _add_admin_routes(app: FastAPI) -> None:
+    """Add the routes for admins; workers join on the main port."""
+    app.include_router(pages.admin_page())
+    app.include_router(workers.router)
+    app.include_router(policy.router)
+    app.include_router(keys.router)
+    app.include_router(usage.router)
 
 
-def _bare_panel(gateway: Gateway) -> FastAPI:
-    panel = FastAPI(
+def _bare_fastapi(gateway: Gateway) -> FastAPI:
+    app = FastAPI(
         title="Paceline",
         version=version("paceline"),
         docs_url=None,
         redoc_url=None,
-        openapi_url=None,  # ours covers what goes past FastAPI too
+        openapi_url=None,  # `openapi.published` adds the routes of the proxy
         redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
     )
-    panel.state.gateway = gateway
-    panel.add_exception_handler(GatewayError, _render)
-    panel.add_exception_handler(RequestValidationError, _render)
-    panel.add_exception_handler(HTTPException, _render)
-    panel.add_exception_handler(Exception, _render)  # which is logged all the same
-    return panel
+    app.state.gateway = gateway
+    app.add_exception_handler(GatewayError, _render)
+    app.add_exception_handler(RequestValidationError, _render)
+    app.add_exception_handler(HTTPException, _render)
+    app.add_exception_handler(Exception, _render)  # uvicorn logs it as well
+    return app
 
 
 async def _render(request: Request, error: Exception) -> Response:
-    """Render whatever a route raised in OpenAI's shape."""
-    shaped = _shaped(request, error)
-    response = Response(to_body(shaped), status_code=shaped.status)
-    response.raw_headers.extend(to_headers(shaped))
+    """Render any exception of a route as an error in OpenAI's shape."""
+    answer = _as_gateway_error(request, error)
+    response = Response(to_body(answer), status_code=answer.status)
+    response.raw_headers.extend(to_headers(answer))
     return response
 
 
-def _shaped(request: Request, error: Exception) -> GatewayError:
+def _as_gateway_error(request: Request, error: Exception) -> GatewayError:
     match error:
         # FastAPI wraps an error of the body's reader in an HTTPException.
         case (GatewayError() as known) | HTTPException(__cause__=GatewayError() as known):
@@ -196,7 +194,7 @@ def _shaped(request: Request, error: Exception) -> GatewayError:
             methods = _methods(request.app.routes, request.scope["path"])
             return MethodRefused(", ".join(sorted(methods)))
         case HTTPException():
-            return RequestRefused("The request cannot be understood.")
+            return RequestRefused("The request is invalid.")
         case _:
             return GatewayError()
 
@@ -217,7 +215,7 @@ def _invalid(problem: ErrorDetails) -> GatewayError:
 
 
 def _methods(routes: Iterable[BaseRoute], path: str) -> set[str]:
-    """Find all methods of a path; the framework tells those of the first route that has it."""
+    """Return all methods of a path; Starlette reports those of the first matching route."""
     found: set[str] = set()
     for route in routes:
         if (router := getattr(route, "original_router", None)) is not None:

@@ -1,6 +1,6 @@
-"""The values that pass from step to step: inspect -> decide -> forward -> account.
+"""The values that the steps of a request share: inspect -> decide -> forward -> account.
 
-All are tuples: each is made for every request, and a frozen dataclass takes three times as long.
+All are tuples, created for every request: a frozen dataclass takes three times as long.
 """
 
 from __future__ import annotations
@@ -13,44 +13,44 @@ from policies.document import Priority
 from policies.request.profile import RequestProfile
 
 WorkerBoot = tuple[str, str]
-"""A worker by id and boot: what it keeps in memory ends with its life."""
+"""A worker id and its boot id: the memory of a worker is lost when its process ends."""
 NOWHERE = "none"
-"""The pool of a request that reached none."""
+"""The pool of a request that reached no pool."""
 Header = tuple[bytes, bytes]
-"""As ASGI has it: the name in lower case, and the value."""
+"""A lower-case name and a value, as in ASGI."""
 Headers = list[Header]
 
 
 def fits_header(secret: str) -> bool:
-    """Say whether a header can hold it; what cannot be sent would stand in the log as an error."""
+    """Return whether a secret is a valid header value; the error of an invalid one would log it."""
     return secret.isascii() and secret.isprintable() and secret == secret.strip()
 
 
 class Inspected(NamedTuple):
-    """A request that was read and found good."""
+    """A valid request."""
 
     asked_model: str
-    """The name that the client used."""
+    """The model name in the body."""
     profile: RequestProfile
-    """Its `model` is the resolved one."""
+    """Its `model` is the resolved name."""
     body: Mapping[str, Any]
-    """What a worker gets: normalised messages, effective sampling, no nulls."""
+    """The body for a worker: normalised messages, effective sampling, no nulls."""
 
 
 class Caller(NamedTuple):
-    """Who asks, for as far as waiting is concerned."""
+    """The client of a request, as queues and pools distinguish clients."""
 
     client: str = "anonymous"
-    """Those who share it share one place in a waiting line."""
+    """Requests with the same value share one turn in a queue."""
     priority: Priority = Priority.DEFAULT
     key: str = ""
     team: str = ""
     pools: frozenset[str] | None = None
-    """Those that the key may use; None: all."""
+    """The pools that the key may use; None for all."""
 
 
 class Usage(NamedTuple):
-    """Tokens of one request as its worker counted them."""
+    """The tokens of one request, as its worker reports them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -58,22 +58,22 @@ class Usage(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What drafting did for one request."""
+    """The speculative decoding of one request."""
 
     steps: int
     drafted: int
     accepted: int
     histogram: tuple[int, ...]
-    """Steps by how many draft tokens they accepted: none, one, two ..."""
+    """The number of steps that accepted no draft token, one, two ..."""
 
 
 class Spent(NamedTuple):
-    """What one request has cost its key."""
+    """The cost of one request, as charged to its key."""
 
     requests: int = 0
     tokens: int = 0
     guessed_tokens: int = 0
-    """Of `tokens`, those that no worker has told of."""
+    """The part of `tokens` that is an estimate because no worker reported it."""
 
 
 class Outcome(StrEnum):
@@ -83,12 +83,12 @@ class Outcome(StrEnum):
     REFUSED = "refused"
     """The request was at fault."""
     UNSERVED = "unserved"
-    """Nobody could take it."""
+    """No worker was available."""
     FAILED = "failed"
     """The worker was at fault."""
     CLIENT_LEFT = "client_left"
 
 
 UNUSED = Usage()
-"""Of a request that no worker has counted."""
+"""The usage of a request without a report from a worker."""
 NO_PREFIX = "none"

@@ -54,7 +54,9 @@ async def explain(request: Request, gateway: CurrentGateway, api_key: CurrentKey
     wire_format = COMPLETIONS if "prompt" in parse(raw) else CHAT
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current
     caller = read_caller(request.scope, policy, api_key)
-    asker = read_attributes(request.scope, caller, policy.compiled.headers, gateway.week_clock.minute())
+    asker = read_attributes(
+        request.scope, caller, policy.compiled.headers, gateway.week_clock.minute()
+    )
     inspected = wire_format.inspect(raw, policy, fleet)
     api_key.check_model(inspected)
     prefix = gateway.prefix_names.prefix_key(inspected, caller, policy.prefix)

@@ -1,7 +1,4 @@
-"""`GET /openapi.json`: all that is served on this port, what each route takes and what may come.
-
-What a route answers and takes, as the published OpenAPI tells it; from the errors themselves.
-"""
+"""`GET /openapi.json`: the routes of this port, with their bodies, responses and errors."""
 
 from __future__ import annotations
 
@@ -69,7 +66,7 @@ ERROR_SCHEMA = {
     },
 }
 EVERYWHERE: tuple[Error, ...] = (NotHttp, HeadTooSlow, HostRefused, HeadTooLarge, GatewayError)
-"""What comes before a route is found, or where one fails."""
+"""Errors of every route."""
 WITH_BODY: tuple[Error, ...] = (BodyNotJson, FieldInvalid, BodyTooSlow, BodyTooLarge)
 FOR_CLIENTS: tuple[Error, ...] = (KeyRefused, PageRefused)
 FOR_ADMINS: tuple[Error, ...] = (KeyRefused, NotAllowedHere)
@@ -77,7 +74,7 @@ STORED: tuple[Error, ...] = (RecordsUnwritable, WriteUnconfirmed)
 
 
 def failures(*errors: Error) -> Responses:
-    """Tell which statuses come with these errors, and what each of them means."""
+    """Describe the responses of these errors and of those that every route may return."""
     statuses: dict[int, list[str]] = {}
     for error in sorted({*errors, *EVERYWHERE}, key=lambda one: (one.status, one.__name__)):
         meaning = (error.__doc__ or "").partition("\n")[0]
@@ -92,10 +89,10 @@ def failures(*errors: Error) -> Responses:
 
 
 def success(schema: Any, *texts: str, status: int = 200) -> Responses:
-    """Tell what comes where all is well: JSON of a schema, or text of other kinds."""
+    """Describe a successful response: JSON of a schema, or text in other media types."""
     content = {JSON: {"schema": schema}}
     content |= {kind: {"schema": {"type": "string"}} for kind in texts}
-    return {status: {"description": "As asked.", "content": content}}
+    return {status: {"description": "Success.", "content": content}}
 
 
 def text(*kinds: str) -> Responses:
@@ -110,28 +107,28 @@ def takes(schema: Any, *kinds: str) -> Extra:
 
 
 def ref(name: str) -> Mapping[str, str]:
-    """Point to a schema of the document."""
+    """Return a reference to a schema of the document."""
     return {"$ref": f"#/components/schemas/{name}"}
 
 
 PATH = "/openapi.json"
 _REF = "#/components/schemas/{model}"
-# The state has pools, too, and they are not those that a policy writes down.
+# The status has models of the same names as the policy.
 _POLICY_PART = "PolicyPart"
 _POLICY_REF = f"#/components/schemas/{_POLICY_PART}{{model}}"
-_NO_LONGER = "HTTPValidationError"
-_RELAYED = (
+_VALIDATION_ERROR = "HTTPValidationError"
+_PROXY_ERRORS = (
     *(*FOR_CLIENTS, KeyEnded, PoolsNotAllowed, ModelUnknown, *WITH_BODY, TokensOverLimit),
     *(Quarantined, LimitReached, errors.NoWorker, errors.QueueFull, errors.QueueTimeout),
     *(errors.ShuttingDown, errors.Overloaded, errors.RequestTooLong, errors.WorkerUnreachable),
     *(errors.WorkerBusy, errors.WorkerLost, errors.WorkerFailed, errors.WorkerSilent),
     errors.WorkerStalled,
 )
-"""What may come in place of an answer of a worker."""
+"""Errors of the routes that the proxy serves."""
 
 
-def published(panel: FastAPI, *, relayed: bool) -> APIRouter:
-    """Hold the route of the document; it tells no secret, so anybody may read it."""
+def published(app: FastAPI, *, proxied: bool) -> APIRouter:
+    """Return the route of the document, which needs no key because it contains no secret."""
     router = APIRouter()
     written: list[bytes] = []
     writing = asyncio.Lock()
@@ -139,39 +136,39 @@ def published(panel: FastAPI, *, relayed: bool) -> APIRouter:
     @router.get(PATH, responses=failures() | success({"type": "object"}))
     async def document() -> Response:
         async with writing:
-            if not written:  # at the first request: by then all routes are there
-                written.append(await asyncio.to_thread(_write, panel, relayed=relayed))
+            if not written:  # at the first request: all routes are added by then
+                written.append(await asyncio.to_thread(_write, app, proxied=proxied))
         return Response(written[0], media_type=JSON)
 
     return router
 
 
-def _write(panel: FastAPI, *, relayed: bool) -> bytes:
-    document = panel.openapi()
+def _write(app: FastAPI, *, proxied: bool) -> bytes:
+    document = app.openapi()
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
     for path in document["paths"].values():
         for operation in path.values():
-            _settle(operation)
-    for name in (_NO_LONGER, "ValidationError"):
+            _remove_validation_error(operation)
+    for name in (_VALIDATION_ERROR, "ValidationError"):
         schemas.pop(name, None)
     schemas |= _schemas()
-    if relayed:
+    if proxied:
         for path, wire_format in WIRE_FORMATS.items():
-            document["paths"][path] = {"post": _relayed(wire_format.endpoint)}
+            document["paths"][path] = {"post": _proxy_operation(wire_format.endpoint)}
     return to_json(document)
 
 
-def _settle(operation: dict[str, Any]) -> None:
-    """Leave out what FastAPI would answer if it read bodies and parameters itself."""
+def _remove_validation_error(operation: dict[str, Any]) -> None:
+    """Remove the 422 response of FastAPI: `app.py` renders validation errors as 400."""
     unread = operation["responses"].get("422", {})
-    if _NO_LONGER in str(unread):
+    if _VALIDATION_ERROR in str(unread):
         del operation["responses"]["422"]
 
 
-def _relayed(endpoint: Endpoint) -> Mapping[str, Any]:
-    """Tell of a route that FastAPI does not know: the data plane goes past it."""
+def _proxy_operation(endpoint: Endpoint) -> Mapping[str, Any]:
+    """Describe a route of the proxy, which FastAPI does not serve."""
     whole = {"type": "object", "required": ["choices"]}
-    answers = success(whole, "text/event-stream") | failures(*_RELAYED)
+    answers = success(whole, "text/event-stream") | failures(*_PROXY_ERRORS)
     priority = {
         "name": PRIORITY_HEADER,
         "in": "header",
@@ -189,7 +186,7 @@ def _relayed(endpoint: Endpoint) -> Mapping[str, Any]:
 
 
 def _schemas() -> dict[str, Any]:
-    """Make the schemas that routes point to, each from what reads or writes it."""
+    """Return the schemas of bodies that FastAPI does not parse, and of errors."""
     policy = policy_schema(_POLICY_REF)
     parts = {_POLICY_PART + name: told for name, told in policy.pop("$defs", {}).items()}
     terms = KeyTerms.model_json_schema(ref_template=_REF)

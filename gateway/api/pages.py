@@ -1,7 +1,7 @@
 """`/admin` and `/dashboard`: the pages of the gateway.
 
-They are open to all, since they hold no secret: what they show they ask for with the key that is
-typed into them. Each file has a route of its own, so that no path that somebody sends leads to one.
+The pages need no key because they hold no secret: they fetch their data with the key that the user
+enters. Each file has a route of its own, so that no path of a client can select another file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _POLICY = "; ".join(
         "frame-ancestors 'none'",
         "base-uri 'none'",
         "form-action 'none'",
-        # No text that comes from elsewhere is ever read as HTML.
+        # No text of a response is parsed as HTML.
         "require-trusted-types-for 'script'",
         "trusted-types 'none'",
     ]
@@ -48,17 +48,17 @@ _HEADERS = {
 
 
 def admin_page() -> APIRouter:
-    """Hold the page for admins."""
+    """Return the routes of the page for admins."""
     return _page("/admin", "admin")
 
 
 def dashboard() -> APIRouter:
-    """Hold the page for those who want to see what the fleet does."""
+    """Return the routes of the dashboard."""
     return _page("/dashboard", "dashboard", "vendor/uplot")
 
 
 def _page(at: str, *folders: str) -> APIRouter:
-    """Hold a route for each file of a page, read once; what pages share lies beside each."""
+    """Return a route for each file of a page and for each shared file; files are read once."""
     router = APIRouter()
     files = [file for folder in ("shared", *folders) for file in (_PAGES / folder).iterdir()]
     for file in sorted(files):

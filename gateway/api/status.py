@@ -1,4 +1,4 @@
-"""`/v1/status` and its events, `/metrics`, and probes: how the gateway and its fleet are."""
+"""`/v1/status` and its events, `/metrics`, and health checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gateway.status.render import DEFAULT_WINDOW, LocalState, WindowStats, rende
 from gateway.telemetry.prometheus import GatewayMetrics, WorkerMetrics, exposition
 
 Take = Callable[[float], Awaitable[Status]]
-"""Takes a snapshot that reaches back so many seconds."""
+"""Takes a snapshot with statistics of a window in seconds."""
 _SOURCES: Mapping[Reason, Literal["shipped", "file", "admin"]] = {
     Reason.START: "shipped",
     Reason.FILE: "file",
@@ -34,7 +34,7 @@ _SOURCES: Mapping[Reason, Literal["shipped", "file", "admin"]] = {
 
 
 def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
-    """Hold what load balancers and Prometheus ask: they have no key, and it tells no secret."""
+    """Return the routes for load balancers and Prometheus, which need no key."""
     router = APIRouter()
 
     @router.get("/livez", response_class=PlainTextResponse, responses=failures())
@@ -45,7 +45,7 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
         503: {"description": "No worker, or stopping.", "content": {"text/plain": {}}}
     }
 
-    # "/health" is where vLLM and SGLang tell the same: load generators ask there first.
+    # "/health" as in vLLM and SGLang: load generators call it first.
     @router.get("/health", response_class=PlainTextResponse, responses=failures() | not_ready)
     @router.get("/readyz", response_class=PlainTextResponse, responses=failures() | not_ready)
     async def readyz() -> PlainTextResponse:
@@ -68,8 +68,8 @@ def probes(gateway: Gateway, proxy: ProxyHandler) -> APIRouter:
     return router
 
 
-class Watching(Response):
-    """The state, again and again, for as long as this viewer may and wants to see it."""
+class StatusStream(Response):
+    """The status as a stream of events, for as long as the key allows it."""
 
     media_type = "text/event-stream"
 
@@ -79,12 +79,12 @@ class Watching(Response):
         self._allowed = allowed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Write straight to the connection, as answers of the data plane do."""
+        """Write events directly to the connection, as the proxy does."""
         await self._feed.stream_to(scope, self._allowed)
 
 
 def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
-    """Return what takes one snapshot of the whole state."""
+    """Return a function that takes one snapshot of the status."""
     began_s = gateway.clock()
 
     async def take(length_s: float) -> Status:
@@ -107,12 +107,12 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
 
 
 def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
-    """Hold the whole state, once and as a stream of events."""
+    """Return the routes of the status: one snapshot, and a stream of events."""
 
     async def check_unrestricted(api_key: CurrentKey) -> None:
         if not api_key.unrestricted:
             raise NotAllowedHere(
-                "This key is restricted to some models or pools, so it cannot see the whole fleet."
+                "This API key is restricted to some models or pools, so it cannot read the status."
             )
 
     async def check_again(request: Request) -> None:
@@ -138,20 +138,20 @@ def status(gateway: Gateway, take: Take, feed: StatusFeed) -> APIRouter:
         "/v1/status/events",
         dependencies=access,
         status_code=200,
-        response_class=Watching,
+        response_class=StatusStream,
         responses=failures(*refused, ShuttingDown, TooManyViewers),
     )
     async def events(request: Request) -> Response:
-        return Watching(feed, lambda: check_again(request))
+        return StatusStream(feed, lambda: check_again(request))
 
     return router
 
 
 def _check_alone(request: Request, name: str) -> None:
-    """Raise `FieldInvalid` unless this is the only query parameter, and stands at most once."""
+    """Raise `FieldInvalid` for other query parameters, and for a second one of this name."""
     given = [known for known, _ in request.query_params.multi_items()]
     if given not in ([], [name]):
-        raise FieldInvalid(f"There is one query parameter, '{name}', once.", param=name)
+        raise FieldInvalid(f"The only query parameter is '{name}', at most once.", param=name)
 
 
 def _local_state(

@@ -75,7 +75,7 @@ async def test_a_key_is_asked_for_and_stays_in_its_tab(
     refusal = page.locator("#sign-in-refusal")
     for secret, why in (
         ("wrong", "does not accept this key"),
-        (some["secret"], "may not see the whole fleet"),
+        (some["secret"], "cannot read the status"),
     ):
         await page.get_by_label("Key").fill(secret)
         await page.keyboard.press("Enter")

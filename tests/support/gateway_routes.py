@@ -41,6 +41,6 @@ def route_paths(app: GatewayApp | AdminApp) -> set[tuple[str, str]]:
     """Name the routes that the gateway itself answers at a door; it relays the others."""
     return {
         (method, route.path)
-        for route in iter_routes(app._panel.routes)
+        for route in iter_routes(app._fastapi.routes)
         for method in route.methods or ()
     }
