@@ -282,15 +282,15 @@ def _records(settings: Settings, link: RedisClient | None) -> Records:
 
 
 def _traces(settings: Settings) -> Traces | None:
-    """Load what sends spans, for those who ask for them alone."""
+    """Load the exporter of spans, if it is configured."""
     if settings.traces == "off":
         return None
     try:
         from gateway.telemetry.tracing import Traces  # noqa: PLC0415  # an extra
     except ImportError:
         raise StartupError(
-            "PACELINE_TRACES needs what is not installed; `pip install -e '.[otel]'` brings it, in "
-            "the folder of Paceline."
+            "PACELINE_TRACES needs the OpenTelemetry packages; install them with "
+            "`pip install -e '.[otel]'` in the folder of Paceline."
         ) from None
     return Traces()
 
@@ -319,16 +319,16 @@ async def _policy_store(
         return await open_policy_store(records, settings.workers, source, wall, warnings)
     except PolicyInvalid as invalid:
         raise StartupError(
-            f"The policy that would be in force is not usable: {problems_text(invalid)}. Mend "
-            "that, or name another file with PACELINE_POLICY."
+            f"The policy that would be in force is invalid: {problems_text(invalid)}. Correct it, "
+            "or set PACELINE_POLICY to another file."
         ) from None
     except ValueError:
         raise StartupError(
-            f"The versions of the policy in {settings.state_dir} are damaged; mend them, or move "
-            "them away to begin anew."
+            f"The stored versions of the policy in {settings.state_dir} are damaged; repair them, "
+            "or move them away to start with a new history."
         ) from None
     except RecordsUnwritable:
         raise StartupError(
-            f"The policy cannot be kept in {settings.state_dir}; make it writable, or name another "
-            "folder with PACELINE_STATE_DIR."
+            f"The policy cannot be stored in {settings.state_dir}; make it writable, or set "
+            "PACELINE_STATE_DIR to another folder."
         ) from None

@@ -172,7 +172,7 @@ def test_a_state_that_cannot_be_written_or_read_stops_the_start(file: Path, tmp_
     with pytest.raises(StartupError, match="cannot be read"):
         start(settings)
     (tmp_path / "state.json").write_text('{"policy": {"1": {"number": 1}}}')
-    with pytest.raises(StartupError, match=r"The versions of the policy in .* are damaged"):
+    with pytest.raises(StartupError, match=r"The stored versions of the policy in .* are damaged"):
         start(make_settings(tmp_path, policy=file))
 
 
