@@ -115,7 +115,7 @@ async def test_of_two_who_edit_the_same_version_the_second_is_told() -> None:
     book = await make_policy_store()
     first = book.version
     await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=first)
-    with pytest.raises(VersionConflict, match="version 2 of the policy, by ann"):
+    with pytest.raises(VersionConflict, match="version 2, by ann"):
         await book.apply(proposal("c"), Reason.EDIT, AUTHOR_BOB, onto=first)
     assert book.current == proposal("b").policy
 
