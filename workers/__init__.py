@@ -1,1 +1,1 @@
-"""Everything that knows an engine: our own MLX engine, its HTTP face, and adapters for others."""
+"""The worker: the MLX engine, its HTTP server, and its protocol with gateways."""

@@ -1,4 +1,4 @@
-"""Chat answers of a real worker, read by the unmodified `openai` package."""
+"""Chat completions of a real worker, read by the unmodified `openai` package."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
 async def test_greedy_answer_carries_usage_and_the_metrics_of_its_speculation(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    answer = await openai_client.chat.completions.create(
+    response = await openai_client.chat.completions.create(
         model=model, messages=QUESTION, temperature=0, max_tokens=24
     )
-    assert answer.model == model
-    assert answer.id.startswith("chatcmpl-")
-    assert answer.object == "chat.completion"
-    assert answer.choices[0].message.role == "assistant"
-    assert answer.choices[0].finish_reason in ("stop", "length")
-    usage = answer.usage
+    assert response.model == model
+    assert response.id.startswith("chatcmpl-")
+    assert response.object == "chat.completion"
+    assert response.choices[0].message.role == "assistant"
+    assert response.choices[0].finish_reason in ("stop", "length")
+    usage = response.usage
     assert usage is not None
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
     assert usage.prompt_tokens_details is not None
-    assert answer.model_extra is not None
-    speculation = answer.model_extra["metrics"]["speculative_decoding"]
+    assert response.model_extra is not None
+    speculation = response.model_extra["metrics"]["speculative_decoding"]
     assert speculation["num_spec_tokens"] == 2
     assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"]
 
@@ -68,22 +68,22 @@ async def test_greedy_answer_carries_usage_and_the_metrics_of_its_speculation(
 async def test_detailed_metrics_tell_of_every_step_in_order(
     openai_client: openai.AsyncOpenAI, model: str, end: dict[str, Any]
 ) -> None:
-    asked = {"model": model, "temperature": 0, **end}
+    fields = {"model": model, "temperature": 0, **end}
     detailed = {"metrics": "detailed", "draft_tokens": 2}
     whole = await openai_client.chat.completions.create(
-        messages=QUESTION, extra_body=detailed, **asked
+        messages=QUESTION, extra_body=detailed, **fields
     )
-    chunks = await streamed(openai_client, extra_body=detailed, **asked)
+    chunks = await streamed(openai_client, extra_body=detailed, **fields)
     assert whole.model_extra is not None
-    told = whole.model_extra["metrics"]["speculative_decoding"]
-    accepted, drafted = told["per_step_accepted"], told["per_step_drafted"]
-    assert len(accepted) == len(drafted) == told["num_spec_steps"] > 0
+    metrics = whole.model_extra["metrics"]["speculative_decoding"]
+    accepted, drafted = metrics["per_step_accepted"], metrics["per_step_drafted"]
+    assert len(accepted) == len(drafted) == metrics["num_spec_steps"] > 0
     assert all(a <= d for a, d in zip(accepted, drafted, strict=True))
     assert (sum(accepted), sum(drafted)) == (
-        told["num_accepted_draft_tokens"],
-        told["num_draft_tokens"],
+        metrics["num_accepted_draft_tokens"],
+        metrics["num_draft_tokens"],
     )
-    assert [accepted.count(j) for j in range(3)] == told["acceptance_histogram"]
+    assert [accepted.count(j) for j in range(3)] == metrics["acceptance_histogram"]
     assert chunks[-1].model_extra == {"metrics": whole.model_extra["metrics"]}
 
 
@@ -91,16 +91,16 @@ async def test_detailed_metrics_tell_of_every_step_in_order(
 async def test_steps_are_told_only_where_they_were_asked_for(
     openai_client: openai.AsyncOpenAI, model: str, metrics: str | None
 ) -> None:
-    answer = await openai_client.chat.completions.create(
+    response = await openai_client.chat.completions.create(
         model=model,
         messages=QUESTION,
         temperature=0,
         max_tokens=8,
         extra_body={"metrics": metrics},
     )
-    assert answer.model_extra is not None
-    told = answer.model_extra["metrics"]["speculative_decoding"]
-    assert not any(name.startswith("per_step") for name in told)
+    assert response.model_extra is not None
+    metrics = response.model_extra["metrics"]["speculative_decoding"]
+    assert not any(name.startswith("per_step") for name in metrics)
 
 
 async def test_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(
@@ -143,10 +143,10 @@ async def test_stream_without_include_usage_has_no_usage_chunk(
 async def test_sampled_answer_has_no_metrics_of_a_speculation_that_did_not_happen(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    answer = await openai_client.chat.completions.create(
+    response = await openai_client.chat.completions.create(
         model=model, messages=QUESTION, max_tokens=4
     )
-    assert answer.model_extra == {}
+    assert response.model_extra == {}
 
 
 async def test_each_of_several_choices_equals_the_choice_alone_with_its_seed(
@@ -163,9 +163,9 @@ async def test_each_of_several_choices_equals_the_choice_alone_with_its_seed(
     ]
     assert [choice.index for choice in together.choices] == [0, 1, 2]
     assert [choice.message.content for choice in together.choices] == [
-        answer.choices[0].message.content for answer in alone
+        response.choices[0].message.content for response in alone
     ]
-    usages = [answer.usage for answer in alone if answer.usage]
+    usages = [response.usage for response in alone if response.usage]
     assert together.usage is not None
     assert together.usage.prompt_tokens == usages[0].prompt_tokens
     assert together.usage.completion_tokens == sum(usage.completion_tokens for usage in usages)
@@ -201,7 +201,7 @@ async def test_bytes_of_logprobs_are_those_of_the_token_where_it_is_no_whole_cha
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     """OpenAI gives bytes so that those of several tokens can be joined to one character."""
-    answer = await openai_client.chat.completions.create(
+    response = await openai_client.chat.completions.create(
         model=model,
         messages=QUESTION,
         max_tokens=3,
@@ -209,8 +209,8 @@ async def test_bytes_of_logprobs_are_those_of_the_token_where_it_is_no_whole_cha
         logprobs=True,
         logit_bias={str(byte_token(0xF0)): 100},
     )
-    assert answer.choices[0].logprobs is not None
-    tokens = answer.choices[0].logprobs.content or []
+    assert response.choices[0].logprobs is not None
+    tokens = response.choices[0].logprobs.content or []
     assert [(token.token, token.bytes) for token in tokens] == [("\\xf0", [0xF0])] * 3
 
 
@@ -231,11 +231,11 @@ async def test_stop_string_ends_the_answer_before_it(
 async def test_request_id_of_the_caller_is_kept(real_worker: RunningWorker) -> None:
     body = {"model": real_worker.model, "messages": QUESTION, "max_tokens": 1}
     async with httpx.AsyncClient(base_url=real_worker.url) as client:
-        answer = await client.post(
+        response = await client.post(
             "/v1/chat/completions", json=body, headers={"x-request-id": "abc-1"}
         )
-    assert answer.headers["x-request-id"] == "abc-1"
-    assert answer.json()["id"] == "chatcmpl-abc-1"
+    assert response.headers["x-request-id"] == "abc-1"
+    assert response.json()["id"] == "chatcmpl-abc-1"
 
 
 async def test_many_at_once_get_their_own_answers(
@@ -244,10 +244,10 @@ async def test_many_at_once_get_their_own_answers(
     questions: list[Any] = [[{"role": "user", "content": f"Count to {n}."}] for n in range(2, 10)]
 
     async def ask(question: Any) -> str | None:
-        answer = await openai_client.chat.completions.create(
+        response = await openai_client.chat.completions.create(
             model=model, messages=question, temperature=0, max_tokens=16
         )
-        return answer.choices[0].message.content
+        return response.choices[0].message.content
 
     alone = [await ask(question) for question in questions]
     assert await asyncio.gather(*map(ask, questions)) == alone

@@ -27,15 +27,15 @@ async def openai_client(real_worker: RunningWorker) -> AsyncIterator[openai.Asyn
 async def test_completion_defaults_to_sixteen_tokens_and_speculates_when_greedy(
     openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
-    answer = await openai_client.completions.create(
+    response = await openai_client.completions.create(
         model=real_worker.model, prompt="Once upon a time", temperature=0
     )
-    assert answer.object == "text_completion"
-    assert answer.id.startswith("cmpl-")
-    assert answer.usage is not None
-    assert answer.usage.completion_tokens <= 16
-    assert answer.model_extra is not None
-    assert "speculative_decoding" in answer.model_extra["metrics"]
+    assert response.object == "text_completion"
+    assert response.id.startswith("cmpl-")
+    assert response.usage is not None
+    assert response.usage.completion_tokens <= 16
+    assert response.model_extra is not None
+    assert "speculative_decoding" in response.model_extra["metrics"]
 
 
 async def test_completion_stream_says_what_the_whole_says(
@@ -82,7 +82,7 @@ async def test_logprobs_have_the_old_shape_and_equal_offsets_in_a_stream(
 async def test_offsets_wait_at_a_character_whose_bytes_are_still_coming(
     openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
-    answer = await openai_client.completions.create(
+    response = await openai_client.completions.create(
         model=real_worker.model,
         prompt="Once",
         max_tokens=3,
@@ -90,10 +90,10 @@ async def test_offsets_wait_at_a_character_whose_bytes_are_still_coming(
         logprobs=1,
         logit_bias={str(byte_token(0xF0)): 100},
     )
-    assert answer.choices[0].text == "\ufffd" * 3
-    assert answer.choices[0].logprobs is not None
-    assert answer.choices[0].logprobs.text_offset == [0, 0, 0]
-    assert answer.choices[0].logprobs.tokens == ["\\xf0"] * 3
+    assert response.choices[0].text == "\ufffd" * 3
+    assert response.choices[0].logprobs is not None
+    assert response.choices[0].logprobs.text_offset == [0, 0, 0]
+    assert response.choices[0].logprobs.tokens == ["\\xf0"] * 3
 
 
 async def test_alternatives_that_are_no_whole_character_are_told_apart() -> None:
@@ -105,6 +105,6 @@ async def test_alternatives_that_are_no_whole_character_are_told_apart() -> None
     engine = ScriptedEngine([Delta(text="", logprobs=(token,)), *text_events("\U0001f642")])
     body = {"model": "scripted", "prompt": "x", "logprobs": 2}
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as http:
-        answer = await http.post("/v1/completions", json=body)
-    (choice,) = answer.json()["choices"]
+        response = await http.post("/v1/completions", json=body)
+    (choice,) = response.json()["choices"]
     assert choice["logprobs"]["top_logprobs"] == [{"\\xf0": 0.0, "\\xe2": -1.0}]

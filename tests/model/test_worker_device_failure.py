@@ -1,4 +1,4 @@
-"""A real worker whose device dies under its answers, from the first error to its next life."""
+"""A real worker whose device fails during requests, from the first error to its restart."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ ANSWERS: tuple[dict[str, Any], ...] = (
     {"stream": True, "temperature": 1, "seed": 3},
     {"stream": False, "temperature": 0},
 )
-"""In both lanes, told at once and as a whole."""
+"""Both lanes, streamed and not streamed."""
 
 
-class Lives:
-    """What the supervisor tells of the lives of one worker."""
+class Boots:
+    """The messages of the supervisor over the boots of one worker."""
 
     def __init__(self, broken: Path) -> None:
         self.ready: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.log: list[str] = []
         self._broken = broken
 
@@ -47,7 +47,7 @@ class Lives:
             environment={"PYTHONPATH": str(ROOT)},
             on_ready=self.ready.put,
             on_exit=self._repair,
-            print_line=self.said.append,
+            print_line=self.messages.append,
             print_worker_line=self.log.append,
         )
         running = asyncio.create_task(supervisor.run())
@@ -70,12 +70,12 @@ async def test_a_dead_device_ends_every_answer_in_an_error_and_the_worker_in_its
     tmp_path: Path,
 ) -> None:
     broken = tmp_path / "broken"
-    lives = Lives(broken)
-    async with lives.supervised():
-        async with httpx.AsyncClient(base_url=await lives.url(), timeout=PATIENCE_S) as client:
+    boots = Boots(broken)
+    async with boots.supervised():
+        async with httpx.AsyncClient(base_url=await boots.url(), timeout=PATIENCE_S) as client:
             before = await _asked(client)
             begun = [asyncio.Event() for _ in ANSWERS]
-            asked = [
+            requests = [
                 asyncio.create_task(_read(client, fields, event))
                 for fields, event in zip(ANSWERS, begun, strict=True)
             ]
@@ -83,8 +83,8 @@ async def test_a_dead_device_ends_every_answer_in_an_error_and_the_worker_in_its
                 if fields["stream"]:
                     await event.wait()
             broken.touch()
-            texts = await asyncio.gather(*asked)
-        async with httpx.AsyncClient(base_url=await lives.url(), timeout=PATIENCE_S) as client:
+            texts = await asyncio.gather(*requests)
+        async with httpx.AsyncClient(base_url=await boots.url(), timeout=PATIENCE_S) as client:
             after = await _asked(client)
 
     for text in texts:
@@ -94,28 +94,28 @@ async def test_a_dead_device_ends_every_answer_in_an_error_and_the_worker_in_its
         assert json.loads(last)["error"]["code"] in ("engine_stopped", "generation_failed")
         assert "METAL" not in text, "the library's words stay in the log"
     died = f"ended with code {ExitCode.ENGINE_DIED.value}"
-    assert [line for line in lives.said if died in line] == [
+    assert [line for line in boots.messages if died in line] == [
         f"The worker {died}; it restarts in 0.5 s."
     ]
-    assert any("METAL" in line for line in lives.log)
+    assert any("METAL" in line for line in boots.log)
     assert after == before
 
 
 async def _asked(client: httpx.AsyncClient) -> str:
     body = QUESTION | {"model": await _model(client), "temperature": 0, "max_tokens": 12}
-    answer = (await client.post("/v1/chat/completions", json=body)).raise_for_status()
-    return str(answer.json()["choices"][0]["message"]["content"])
+    response = (await client.post("/v1/chat/completions", json=body)).raise_for_status()
+    return str(response.json()["choices"][0]["message"]["content"])
 
 
 async def _read(client: httpx.AsyncClient, fields: dict[str, Any], begun: asyncio.Event) -> str:
-    """Return all that came of an answer that would never end."""
+    """Return the received part of an endless completion."""
     body = ENDLESS | {"model": await _model(client)} | fields
     text = ""
-    async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
-        async for piece in answer.aiter_text():
+    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+        async for piece in response.aiter_text():
             text += piece
             begun.set()
-    assert answer.is_success == fields["stream"]
+    assert response.is_success == fields["stream"]
     return text
 
 

@@ -1,4 +1,4 @@
-"""A client that leaves frees what runs for it, whatever kind of answer it waits for."""
+"""The disconnect of a client cancels its generations, streamed or not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker
 from workers.engine.types import Delta
-from workers.server import response as answers
+from workers.server import response
 
 ENDLESS = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
@@ -54,7 +54,7 @@ async def test_stream_stops_generating_when_its_client_leaves(
 
 
 async def test_reader_that_stops_reading_loses_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "WRITE_STALL_S", 0.05)
+    monkeypatch.setattr(response, "WRITE_STALL_S", 0.05)
     more_than_sockets_hold = [Delta(text="A" * 100_000)] * 200
     engine = ScriptedEngine([*more_than_sockets_hold, asyncio.Event()])
     worker = make_worker(engine)

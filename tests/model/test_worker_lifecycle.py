@@ -1,4 +1,4 @@
-"""How a worker process starts, refuses to start, and ends."""
+"""The start of a worker process, errors at its start, and its shutdown."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ async def test_a_port_that_another_worker_took_while_the_weights_loaded_is_told_
         try:
             second.bind((host, port))
         except OSError:
-            pytest.skip("this system tells of it before the weights load")
+            pytest.skip("this system reports it before the weights load")
         first.listen()
         with pytest.raises(InvalidSettings, match=f"Cannot listen on {host} port {port}: "):
             await serve(

@@ -1,4 +1,4 @@
-"""What requests and flags say of long prompts reaches the engine, and what came of it them."""
+"""SpecPrefill of long prompts: flags and fields reach the engine, and the response reports it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ async def test_the_wish_of_a_request_reaches_the_engine_and_its_usage_tells_what
     )
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         body = {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}], **fields}
-        answer = (await client.post("/v1/chat/completions", json=body)).json()
+        response = (await client.post("/v1/chat/completions", json=body)).json()
 
     assert engine.generations[0].spec_prefill == wish
-    told = answer["usage"]["prompt_tokens_details"]
-    assert told == {"cached_tokens": 3, **({"skipped_tokens": 5} if skipped else {})}
-    assert answer["usage"]["prompt_tokens"] == 7
+    details = response["usage"]["prompt_tokens_details"]
+    assert details == {"cached_tokens": 3, **({"skipped_tokens": 5} if skipped else {})}
+    assert response["usage"]["prompt_tokens"] == 7
 
 
 def test_a_worker_with_a_draft_model_reads_a_long_prompt_sparsely_and_counts_it() -> None:

@@ -42,7 +42,7 @@ def test_picture_arrives_as_rgb_rows(kind: str) -> None:
 
 def test_picture_is_turned_upright() -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # lies on its side
+    exif[0x0112] = 6  # rotated by 90 degrees
     (picture,) = decode_pictures(
         [(FIELD, encode_image(Image.new("RGB", (3, 2)), "jpeg", exif=exif))]
     )
@@ -86,11 +86,11 @@ async def test_pictures_reach_the_engine_in_order() -> None:
     urls = [encode_image(Image.new("RGB", (width, 1))) for width in (5, 3)]
     body = {"model": "scripted", "messages": question(*urls), "temperature": 0}
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
-        answer = await client.post("/v1/chat/completions", json=body)
+        response = await client.post("/v1/chat/completions", json=body)
         forced = await client.post(
             "/v1/chat/completions", json=body, headers={"x-paceline-lane": "text-mtp"}
         )
-    assert answer.status_code == 200
+    assert response.status_code == 200
     (generation,) = engine.generations
     assert [picture.width_px for picture in generation.prompt.pictures] == [5, 3]
     assert (forced.status_code, forced.json()["error"]["param"]) == (400, "messages")
@@ -100,8 +100,8 @@ async def test_blind_model_names_the_picture_it_cannot_see() -> None:
     engine = ScriptedEngine(text_events("ok"), card=replace(CARD, vision=False))
     body = {"model": "scripted", "messages": question("data:image/png;base64,AA")}
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
-        answer = await client.post("/v1/chat/completions", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, FIELD)
+        response = await client.post("/v1/chat/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, FIELD)
 
 
 async def test_real_model_answers_about_a_picture_in_the_vlm_lane(
@@ -116,10 +116,10 @@ async def test_real_model_answers_about_a_picture_in_the_vlm_lane(
     plain = {**body, "messages": [{"role": "user", "content": "What is it?"}]}
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         before = (await client.get("/v1/status")).json()["lanes"]["vlm"]
-        answer = (await client.post("/v1/chat/completions", json=body)).json()
+        response = (await client.post("/v1/chat/completions", json=body)).json()
         without = (await client.post("/v1/chat/completions", json=plain)).json()
         after = (await client.get("/v1/status")).json()["lanes"]["vlm"]
-    assert answer["usage"]["prompt_tokens"] > without["usage"]["prompt_tokens"]
+    assert response["usage"]["prompt_tokens"] > without["usage"]["prompt_tokens"]
     assert after["requests"] == before["requests"] + 1
 
 
@@ -131,21 +131,21 @@ async def test_text_beside_a_picture_is_text_even_where_it_spells_a_processors_m
     message["content"][0]["text"] = "What is <|placeholder|>?"
     body = {"model": real_worker.model, "messages": [message], "temperature": 0, "max_tokens": 2}
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
-        answer = await client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
+        response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
 
 
 @pytest.mark.parametrize(("width_px", "height_px"), [(1, 1), (2, 2), (1, 200), (1, 201), (1500, 1)])
 async def test_s37_the_smallest_and_narrowest_pictures_break_no_engine(
     real_worker: RunningWorker, width_px: int, height_px: int
 ) -> None:
-    """CVE-2026-22773: they are answered, or refused by name, and the next one is served."""
+    """CVE-2026-22773: they succeed or are rejected by name, and the next request succeeds."""
     thin = question(encode_image(Image.new("RGB", (width_px, height_px))))
     body = {"model": real_worker.model, "temperature": 0, "max_tokens": 2}
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
-        answer = await client.post("/v1/chat/completions", json={**body, "messages": thin})
+        response = await client.post("/v1/chat/completions", json={**body, "messages": thin})
         refused = max(width_px, height_px) > 200
-        assert answer.status_code == (400 if refused else 200), answer.text
+        assert response.status_code == (400 if refused else 200), response.text
         plain = [{"role": "user", "content": "What is it?"}]
         after = await client.post("/v1/chat/completions", json={**body, "messages": plain})
     assert after.status_code == 200

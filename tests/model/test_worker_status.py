@@ -1,4 +1,4 @@
-"""What a worker says of itself is one snapshot, and adds up to the answers it gave."""
+"""The status of a worker is one snapshot, and its counts are the sums of its responses."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from workers.protocol import Speculation, WorkerReport
 QUESTION = {"messages": [{"role": "user", "content": "Count to five."}], "max_tokens": 12}
 
 
-async def test_status_grows_by_exactly_what_the_answers_say(real_worker: RunningWorker) -> None:
+async def test_status_grows_by_exactly_the_counts_of_the_responses(
+    real_worker: RunningWorker,
+) -> None:
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         before = (await client.get("/v1/status")).json()
-        answers = await asyncio.gather(
+        responses = await asyncio.gather(
             *(
                 client.post(
                     "/v1/chat/completions",
@@ -27,7 +29,7 @@ async def test_status_grows_by_exactly_what_the_answers_say(real_worker: Running
             )
         )
         after = (await client.get("/v1/status")).json()
-    bodies = [answer.json() for answer in answers]
+    bodies = [response.json() for response in responses]
     for name in ("prompt_tokens", "completion_tokens"):
         grown = sum(
             after["lanes"][lane][name] - before["lanes"][lane][name] for lane in real_worker.lanes
@@ -46,7 +48,7 @@ async def test_status_grows_by_exactly_what_the_answers_say(real_worker: Running
     assert mtp["attempted"] == mtp["accepted"] + mtp["rejected"] + mtp["errors"]
 
 
-async def test_status_names_lanes_memory_and_a_report_that_others_can_read(
+async def test_status_contains_lanes_memory_and_a_valid_report(
     real_worker: RunningWorker,
 ) -> None:
     async with httpx.AsyncClient(base_url=real_worker.url) as client:
@@ -92,14 +94,14 @@ async def test_metrics_carry_vllms_counters_once_and_agree_with_status(
     assert requests == {lane.name: lane.requests for lane in report.lanes}
 
 
-async def test_system_prompts_read_once_are_counted_and_told_in_the_answer(
+async def test_prefix_cache_hits_are_counted_and_part_of_the_response(
     real_worker: RunningWorker,
 ) -> None:
     system = {"role": "system", "content": "You sell boats. " + "The blue boat is warm. " * 20}
     body = {"model": real_worker.model, "temperature": 0, "max_tokens": 8}
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         before = (await client.get("/v1/status")).json()
-        answers = await asyncio.gather(
+        responses = await asyncio.gather(
             *(
                 client.post(
                     "/v1/chat/completions",
@@ -111,14 +113,14 @@ async def test_system_prompts_read_once_are_counted_and_told_in_the_answer(
         after = (await client.get("/v1/status")).json()
         metrics = (await client.get("/metrics")).text
     cached = [
-        answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers
+        response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for response in responses
     ]
     assert cached.count(0) == 1, "the first users of a prompt, all at once, read it once"
     assert len(set(cached)) == 2
-    lane, earlier = (told["lanes"]["text-mtp"]["prefix"] for told in (after, before))
+    lane, earlier = (status["lanes"]["text-mtp"]["prefix"] for status in (after, before))
     grown = {name: lane[name] - earlier[name] for name in lane}
     assert grown == {"hits": 3, "misses": 1, "cached_tokens": sum(cached)}
-    drafts = [answer.json()["metrics"]["speculative_decoding"] for answer in answers]
+    drafts = [response.json()["metrics"]["speculative_decoding"] for response in responses]
     assert all(counts["num_draft_tokens"] > 0 for counts in drafts), "with speculation on"
     assert after["memory"]["prefix_cache_bytes"] > before["memory"]["prefix_cache_bytes"]
     assert (
@@ -138,12 +140,12 @@ async def test_models_lists_the_one_that_is_served(real_worker: RunningWorker) -
     assert other.status_code == 404
 
 
-async def test_toy_model_is_called_one_before_anything_else(real_worker: RunningWorker) -> None:
+async def test_first_start_line_names_the_toy_model(real_worker: RunningWorker) -> None:
     assert "toy model" in real_worker.start_lines[0]
     assert "--model" in real_worker.start_lines[0]
 
 
-async def test_start_line_says_model_lanes_memory_and_draft_tokens(
+async def test_start_line_contains_model_lanes_memory_and_draft_tokens(
     real_worker: RunningWorker,
 ) -> None:
     line = real_worker.start_lines[-1]

@@ -1,4 +1,4 @@
-"""An engine that plays a script, for faults and shapes that a real one does not show on demand."""
+"""An engine that plays a script, for faults that a real engine does not produce on demand."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CARD = ModelCard(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StubPrompts:
-    """Renders nothing of interest."""
+    """A chat template that only joins its arguments."""
 
     tool_parser_name: str | None = "qwen3_coder"
 
@@ -117,7 +117,7 @@ class ScriptedEngine:
 
 
 def text_events(*texts: str, speculation: Speculation | None = None) -> list[Event]:
-    """Script an answer that arrives in these pieces and stops."""
+    """Return the events of a generation that yields these pieces and stops."""
     finished = Finished(
         reason=FinishReason.STOP,
         usage=Usage(prompt_tokens=7, completion_tokens=len(texts), cached_tokens=3),

@@ -1,4 +1,4 @@
-"""Real worker processes for tests: started, waited for, and ended."""
+"""Worker processes for tests: start, wait until ready, stop."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from workers.protocol import READY_PREFIX
 
 STOP_TIMEOUT_S = 60
 SUPPRESS_END_TOKENS = {"0": -100, "2": -100}
-"""A logit_bias: without these tokens the demo checkpoint never ends a turn by itself."""
+"""A logit_bias: without these tokens the demo checkpoint never ends a completion by itself."""
 
 
 def byte_token(byte: int) -> int:
-    """Find the token of the demo checkpoint that stands for one byte, of 0xA1 and above."""
+    """Return the demo checkpoint's token for one byte, of 0xA1 and above."""
     vocabulary = json.loads((CHECKPOINT / "tokenizer.json").read_text())["model"]["vocab"]
     return int(vocabulary[chr(byte)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningWorker:
-    """A worker that takes requests; `start_lines` is what it said before."""
+    """A ready worker; `start_lines` is its output before the ready line."""
 
     url: str
     worker_id: str
@@ -54,7 +54,7 @@ def worker_process(
     stdin: int = subprocess.DEVNULL,
     stderr: int | None = None,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start `python -m workers`, and make sure that it is gone afterwards."""
+    """Start `python -m workers`, and kill it at the end of the context."""
     with subprocess.Popen(
         [sys.executable, "-m", "workers", *arguments],
         stdin=stdin,
@@ -68,11 +68,11 @@ def worker_process(
             process.terminate()
             process.wait(STOP_TIMEOUT_S)
         finally:
-            process.kill()  # before the block waits for it, for as long as that takes
+            process.kill()  # `Popen.__exit__` would wait without a limit
 
 
 def wait_until_ready(process: subprocess.Popen[str]) -> RunningWorker:
-    """Read what a worker says until it takes requests; fail when it ends before."""
+    """Read the output of a worker up to its ready line; fail if it ends before."""
     assert process.stdout is not None
     start_lines: list[str] = []
     for line in process.stdout:
@@ -91,7 +91,7 @@ def wait_until_ready(process: subprocess.Popen[str]) -> RunningWorker:
 
 
 def run_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m workers` to its own end; its output is captured."""
+    """Run `python -m workers` until it ends by itself; capture its output."""
     return subprocess.run(
         [sys.executable, "-m", "workers", *arguments],
         stdin=subprocess.DEVNULL,
@@ -104,5 +104,5 @@ def run_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def environment_without_paceline() -> dict[str, str]:
-    """Return this environment without the settings of a Paceline that its owner may run."""
+    """Return this environment without settings of a Paceline on this machine."""
     return {name: value for name, value in os.environ.items() if not name.startswith("PACELINE_")}

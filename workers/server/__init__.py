@@ -1,1 +1,1 @@
-"""The HTTP face of a worker: OpenAI's shapes in, the engine's events out."""
+"""The HTTP server of a worker: OpenAI's API in front of the engine."""

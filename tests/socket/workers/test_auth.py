@@ -33,9 +33,9 @@ async def test_every_route_but_livez_wants_the_token(headers: dict[bytes, bytes]
     ):
         for route in routes:
             for method in route.methods or ():
-                answer = await client.request(method, route.path)
+                response = await client.request(method, route.path)
                 expected = 200 if route.path in PUBLIC else 401
-                assert answer.status_code == expected, route.path
+                assert response.status_code == expected, route.path
         unknown = await client.get("/v1/nothing")
     assert (unknown.status_code, unknown.headers["www-authenticate"]) == (401, "Bearer")
     assert unknown.json()["error"]["type"] == "authentication_error"

@@ -1,4 +1,4 @@
-"""What a client sees when an answer cannot be made, or not be finished."""
+"""Error responses, before and after the first token."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ async def post(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
 async def test_error_before_the_first_token_gets_a_status_of_its_own(
     error: Exception, status: int, code: str, stream: bool
 ) -> None:
-    answer = await post(ScriptedEngine([error]), stream=stream)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
-    assert answer.headers["x-request-id"]
-    assert "0x" not in answer.text
+    response = await post(ScriptedEngine([error]), stream=stream)
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert response.headers["x-request-id"]
+    assert "0x" not in response.text
 
 
 async def test_busy_engine_says_when_to_come_again() -> None:
-    answer = await post(ScriptedEngine([EngineBusy(retry_after_s=1.5)]))
-    assert answer.headers["retry-after"] == "2"
+    response = await post(ScriptedEngine([EngineBusy(retry_after_s=1.5)]))
+    assert response.headers["retry-after"] == "2"
 
 
 async def test_invalid_generation_names_the_field() -> None:
-    answer = await post(ScriptedEngine([InvalidGeneration("logit_bias", "No such token.")]))
-    assert answer.json() == {
+    response = await post(ScriptedEngine([InvalidGeneration("logit_bias", "No such token.")]))
+    assert response.json() == {
         "error": {
             "message": "No such token.",
             "type": "invalid_request_error",
@@ -77,20 +77,20 @@ async def test_prompt_that_does_not_fit_is_named_as_the_endpoint_names_it() -> N
 @pytest.mark.parametrize("choices", [1, 2])
 async def test_stream_that_breaks_ends_in_an_error_event_without_done(choices: int) -> None:
     engine = ScriptedEngine([Delta(text="Once"), GenerationFailed("/private/weights")])
-    answer = await post(engine, stream=True, n=choices)
-    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert answer.status_code == 200
+    response = await post(engine, stream=True, n=choices)
+    events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert response.status_code == 200
     assert json.loads(events[-1])["error"]["code"] == "generation_failed"
-    assert "[DONE]" not in answer.text
-    assert "/private" not in answer.text
+    assert "[DONE]" not in response.text
+    assert "/private" not in response.text
     assert engine.all_closed.is_set()
 
 
 async def test_generation_without_an_end_is_an_error_and_not_a_short_answer() -> None:
-    answer = await post(ScriptedEngine([Delta(text="Once")]))
-    assert answer.status_code == 500
-    answer = await post(ScriptedEngine([Delta(text="Once")]), stream=True)
-    assert "[DONE]" not in answer.text
+    response = await post(ScriptedEngine([Delta(text="Once")]))
+    assert response.status_code == 500
+    response = await post(ScriptedEngine([Delta(text="Once")]), stream=True)
+    assert "[DONE]" not in response.text
 
 
 async def test_draining_worker_finishes_what_it_has_and_refuses_the_next() -> None:

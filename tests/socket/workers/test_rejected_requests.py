@@ -1,4 +1,4 @@
-"""What a worker refuses, and that it names the field."""
+"""Requests that a worker rejects with an error that names the field."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.scripted_engine import (
     text_events,
 )
 from workers.engine.types import LaneName
-from workers.server import request as bodies
+from workers.server import request
 
 CHAT = "/v1/chat/completions"
 QUESTION: dict[str, Any] = {
@@ -68,11 +68,11 @@ async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
         ),
     ],
 )
-async def test_field_that_cannot_be_done_is_a_400_that_names_it(
+async def test_unsupported_field_is_a_400_that_names_it(
     client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any], param: str
 ) -> None:
-    answer = await client.post(CHAT, json={**QUESTION, **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    response = await client.post(CHAT, json={**QUESTION, **fields})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert engine.generations == []
 
 
@@ -80,43 +80,43 @@ async def test_field_that_cannot_be_done_is_a_400_that_names_it(
 async def test_prefix_key_that_no_report_can_hold_is_a_400_that_names_its_header(
     client: httpx.AsyncClient, engine: ScriptedEngine, chars: int, status: int
 ) -> None:
-    """Kept, it would stand in every report of the worker, and no gateway would take one again."""
+    """Such a key would be part of every report, and gateways would reject each of them."""
     headers = {"x-paceline-prefix-key": "k" * chars}
-    answer = await client.post(CHAT, json=QUESTION, headers=headers)
-    assert answer.status_code == status
+    response = await client.post(CHAT, json=QUESTION, headers=headers)
+    assert response.status_code == status
     if status == 400:
-        assert "'x-paceline-prefix-key'" in answer.json()["error"]["message"]
+        assert "'x-paceline-prefix-key'" in response.json()["error"]["message"]
         assert engine.generations == []
 
 
 async def test_echo_with_logprobs_is_a_400_that_names_echo(client: httpx.AsyncClient) -> None:
     body = {"model": "scripted", "prompt": "x", "echo": True, "logprobs": 1}
-    answer = await client.post("/v1/completions", json=body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "echo")
+    response = await client.post("/v1/completions", json=body)
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "echo")
 
 
 async def test_other_model_is_404_and_loads_nothing(client: httpx.AsyncClient) -> None:
-    answer = await client.post(CHAT, json={**QUESTION, "model": "/etc"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    response = await client.post(CHAT, json={**QUESTION, "model": "/etc"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
 async def test_body_that_is_no_json_object_is_a_400(
     client: httpx.AsyncClient, content: bytes
 ) -> None:
-    answer = await client.post(CHAT, content=content)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    response = await client.post(CHAT, content=content)
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
 
 
 async def test_body_beyond_the_bound_is_413(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bodies, "MAX_BODY_BYTES", 1000)
-    answer = await client.post(CHAT, content=b" " * 1001)
-    assert answer.status_code == 413
+    monkeypatch.setattr(request, "MAX_BODY_BYTES", 1000)
+    response = await client.post(CHAT, content=b" " * 1001)
+    assert response.status_code == 413
 
 
-async def test_wrong_method_and_unknown_path_answer_in_openais_shape(
+async def test_errors_of_method_and_path_have_openais_format(
     client: httpx.AsyncClient,
 ) -> None:
     wrong_method, unknown = await client.get(CHAT), await client.get("/v1/nothing")
@@ -125,7 +125,7 @@ async def test_wrong_method_and_unknown_path_answer_in_openais_shape(
     assert set(wrong_method.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_lane_follows_eligibility_when_nobody_names_it(
+async def test_lane_follows_eligibility_unless_the_gateway_names_one(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     for temperature in (0, 1):
@@ -148,8 +148,8 @@ async def test_lane_that_does_not_run_here_is_a_400(
     client: httpx.AsyncClient, engine: ScriptedEngine, lane: str
 ) -> None:
     engine.card = replace(engine.card, lanes=(LaneName.VLM,))
-    answer = await client.post(CHAT, json=QUESTION, headers={"x-paceline-lane": lane})
-    assert answer.status_code == 400
+    response = await client.post(CHAT, json=QUESTION, headers={"x-paceline-lane": lane})
+    assert response.status_code == 400
 
 
 async def test_worker_that_cannot_speculate_counts_that_as_the_reason(
@@ -164,5 +164,5 @@ async def test_tools_of_a_model_that_calls_none_are_a_400(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     engine.prompts = StubPrompts(tool_parser_name=None)
-    answer = await client.post(CHAT, json={**QUESTION, "tools": TOOLS})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+    response = await client.post(CHAT, json={**QUESTION, "tools": TOOLS})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")

@@ -1,4 +1,4 @@
-"""Tool calls in the text of an answer become `tool_calls`, however the text is cut."""
+"""Tool calls in generated text become `tool_calls`, however the text is split into pieces."""
 
 from __future__ import annotations
 
@@ -176,10 +176,10 @@ async def test_openai_package_reads_calls_whole_and_streamed() -> None:
         whole = await client.chat.completions.create(**fields)
         async with client.chat.completions.stream(**fields) as stream:
             streamed = await stream.get_final_completion()
-    for answer in (whole.choices[0], streamed.choices[0]):
-        assert answer.finish_reason == "tool_calls"
-        assert answer.message.content == "Adding."
-        call: Any = (answer.message.tool_calls or [])[0]
+    for response in (whole.choices[0], streamed.choices[0]):
+        assert response.finish_reason == "tool_calls"
+        assert response.message.content == "Adding."
+        call: Any = (response.message.tool_calls or [])[0]
         assert (call.type, call.function.name) == ("function", "add")
         assert json.loads(call.function.arguments) == {"a": 3}
         assert call.id.startswith("call_")
@@ -206,6 +206,6 @@ async def test_arguments_of_earlier_calls_reach_the_template_as_a_mapping() -> N
     ]
     body = {"model": "scripted", "messages": messages, "tools": TOOLS}
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
-        answer = await client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200
+        response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
     assert "'arguments': {'a': 3}" in engine.generations[0].prompt.text

@@ -1,4 +1,4 @@
-"""A model is a folder, a repository, or the demo; what cannot be had is one clear sentence."""
+"""A model is a folder, a repository or the demo; a failed download is one clear sentence."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
     assert (source.folder, source.served_name, source.toy) == (folder, "my-qwen", False)
 
 
-def test_repository_is_fetched_without_its_code_and_served_under_its_name(
+def test_repository_is_downloaded_without_its_code_and_served_under_its_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fetch = Mock(return_value=str(tmp_path))
@@ -53,7 +53,7 @@ def test_repository_is_fetched_without_its_code_and_served_under_its_name(
         (OSError, "download failed"),
     ],
 )
-def test_failed_fetch_is_a_sentence_that_says_why(
+def test_failed_download_is_a_sentence_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, raised: type[Exception], hint: str
 ) -> None:
     response = httpx.Response(404, request=httpx.Request("GET", "http://x"))
@@ -66,7 +66,7 @@ def test_failed_fetch_is_a_sentence_that_says_why(
 
 
 @pytest.mark.parametrize("named", ["/nowhere", "a/b/c", "http://host/model", "one word"])
-def test_anything_else_is_refused_without_asking_anybody(
+def test_any_other_name_is_rejected_without_a_download(
     monkeypatch: pytest.MonkeyPatch, named: str
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Mock(side_effect=AssertionError))

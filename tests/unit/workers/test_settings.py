@@ -1,7 +1,4 @@
-"""Flags win over the environment, that over the file; what cannot work is named at the start.
-
-Workers have stable names of their own, and addresses that others reach.
-"""
+"""Settings of a worker: precedence, errors that name the setting, default name and address."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from workers.server.settings import advertised_url, default_worker_id
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run in an empty folder, without the settings of a Paceline that its owner may run."""
+    """Run in an empty folder, without settings of a Paceline on this machine."""
     monkeypatch.chdir(tmp_path)
     for name in ("JOIN_TOKEN", "CONFIG", "WORKER_PORT", "WORKER_LANES", "WORKER_LABELS"):
         monkeypatch.delenv(f"PACELINE_{name}", raising=False)
@@ -83,7 +80,7 @@ def test_gateways_own_host_and_port_are_not_the_workers(monkeypatch: pytest.Monk
         (["--join", "http://192.0.2.1:8000", "--host", "127.0.0.1", "--token", "t"], "--host"),
     ],
 )
-def test_setting_that_cannot_work_is_named(arguments: list[str], named: str) -> None:
+def test_invalid_setting_is_named(arguments: list[str], named: str) -> None:
     with pytest.raises(InvalidSettings, match="(?s).*" + named):
         read_settings(arguments)
 
@@ -134,7 +131,7 @@ def test_two_workers_of_one_machine_differ() -> None:
     assert default_worker_id("studio", 9200) != default_worker_id("studio", 9201)
 
 
-def test_address_is_the_one_that_faces_the_gateway_when_all_are_listened_on() -> None:
+def test_advertised_address_faces_the_gateway_for_a_wildcard_host() -> None:
     assert advertised_url("0.0.0.0", 9200, "http://127.0.0.1:8000") == "http://127.0.0.1:9200"
     assert advertised_url("192.0.2.7", 9200, "http://192.0.2.1:80") == "http://192.0.2.7:9200"
     assert advertised_url("fd00::7", 9200, None) == "http://[fd00::7]:9200"
@@ -152,5 +149,5 @@ def test_address_is_the_one_that_faces_the_gateway_when_all_are_listened_on() ->
         ("192.168.1.2", False),
     ],
 )
-def test_loopback_is_known_from_the_rest(host: str, loopback: bool) -> None:
+def test_loopback_is_recognised(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
