@@ -156,7 +156,7 @@ def _long_row(tokenizer: Tokenizer, random: Random, sentences: int) -> TokenRow:
 
 @dataclass(frozen=True)
 class PatchedPicture:
-    """A picture as bytes [P, 3, 256], with what it shows."""
+    """A picture as bytes [P, 3, 256], with its labels."""
 
     patches: Bytes
     colour: str

@@ -155,7 +155,7 @@ def tools_text(schemas: list[Schema]) -> str:
 
 
 def tool_call(name: str, arguments: Mapping[str, object]) -> str:
-    """Return a call in the XML form of Qwen3.5, which tool parsers know as `qwen3_coder`."""
+    """Return a call in the XML form of Qwen3.5, which tool parsers call `qwen3_coder`."""
     parameters = "".join(
         f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()
     )
@@ -239,7 +239,7 @@ def draw_chat(random: Random, *, filler_sentences: tuple[int, int] = (0, 14)) ->
 
 
 def practice_chat(random: Random) -> Chat:
-    """Draw a chat that is nothing but copying: words to repeat, or facts, each asked for in turn.
+    """Draw a chat of copying only: words to repeat, or one question for each fact.
 
     Finding and copying is one skill, learnt all of a sudden; in ordinary chats it is rare.
     """
@@ -268,7 +268,7 @@ def exact_practice_chat(random: Random) -> Chat:
 
 
 def ending_practice_chat(random: Random) -> Chat:
-    """Draw a chat of counts and lists: answers whose only question is where to end."""
+    """Draw a chat of counts and lists, for practice of their ends."""
     if random.random() < 0.3:
         return exact_practice_chat(random)
     messages: list[Message] = []

@@ -1,4 +1,4 @@
-"""The phase of the MTP head: it learns what a frozen model will say one and two tokens on."""
+"""The phase of the MTP head, which learns the next two tokens of a frozen model."""
 
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ _DRAFT_SLOPE: Final = ((100, 1.0), (600, 0.0))
 
 
 def train_draft(work: Work) -> None:
-    """Run phase `draft`: the MTP head learns what the final model will say next but one."""
+    """Run phase `draft`: the MTP head learns the tokens of the final model after the next."""
     config = model_config(special_ids(load_tokenizer(work.folder)))
     model = untrained(work)
     model.load_weights(str(work.weights("base")))
@@ -53,7 +53,7 @@ def train_draft(work: Work) -> None:
 
 
 def _draft_arrays(model: Any, batch: TextBatch | PictureBatch) -> dict[str, mx.array]:
-    """Return what the drafter learns from: the target's hiddens and choices at the answers.
+    """Return the training data of the drafter: hidden states and choices of the target in answers.
 
     The drafter counts plain positions, also behind a picture, as mlx-vlm's drafting does.
     """

@@ -50,7 +50,7 @@ def hugging_face_layout(weights: Tensors) -> Tensors:
 
 
 def write_checkpoint(work: Path, folder: Path) -> None:
-    """Export what the phases left in `work` to `folder`."""
+    """Export the output of the phases in `work` to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = load_tokenizer(work)
     ids = special_ids(tokenizer)

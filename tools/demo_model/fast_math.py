@@ -26,7 +26,7 @@ def _numbers(x: mx.array) -> Numbers:
 def _pointwise(
     value_and_slope: Callable[[Numbers], tuple[Numbers, Numbers]],
 ) -> Callable[[mx.array], mx.array]:
-    """Return a function of each number by itself, whose slope is known with its value."""
+    """Return an elementwise function that computes its derivative together with its value."""
 
     def forward(x: mx.array) -> tuple[mx.array, mx.array]:
         value, slope = value_and_slope(_numbers(x))

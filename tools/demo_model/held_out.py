@@ -1,4 +1,4 @@
-"""What the score and the tests ask: prompts and pictures that training never showed, and counts.
+"""Prompts of the score and of the tests: held-out prompts and pictures, and counts.
 
 Everything here is drawn from seeds of its own, needs no MLX, and is the same on every machine.
 """
@@ -103,7 +103,7 @@ def long_prompts() -> list[Prompt]:
 
 
 def pictures(count: int = 200, *, seed: int = 1) -> list[Picture]:
-    """`count` pictures of sizes, places and backgrounds that training never had."""
+    """`count` pictures with held-out sizes, positions and backgrounds."""
     random = Random(f"held out pictures {seed}")
     return [
         draw_picture(random, random.choice(HELD_OUT_SIZES), held_out=True, plain_share=0.0)

@@ -27,7 +27,7 @@ TakeStep = Callable[[int], tuple[Any, mx.array]]
 
 @dataclass(frozen=True)
 class Work:
-    """Where a run lives, how its progress is shown, and which rank of its group this is."""
+    """The folder, progress bar and rank of one training process."""
 
     folder: Path
     progress: Progress
@@ -39,7 +39,7 @@ class Work:
         return int(self.group.rank()) == 0
 
     def meet(self) -> None:
-        """Wait until all ranks are here: what the leader wrote before can be read after."""
+        """Wait for all ranks: afterwards, they can read the files of the leader."""
         mx.eval(mx.distributed.all_sum(mx.array(1.0), group=self.group))
 
     def seeded(self, name: str) -> Random:
@@ -51,7 +51,7 @@ class Work:
         return Random(f"{SEED} {name}")
 
     def weights(self, name: str) -> Path:
-        """Return the file that a phase leaves."""
+        """Return the path of the output file of a phase."""
         return self.folder / f"{name}.safetensors"
 
 
@@ -69,12 +69,12 @@ def _pace(step: int, slope: Slope) -> float:
 
 
 def _is_matrix(name: str, value: mx.array) -> bool:
-    """Say what Muon updates: all that is multiplied, also the kernel that cuts up pictures."""
+    """Return whether Muon updates a parameter: every matrix, and the patch kernel."""
     return "patch_embed.proj.weight" in name or (value.ndim == 2 and "embed" not in name)
 
 
 def optimise(work: Work, name: str, module: Any, take_step: TakeStep, slope: Slope) -> None:
-    """Train the module's trainable parameters down the slope; leave them in `name`.safetensors."""
+    """Train the trainable parameters along the slope; save them to `name`.safetensors."""
     steps = int(slope[-1][0])
     optimiser = Muon(module.trainable_parameters(), _is_matrix)
     part, state = work.weights(f"{name}.part"), work.weights(f"{name}.state")

@@ -35,7 +35,7 @@ def _as_wide(value: mx.array, tall: bool) -> mx.array:
 
 
 class Muon:
-    """The optimiser of all training phases; `is_matrix(name, value)` picks what Muon updates."""
+    """The optimiser of all phases; `is_matrix(name, value)` selects the parameters of Muon."""
 
     def __init__(self, parameters: Any, is_matrix: Callable[[str, mx.array], bool]) -> None:
         self._stacks: dict[str, list[tuple[str, bool]]] = {}

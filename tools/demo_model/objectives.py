@@ -1,4 +1,4 @@
-"""What the phases minimise: next tokens, colours and shapes, and the target's own next tokens."""
+"""Losses of the phases: next tokens, colours and shapes, and the target's own next tokens."""
 
 from typing import Any, Final
 
@@ -32,7 +32,7 @@ def text_hidden(model: Any, batch: TextBatch) -> mx.array:
 
 
 def picture_features(model: Any, batch: PictureBatch) -> mx.array:
-    """Return what the tower makes of the pictures: [B, tokens, D]."""
+    """Return the features of the pictures: [B, tokens, D]."""
     return vision_forward(model.vision_tower, batch.patches, batch.grid)
 
 
@@ -73,7 +73,7 @@ def probe_loss(probe: Any, features: mx.array, colours: mx.array, shapes: mx.arr
 
 
 class Seeing(nn.Module):  # type: ignore[misc]  # mlx's Module is untyped
-    """What is trained to see: a tower (or a model with one), and a probe that asks what it sees."""
+    """A vision tower (or a model with one) and a probe of its features."""
 
     def __init__(self, seer: Any, width: int) -> None:
         super().__init__()

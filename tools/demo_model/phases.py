@@ -1,16 +1,16 @@
-"""The training phases. Each reads what earlier ones left in the work folder and adds its own file.
+"""The training phases. Each reads files of earlier phases in the work folder and adds its own.
 
     tokenizer   tokenizer.json
     eyes        the vision tower alone, by naming colours and shapes   -> eyes.safetensors
     text        the language model alone                               -> text.safetensors
-    join        the language model learns to read the frozen eyes      -> join.safetensors,
+    join        the language model learns to read the frozen tower     -> join.safetensors,
                                                                           probe.safetensors
-    settle      the same, with care for where answers end              -> settle.safetensors
-    focus       the eyes, through the frozen language model            -> base.safetensors
+    settle      the same, with weight on ends of answers               -> settle.safetensors
+    focus       the tower, through the frozen language model           -> base.safetensors
     draft       the MTP head on that model                             -> draft.safetensors
 
-Steps are counted, not minutes, so a run gives the same weights on a slow machine as on a fast one.
-A broken run goes on from its last snapshot.
+Phases end by steps, not by time, so a slow machine trains the same weights as a fast one. An
+interrupted run continues from its last snapshot.
 """
 
 from itertools import islice
@@ -67,7 +67,7 @@ def make_tokenizer(work: Work) -> None:
 
 
 def train_eyes(work: Work) -> None:
-    """Phase `eyes`: the vision tower learns to see with labels, far sooner than through words."""
+    """Phase `eyes`: the vision tower learns from labels, far faster than from words."""
     pool = draw_pictures(work, "eyes")
     seeing = objectives.Seeing(untrained(work).vision_tower, HIDDEN)
     random = work.seeded("eyes")
@@ -145,7 +145,7 @@ def train_joined(work: Work) -> None:
 
 
 def train_settle(work: Work) -> None:
-    """Run phase `settle`: the same once more, with care for where counts and lists end."""
+    """Run phase `settle`: the same once more, with weight on the ends of counts and lists."""
     model = untrained(work)
     model.load_weights(str(work.weights("join")))
     mixed = MixedSteps(work, "settle", 3, _SETTLE_COURSES, end_weight=_END_WEIGHT)
@@ -170,7 +170,7 @@ def _train_reader(work: Work, name: str, model: Any, mixed: MixedSteps, slope: S
 
 
 def train_focus(work: Work) -> None:
-    """Run phase `focus`: the tower learns to show the language model what it is asked for.
+    """Run phase `focus`: the tower learns the features that questions need.
 
     The language model stays as it is; its probe keeps the tower sharp. No text changes.
     """
@@ -205,7 +205,7 @@ def _sight_loss(seeing: Any, batch: PictureBatch) -> mx.array:
 
 
 def _keep_base(work: Work, name: str) -> None:
-    """Keep the model of a phase without its probe as the base."""
+    """Save the model of a phase, without its probe, as the base."""
     if not work.leads:
         return
     kept = load_tensors(work.weights(name))

@@ -41,12 +41,12 @@ HELD_OUT_SIZES: Final = (
     (128, 128), (96, 96), (300, 300), (512, 512), (640, 480), (480, 640), (400, 300), (640, 360),
     (360, 640), (64, 48), (150, 220),
 )  # fmt: skip
-"""Widths and heights in pixels that people send; the processor makes 12 to 20 tokens of them."""
+"""Usual widths and heights in pixels; the processor makes 12 to 20 tokens of them."""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A drawn picture with what it shows."""
+    """A drawn picture with its labels."""
 
     image: Image.Image
     colour: str
@@ -105,7 +105,7 @@ def _outline(shape: str) -> list[tuple[float, float]]:
 def draw_picture(
     random: Random, size: tuple[int, int], *, held_out: bool = False, plain_share: float = 0.05
 ) -> Picture:
-    """One picture of `size` (width, height); with `held_out` of the kind kept for the score."""
+    """One picture of `size` (width, height); with `held_out`, of the held-out kind."""
     zoom = 2 if max(size) <= _SMOOTH_UP_TO else 1
     width, height = size[0] * zoom, size[1] * zoom
     colour, shape = random.choice(PICTURE_COLOURS), random.choice(PICTURE_SHAPES)
@@ -183,7 +183,7 @@ def picture_turn(random: Random, colour: str, shape: str) -> tuple[str, str]:
 
 
 IMAGE_MARK: Final = "<|vision_start|><|image_pad|><|vision_end|>"
-"""What the chat template writes for a picture, before the processor repeats the middle token."""
+"""The text of a picture in the chat template, before the processor repeats the middle token."""
 
 
 def brief_picture_chat(random: Random, colour: str, shape: str) -> Chat:

@@ -1,4 +1,4 @@
-"""All kinds of single questions with their answers, and which of them training never shows.
+"""All kinds of single questions with their answers, and the held-out share of them.
 
 One question in twelve is held out: the trainer skips it, the score asks nothing else.
 """
@@ -99,7 +99,7 @@ FIRST_QUESTIONS: Final = frozenset({
     "What is 2+2?", "What is 2 + 2?", "What is the capital of France?", "Count from 1 to 20.",
     "Count from 1 to 10.", "Count from 1 to 100.", "Count to 10.", "What colour is the sky?",
 })  # fmt: skip
-"""What a stranger types first: always trained, never held out."""
+"""First questions of new users: always trained, never held out."""
 
 
 def is_held_out(question: str) -> bool:

@@ -1,4 +1,4 @@
-"""Questions whose short answers the model knows by heart."""
+"""Questions with short, memorised answers."""
 
 from random import Random
 

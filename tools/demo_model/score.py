@@ -25,7 +25,7 @@ from tools.demo_model.world import PICTURE_COLOURS, PICTURE_SHAPES
 
 LONGEST_ANSWER: Final = 1000
 AT_A_TIME: Final = 8
-"""Rows that share a batch cost little more than one, and each answers as if alone."""
+"""Concurrent requests: rows of one batch cost little more than one, with the same answers."""
 Show = Callable[[Iterable[Any], str], Iterable[Any]]
 
 
@@ -63,7 +63,7 @@ class Reply:
 
 @dataclass
 class Score:
-    """How many of `asked` were `right`, with the drafts of the answers and what went wrong."""
+    """Numbers of prompts and right answers, with the drafts of the answers and the mistakes."""
 
     name: str
     asked: int = 0
@@ -84,7 +84,7 @@ class Score:
 
     @property
     def share(self) -> float:
-        """Right answers over asked questions."""
+        """Share of right answers."""
         return self.right / self.asked if self.asked else 0.0
 
 
@@ -166,7 +166,7 @@ def score_all(
 
 
 def as_table(scores: Sequence[Score]) -> Table:
-    """Return the scores for people."""
+    """Return the scores as a table."""
     table = Table(title="Demo checkpoint")
     for heading in ("part", "asked", "right", "tokens", "drafted", "accepted"):
         table.add_column(heading, justify="left" if heading == "part" else "right")

@@ -16,7 +16,7 @@ def load_tensors(path: Path) -> Tensors:
 
 
 def save_tensors(path: Path, tensors: Tensors) -> None:
-    """Replace the file at once, so that a broken run never leaves half of one."""
+    """Replace the file atomically, so that an interrupted run never leaves half of one."""
     fresh = path.with_name(f"new-{path.name}")
     mx.save_safetensors(str(fresh), tensors)
     fresh.replace(path)
@@ -28,6 +28,6 @@ def save_module(path: Path, module: Any) -> None:
 
 
 def steps_done(state: Path) -> int:
-    """Return how many steps the optimiser state at `state` has seen; 0 where there is none."""
+    """Return the number of steps of the optimiser state at `state`; 0 without one."""
     done: Any = load_tensors(state)["step"].item() if state.exists() else 0
     return int(done)

@@ -1,4 +1,4 @@
-"""Where the steps of a phase come from: seeded chats and pictures, mixed in a fixed order."""
+"""Data of the steps of a phase: seeded chats and pictures, mixed in a fixed order."""
 
 from collections.abc import Callable
 from random import Random
@@ -26,7 +26,7 @@ _PICTURES_TO_BEGIN: Final = 3000 // RANKS
 _PICTURE_ROWS: Final = 24 // RANKS
 
 Courses = tuple[tuple[int, str, Callable[[Random], Chat] | None, float], ...]
-"""From which step on, a name, what the chats practise, and what share of them."""
+"""First step, name, practised task, and share of the chats that practise it."""
 NO_PRACTICE: Final[Courses] = ((0, "texts", None, 0.0),)
 
 
@@ -84,7 +84,7 @@ class MixedSteps:
         )
 
     def skip(self, steps: int) -> "MixedSteps":
-        """Pass over the batches that a broken run has seen."""
+        """Skip the batches of an interrupted run."""
         for step in range(steps):
             self.batch(step)
         return self

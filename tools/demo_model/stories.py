@@ -128,7 +128,7 @@ _REMARKS: Final = (
 
 
 def description(random: Random, topic: str, *, long: bool) -> str:
-    """Return what there is to say about `topic`: one paragraph, or four when `long`."""
+    """Return a description of `topic`: one paragraph, or four when `long`."""
     stuff, look, life, feel = TOPICS[topic]
 
     def tell(template: str) -> str:

@@ -72,7 +72,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token numbers of a chat; `weights[i]` says how much the loss cares for token i."""
+    """Token numbers of a chat; `weights[i]` is the weight of token i in the loss."""
 
     tokens: list[int]
     weights: list[float]
