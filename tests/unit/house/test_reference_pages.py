@@ -79,6 +79,17 @@ def test_the_page_on_settings_names_exactly_the_settings_of_gateway_and_worker()
     assert "`worker`" in page
 
 
+def test_the_page_on_headers_names_exactly_the_headers_of_paceline() -> None:
+    documented = set(re.findall(r"`(x-paceline-[a-z-]+)`", (REFERENCE / "headers.md").read_text()))
+    sources = (*ROOT.glob("gateway/**/*.py"), *ROOT.glob("workers/**/*.py"))
+    headers = {
+        name
+        for file in sources
+        for name in re.findall(r'b?"(x-paceline-[a-z-]+)"', file.read_text())
+    }
+    assert documented == headers
+
+
 def test_every_file_that_a_page_names_in_code_exists() -> None:
     names = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")):
