@@ -12,7 +12,7 @@ from typing import Any, Final
 from bench.clients.place import QUESTION, ClientFailed, Place
 from bench.harness.venvs import Venv
 from gateway.loadgen.drafts import Drafts
-from gateway.loadgen.prompts import built_in
+from gateway.loadgen.prompts import built_in_prompts
 
 _HERE: Final = Path(__file__).parent
 _SWEEP_SIZE: Final = 4
@@ -148,7 +148,7 @@ def _guidellm(commands: Path, place: Place) -> str:
 
 
 def _prompts(count: int) -> list[str]:
-    return [prompt.messages[0]["content"] for prompt in built_in()[:count]]
+    return [prompt.messages[0]["content"] for prompt in built_in_prompts()[:count]]
 
 
 def _promtool(_commands: Path, place: Place) -> str:

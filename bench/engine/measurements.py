@@ -13,11 +13,14 @@ from random import Random
 from statistics import mean
 from typing import Any, Final
 
-from bench.load import Answer, Caller, Messages
+from gateway.loadgen.client import Answer, Endpoint, read_answer
+from gateway.loadgen.prompts import Prompt
 from tools.demo_model import held_out
 
 STREAMS: Final = (1, 2, 4, 8)
 LIVE_STREAMS: Final = 4
+LONGEST_ANSWER_TOKENS: Final = 1000
+"""A bound for models that never end; the demo model ends its answers by itself."""
 BURST: Final = 5
 BURST_TOKENS: Final = 256
 SHORT_ANSWER_TOKENS: Final = 4
@@ -31,6 +34,36 @@ LONG: Final = tuple(
     for prompt in held_out.long_prompts()
     if prompt.messages[-1]["content"] != _BACKWARDS
 )
+
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+class RequestFailed(Exception):
+    """A server refused a request or broke off its answer."""
+
+
+class Caller:
+    """Sends greedy requests to one server and reads their answers."""
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
+
+    async def ask(
+        self,
+        messages: Messages,
+        *,
+        max_tokens: int = LONGEST_ANSWER_TOKENS,
+        extra: Mapping[str, Any] | None = None,
+        on_event: Callable[[], None] = lambda: None,
+    ) -> Answer:
+        """Return the answer; raise `RequestFailed` where it is not whole."""
+        prompt = Prompt(tuple(messages), max_tokens)
+        response = await self._endpoint.send(prompt, fields=extra, on_arrival=on_event)
+        answer = read_answer(response)
+        if answer.problem:
+            raise RequestFailed(answer.problem)
+        return answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +128,7 @@ async def arrivals_s(caller: Caller, *, live: int, probes: int, seed: int) -> li
         for prompt in prompts:
             await asyncio.sleep(random.uniform(0.05, 0.25))  # at any moment of a round
             answer = await caller.ask(prompt.messages, max_tokens=SHORT_ANSWER_TOKENS)
-            waits_s.append(answer.ttft_s)
+            waits_s.append(first_text_s(answer))
             if time.perf_counter() - begun_s > PROBE_TIME_S:
                 break
     return waits_s
@@ -117,7 +150,7 @@ async def prefix_ttfts_s(caller: Caller, *, tokens: int, seed: int) -> tuple[flo
     cold = await caller.ask(prompt.messages, max_tokens=SHORT_ANSWER_TOKENS)
     again = (prompt.messages[0], other.messages[1])
     warm = await caller.ask(again, max_tokens=SHORT_ANSWER_TOKENS)
-    return cold.ttft_s, warm.ttft_s
+    return first_text_s(cold), first_text_s(warm)
 
 
 async def stall(caller: Caller, *, tokens: int, seed: int) -> Stall:
@@ -127,12 +160,17 @@ async def stall(caller: Caller, *, tokens: int, seed: int) -> Stall:
         begun_s = time.perf_counter()
         await asyncio.sleep(1.0)
         sent_s = time.perf_counter()
-        first_s = sent_s + (await caller.ask(newcomer.messages, max_tokens=1)).ttft_s
+        first_s = sent_s + first_text_s(await caller.ask(newcomer.messages, max_tokens=1))
     return Stall(
         newcomer_ttft_s=first_s - sent_s,
         longest_gap_s=max(_gaps_s(answers, sent_s, first_s), default=0.0),
         usual_gap_s=mean(_gaps_s(answers, begun_s, sent_s) or [0.0]),
     )
+
+
+def first_text_s(answer: Answer) -> float:
+    """Return the time to the first text, or to the end of an answer without text."""
+    return answer.whole_s if answer.ttft_s is None else answer.ttft_s
 
 
 async def _burst_answer(caller: Caller, question: Messages) -> Answer:
@@ -171,6 +209,6 @@ def _gaps_s(answers: Sequence[Answer], begin_s: float, end_s: float) -> list[flo
     return [
         later_s - earlier_s
         for answer in answers
-        for (earlier_s, _), (later_s, _) in pairwise(answer.pieces)
+        for earlier_s, later_s in pairwise(answer.pieces_s)
         if later_s >= begin_s and earlier_s <= end_s
     ]

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-import httpx
-
 from bench.engine.measurements import (
     LIVE_STREAMS,
     LONG,
     STREAMS,
+    Caller,
+    RequestFailed,
     arrivals_s,
     burst_s,
     prefix_ttfts_s,
@@ -22,7 +22,7 @@ from bench.engine.measurements import (
 )
 from bench.harness.samples import Samples
 from bench.harness.servers import Server
-from bench.load import Answer, Caller, RequestFailed, calling
+from gateway.loadgen.client import Answer, Target, open_endpoint
 
 MEASUREMENT_TIMEOUT_S: Final = 600.0
 DRAFT_LENGTHS: Final = (0, 1, 2)
@@ -67,7 +67,9 @@ async def measure(
 ) -> None:
     """Ask everything of one server; what it cannot do is noted, and the rest goes on."""
     samples.add("memory_loaded_bytes", server.resident_bytes())
-    async with calling(server.url, server.model) as caller:
+    target = Target(url=server.url, model=server.model, fields={"temperature": 0})
+    async with open_endpoint(target) as endpoint:
+        caller = Caller(endpoint)
         async with _noting(samples, "warm-up"):
             await _warm_up(caller, plan, count_tokens)
         for streams in plan.streams:
@@ -103,7 +105,7 @@ async def _noting(samples: Samples, what: str) -> AsyncIterator[None]:
     try:
         async with asyncio.timeout(MEASUREMENT_TIMEOUT_S):
             yield
-    except (httpx.HTTPError, RequestFailed, TimeoutError, ExceptionGroup) as error:
+    except (RequestFailed, TimeoutError, ExceptionGroup) as error:
         first: BaseException = error
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
@@ -154,7 +156,5 @@ def _add_drafts(samples: Samples, suffix: str, answers: Sequence[Answer]) -> Non
     accepted = sum(draft.accepted for draft in drafts)
     samples.add(f"acceptance/{suffix}", accepted / drafted)
     samples.add(f"tokens_per_step/{suffix}", 1 + accepted / steps)
-    positions = max(len(draft.histogram) for draft in drafts) - 1
-    for position in range(positions):
-        kept = sum(sum(draft.histogram[position + 1 :]) for draft in drafts)
-        samples.add(f"acceptance/{suffix}/position{position + 1}", kept / steps)
+    for position, rate in enumerate(sum(drafts[1:], drafts[0]).rate_per_position, 1):
+        samples.add(f"acceptance/{suffix}/position{position}", rate)

@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from gateway.cli.client import add_gateway_url
-from gateway.loadgen import CannotMeasure, report
-from gateway.loadgen.client import Endpoint, Heard, Target, opened
+from gateway.loadgen import MeasurementError, report
+from gateway.loadgen.client import Endpoint, RawResponse, Target, open_endpoint
 from gateway.loadgen.plot import svg
-from gateway.loadgen.prompts import built_in, read_prompts
+from gateway.loadgen.prompts import built_in_prompts, read_prompts
 from gateway.loadgen.report import compare
 from gateway.loadgen.runner import Level, Measurement, Plan, measure_all
 from gateway.server import run as run_on_loop
@@ -114,7 +114,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with _progress() as telling:
             run_on_loop(_measure(options, found, telling, console))
-    except CannotMeasure as reason:
+    except MeasurementError as reason:
         sys.exit(f"paceline: {reason}")
     except KeyboardInterrupt:
         interrupted = True
@@ -128,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 async def _measure(
     options: argparse.Namespace,
     found: _Found,
-    telling: Callable[[str, int], Callable[[Heard], None]],
+    telling: Callable[[str, int], Callable[[RawResponse], None]],
     console: Console,
 ) -> None:
     plan = Plan(
@@ -137,7 +137,7 @@ async def _measure(
             if options.rate
             else tuple(Level(concurrency=number) for number in options.concurrency)
         ),
-        prompts=read_prompts(options.prompts) if options.prompts else built_in(),
+        prompts=read_prompts(options.prompts) if options.prompts else built_in_prompts(),
         requests=options.requests,
         repetitions=options.repeat or (2 if options.compare else 1),
         seed=options.seed,
@@ -146,8 +146,8 @@ async def _measure(
         endpoints: list[Endpoint] = []
         for target in _targets(options):
             like = endpoints[0].model if endpoints else ""
-            endpoint = await stack.enter_async_context(opened(target, like=like))
-            await endpoint.try_out(plan.prompts[0])
+            endpoint = await stack.enter_async_context(open_endpoint(target, like=like))
+            await endpoint.check(plan.prompts[0])
             found.endpoints.append(
                 {"url": endpoint.url, "model": endpoint.model, "body": dict(target.fields)}
             )
@@ -209,7 +209,7 @@ def _tell(options: argparse.Namespace, found: _Found, console: Console) -> None:
             "measured": datetime.now(UTC).isoformat(timespec="seconds"),
             "endpoints": found.endpoints,
             "seed": options.seed,
-            "runs": [measured.as_json() for measured in measurements],
+            "runs": [measured.to_json() for measured in measurements],
             "ratios": [ratio.as_json() for ratio in ratios],
         }
         _write(options.json, json.dumps(record, indent=2) + "\n")
@@ -225,7 +225,7 @@ def _write(file: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int], Callable[[Heard], None]]]:
+def _progress() -> Iterator[Callable[[str, int], Callable[[RawResponse], None]]]:
     """Show how far the requests are, on a terminal alone."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -238,7 +238,7 @@ def _progress() -> Iterator[Callable[[str, int], Callable[[Heard], None]]]:
         refresh_per_second=4,  # drawing takes time from what is measured
     )
 
-    def telling(what: str, requests: int) -> Callable[[Heard], None]:
+    def telling(what: str, requests: int) -> Callable[[RawResponse], None]:
         for task in bars.task_ids:
             bars.remove_task(task)
         task = bars.add_task(what, total=requests)

@@ -1,5 +1,5 @@
 """A load generator for OpenAI endpoints: what is asked, when, what came back, and what it says."""
 
 
-class CannotMeasure(Exception):
+class MeasurementError(Exception):
     """Nothing can be measured; the message is one sentence that says what to change."""

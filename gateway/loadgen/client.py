@@ -1,6 +1,6 @@
-"""One OpenAI endpoint, asked over connections of its own; what comes is kept, and read later.
+"""A client for one OpenAI endpoint that records arrivals first and parses them later.
 
-One answer as it arrived, and what can be read from it once nothing is being timed.
+Parsing while other streams run would delay the very arrivals that the client times.
 """
 
 from __future__ import annotations
@@ -8,57 +8,62 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
 
-from gateway.loadgen import CannotMeasure
+from gateway.loadgen import MeasurementError
 from gateway.loadgen.drafts import Drafts
 from gateway.loadgen.prompts import Prompt
 
+_CONNECT_TIMEOUT_S: Final = 10.0
+_PAUSE_TIMEOUT_S: Final = 600.0
+"""The longest wait for a response or a piece of it: a long prompt may take minutes."""
 _TEXT_FIELDS: Final = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
-    """What came over the connection; times are of one clock, in seconds."""
+class RawResponse:
+    """The bytes of one response with their arrival times, in seconds of one clock."""
 
     due_s: float
-    """When the request was to be sent; waiting in the client counts from here."""
+    """The time at which the request was due; a delay in the client counts."""
     ended_s: float
     status: int = 0
-    """0: no answer began."""
+    """0: no response began."""
     arrivals: tuple[tuple[float, bytes], ...] = ()
     problem: str = ""
-    """What broke the connection, if anything did."""
+    """The reason for a broken connection, or an empty string."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What one request brought."""
+    """One parsed answer."""
 
     due_s: float
     ended_s: float
     pieces_s: tuple[float, ...] = ()
-    """When each piece of text arrived."""
+    """The arrival time of each piece of text."""
+    texts: tuple[str, ...] = ()
+    """The text of each piece; empty for pieces of another kind."""
     input_tokens: int = 0
     output_tokens: int = 0
-    counted: bool = True
-    """The server told its tokens; otherwise pieces are counted for them."""
+    tokens_reported: bool = True
+    """Whether the server reported tokens; otherwise `output_tokens` counts pieces."""
     drafts: Drafts | None = None
     problem: str = ""
-    """Why it is no whole answer, in a few words."""
+    """The reason why the answer is incomplete, in a few words."""
 
     @property
     def ttft_s(self) -> float | None:
-        """Return the time from when it was due to the first text, if any came."""
+        """Return the time from due to the first text, or None without text."""
         return self.pieces_s[0] - self.due_s if self.pieces_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Return the time per output token behind the first."""
+        """Return the time per output token after the first."""
         if not self.pieces_s or self.output_tokens < 2:
             return None
         return (self.pieces_s[-1] - self.pieces_s[0]) / (self.output_tokens - 1)
@@ -73,12 +78,20 @@ class Answer:
 
     @property
     def whole_s(self) -> float:
-        """Return the time from when it was due to its last byte."""
+        """Return the time from due to the last byte."""
         return self.ended_s - self.due_s
 
+    def text_before(self, moment_s: float) -> str:
+        """Return the text that had arrived at a moment."""
+        return "".join(
+            text
+            for arrived_s, text in zip(self.pieces_s, self.texts, strict=True)
+            if arrived_s <= moment_s
+        )
 
-def read_answer(heard: Heard) -> Answer:
-    """Read the events of a stream; whatever is not whole says so in `problem`."""
+
+def read_answer(heard: RawResponse) -> Answer:
+    """Parse the events of a stream; `problem` describes an incomplete answer."""
     if heard.status != 200:
         return _failed(heard, heard.problem or _refusal(heard))
     try:
@@ -87,8 +100,9 @@ def read_answer(heard: Heard) -> Answer:
         return _failed(heard, "an event is not in OpenAI's shape")
 
 
-def _read(heard: Heard) -> Answer:
-    pieces: list[float] = []
+def _read(heard: RawResponse) -> Answer:
+    pieces_s: list[float] = []
+    texts: list[str] = []
     usage: Mapping[str, Any] = {}
     drafts = None
     finished = False
@@ -98,26 +112,28 @@ def _read(heard: Heard) -> Answer:
         for choice in frame.get("choices") or ():
             delta = choice.get("delta") or {}
             if any(delta.get(field) for field in _TEXT_FIELDS):
-                pieces.append(arrived_s)
+                pieces_s.append(arrived_s)
+                texts.append(delta.get("content") or "")
             finished |= choice.get("finish_reason") is not None
         usage = frame.get("usage") or usage
         drafts = Drafts.of_answer(frame) or drafts
     if heard.problem or not finished:
         return _failed(heard, heard.problem or "ended without a finish reason")
-    asked, told = (usage.get(f"{kind}_tokens") for kind in ("prompt", "completion"))
+    prompt_tokens, completion_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
     return Answer(
         due_s=heard.due_s,
         ended_s=heard.ended_s,
-        pieces_s=tuple(pieces),
-        input_tokens=asked if isinstance(asked, int) else 0,
-        output_tokens=told if isinstance(told, int) else len(pieces),
-        counted=isinstance(told, int),
+        pieces_s=tuple(pieces_s),
+        texts=tuple(texts),
+        input_tokens=prompt_tokens if isinstance(prompt_tokens, int) else 0,
+        output_tokens=completion_tokens if isinstance(completion_tokens, int) else len(pieces_s),
+        tokens_reported=isinstance(completion_tokens, int),
         drafts=drafts,
     )
 
 
 def _frames(arrivals: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """Yield each event with the moment at which its last byte came."""
+    """Yield each event with the arrival time of its last byte."""
     rest = b""
     for arrived_s, part in arrivals:
         *lines, rest = (rest + part).split(b"\n")
@@ -134,11 +150,11 @@ def _json(text: bytes) -> dict[str, Any] | None:
     return read if isinstance(read, dict) else None
 
 
-def _failed(heard: Heard, problem: str) -> Answer:
+def _failed(heard: RawResponse, problem: str) -> Answer:
     return Answer(due_s=heard.due_s, ended_s=heard.ended_s, problem=problem)
 
 
-def _refusal(heard: Heard) -> str:
+def _refusal(heard: RawResponse) -> str:
     body = b"".join(part for _, part in heard.arrivals)
     return f"{heard.status}: {_words(_json(body) or {})}"
 
@@ -150,31 +166,26 @@ def _words(frame: Mapping[str, Any]) -> str:
     return "without a reason"
 
 
-_CONNECT_TIMEOUT_S: Final = 10.0
-_PAUSE_TIMEOUT_S: Final = 600.0
-"""No answer, and no piece of one, is waited for longer: a long prompt may take minutes."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Which endpoint is asked, and how."""
+    """The endpoint under test, and the fields of each request."""
 
     url: str
     """With or without the trailing /v1."""
     model: str = ""
-    """Empty: one that the endpoint lists."""
+    """Empty: a model that the endpoint lists."""
     api_key: str = ""
     fields: Mapping[str, Any]
-    """What stands in each request beside its messages."""
+    """Fields of each request beside its messages."""
 
     @property
     def base_url(self) -> str:
-        """Return where its API begins, without /v1."""
+        """Return the URL without /v1."""
         return self.url.rstrip("/").removesuffix("/v1")
 
 
 class Endpoint:
-    """An endpoint that listed its models."""
+    """An endpoint under test, with the model to request."""
 
     def __init__(self, client: httpx.AsyncClient, target: Target, model: str) -> None:
         self.url = target.base_url
@@ -182,12 +193,20 @@ class Endpoint:
         self._client = client
         self._fields = dict(target.fields)
 
-    async def ask(self, prompt: Prompt, *, due_s: float | None = None) -> Heard:
-        """Ask for a stream and keep all that comes, with its moments; never raise for what fails.
+    async def send(
+        self,
+        prompt: Prompt,
+        *,
+        due_s: float | None = None,
+        fields: Mapping[str, Any] | None = None,
+        on_arrival: Callable[[], None] = lambda: None,
+    ) -> RawResponse:
+        """Request a stream and record its bytes with their times; raise nothing for a failure.
 
-        `due_s` (`time.perf_counter`) is when the request was to be sent; None means now.
+        `due_s` (`time.perf_counter`) is the time at which the request was due; None means now.
+        `fields` override those of the target; `on_arrival` is called for each piece of bytes.
         """
-        body = self._body(prompt)
+        body = self._body(prompt, fields or {})
         began_s = time.perf_counter() if due_s is None else due_s
         arrivals: list[tuple[float, bytes]] = []
         status, problem = 0, ""
@@ -196,13 +215,13 @@ class Endpoint:
             async with request as response:
                 status = response.status_code
                 async for part in response.aiter_raw():
-                    # One by one, so that what came is known where the connection breaks.
-                    arrivals.append((time.perf_counter(), part))  # noqa: PERF401
+                    arrivals.append((time.perf_counter(), part))
+                    on_arrival()
         except httpx.TimeoutException:
-            problem = "nothing came in time"
+            problem = "the response timed out"
         except httpx.HTTPError as error:
             problem = f"the connection failed: {error or type(error).__name__}"
-        return Heard(
+        return RawResponse(
             due_s=began_s,
             ended_s=time.perf_counter(),
             status=status,
@@ -210,28 +229,29 @@ class Endpoint:
             problem=problem,
         )
 
-    async def try_out(self, prompt: Prompt) -> Answer:
-        """Ask once, so that a wrong key or model is told of before anything is measured."""
-        answer = read_answer(await self.ask(prompt))
+    async def check(self, prompt: Prompt) -> Answer:
+        """Send one request; raise `MeasurementError` for a wrong key or model."""
+        answer = read_answer(await self.send(prompt))
         if answer.problem:
-            raise CannotMeasure(f"{self.url} does not answer as asked: {answer.problem}")
+            raise MeasurementError(f"{self.url} does not answer: {answer.problem}")
         return answer
 
-    async def counters(self) -> Drafts | None:
-        """Read the server's own counters of drafts, if it has vLLM's."""
+    async def read_counters(self) -> Drafts | None:
+        """Return the server's counters of drafts, if it exposes vLLM's."""
         with contextlib.suppress(httpx.HTTPError):
             answer = await self._client.get("/metrics", timeout=_CONNECT_TIMEOUT_S)
             if answer.is_success:
                 return Drafts.of_exposition(answer.text)
         return None
 
-    def _body(self, prompt: Prompt) -> bytes:
+    def _body(self, prompt: Prompt, overrides: Mapping[str, Any]) -> bytes:
         fields: dict[str, Any] = {
             "model": self.model,
             "messages": prompt.messages,
             "stream": True,
             "stream_options": {"include_usage": True},
             **self._fields,
+            **overrides,
         }
         if prompt.max_tokens is not None:
             fields["max_tokens"] = prompt.max_tokens
@@ -239,10 +259,10 @@ class Endpoint:
 
 
 @contextlib.asynccontextmanager
-async def opened(target: Target, *, like: str = "") -> AsyncIterator[Endpoint]:
-    """Reach an endpoint and learn which model to ask for; raise `CannotMeasure` if it cannot be.
+async def open_endpoint(target: Target, *, like: str = "") -> AsyncIterator[Endpoint]:
+    """Connect to an endpoint and select its model; raise `MeasurementError` if that fails.
 
-    `like` is the model of another endpoint, preferred where none is named.
+    `like` is the model of another endpoint, preferred if the target names none.
     """
     headers = {
         "content-type": "application/json",
@@ -256,27 +276,27 @@ async def opened(target: Target, *, like: str = "") -> AsyncIterator[Endpoint]:
             base_url=target.base_url, headers=headers, timeout=timeout, limits=limits
         )
     except httpx.InvalidURL:
-        raise CannotMeasure(f"'{target.url}' is not a URL.") from None
+        raise MeasurementError(f"'{target.url}' is not a URL.") from None
     async with client:
         yield Endpoint(client, target, await _model(client, target, like))
 
 
 async def _model(client: httpx.AsyncClient, target: Target, like: str) -> str:
-    """Return the model that was named, else one like the other's, else the first that is listed."""
+    """Return the named model, else the other endpoint's, else the first listed one."""
     if target.model:
         return target.model
     try:
         answer = await client.get("/v1/models", timeout=_CONNECT_TIMEOUT_S)
-        told = answer.json()
+        listing = answer.json()
     except httpx.UnsupportedProtocol:
-        raise CannotMeasure(f"'{target.url}' is not a URL.") from None
+        raise MeasurementError(f"'{target.url}' is not a URL.") from None
     except httpx.HTTPError:
-        raise CannotMeasure(f"nothing answers at {target.base_url}.") from None
+        raise MeasurementError(f"nothing answers at {target.base_url}.") from None
     except ValueError:
-        told = None
-    match told:
+        listing = None
+    match listing:
         case {"data": [{"id": str(first)}, *_] as listed}:
             return like if any(entry.get("id") == like for entry in listed) else first
         case {"error": {"message": str(why)}}:
-            raise CannotMeasure(f"{target.base_url} does not list its models: {why}")
-    raise CannotMeasure(f"{target.base_url} lists no model; --model names one.")
+            raise MeasurementError(f"{target.base_url} does not list its models: {why}")
+    raise MeasurementError(f"{target.base_url} lists no model; --model names one.")

@@ -61,7 +61,23 @@ class Drafts:
 
     @classmethod
     def of_answer(cls, frame: Mapping[str, Any]) -> Self | None:
-        """Read the counts of one request as vLLM writes them; None where there are none."""
+        """Return the counts of one request, or None.
+
+        Reads the fields of vLLM (and Paceline), mlx-vlm and vllm-mlx.
+        """
+        match frame:
+            case {
+                "timings": {
+                    "draft_rounds": int(steps),
+                    "draft_n": int(drafted),
+                    "draft_n_accepted": int(accepted),
+                }
+            } if drafted:
+                return cls(steps=steps, drafted=drafted, accepted=accepted)
+            case {
+                "generation_metadata": {"mtp_drafts": int(steps), "mtp_accepted": int(accepted)}
+            } if steps:
+                return cls(steps=steps, drafted=steps, accepted=accepted)
         match frame.get("metrics"):
             case {
                 "speculative_decoding": {

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from gateway.loadgen import CannotMeasure
+from gateway.loadgen import MeasurementError
 
 _ABOUT: Final = ("the sea", "the forest", "the city", "the desert", "the moon", "winter", "summer")
 _HEROES: Final = ("fox", "cat", "dog", "robot", "dragon", "owl", "bear", "frog", "mouse", "bird")
@@ -27,7 +27,7 @@ class Prompt:
     """None: as many as the measurement allows all of them."""
 
 
-def built_in() -> tuple[Prompt, ...]:
+def built_in_prompts() -> tuple[Prompt, ...]:
     """List questions whose answers range from wholly foreseeable to free.
 
     How well drafts are accepted hangs on the text more than on anything else, so the mixture is
@@ -65,18 +65,18 @@ def read_prompts(file: Path) -> tuple[Prompt, ...]:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise CannotMeasure(f"{file} cannot be read: {error}") from None
+        raise MeasurementError(f"{file} cannot be read: {error}") from None
     found = tuple(
         _read_line(f"{file}:{number}", line)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     )
     if not found:
-        raise CannotMeasure(f"{file} holds no prompt.")
+        raise MeasurementError(f"{file} holds no prompt.")
     return found
 
 
-def drawn(prompts: Sequence[Prompt], count: int, random: Random) -> list[Prompt]:
+def draw_prompts(prompts: Sequence[Prompt], count: int, random: Random) -> list[Prompt]:
     """Draw so many prompts, none a second time before all others were drawn."""
     endless = itertools.chain.from_iterable(
         random.sample(prompts, len(prompts)) for _ in itertools.count()
@@ -90,17 +90,17 @@ def _read_line(where: str, line: str) -> Prompt:
     except ValueError:
         told = None
     if not isinstance(told, dict):
-        raise CannotMeasure(f"{where}: not a JSON object.")
+        raise MeasurementError(f"{where}: not a JSON object.")
     match told.pop("prompt", None), told.pop("messages", None):
         case str(text), None:
             messages = [{"role": "user", "content": text}]
         case None, [_, *_] as messages if all(isinstance(entry, dict) for entry in messages):
             pass
         case _:
-            raise CannotMeasure(f"{where}: must hold a 'prompt' (text) or 'messages' (a list).")
+            raise MeasurementError(f"{where}: must hold a 'prompt' (text) or 'messages' (a list).")
     max_tokens = told.pop("max_tokens", None)
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise CannotMeasure(f"{where}: 'max_tokens' must be a whole number above 0.")
+        raise MeasurementError(f"{where}: 'max_tokens' must be a whole number above 0.")
     if told:
-        raise CannotMeasure(f"{where}: nothing is known of '{next(iter(told))}'.")
+        raise MeasurementError(f"{where}: nothing is known of '{next(iter(told))}'.")
     return Prompt(tuple(messages), max_tokens)

@@ -13,11 +13,11 @@ from itertools import accumulate
 from random import Random
 from typing import Any
 
-from gateway.loadgen.client import Endpoint, Heard, read_answer
-from gateway.loadgen.prompts import Prompt, drawn
+from gateway.loadgen.client import Endpoint, RawResponse, read_answer
+from gateway.loadgen.prompts import Prompt, draw_prompts
 from gateway.loadgen.stats import Figures, figures
 
-OnEnd = Callable[[Heard], None]
+OnEnd = Callable[[RawResponse], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Level:
 
 async def send_all(
     endpoint: Endpoint, prompts: Sequence[Prompt], level: Level, *, random: Random, on_end: OnEnd
-) -> list[Heard]:
+) -> list[RawResponse]:
     """Ask for every prompt and return what came, in the order of the prompts."""
     if level.concurrency:
         return await _at_once(endpoint, prompts, level.concurrency, on_end)
@@ -54,13 +54,13 @@ def arrivals_s(rate: float, count: int, random: Random) -> list[float]:
 
 async def _at_once(
     endpoint: Endpoint, prompts: Sequence[Prompt], concurrency: int, on_end: OnEnd
-) -> list[Heard]:
+) -> list[RawResponse]:
     waiting = iter(enumerate(prompts))
-    heard: dict[int, Heard] = {}
+    heard: dict[int, RawResponse] = {}
 
     async def one_after_another() -> None:
         for place, prompt in waiting:
-            heard[place] = await endpoint.ask(prompt)
+            heard[place] = await endpoint.send(prompt)
             on_end(heard[place])
 
     await _together([one_after_another() for _ in range(min(concurrency, len(prompts)))])
@@ -69,14 +69,14 @@ async def _at_once(
 
 async def _arriving(
     endpoint: Endpoint, prompts: Sequence[Prompt], moments_s: Sequence[float], on_end: OnEnd
-) -> list[Heard]:
+) -> list[RawResponse]:
     """Send each at its moment. Times are taken from there, also where this process was late."""
     began_s = time.perf_counter()
-    heard: dict[int, Heard] = {}
+    heard: dict[int, RawResponse] = {}
 
     async def one(place: int, prompt: Prompt, due_s: float) -> None:
         await asyncio.sleep(due_s - time.perf_counter())
-        heard[place] = await endpoint.ask(prompt, due_s=due_s)
+        heard[place] = await endpoint.send(prompt, due_s=due_s)
         on_end(heard[place])
 
     await _together(
@@ -126,7 +126,7 @@ class Measurement:
     problems: tuple[str, ...]
     """Why requests failed, each reason once."""
 
-    def as_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """Render for the record."""
         load = {"max_concurrency": self.level.concurrency, "request_rate": self.level.rate}
         return {
@@ -138,12 +138,12 @@ class Measurement:
         }
 
 
-Telling = Callable[[str, int], OnEnd]
+ProgressReporter = Callable[[str, int], OnEnd]
 """Told of what is measured now and of how many requests; it gives what hears each end."""
 
 
 async def measure_all(
-    endpoints: Sequence[Endpoint], plan: Plan, telling: Telling
+    endpoints: Sequence[Endpoint], plan: Plan, telling: ProgressReporter
 ) -> AsyncIterator[Measurement]:
     """Measure each level on all endpoints in turn, again and again, with the same prompts.
 
@@ -153,7 +153,7 @@ async def measure_all(
     for level in plan.levels:
         for endpoint in endpoints:
             random = plan.random(level, 0)
-            prompts = drawn(plan.prompts, level.concurrency or 1, random)
+            prompts = draw_prompts(plan.prompts, level.concurrency or 1, random)
             on_end = telling(f"warming up, {level.name}", len(prompts))
             await send_all(endpoint, prompts, level, random=random, on_end=on_end)
         for repetition in range(1, plan.repetitions + 1):
@@ -162,7 +162,7 @@ async def measure_all(
                 on_end = telling(f"{turn}{level.name}", plan.requests_at(level))
                 # Prompts of their own for each turn, else a cache of whole prompts would answer.
                 random = plan.random(level, repetition)
-                prompts = drawn(plan.prompts, plan.requests_at(level), random)
+                prompts = draw_prompts(plan.prompts, plan.requests_at(level), random)
                 found, problems = await _measure(endpoint, prompts, level, random, on_end)
                 yield Measurement(
                     endpoint=name,
@@ -176,11 +176,11 @@ async def measure_all(
 async def _measure(
     endpoint: Endpoint, prompts: Sequence[Prompt], level: Level, random: Random, on_end: OnEnd
 ) -> tuple[Figures, tuple[str, ...]]:
-    before = await endpoint.counters()
+    before = await endpoint.read_counters()
     began_s, computed_s = time.perf_counter(), time.process_time()
     heard = await send_all(endpoint, prompts, level, random=random, on_end=on_end)
     computed_s, took_s = time.process_time() - computed_s, time.perf_counter() - began_s
-    after = await endpoint.counters()
+    after = await endpoint.read_counters()
     # Read only now: what reads while others stream would move the very moments that it reads.
     answers = [read_answer(each) for each in heard]
     found = figures(

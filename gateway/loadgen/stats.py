@@ -100,7 +100,7 @@ def figures(
         failed=len(answers) - len(whole),
         input_tokens=sum(answer.input_tokens for answer in whole),
         output_tokens=sum(answer.output_tokens for answer in whole),
-        tokens_counted=all(answer.counted for answer in whole),
+        tokens_counted=all(answer.tokens_reported for answer in whole),
         peak_output_tokens_s=busiest_second(whole),
         peak_concurrency=peak(answers),
         ttft=spread(answer.ttft_s for answer in whole),

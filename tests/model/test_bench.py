@@ -10,22 +10,22 @@ import httpx
 import pytest
 
 from gateway.cli import main
-from gateway.loadgen.client import Target, opened, read_answer
+from gateway.loadgen.client import Target, open_endpoint, read_answer
 from gateway.loadgen.drafts import Drafts
-from gateway.loadgen.prompts import built_in, drawn
+from gateway.loadgen.prompts import built_in_prompts, draw_prompts
 from gateway.loadgen.runner import Level, send_all
 from tests.support.paceline_process import UpProcess
 
 
 async def test_the_drafts_of_the_answers_are_those_that_the_line_counted(up: UpProcess) -> None:
     target = Target(url=up.url, fields={"temperature": 0, "max_tokens": 48})
-    prompts = drawn(built_in(), 6, Random(1))
-    async with opened(target) as endpoint:
-        before = await endpoint.counters()
+    prompts = draw_prompts(built_in_prompts(), 6, Random(1))
+    async with open_endpoint(target) as endpoint:
+        before = await endpoint.read_counters()
         heard = await send_all(
             endpoint, prompts, Level(concurrency=3), random=Random(1), on_end=lambda _: None
         )
-        after = await endpoint.counters()
+        after = await endpoint.read_counters()
     answers = [read_answer(each) for each in heard]
     assert [answer.problem for answer in answers] == [""] * 6
     told = sum((answer.drafts for answer in answers if answer.drafts), Drafts())
@@ -33,7 +33,7 @@ async def test_the_drafts_of_the_answers_are_those_that_the_line_counted(up: UpP
     assert after is not None
     assert told == after.since(before)
     assert told.steps > 0
-    assert all(answer.counted and answer.output_tokens for answer in answers)
+    assert all(answer.tokens_reported and answer.output_tokens for answer in answers)
 
 
 def test_a_bench_of_the_demo_model_adds_up(

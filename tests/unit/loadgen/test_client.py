@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.loadgen.client import Heard, read_answer
+from gateway.loadgen.client import RawResponse, read_answer
 from gateway.loadgen.drafts import Drafts
 
 
@@ -37,10 +37,10 @@ DONE = b"data: [DONE]\n\n"
 WHOLE = (piece(role="assistant"), piece(content="a"), piece(content="b"), piece("stop"), USAGE)
 
 
-def heard(*parts: bytes, status: int = 200, problem: str = "") -> Heard:
+def heard(*parts: bytes, status: int = 200, problem: str = "") -> RawResponse:
     """The first part at second 1, the next at second 2 ..."""
     arrivals = tuple(enumerate(parts, start=1))
-    return Heard(due_s=0.5, ended_s=99, status=status, arrivals=arrivals, problem=problem)
+    return RawResponse(due_s=0.5, ended_s=99, status=status, arrivals=arrivals, problem=problem)
 
 
 def test_a_stream_tells_its_moments_tokens_and_drafts() -> None:
@@ -48,7 +48,7 @@ def test_a_stream_tells_its_moments_tokens_and_drafts() -> None:
     assert answer.problem == ""
     assert answer.pieces_s == (2, 3), "a piece without text is none"
     assert (answer.ttft_s, answer.tpot_s, answer.gaps_s) == (1.5, 1 / 3, (1,))
-    assert (answer.input_tokens, answer.output_tokens, answer.counted) == (5, 4, True)
+    assert (answer.input_tokens, answer.output_tokens, answer.tokens_reported) == (5, 4, True)
     assert answer.drafts == Drafts(steps=2, drafted=4, accepted=3, per_position=(2, 1))
 
 
@@ -72,7 +72,7 @@ def test_thoughts_and_tool_calls_are_output_too() -> None:
 
 def test_without_usage_pieces_are_counted_and_it_says_so() -> None:
     answer = read_answer(heard(piece(content="a"), piece("stop", content="b")))
-    assert (answer.output_tokens, answer.counted) == (2, False)
+    assert (answer.output_tokens, answer.tokens_reported) == (2, False)
 
 
 @pytest.mark.parametrize(

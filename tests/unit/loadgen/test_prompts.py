@@ -8,20 +8,20 @@ from random import Random
 
 import pytest
 
-from gateway.loadgen import CannotMeasure
-from gateway.loadgen.prompts import Prompt, built_in, drawn, read_prompts
+from gateway.loadgen import MeasurementError
+from gateway.loadgen.prompts import Prompt, built_in_prompts, draw_prompts, read_prompts
 
 
 def test_the_same_seed_draws_the_same_prompts_and_another_draws_others() -> None:
-    prompts = built_in()
-    assert drawn(prompts, 50, Random(7)) == drawn(prompts, 50, Random(7))
-    assert drawn(prompts, 50, Random(7)) != drawn(prompts, 50, Random(8))
+    prompts = built_in_prompts()
+    assert draw_prompts(prompts, 50, Random(7)) == draw_prompts(prompts, 50, Random(7))
+    assert draw_prompts(prompts, 50, Random(7)) != draw_prompts(prompts, 50, Random(8))
 
 
 def test_no_prompt_is_drawn_again_before_all_others() -> None:
     prompts = [Prompt(({"role": "user", "content": str(number)},)) for number in range(10)]
     counts = Counter(
-        prompt.messages[0]["content"] for prompt in drawn(prompts, 35, Random(1))
+        prompt.messages[0]["content"] for prompt in draw_prompts(prompts, 35, Random(1))
     ).values()
     assert sorted(counts) == [3] * 5 + [4] * 5
 
@@ -54,12 +54,12 @@ def test_lines_are_prompts_or_conversations(tmp_path: Path) -> None:
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, sentence: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "Hi"}}\n{line}\n')
-    with pytest.raises(CannotMeasure, match=f"{file}:2: {sentence}"):
+    with pytest.raises(MeasurementError, match=f"{file}:2: {sentence}"):
         read_prompts(file)
 
 
 def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n")
-    with pytest.raises(CannotMeasure, match="holds no prompt"):
+    with pytest.raises(MeasurementError, match="holds no prompt"):
         read_prompts(file)
