@@ -1,10 +1,10 @@
-"""When a worker is left alone, for how long, and how it comes back: pure, clock and dice passed in.
+"""Circuit breaker of one worker: ejection, probation, return. Pure: callers pass clock and jitter.
 
     healthy --failures in a row--> ejected --time--> probation --answers--> healthy
                                       ^------------any failure----'
 
 Envoy's outlier detection with numbers for a fleet of a few machines, where its defaults would
-eject nobody. A worker comes back by answering real requests, first one, then two, then four at a
+eject no worker. A worker comes back by answering real requests, first one, then two, then four at a
 time; a health check proves too little.
 """
 
@@ -14,63 +14,63 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 
 MAX_CONNECT_FAILURES = 3
-"""In a row: the machine is off, asleep, or nobody listens."""
+"""In a row: the machine is off or asleep, or the port is closed."""
 MAX_FAILURES = 5
 """In a row, connection failures among them."""
 BASE_EJECTION_S = 10.0
-"""Times the number of ejections so far, which one healthy minute takes one from."""
+"""Multiplied by the number of ejections; each healthy minute reduces that by one."""
 MAX_EJECTION_S = 300.0
 _JITTER = 0.2
 _FORGET_EJECTION_S = 60.0
 
 
 class AttemptResult(Enum):
-    """What the end of one request says of the worker that had it."""
+    """Result of one attempt, as far as it concerns the worker."""
 
     SUCCEEDED = auto()
-    """It did what a worker does; refusing a wrong request is that too."""
+    """The worker answered, or rejected an invalid request."""
     FAILED = auto()
     TIMED_OUT = auto()
-    """It did not answer, or not go on, in the time allowed."""
+    """The worker did not answer or continue in time."""
     UNREACHABLE = auto()
     BUSY = auto()
-    """It asks to be left alone for a while, and is not broken."""
+    """The worker asked for a pause by Retry-After."""
     ABANDONED = auto()
-    """The end was not its doing: the client left, or this gateway ended."""
+    """The client left or this gateway shut down."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CircuitBreaker:
-    """What is held against one worker; a new value for each thing that happens."""
+    """Immutable state of one worker's circuit breaker."""
 
     connect_failures: int = 0
     failures: int = 0
     ejections: int = 0
     ejected_at_s: float = 0.0
-    """Requests that were sent before this moment have nothing more to say."""
+    """Results of requests sent before this time are ignored."""
     ejected_until_s: float = 0.0
     healthy_since_s: float = 0.0
     probation_limit: int | None = None
-    """How many requests it may have on probation; None once it is trusted with all its slots."""
+    """Most concurrent requests on probation; None outside of it."""
     busy_until_s: float = 0.0
     reason: str = ""
-    """Of the last ejection."""
+    """Reason of the last ejection."""
 
     def is_ejected(self, now_s: float) -> bool:
-        """Say whether it gets nothing because of what it did."""
+        """Return whether the worker is ejected."""
         return now_s < self.ejected_until_s
 
     def is_busy(self, now_s: float) -> bool:
-        """Say whether it gets nothing because it asked for that."""
+        """Return whether the worker has asked for a pause that still lasts."""
         return now_s < self.busy_until_s
 
     @property
     def available_at_s(self) -> float:
-        """Return the moment from which it gets requests again."""
+        """Return the time from which the worker gets requests again."""
         return max(self.ejected_until_s, self.busy_until_s)
 
     def record_success(self, now_s: float, slots: int) -> CircuitBreaker:
-        """Take note of a good end; on probation the number at a time doubles up to all slots."""
+        """Record a success; on probation, the limit doubles until it reaches all slots."""
         if self.probation_limit is None:
             if not self.failures:
                 return self
@@ -85,13 +85,13 @@ class CircuitBreaker:
         )
 
     def record_busy(self, now_s: float, retry_after_s: float) -> CircuitBreaker:
-        """Leave it alone for as long as it asks."""
+        """Record that the worker asks for a pause."""
         return replace(self, busy_until_s=max(self.busy_until_s, now_s + retry_after_s))
 
     def record_failure(
         self, now_s: float, result: AttemptResult, *, last: bool, jitter: float
     ) -> CircuitBreaker:
-        """Take note of a failure; eject unless this is the last worker. `jitter` is in [0, 1)."""
+        """Record a failure; eject unless this is the last worker. `jitter` is in [0, 1)."""
         unreachable = result is AttemptResult.UNREACHABLE
         noted = replace(
             self,
@@ -116,7 +116,7 @@ class CircuitBreaker:
 
     @property
     def ejection_reason(self) -> str:
-        """Say why what is noted is enough for an ejection; empty when it is not."""
+        """Return why the recorded failures justify an ejection; empty if they do not."""
         if self.connect_failures >= MAX_CONNECT_FAILURES:
             return f"{self.connect_failures} connections failed in a row"
         if self.failures >= MAX_FAILURES:
@@ -127,4 +127,4 @@ class CircuitBreaker:
 
 
 HEALTHY = CircuitBreaker()
-"""Nothing is held against it; nearly all workers at nearly all times."""
+"""No failures; the state of nearly all workers."""

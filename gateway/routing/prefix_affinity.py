@@ -1,8 +1,8 @@
-"""System prompts: the name of each, and which workers hold it as far as this gateway knows.
+"""Prefix affinity: keys of system prompts, and which workers have them cached.
 
-A worker that has read a system prompt keeps what it computed and answers the next request with the
-same one much sooner. Who holds what is a claim: made when a request is sent, confirmed or dropped
-by the `cached_tokens` of its answer and by the worker's reports, and gone with its life.
+A worker caches the system prompts that it has computed and answers the next request with one much
+sooner. What is cached where is a claim: made when a request is sent, confirmed or dropped by the
+`cached_tokens` of its response and by the worker's reports, and void after the worker's boot.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from workers.protocol import WorkerReport
 
 MAX_PREFIXES = 10_000
 MAX_PENDING_CLAIMS = 2_000
-# Reading less takes a worker hardly longer than looking for it.
-_SHORTEST_BYTES = 256
-_BOOTS_KEPT = 256
-_NOTHING: frozenset[str] = frozenset()
+# The prefill of a shorter prompt takes hardly longer than a cache lookup.
+_MIN_PREFIX_BYTES = 256
+_MAX_REPORTED_BOOTS = 256
+_NO_KEYS: frozenset[str] = frozenset()
 _SYSTEM_FIELDS = ("tools", "chat_template_kwargs")
 
 
 class PrefixHasher:
-    """Names system prompts by a keyed digest, so that a name says nothing of the words."""
+    """Derives keys of system prompts by a keyed digest that reveals nothing of the text."""
 
     def __init__(self, secret: bytes) -> None:
-        self._begun = blake2b(key=blake2b(secret, person=b"paceline-prefix").digest(),
+        self._digest = blake2b(key=blake2b(secret, person=b"paceline-prefix").digest(),
                               digest_size=16)  # fmt: skip
 
     def prefix_key(self, inspected: Inspected, caller: Caller, rules: PrefixPolicy) -> str:
-        """Name what a request shares with others; empty where that is too little to look for."""
+        """Return the key of the prefix that requests may share; empty if it is too short."""
         body = inspected.body
         messages = body.get("messages")
         if not messages:
@@ -47,16 +47,16 @@ class PrefixHasher:
         if system is None and shared[0] is None:
             return ""
         scope = rules.scope(caller.key, caller.team)
-        written = to_json([scope, inspected.profile.model, *shared, system], inf_nan_mode="null")
-        if len(written) < _SHORTEST_BYTES:
+        prefix = to_json([scope, inspected.profile.model, *shared, system], inf_nan_mode="null")
+        if len(prefix) < _MIN_PREFIX_BYTES:
             return ""
-        digest = self._begun.copy()
-        digest.update(written)
+        digest = self._digest.copy()
+        digest.update(prefix)
         return digest.hexdigest()
 
 
 class PrefixClaim(NamedTuple):
-    """What gateways tell each other: who holds a system prompt for how long; 0 is not at all."""
+    """A claim as gateways exchange it; a `ttl_s` of 0 withdraws it."""
 
     prefix_key: str
     worker_id: str
@@ -65,118 +65,118 @@ class PrefixClaim(NamedTuple):
 
 
 class PrefixIndex:
-    """Who holds which system prompt. `clock` is monotonic and in seconds."""
+    """Claims of workers to system prompts. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._claims: OrderedDict[str, dict[WorkerBoot, float]] = OrderedDict()
-        """Until when, the last one used at the end."""
+        """Time at which each claim ends, by prefix key; the last one used is last."""
         self._tokens: dict[str, int] = {}
-        """What a worker that holds one need not read, as far as one has counted it here."""
+        """Cached tokens of a prompt, as the last worker counted them."""
         self._rules = PrefixPolicy()
-        """Those of the last request."""
-        self._announced: OrderedDict[WorkerBoot, frozenset[str]] = OrderedDict()
-        """What workers told that they hold, by their last reports."""
-        self._news: dict[tuple[str, str, str], PrefixClaim] = {}
+        """Rules of the policy of the last request."""
+        self._reported: OrderedDict[WorkerBoot, frozenset[str]] = OrderedDict()
+        """Prefix keys in the last report of each boot."""
+        self._pending: dict[tuple[str, str, str], PrefixClaim] = {}
         self.mispredicted = 0
-        """Claims that a worker's own count has shown to be wrong."""
+        """Claims that a response without cached tokens has shown to be wrong."""
 
     def __len__(self) -> int:
-        """Count the system prompts that are known."""
+        """Return the number of system prompts with claims."""
         return len(self._claims)
 
-    def annotate(self, fleet: FleetView, name: str) -> FleetView:
-        """Mark in a snapshot who holds a system prompt now."""
-        claims = self._claims.get(name)
+    def annotate(self, fleet: FleetView, key: str) -> FleetView:
+        """Return a snapshot with the boots that have a system prompt cached."""
+        claims = self._claims.get(key)
         if not claims:
             return fleet
         now_s = self._clock()
-        holders = frozenset([holding for holding, until_s in claims.items() if until_s > now_s])
-        return fleet.with_prefix(holders, self._tokens.get(name, 0))
+        boots = frozenset([boot for boot, until_s in claims.items() if until_s > now_s])
+        return fleet.with_prefix(boots, self._tokens.get(key, 0))
 
-    def record_dispatch(self, name: str, holding: WorkerBoot, rules: PrefixPolicy) -> None:
-        """Learn that a worker is about to read it: who asks next is to find it there."""
+    def record_dispatch(self, key: str, boot: WorkerBoot, rules: PrefixPolicy) -> None:
+        """Claim a system prompt for the worker that is about to compute it."""
         self._rules = rules
         if not rules.max_workers:
-            self._claims.pop(name, None)
-            self._tokens.pop(name, None)
+            self._claims.pop(key, None)
+            self._tokens.pop(key, None)
             return
-        self._keep(name, holding, rules.ttl_s)
-        claims = self._claims[name]
+        self._claim(key, boot, rules.ttl_s)
+        claims = self._claims[key]
         while len(claims) > rules.max_workers:
             del claims[next(iter(claims))]
-        self._tell(PrefixClaim(name, *holding, rules.ttl_s))
+        self._publish(PrefixClaim(key, *boot, rules.ttl_s))
 
     def record_usage(
-        self, name: str, holding: WorkerBoot, usage: Usage | None, *, expected: bool
+        self, key: str, boot: WorkerBoot, usage: Usage | None, *, expected: bool
     ) -> None:
-        """Learn from how a request ended whether the worker holds it; `usage` is its own count.
+        """Confirm or drop a claim by the usage of a response, None without one.
 
-        `expected` says that it was sent there for that.
+        `expected`: the request was sent to this worker for its cache.
         """
         if usage is None:
-            untrue = not expected  # perhaps it was never read
+            wrong = not expected  # the worker may not have computed it
         else:
-            untrue = expected and not usage.cached_tokens
-            self.mispredicted += untrue
-            if usage.cached_tokens and name in self._claims:
-                self._tokens[name] = usage.cached_tokens
-        if untrue:
-            self._drop(name, holding)
-            self._tell(PrefixClaim(name, *holding, 0.0))
+            wrong = expected and not usage.cached_tokens
+            self.mispredicted += wrong
+            if usage.cached_tokens and key in self._claims:
+                self._tokens[key] = usage.cached_tokens
+        if wrong:
+            self._drop(key, boot)
+            self._publish(PrefixClaim(key, *boot, 0.0))
 
     def record_report(self, report: WorkerReport) -> None:
-        """Learn from a worker's report what it has stored and evicted since the one before.
+        """Add and drop claims by what a worker has cached and evicted since its last report.
 
-        All gateways hear the report, so none needs to tell.
+        All gateways receive each report, so these claims are not exchanged.
         """
-        holding = (report.worker_id, report.boot_id)
-        before, now = self._announced.get(holding, _NOTHING), frozenset(report.prefixes)
+        boot = (report.worker_id, report.boot_id)
+        before, now = self._reported.get(boot, _NO_KEYS), frozenset(report.prefixes)
         if now == before or not self._rules.max_workers:
             return
-        for name in now - before:
-            self._keep(name, holding, self._rules.ttl_s)
+        for key in now - before:
+            self._claim(key, boot, self._rules.ttl_s)
         if report.prefix_count == len(now):
-            for name in before - now:
-                self._drop(name, holding)
-        self._announced[holding] = now
-        self._announced.move_to_end(holding)
-        if len(self._announced) > _BOOTS_KEPT:
-            self._announced.popitem(last=False)
+            for key in before - now:
+                self._drop(key, boot)
+        self._reported[boot] = now
+        self._reported.move_to_end(boot)
+        if len(self._reported) > _MAX_REPORTED_BOOTS:
+            self._reported.popitem(last=False)
 
     def take_pending(self) -> tuple[PrefixClaim, ...]:
-        """Give what other gateways should hear, each claim once, as it is now."""
-        news, self._news = tuple(self._news.values()), {}
-        return news
+        """Return the latest claims that other gateways have not received."""
+        pending, self._pending = tuple(self._pending.values()), {}
+        return pending
 
     def merge(self, claim: PrefixClaim, age_s: float) -> None:
-        """Take in what another gateway claimed so long ago."""
-        holding = (claim.worker_id, claim.boot_id)
+        """Apply a claim that another gateway made `age_s` ago."""
+        boot = (claim.worker_id, claim.boot_id)
         if claim.ttl_s > age_s:
-            self._keep(claim.prefix_key, holding, claim.ttl_s - age_s)
+            self._claim(claim.prefix_key, boot, claim.ttl_s - age_s)
         elif not claim.ttl_s:
-            self._drop(claim.prefix_key, holding)
+            self._drop(claim.prefix_key, boot)
 
-    def _tell(self, claim: PrefixClaim) -> None:
-        about = claim[:3]
-        self._news.pop(about, None)
-        self._news[about] = claim
-        if len(self._news) > MAX_PENDING_CLAIMS:  # nobody hears them just now
-            del self._news[next(iter(self._news))]
+    def _publish(self, claim: PrefixClaim) -> None:
+        key = claim[:3]
+        self._pending.pop(key, None)
+        self._pending[key] = claim
+        if len(self._pending) > MAX_PENDING_CLAIMS:  # no exchange takes place
+            del self._pending[next(iter(self._pending))]
 
-    def _keep(self, name: str, holding: WorkerBoot, for_s: float) -> None:
-        claims = self._claims.setdefault(name, {})
-        self._claims.move_to_end(name)
-        claims.pop(holding, None)
-        claims[holding] = self._clock() + for_s
+    def _claim(self, key: str, boot: WorkerBoot, for_s: float) -> None:
+        claims = self._claims.setdefault(key, {})
+        self._claims.move_to_end(key)
+        claims.pop(boot, None)
+        claims[boot] = self._clock() + for_s
         if len(self._claims) > MAX_PREFIXES:
             self._tokens.pop(self._claims.popitem(last=False)[0], None)
 
-    def _drop(self, name: str, holding: WorkerBoot) -> None:
-        claims = self._claims.get(name)
+    def _drop(self, key: str, boot: WorkerBoot) -> None:
+        claims = self._claims.get(key)
         if claims is None:
             return
-        claims.pop(holding, None)
+        claims.pop(boot, None)
         if not claims:
-            del self._claims[name]
-            self._tokens.pop(name, None)
+            del self._claims[key]
+            self._tokens.pop(key, None)

@@ -1,6 +1,6 @@
-"""The last requests as the policy saw them, to say of another policy what it would have moved.
+"""The last decided requests, replayed to show what another policy would route elsewhere.
 
-No text is kept: of a request only what policies decide by, and that in a bounded size.
+Only the bounded properties that policies read are stored, and no text.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ MAX_RECENT_REQUESTS = 10_000
 _AT_A_TIME = 25
 
 PoolMoves = Counter[tuple[str, str]]
-"""How many requests go to which pool now, and to which they would."""
+"""Number of requests by their pool under the old and under the new policy."""
 
 
 class RecentRequests:
-    """The last 10,000 requests that were decided."""
+    """The last 10,000 decided requests."""
 
     def __init__(self) -> None:
-        self._cases: deque[RoutingRequest] = deque(maxlen=MAX_RECENT_REQUESTS)
+        self._requests: deque[RoutingRequest] = deque(maxlen=MAX_RECENT_REQUESTS)
 
-    def add(self, case: RoutingRequest) -> None:
-        """Keep a case in place of the oldest one."""
-        profile = case.profile
+    def add(self, request: RoutingRequest) -> None:
+        """Add a request in place of the oldest one."""
+        profile = request.profile
         if profile.stop or profile.sampling.logit_bias:
-            case = _without_lists(case)
-        self._cases.append(case)
+            request = _without_lists(request)
+        self._requests.append(request)
 
     async def count_moves(
         self,
@@ -47,32 +47,30 @@ class RecentRequests:
         rng: Random,
         pause: Callable[[], Awaitable[None]],
     ) -> PoolMoves:
-        """Count where they would go by the one and by the other policy, with this fleet.
+        """Count the requests by their pool under each policy, with this fleet.
 
-        `pause` lets other requests run; it is awaited before each 25 requests.
-
-        Not where they went: that is also the work of full lanes and of workers that are gone. Each
-        is taken as it was read when it came: under the names, defaults, limits and headers of the
-        policy that was in force then.
+        `pause` lets other requests run; it is awaited before each 25 requests. The actual pools are
+        not compared, since full lanes and lost workers have affected them. Each request is decided
+        by the profile that the policy of its time produced.
         """
         moves = PoolMoves()
-        for number, case in enumerate(tuple(self._cases)):
+        for number, request in enumerate(tuple(self._requests)):
             if number % _AT_A_TIME == 0:
                 await pause()
-            moves[_pool(old, case, fleet, rng), _pool(new, case, fleet, rng)] += 1
+            moves[_pool(old, request, fleet, rng), _pool(new, request, fleet, rng)] += 1
         return moves
 
 
-def _pool(policy: PolicyDocument, case: RoutingRequest, fleet: FleetView, rng: Random) -> str:
-    decision = decide(case._replace(policy=policy), fleet, rng, first_only=True)
+def _pool(policy: PolicyDocument, request: RoutingRequest, fleet: FleetView, rng: Random) -> str:
+    decision = decide(request._replace(policy=policy), fleet, rng, first_only=True)
     return decision.candidates[0].pool if decision.candidates else NOWHERE
 
 
-def _without_lists(case: RoutingRequest) -> RoutingRequest:
-    """Let go of what is long: the words to stop at are text, and no policy looks at any of it.
+def _without_lists(request: RoutingRequest) -> RoutingRequest:
+    """Drop the long fields, which no policy reads.
 
-    One bias stands for all: with it the profile is eligible for the same.
+    One logit bias stays: with it the profile is eligible for the same lanes.
     """
-    sampling = case.profile.sampling
+    sampling = request.profile.sampling
     sampling = sampling._replace(logit_bias=sampling.logit_bias[:1])
-    return case._replace(profile=case.profile._replace(stop=(), sampling=sampling))
+    return request._replace(profile=request.profile._replace(stop=(), sampling=sampling))

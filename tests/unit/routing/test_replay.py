@@ -76,7 +76,7 @@ def test_no_text_and_nothing_long_is_kept_and_the_case_is_decided_alike() -> Non
     )
     asker = CallerAttributes(key="k1", headers={"x-app": "batch"})
     recent.add(RoutingRequest(OLD, profile, asker))
-    (kept,) = recent._cases
+    (kept,) = recent._requests
     assert "canary" not in repr(kept)
     assert len(kept.profile.sampling.logit_bias) == 1
     assert bypass_reasons(kept.profile) == bypass_reasons(profile)
