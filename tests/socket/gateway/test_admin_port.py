@@ -88,7 +88,7 @@ def test_commands_find_the_gateway_by_its_own_settings(
     with pytest.raises(SystemExit, match="This path does not exist"):
         main(["policy", "show", "--url", split_gateway.url])
     monkeypatch.setenv("PACELINE_ADMIN_PORT", "0")
-    with pytest.raises(SystemExit, match="say where with --url"):
+    with pytest.raises(SystemExit, match="name it with --url"):
         main(["keys", "list"])
     monkeypatch.setenv("PACELINE_ADMIN_PORT", "many")
     assert main(["keys", "list"]) == 2
