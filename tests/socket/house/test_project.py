@@ -111,6 +111,6 @@ def test_changelog_keeps_its_form() -> None:
 
 
 def test_every_file_that_the_readme_names_exists() -> None:
-    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")):
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)|src=\"([^\":]+)\"", page.read_text()):
             assert (page.parent / "".join(target)).exists(), f"{page.name}: {target}"
