@@ -1,13 +1,11 @@
-"""Give each request a slot of a worker: at once where one is free, else in its pool's turn.
+"""Scheduler: gives each request a slot of a worker, at once or from the queue of its pool.
 
-All of it runs on one event loop and without a lock: whatever may have made room (an answer that
-ended, a heartbeat, a worker that comes back) calls `wake`, which gives free slots away
-there and then. So a slot is never free while a request waits that could use it, and nobody who
-just arrived is faster than those in line.
+It runs on one event loop without a lock. Each event that may add capacity (a released slot, a
+heartbeat, the end of an ejection) calls `wake`, which assigns free slots to queued requests at
+once. So no slot is free while a queued request could use it, and no new request overtakes.
 
-Each request is decided by the policy that it began with, however long it waits. To a line a pool is
-but a name: requests of several versions of the policy may stand in it, and where the newest version
-has no such pool any more, those who stand there are served all the same.
+Each request is decided by the policy with which it began. A pool is only a name to its queue:
+requests of several policy versions may wait in it, also after the newest has dropped the pool.
 """
 
 from __future__ import annotations
@@ -41,28 +39,28 @@ _RETRY_AFTER_RANGE_S = (1.0, 60.0)
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """One request in line; it may stand in the lines of several pools."""
+    """One queued request; it may be in the queues of several pools."""
 
-    case: RoutingRequest
+    request: RoutingRequest
     caller: Caller
     tried: frozenset[str]
-    entered_s: float
-    seat: asyncio.Future[Lease]
+    queued_at_s: float
+    assigned: asyncio.Future[Lease]
     kind: Hashable
-    """Where there is no slot for one request, there is none for another of the same kind."""
+    """If no slot is free for one request, none is for another of the same kind."""
     pools: list[str] = field(default_factory=list)
     spilled: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class _Pool:
-    line: FairQueue[_Waiter] = field(default_factory=FairQueue)
-    at_home: int = 0
-    """Those in line whose preferred pool this is; the others are guests of a full one."""
+    queue: FairQueue[_Waiter] = field(default_factory=FairQueue)
+    preferring: int = 0
+    """Queued requests that prefer this pool; others wait here because theirs is full."""
     running: int = 0
-    """Those that hold a slot through this pool."""
+    """Requests that hold a slot through this pool."""
     last_wait_s: float = 0.0
-    """Of the last one served: the best guess for the next."""
+    """Wait of the last request served, as an estimate for the next."""
 
 
 class Scheduler:
@@ -78,20 +76,20 @@ class Scheduler:
         self._pools: defaultdict[str, _Pool] = defaultdict(_Pool)
         """By name, over all versions of the policy."""
         self._waiting = 0
-        self._entered = 0
-        """How often somebody came to stand in a line."""
+        self._entries = 0
+        """Number of entries into queues so far."""
 
     def waiting(self, pool: str) -> int:
-        """Count the requests in line whose preferred pool this is."""
-        return self._pools[pool].at_home
+        """Return the number of queued requests that prefer this pool."""
+        return self._pools[pool].preferring
 
     def running(self, pool: str) -> int:
-        """Count the requests that hold a slot through this pool."""
+        """Return the number of requests that hold a slot through this pool."""
         return self._pools[pool].running
 
     async def acquire(
         self,
-        case: RoutingRequest,
+        request: RoutingRequest,
         caller: Caller,
         tried: frozenset[str] = NO_WORKERS,
         *,
@@ -103,43 +101,43 @@ class Scheduler:
         `PoolsNotAllowed`, `NoWorker` or `WorkerBusy` if no worker is left, `QueueFull` or
         `QueueTimeout`. The caller must `release` the lease in the same function, however it ends.
         """
-        decision = self._decide(case, tried, first_only=True)
+        decision = self._decide(request, tried, first_only=True)
         if on_decision is not None:
             on_decision(decision)
         if decision.forbidden:
             raise PoolsNotAllowed
-        lease = self._first_free(case, decision)
+        lease = self._first_free(request, decision)
         if lease is None and not decision.complete:
-            decision = self._decide(case, tried)
-            lease = self._first_free(case, decision)
+            decision = self._decide(request, tried)
+            lease = self._first_free(request, decision)
         if lease is not None:
             return lease
         if not decision.candidates:
-            raise self._no_worker(case.profile)
-        return await self._wait(case, decision, caller, tried)
+            raise self._no_worker(request.profile)
+        return await self._wait(request, decision, caller, tried)
 
     def _decide(
-        self, case: RoutingRequest, tried: frozenset[str], *, first_only: bool = False
+        self, request: RoutingRequest, tried: frozenset[str], *, first_only: bool = False
     ) -> Decision:
-        """Decide as of now, leaving out workers that were tried already."""
-        fleet = self._prefixes.annotate(self._fleet.view(without=tried), case.prefix_key)
-        return decide(case, fleet, self._rng, first_only=first_only)
+        """Decide by the present fleet without the workers tried before."""
+        fleet = self._prefixes.annotate(self._fleet.view(without=tried), request.prefix_key)
+        return decide(request, fleet, self._rng, first_only=first_only)
 
-    def _first_free(self, case: RoutingRequest, decision: Decision) -> Lease | None:
-        """Take a slot of the first that has one, of those that need not be waited for."""
+    def _first_free(self, request: RoutingRequest, decision: Decision) -> Lease | None:
+        """Acquire a slot of the first candidate that has one and needs no wait."""
         for candidate in decision.candidates:
             if candidate.spill and decision.spill_after_s != 0:
                 break
-            if (lease := self._take(candidate, case.policy)) is not None:
+            if (lease := self._take(candidate, request.policy)) is not None:
                 return lease
         return None
 
     def release(self, lease: Lease, result: AttemptResult, retry_after_s: float = 0.0) -> None:
-        """Free the slot, hold what happened against the worker, and let the next one in."""
+        """Release a slot, record the result, and serve the queues."""
         before = lease.state.breaker
         self._pools[lease.candidate.pool].running -= 1
         self._fleet.release(lease, result, retry_after_s)
-        after = lease.state.breaker  # serving those in line does not change it
+        after = lease.state.breaker  # `wake` does not change it
         if self._waiting:
             self.wake()
         if after is not before and after.available_at_s > before.available_at_s:
@@ -147,7 +145,7 @@ class Scheduler:
             asyncio.get_running_loop().call_later(delay_s, self.wake)
 
     def _take(self, candidate: Candidate, policy: PolicyDocument) -> Lease | None:
-        """Take a slot of this lane, or None where lane or pool have none free now."""
+        """Acquire a slot of a lane; return None if lane or pool have none free."""
         pool = self._pools[candidate.pool]
         bound = policy.pools[candidate.pool].slots
         if bound is not None and pool.running >= bound:
@@ -158,106 +156,106 @@ class Scheduler:
         return lease
 
     def wake(self) -> None:
-        """Give free slots to those in line, for as long as both last."""
+        """Assign free slots to queued requests."""
         more = self._waiting > 0
         while more:
-            entered = self._entered
+            entered = self._entries
             # Where pools share a lane, the one whose next request waits longest comes first.
-            for name, pool in sorted(self._pools.items(), key=lambda item: _since_s(item[1])):
+            for name, pool in sorted(self._pools.items(), key=lambda item: _oldest_s(item[1])):
                 self._serve(name, pool)
-            more = self._entered > entered  # somebody came to stand in a further line
+            more = self._entries > entered  # a request entered another queue
 
     def _serve(self, name: str, pool: _Pool) -> None:
-        """Give the free slots of one pool to those in its line."""
-        hopeless: set[Hashable] = set()
-        for waiter in pool.line:
+        """Assign the free slots of one pool to requests in its queue."""
+        blocked: set[Hashable] = set()
+        for waiter in pool.queue:
             kind = (waiter.kind, waiter.spilled)
-            if kind in hopeless or waiter.seat.done():
+            if kind in blocked or waiter.assigned.done():
                 continue
-            if not self._seat(waiter, name):
-                hopeless.add(kind)
+            if not self._assign(waiter, name):
+                blocked.add(kind)
 
     def retry_after_s(self, pool: str) -> float:
-        """Guess when asking again makes sense: as long as the last one served had to wait."""
+        """Estimate when a retry makes sense: after the wait of the last request served."""
         low, high = _RETRY_AFTER_RANGE_S
         return min(max(self._pools[pool].last_wait_s, low), high)
 
     async def _wait(
-        self, case: RoutingRequest, decision: Decision, caller: Caller, tried: frozenset[str]
+        self, request: RoutingRequest, decision: Decision, caller: Caller, tried: frozenset[str]
     ) -> Lease:
-        policy, profile, _, pools, _ = case
+        policy, profile, _, pools, _ = request
         for name in policy.pools:
-            self._pools[name]  # there before anybody moves on to it, so that it is served then
-        home = decision.candidates[0].pool
-        queue = policy.pools[home].queue
-        if self.waiting(home) >= queue.limit:
-            raise QueueFull(self.retry_after_s(home))
-        seat: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+            self._pools[name]  # exists before a request spills to it
+        preferred = decision.candidates[0].pool
+        queue = policy.pools[preferred].queue
+        if self.waiting(preferred) >= queue.limit:
+            raise QueueFull(self.retry_after_s(preferred))
+        assigned: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         # The route of one policy may be another under the same name in the next.
         kind = (id(policy), profile.model, decision.route, bypass_reasons(profile), tried, pools)
-        waiter = _Waiter(case, caller, tried, self._clock(), seat, kind)
-        self._pools[home].at_home += 1
+        waiter = _Waiter(request, caller, tried, self._clock(), assigned, kind)
+        self._pools[preferred].preferring += 1
         self._waiting += 1
         try:
-            self._enter(waiter, home)
+            self._enqueue(waiter, preferred)
             left_s = queue.timeout_s
             if decision.spill_after_s is not None and decision.spill_after_s < left_s:
-                await asyncio.wait((seat,), timeout=decision.spill_after_s)
+                await asyncio.wait((assigned,), timeout=decision.spill_after_s)
                 left_s -= decision.spill_after_s
-                if not seat.done():
+                if not assigned.done():
                     waiter.spilled = True
                     self._widen(waiter)
                     self.wake()
-            if not seat.done():
-                await asyncio.wait((seat,), timeout=left_s)
-            if not seat.done():
-                raise QueueTimeout(self.retry_after_s(home))
-            lease = seat.result()
-            lease.waited_s = self._clock() - waiter.entered_s
+            if not assigned.done():
+                await asyncio.wait((assigned,), timeout=left_s)
+            if not assigned.done():
+                raise QueueTimeout(self.retry_after_s(preferred))
+            lease = assigned.result()
+            lease.waited_s = self._clock() - waiter.queued_at_s
             return lease
         except BaseException:
-            if seat.done():  # a slot was given to one who leaves in the same moment
-                self.release(seat.result(), AttemptResult.ABANDONED)
+            if assigned.done():  # the request ended as it was assigned a slot
+                self.release(assigned.result(), AttemptResult.ABANDONED)
             raise
         finally:
-            self._pools[home].at_home -= 1
+            self._pools[preferred].preferring -= 1
             self._waiting -= 1
             for name in waiter.pools:
-                self._pools[name].line.remove(waiter)
+                self._pools[name].queue.remove(waiter)
 
-    def _enter(self, waiter: _Waiter, pool: str) -> None:
-        self._entered += 1
+    def _enqueue(self, waiter: _Waiter, pool: str) -> None:
+        self._entries += 1
         waiter.pools.append(pool)
-        self._pools[pool].line.enqueue(waiter, waiter.caller.priority, waiter.caller.client)
+        self._pools[pool].queue.enqueue(waiter, waiter.caller.priority, waiter.caller.client)
 
     def _widen(self, waiter: _Waiter) -> None:
-        """Let a request stand in the lines of all pools that may take it."""
-        for candidate in self._decide(waiter.case, waiter.tried).candidates:
+        """Add a request to the queues of all pools that may take it."""
+        for candidate in self._decide(waiter.request, waiter.tried).candidates:
             if candidate.pool not in waiter.pools:
-                self._enter(waiter, candidate.pool)
+                self._enqueue(waiter, candidate.pool)
 
-    def _seat(self, waiter: _Waiter, pool: str) -> bool:
-        """Give a slot of this pool to a request in line, if one is free that it may have."""
+    def _assign(self, waiter: _Waiter, pool: str) -> bool:
+        """Assign a free slot of this pool to a queued request; return whether there was one."""
         for first_only in (True, False):
-            decision = self._decide(waiter.case, waiter.tried, first_only=first_only)
+            decision = self._decide(waiter.request, waiter.tried, first_only=first_only)
             for candidate in decision.candidates:
                 if candidate.pool != pool or (candidate.spill and not waiter.spilled):
                     continue
-                if (lease := self._take(candidate, waiter.case.policy)) is not None:
-                    self._leave_lines(waiter, pool)
-                    waiter.seat.set_result(lease)
+                if (lease := self._take(candidate, waiter.request.policy)) is not None:
+                    self._dequeue(waiter, pool)
+                    waiter.assigned.set_result(lease)
                     return True
             if decision.complete:
                 break
         if decision.candidates and decision.candidates[0].pool not in waiter.pools:
-            self._widen(waiter)  # nobody is left in the pool that it waited for
+            self._widen(waiter)  # its pool has no worker left
         return False
 
-    def _leave_lines(self, waiter: _Waiter, pool: str) -> None:
-        self._pools[pool].line.dequeue(waiter)
+    def _dequeue(self, waiter: _Waiter, pool: str) -> None:
+        self._pools[pool].queue.dequeue(waiter)
         for name in waiter.pools:
-            self._pools[name].line.remove(waiter)
-            self._pools[name].last_wait_s = self._clock() - waiter.entered_s
+            self._pools[name].queue.remove(waiter)
+            self._pools[name].last_wait_s = self._clock() - waiter.queued_at_s
 
     def _no_worker(self, profile: RequestProfile) -> GatewayError:
         """Return the error for a request that no worker can take now."""
@@ -267,5 +265,5 @@ class Scheduler:
         return NoWorker(f"No worker can take requests for the model '{profile.model}' now.")
 
 
-def _since_s(pool: _Pool) -> float:
-    return next((waiter.entered_s for waiter in pool.line), float("inf"))
+def _oldest_s(pool: _Pool) -> float:
+    return next((waiter.queued_at_s for waiter in pool.queue), float("inf"))
