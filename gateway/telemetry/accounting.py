@@ -41,28 +41,29 @@ class Accounting:
     def account(self, record: RequestRecord) -> None:
         """Count one finished request; never wait, and never raise an error."""
         candidate, decision, inspected = record.candidate, record.decision, record.inspected
+        usage = record.usage
         # All that `_Labels` holds. A plain tuple: building a named one takes three times as long.
         key = (
             record.outcome,
             record.status,
             record.code,
             record.prefix,
-            record.usage is UNUSED,
+            usage is UNUSED,
             decision and (decision.route, decision.bypass),
             candidate and (candidate.pool, candidate.lane, candidate.worker_id, candidate.reason),
             candidate and inspected and inspected.profile.model,
         )
         counters = self._counters.get(key) or self._add_counters(key, record)
         counters.requests += 1
-        counters.prompt_tokens += record.usage.prompt_tokens
-        counters.completion_tokens += record.usage.completion_tokens
-        counters.cached_tokens += record.usage.cached_tokens
+        counters.prompt_tokens += usage.prompt_tokens
+        counters.completion_tokens += usage.completion_tokens
+        counters.cached_tokens += usage.cached_tokens
         if record.attempts > 1:
             counters.retries += record.attempts - 1
         if counters.lane is not None:
             _observe(counters.lane, record)
         if record.spent.requests:
-            self._ledger.add(record.caller, record.usage, record.spent, self._wall())
+            self._ledger.add(record.caller, usage, record.spent, self._wall())
         if self._access_log is not None:
             self._access_log.write(record, self._wall())
 
