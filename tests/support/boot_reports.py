@@ -1,4 +1,4 @@
-"""What the boots of a worker report: counts that grow by the request."""
+"""Reports of boots, with counts for a number of requests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from workers.protocol import WorkerReport
 
 
 def boot_report(boot_id: str, requests: int, model: str = "demo") -> WorkerReport:
-    """A report of a boot that has answered so many requests, and accepted both drafts of each."""
+    """Return the report of a boot with so many requests, each with two accepted drafts."""
     lane = lane_report(
         "text-mtp",
         requests=requests,

@@ -1,4 +1,4 @@
-"""Records as tests keep them: of one process, and they end with it."""
+"""Records in memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from gateway.storage.records import TextsByKind
 
 
 class MemoryRecords:
-    """Records as a gateway knows them; the tests of the others hold these to the same promises."""
+    """Records in memory; the tests of `FileRecords` also run against them."""
 
     remote = False
 

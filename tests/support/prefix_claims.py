@@ -1,4 +1,4 @@
-"""Claims to a system prompt: by which rules, by whom, and who has one now."""
+"""Prefix claims of two workers."""
 
 from __future__ import annotations
 

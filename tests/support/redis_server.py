@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 
 class RedisServer:
-    """One redis-server that keeps nothing on disk."""
+    """One redis-server without persistence."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -52,12 +52,12 @@ class RedisServer:
             self._process = None
 
     def freeze(self) -> None:
-        """Let it hold its connections and say nothing."""
+        """Stop its process: connections stay open without replies."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
-        """Let it go on."""
+        """Continue after `freeze`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
@@ -67,7 +67,7 @@ class RedisServer:
 
 
 def _free_port() -> int:
-    """Find a port below those of outgoing connections: nobody takes it while the server is down."""
+    """Return a port below the ephemeral range, which stays free while the server is down."""
     while True:
         port = random.randrange(20_000, 32_000)
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -1,4 +1,4 @@
-"""What a gateway says of the Redis that it shares."""
+"""The state of Redis in `/v1/status`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from tests.support.running_gateway import RunningGateway
 
 
 def redis_status(gateway: RunningGateway) -> dict[str, object]:
-    """What its status says of Redis."""
+    """Return the part `store` of the status."""
     told: dict[str, object] = gateway.status()["store"]
     return told
 
 
 def is_degraded(gateway: RunningGateway) -> bool:
-    """Say whether it goes by what it knows itself."""
+    """Return whether the gateway is degraded."""
     return redis_status(gateway)["state"] == "degraded"
 
 
 def is_connected(gateway: RunningGateway) -> bool:
-    """Say whether it has its Redis."""
+    """Return whether the gateway reaches its Redis."""
     return redis_status(gateway)["state"] == "ok"

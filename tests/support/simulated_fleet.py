@@ -1,4 +1,4 @@
-"""A simulated fleet over the real parts of gateways, and what every answer of it said."""
+"""A simulated fleet over the real parts of gateways, with the expected counts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PROFILES = {
 
 
 class SimulatedWorker:
-    """A worker that counts as the engine does; a boot's counts begin at nothing."""
+    """A worker that counts as the engine does; each boot starts at zero."""
 
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
@@ -43,12 +43,12 @@ class SimulatedWorker:
         self.restart()
 
     def restart(self) -> None:
-        """Begin another boot."""
+        """Start another boot."""
         self.boot_id = f"boot-{next(self._boots)}"
         self.lane = lane_report("text-mtp")
 
     def answer(self, dice: random.Random) -> tuple[Usage, Drafts]:
-        """Answer one request, and count what its own metrics say."""
+        """Answer one request and count it."""
         accepted = [dice.randint(0, K) for _ in range(dice.randint(0, 5))]
         histogram = tuple(accepted.count(count) for count in range(K + 1))
         own = Speculation(
@@ -71,7 +71,7 @@ class SimulatedWorker:
         return usage, Drafts(own.steps, own.drafted, own.accepted, histogram)
 
     def report(self) -> WorkerReport:
-        """Tell all that this boot has counted."""
+        """Return the report of this boot."""
         return WorkerReport(
             worker_id=self.worker_id,
             boot_id=self.boot_id,
@@ -93,14 +93,14 @@ class SimulatedGateway:
         return MemoryCounters(self.accounting.take_pending)
 
     async def sync(self) -> None:
-        """Tell the others, and hear of them."""
+        """Exchange with other gateways."""
 
     async def close(self) -> None:
-        """End it well."""
+        """Close the connections."""
 
 
 class SimulatedRedisGateway(SimulatedGateway):
-    """The same, in a Redis that others share."""
+    """One gateway process that shares a Redis."""
 
     def __init__(self, server: RedisServer, wall: Any) -> None:
         self._link = RedisClient(server.url)
@@ -120,7 +120,7 @@ class SimulatedRedisGateway(SimulatedGateway):
 
 
 class Simulation:
-    """A fleet, its mail, and what every answer said."""
+    """A fleet, its pending reports, and the expected counts."""
 
     def __init__(self, gateways: list[SimulatedGateway], seed: int) -> None:
         self.dice = random.Random(seed)
@@ -131,7 +131,7 @@ class Simulation:
         self.expected_counts: Counter[tuple[str, ...]] = Counter()
 
     def answer(self) -> None:
-        """Let a worker answer through a gateway; note what the answer says of itself."""
+        """Let a worker answer through a gateway, and add the answer to the expected counts."""
         worker, gateway = self.dice.choice(self.workers), self.dice.choice(self.gateways)
         usage, drafts = worker.answer(self.dice)
         candidate = Candidate("text-mtp", "text-mtp", worker.worker_id, "eligible", 0.5)
@@ -164,11 +164,11 @@ class Simulation:
                 self.expected_counts[*place, f"position {position}"] += above
 
     def queue_report(self) -> None:
-        """Send a report; the mail may be slow."""
+        """Queue the report of a worker for a later delivery."""
         self.pending_reports.append(self.dice.choice(self.workers).report())
 
     async def deliver(self) -> None:
-        """Deliver a report from anywhere in the mail, perhaps once more later."""
+        """Deliver any queued report, perhaps once more later."""
         if self.pending_reports:
             report = self.pending_reports[self.dice.randrange(len(self.pending_reports))]
             if self.dice.random() < 0.6:
@@ -176,7 +176,7 @@ class Simulation:
             await self.dice.choice(self.gateways).store.store_report(report)
 
     def restart_worker(self) -> None:
-        """End a boot; its last words are in the mail."""
+        """Restart a worker, and queue the last report of its boot."""
         worker = self.dice.choice(self.workers)
         self.pending_reports.append(worker.report())
         worker.restart()
@@ -186,7 +186,7 @@ class Simulation:
         self.unix_s = self.dice.choice([0.0, 1e9, 4e9, self.unix_s - 3600])
 
     async def settle(self) -> None:
-        """Deliver everything, each report twice and in any order, and let all gateways turn."""
+        """Deliver every report twice and in any order, and synchronise all gateways."""
         letters = 2 * [*self.pending_reports, *(worker.report() for worker in self.workers)]
         self.dice.shuffle(letters)
         for letter in letters:
@@ -196,7 +196,7 @@ class Simulation:
                 await gateway.sync()
 
     async def check(self) -> None:
-        """Compare what answers said with what every gateway tells."""
+        """Compare the expected counts with those of every gateway."""
         for gateway in self.gateways:
             reports, counts = (
                 await gateway.store.reports(),
