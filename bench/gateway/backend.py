@@ -83,7 +83,7 @@ class _Link(asyncio.Protocol):
         self._pending = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
 
     def data_received(self, data: bytes) -> None:
         self._pending += data

@@ -58,7 +58,7 @@ class Connection(asyncio.Protocol):
         self._first_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
 
     def data_received(self, data: bytes) -> None:
         self._received += data

@@ -328,7 +328,7 @@ def _refused(invalid: PolicyInvalid) -> PolicyRefused:
 
 
 def _version(version: PolicyVersion) -> Version:
-    return cast(Version, version.metadata())
+    return cast("Version", version.metadata())
 
 
 def _wants_yaml(request: Request) -> bool:

@@ -78,7 +78,7 @@ class StatusStream(Response):
         self._feed = feed
         self._allowed = allowed
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         """Write events directly to the connection, as the proxy does."""
         await self._feed.stream_to(scope, self._allowed)
 

@@ -29,11 +29,11 @@ class Backend(ABC):
     def models(self, report: WorkerReport) -> tuple[str, ...]:
         """Return the models that a worker serves."""
 
-    def headers(self, lane: str, prefix_key: str) -> Mapping[str, str]:
+    def headers(self, lane: str, prefix_key: str) -> Mapping[str, str]:  # noqa: ARG002
         """Return the headers that a request needs beside those of every request."""
         return self.authorization
 
-    def body(self, body: bytes, fields: Mapping[str, Any]) -> bytes:
+    def body(self, body: bytes, fields: Mapping[str, Any]) -> bytes:  # noqa: ARG002
         """Return the body to send, given the serialized body and its fields."""
         return body
 
@@ -71,11 +71,11 @@ class OpenAIBackend(Backend):
         """What the configuration says of the worker, as the report that it never sends."""
         self._models = tuple(dict.fromkeys(worker.models))
 
-    def models(self, report: WorkerReport) -> tuple[str, ...]:
+    def models(self, report: WorkerReport) -> tuple[str, ...]:  # noqa: ARG002
         """Return the models of the settings."""
         return self._models
 
-    def body(self, body: bytes, fields: Mapping[str, Any]) -> bytes:
+    def body(self, body: bytes, fields: Mapping[str, Any]) -> bytes:  # noqa: ARG002
         """Return the body without the fields that only Paceline's workers read."""
         return to_json(for_openai(fields), inf_nan_mode="null")
 

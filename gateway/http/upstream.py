@@ -364,7 +364,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Store the transport."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not derived from it
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
 
     def data_received(self, data: bytes) -> None:
         """Parse, and pass on what came."""

@@ -365,7 +365,7 @@ def schema() -> str:
 class _Schema(GenerateJsonSchema):
     """Pydantic's schema without titles, which only repeat the names."""
 
-    def field_title_should_be_set(self, schema: Any) -> bool:
+    def field_title_should_be_set(self, schema: Any) -> bool:  # noqa: ARG002
         """Omit the title of a field."""
         return False
 

@@ -111,7 +111,7 @@ class _LogFile(WatchedFileHandler):
         except OSError:  # from reopening the file
             self.handleError(record)
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: ARG002, N802
         """Count the line as lost; the base class would print a stack trace."""
         error = sys.exc_info()[1]
         self._losses.add((isinstance(error, OSError) and error.strerror) or str(error))

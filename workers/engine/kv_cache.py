@@ -169,7 +169,12 @@ class RecurrentCache:
         self._slots[index] = state
 
     def update_window(
-        self, index: int, source: mx.array, width: int, *, lengths: object = None
+        self,
+        index: int,
+        source: mx.array,
+        width: int,
+        *,
+        lengths: object = None,  # noqa: ARG002
     ) -> mx.array:
         """Store the tokens that a causal window passes over, including those before the pass."""
         self._history[index] = (source,)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -187,7 +186,7 @@ def test_an_edit_of_the_file_is_taken_while_the_gateway_runs(
         assert gateway.chat().headers["x-paceline-pool"] == "b"
         replacing = file.with_suffix(".new")
         replacing.write_text(to_yaml(single_pool_policy("c")))
-        os.replace(replacing, file)
+        replacing.replace(file)
         wait_until(says(gateway, 3, ["c"], "file"))
         admin.put(single_pool_policy("d"))
         file.write_text(to_yaml(single_pool_policy("c")) + "# saved again\n")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import resource
 import socket
 import sys
@@ -48,14 +47,14 @@ def test_f55_a_gateway_that_runs_out_of_files_answers_again_once_it_has_some(
     with running_gateway_process(tmp_path, worker) as (gateway, client):
         assert client.post("/v1/chat/completions", json=chat_body()).status_code == 200
         pid = gateway.process.pid
-        files = len(os.listdir(f"/proc/{pid}/fd"))
+        files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, (files + 8, hard))
         address = urlsplit(str(client.base_url))
         with ExitStack() as crowd:
             for _ in range(40):
                 crowd.enter_context(socket.create_connection((address.hostname, address.port)))
-            wait_until(lambda: len(os.listdir(f"/proc/{pid}/fd")) >= files + 7)
+            wait_until(lambda: len(list(Path(f"/proc/{pid}/fd").iterdir())) >= files + 7)
         # The crowd is gone; the limit stays.
         wait_until(lambda: _answers(str(client.base_url)), within_s=30)
         assert gateway.process.poll() is None

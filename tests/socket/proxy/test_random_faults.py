@@ -242,7 +242,7 @@ def _tasks(gateway: RunningGateway) -> int:
 
 def _open_files() -> int:
     gc.collect()
-    return len(os.listdir("/dev/fd"))
+    return len(list(Path("/dev/fd").iterdir()))
 
 
 async def _stopped(task: asyncio.Task[int] | asyncio.Task[None]) -> int:
