@@ -1,4 +1,4 @@
-"""What every part of the policy document has in common: frozen, strict, and nothing unsaid."""
+"""The base class and the field types of the sections of a policy document."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
-"""Of a model, a pool, a lane or a route."""
+"""The name of a model, pool, lane or route."""
 Label = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""What an admin says of a worker: big, bf16, lab-2."""
+"""A label of a worker, such as big, bf16 or lab-2."""
 Text = Annotated[str, Field(min_length=1, max_length=128)]
-"""What others named: keys, teams, values of headers."""
+"""A name from outside the document: a key, a team, the value of a header."""
 
 
 def as_list(value: object) -> object:
-    """Take one text for a list of it, as people write it."""
+    """Return a single string as a list of one."""
     return [value] if isinstance(value, str) else value
 
 
@@ -45,11 +45,11 @@ Texts = Annotated[
 
 
 NON_EMPTY = ConfigDict(json_schema_extra={"minProperties": 1})
-"""Of a part that means nothing when it is empty; it checks that itself."""
+"""The configuration of a section that needs at least one field; its validator checks it."""
 
 
 class Section(BaseModel):
-    """A part of the document: it refuses what it does not know, and what is left empty."""
+    """A section of the document; it rejects unknown fields and empty values."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
@@ -57,14 +57,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _says_something(cls, value: Any) -> Any:
-        # A condition without a value would hold for everybody, and nobody means that.
+    def _reject_empty(cls, value: Any) -> Any:
+        # A condition without a value would match every request.
         if value is None:
-            raise PydanticCustomError("empty", "it is empty: give it a value or leave it out")
+            raise PydanticCustomError("empty", "it is empty: set a value or remove the field")
         return value
 
     @model_serializer(mode="wrap")
-    def _only_what_is_said(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Leave out what is not given, so that what is written can be read again."""
-        written: dict[str, Any] = handler(self)
-        return {name: value for name, value in written.items() if value is not None}
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Omit absent fields, because a null in the output would be rejected when it is read."""
+        document: dict[str, Any] = handler(self)
+        return {name: value for name, value in document.items() if value is not None}

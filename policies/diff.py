@@ -1,7 +1,4 @@
-"""What two documents say differently, field by field, as a person would tell it.
-
-JSON Merge Patch (RFC 7396): a document with some of it changed.
-"""
+"""Differences between two documents, and JSON Merge Patch (RFC 7396)."""
 
 from __future__ import annotations
 
@@ -9,18 +6,18 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 ABSENT = object()
-"""In place of a value where there is none; null would be one."""
+"""A marker for an absent value, because null is a value."""
 
 
 class Difference(NamedTuple):
-    """One field, and what it says in the one document and in the other."""
+    """One field, with its values in the old and in the new document."""
 
     field: str
     old: Any
     new: Any
 
     def to_json(self) -> dict[str, Any]:
-        """Tell it as JSON; what is absent is left out."""
+        """Return the difference as JSON; absent values are omitted."""
         sides = {"old": self.old, "new": self.new}
         return {"field": self.field} | {
             side: value for side, value in sides.items() if value is not ABSENT
@@ -28,10 +25,10 @@ class Difference(NamedTuple):
 
 
 def diff(old: Any, new: Any) -> tuple[Difference, ...]:
-    """List what differs, in the order of the documents.
+    """Return the differences, in the order of the documents.
 
-    Entries of a list that have names (routes) are compared by name, not by place: a new first route
-    is one difference, not one in each.
+    Named entries of a list (routes) are compared by name, not by index: a new first route is one
+    difference, not one in every route.
     """
     return tuple(_compare("", old, new))
 
@@ -41,8 +38,8 @@ def _compare(field: str, old: Any, new: Any) -> Iterator[Difference]:
         yield from _compare_entries(field, old, new)
     elif (olds := _by_name(old)) is not None and (news := _by_name(new)) is not None:
         yield from _compare_entries(field, olds, news)
-        stayed = [name for name in olds if name in news]
-        if stayed != [name for name in news if name in olds]:
+        common = [name for name in olds if name in news]
+        if common != [name for name in news if name in olds]:
             yield Difference(field, list(olds), list(news))
     elif not _same(old, new):
         yield Difference(field, old, new)
@@ -57,7 +54,7 @@ def _compare_entries(
 
 
 def _same(old: Any, new: Any) -> bool:
-    """Say whether two values are the same in JSON: to Python True is 1, also within a list."""
+    """Return whether two values are equal in JSON; in Python, True equals 1 at any depth."""
     if isinstance(old, list) and isinstance(new, list):
         return len(old) == len(new) and all(map(_same, old, new))
     if isinstance(old, Mapping) and isinstance(new, Mapping):
@@ -66,15 +63,15 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _by_name(value: Any) -> dict[str, Any] | None:
-    """Key the entries of a list by their names, where each has one of its own."""
-    if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
+    """Return the entries of a list by name, or None unless each has a unique name."""
+    if not isinstance(value, list) or not all(isinstance(entry, Mapping) for entry in value):
         return None
-    named = {str(one["name"]): one for one in value if "name" in one}
+    named = {str(entry["name"]): entry for entry in value if "name" in entry}
     return named if len(named) == len(value) else None
 
 
 def merge_patch(target: Any, patch: Any) -> Any:
-    """Return the target as the patch wants it: null takes away, a list is replaced whole."""
+    """Return the patched target: null removes a field, a list is replaced as a whole."""
     if not isinstance(patch, dict):
         return patch
     merged = dict(target) if isinstance(target, dict) else {}

@@ -1,4 +1,4 @@
-"""The policy document: what may stand in it, and errors that name file, line and field."""
+"""The policy document: its schema, its consistency checks, and errors with line and field."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from policies.yaml_io import YamlInvalid, line_of, read_yaml
 
 DEFAULT_FILE = "default.yaml"
 FieldPath = tuple[str | int, ...]
-"""Steps from the top of a document: names of fields and numbers of entries."""
-_PROBLEMS_TOLD = 32
+"""Steps from the top of a document: names of fields and indices of entries."""
+_PROBLEMS_LIMIT = 32
 
 
 class Problem(NamedTuple):
-    """One reason why a document cannot be used."""
+    """One reason why a document is invalid."""
 
     field: str
-    """As routes.0.when.media; empty where it is the document as a whole."""
+    """The path of the field, such as routes.0.when.media; empty for the whole document."""
     message: str
     line: int | None = None
-    """Where it stands, in a document that was read from text."""
+    """The line of the field in the text, counted from 1, if it is known."""
 
     def __str__(self) -> str:
         where = (f"line {self.line}" if self.line else "", self.field)
@@ -47,17 +47,17 @@ class Problem(NamedTuple):
 
 
 class PolicyInvalid(ValueError):
-    """A policy cannot be used; `problems` holds every reason."""
+    """A policy is invalid; `problems` contains every reason."""
 
     def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
-        told = "; ".join(map(str, problems))
-        super().__init__(f"The policy {source} is not usable: {told}")
+        reasons = "; ".join(map(str, problems))
+        super().__init__(f"The policy {source} is invalid: {reasons}")
         self.source = source
         self.problems = problems
 
 
 class Priority(StrEnum):
-    """How a request stands in a waiting line."""
+    """The priority of a request in a queue."""
 
     INTERACTIVE = "interactive"
     DEFAULT = "default"
@@ -65,43 +65,45 @@ class Priority(StrEnum):
 
 
 class PolicyDocument(Section):
-    """The whole routing policy; checked for sense, not only for shape."""
+    """The whole routing policy; its sections must also be consistent with each other."""
 
     version: Literal[1]
-    """Of this format."""
+    """The version of this format."""
     models: dict[Name, ModelPolicy] = Field(default_factory=dict)
-    """Models by their own names; those that need nothing said of them need no entry."""
+    """Models by the names under which workers serve them; an entry is optional."""
     routes: Annotated[tuple[Route, ...], Field(strict=False, min_length=1)]
-    """The first whose `when` holds takes the request; the last must take every request."""
+    """The first route whose `when` matches takes the request; the last must match every request."""
     pools: dict[Name, Pool] = Field(min_length=1)
-    """Pools by name, for routes to name."""
+    """Pools by name; routes refer to these names."""
     priorities: Annotated[
         tuple[Annotated[Priority, Field(strict=False)], ...], Field(strict=False)
     ] = tuple(Priority)
-    """Those that a client may ask for with x-paceline-priority."""
+    """The priorities that a client may request with x-paceline-priority."""
     limits: Limits = Limits()
-    """What one request may ask for and take."""
+    """Bounds of one request."""
     media: MediaRules = MediaRules()
-    """What one request may bring along beside text."""
+    """Kinds, number and size of the media in one request."""
     prefix: PrefixPolicy = PrefixPolicy()
-    """Who may share a system prompt that workers keep, and how long they are taken to hold it."""
+    """Sharing of cached system prompts between clients."""
     retries: Retries = Retries()
-    """How many of the active requests may be on a further attempt at once."""
+    """The retry budget."""
     metrics: MetricsRules = MetricsRules()
-    """Which answers tell what drafting did for them."""
+    """The responses that contain draft metrics."""
 
     @cached_property
     def compiled(self) -> CompiledPolicy:
-        """The same in the form in which it is asked; made once."""
+        """The compiled form of the document, built once."""
         return compile_document(self.routes, self.models)
 
     @model_validator(mode="after")
-    def _makes_sense(self) -> Self:
+    def _check_consistency(self) -> Self:
         problems = [
             InitErrorDetails(
-                type=PydanticCustomError("sense", "{what}", {"what": what}), loc=place, input=None
+                type=PydanticCustomError("inconsistent", "{message}", {"message": message}),
+                loc=place,
+                input=None,
             )
-            for place, what in (*self._alias_problems(), *self._route_problems())
+            for place, message in (*self._alias_problems(), *self._route_problems())
         ]
         if problems:
             raise ValidationError.from_exception_data(type(self).__name__, problems)
@@ -113,9 +115,9 @@ class PolicyDocument(Section):
             for index, alias in enumerate(entry.aliases):
                 place = ("models", model, "aliases", index)
                 if alias in self.models:
-                    yield place, f"'{alias}' is a model of its own"
+                    yield place, f"'{alias}' is the name of a model"
                 elif alias in owners:
-                    yield place, f"'{alias}' already means '{owners[alias]}'"
+                    yield place, f"'{alias}' is already an alias of '{owners[alias]}'"
                 owners.setdefault(alias, model)
 
     def _route_problems(self) -> Iterator[tuple[FieldPath, str]]:
@@ -131,7 +133,7 @@ class PolicyDocument(Section):
                 if pool not in self.pools:
                     yield (*at, "to", number), f"there is no pool '{pool}'"
                 elif pool in pools:
-                    yield (*at, "to", number), f"'{pool}' stands twice"
+                    yield (*at, "to", number), f"'{pool}' is listed twice"
                 pools.add(pool)
             if route.spill is not None and len(route.to) == 1:
                 yield (*at, "spill"), "there is no second pool to spill to"
@@ -140,13 +142,13 @@ class PolicyDocument(Section):
                     yield (*at, "when", "model", number), f"'{model}' is an alias"
             always = route.when == When()
             if always and index < len(self.routes) - 1:
-                yield at, "it takes every request, so no later route is reached"
+                yield at, "it matches every request, so later routes are never reached"
             if not always and index == len(self.routes) - 1:
-                yield (*at, "when"), "the last route must take every request"
+                yield (*at, "when"), "the last route must match every request"
 
 
 def read_policy(document: Any, source: str) -> PolicyDocument:
-    """Check a parsed document; raise `PolicyInvalid` naming every wrong field."""
+    """Validate a parsed document; raise `PolicyInvalid` with every invalid field."""
     if not isinstance(document, dict):
         raise PolicyInvalid(source, (Problem("", "it must be a mapping"),))
     try:
@@ -156,48 +158,50 @@ def read_policy(document: Any, source: str) -> PolicyDocument:
 
 
 def parse_policy(text: str, source: str) -> PolicyDocument:
-    """Read a policy from text (YAML, so also JSON); raise `PolicyInvalid` with lines."""
+    """Parse a policy from YAML or JSON; raise `PolicyInvalid` with lines."""
     try:
         return read_policy(read_yaml(text), source)
     except YamlInvalid as invalid:
-        problems = [Problem("", invalid.what, invalid.line)]
+        problems = [Problem("", invalid.message, invalid.line)]
     except PolicyInvalid as invalid:
-        problems = [one._replace(line=line_of(text, one.field)) for one in invalid.problems]
-    raise PolicyInvalid(source, tuple(sorted(problems, key=lambda one: one.line or 0)))
+        problems = [
+            problem._replace(line=line_of(text, problem.field)) for problem in invalid.problems
+        ]
+    raise PolicyInvalid(source, tuple(sorted(problems, key=lambda problem: problem.line or 0)))
 
 
 def default_policy() -> PolicyDocument:
-    """Read the policy that comes with Paceline."""
+    """Return the policy that is shipped with Paceline."""
     return parse_policy(
         (resources.files("policies") / DEFAULT_FILE).read_text(encoding="utf-8"), DEFAULT_FILE
     )
 
 
 def _problems(invalid: ValidationError, document: dict[str, Any]) -> tuple[Problem, ...]:
-    """Say in plain words what pydantic found."""
+    """Return pydantic's errors as problems, at most `_PROBLEMS_LIMIT`."""
     errors = invalid.errors(include_url=False, include_input=False)
-    around = {error["loc"][:steps] for error in errors for steps in range(len(error["loc"]))}
-    found = []
+    parents = {error["loc"][:steps] for error in errors for steps in range(len(error["loc"]))}
+    found: dict[Problem, None] = {}
     for error in errors:
         at = error["loc"]
-        if error["type"] == "too_short" and at in around:
-            continue  # what is wrong inside is not counted, and so there seem to be too few
-        found.append(Problem(_field(document, at), message_of(error)))
-    told = tuple(dict.fromkeys(found))
-    if len(told) <= _PROBLEMS_TOLD:
-        return told
-    last = told[_PROBLEMS_TOLD - 1]
-    more = f"{last.message}; and {len(told) - _PROBLEMS_TOLD} mistakes more"
-    return (*told[: _PROBLEMS_TOLD - 1], last._replace(message=more))
+        if error["type"] == "too_short" and at in parents:
+            continue  # pydantic does not count invalid entries, so the list only seems too short
+        found[Problem(_field(document, at), message_of(error))] = None
+    problems = tuple(found)
+    if len(problems) <= _PROBLEMS_LIMIT:
+        return problems
+    last = problems[_PROBLEMS_LIMIT - 1]
+    more = f"{last.message}; and {len(problems) - _PROBLEMS_LIMIT} more problems"
+    return (*problems[: _PROBLEMS_LIMIT - 1], last._replace(message=more))
 
 
 def _field(document: Any, place: Iterable[Any]) -> str:
-    """Spell a place as far as it was written, and a field that is missing there."""
+    """Return the path of an error, up to the last field that the document contains or lacks."""
     steps: list[str] = []
     at = document
     for step in place:
         if step == "[key]" or not isinstance(at, dict | list):
-            break  # pydantic's word for a key; or one name that stands for a list of one
+            break  # pydantic's marker of a key; or a single name in place of a list
         steps.append(str(step))
         try:
             at = at[step]

@@ -1,4 +1,4 @@
-"""What is wrong with a document, in words of ours: pydantic's own are written for programmers."""
+"""Plain messages for pydantic's validation errors, which address programmers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Final, get_args
 from pydantic_core import ErrorDetails
 from pydantic_core.core_schema import ErrorType
 
-_SENTENCES: Final = {
-    "extra_forbidden": "there is no such field",
-    "missing": "it is missing",
+_MESSAGES: Final = {
+    "extra_forbidden": "unknown field",
+    "missing": "this field is required",
     "too_short": "it needs at least {min_length}",
     "tuple_type": "it must be a list",
     "dict_type": "it must be a mapping",
@@ -30,15 +30,15 @@ _SENTENCES: Final = {
     "literal_error": "it must be {expected}",
     "enum": "it must be {expected}",
 }
-# Raised by checks of ours, with a sentence of theirs.
-_OURS: Final = frozenset(("value_error", "assertion_error"))
-_PYDANTICS: Final = frozenset(get_args(ErrorType)) - _OURS
+# The errors of validators in this package, which have messages of their own.
+_OWN_ERRORS: Final = frozenset(("value_error", "assertion_error"))
+_PYDANTIC_ERRORS: Final = frozenset(get_args(ErrorType)) - _OWN_ERRORS
 
 
 def message_of(error: ErrorDetails) -> str:
-    """Say what is wrong with one field; its name and its value are not repeated."""
-    if known := _SENTENCES.get(error["type"]):
+    """Return the message for one error, without the name and the value of its field."""
+    if known := _MESSAGES.get(error["type"]):
         return known.format(**error.get("ctx", {}))
-    if error["type"] in _PYDANTICS:
-        return "it cannot be read"
+    if error["type"] in _PYDANTIC_ERRORS:
+        return "it is invalid"
     return error["msg"].removeprefix("Value error, ")

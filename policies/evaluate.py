@@ -1,4 +1,4 @@
-"""What the policy says of one request: pure functions over the document and the profile."""
+"""Pure functions that apply a policy to one request: model, sampling defaults, route."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ from policies.request.profile import (
 )
 from policies.routes import Route
 
-# The one alias that follows the fleet: a client that only wants an answer may always ask for it.
+# The one alias that follows the fleet, for clients that accept any model.
 ANY_MODEL = "default"
 
 
 class RouteMatch(NamedTuple):
-    """The route that takes a request, and what keeps the request from speculation."""
+    """The route of a request, and the reasons that exclude speculation."""
 
     route: Route
     bypass: tuple[Bypass, ...]
 
 
-def resolve_model(policy: PolicyDocument, asked: str, served: Set[str]) -> str:
-    """Turn the name a client used into the name of a model; unknown names come back unchanged."""
-    if asked in served or asked in policy.models:
-        return asked
-    target = policy.compiled.aliases.get(asked, asked)
-    if asked == ANY_MODEL and target not in served and len(served) == 1:
+def resolve_model(policy: PolicyDocument, name: str, served: Set[str]) -> str:
+    """Return the model that a client's name refers to; unknown names are returned unchanged."""
+    if name in served or name in policy.models:
+        return name
+    target = policy.compiled.aliases.get(name, name)
+    if name == ANY_MODEL and target not in served and len(served) == 1:
         return next(iter(served))
     return target
 
 
 def sampling_defaults(policy: PolicyDocument, model: str) -> SamplingDefaults:
-    """Say what stands in for sampling fields that a request to this model leaves out."""
+    """Return the values for sampling fields that a request to this model omits."""
     return policy.compiled.sampling.get(model, OPENAI_DEFAULTS)
 
 
 def match_route(
-    policy: PolicyDocument, profile: RequestProfile, asker: CallerAttributes = ANONYMOUS
+    policy: PolicyDocument, profile: RequestProfile, caller: CallerAttributes = ANONYMOUS
 ) -> RouteMatch:
-    """Find the first route whose conditions hold; the last route always does."""
+    """Return the first route whose conditions match; the last route always matches."""
     bypass = bypass_reasons(profile)
-    look = MatchInput(profile, asker, not bypass)
+    request = MatchInput(profile, caller, not bypass)
     compiled = policy.compiled
-    taking = compiled.all_routes
-    for question in compiled.matchers:
-        taking &= question(look)
-    first = (taking & -taking).bit_length() - 1
+    matching = compiled.all_routes
+    for match in compiled.matchers:
+        matching &= match(request)
+    first = (matching & -matching).bit_length() - 1
     return RouteMatch(policy.routes[first], bypass)

@@ -1,13 +1,4 @@
-"""System prompts in the policy document: who may share one, and where it is looked for.
-
-Pools in the policy document: which lanes of which workers belong together.
-
-Bounds in the policy document: what a request may ask for, bring along, take and repeat.
-
-Metrics in the policy document: which answers tell what drafting did for them.
-
-Models in the policy document: their other names, and what stands in for absent sampling.
-"""
+"""The sections of the policy document besides routes: models, pools, prefixes, bounds, metrics."""
 
 from __future__ import annotations
 
@@ -25,20 +16,21 @@ from policies.routes import MEDIA_KINDS, MediaKind
 
 
 class PrefixPolicy(Section):
-    """Which requests share what workers keep of a system prompt, and how long workers hold it."""
+    """The clients that share a cached system prompt, and how long workers are preferred for it."""
 
     isolation: Literal["key", "team", "none"] = "team"
-    """Whose requests may share one: those of a key, of a team (a key without one is its own), all.
+    """The clients that share cached prompts: with the same key, of the same team, or (none) all.
 
-    Who shares can tell by the time to the first token whether somebody else has the same prompt.
+    A key without a team is alone. A client can detect by the time to the first token that another
+    client of its group uses the same prompt.
     """
     ttl_s: float = Field(default=900.0, gt=0, allow_inf_nan=False)
-    """So long after its last use a worker is taken to hold one."""
+    """How long a worker is preferred after the last use of the prompt."""
     max_workers: int = Field(default=3, ge=0, le=64)
-    """Workers that are remembered for one, the last that had it; 0 sends nobody after it."""
+    """The number of workers that are remembered per prompt; 0 turns prefix affinity off."""
 
     def scope(self, key: str, team: str) -> str:
-        """Name those who may share; requests of two scopes never do."""
+        """Return the isolation scope of a client; requests of different scopes share no prompt."""
         if self.isolation == "none":
             return ""
         if self.isolation == "team" and team:
@@ -58,47 +50,47 @@ Weight = Annotated[float, Field(gt=0, le=_LARGEST_WEIGHT, allow_inf_nan=False)]
 
 
 class PoolWorkers(Section):
-    """Which workers belong to a pool: all that is given must hold; of a list, one is enough."""
+    """Conditions for the workers of a pool: all given must match; of a list, one is enough."""
 
     model_config = NON_EMPTY
 
     labels: Labels | None = None
     """Labels of workers (`paceline worker --label`)."""
     models: Names | None = None
-    """Models that workers serve, by their own names."""
+    """Models that workers serve; aliases do not count."""
 
     @model_validator(mode="after")
-    def _names_some(self) -> Self:
+    def _check_not_empty(self) -> Self:
         if not self.model_fields_set:
             raise PydanticCustomError("workers", "it needs 'labels', 'models' or both")
         return self
 
 
 class Queue(Section):
-    """The waiting line in front of a pool whose slots are all taken."""
+    """The queue of a pool without a free slot."""
 
     limit: int = Field(default=128, ge=0)
-    """So many may wait for a slot; more get 503 at once."""
+    """The number of requests that may wait; further ones get 503 at once."""
     timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """So long one may wait; then 503."""
+    """How long a request may wait; then it gets 503."""
 
 
 class Pool(Section):
-    """The lanes of these names, on all workers or on some, that together make one pool."""
+    """Lanes of all or some workers under one name."""
 
     lanes: Names
-    """Lanes of workers: text-mtp, vlm, or whatever else a worker names its lanes."""
+    """Names of lanes: text-mtp, vlm, or any other name that a worker uses."""
     workers: PoolWorkers | None = None
-    """Only these workers; without it, all."""
+    """Restricts the pool to some workers; by default it contains all."""
     weights: dict[Label, Weight] = Field(default_factory=dict)
-    """By label of workers: one of weight 2 gets twice the share; 1 where nothing is said."""
+    """Weights by label: a worker of weight 2 gets twice the requests; the default is 1."""
     slots: int | None = Field(default=None, ge=1)
-    """Requests that the whole pool may have at a time, beside the slots of its workers."""
+    """The maximum of concurrent requests in the pool, in addition to the slots of its workers."""
     queue: Queue = Queue()
-    """The waiting line in front of the pool."""
+    """The queue of the pool."""
 
     def accepts(self, labels: Collection[str], models: Collection[str]) -> bool:
-        """Say whether a worker of these labels and models belongs to the pool."""
+        """Return whether a worker with these labels and models belongs to the pool."""
         chosen = self.workers
         return chosen is None or (
             (chosen.labels is None or any(label in labels for label in chosen.labels))
@@ -106,65 +98,65 @@ class Pool(Section):
         )
 
     def usable_slots(self, slots: int) -> int:
-        """Tell how many of its workers' slots the pool may use."""
+        """Return how many of its workers' slots the pool may use."""
         return slots if self.slots is None else min(slots, self.slots)
 
     def weight(self, labels: Collection[str]) -> float:
-        """Tell the weight of a worker with these labels: of several, the largest counts."""
-        told = [weight for label, weight in self.weights.items() if label in labels]
-        return max(told, default=1.0)
+        """Return the weight of a worker with these labels; of several, the largest counts."""
+        weights = [weight for label, weight in self.weights.items() if label in labels]
+        return max(weights, default=1.0)
 
 
 class Limits(Section):
-    """What one request may ask for and take; what is not given is left to the gateway."""
+    """Bounds of one request, in addition to those of the gateway."""
 
     max_tokens: int | None = Field(default=None, ge=1)
-    """Tokens of an answer: more is refused, and a request that names no number gets this one."""
+    """Tokens of an answer: a larger number is rejected; it is also the default."""
     prompt_chars: int | None = Field(default=None, ge=1)
-    """Characters of text in all messages, or in the prompt; more is refused."""
+    """Characters of text in all messages, or in the prompt."""
     request_timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """From the whole body to the last byte of the answer; then 504."""
+    """The time from the complete request to the last byte of the answer; then 504."""
 
     def request_time_s(self, most_s: float) -> float:
-        """Tell the time that a request may take, which is never more than `most_s`."""
+        """Return the time that a request may take, at most `most_s`."""
         return most_s if self.request_timeout_s is None else min(self.request_timeout_s, most_s)
 
 
 class MediaRules(Section):
-    """What one request may bring along beside text; more is refused before a worker has it."""
+    """Bounds of the media in one request."""
 
     kinds: Annotated[tuple[MediaKind, ...], Field(strict=False)] = MEDIA_KINDS
-    """Kinds that are taken; an empty list takes text alone."""
+    """The allowed kinds; an empty list allows text alone."""
     pictures: int = Field(default=PICTURES_LIMIT, ge=0, le=PICTURES_LIMIT)
-    """Pictures of one request."""
+    """The number of pictures in one request."""
     pixels: int = Field(default=PIXELS_LIMIT, ge=1, le=PIXELS_LIMIT)
     """Pixels of all pictures of one request together."""
 
 
 class Retries(Section):
-    """How many requests may be on a further attempt at once."""
+    """The retry budget: a bound on requests that are on a further attempt."""
 
     share: float = Field(default=0.2, ge=0, le=1, allow_inf_nan=False)
-    """Of all active requests; as in Envoy's retry budget."""
+    """The share of all active requests, as in Envoy's retry budget."""
     at_least: int = Field(default=3, ge=0)
-    """So many in any case, however few are active."""
+    """The number that is always allowed, however few requests are active."""
 
 
 def apply_limits(profile: RequestProfile, limits: Limits, media: MediaRules) -> RequestProfile:
-    """Return the profile with what the limits add; raise `FieldError` for what exceeds them."""
+    """Return the profile with a default `max_tokens`; raise `FieldError` if it exceeds a bound."""
     if profile.media:
         _check_media(profile, media)
     if limits.prompt_chars is not None and profile.text_chars > limits.prompt_chars:
         raise FieldError(
             "prompt" if profile.endpoint is Endpoint.COMPLETIONS else "messages",
-            f"The text of a request may have at most {limits.prompt_chars} characters here.",
+            f"The text of a request may have at most {limits.prompt_chars} characters.",
         )
     if limits.max_tokens is None:
         return profile
     if profile.max_tokens is None:
         return profile._replace(max_tokens=limits.max_tokens)
     if profile.max_tokens > limits.max_tokens:
-        raise FieldError("max_tokens", f"'max_tokens' may be at most {limits.max_tokens} here.")
+        raise FieldError("max_tokens", f"'max_tokens' may be at most {limits.max_tokens}.")
     return profile
 
 
@@ -172,53 +164,53 @@ def _check_media(profile: RequestProfile, media: MediaRules) -> None:
     counts = dict(profile.media)
     for kind in counts:
         if kind not in media.kinds:
-            taken = ", ".join(("text", *media.kinds))
-            raise FieldError("messages", f"'{kind}' content is not taken here, only: {taken}.")
+            allowed = ", ".join(("text", *media.kinds))
+            raise FieldError("messages", f"'{kind}' content is not allowed, only: {allowed}.")
     if counts.get("image", 0) > media.pictures:
-        raise FieldError("messages", f"A request may hold at most {media.pictures} pictures here.")
+        raise FieldError("messages", f"A request may contain at most {media.pictures} pictures.")
     if profile.pixels > media.pixels:
         raise FieldError(
             "messages",
-            f"The pictures of a request may have at most {media.pixels} pixels in all here.",
+            f"The pictures of a request may have at most {media.pixels} pixels together.",
         )
 
 
 class MetricsRules(Section):
-    """Which answers carry `metrics`, in vLLM's form."""
+    """The responses that contain `metrics`, in vLLM's form."""
 
     include: Literal["on_request", "with_usage", "always"] = "with_usage"
-    """To whom: who asks with `"metrics": "summary"`; also wherever usage is told, which is in whole
-    answers and in streams that ask for it; or in every answer, streams in their last chunk."""
+    """on_request: responses whose request has `"metrics": "summary"`; with_usage: also those that
+    contain usage; always: also the last chunk of every stream."""
 
-    def included_in(self, *, asked: bool, usage: bool) -> bool:
-        """Say whether an answer carries them to who asked for them, or gets usage."""
-        return asked or self.include == "always" or (usage and self.include == "with_usage")
+    def included_in(self, *, requested: bool, usage: bool) -> bool:
+        """Return whether a response contains metrics."""
+        return requested or self.include == "always" or (usage and self.include == "with_usage")
 
 
 class SamplingPolicy(Section):
-    """What stands in for a sampling field that a request leaves out."""
+    """Default values for sampling fields that a request omits."""
 
     temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
-    """0 takes the likeliest token each time, which is what speculation needs."""
+    """0 always takes the likeliest token, as speculation requires."""
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    """Only the likeliest tokens that make up this share together; 1 is all."""
+    """Only the likeliest tokens whose probabilities add up to this share; 1 is all."""
     top_k: int = Field(default=0, ge=0)
-    """Only so many of the likeliest tokens; 0 is all."""
+    """Only this number of the likeliest tokens; 0 is all."""
     min_p: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    """Only tokens at least this share as likely as the likeliest; 0 is all."""
+    """Only tokens with at least this share of the highest probability; 0 is all."""
 
     @property
     def defaults(self) -> SamplingDefaults:
-        """These values as the record that the reading of a body takes."""
+        """The same values as a `SamplingDefaults` record."""
         return SamplingDefaults(
             temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p
         )
 
 
 class ModelPolicy(Section):
-    """One model: the other names it answers to, and its sampling defaults."""
+    """The aliases of one model, and its sampling defaults."""
 
     aliases: Annotated[tuple[Name, ...], Field(strict=False)] = ()
-    """Further names under which clients may ask for it, as gpt-4o-mini."""
+    """Further names for clients, such as gpt-4o-mini."""
     sampling: SamplingPolicy = SamplingPolicy()
-    """Its own values for sampling fields that a request leaves out."""
+    """The default sampling values of this model."""

@@ -1,7 +1,7 @@
-"""A policy as somebody wrote it: YAML as plain values, bounded, and the line of each field.
+"""Bounded reading and writing of YAML, and the line of each field.
 
-What an admin sends is read in a running gateway, so a text must not cost it more than its length:
-YAML lets a few lines name each other until they mean millions, or nest until the stack is full.
+A running gateway parses documents from admins, so the cost must be bounded by the length of the
+text: a few YAML lines can expand to millions of values, or nest until the stack overflows.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import yaml
 
 DEPTH_LIMIT = 32
 VALUES_LIMIT = 20_000
-# Written in C where PyYAML was built so: ten times as fast.
+# The C implementation, if PyYAML was built with it: ten times as fast.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class YamlInvalid(ValueError):
-    """A text is no YAML that is taken; `line` says where, counted from 1, if that is known."""
+    """A text is invalid or too large; `line` counts from 1 and is None if it is unknown."""
 
-    def __init__(self, what: str, line: int | None = None) -> None:
-        super().__init__(what)
-        self.what = what
+    def __init__(self, message: str, line: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
         self.line = line
 
 
 def read_yaml(text: str) -> Any:
-    """Read YAML (so also JSON) as plain values; raise `YamlInvalid`."""
+    """Parse YAML or JSON into plain values; raise `YamlInvalid`."""
     try:
         _check_size(text)
         loader = _Loader(text)
@@ -42,16 +42,16 @@ def read_yaml(text: str) -> Any:
             loader.dispose()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        raise YamlInvalid("it is not YAML", mark and mark.line + 1) from None
+        raise YamlInvalid("it is not valid YAML", mark and mark.line + 1) from None
     except (ValueError, OverflowError) as error:
         if isinstance(error, YamlInvalid):
             raise
-        # A date that does not exist, a number of ten thousand digits.
-        raise YamlInvalid("it holds a value that cannot be read") from None
+        # For example an impossible date, or a number of ten thousand digits.
+        raise YamlInvalid("it contains an invalid value") from None
 
 
 def write_yaml(document: Any) -> str:
-    """Write plain values as YAML that `read_yaml` reads the same, the innermost in one line."""
+    """Return plain values as YAML; `read_yaml` parses it into the same values."""
     text: str = yaml.dump(
         document,
         Dumper=_Dumper,
@@ -64,7 +64,7 @@ def write_yaml(document: Any) -> str:
 
 
 def line_of(text: str, field: str) -> int | None:
-    """Find the line of a field (`routes.0.to`), or of what should hold it; counted from 1."""
+    """Return the line of a field (`routes.0.to`) or of its nearest parent, counted from 1."""
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError:
@@ -88,7 +88,7 @@ class _Step(NamedTuple):
 
 
 def _steps(node: yaml.Node) -> Iterator[_Step]:
-    """List what stands right inside a value; the longest names first, since names hold dots."""
+    """Yield the entries of a value; the longest names first, since names may contain dots."""
     if isinstance(node, yaml.MappingNode):
         pairs = [(str(key.value), key.start_mark.line, value) for key, value in node.value]
         for name, line, value in sorted(pairs, key=lambda pair: -len(pair[0])):
@@ -106,17 +106,17 @@ class _Size(NamedTuple):
     values: int = 1
     depth: int = 1
 
-    def holding(self, inner: _Size) -> _Size:
+    def including(self, inner: _Size) -> _Size:
         return _Size(self.values + inner.values, max(self.depth, inner.depth + 1))
 
 
 def _check_size(text: str) -> None:
-    """Bound what a text means, aliases followed, before anything is made of it."""
+    """Check the size of a text with all aliases expanded, before anything is constructed."""
     anchors: dict[str, _Size] = {}
     open_values: list[tuple[str | None, _Size]] = [(None, _Size())]
     for event in yaml.parse(text, Loader=_Loader):
         inner: _Size | None = None
-        assert event.start_mark is not None, "what is parsed from text stands somewhere"
+        assert event.start_mark is not None, "every event of a text has a position"
         line = event.start_mark.line + 1
         if isinstance(event, yaml.CollectionStartEvent):
             open_values.append((event.anchor, _Size()))
@@ -131,33 +131,33 @@ def _check_size(text: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             inner = anchors.get(event.anchor or "")
             if inner is None:
-                raise YamlInvalid("an alias means nothing, or holds itself", line)
+                raise YamlInvalid("an alias is undefined or contains itself", line)
         if len(open_values) > DEPTH_LIMIT:
-            raise YamlInvalid(f"it is nested more than {DEPTH_LIMIT} deep", line)
+            raise YamlInvalid(f"it is nested more than {DEPTH_LIMIT} levels deep", line)
         if inner is not None:
             anchor, outer = open_values.pop()
-            outer = outer.holding(inner)
+            outer = outer.including(inner)
             if outer.values > VALUES_LIMIT or outer.depth > DEPTH_LIMIT + 1:
-                raise YamlInvalid("it means more than a policy can hold", line)
+                raise YamlInvalid("its aliases expand beyond the limits of a policy", line)
             open_values.append((anchor, outer))
 
 
 def _check_keys(root: yaml.Node) -> None:
-    """Refuse a key that stands twice: readers differ in which of the two counts."""
+    """Refuse duplicate keys: parsers differ in which of the two values they use."""
     seen: set[int] = set()
-    left = [root]
-    while left:
-        node = left.pop()
+    pending = [root]
+    while pending:
+        node = pending.pop()
         if id(node) in seen:
             continue
         seen.add(id(node))
         if isinstance(node, yaml.SequenceNode):
-            left += node.value
+            pending += node.value
         elif isinstance(node, yaml.MappingNode):
             names: set[str] = set()
             for key, value in node.value:
                 name = str(key.value)
                 if name in names:
-                    raise YamlInvalid(f"'{name[:100]}' stands twice", key.start_mark.line + 1)
+                    raise YamlInvalid(f"'{name[:100]}' is a duplicate key", key.start_mark.line + 1)
                 names.add(name)
-                left.append(value)
+                pending.append(value)

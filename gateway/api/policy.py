@@ -133,9 +133,9 @@ class Offer(NamedTuple):
                 return read_yaml(self._text())
             return from_json(self.raw, allow_inf_nan=False)
         except YamlInvalid as invalid:
-            problem = Problem("", invalid.what, invalid.line)
+            problem = Problem("", invalid.message, invalid.line)
         except ValueError:
-            problem = Problem("", "it is not JSON")
+            problem = Problem("", "it is not valid JSON")
         raise PolicyInvalid("", (problem,)) from None
 
     def _text(self) -> str:

@@ -35,7 +35,7 @@ def read_source(file: Path | None) -> PolicySource:
     try:
         return PolicySource(_FileContent.read(file).proposal(), Reason.FILE, _BY_FILE)
     except PolicyInvalid as invalid:
-        raise StartupError(f"The policy {file} is not usable: {problems_text(invalid)}.") from None
+        raise StartupError(f"The policy {file} is invalid: {problems_text(invalid)}.") from None
 
 
 class PolicyFileWatcher:

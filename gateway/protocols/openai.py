@@ -98,7 +98,7 @@ class OpenAIStreamEncoder:
 
 def _includes_metrics(request: RoutingRequest, *, usage: bool) -> bool:
     """Return whether the client gets metrics, in a response with usage or without."""
-    return request.policy.metrics.included_in(asked=request.profile.metrics, usage=usage)
+    return request.policy.metrics.included_in(requested=request.profile.metrics, usage=usage)
 
 
 CHAT = OpenAIFormat(Endpoint.CHAT)

@@ -48,7 +48,7 @@ async def test_a_bad_edit_is_refused_as_one_types_and_the_line_is_a_click_away(
     selected = "text => text.value.slice(text.selectionStart, text.selectionEnd)"
     assert await page.get_by_label("Document").evaluate(selected) == "  - fast"
     await tab.fill_policy("a: 1\na: 2\n")
-    await expect(problem).to_contain_text("'a' stands twice")
+    await expect(problem).to_contain_text("'a' is a duplicate key")
     await tab.fill_policy(ALL_TO_VLM)
     await expect(page.locator("#check")).to_have_text("Good")
     await expect(problem).to_have_count(0)

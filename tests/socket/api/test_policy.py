@@ -44,7 +44,7 @@ def test_who_wants_yaml_gets_what_people_write(gateway: RunningGateway, admin: P
     ("written", "param", "says"),
     [
         ({"version": 2}, "version", "version: "),
-        ({**single_pool_policy("a"), "colour": 1}, "colour", "colour: there is no such field"),
+        ({**single_pool_policy("a"), "colour": 1}, "colour", "colour: unknown field"),
         (
             {**single_pool_policy("vlm"), "routes": [{"name": "all", "to": ["fast"]}]},
             "routes.0.to.0",
@@ -56,9 +56,9 @@ def test_who_wants_yaml_gets_what_people_write(gateway: RunningGateway, admin: P
             "there is no pool 'fast'",
         ),
         ([], None, "it must be a mapping"),
-        ("a: b: c", None, "line 1: it is not YAML"),
-        ("a: 1\na: 2", None, "line 2: 'a' stands twice"),
-        ("[" * 100_000, None, "nested more than 32 deep"),
+        ("a: b: c", None, "line 1: it is not valid YAML"),
+        ("a: 1\na: 2", None, "line 2: 'a' is a duplicate key"),
+        ("[" * 100_000, None, "nested more than 32 levels deep"),
     ],
 )
 def test_f45_a_bad_policy_is_refused_by_field_and_changes_nothing(
@@ -81,7 +81,7 @@ def test_a_body_that_is_no_json_is_refused(
     headers = {"if-match": admin.etag(), "x-paceline-note": "x", "content-type": "application/json"}
     answer = admin.request("PUT", "", content=body, headers=headers)
     assert status_and_code(answer) == (400, "invalid_policy")
-    assert "it is not JSON" in answer.text
+    assert "it is not valid JSON" in answer.text
 
 
 def test_every_wrong_field_is_named_and_a_great_many_are_counted(
@@ -91,8 +91,8 @@ def test_every_wrong_field_is_named_and_a_great_many_are_counted(
         {**single_pool_policy("a"), **{f"wrong{number}": 1 for number in range(200)}}
     )
     message = answer.json()["error"]["message"]
-    assert "wrong0: there is no such field; wrong1: " in message
-    assert "and 168 mistakes more" in message
+    assert "wrong0: unknown field; wrong1: " in message
+    assert "and 168 more problems" in message
 
 
 @pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded"])
@@ -124,7 +124,7 @@ def test_a_policy_is_checked_without_being_applied(
     written = "version: 1\nroutes:\n- name: all\n  to: [b]\ncolour: red\npools: {a: {lanes: [x]}}\n"
     assert admin.post("/validate", written, "application/yaml") == {
         "valid": False,
-        "problems": [{"field": "colour", "message": "there is no such field", "line": 5}],
+        "problems": [{"field": "colour", "message": "unknown field", "line": 5}],
         "warnings": [],
     }
     written = written.replace("colour: red\n", "")
@@ -133,7 +133,7 @@ def test_a_policy_is_checked_without_being_applied(
     ]
     assert admin.post("/validate", "{") == {
         "valid": False,
-        "problems": [{"field": "", "message": "it is not JSON", "line": None}],
+        "problems": [{"field": "", "message": "it is not valid JSON", "line": None}],
         "warnings": [],
     }
     assert len(admin.get("/history").json()["versions"]) == 1

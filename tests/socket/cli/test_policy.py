@@ -172,7 +172,7 @@ def test_a_bad_policy_is_told_by_file_line_and_field(
     assert run_policy_command("validate", str(file), *where) == (0, f"{file} is a valid policy.\n")
     file.write_text(BAD)
     code, printed = run_policy_command("validate", str(file), *where)
-    assert (code, printed) == (1, f"{file}:5: colour: there is no such field\n")
+    assert (code, printed) == (1, f"{file}:5: colour: unknown field\n")
     file.write_text(BAD.replace("colour: red\n", ""))
     code, printed = run_policy_command("validate", str(file), *where)
     assert (code, printed) == (1, f"{file}:4: routes.0.to.0: there is no pool 'fast'\n")
@@ -186,7 +186,7 @@ def test_a_bad_policy_is_neither_compared_nor_applied(
 ) -> None:
     file.write_text(BAD)
     note = ("--note", "x") if command == "apply" else ()
-    with pytest.raises(SystemExit, match="line 5: colour: there is no such field"):
+    with pytest.raises(SystemExit, match="line 5: colour: unknown field"):
         run_policy_command(command, str(file), *note)
     assert len(admin.get("/history").json()["versions"]) == 1
 

@@ -111,8 +111,8 @@ def test_without_a_file_what_was_in_force_stays_in_force(file: Path, tmp_path: P
     ("text", "sentence"),
     [
         ("version: 1\nroutes: []\npools: {a: {lanes: [x]}}", r"line 2: routes: "),
-        ("version: 1\n\ncolour: red", r"line 3: colour: there is no such field"),
-        ("version: 1\nroutes:\n- a: [", r"line \d: it is not YAML"),
+        ("version: 1\n\ncolour: red", r"line 3: colour: unknown field"),
+        ("version: 1\nroutes:\n- a: [", r"line \d: it is not valid YAML"),
         ("", r"it must be a mapping"),
     ],
 )
@@ -122,7 +122,7 @@ def test_f45_a_bad_file_stops_the_start_with_file_line_and_field(
     with running(file, tmp_path):
         pass  # what is kept is good, and is not taken in its place
     file.write_text(text)
-    with pytest.raises(StartupError, match=rf"policy\.yaml is not usable: .*{sentence}"):
+    with pytest.raises(StartupError, match=rf"policy\.yaml is invalid: .*{sentence}"):
         start(make_settings(tmp_path, policy=file))
 
 
@@ -154,13 +154,13 @@ def test_a_file_that_is_missing_or_no_text_or_huge_stops_the_start(
 ) -> None:
     settings = make_settings(tmp_path, policy=file)
     file.write_bytes(b"\xff\xff")
-    with pytest.raises(StartupError, match=r"policy\.yaml is not usable: the file cannot be read"):
+    with pytest.raises(StartupError, match=r"policy\.yaml is invalid: the file cannot be read"):
         start(settings)
     file.write_bytes(b"#" * 2_000_000)
     with pytest.raises(StartupError, match="larger than 1048576 bytes"):
         start(settings)
     file.unlink()
-    with pytest.raises(StartupError, match=r"policy\.yaml is not usable: the file cannot be read"):
+    with pytest.raises(StartupError, match=r"policy\.yaml is invalid: the file cannot be read"):
         start(settings)
 
 
@@ -200,11 +200,11 @@ def test_f45_f46_a_bad_edit_of_the_file_is_refused_aloud_and_what_was_good_stays
     good = to_yaml(single_pool_policy("a"))
     with running(file, tmp_path) as gateway:
         bad = {
-            "version: 1\nroutes: [": "it is not YAML",
+            "version: 1\nroutes: [": "it is not valid YAML",
             good[: len(good) // 2]: "routes",
-            good + "colour: red\n": "colour: there is no such field",
+            good + "colour: red\n": "colour: unknown field",
             good.replace("- a", "- b"): "there is no pool 'b'",
-            "!!python/object:os.system {}": "it is not YAML",
+            "!!python/object:os.system {}": "it is not valid YAML",
         }
         for text, sentence in bad.items():
             caplog.clear()

@@ -177,7 +177,7 @@ def test_an_answer_gets_no_more_tokens_than_the_policy_lets_it_have(
 ) -> None:
     with gateway_with_policy(tmp_path, worker, limits={"max_tokens": 99}) as gateway:
         assert refused(gateway.chat(max_tokens=100)) == (
-            *(400, "max_tokens", "'max_tokens' may be at most 99 here."),
+            *(400, "max_tokens", "'max_tokens' may be at most 99."),
         )
         assert refused(gateway.chat(max_completion_tokens=100))[:2] == (400, "max_tokens")
         assert gateway.chat().status_code == 200
@@ -200,7 +200,7 @@ def test_a_prompt_is_no_longer_than_the_policy_lets_it_be(
 @pytest.mark.parametrize(
     ("media", "pictures", "why"),
     [
-        ({"kinds": []}, [picture(2, 2)], "'image' content is not taken here, only: text."),
+        ({"kinds": []}, [picture(2, 2)], "'image' content is not allowed, only: text."),
         ({"kinds": ["audio"]}, [picture(2, 2)], "only: text, audio."),
         ({"pictures": 1}, [picture(2, 2)] * 2, "at most 1 pictures"),
         ({"pixels": 99}, [picture(10, 10)], "at most 99 pixels"),

@@ -69,8 +69,8 @@ def test_every_line_of_the_shipped_policy_is_explained() -> None:
     ("document", "field", "what"),
     [
         (changed("version", to=2), "version", "1"),
-        (changed("rotues", to=[]), "rotues", "no such field"),
-        (changed("routes", 0, "when", "colour", to=1), "routes.0.when.colour", "no such field"),
+        (changed("rotues", to=[]), "rotues", "unknown field"),
+        (changed("routes", 0, "when", "colour", to=1), "routes.0.when.colour", "unknown field"),
         (changed("routes", 0, "when", "media", to="yes"), "routes.0.when.media", "true, false, or"),
         (changed("routes", 0, "when", "media", to=[]), "routes.0.when.media", "some of: image"),
         (changed("routes", 0, "when", "media", to=["gif"]), "routes.0.when.media", "image, video"),
@@ -84,7 +84,7 @@ def test_every_line_of_the_shipped_policy_is_explained() -> None:
         (
             changed("routes", 0, "when", to={"features": {"toolz": True}}),
             "routes.0.when.features.toolz",
-            "no such field",
+            "unknown field",
         ),
         (
             changed("routes", 0, "when", to={"prompt_chars": {}}),
@@ -94,7 +94,7 @@ def test_every_line_of_the_shipped_policy_is_explained() -> None:
         (
             changed("routes", 0, "when", to={"messages": {"at_least": 3, "at_most": 2}}),
             "routes.0.when.messages",
-            "no number is in it",
+            "'at_least' is greater than 'at_most'",
         ),
         (
             changed("routes", 0, "when", to={"max_tokens": {"at_least": -1}}),
@@ -114,7 +114,7 @@ def test_every_line_of_the_shipped_policy_is_explained() -> None:
         (
             changed("routes", 0, "when", to={"header": {"authorization": "Bearer x"}}),
             "routes.0.when.header.authorization",
-            "it holds secrets",
+            "contains a secret",
         ),
         (changed("routes", 0, "when", to={"hours": "6-9"}), "routes.0.when.hours", "22:00-06:00"),
         (changed("routes", 0, "when", to={"hours": 6}), "routes.0.when.hours", "22:00-06:00"),
@@ -133,10 +133,10 @@ def test_every_line_of_the_shipped_policy_is_explained() -> None:
         (changed("routes", 1, "to", to=[]), "routes.1.to", "at least 1"),
         (changed("routes", 1, "to", to=["fast"]), "routes.1.to.0", "there is no pool 'fast'"),
         (changed("routes", 1, "to", to="fast"), "routes.1.to", "there is no pool 'fast'"),
-        (changed("routes", 1, "to", to=["vlm", "vlm"]), "routes.1.to.1", "'vlm' stands twice"),
+        (changed("routes", 1, "to", to=["vlm", "vlm"]), "routes.1.to.1", "'vlm' is listed twice"),
         (changed("routes", 1, "name", to="media"), "routes.1.name", "'media' is used twice"),
-        (changed("routes", 1, to={"to": ["vlm"]}), "routes.1.name", "it is missing"),
-        (changed("routes", 0, "when", to={}), "routes.0", "it takes every request"),
+        (changed("routes", 1, to={"to": ["vlm"]}), "routes.1.name", "this field is required"),
+        (changed("routes", 0, "when", to={}), "routes.0", "it matches every request"),
         (changed("routes", 1, "when", to={"greedy": True}), "routes.1.when", "the last route"),
         (
             changed("routes", 0, "when", to={"model": "default"}),
@@ -151,9 +151,9 @@ def test_every_line_of_the_shipped_policy_is_explained() -> None:
         (
             changed("models", "other", to={"aliases": ["default"]}),
             "models.other.aliases.0",
-            "already means 'demo'",
+            "already an alias of 'demo'",
         ),
-        (changed("models", "default", to={}), "models.demo.aliases.0", "is a model of its own"),
+        (changed("models", "default", to={}), "models.demo.aliases.0", "is the name of a model"),
         (
             changed("models", "demo", "sampling", "temperature", to=3),
             "models.demo.sampling.temperature",
@@ -161,7 +161,7 @@ def test_every_line_of_the_shipped_policy_is_explained() -> None:
         ),
         (changed("models", "demo", "sampling", "top_p", to=0), "models.demo.sampling.top_p", "0"),
         (changed("pools", to={}), "pools", "at least 1"),
-        (changed("pools", "vlm", to={}), "pools.vlm.lanes", "it is missing"),
+        (changed("pools", "vlm", to={}), "pools.vlm.lanes", "this field is required"),
         (changed("pools", "vlm", "workers", to={}), "pools.vlm.workers", "'labels', 'models' or"),
         (
             changed("pools", "vlm", "workers", to={"labels": ["-x"]}),
@@ -226,7 +226,7 @@ def test_of_very_many_mistakes_the_first_are_named_and_the_others_counted() -> N
     problems = invalid.value.problems
     assert len(problems) == 32
     assert problems[-1].field == "routes.15.to"
-    assert problems[-1].message == "it is missing; and 1968 mistakes more"
+    assert problems[-1].message == "this field is required; and 1968 more problems"
 
 
 def test_a_wrong_route_is_not_called_a_missing_one_too() -> None:
@@ -256,13 +256,13 @@ def test_a_policy_that_is_written_out_reads_as_the_same_policy() -> None:
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("a: [", "it is not YAML"),
-        ("!!python/object:os.system {}", "it is not YAML"),
+        ("a: [", "it is not valid YAML"),
+        ("!!python/object:os.system {}", "it is not valid YAML"),
         ("", "it must be a mapping"),
     ],
 )
 def test_a_text_that_is_no_policy_is_refused_by_name(text: str, sentence: str) -> None:
-    with pytest.raises(PolicyInvalid, match=rf"mine\.yaml is not usable: .*{sentence}"):
+    with pytest.raises(PolicyInvalid, match=rf"mine\.yaml is invalid: .*{sentence}"):
         parse_policy(text, "mine.yaml")
 
 
@@ -294,7 +294,7 @@ def test_every_mistake_in_a_text_is_named_by_line_in_their_order() -> None:
         (3, "routes.0.nam"),
         (10, "routes.1.colour"),
     ]
-    assert "line 10: routes.1.colour: there is no such field" in str(invalid.value)
+    assert "line 10: routes.1.colour: unknown field" in str(invalid.value)
 
 
 def test_a_mistake_of_sense_in_a_text_has_a_line_too() -> None:
@@ -303,5 +303,5 @@ def test_a_mistake_of_sense_in_a_text_has_a_line_too() -> None:
 
 
 def test_a_field_that_stands_twice_is_refused_and_not_read_as_the_last_one() -> None:
-    with pytest.raises(PolicyInvalid, match="line 13: 'pools' stands twice"):
+    with pytest.raises(PolicyInvalid, match="line 13: 'pools' is a duplicate key"):
         parse_policy(WRITTEN + "pools: {}\n", "mine.yaml")

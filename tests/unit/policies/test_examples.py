@@ -76,7 +76,7 @@ def test_the_bounds_of_the_examples_bound() -> None:
     assert sampling_defaults(speed, "qwen3.5-4b").temperature == 0
     assert apply_limits(SAMPLED, speed.limits, speed.media).max_tokens == 1024
     vision = policy_of("vision_on_the_big_mac")
-    with pytest.raises(FieldError, match="'video' content is not taken here"):
+    with pytest.raises(FieldError, match="'video' content is not allowed"):
         apply_limits(PICTURE._replace(media=(("video", 1),)), vision.limits, vision.media)
 
 

@@ -1,4 +1,4 @@
-"""What stands beside the document: its schema for editors, the page for admins, the examples."""
+"""The published schema, the page for admins and the examples match the document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def fields(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """List every field that the schema names, with what it says of it."""
+    """Yield every field of the schema with its definition."""
     if isinstance(node, dict):
         yield from node.get("properties", {}).items()
         node = list(node.values())
@@ -34,19 +34,19 @@ def test_the_published_schema_is_the_documents() -> None:
     assert published == schema(), "python -m policies.schema > policies/schema.json"
 
 
-def test_editors_can_say_what_every_field_is_for() -> None:
-    told = dict(fields(json.loads(schema())))
-    assert {"version", "prompt_chars", "labels", "at_most", "kinds"} <= told.keys()
-    assert [name for name, field in told.items() if not field.get("description")] == []
+def test_every_field_of_the_schema_has_a_description() -> None:
+    described = dict(fields(json.loads(schema())))
+    assert {"version", "prompt_chars", "labels", "at_most", "kinds"} <= described.keys()
+    assert [name for name, field in described.items() if not field.get("description")] == []
 
 
-def test_editors_refuse_what_the_document_refuses() -> None:
+def test_the_schema_rejects_what_the_document_rejects() -> None:
     text = schema()
     assert '"null"' not in text
     assert text.count('"type": "object"') == text.count('"additionalProperties": false')
 
 
-def test_every_reference_of_the_schema_leads_somewhere() -> None:
+def test_every_reference_of_the_schema_resolves() -> None:
     made = json.loads(schema())
     assert set(re.findall(r'"#/\$defs/(\w+)"', schema())) == set(made["$defs"])
 
@@ -56,7 +56,7 @@ def test_the_shipped_policy_names_its_schema_first() -> None:
     assert first == "# yaml-language-server: $schema=schema.json"
 
 
-def test_the_page_for_admins_tells_every_field_and_shows_every_example() -> None:
+def test_the_page_for_admins_names_every_field_and_every_example() -> None:
     page = (ROOT / "docs" / "policy.md").read_text()
     named = set(re.findall(r"`(\w+)`", page))
     assert {name for name, _ in fields(json.loads(schema()))} - named == set()
@@ -65,7 +65,7 @@ def test_the_page_for_admins_tells_every_field_and_shows_every_example() -> None
 
 
 def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """List every place of a document, down to the last value."""
+    """Yield the path of every value in a document."""
     inside = node.items() if isinstance(node, dict) else enumerate(node)
     for name, inner in inside:
         yield (*at, name)
@@ -86,7 +86,7 @@ ANYTHING = st.recursive(
 
 
 @given(st.sampled_from([(n, at) for n, one in enumerate(EXAMPLES) for at in places(one)]), ANYTHING)
-def test_whatever_stands_in_a_field_it_is_taken_or_refused_with_its_line(
+def test_any_value_of_a_field_is_accepted_or_rejected_with_its_line(
     where: tuple[int, tuple[Any, ...]], value: Any
 ) -> None:
     example, (*outer, last) = where
