@@ -98,6 +98,17 @@ def test_folding_days_counts_nothing_twice_wherever_it_stops(
     assert len(texts) <= len(days) + 2 * 2, "one record for a day, but for the last two"
 
 
+def test_a_day_is_folded_once_no_process_writes_it_any_more() -> None:
+    for days_ago in (0, 1):
+        open_day = kept_by([("life-1", ANN, 4, days_ago), ("life-2", BOB, 5, days_ago)])
+        assert compacted(open_day, TODAY) == ({}, ())
+    past_day = kept_by([("life-1", ANN, 4, 2), ("life-2", BOB, 5, 2)])
+    kept, over = compacted(past_day, TODAY)
+    assert len(kept) == 1
+    assert set(over) == set(past_day)
+    assert totals(kept) == totals(past_day)
+
+
 def test_a_day_that_was_kept_is_written_again_only_when_something_changes() -> None:
     ledger = UsageLedger("life")
     ledger.add(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)

@@ -96,6 +96,16 @@ async def test_what_is_no_answer_is_a_loss(nonsense: bytes) -> None:
         assert link.received == bool(nonsense)
 
 
+async def test_a_head_is_bounded_in_however_many_pieces_it_comes() -> None:
+    line = b"x: " + b"y" * 4091 + b"\r\n"
+    status, lines = b"HTTP/1.1 200 OK\r\n", [line] * (HEAD_LIMIT_BYTES // len(line))
+    async with upstream_connection(serve_pieces(status, *lines)) as (link, _):
+        with pytest.raises(ConnectionLost, match="the head of the response is too long"):
+            await send_request(link)
+    async with upstream_connection(serve_pieces(status, *lines[1:], b"\r\n")) as (link, _):
+        assert (await send_request(link)).status == 200
+
+
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 EVIL = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil"
 

@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from policies.request.content import PictureInvalid, PictureSize, read_size
+from policies.request.content import (
+    PICTURE_LIMIT_BYTES,
+    PictureInvalid,
+    PictureSize,
+    content_of,
+    read_size,
+)
 from tests.support.images import data_url, encode_image, png_header
 
 
@@ -65,6 +71,13 @@ def test_a_bomb_is_measured_and_not_decoded() -> None:
 def test_what_is_no_picture_is_refused(url: str) -> None:
     with pytest.raises(PictureInvalid):
         read_size(url)
+
+
+def test_a_picture_may_fill_its_limit_and_no_more() -> None:
+    prefix, largest = "data:image/png;base64,", "A" * (PICTURE_LIMIT_BYTES // 3 * 4)
+    assert content_of(prefix + largest) == largest
+    with pytest.raises(PictureInvalid, match=f"at most {PICTURE_LIMIT_BYTES} bytes"):
+        content_of(prefix + largest + "AAAA")
 
 
 MAGICS = st.sampled_from(

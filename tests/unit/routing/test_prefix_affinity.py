@@ -86,6 +86,16 @@ def test_what_a_worker_stored_and_evicted_is_learnt_from_its_reports(prefixes: P
     assert prefix_holders(prefixes, "q") == prefix_holders(prefixes, "r") == {STUDIO}
 
 
+def test_a_report_restores_no_claim_that_a_response_has_disproved(prefixes: PrefixIndex) -> None:
+    fake = ScriptedWorker(worker_id="studio", boot_id="1")
+    fake.socket.close()
+    prefixes.record_report(announced(fake, "p"))
+    prefixes.record_usage("p", STUDIO, Usage(100, 5, 0), expected=True)
+    prefixes.record_report(announced(fake, "p", "q"))
+    assert prefix_holders(prefixes) == set()
+    assert prefix_holders(prefixes, "q") == {STUDIO}
+
+
 def test_what_is_being_read_is_not_forgotten_for_a_report_that_has_it_not_yet(
     prefixes: PrefixIndex,
 ) -> None:
@@ -112,6 +122,8 @@ def test_a_claim_that_ended_before_it_arrived_is_ignored(prefixes: PrefixIndex) 
     assert len(prefixes) == 0
     prefixes.merge(PrefixClaim("p", *STUDIO, 900.0), age_s=899.0)
     assert prefix_holders(prefixes) == {STUDIO}
+    prefixes.merge(PrefixClaim("p", *STUDIO, 900.0), age_s=901.0)
+    assert prefix_holders(prefixes) == {STUDIO}, "it ends no newer claim of the same worker"
 
 
 def test_a_withdrawn_claim_of_another_gateway_drops_that_boot_alone(
