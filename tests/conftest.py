@@ -30,11 +30,19 @@ def pytest_xdist_auto_num_workers() -> int:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with its folder, so that `-m unit` selects it, and run slow folders first."""
-    root = Path(__file__).parent
+    """Mark each test with its folder, so that `-m unit` selects it."""
     for item in items:
-        item.add_marker(item.path.relative_to(root).parts[0])
-    items.sort(key=lambda item: FOLDERS.index(item.path.relative_to(root).parts[0]))
+        item.add_marker(_folder(item))
+
+
+@pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
+def pytest_run_slow_folders_first(items: list[pytest.Item]) -> None:
+    """Run slow folders first; within a folder the order is random, by pytest-randomly's seed."""
+    items.sort(key=lambda item: FOLDERS.index(_folder(item)))
+
+
+def _folder(item: pytest.Item) -> str:
+    return item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 @pytest.fixture(scope="session", autouse=True)

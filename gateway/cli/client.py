@@ -117,7 +117,7 @@ def _send(
 ) -> httpx.Response:
     secret = os.environ.get(key_variable)
     if secret and not fits_header(secret):
-        sys.exit(f"paceline: {key_variable} contains characters that no HTTP header may contain.")
+        sys.exit(f"paceline: {key_variable} contains characters that an HTTP header cannot carry.")
     headers = {"authorization": f"Bearer {secret}"} if secret else {}
     headers |= request.pop("headers", {})
     try:

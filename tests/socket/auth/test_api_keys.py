@@ -109,7 +109,7 @@ def test_a_lost_state_opens_nothing(gateway_with_worker: RunningGateway, tmp_pat
         ({"name": "a", "models": ["gpt-4o-mini"]}, "models.0", "alias"),
         ({"name": "a", "pools": ["vlm", "vml"]}, "pools.1", "no pool"),
         ({"name": "a", "priority": "urgent"}, "priority", "interactive"),
-        ({"name": "a", "expires_at": "2020-01-01T00:00:00Z"}, "expires_at", "over"),
+        ({"name": "a", "expires_at": "2020-01-01T00:00:00Z"}, "expires_at", "past"),
         ({"name": "a", "expires_at": "2099-01-01T00:00:00"}, "expires_at", "timezone"),
         ({"name": "a", "id": "key-000000000000"}, "id", "no such field"),
         ({"name": "a", "revoked_at": None, "digest": "0" * 64}, "revoked_at", "no such field"),
@@ -172,7 +172,9 @@ async def test_one_secret_serves_one_purpose(tmp_path: Path) -> None:
     """CVE-2026-114612: a secret that is used twice opens what it was not made for."""
     same = SecretStr("the-same")
     settings = make_settings(tmp_path, api_key=same, admin_key=same)
-    with pytest.raises(StartupError, match="PACELINE_API_KEY and PACELINE_ADMIN_KEY are the same"):
+    with pytest.raises(
+        StartupError, match="PACELINE_API_KEY and PACELINE_ADMIN_KEY have the same value"
+    ):
         await serve(settings, shutdown=Shutdown())
 
 
@@ -182,7 +184,7 @@ async def test_a_secret_that_no_header_can_hold_stops_the_start_and_is_not_repea
 ) -> None:
     wrong = {name: SecretStr("a-secret\n")}
     settings = make_settings(tmp_path).model_copy(update=wrong)
-    with pytest.raises(StartupError, match=f"PACELINE_{name.upper()} holds what") as refused:
+    with pytest.raises(StartupError, match=f"PACELINE_{name.upper()} contains") as refused:
         await serve(settings, shutdown=Shutdown())
     assert "a-secret" not in str(refused.value)
 

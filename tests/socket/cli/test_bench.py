@@ -225,7 +225,7 @@ def test_prompts_of_ones_own_are_asked(
     [
         (("--url", "http://127.0.0.1:9"), "nothing answers at http://127.0.0.1:9"),
         (("--url", "nonsense"), "'nonsense' is not a URL"),
-        (("--model", "gpt-99"), "does not answer as asked: 404"),
+        (("--model", "gpt-99"), "does not answer: 404"),
         (("--prompts", "none.jsonl"), "none.jsonl cannot be read"),
     ],
 )

@@ -150,7 +150,7 @@ def test_a_key_that_no_header_can_hold_is_refused_before_it_is_sent(
         run_policy_command("show")
     assert (
         ended.value.code
-        == "paceline: PACELINE_ADMIN_KEY contains characters that no HTTP header may contain."
+        == "paceline: PACELINE_ADMIN_KEY contains characters that an HTTP header cannot carry."
     )
 
 
