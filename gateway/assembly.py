@@ -319,7 +319,7 @@ async def _policy_store(
         return await open_policy_store(records, settings.workers, source, wall, warnings)
     except PolicyInvalid as invalid:
         raise StartupError(
-            f"The policy that would be in force is invalid: {problems_text(invalid)}. Correct it, "
+            f"The policy that would be active is invalid: {problems_text(invalid)}. Correct it, "
             "or set PACELINE_POLICY to another file."
         ) from None
     except ValueError:

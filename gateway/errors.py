@@ -293,7 +293,7 @@ class VersionConflict(RequestRefused):
     param = "if-match"
 
     def __init__(self, number: int, author: str) -> None:
-        super().__init__(f"The policy has changed: version {number}, by {author}, is in force now.")
+        super().__init__(f"The policy has changed: version {number}, by {author}, is active now.")
 
 
 class BodyTooLarge(RequestRefused):

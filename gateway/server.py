@@ -67,7 +67,7 @@ async def serve(
     settings = ensure_join_token(settings)
     check_secrets(settings)
     async with contextlib.AsyncExitStack() as stack:
-        # First, because the rest may put another policy in force for gateways that share the state.
+        # First, because the rest may activate another policy for gateways that share the state.
         listener = stack.enter_context(
             _listener(settings.host, settings.port, "--port or PACELINE_PORT")
         )

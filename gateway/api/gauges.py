@@ -43,12 +43,12 @@ class Gauges(Collector):
             ),
             (
                 "policy_version",
-                "The version of the policy that is in force.",
+                "The version of the policy that is active.",
                 self._gateway.policy_store.version.number,
             ),
             (
                 "policy_file_refused",
-                "1 while the policy file is invalid and therefore not in force.",
+                "1 while the policy file is invalid and therefore not active.",
                 bool(self._gateway.policy_file.problem),
             ),
             (

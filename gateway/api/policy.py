@@ -1,4 +1,4 @@
-"""`/admin/v1/policy`: the policy in force, its edits, its history, and the effect of an edit."""
+"""`/admin/v1/policy`: the active policy, its edits, its history, and the effect of an edit."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ async def _base(
     gateway: CurrentGateway,
     if_match: Annotated[str, Header(description="The ETag of the edited version, or *.")],
 ) -> PolicyVersion:
-    """Return the edited version; raise `VersionConflict` if it is not in force."""
+    """Return the edited version; raise `VersionConflict` if it is not active."""
     store = gateway.policy_store
     tags = {tag.strip().strip('"') for tag in if_match.split(",")}
     return store.version if "*" in tags else await store.require_version(tags)
@@ -160,7 +160,7 @@ Base = Annotated[PolicyVersion, Depends(_base)]
 
 @router.get("", responses=failures(*FOR_ADMINS) | success(ref("PolicyDocument"), YAML))
 async def show(request: Request, gateway: CurrentGateway) -> Response:
-    """Show the policy in force."""
+    """Show the active policy."""
     version = gateway.policy_store.version
     headers = {"etag": f'"{version.etag}"', VERSION_HEADER: str(version.number)}
     if _wants_yaml(request):
@@ -238,7 +238,7 @@ async def show_version(number: str, request: Request, gateway: CurrentGateway) -
     openapi_extra=takes({}, *_TEST_KINDS),
 )
 async def validate(request: Request, gateway: CurrentGateway) -> Validation:
-    """Validate a policy, or a patch to the policy in force, without applying it."""
+    """Validate a policy, or a patch to the active policy, without applying it."""
     store = gateway.policy_store
     offer = await _offer(request, *_TEST_KINDS)
     patched = store.version.document if offer.kind == MERGE_PATCH else None
@@ -255,7 +255,7 @@ async def validate(request: Request, gateway: CurrentGateway) -> Validation:
     "/diff", responses=failures(*FOR_ADMINS, *_WITH_POLICY), openapi_extra=takes({}, *_TEST_KINDS)
 )
 async def compare(request: Request, gateway: CurrentGateway) -> Difference:
-    """Report the effect of a policy, or of a patch to the one in force, without applying it."""
+    """Report the effect of a policy, or of a patch to the active one, without applying it."""
     store = gateway.policy_store
     base, policy = store.version, store.current
     offer = await _offer(request, *_TEST_KINDS)

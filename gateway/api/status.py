@@ -177,7 +177,7 @@ def _local_state(
 
 
 def _policy(gateway: Gateway) -> PolicyStatus:
-    """Return the version in force, and why the policy file was rejected, if it was."""
+    """Return the active version, and why the policy file was rejected, if it was."""
     version = gateway.policy_store.version
     return PolicyStatus(
         version=version.number,

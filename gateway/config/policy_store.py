@@ -1,7 +1,7 @@
-"""The policy in force, and all its versions, of which the newest is in force.
+"""The active policy, and all its versions, of which the newest is active.
 
 A version is only ever added, and only if its number is free. So of two admins who edit at once, at
-any gateways, neither overwrites the other, and a policy in force was always valid. Gateways that
+any gateways, neither overwrites the other, and the active policy was always valid. Gateways that
 share their records share the versions.
 """
 
@@ -46,7 +46,7 @@ def no_warnings(_policy: PolicyDocument) -> Sequence[Problem]:
 
 
 class PolicyStore:
-    """The policy in force, and the only way to change it."""
+    """The active policy, and the only way to change it."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class PolicyStore:
         self._now = now
         self.warnings = warnings
         self.current = policy
-        """The policy in force. It may be replaced between two reads."""
+        """The active policy. It may be replaced between two reads."""
         self.version = version
         """The version of `current`."""
 
@@ -73,7 +73,7 @@ class PolicyStore:
         check_workers(proposal, self._static_workers)
 
     async def require_version(self, etags: Collection[str]) -> PolicyVersion:
-        """Return the version in force; raise `VersionConflict` if it has none of these tags."""
+        """Return the active version; raise `VersionConflict` if it has none of these tags."""
         if self.version.etag not in etags:
             await self.refresh()  # the tag may come from another gateway, which was ahead
         if self.version.etag not in etags:
@@ -117,7 +117,7 @@ class PolicyStore:
         raise VersionUnknown(number)
 
     async def refresh(self) -> None:
-        """Put the newest version in force, if another gateway has added one."""
+        """Activate the newest version, if another gateway has added one."""
         await self._table.refresh()
 
     async def _apply_records(self, texts: Mapping[str, str]) -> None:
@@ -138,7 +138,7 @@ class PolicyStore:
             self._put_in_force(version, proposal.policy)
 
     async def _add_first(self) -> None:
-        """Add the policy in force as the first version, if the start could not do so."""
+        """Add the active policy as the first version, if the start could not do so."""
         begun, attribution = self.version, Attribution(self.version.author, self.version.note)
         first = PolicyVersion.following(None, begun.document, begun.reason, attribution, begun.time)
         if begun.number < first.number and await self._records.add(
@@ -171,7 +171,7 @@ class PolicyStore:
         return VersionConflict(self.version.number, self.version.author)
 
     def _put_in_force(self, version: PolicyVersion, policy: PolicyDocument) -> None:
-        """Put a version in force, unless a later one is."""
+        """Activate a version, unless a later one is active."""
         if version.number > self.version.number:
             self.current, self.version = policy, version
             log.info("policy.changed version=%d reason=%s", version.number, version.reason)
@@ -230,7 +230,7 @@ async def open_policy_store(
             if not records.remote:
                 raise
             if reason is Reason.FILE:
-                return opened  # in force; stored as soon as the records can be written
+                return opened  # active; stored as soon as the records can be written
     current = propose(newest.document)
     check_workers(current, static_workers)
     return store(newest, current.policy)

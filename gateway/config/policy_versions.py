@@ -1,6 +1,6 @@
 """Proposed policies and stored versions. Pure.
 
-A policy passes through here before it is in force, so that one place decides whether it is valid.
+A policy passes through here before it is active, so that one place decides whether it is valid.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class RequestContext:
     request_id: str
     wire_format: WireFormat
     policy: PolicyDocument
-    """The policy in force when the request began; a later one does not change it."""
+    """The active policy when the request began; a later one does not change it."""
     began_s: float
     trace: Trace | None = None
     """The spans of the request, if traces are on."""

@@ -295,7 +295,7 @@ class StoreStatus(StatusModel):
 
 
 class PolicyStatus(StatusModel):
-    """The version of the policy that is in force."""
+    """The version of the policy that is active."""
 
     version: NonNegativeInt
     etag: str

@@ -23,7 +23,7 @@ async def test_a_key_is_shown_once_opens_what_it_may_and_is_revoked(
     await form.get_by_label("Team").fill("lab")
     await form.get_by_label("Requests a minute").fill("2")
     await form.get_by_label("vlm").check()
-    await tab.button("Make the key").click()
+    await tab.button("Create key").click()
     secret = await page.get_by_label("The key", exact=True).input_value()
     assert secret.startswith("pk-")
     await tab.button("Close").click()
@@ -49,7 +49,7 @@ async def test_a_key_is_shown_once_opens_what_it_may_and_is_revoked(
     assert "Ann,lab,4," in (await (await loading.value).path()).read_text()
 
     await tab.button("Revoke the key Ann").click()
-    await tab.button("Revoke the key").click()
+    await tab.button("Revoke key").click()
     await expect(row).to_contain_text("revoked")
     assert gateway_with_worker.chat().status_code == 401
 
@@ -63,6 +63,6 @@ async def test_terms_that_are_refused_are_told_in_the_form(
     form = page.get_by_role("dialog")
     await form.get_by_label("Name").fill("Ann")
     await form.get_by_label("Models").fill("gpt-4o-mini")
-    await tab.button("Make the key").click()
+    await tab.button("Create key").click()
     await expect(form.get_by_role("alert")).to_contain_text("is an alias; use 'demo'")
     await expect(form.get_by_label("Name")).to_have_value("Ann")

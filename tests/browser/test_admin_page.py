@@ -40,9 +40,9 @@ async def test_a_wrong_key_is_one_clear_sentence_and_the_right_one_opens(
         await expect(page.get_by_label("Admin key")).to_have_value("")
     await page.get_by_label("Admin key").fill("admin-key")
     await page.keyboard.press("Enter")
-    await expect(page.locator("#in-force")).to_contain_text("Version 1 is in force")
+    await expect(page.locator("#active-version")).to_contain_text("Version 1 is active")
     await page.reload()
-    await expect(page.locator("#in-force")).to_contain_text("Version 1 is in force")
+    await expect(page.locator("#active-version")).to_contain_text("Version 1 is active")
 
     assert not [url for url in tab.requested_urls if "admin-key" in url]
     kept = "[document.cookie, JSON.stringify({...localStorage}), location.href].join()"
@@ -112,7 +112,7 @@ async def test_it_can_be_used_with_a_keyboard_alone(
 ) -> None:
     page = tab.page
     await tab.open_admin(gateway_with_worker.url)
-    await expect(page.locator("#in-force")).to_contain_text("is in force")
+    await expect(page.locator("#active-version")).to_contain_text("is active")
     focused = "document.activeElement.textContent.trim() || document.activeElement.id"
     reached = []
     for _ in range(6):

@@ -25,7 +25,7 @@ def pool_of(gateway: RunningGateway, **fields: Any) -> str:
 
 async def shown(watched: BrowserTab) -> str:
     """Wait for the policy in the editor, and read it there."""
-    await expect(watched.page.locator("#in-force")).to_contain_text("is in force")
+    await expect(watched.page.locator("#active-version")).to_contain_text("is active")
     return await watched.page.get_by_label("Document").input_value()
 
 
@@ -50,7 +50,7 @@ async def test_a_bad_edit_is_refused_as_one_types_and_the_line_is_a_click_away(
     await tab.fill_policy("a: 1\na: 2\n")
     await expect(problem).to_contain_text("'a' is a duplicate key")
     await tab.fill_policy(ALL_TO_VLM)
-    await expect(page.locator("#check")).to_have_text("Good")
+    await expect(page.locator("#check")).to_have_text("Valid")
     await expect(problem).to_have_count(0)
 
 
@@ -65,14 +65,14 @@ async def test_an_edit_is_compared_applied_obeyed_and_taken_back(
     await tab.fill_policy(ALL_TO_VLM)
     await tab.button("Compare").click()
     difference = page.locator("#difference")
-    await expect(difference).to_contain_text("Of the last 3 requests, 3 would go elsewhere.")
+    await expect(difference).to_contain_text("Of the last 3 requests, 3 would be routed differently.")
     await expect(difference.locator("tr.goes")).to_have_text(["text-mtpall3"])
     await expect(difference.locator("li.added", has_text="pools.all")).to_be_visible()
 
     await page.get_by_label("Your name").fill("Änne")
-    await page.get_by_label("What is it for?").fill("ünder test <b>")
+    await page.get_by_label("Purpose").fill("ünder test <b>")
     await tab.button("Apply as version 2").click()
-    await expect(page.locator("#in-force")).to_contain_text("Version 2 is in force · Änne")
+    await expect(page.locator("#active-version")).to_contain_text("Version 2 is active · Änne")
     newest = page.locator("#history li").first
     await expect(newest).to_contain_text("ünder test <b>")
     assert pool_of(gateway_with_worker, temperature=0) == "all"
@@ -83,9 +83,9 @@ async def test_an_edit_is_compared_applied_obeyed_and_taken_back(
     await page.get_by_role("button", name="Roll back to version 1", exact=True).click()
     asked = page.get_by_role("dialog")
     await expect(asked.locator("tr.goes")).to_have_text(["alltext-mtp4"])
-    await asked.get_by_label("What is it for?").fill("too slow")
+    await asked.get_by_label("Purpose").fill("too slow")
     await asked.get_by_role("button", name="Roll back to version 1").click()
-    await expect(page.locator("#in-force")).to_contain_text("Version 3 is in force · Änne")
+    await expect(page.locator("#active-version")).to_contain_text("Version 3 is active · Änne")
     assert "text-mtp" in await shown(tab)
     assert pool_of(gateway_with_worker, temperature=0) == "text-mtp"
     told = gateway_with_worker.admin.get("/admin/v1/policy/history").json()["versions"]
@@ -102,23 +102,23 @@ async def test_who_was_slower_is_told_and_loses_no_word(
     await tab.open_admin(gateway_with_worker.url)
     await shown(tab)
     await tab.fill_policy(ALL_TO_VLM)
-    await expect(page.locator("#check")).to_have_text("Good")
+    await expect(page.locator("#check")).to_have_text("Valid")
     with PolicyAdmin(gateway_with_worker.url) as bob:
         assert bob.put(single_pool_policy("slow"), x_paceline_author="bob").status_code == 200
-    await page.get_by_label("What is it for?").fill("mine")
+    await page.get_by_label("Purpose").fill("mine")
     await tab.button("Apply as version 2").click()
-    overtaken = page.locator("#overtaken")
-    await expect(overtaken).to_contain_text("The policy has changed. Version 2 is in force")
+    overtaken = page.locator("#conflict")
+    await expect(overtaken).to_contain_text("The policy has changed. Version 2 is active")
     assert pool_of(gateway_with_worker) == "slow", "nothing of bob's was overwritten"
 
-    await tab.button("Load theirs, keep my text aside").click()
+    await tab.button("Load the new version, keep my text").click()
     await expect(page.get_by_label("Document")).to_have_value(
         write_yaml(single_pool_policy("slow"))
     )
-    await tab.button("Bring my text back").click()
+    await tab.button("Restore my text").click()
     await expect(page.get_by_label("Document")).to_have_value(ALL_TO_VLM)
     await tab.button("Apply as version 3").click()
-    await expect(page.locator("#in-force")).to_contain_text("Version 3 is in force")
+    await expect(page.locator("#active-version")).to_contain_text("Version 3 is active")
     assert pool_of(gateway_with_worker) == "all"
 
 
@@ -129,5 +129,5 @@ async def test_another_admins_edit_shows_by_itself_where_nothing_was_typed(
     await shown(tab)
     with PolicyAdmin(gateway_with_worker.url) as bob:
         bob.put(single_pool_policy("slow"), x_paceline_author="bob")
-    await expect(tab.page.locator("#in-force")).to_contain_text("Version 2 is in force · bob")
+    await expect(tab.page.locator("#active-version")).to_contain_text("Version 2 is active · bob")
     assert await shown(tab) == write_yaml(single_pool_policy("slow"))

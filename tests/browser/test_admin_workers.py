@@ -35,7 +35,7 @@ async def test_a_cordoned_worker_gets_nothing_until_that_is_lifted(
         await expect(page.locator("#fleet-line")).to_contain_text("2 of 2 workers ready")
         await tab.button("Cordon fake-a").click()
         await expect(card).to_contain_text("cordoned")
-        await expect(card).to_contain_text("by loopback. Nothing runs there: it can be stopped.")
+        await expect(card).to_contain_text("by loopback. It runs no request and can be stopped.")
         assert heard(gateway_with_worker, worker, second_worker) == [0, 6]
         await tab.button("Uncordon fake-a").click()
         await expect(card).to_contain_text("ready")
@@ -53,7 +53,7 @@ async def test_draining_lets_answers_finish_and_says_when_the_worker_is_empty(
         lines = stream.iter_lines()
         next(lines)
         await tab.button("Drain fake-a").click()
-        await expect(card).to_contain_text("1 answer still runs.")
+        await expect(card).to_contain_text("1 request still runs.")
         worker.resume.set()
         assert "data: [DONE]" in list(lines)
-    await expect(page.locator("#notice")).to_have_text("fake-a is empty: it can be stopped.")
+    await expect(page.locator("#notice")).to_have_text("fake-a runs no request and can be stopped.")

@@ -1,13 +1,13 @@
-// Asking the admin plane.
+// The client for the admin routes.
 
-import { Asker } from "./asking.js";
+import { ApiClient } from "./client.js";
 
-export const admin = new Asker("/admin/v1", "paceline-admin-key");
+export const admin = new ApiClient("/admin/v1", "paceline-admin-key");
 
-export const ask = (method, path, request) => admin.ask(method, path, request);
+export const request = (method, path, options) => admin.request(method, path, options);
 
-export async function askJson(method, path, body) {
-  const request = body === undefined ? {} : { headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
-  const answer = await ask(method, path, request);
-  return answer.status === 204 ? null : answer.json();
+export async function requestJson(method, path, body) {
+  const options = body === undefined ? {} : { headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
+  const response = await request(method, path, options);
+  return response.status === 204 ? null : response.json();
 }

@@ -1,8 +1,8 @@
-// Dialogs: the browser's own, so that focus stays inside and Escape closes them.
+// Native dialogs, so that focus stays inside and Escape closes them.
 
 import { button, make } from "./elements.js";
 
-// Open a dialog and return it; whatever closes it also takes it off the page.
+// Open a dialog and return it; closing it removes it from the page.
 export function openDialog(title, body, actions, settings = {}) {
   const close = () => dialog.close();
   const heading = make("h2", { id: "dialog-title" }, title);
@@ -19,22 +19,22 @@ export function openDialog(title, body, actions, settings = {}) {
   return dialog;
 }
 
-// Ask before something that cannot be undone; `act` may throw a Refusal, which is shown here.
+// Ask for confirmation before `act`; the dialog shows an ApiError that `act` throws.
 export function confirmFirst(title, text, name, act) {
   const refusal = make("p", { class: "refusal", role: "alert" });
-  const yes = button(
+  const confirm = button(
     name,
     async () => {
-      yes.disabled = true;
+      confirm.disabled = true;
       try {
         await act();
         dialog.close();
-      } catch (refused) {
-        refusal.textContent = refused.message;
-        yes.disabled = false;
+      } catch (error) {
+        refusal.textContent = error.message;
+        confirm.disabled = false;
       }
     },
     { class: "danger" },
   );
-  const dialog = openDialog(title, [make("p", {}, text), refusal], [yes, button("Keep it", () => dialog.close())]);
+  const dialog = openDialog(title, [make("p", {}, text), refusal], [confirm, button("Cancel", () => dialog.close())]);
 }

@@ -1,14 +1,14 @@
-// What an edit would change, and which requests would go elsewhere.
+// The changes of an edit, and the recent requests that it would route differently.
 
 import { amount, bar, make, several } from "./elements.js";
 
-// Show the answer of the diff route.
+// Render the response of the diff route.
 export function difference({ changes, decisions, moves, warnings }) {
-  if (!changes.length) return [make("p", { class: "muted" }, "It says the same as the version in force.")];
+  if (!changes.length) return [make("p", { class: "muted" }, "The document equals the active version.")];
   return [
     make("ul", { class: "changes" }, changes.map(change)),
-    make("h3", {}, "What would move"),
-    ...moved(decisions, moves),
+    make("h3", {}, "Recent requests"),
+    ...moveTable(decisions, moves),
     ...warnings.map(({ message }) => make("p", { class: "warning" }, `Note: ${message}.`)),
   ];
 }
@@ -18,27 +18,27 @@ function change({ field, ...sides }) {
   return make(
     "li",
     { class: kind },
-    make("code", { class: "where" }, field || "the whole"),
-    "old" in sides && make("del", {}, written(sides.old)),
-    "new" in sides && make("ins", {}, written(sides.new)),
+    make("code", { class: "where" }, field || "document"),
+    "old" in sides && make("del", {}, yamlLine(sides.old)),
+    "new" in sides && make("ins", {}, yamlLine(sides.new)),
   );
 }
 
-// As YAML writes it in one line.
-function written(value) {
-  if (Array.isArray(value)) return `[${value.map(written).join(", ")}]`;
+// Format a value as YAML in one line.
+function yamlLine(value) {
+  if (Array.isArray(value)) return `[${value.map(yamlLine).join(", ")}]`;
   if (value === null || typeof value !== "object") return String(value);
-  return `{${Object.entries(value).map(([name, inner]) => `${name}: ${written(inner)}`).join(", ")}}`;
+  return `{${Object.entries(value).map(([name, inner]) => `${name}: ${yamlLine(inner)}`).join(", ")}}`;
 }
 
-function moved(decisions, moves) {
-  if (!decisions) return [make("p", { class: "muted" }, "No requests were served yet, so there is nothing to compare by.")];
-  const going = moves.filter(({ from, to }) => from !== to);
-  const count = going.reduce((sum, move) => sum + move.count, 0);
-  const said = count
-    ? `Of the last ${several(decisions, "request")}, ${amount(count)} would go elsewhere.`
-    : `Of the last ${several(decisions, "request")}, none would go elsewhere.`;
-  const rows = [...going, ...moves.filter(({ from, to }) => from === to)];
+function moveTable(decisions, moves) {
+  if (!decisions) return [make("p", { class: "muted" }, "The gateway has served no requests yet, so there is nothing to compare.")];
+  const moving = moves.filter(({ from, to }) => from !== to);
+  const count = moving.reduce((sum, move) => sum + move.count, 0);
+  const summary = count
+    ? `Of the last ${several(decisions, "request")}, ${amount(count)} would be routed differently.`
+    : `Of the last ${several(decisions, "request")}, none would be routed differently.`;
+  const rows = [...moving, ...moves.filter(({ from, to }) => from === to)];
   const head = make("tr", {}, ["From", "To", "Requests"].map((name) => make("th", { scope: "col" }, name)));
   const table = make(
     "table",
@@ -46,7 +46,7 @@ function moved(decisions, moves) {
     make("thead", {}, head),
     make("tbody", {}, rows.map((move) => row(move, decisions))),
   );
-  return [make("p", {}, said), table];
+  return [make("p", {}, summary), table];
 }
 
 function row({ from, to, count }, decisions) {
@@ -55,7 +55,7 @@ function row({ from, to, count }, decisions) {
     "tr",
     { class: stays ? "stays" : "goes" },
     make("td", {}, from),
-    make("td", {}, stays ? "stays" : to),
+    make("td", {}, stays ? "unchanged" : to),
     make("td", { class: "bars" }, bar(count, decisions, stays ? "calm" : ""), amount(count)),
   );
 }

@@ -1,4 +1,4 @@
-// A text area with line numbers and colours. The colours lie under it and never take part in anything.
+// A text area with line numbers and, below it, a coloured copy of the text.
 
 import { make } from "./elements.js";
 import { coloured } from "./yaml_colors.js";
@@ -37,24 +37,24 @@ export class Editor {
     this.#follow();
   }
 
-  // Mark the lines that have problems; lines count from 1.
+  // Mark lines with problems; lines count from 1.
   mark(lines) {
     for (const line of this.#marked) this.#gutter.children[line - 1]?.classList.remove("bad");
     this.#marked = new Set(lines);
     for (const line of this.#marked) this.#gutter.children[line - 1]?.classList.add("bad");
   }
 
-  // Put the cursor on a line, and show it.
+  // Select a line and scroll to it.
   jump(line) {
     const lines = this.text.split("\n");
-    const start = lines.slice(0, line - 1).reduce((sum, one) => sum + one.length + 1, 0);
+    const start = lines.slice(0, line - 1).reduce((sum, text) => sum + text.length + 1, 0);
     this.#area.focus();
     this.#area.setSelectionRange(start, start + (lines[line - 1] ?? "").length);
     const height = this.#gutter.firstElementChild.getBoundingClientRect().height;
     this.#area.scrollTop = Math.max(0, (line - 1) * height - this.#area.clientHeight / 2);
   }
 
-  // Draw anew only the lines that differ.
+  // Redraw only the lines that changed.
   #draw() {
     const lines = this.text.split("\n");
     const plain = lines.length > TOO_MANY_LINES;
@@ -79,7 +79,7 @@ export class Editor {
     this.#colors.style.transform = `translate(${-this.#area.scrollLeft}px, ${-this.#area.scrollTop}px)`;
   }
 
-  // Enter goes on at the indent of the line. Tab stays what it is for everybody: the way out.
+  // Enter keeps the indentation. Tab still moves the focus, so that the keyboard can leave the editor.
   #indent(event) {
     if (event.key !== "Enter" || event.isComposing || event.ctrlKey || event.metaKey) return;
     const before = this.text.slice(0, this.#area.selectionStart);

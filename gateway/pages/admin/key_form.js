@@ -1,6 +1,6 @@
-// The form of a key's terms, for a new one and for one that is changed.
+// The form for creating and editing a key.
 
-import { askJson } from "./api.js";
+import { requestJson } from "./api.js";
 import { openDialog } from "./dialogs.js";
 import { make } from "./elements.js";
 
@@ -12,13 +12,13 @@ export const LIMITS = [
 ];
 const PRIORITIES = ["interactive", "default", "bulk"];
 
-// Ask for terms and hand them to `save`, which may throw a Refusal; it is shown in the form.
+// Show the form and call `save` with its values; the form shows an ApiError that `save` throws.
 export async function keyForm(title, action, key, save) {
-  const pools = Object.keys((await askJson("GET", "/policy")).pools);
+  const pools = Object.keys((await requestJson("GET", "/policy")).pools);
   const name = make("input", { id: "key-name", required: true, maxlength: 64, autocomplete: "off", value: key?.name ?? "" });
   const team = make("input", { id: "key-team", maxlength: 64, autocomplete: "off", value: key?.team ?? "" });
   const models = make("input", { id: "key-models", autocomplete: "off", value: key?.models.join(", ") ?? "" });
-  const priority = make("select", { id: "key-priority" }, PRIORITIES.map((one) => make("option", { selected: one === key?.priority }, one)));
+  const priority = make("select", { id: "key-priority" }, PRIORITIES.map((name) => make("option", { selected: name === key?.priority }, name)));
   const expires = make("input", { id: "key-expires", type: "datetime-local", value: key?.expires_at ? localTime(key.expires_at) : "" });
   const limits = LIMITS.map((limit) => ({
     ...limit,
@@ -31,7 +31,7 @@ export async function keyForm(title, action, key, save) {
   const terms = () => ({
     name: name.value.trim(),
     team: team.value.trim(),
-    models: models.value.split(",").map((one) => one.trim()).filter(Boolean),
+    models: models.value.split(",").map((model) => model.trim()).filter(Boolean),
     pools: choices.filter(({ checked }) => checked).map(({ value }) => value),
     priority: priority.value,
     expires_at: expires.value ? new Date(expires.value).toISOString() : null,
@@ -48,19 +48,19 @@ export async function keyForm(title, action, key, save) {
         try {
           await save(key ? changed(key, terms()) : terms());
           dialog.close();
-        } catch (refused) {
-          refusal.textContent = refused.message;
+        } catch (error) {
+          refusal.textContent = error.message;
         }
         submit.disabled = false;
       },
     },
     make("div", { class: "pair" }, field("Name", name), field("Team", team)),
     make("div", { class: "pair narrow" }, limits.map(({ label, input }) => field(label, input))),
-    field("Models", models, "By their own names, parted by commas; none means all."),
+    field("Models", models, "Names of models, separated by commas; empty means all."),
     make(
       "fieldset",
       {},
-      make("legend", {}, "Pools ", make("span", { class: "muted" }, "(none means all)")),
+      make("legend", {}, "Pools ", make("span", { class: "muted" }, "(none selected means all)")),
       pools.map((pool, index) => make("label", { class: "choice" }, choices[index], pool)),
     ),
     make("div", { class: "pair" }, field("Highest priority", priority), field("Expires", expires)),
@@ -75,7 +75,7 @@ function field(label, input, hint) {
   return make("div", { class: "field" }, make("label", { for: input.id }, label), input, hint && make("p", { class: "hint" }, hint));
 }
 
-// Only what is another than before is said: the rest may be another admin's by now.
+// Return only the changed values, because another admin may have changed the others meanwhile.
 function changed(key, terms) {
   const same = (one, other) => JSON.stringify(one) === JSON.stringify(other);
   return Object.fromEntries(

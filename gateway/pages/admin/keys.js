@@ -1,6 +1,6 @@
-// The keys: made and shown once, changed, revoked; and what was used with them.
+// The API keys: create, edit, revoke; and their usage.
 
-import { ask, askJson } from "./api.js";
+import { request, requestJson } from "./api.js";
 import { confirmFirst, openDialog } from "./dialogs.js";
 import { ago, amount, bar, button, byId, make, notice, pill } from "./elements.js";
 import { LIMITS, keyForm } from "./key_form.js";
@@ -17,24 +17,24 @@ export const keys = {
 
 async function refresh() {
   try {
-    const [{ keys: all }, used] = await Promise.all([askJson("GET", "/keys"), askJson("GET", "/usage")]);
-    // Those that open something stand first, then the newest.
+    const [{ keys: all }, used] = await Promise.all([requestJson("GET", "/keys"), requestJson("GET", "/usage")]);
+    // Active keys first, then the newest.
     const rank = (key) => (key.state === "active" ? 0 : 1);
     all.sort((one, other) => rank(one) - rank(other) || other.created_at.localeCompare(one.created_at));
     showKeys(all);
     showUsage(used, new Map(all.map((key) => [key.id, key.name])));
-  } catch (refused) {
-    if (refused.status !== 401) byId("keys").replaceChildren(make("p", { class: "refusal", role: "alert" }, refused.message));
+  } catch (error) {
+    if (error.status !== 401) byId("keys").replaceChildren(make("p", { class: "refusal", role: "alert" }, error.message));
   }
 }
 
 function showKeys(all) {
   if (!all.length) {
-    const text = "There is no key yet: nobody needs one, and only this machine is served. With the first key everybody needs one.";
+    const text = "There is no key yet. Without keys the gateway serves only this machine; with the first key every client needs one.";
     byId("keys").replaceChildren(make("p", { class: "empty" }, text));
     return;
   }
-  const head = ["Name", "Key", "May use", "Limits", "State", ""].map((name) => make("th", { scope: "col" }, name));
+  const head = ["Name", "Key", "Access", "Limits", "State", ""].map((name) => make("th", { scope: "col" }, name));
   byId("keys").replaceChildren(
     make("table", { class: "cards" }, make("thead", {}, make("tr", {}, head)), make("tbody", {}, all.map(row))),
   );
@@ -52,7 +52,7 @@ function row(key) {
     { class: key.state === "active" ? "" : "ended" },
     cell("Name", make("strong", {}, key.name), key.team && make("span", { class: "muted" }, ` ${key.team}`)),
     cell("Key", make("code", {}, `${key.prefix}…`), make("span", { class: "muted small block" }, key.id)),
-    cell("May use", reach.length ? reach.join(", ") : make("span", { class: "muted" }, "everything")),
+    cell("Access", reach.length ? reach.join(", ") : make("span", { class: "muted" }, "everything")),
     cell("Limits", limits.length ? limits.map((text) => make("span", { class: "block" }, text)) : make("span", { class: "muted" }, "none")),
     cell("State", pill(key.state, TONES[key.state]), make("span", { class: "muted small block" }, stateTime(key))),
     make("td", { class: "row" }, key.state === "revoked" ? "" : actions),
@@ -66,29 +66,29 @@ function cell(name, ...content) {
 function stateTime({ revoked_at, expires_at, created_at }) {
   if (revoked_at) return [ago(revoked_at)];
   if (expires_at) return `until ${new Date(expires_at).toLocaleDateString()}`;
-  return ["made ", ago(created_at)];
+  return ["created ", ago(created_at)];
 }
 
 function create() {
-  keyForm("New key", "Make the key", null, async (terms) => {
-    const made = await askJson("POST", "/keys", terms);
+  keyForm("New key", "Create key", null, async (terms) => {
+    const created = await requestJson("POST", "/keys", terms);
     await refresh();
-    showSecret(made);
+    showSecret(created);
   });
 }
 
 function edit(key) {
   keyForm(`Edit ${key.name}`, "Save", key, async (terms) => {
-    await askJson("PATCH", `/keys/${key.id}`, terms);
+    await requestJson("PATCH", `/keys/${key.id}`, terms);
     await refresh();
-    notice(`The new terms of ${key.name} hold from the next request on.`);
+    notice(`The changes of ${key.name} apply from the next request on.`);
   });
 }
 
 function revoke(key) {
-  const text = `${key.name} opens nothing any more, and answers that run with it end. This cannot be taken back.`;
-  confirmFirst(`Revoke ${key.name}?`, text, "Revoke the key", async () => {
-    await askJson("DELETE", `/keys/${key.id}`);
+  const text = `${key.name} will be rejected from now on, and its running requests end. This cannot be undone.`;
+  confirmFirst(`Revoke ${key.name}?`, text, "Revoke key", async () => {
+    await requestJson("DELETE", `/keys/${key.id}`);
     await refresh();
     notice(`${key.name} is revoked.`);
   });
@@ -103,13 +103,13 @@ function showSecret({ name, secret }) {
       try {
         await navigator.clipboard.writeText(secret);
       } catch {
-        document.execCommand("copy"); // without HTTPS browsers have no clipboard
+        document.execCommand("copy"); // browsers provide no clipboard without HTTPS
       }
       copy.textContent = "Copied";
     },
     { class: "primary" },
   );
-  const text = "It is shown now and never again: only a digest of it is kept.";
+  const text = "Copy the key now: it is never shown again, because the gateway stores only its digest.";
   openDialog(`The key of ${name}`, [make("p", {}, text), make("div", { class: "row secret-row" }, shown, copy)], []);
   copy.focus();
 }
@@ -119,7 +119,7 @@ function showUsage({ from, to, keys: byKey, teams }, names) {
   const used = Object.entries(byKey);
   byId("usage-csv").hidden = !used.length;
   if (!used.length) {
-    byId("usage").replaceChildren(make("p", { class: "empty" }, "Nothing was used in these days."));
+    byId("usage").replaceChildren(make("p", { class: "empty" }, "No usage in this period."));
     return;
   }
   const named = Object.entries(teams).filter(([team]) => team);
@@ -149,10 +149,10 @@ function usageTable(kind, entries, nameOf) {
 byId("new-key").addEventListener("click", create);
 byId("usage-csv").addEventListener("click", async () => {
   try {
-    const file = URL.createObjectURL(await (await ask("GET", "/usage?format=csv")).blob());
+    const file = URL.createObjectURL(await (await request("GET", "/usage?format=csv")).blob());
     make("a", { href: file, download: "paceline-usage.csv" }).click();
     URL.revokeObjectURL(file);
-  } catch (refused) {
-    notice(refused.message);
+  } catch (error) {
+    notice(error.message);
   }
 });

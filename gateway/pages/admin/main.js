@@ -1,7 +1,7 @@
-// The page: which section is shown, and the way in and out.
+// The page: navigation between sections, sign-in and sign-out.
 
-import { admin, ask } from "./api.js";
-import { canBeKey } from "./asking.js";
+import { admin, request } from "./api.js";
+import { isValidKey } from "./client.js";
 import { byId } from "./elements.js";
 import { keys } from "./keys.js";
 import { policy } from "./policy.js";
@@ -10,7 +10,7 @@ import { workers } from "./workers.js";
 const SECTIONS = { policy, keys, workers };
 let shown = null;
 
-function wanted() {
+function selected() {
   const name = location.hash.slice(1);
   return name in SECTIONS ? name : (shown ?? "policy");
 }
@@ -29,7 +29,7 @@ function show(name) {
 }
 
 async function go() {
-  const name = wanted();
+  const name = selected();
   if (name === shown) return;
   if (shown) SECTIONS[shown].leave();
   shown = name;
@@ -38,13 +38,13 @@ async function go() {
   await SECTIONS[name].enter();
 }
 
-function askForKey(refused) {
+function askForKey(rejected) {
   if (shown) SECTIONS[shown].leave();
   shown = null;
-  admin.forgetKey();
+  admin.removeKey();
   show("sign-in");
-  byId("sign-in-refusal").textContent = refused
-    ? "This is not the admin key of this gateway. It is the value of PACELINE_ADMIN_KEY where the gateway runs."
+  byId("sign-in-refusal").textContent = rejected
+    ? "This is not the admin key of this gateway. The key is the value of PACELINE_ADMIN_KEY on the gateway's machine."
     : "";
   byId("admin-key").value = "";
   byId("admin-key").focus();
@@ -52,7 +52,7 @@ function askForKey(refused) {
 
 async function enter() {
   try {
-    await ask("GET", "/policy");
+    await request("GET", "/policy");
   } catch (refusal) {
     if (refusal.status === 401) return;
     show("sign-in");
@@ -68,8 +68,8 @@ byId("sign-out").addEventListener("click", () => askForKey(false));
 byId("sign-in-form").addEventListener("submit", async (event) => {
   event.preventDefault();
   const key = byId("admin-key").value.trim();
-  if (!canBeKey(key)) return askForKey(true);
-  admin.keepKey(key);
+  if (!isValidKey(key)) return askForKey(true);
+  admin.storeKey(key);
   await enter();
 });
 await enter();

@@ -1,40 +1,40 @@
-// The policy: edit, see what is wrong as you type, compare, apply.
+// The policy editor: validate while typing, compare, apply.
 
 import { difference } from "./difference.js";
 import { Editor } from "./editor.js";
 import { ago, button, byId, make, notice, several } from "./elements.js";
 import { showHistory } from "./history.js";
-import { applyPolicy, author, compare, keepAuthor, readHistory, readPolicy, validate } from "./policy_api.js";
+import { applyPolicy, author, compare, storeAuthor, readHistory, readPolicy, validate } from "./policy_api.js";
 
-const PAUSE_MS = 300;
-const LOOK_MS = 5000;
+const VALIDATION_DELAY_MS = 300;
+const REFRESH_MS = 5000;
 
 const editor = new Editor(byId("editor"), edited);
-let base = null; // the version that the text was made from: { text, etag, number }
-let kept = null; // a text that was put aside for somebody else's
-let good = true;
+let base = null; // the version on which the edit is based: { text, etag, number }
+let savedText = null; // the user's text while the editor shows another version
+let valid = true;
 let pause;
-let asking = new AbortController();
-let looking;
+let validation = new AbortController();
+let timer;
 
 export const policy = {
   async enter() {
     byId("apply-author").value = author();
-    looking = setInterval(() => document.hidden || look().catch(untold), LOOK_MS);
-    await quietly(async () => (base ? await look() : adopt(await readPolicy())));
+    timer = setInterval(() => document.hidden || refresh().catch(showError), REFRESH_MS);
+    await perform(async () => (base ? await refresh() : adopt(await readPolicy())));
   },
   leave() {
-    clearInterval(looking);
+    clearInterval(timer);
   },
 };
 
 const dirty = () => base !== null && editor.text !== base.text;
 
-// Make a version the one that is edited; the text too, unless it is to be another.
+// Base the edit on a version, and show its text unless another text is given.
 async function adopt(version, text = version.text) {
   base = version;
   editor.text = text;
-  byId("overtaken").hidden = true;
+  byId("conflict").hidden = true;
   edited();
   await refreshHistory();
 }
@@ -42,9 +42,9 @@ async function adopt(version, text = version.text) {
 async function refreshHistory() {
   const versions = await readHistory();
   const now = versions[0];
-  byId("in-force").replaceChildren(
+  byId("active-version").replaceChildren(
     make("strong", {}, `Version ${now.number}`),
-    " is in force · ",
+    " is active · ",
     now.author,
     " · ",
     ago(now.time),
@@ -58,57 +58,57 @@ async function refreshHistory() {
       byId("policy-text").focus();
     },
     changed: async (version) => {
-      notice(`Version ${version.number} is in force.`);
-      const theirs = await readPolicy();
-      if (dirty()) keepMine(theirs);
-      else await adopt(theirs);
+      notice(`Version ${version.number} is active.`);
+      const newest = await readPolicy();
+      if (dirty()) loadNewest(newest);
+      else await adopt(newest);
     },
   });
 }
 
 function edited() {
   clearTimeout(pause);
-  asking.abort();
+  validation.abort();
   byId("difference").replaceChildren();
   byId("apply-refusal").textContent = "";
   byId("discard").hidden = !dirty();
-  good = !dirty();
+  valid = !dirty();
   if (dirty()) {
     state("Checking …");
-    pause = setTimeout(() => quietly(check), PAUSE_MS);
+    pause = setTimeout(() => perform(check), VALIDATION_DELAY_MS);
   } else {
     showProblems([]);
-    state("In force", "ok");
-    say("Edit the document to see what would change.");
+    state("Active", "ok");
+    showHint("Edit the document to see its effect.");
   }
 }
 
 async function check() {
-  asking = new AbortController();
+  validation = new AbortController();
   const text = editor.text;
-  const problems = await validate(text, asking.signal);
+  const problems = await validate(text, validation.signal);
   if (text !== editor.text) return;
-  good = problems.length === 0;
+  valid = problems.length === 0;
   showProblems(problems);
-  if (good) {
-    state("Good", "ok");
-    say("The edit is good. Compare it with what is in force, or apply it.");
+  if (valid) {
+    state("Valid", "ok");
+    showHint("The document is valid. Compare it with the active version, or apply it.");
   } else {
     state(several(problems.length, "problem"), "bad");
-    say("A policy with problems cannot be applied.");
+    showHint("An invalid policy cannot be applied.");
   }
 }
 
 function state(text, tone = "") {
   byId("check").className = `pill ${tone}`;
   byId("check").textContent = text;
-  const ready = dirty() && good;
+  const ready = dirty() && valid;
   byId("preview").disabled = !ready;
   byId("apply-button").disabled = !ready;
   byId("apply-button").textContent = ready ? `Apply as version ${base.number + 1}` : "Apply";
 }
 
-function say(text) {
+function showHint(text) {
   byId("difference").replaceChildren(make("p", { class: "muted" }, text));
 }
 
@@ -119,106 +119,106 @@ function showProblems(problems) {
 }
 
 function problemItem({ field, message, line }) {
-  const told = [
+  const parts = [
     line && make("span", { class: "line-number" }, `Line ${line}`),
     field && make("code", { class: "where" }, field),
     make("span", {}, message),
   ];
-  return make("li", {}, line ? make("button", { type: "button", onclick: () => editor.jump(line) }, told) : make("p", {}, told));
+  return make("li", {}, line ? make("button", { type: "button", onclick: () => editor.jump(line) }, parts) : make("p", {}, parts));
 }
 
-// See whether another version is in force by now.
-async function look() {
-  const theirs = await readPolicy();
-  if (!base || theirs.etag === base.etag) return;
-  if (dirty()) overtaken(theirs);
-  else await adopt(theirs);
+// Check whether another version is active.
+async function refresh() {
+  const newest = await readPolicy();
+  if (!base || newest.etag === base.etag) return;
+  if (dirty()) showConflict(newest);
+  else await adopt(newest);
 }
 
 // Another edit came first: neither edit is lost.
-function overtaken(theirs) {
-  const banner = byId("overtaken");
-  if (!banner.hidden && banner.dataset.etag === theirs.etag) return;
-  banner.dataset.etag = theirs.etag;
+function showConflict(newest) {
+  const banner = byId("conflict");
+  if (!banner.hidden && banner.dataset.etag === newest.etag) return;
+  banner.dataset.etag = newest.etag;
   banner.hidden = false;
   banner.replaceChildren(
-    make("p", {}, make("strong", {}, "The policy has changed. "), `Version ${theirs.number} is in force, and your text was made from version ${base.number}.`),
+    make("p", {}, make("strong", {}, "The policy has changed. "), `Version ${newest.number} is active, and your edit is based on version ${base.number}.`),
     make(
       "div",
       { class: "row" },
-      button("Load theirs, keep my text aside", () => keepMine(theirs), { class: "primary" }),
-      button(`Go on with mine, onto version ${theirs.number}`, () => quietly(() => adopt(theirs, editor.text))),
+      button("Load the new version, keep my text", () => loadNewest(newest), { class: "primary" }),
+      button(`Continue with my text on version ${newest.number}`, () => perform(() => adopt(newest, editor.text))),
     ),
   );
-  quietly(refreshHistory);
+  perform(refreshHistory);
 }
 
-async function keepMine(theirs) {
-  kept = editor.text;
-  await adopt(theirs);
-  const banner = byId("overtaken");
+async function loadNewest(newest) {
+  savedText = editor.text;
+  await adopt(newest);
+  const banner = byId("conflict");
   const done = () => {
-    kept = null;
+    savedText = null;
     banner.hidden = true;
   };
-  const bring = () => {
-    editor.text = kept;
+  const restore = () => {
+    editor.text = savedText;
     edited();
     done();
   };
   banner.hidden = false;
   banner.replaceChildren(
-    make("p", {}, `Version ${theirs.number} is in the editor. Your own text is kept in this tab.`),
-    make("div", { class: "row" }, button("Bring my text back", bring, { class: "primary" }), button("Forget it", done)),
+    make("p", {}, `Version ${newest.number} is in the editor. Your text is still in this tab.`),
+    make("div", { class: "row" }, button("Restore my text", restore, { class: "primary" }), button("Discard my text", done)),
   );
 }
 
-// What goes wrong unasked is told in passing.
-function untold(refused) {
-  if (refused.status !== 401) notice(refused.message);
+// Show an error of a periodic refresh as a notice.
+function showError(error) {
+  if (error.status !== 401) notice(error.message);
 }
 
-async function quietly(work) {
+async function perform(work) {
   try {
     await work();
-  } catch (refused) {
-    if (refused.name === "AbortError" || refused.status === 401) return;
-    if (refused.status === undefined) throw refused;
-    byId("apply-refusal").textContent = refused.message;
+  } catch (error) {
+    if (error.name === "AbortError" || error.status === 401) return;
+    if (error.status === undefined) throw error;
+    byId("apply-refusal").textContent = error.message;
   }
 }
 
 byId("preview").addEventListener("click", () =>
-  quietly(async () => {
+  perform(async () => {
     const text = editor.text;
     byId("preview").disabled = true;
     try {
-      const told = await compare(text);
+      const effect = await compare(text);
       if (text !== editor.text) return;
-      byId("difference").replaceChildren(...difference(told));
-      if (`"${told.onto.etag}"` !== base.etag) overtaken(await readPolicy());
+      byId("difference").replaceChildren(...difference(effect));
+      if (`"${effect.onto.etag}"` !== base.etag) showConflict(await readPolicy());
     } finally {
-      byId("preview").disabled = !(dirty() && good);
+      byId("preview").disabled = !(dirty() && valid);
     }
   }),
 );
 
 byId("apply").addEventListener("submit", (event) => {
   event.preventDefault();
-  quietly(async () => {
+  perform(async () => {
     const apply = byId("apply-button");
-    keepAuthor(byId("apply-author").value);
+    storeAuthor(byId("apply-author").value);
     byId("apply-refusal").textContent = "";
     apply.disabled = true;
     try {
       const version = await applyPolicy(editor.text, base.etag, byId("apply-note").value);
       byId("apply-note").value = "";
       await adopt(await readPolicy());
-      notice(`Version ${version.number} is in force.`);
-    } catch (refused) {
+      notice(`Version ${version.number} is active.`);
+    } catch (error) {
       apply.disabled = false;
-      if (refused.status === 412) return overtaken(await readPolicy());
-      throw refused;
+      if (error.status === 412) return showConflict(await readPolicy());
+      throw error;
     }
   });
 });

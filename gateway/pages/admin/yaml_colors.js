@@ -1,4 +1,4 @@
-// Colours for one line of YAML: good enough to read by, and no parser.
+// Syntax colours for one line of YAML, by a regular expression instead of a parser.
 
 import { make } from "./elements.js";
 

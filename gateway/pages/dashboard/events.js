@@ -1,10 +1,10 @@
 // Reads the status stream: one event per second, over a request that may carry a key.
 
-import { Refusal } from "./asking.js";
+import { ApiError } from "./client.js";
 
-// Pass each state to `show` until the stream ends; throw a Refusal if the gateway sends an error.
-export async function follow(asker, show, signal) {
-  const answer = await asker.ask("GET", "/status/events", { signal });
+// Pass each state to `show` until the stream ends; throw an ApiError if the gateway sends an error.
+export async function follow(client, show, signal) {
+  const answer = await client.request("GET", "/status/events", { signal });
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let pending = "";
   for (;;) {
@@ -15,7 +15,7 @@ export async function follow(asker, show, signal) {
     for (const event of events) {
       if (event.startsWith("event: end")) return;
       const status = JSON.parse(event.slice("data: ".length));
-      if (status.error) throw refused(asker, status.error);
+      if (status.error) throw signedOutError(client, status.error);
       show(status);
     }
   }
@@ -23,11 +23,11 @@ export async function follow(asker, show, signal) {
 
 function lost(failure) {
   if (failure.name === "AbortError") throw failure;
-  throw new Refusal(0, "lost", "The connection to the gateway broke.");
+  throw new ApiError(0, "lost", "The connection to the gateway broke.");
 }
 
-function refused(asker, { code, message }) {
-  if (code !== "invalid_api_key") return new Refusal(503, code, message);
-  asker.onSignedOut(asker.hasKey);
-  return new Refusal(401, code, message);
+function signedOutError(client, { code, message }) {
+  if (code !== "invalid_api_key") return new ApiError(503, code, message);
+  client.onSignedOut(client.hasKey);
+  return new ApiError(401, code, message);
 }

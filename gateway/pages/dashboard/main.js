@@ -1,6 +1,6 @@
 // The page: sign-in, the status stream, and the parts that show it.
 
-import { Asker, canBeKey, Refusal } from "./asking.js";
+import { ApiClient, isValidKey, ApiError } from "./client.js";
 import { makeCurves } from "./curves.js";
 import { byId } from "./elements.js";
 import { follow } from "./events.js";
@@ -20,14 +20,14 @@ const AGAIN_MS = [500, 1000, 2000, 5000];
 // A stream that lasted this long resets the delay of reconnecting.
 const LASTED_MS = 3000;
 
-const asker = new Asker("/v1", "paceline-key");
+const client = new ApiClient("/v1", "paceline-key");
 const past = new Past();
 let curves;
 let leaving;
 
 function show(name) {
   for (const view of ["sign-in", "line"]) byId(`view-${view}`).hidden = view !== name;
-  byId("sign-out").hidden = name === "sign-in" || !asker.hasKey;
+  byId("sign-out").hidden = name === "sign-in" || !client.hasKey;
 }
 
 function say(text, tone) {
@@ -43,10 +43,10 @@ async function enter() {
   for (let tries = 0; !signal.aborted; tries += 1) {
     const began = Date.now();
     try {
-      await follow(asker, (state) => draw(state, signal), signal);
+      await follow(client, (state) => draw(state, signal), signal);
     } catch (failure) {
       if (signal.aborted || failure.status === 401) return;
-      if (!(failure instanceof Refusal)) throw failure;
+      if (!(failure instanceof ApiError)) throw failure;
       if (failure.status === 403) return askForKey(failure.message);
       byId("fleet-line").textContent = failure.message;
     }
@@ -60,7 +60,7 @@ async function enter() {
 // Load the longest window once, so that the charts do not start empty.
 async function lookBack({ window: { max_length_s: longest } }, signal) {
   try {
-    const answer = await asker.ask("GET", `/status?window=${Math.floor(longest)}s`, { signal });
+    const answer = await client.request("GET", `/status?window=${Math.floor(longest)}s`, { signal });
     past.take(await answer.json());
   } catch {
     // The charts then start with the shorter window of the events.
@@ -69,7 +69,7 @@ async function lookBack({ window: { max_length_s: longest } }, signal) {
 
 function askForKey(why) {
   leaving?.abort();
-  asker.forgetKey();
+  client.removeKey();
   say("", "");
   byId("fleet-line").textContent = "";
   show("sign-in");
@@ -93,13 +93,13 @@ function draw(state, signal) {
   fill(byId("view-line"), state);
 }
 
-asker.onSignedOut = (shown) => askForKey(shown ? "The gateway does not accept this key, or no longer does." : "");
+client.onSignedOut = (shown) => askForKey(shown ? "The gateway does not accept this key, or no longer does." : "");
 byId("sign-out").addEventListener("click", () => askForKey(""));
 byId("sign-in-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const key = byId("key").value.trim();
-  if (!canBeKey(key)) return asker.onSignedOut(true);
-  asker.keepKey(key);
+  if (!isValidKey(key)) return client.onSignedOut(true);
+  client.storeKey(key);
   enter();
 });
 // A hidden page makes no requests.

@@ -1,4 +1,4 @@
-// Making elements: text is always text, never HTML.
+// Functions that create elements; text is always inserted as text, never as HTML.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -23,7 +23,7 @@ export function pill(text, tone = "") {
   return make("span", { class: `pill ${tone}` }, text);
 }
 
-// A bar of so much of the whole; what it says stands beside it as text.
+// A bar that shows a share; text beside it contains the number.
 export function bar(part, whole, tone = "") {
   const fill = make("span", { class: `fill ${tone}` });
   fill.style.inlineSize = `${whole > 0 ? Math.min(100, (100 * part) / whole) : 0}%`;
@@ -45,7 +45,7 @@ const STEPS = [
   [86400 * 60, 86400, "day"],
 ];
 
-// "3 minutes ago", with the exact time where the pointer rests.
+// "3 minutes ago", with the exact time as a tooltip.
 export function ago(time) {
   const date = new Date(time);
   const seconds = Math.max(0, (Date.now() - date.getTime()) / 1000);
@@ -57,7 +57,7 @@ export function ago(time) {
 
 let noticeEnds;
 
-// Say something that needs no answer; screen readers say it too.
+// Show a message for some seconds; screen readers announce it too.
 export function notice(text) {
   const place = byId("notice");
   place.textContent = text;

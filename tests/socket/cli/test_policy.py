@@ -99,7 +99,7 @@ def test_an_edit_that_was_overtaken_is_told_clearly_and_changes_nothing(
     with pytest.raises(SystemExit) as ended:
         run_policy_command("apply", str(file), "--note", "more room")
     said = str(ended.value)
-    assert "The policy has changed: version 2, by bob, is in force now." in said
+    assert "The policy has changed: version 2, by bob, is active now." in said
     assert f"{file} is based on version 1." in said
     assert admin.document() == single_pool_policy("c")
     assert file.read_text() == before
