@@ -65,7 +65,9 @@ async def test_an_edit_is_compared_applied_obeyed_and_taken_back(
     await tab.fill_policy(ALL_TO_VLM)
     await tab.button("Compare").click()
     difference = page.locator("#difference")
-    await expect(difference).to_contain_text("Of the last 3 requests, 3 would be routed differently.")
+    await expect(difference).to_contain_text(
+        "Of the last 3 requests, 3 would be routed differently."
+    )
     await expect(difference.locator("tr.goes")).to_have_text(["text-mtpall3"])
     await expect(difference.locator("li.added", has_text="pools.all")).to_be_visible()
 
