@@ -242,6 +242,12 @@ def test_tokens_of_other_gateways_count_on_their_day_alone() -> None:
     assert remaining(limiter, "tokens", START_S, NOON + DAY_S) == 100
 
 
+def test_totals_without_a_daily_limit_have_no_tokens_of_a_day() -> None:
+    limiter = RateLimiter(Limits(requests_a_minute=6), START_S, NOON)
+    limiter.settle(limiter.reserve(100, START_S, NOON), 1, 30, START_S, NOON)
+    assert limiter.admitted() == (1, 30, 0, 0, 0, 0)
+
+
 def test_running_requests_of_other_gateways_count_until_they_end() -> None:
     limiter = RateLimiter(Limits(concurrent_requests=2, tokens_a_day=100), START_S, NOON)
     limiter.set_remote_load(2, 30)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import Lease
-from gateway.routing.cost import throughput_of
+from gateway.routing.cost import UNMEASURED, load_cost_s, throughput_of
 from gateway.routing.select import Candidate, RoutingRequest, decide
 from gateway.routing.view import FleetView, LaneView, WorkerView
 from policies.document import default_policy, read_policy
@@ -67,6 +67,25 @@ def seen(*macs: WorkerView, holders: str = "", shared_tokens: int = 0) -> FleetV
 def order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
     found = decide(RoutingRequest(POLICY, profile, prefix_key="p"), fleet, Random(seed)).candidates
     return "".join(one.worker_id for one in found)
+
+
+def test_the_cost_of_a_lane_is_the_sum_of_its_terms_in_seconds() -> None:
+    """An answer of 100 tokens takes 2 s here, and each row makes all answers 12% longer."""
+    measured = report("a", memory=0.9, decode_tokens_per_s=50.0, prefill_tokens_per_s=500.0)
+    throughput, lane = throughput_of(measured), measured.lanes[0]
+    assert throughput.prefill_token_s == pytest.approx(1 / 500)
+    assert throughput.memory_cost_s == pytest.approx(1.0), "half of what is left above 80%"
+    paying = load_cost_s(throughput, lane, 3, 2, drafting_pays=True)
+    assert paying == pytest.approx(1.0 + 0.48 * (3 + 0.5 * 2))
+    not_paying = load_cost_s(throughput, lane, 3, 2, drafting_pays=False)
+    assert not_paying - paying == pytest.approx(0.3 * 2.0)
+
+
+def test_a_lane_without_measurements_costs_as_much_as_on_a_mid_range_mac() -> None:
+    assert UNMEASURED.prefill_token_s == pytest.approx(1 / 1000)
+    for slots, row_s in ((4, 0.6), (8, 0.3), (0, 2.4)):
+        lane = lane_report("vlm", slots=slots)
+        assert load_cost_s(UNMEASURED, lane, 2, 0, drafting_pays=True) == pytest.approx(2 * row_s)
 
 
 def test_who_reads_faster_is_first_where_there_is_much_to_read() -> None:
@@ -133,6 +152,15 @@ def test_a_holder_is_worth_the_time_that_reading_would_take_and_no_more() -> Non
         fleet = seen(mac("a", 2, **slow), mac("b", **slow), holders="a",
                      shared_tokens=shared_tokens)  # fmt: skip
         assert order(profile, fleet)[0] == first
+
+
+@pytest.mark.parametrize("first_only", [False, True])
+def test_the_only_worker_is_marked_where_it_has_the_prompt_cached(first_only: bool) -> None:
+    request = RoutingRequest(POLICY, SHORT, prefix_key="p")
+    for holders, cached in (("a", True), ("b", False)):
+        fleet = seen(mac("a"), holders=holders)
+        (found,) = decide(request, fleet, Random(0), first_only=first_only).candidates
+        assert found.prefix_cached is cached
 
 
 def test_a_holder_that_is_far_busier_than_the_best_is_as_any_other() -> None:

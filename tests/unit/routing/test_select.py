@@ -149,6 +149,24 @@ def labelled(name: str, *labels: str, busy: int = 0, model: str = "demo") -> Wor
     return WorkerView.of(name, (model,), (LaneView.of(lane_report("vlm"), busy),), labels)
 
 
+@pytest.mark.parametrize(("after_wait_ms", "pools"), [(0, ["p", "vlm"]), (1, ["p"])])
+def test_a_brief_decision_has_the_pools_that_may_take_the_request_at_once(
+    after_wait_ms: int, pools: list[str]
+) -> None:
+    route = {"name": "all", "to": ["p", "vlm"], "spill": {"after_wait_ms": after_wait_ms}}
+    policy = read_policy(
+        {
+            "version": 1,
+            "routes": [route],
+            "pools": {"p": {"workers": {"labels": "big"}, **VLM}, "vlm": VLM},
+        },
+        "test",
+    )
+    macs = fleet_view(labelled("a", "big"), labelled("b"))
+    found = decide(RoutingRequest(policy, SAMPLED), macs, Random(0), first_only=True)
+    assert list(dict.fromkeys(one.pool for one in found.candidates)) == pools
+
+
 @pytest.mark.parametrize(
     ("workers", "taken"),
     [
