@@ -9,7 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.auth.rate_limits import DAY_S, RateLimiter, TokenBucket, day_of
+from gateway.auth.rate_limits import (
+    DAY_S,
+    OF_TOKENS,
+    RateLimiter,
+    TokenBucket,
+    day_of,
+    limit_headers,
+)
 from gateway.auth.records import Limits
 from gateway.errors import LimitReached, TokensOverLimit
 from tests.support.rate_limit_model import ALL_LIMITS, MINUTE_S, NOON, START_S, RateLimitModel
@@ -189,6 +196,26 @@ def test_headers_are_openais_and_tell_of_the_limit_that_is_nearest() -> None:
         "x-ratelimit-reset-tokens": "63ms",
     }
     assert RateLimiter(Limits(concurrent_requests=1), START_S, NOON).headers(START_S, NOON) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, b"0ms"),
+        (0.1195, b"120ms"),
+        (1.0, b"1s"),
+        (7.2, b"8s"),
+        (59.5, b"1m0s"),
+        (360.0, b"6m0s"),
+        (3599.0, b"59m59s"),
+        (3599.5, b"1h0m0s"),
+        (10_799.0, b"2h59m59s"),
+        (10_921.0, b"3h2m1s"),
+    ],
+)
+def test_the_time_until_a_limit_is_full_is_rounded_up(seconds: float, text: bytes) -> None:
+    headers = dict(limit_headers(OF_TOKENS, 600, 0, seconds))
+    assert headers[b"x-ratelimit-reset-tokens"] == text
 
 
 def test_other_limits_are_no_new_budget_and_what_runs_is_settled_where_it_was_taken() -> None:
