@@ -1,4 +1,4 @@
-"""`paceline bench`: how fast any OpenAI endpoint answers, and what its speculation brings."""
+"""`paceline bench`: measure throughput, latency and speculation of an OpenAI endpoint."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _PIPED_WIDTH = 120
 
 
 @dataclass
-class _Found:
-    """What was measured until now; it is told also where the rest is cut short."""
+class _Results:
+    """The measurements so far; they are reported even if the rest is interrupted."""
 
     endpoints: list[dict[str, Any]] = field(default_factory=list)
     measurements: list[Measurement] = field(default_factory=list)
 
     def names(self) -> list[str]:
-        """Name each endpoint, by what it alone is asked too."""
+        """Return the names of the endpoints, with the request fields in which they differ."""
         bodies = [endpoint["body"] for endpoint in self.endpoints]
         shared = [
             item for item in bodies[0].items() if all(item in body.items() for body in bodies)
@@ -61,74 +61,95 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench`."""
     add = parser.add_argument
     add_gateway_url(parser)
-    add("--model", default="", help="default: the first that the endpoint lists")
+    add("--model", default="", help="default: the first model of the endpoint")
     add(
         "--compare",
         metavar="URL",
         default="",
-        help="a second endpoint, measured in turn (ABAB); its key is in PACELINE_COMPARE_API_KEY",
+        help="a second endpoint, measured in alternation; its key is in PACELINE_COMPARE_API_KEY",
     )
-    add("--compare-model", metavar="MODEL", default="", help="default: the same, if it has it")
+    add(
+        "--compare-model",
+        metavar="MODEL",
+        default="",
+        help="default: the same model if the endpoint serves it",
+    )
     load = parser.add_mutually_exclusive_group()
     load.add_argument(
         "--concurrency",
         type=_numbers(int),
         default=(1,),
         metavar="N,N,...",
-        help="requests at a time, one level after another (default: 1)",
+        help="levels of concurrent requests, one after another (default: 1)",
     )
     load.add_argument(
         "--rate",
         type=_numbers(float),
         metavar="R,R,...",
-        help="requests a second in their place, however many still run; times count from the "
-        "moment at which each was due",
+        help="levels of requests per second instead; latencies count from the time at which each "
+        "request is due",
     )
-    add("--requests", type=_number(int), metavar="N", help="at each level (default: 16 or more)")
-    add("--prompts", type=Path, metavar="FILE.jsonl", help="lines of {'prompt': ...} or messages")
+    add(
+        "--requests",
+        type=_number(int),
+        metavar="N",
+        help="requests per measurement (default: at least 16)",
+    )
+    add("--prompts", type=Path, metavar="FILE.jsonl", help="JSON lines with 'prompt' or 'messages'")
     add("--max-tokens", type=_number(int), default=256, metavar="N", help="default: 256")
     add("--temperature", type=float, default=0.0, metavar="T", help="default: 0, greedy")
-    add("--body", type=_json_object, default={}, metavar="JSON", help="more fields of requests")
+    add(
+        "--body",
+        type=_json_object,
+        default={},
+        metavar="JSON",
+        help="further fields of every request",
+    )
     add(
         "--compare-body",
         type=_json_object,
         metavar="JSON",
-        help="""those of the second endpoint, e.g. '{"draft_tokens": 0}' (default: the same)""",
+        help="""for the second endpoint, e.g. '{"draft_tokens": 0}' (default: --body)""",
     )
-    add("--seed", type=int, default=0, help="which prompts are drawn, and when they come")
-    add("--repeat", type=_number(int), metavar="N", help="default: 1; 2 where two are compared")
+    add("--seed", type=int, default=0, help="selects prompts and arrival times")
+    add(
+        "--repeat",
+        type=_number(int),
+        metavar="N",
+        help="repetitions (default: 1; 2 in a comparison)",
+    )
     add(
         "--json",
         type=_output_file,
         metavar="FILE",
-        help="write all figures, named as vLLM names them",
+        help="write all figures, under the names of vLLM",
     )
-    add("--plot", type=_svg_file, metavar="FILE.svg", help="draw them over the levels of load")
+    add("--plot", type=_svg_file, metavar="FILE.svg", help="plot the figures by level of load")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure, print and write; 0 if requests were answered, 1 if none was, 130 if interrupted."""
-    found = _Found()
+    """Run the benchmark; return 0 if a request succeeded, 1 if none did, 130 if interrupted."""
+    results = _Results()
     interrupted = False
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     try:
-        with _progress() as telling:
-            run_on_loop(_measure(options, found, telling, console))
-    except MeasurementError as reason:
-        sys.exit(f"paceline: {reason}")
+        with _progress() as progress:
+            run_on_loop(_measure(options, results, progress, console))
+    except MeasurementError as error:
+        sys.exit(f"paceline: {error}")
     except KeyboardInterrupt:
         interrupted = True
-    if found.measurements:
-        _tell(options, found, console)
+    if results.measurements:
+        _report(options, results, console)
     if interrupted:
         return 130
-    return 0 if any(each.figures.completed for each in found.measurements) else 1
+    return 0 if any(measured.figures.completed for measured in results.measurements) else 1
 
 
 async def _measure(
     options: argparse.Namespace,
-    found: _Found,
-    telling: Callable[[str, int], Callable[[RawResponse], None]],
+    results: _Results,
+    progress: Callable[[str, int], Callable[[RawResponse], None]],
     console: Console,
 ) -> None:
     plan = Plan(
@@ -148,14 +169,14 @@ async def _measure(
             like = endpoints[0].model if endpoints else ""
             endpoint = await stack.enter_async_context(open_endpoint(target, like=like))
             await endpoint.check(plan.prompts[0])
-            found.endpoints.append(
+            results.endpoints.append(
                 {"url": endpoint.url, "model": endpoint.model, "body": dict(target.fields)}
             )
             endpoints.append(endpoint)
-        async for measured in measure_all(endpoints, plan, telling):
-            found.measurements.append(measured)
+        async for measured in measure_all(endpoints, plan, progress):
+            results.measurements.append(measured)
             if len(endpoints) > 1:
-                name = found.names()["AB".index(measured.endpoint)]
+                name = results.names()["AB".index(measured.endpoint)]
                 console.print(f"{measured.endpoint}{measured.repetition}: {name}")
             console.print(report.block(measured))
             _warn(measured)
@@ -180,25 +201,27 @@ def _targets(options: argparse.Namespace) -> Iterator[Target]:
 
 
 def _warn(measured: Measurement) -> None:
-    """Say what keeps the figures from meaning what they seem to mean."""
+    """Print warnings about figures that may mislead."""
     figures = measured.figures
-    said = [f"failed: {problem}" for problem in measured.problems[:5]]
-    if figures.completed and not figures.tokens_counted:
-        said.append("The server does not tell its tokens: pieces of text are counted for them.")
+    warnings = [f"failed: {problem}" for problem in measured.problems[:5]]
+    if figures.completed and not figures.tokens_reported:
+        warnings.append("The server reports no usage: pieces of text count as tokens.")
     if figures.drafts is not None and figures.drafts_of == "server":
-        said.append("Drafts are counted by the server, over all who used it meanwhile.")
-    if figures.client_busy > _BUSY_SHARE:
-        said.append(
-            f"The load generator itself was busy for {figures.client_busy:.0%} of the time: "
-            "the server may be faster than this."
+        warnings.append(
+            "Draft figures come from the server's counters and include all its clients."
         )
-    for line in said:
-        sys.stderr.write(f"paceline: {line}\n")
+    if figures.client_busy > _BUSY_SHARE:
+        warnings.append(
+            f"The load generator used {figures.client_busy:.0%} of a CPU core: "
+            "the server may be faster than these figures."
+        )
+    for warning in warnings:
+        sys.stderr.write(f"paceline: {warning}\n")
 
 
-def _tell(options: argparse.Namespace, found: _Found, console: Console) -> None:
-    """Print the tables over all measurements; write the record and the picture."""
-    measurements = found.measurements
+def _report(options: argparse.Namespace, results: _Results, console: Console) -> None:
+    """Print the tables of all measurements; write the JSON record and the plot."""
+    measurements = results.measurements
     ratios = compare(measurements)
     if len(measurements) > 1:
         console.print("", report.sweep(measurements))
@@ -207,14 +230,14 @@ def _tell(options: argparse.Namespace, found: _Found, console: Console) -> None:
     if options.json:
         record = {
             "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-            "endpoints": found.endpoints,
+            "endpoints": results.endpoints,
             "seed": options.seed,
             "runs": [measured.to_json() for measured in measurements],
-            "ratios": [ratio.as_json() for ratio in ratios],
+            "ratios": [ratio.to_json() for ratio in ratios],
         }
         _write(options.json, json.dumps(record, indent=2) + "\n")
     if options.plot:
-        _write(options.plot, svg(measurements, endpoints=found.names()))
+        _write(options.plot, svg(measurements, endpoints=results.names()))
 
 
 def _write(file: Path, text: str) -> None:
@@ -226,7 +249,7 @@ def _write(file: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int], Callable[[RawResponse], None]]]:
-    """Show how far the requests are, on a terminal alone."""
+    """Show a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bars = Progress(
@@ -235,26 +258,26 @@ def _progress() -> Iterator[Callable[[str, int], Callable[[RawResponse], None]]]
         console=console,
         transient=True,
         disable=not console.is_terminal,
-        refresh_per_second=4,  # drawing takes time from what is measured
+        refresh_per_second=4,  # drawing competes with the measurement
     )
 
-    def telling(what: str, requests: int) -> Callable[[RawResponse], None]:
+    def start(title: str, requests: int) -> Callable[[RawResponse], None]:
         for task in bars.task_ids:
             bars.remove_task(task)
-        task = bars.add_task(what, total=requests)
-        return lambda _heard: bars.advance(task)
+        task = bars.add_task(title, total=requests)
+        return lambda _response: bars.advance(task)
 
     with bars:
-        yield telling
+        yield start
 
 
 def _numbers(kind: type[int] | type[float]) -> Callable[[str], Sequence[float]]:
-    one = _number(kind)
-    return lambda text: tuple(one(part) for part in text.split(","))
+    parse = _number(kind)
+    return lambda text: tuple(parse(part) for part in text.split(","))
 
 
 def _number(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def read(text: str) -> float:
+    def parse(text: str) -> float:
         try:
             number = kind(text)
         except ValueError:
@@ -263,18 +286,18 @@ def _number(kind: type[int] | type[float]) -> Callable[[str], float]:
             raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
         return number
 
-    return read
+    return parse
 
 
 def _json_object(text: str) -> dict[str, Any]:
     with contextlib.suppress(ValueError):
-        if isinstance(read := json.loads(text), dict):
-            return read
+        if isinstance(value := json.loads(text), dict):
+            return value
     raise argparse.ArgumentTypeError("must be a JSON object")
 
 
 def _output_file(text: str) -> Path:
-    """Take a file that can be written: who has measured for an hour is not to learn it then."""
+    """Return a writable file; checking first avoids losing the results of a long measurement."""
     file = Path(text)
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{file} cannot be written")
@@ -283,5 +306,5 @@ def _output_file(text: str) -> Path:
 
 def _svg_file(text: str) -> Path:
     if Path(text).suffix != ".svg":
-        raise argparse.ArgumentTypeError("the picture is an SVG: name it FILE.svg")
+        raise argparse.ArgumentTypeError("the plot is an SVG file: use a name that ends in .svg")
     return _output_file(text)

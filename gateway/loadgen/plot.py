@@ -1,4 +1,4 @@
-"""A picture of a sweep: one SVG without scripts or outside parts, in light and in dark."""
+"""The plot of a sweep: one self-contained SVG without scripts, with light and dark colours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.loadgen.runner import Measurement
 
 _PANEL: Final = (400, 250)
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 74, 34, 34
-"""Room around the axes of a panel: for numbers, names of lines, the title, and loads."""
+"""Margins of a panel: numbers, names of lines, title, and levels of load."""
 _HEAD: Final = 56
 _LABEL_HEIGHT: Final = 13
 _STYLE: Final = """
@@ -32,7 +32,7 @@ text { font: 11px system-ui, sans-serif; fill: #374151; }
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Series:
-    """One line of a panel; a value is None where it was not measured."""
+    """One line of a panel; a value is None if it was not measured."""
 
     name: str
     endpoint: str
@@ -41,36 +41,40 @@ class _Series:
 
 
 def svg(measurements: Sequence[Measurement], *, endpoints: Sequence[str]) -> str:
-    """Draw speed, waiting and acceptance over the levels of load; `endpoints` names A and B."""
+    """Return a plot of throughput, latency and acceptance by load; `endpoints` names A and B."""
     levels = list(dict.fromkeys(measured.level for measured in measurements))
     loads = [f"{level.concurrency or level.rate:g}" for level in levels]
-    beneath = "requests at once" if levels[0].concurrency else "requests a second"
-    told = {
+    axis = "concurrent requests" if levels[0].concurrency else "requests per second"
+    results = {
         letter: [
-            medians(each for each in measurements if (each.endpoint, each.level) == (letter, level))
+            medians(
+                measured
+                for measured in measurements
+                if (measured.endpoint, measured.level) == (letter, level)
+            )
             for level in levels
         ]
         for letter in "AB"[: len(endpoints)]
     }
     panels = (
-        ("Output tokens a second", _lines(told, ("", "output_throughput"))),
+        ("Output tokens per second", _lines(results, ("", "output_throughput"))),
         (
             "Time to first token, ms",
-            _lines(told, ("p50", "median_ttft_ms"), ("p99", "p99_ttft_ms")),
+            _lines(results, ("p50", "median_ttft_ms"), ("p99", "p99_ttft_ms")),
         ),
         (
             "Time per output token, ms",
-            _lines(told, ("p50", "median_tpot_ms"), ("p99", "p99_tpot_ms")),
+            _lines(results, ("p50", "median_tpot_ms"), ("p99", "p99_tpot_ms")),
         ),
-        ("Accepted drafts by position, %", _acceptance(told)),
+        ("Accepted drafts by position, %", _acceptance(results)),
     )
     width, height = 2 * _PANEL[0], _HEAD + 2 * _PANEL[1]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img"><style>{_STYLE}</style>',
         f'<rect class="page" width="{width}" height="{height}"/>',
-        f'<text class="head" x="16" y="26">paceline bench, over {beneath}</text>',
-        *_who(endpoints),
+        f'<text class="head" x="16" y="26">paceline bench, over {axis}</text>',
+        *_legend(endpoints),
     ]
     for place, (title, series) in enumerate(panels):
         x, y = place % 2 * _PANEL[0], _HEAD + place // 2 * _PANEL[1]
@@ -80,38 +84,40 @@ def svg(measurements: Sequence[Measurement], *, endpoints: Sequence[str]) -> str
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _who(endpoints: Sequence[str]) -> Iterator[str]:
-    for place, (letter, name) in enumerate(zip("AB", endpoints, strict=False)):
+def _legend(endpoints: Sequence[str]) -> Iterator[str]:
+    for index, (letter, name) in enumerate(zip("AB", endpoints, strict=False)):
         shown = f"{letter}: {name}" if len(endpoints) > 1 else name
-        x = 16 + place * _PANEL[0]
+        x = 16 + index * _PANEL[0]
         yield f'<text class="name {letter.lower()}" x="{x}" y="46">{escape(shown)}</text>'
 
 
-def _lines(told: dict[str, list[dict[str, Any]]], *names: tuple[str, str]) -> list[_Series]:
+def _lines(results: dict[str, list[dict[str, Any]]], *names: tuple[str, str]) -> list[_Series]:
     return [
         _Series(
-            name=" ".join(filter(None, (letter if len(told) > 1 else "", title))),
+            name=" ".join(filter(None, (letter if len(results) > 1 else "", title))),
             endpoint=letter,
-            values=tuple(each.get(name) for each in figures),
+            values=tuple(figures.get(name) for figures in levels),
             dashed=title == "p99",
         )
-        for letter, figures in told.items()
+        for letter, levels in results.items()
         for title, name in names
     ]
 
 
-def _acceptance(told: dict[str, list[dict[str, Any]]]) -> list[_Series]:
+def _acceptance(results: dict[str, list[dict[str, Any]]]) -> list[_Series]:
     series: list[_Series] = []
-    for letter, figures in told.items():
-        rates = [each.get("spec_decode_per_position_acceptance_rates", ()) for each in figures]
+    for letter, levels in results.items():
+        rates = [figures.get("spec_decode_per_position_acceptance_rates", ()) for figures in levels]
         series.extend(
             _Series(
-                name=f"{letter if len(told) > 1 else ''} position {place}".strip(),
+                name=f"{letter if len(results) > 1 else ''} position {position}".strip(),
                 endpoint=letter,
-                values=tuple(100 * each[place] if place < len(each) else None for each in rates),
-                dashed=place > 0,
+                values=tuple(
+                    100 * level[position] if position < len(level) else None for level in rates
+                ),
+                dashed=position > 0,
             )
-            for place in range(max(map(len, rates), default=0))
+            for position in range(max(map(len, rates), default=0))
         )
     return series
 
@@ -120,7 +126,7 @@ def _panel(title: str, loads: Sequence[str], series: Sequence[_Series]) -> Itera
     measured = [value for line in series for value in line.values if value is not None]
     yield f'<text class="title" x="{_LEFT}" y="18">{title}</text>'
     if not measured:
-        yield f'<text x="{_LEFT}" y="{_TOP + 20}">nothing was told of it</text>'
+        yield f'<text x="{_LEFT}" y="{_TOP + 20}">no data</text>'
         return
     ticks = _ticks(max(measured))
     right, bottom = _PANEL[0] - _RIGHT, _PANEL[1] - _BOTTOM
@@ -139,12 +145,12 @@ def _panel(title: str, loads: Sequence[str], series: Sequence[_Series]) -> Itera
             if value is not None
         ]
         if points:
-            yield from _drawn(line, points)
+            yield from _polyline(line, points)
             ends.append((points[-1][1], line))
     yield from _names(ends, right)
 
 
-def _drawn(line: _Series, points: Sequence[tuple[float, float]]) -> Iterator[str]:
+def _polyline(line: _Series, points: Sequence[tuple[float, float]]) -> Iterator[str]:
     kind = line.endpoint.lower()
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     dashed = " dashed" if line.dashed else ""
@@ -154,7 +160,7 @@ def _drawn(line: _Series, points: Sequence[tuple[float, float]]) -> Iterator[str
 
 
 def _names(ends: Sequence[tuple[float, _Series]], right: float) -> Iterator[str]:
-    """Write each line's name beside its end, none over another."""
+    """Yield the name of each line next to its end, without overlaps."""
     free = -math.inf
     for y, line in sorted(ends, key=lambda end: end[0]):
         free = max(y + 4, free + _LABEL_HEIGHT)
@@ -162,16 +168,16 @@ def _names(ends: Sequence[tuple[float, _Series]], right: float) -> Iterator[str]
         yield f'<text class="name {kind}" x="{right + 2}" y="{free:.1f}">{line.name}</text>'
 
 
-def _height(value: float, most: float) -> float:
+def _height(value: float, highest: float) -> float:
     bottom = _PANEL[1] - _BOTTOM
-    return bottom - value / most * (bottom - _TOP)
+    return bottom - value / highest * (bottom - _TOP)
 
 
-def _ticks(most: float) -> list[float]:
+def _ticks(highest: float) -> list[float]:
     """Return four to six round numbers from 0 to just above the highest value."""
-    if not most:
+    if not highest:
         return [0, 1]
-    rough = most / 4
+    rough = highest / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(size * power for size in (1, 2, 2.5, 5, 10) if size * power >= rough)
-    return [step * place for place in range(math.ceil(most / step) + 1)]
+    return [step * tick for tick in range(math.ceil(highest / step) + 1)]

@@ -1,4 +1,4 @@
-"""What is asked: questions that come with this package, or a file of the user's own."""
+"""Prompts of a benchmark: a built-in set, or a file of the user."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _GROUPS: Final = ("fruits", "animals", "colours", "planets", "cities")
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One conversation to be answered."""
+    """One conversation to send."""
 
     messages: tuple[Mapping[str, Any], ...]
     max_tokens: int | None = None
-    """None: as many as the measurement allows all of them."""
+    """None: the number for all requests of the benchmark."""
 
 
 def built_in_prompts() -> tuple[Prompt, ...]:
-    """List questions whose answers range from wholly foreseeable to free.
+    """Return prompts whose answers range from predictable to free.
 
-    How well drafts are accepted hangs on the text more than on anything else, so the mixture is
-    fixed: a third counts and multiplies, a third lists and explains, a third tells stories.
+    The acceptance of drafts depends mainly on the text, so the mixture is fixed: a third counts and
+    multiplies, a third lists and explains, a third tells stories.
     """
-    foreseeable = (
+    predictable = (
         *(f"Count from {first} to {first + 39}." for first in range(1, 60, 3)),
         *(f"Write the multiplication table of {factor} up to 10." for factor in range(2, 11)),
     )
@@ -49,10 +49,10 @@ def built_in_prompts() -> tuple[Prompt, ...]:
         *(f"Write me a story about a {hero}." for hero in _HEROES),
         *(f"Write a poem about {topic}." for topic in _ABOUT),
     )
-    kinds = (foreseeable, explaining, free)
+    kinds = (predictable, explaining, free)
     return tuple(
-        Prompt(({"role": "user", "content": kind[place % len(kind)]},))
-        for place in range(max(len(kind) for kind in kinds))
+        Prompt(({"role": "user", "content": kind[index % len(kind)]},))
+        for index in range(max(len(kind) for kind in kinds))
         for kind in kinds
     )
 
@@ -60,47 +60,49 @@ def built_in_prompts() -> tuple[Prompt, ...]:
 def read_prompts(file: Path) -> tuple[Prompt, ...]:
     """Read a prompt from each line: `{"prompt": "..."}` or `{"messages": [...]}`.
 
-    Beside it a line may hold `max_tokens`. A line that says anything else is named and refused.
+    A line may also contain `max_tokens`. Raise `MeasurementError` for an invalid line.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise MeasurementError(f"{file} cannot be read: {error}") from None
-    found = tuple(
+    prompts = tuple(
         _read_line(f"{file}:{number}", line)
         for number, line in enumerate(lines, start=1)
         if line.strip()
     )
-    if not found:
-        raise MeasurementError(f"{file} holds no prompt.")
-    return found
+    if not prompts:
+        raise MeasurementError(f"{file} contains no prompt.")
+    return prompts
 
 
-def draw_prompts(prompts: Sequence[Prompt], count: int, random: Random) -> list[Prompt]:
-    """Draw so many prompts, none a second time before all others were drawn."""
-    endless = itertools.chain.from_iterable(
+def sample_prompts(prompts: Sequence[Prompt], count: int, random: Random) -> list[Prompt]:
+    """Return `count` prompts in random order; none repeats before all others were used."""
+    shuffled = itertools.chain.from_iterable(
         random.sample(prompts, len(prompts)) for _ in itertools.count()
     )
-    return list(itertools.islice(endless, count))
+    return list(itertools.islice(shuffled, count))
 
 
-def _read_line(where: str, line: str) -> Prompt:
+def _read_line(place: str, line: str) -> Prompt:
     try:
-        told = json.loads(line)
+        fields = json.loads(line)
     except ValueError:
-        told = None
-    if not isinstance(told, dict):
-        raise MeasurementError(f"{where}: not a JSON object.")
-    match told.pop("prompt", None), told.pop("messages", None):
+        fields = None
+    if not isinstance(fields, dict):
+        raise MeasurementError(f"{place}: not a JSON object.")
+    match fields.pop("prompt", None), fields.pop("messages", None):
         case str(text), None:
             messages = [{"role": "user", "content": text}]
         case None, [_, *_] as messages if all(isinstance(entry, dict) for entry in messages):
             pass
         case _:
-            raise MeasurementError(f"{where}: must hold a 'prompt' (text) or 'messages' (a list).")
-    max_tokens = told.pop("max_tokens", None)
+            raise MeasurementError(
+                f"{place}: must contain a 'prompt' (text) or 'messages' (a list)."
+            )
+    max_tokens = fields.pop("max_tokens", None)
     if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
-        raise MeasurementError(f"{where}: 'max_tokens' must be a whole number above 0.")
-    if told:
-        raise MeasurementError(f"{where}: nothing is known of '{next(iter(told))}'.")
+        raise MeasurementError(f"{place}: 'max_tokens' must be a whole number above 0.")
+    if fields:
+        raise MeasurementError(f"{place}: unknown field '{next(iter(fields))}'.")
     return Prompt(tuple(messages), max_tokens)

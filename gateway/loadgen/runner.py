@@ -1,174 +1,169 @@
-"""One measurement after another: a level of load, on one endpoint or on two in turn.
+"""Measurements: levels of load on one endpoint, or on two in alternation.
 
-When requests are sent: so many at a time, or as they come.
+A level is a fixed concurrency, or a request rate with random arrivals.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from random import Random
 from typing import Any
 
 from gateway.loadgen.client import Endpoint, RawResponse, read_answer
-from gateway.loadgen.prompts import Prompt, draw_prompts
-from gateway.loadgen.stats import Figures, figures
+from gateway.loadgen.prompts import Prompt, sample_prompts
+from gateway.loadgen.stats import Figures, summarize
 
 OnEnd = Callable[[RawResponse], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Level:
-    """How much load: exactly one of the two is set."""
+    """A level of load; exactly one of the two fields is set."""
 
     concurrency: int | None = None
-    """So many at a time: the next is sent when one has ended."""
+    """The number of concurrent requests; the end of one starts the next."""
     rate: float | None = None
-    """So many a second, however many are still running."""
+    """Requests per second, regardless of how many are still running."""
 
     @property
     def name(self) -> str:
-        """Say it in a few words."""
-        return f"{self.concurrency} at once" if self.concurrency else f"{self.rate:g} a second"
+        """Return a short name, such as "4 concurrent"."""
+        return f"{self.concurrency} concurrent" if self.concurrency else f"{self.rate:g} per second"
 
 
 async def send_all(
     endpoint: Endpoint, prompts: Sequence[Prompt], level: Level, *, random: Random, on_end: OnEnd
 ) -> list[RawResponse]:
-    """Ask for every prompt and return what came, in the order of the prompts."""
+    """Send every prompt and return the responses in the order of the prompts."""
     if level.concurrency:
-        return await _at_once(endpoint, prompts, level.concurrency, on_end)
+        return await _at_concurrency(endpoint, prompts, level.concurrency, on_end)
     assert level.rate is not None
-    return await _arriving(endpoint, prompts, arrivals_s(level.rate, len(prompts), random), on_end)
+    return await _at_rate(endpoint, prompts, arrivals_s(level.rate, len(prompts), random), on_end)
 
 
 def arrivals_s(rate: float, count: int, random: Random) -> list[float]:
-    """Draw moments of arrival as those of independent people, `count` of them at just this rate."""
-    moments = list(accumulate(random.expovariate(rate) for _ in range(count)))
-    # The sum of few random pauses may miss the rate by a lot; the last one is put where it belongs.
-    return [moment * count / rate / moments[-1] for moment in moments]
+    """Return `count` arrival times of a Poisson process, in seconds, scaled to this mean rate."""
+    times = list(accumulate(random.expovariate(rate) for _ in range(count)))
+    # The sum of a few random intervals may miss the rate by far, so the last arrival fixes it.
+    return [time_s * count / rate / times[-1] for time_s in times]
 
 
-async def _at_once(
+async def _at_concurrency(
     endpoint: Endpoint, prompts: Sequence[Prompt], concurrency: int, on_end: OnEnd
 ) -> list[RawResponse]:
-    waiting = iter(enumerate(prompts))
-    heard: dict[int, RawResponse] = {}
+    pending = iter(enumerate(prompts))
+    responses: dict[int, RawResponse] = {}
 
-    async def one_after_another() -> None:
-        for place, prompt in waiting:
-            heard[place] = await endpoint.send(prompt)
-            on_end(heard[place])
+    async def send_pending() -> None:
+        for index, prompt in pending:
+            responses[index] = await endpoint.send(prompt)
+            on_end(responses[index])
 
-    await _together([one_after_another() for _ in range(min(concurrency, len(prompts)))])
-    return [heard[place] for place in range(len(prompts))]
-
-
-async def _arriving(
-    endpoint: Endpoint, prompts: Sequence[Prompt], moments_s: Sequence[float], on_end: OnEnd
-) -> list[RawResponse]:
-    """Send each at its moment. Times are taken from there, also where this process was late."""
-    began_s = time.perf_counter()
-    heard: dict[int, RawResponse] = {}
-
-    async def one(place: int, prompt: Prompt, due_s: float) -> None:
-        await asyncio.sleep(due_s - time.perf_counter())
-        heard[place] = await endpoint.send(prompt, due_s=due_s)
-        on_end(heard[place])
-
-    await _together(
-        [
-            one(place, prompt, began_s + moment_s)
-            for place, (prompt, moment_s) in enumerate(zip(prompts, moments_s, strict=True))
-        ]
-    )
-    return [heard[place] for place in range(len(prompts))]
-
-
-async def _together(works: Sequence[Coroutine[None, None, None]]) -> None:
     async with asyncio.TaskGroup() as group:
-        for work in works:
-            group.create_task(work)
+        for _ in range(min(concurrency, len(prompts))):
+            group.create_task(send_pending())
+    return [responses[index] for index in range(len(prompts))]
+
+
+async def _at_rate(
+    endpoint: Endpoint, prompts: Sequence[Prompt], arrivals: Sequence[float], on_end: OnEnd
+) -> list[RawResponse]:
+    """Send each prompt when it is due; latencies count from that time."""
+    began_s = time.perf_counter()
+
+    async def send(prompt: Prompt, due_s: float) -> RawResponse:
+        await asyncio.sleep(due_s - time.perf_counter())
+        response = await endpoint.send(prompt, due_s=due_s)
+        on_end(response)
+        return response
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(send(prompt, began_s + arrival_s))
+            for prompt, arrival_s in zip(prompts, arrivals, strict=True)
+        ]
+    return [task.result() for task in tasks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is measured."""
+    """The settings of a benchmark."""
 
     levels: tuple[Level, ...]
     prompts: tuple[Prompt, ...]
     requests: int | None
-    """At each level; None: enough for each level."""
+    """The number per measurement; None selects it by level."""
     repetitions: int
     seed: int
 
     def requests_at(self, level: Level) -> int:
-        """Return how many requests a measurement takes: four rounds, and never under sixteen."""
+        """Return the requests of one measurement: by default four rounds, at least 16."""
         return self.requests or max(16, 4 * (level.concurrency or 0))
 
-    def random(self, level: Level, turn: int) -> Random:
-        """Return the chance of one turn at one level: the same for whoever is measured in it."""
-        return Random(f"{self.seed}/{level.name}/{turn}")  # noqa: S311 - to be drawn again
+    def random(self, level: Level, repetition: int) -> Random:
+        """Return the random generator of a repetition, the same for all endpoints."""
+        return Random(f"{self.seed}/{level.name}/{repetition}")  # noqa: S311 - reproducible
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What was found at one level on one endpoint, once."""
+    """The results of one repetition at one level on one endpoint."""
 
     endpoint: str
-    """`A`, or `B` where two are compared."""
+    """`A`, or `B` for the second endpoint of a comparison."""
     level: Level
     repetition: int
     figures: Figures
     problems: tuple[str, ...]
-    """Why requests failed, each reason once."""
+    """The distinct reasons of failed requests."""
 
     def to_json(self) -> dict[str, Any]:
-        """Render for the record."""
+        """Return the measurement as JSON."""
         load = {"max_concurrency": self.level.concurrency, "request_rate": self.level.rate}
         return {
             "endpoint": self.endpoint,
             "repetition": self.repetition,
             **{name: value for name, value in load.items() if value is not None},
-            **self.figures.as_json(),
+            **self.figures.to_json(),
             "problems": list(self.problems),
         }
 
 
 ProgressReporter = Callable[[str, int], OnEnd]
-"""Told of what is measured now and of how many requests; it gives what hears each end."""
+"""Starts a progress display of a title and a number of requests; its result advances it."""
 
 
 async def measure_all(
-    endpoints: Sequence[Endpoint], plan: Plan, telling: ProgressReporter
+    endpoints: Sequence[Endpoint], plan: Plan, progress: ProgressReporter
 ) -> AsyncIterator[Measurement]:
-    """Measure each level on all endpoints in turn, again and again, with the same prompts.
+    """Yield the measurements of each level, alternating between endpoints, with the same prompts.
 
-    Turns (A B A B) let a machine that grows warm or busy slow both alike. Each level is warmed up
-    on each endpoint by one round that does not count.
+    The alternation (A B A B) distributes the effects of a warm or busy machine. One round per level
+    and endpoint warms up and does not count.
     """
     for level in plan.levels:
         for endpoint in endpoints:
             random = plan.random(level, 0)
-            prompts = draw_prompts(plan.prompts, level.concurrency or 1, random)
-            on_end = telling(f"warming up, {level.name}", len(prompts))
+            prompts = sample_prompts(plan.prompts, level.concurrency or 1, random)
+            on_end = progress(f"warming up, {level.name}", len(prompts))
             await send_all(endpoint, prompts, level, random=random, on_end=on_end)
         for repetition in range(1, plan.repetitions + 1):
             for name, endpoint in zip("AB", endpoints, strict=False):
-                turn = f"{name}{repetition}, " if len(endpoints) > 1 else ""
-                on_end = telling(f"{turn}{level.name}", plan.requests_at(level))
-                # Prompts of their own for each turn, else a cache of whole prompts would answer.
+                prefix = f"{name}{repetition}, " if len(endpoints) > 1 else ""
+                on_end = progress(f"{prefix}{level.name}", plan.requests_at(level))
+                # Each repetition has other prompts, because the server may cache complete prompts.
                 random = plan.random(level, repetition)
-                prompts = draw_prompts(plan.prompts, plan.requests_at(level), random)
-                found, problems = await _measure(endpoint, prompts, level, random, on_end)
+                prompts = sample_prompts(plan.prompts, plan.requests_at(level), random)
+                figures, problems = await _measure(endpoint, prompts, level, random, on_end)
                 yield Measurement(
                     endpoint=name,
                     level=level,
                     repetition=repetition,
-                    figures=found,
+                    figures=figures,
                     problems=problems,
                 )
 
@@ -177,15 +172,15 @@ async def _measure(
     endpoint: Endpoint, prompts: Sequence[Prompt], level: Level, random: Random, on_end: OnEnd
 ) -> tuple[Figures, tuple[str, ...]]:
     before = await endpoint.read_counters()
-    began_s, computed_s = time.perf_counter(), time.process_time()
-    heard = await send_all(endpoint, prompts, level, random=random, on_end=on_end)
-    computed_s, took_s = time.process_time() - computed_s, time.perf_counter() - began_s
+    began_s, cpu_began_s = time.perf_counter(), time.process_time()
+    responses = await send_all(endpoint, prompts, level, random=random, on_end=on_end)
+    cpu_s, duration_s = time.process_time() - cpu_began_s, time.perf_counter() - began_s
     after = await endpoint.read_counters()
-    # Read only now: what reads while others stream would move the very moments that it reads.
-    answers = [read_answer(each) for each in heard]
-    found = figures(
+    # Parsing during the streams would delay the arrivals that are measured.
+    answers = [read_answer(response) for response in responses]
+    figures = summarize(
         answers,
         counters=after.since(before) if before is not None and after is not None else None,
-        client_busy=computed_s / took_s,
+        client_busy=cpu_s / duration_s,
     )
-    return found, tuple(dict.fromkeys(answer.problem for answer in answers if answer.problem))
+    return figures, tuple(dict.fromkeys(answer.problem for answer in answers if answer.problem))

@@ -1,4 +1,4 @@
-"""Figures of one measurement, pure: by the definitions of `vllm bench serve`, under its names."""
+"""Figures of one measurement, with the definitions and names of `vllm bench serve`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gateway.loadgen.drafts import Drafts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """How times are spread, in milliseconds."""
+    """A distribution of times, in milliseconds."""
 
     mean: float
     median: float
@@ -27,18 +27,18 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What one measurement found; a spread is None where nothing could be timed."""
+    """The figures of one measurement; a distribution is None without data."""
 
     duration_s: float
     completed: int
     failed: int
     input_tokens: int
     output_tokens: int
-    tokens_counted: bool
-    """By the server; otherwise pieces of text are counted for tokens."""
+    tokens_reported: bool
+    """Whether the server reported tokens; otherwise pieces of text count as tokens."""
     peak_output_tokens_s: float
-    """In the busiest second. vLLM takes each piece for one token; here the pieces of an answer
-    share its tokens, since drafting brings several at a time."""
+    """Tokens in the busiest second. vLLM counts each piece as one token; here the tokens are
+    spread over the pieces of an answer, because speculation yields several tokens per piece."""
     peak_concurrency: int
     ttft: Spread | None
     tpot: Spread | None
@@ -46,19 +46,19 @@ class Figures:
     e2el: Spread | None
     drafts: Drafts | None
     drafts_of: str
-    """`answers`, or `server`: the counters of the whole server, whoever else used it."""
+    """`answers`, or `server` for its counters, which include other clients."""
     client_busy: float
-    """The share of the time in which the load generator itself computed."""
+    """The CPU time of the load generator divided by the duration."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Render as `vllm bench serve --save-result` does; what was not measured is not there."""
-        told: dict[str, Any] = {
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields of `vllm bench serve --save-result`, without those not measured."""
+        record: dict[str, Any] = {
             "duration": self.duration_s,
             "completed": self.completed,
             "failed": self.failed,
             "total_input_tokens": self.input_tokens,
             "total_output_tokens": self.output_tokens,
-            "output_tokens_counted_by": "server" if self.tokens_counted else "pieces",
+            "output_tokens_counted_by": "server" if self.tokens_reported else "pieces",
             "request_throughput": self.completed / self.duration_s,
             "output_throughput": self.output_tokens / self.duration_s,
             "total_token_throughput": (self.input_tokens + self.output_tokens) / self.duration_s,
@@ -70,9 +70,9 @@ class Figures:
             spread: Spread | None = getattr(self, name)
             if spread is not None:
                 for kind in ("mean", "median", "std", "p90", "p99"):
-                    told[f"{kind}_{name}_ms"] = getattr(spread, kind)
+                    record[f"{kind}_{name}_ms"] = getattr(spread, kind)
         if self.drafts is not None:
-            told |= {
+            record |= {
                 "spec_decode_acceptance_rate": 100 * self.drafts.acceptance_rate,
                 "spec_decode_acceptance_length": self.drafts.acceptance_length,
                 "spec_decode_num_drafts": self.drafts.steps,
@@ -81,40 +81,40 @@ class Figures:
                 "spec_decode_per_position_acceptance_rates": list(self.drafts.rate_per_position),
                 "spec_decode_counted_by": self.drafts_of,
             }
-        return told
+        return record
 
 
-def figures(
+def summarize(
     answers: Sequence[Answer], *, counters: Drafts | None = None, client_busy: float = 0.0
 ) -> Figures:
-    """Sum up answers; `counters` is what the server itself counted meanwhile.
+    """Return the figures of all answers; `counters` are the server's draft counts meanwhile.
 
-    What the answers tell of drafts comes first: it is of these requests alone.
+    Draft counts in the answers take precedence, because they include no other requests.
     """
-    whole = [answer for answer in answers if not answer.problem]
-    told = [answer.drafts for answer in whole if answer.drafts is not None]
-    drafts = sum(told, Drafts()) if told else counters
+    complete = [answer for answer in answers if not answer.problem]
+    reported = [answer.drafts for answer in complete if answer.drafts is not None]
+    drafts = sum(reported, Drafts()) if reported else counters
     return Figures(
         duration_s=duration_s(answers),
-        completed=len(whole),
-        failed=len(answers) - len(whole),
-        input_tokens=sum(answer.input_tokens for answer in whole),
-        output_tokens=sum(answer.output_tokens for answer in whole),
-        tokens_counted=all(answer.tokens_reported for answer in whole),
-        peak_output_tokens_s=busiest_second(whole),
-        peak_concurrency=peak(answers),
-        ttft=spread(answer.ttft_s for answer in whole),
-        tpot=spread(answer.tpot_s for answer in whole),
-        itl=spread(gap for answer in whole for gap in answer.gaps_s),
-        e2el=spread(answer.whole_s for answer in whole),
+        completed=len(complete),
+        failed=len(answers) - len(complete),
+        input_tokens=sum(answer.input_tokens for answer in complete),
+        output_tokens=sum(answer.output_tokens for answer in complete),
+        tokens_reported=all(answer.tokens_reported for answer in complete),
+        peak_output_tokens_s=busiest_second(complete),
+        peak_concurrency=peak_concurrency(answers),
+        ttft=spread(answer.ttft_s for answer in complete),
+        tpot=spread(answer.tpot_s for answer in complete),
+        itl=spread(gap for answer in complete for gap in answer.gaps_s),
+        e2el=spread(answer.whole_s for answer in complete),
         drafts=drafts if drafts is not None and drafts.drafted else None,
-        drafts_of="answers" if told else "server",
+        drafts_of="answers" if reported else "server",
         client_busy=client_busy,
     )
 
 
 def spread(times_s: Iterable[float | None]) -> Spread | None:
-    """Sum up times, leaving out what was not measured."""
+    """Return the distribution of times in seconds, or None if all are None."""
     times_ms = sorted(1e3 * time_s for time_s in times_s if time_s is not None)
     if not times_ms:
         return None
@@ -128,21 +128,21 @@ def spread(times_s: Iterable[float | None]) -> Spread | None:
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return a percentile of ordered values, straight between neighbours as numpy has it."""
-    place = share * (len(ordered) - 1)
-    below = math.floor(place)
+    """Return a percentile of ordered values, with linear interpolation as in numpy."""
+    position = share * (len(ordered) - 1)
+    below = math.floor(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+    return ordered[below] + (position - below) * (ordered[above] - ordered[below])
 
 
 def duration_s(answers: Sequence[Answer]) -> float:
-    """Return the time from the first request that was due to the last end."""
+    """Return the time from the first due request to the last end."""
     begins = min(answer.due_s for answer in answers)
     return max(max(answer.ended_s for answer in answers) - begins, 1e-9)
 
 
 def busiest_second(answers: Sequence[Answer]) -> float:
-    """Return the tokens that came in the busiest of the seconds since the first was due."""
+    """Return the tokens of the busiest second, counted from the first due request."""
     begins = min((answer.due_s for answer in answers), default=0.0)
     seconds: defaultdict[int, float] = defaultdict(float)
     for answer in answers:
@@ -151,9 +151,9 @@ def busiest_second(answers: Sequence[Answer]) -> float:
     return max(seconds.values(), default=0.0)
 
 
-def peak(answers: Sequence[Answer]) -> int:
-    """Return how many requests were open at the same moment at most."""
-    turns = sorted(
-        turn for answer in answers for turn in ((answer.due_s, 1), (answer.ended_s, -1))
-    )  # an end comes before a begin of the same moment
-    return max(accumulate(change for _, change in turns), default=0)
+def peak_concurrency(answers: Sequence[Answer]) -> int:
+    """Return the maximum number of concurrent requests."""
+    changes = sorted(
+        change for answer in answers for change in ((answer.due_s, 1), (answer.ended_s, -1))
+    )  # an end sorts before a start at the same time
+    return max(accumulate(step for _, step in changes), default=0)

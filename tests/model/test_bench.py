@@ -12,14 +12,14 @@ import pytest
 from gateway.cli import main
 from gateway.loadgen.client import Target, open_endpoint, read_answer
 from gateway.loadgen.drafts import Drafts
-from gateway.loadgen.prompts import built_in_prompts, draw_prompts
+from gateway.loadgen.prompts import built_in_prompts, sample_prompts
 from gateway.loadgen.runner import Level, send_all
 from tests.support.paceline_process import UpProcess
 
 
 async def test_the_drafts_of_the_answers_are_those_that_the_line_counted(up: UpProcess) -> None:
     target = Target(url=up.url, fields={"temperature": 0, "max_tokens": 48})
-    prompts = draw_prompts(built_in_prompts(), 6, Random(1))
+    prompts = sample_prompts(built_in_prompts(), 6, Random(1))
     async with open_endpoint(target) as endpoint:
         before = await endpoint.read_counters()
         heard = await send_all(

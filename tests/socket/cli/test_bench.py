@@ -106,7 +106,7 @@ def test_figures_are_printed_written_and_drawn(
     assert [line for line in VLLM_SAYS if line not in first_block] == []
     places = [first_block.index(line) for line in VLLM_SAYS]
     assert places == sorted(places), "in vLLM's order"
-    assert "3 at once" in printed
+    assert "3 concurrent" in printed
 
     told = json.loads(record.read_text())
     first, second = told["runs"]
@@ -239,7 +239,7 @@ def test_what_cannot_be_measured_is_told_in_one_sentence(
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("--plot", "run.pdf"), "name it FILE.svg"),
+        (("--plot", "run.pdf"), "ends in .svg"),
         (("--plot", "no/such/folder/run.svg"), "no/such/folder/run.svg cannot be written"),
         (("--json", "/"), "/ cannot be written"),
         (("--concurrency", "1,0"), "'0' is not a number above 0"),

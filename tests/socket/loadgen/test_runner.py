@@ -11,7 +11,7 @@ import pytest
 from gateway.loadgen.client import Target, open_endpoint, read_answer
 from gateway.loadgen.prompts import Prompt
 from gateway.loadgen.runner import Level, arrivals_s, send_all
-from gateway.loadgen.stats import peak
+from gateway.loadgen.stats import peak_concurrency
 from tests.support.running_gateway import running_server
 from tests.support.scripted_worker import Script, ScriptedWorker
 
@@ -35,7 +35,7 @@ async def test_so_many_at_a_time_are_never_more_and_no_fewer(worker: ScriptedWor
         level = Level(concurrency=3)
         heard = await send_all(endpoint, PROMPTS, level, random=Random(0), on_end=lambda _: None)
     assert [each.status for each in heard] == [200] * 12
-    assert peak([read_answer(each) for each in heard]) == 3
+    assert peak_concurrency([read_answer(each) for each in heard]) == 3
     asked = [each.body["messages"][0]["content"] for each in worker.requests]
     assert sorted(asked) == sorted(str(number) for number in range(12))
 

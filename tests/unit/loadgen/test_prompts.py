@@ -9,19 +9,19 @@ from random import Random
 import pytest
 
 from gateway.loadgen import MeasurementError
-from gateway.loadgen.prompts import Prompt, built_in_prompts, draw_prompts, read_prompts
+from gateway.loadgen.prompts import Prompt, built_in_prompts, read_prompts, sample_prompts
 
 
 def test_the_same_seed_draws_the_same_prompts_and_another_draws_others() -> None:
     prompts = built_in_prompts()
-    assert draw_prompts(prompts, 50, Random(7)) == draw_prompts(prompts, 50, Random(7))
-    assert draw_prompts(prompts, 50, Random(7)) != draw_prompts(prompts, 50, Random(8))
+    assert sample_prompts(prompts, 50, Random(7)) == sample_prompts(prompts, 50, Random(7))
+    assert sample_prompts(prompts, 50, Random(7)) != sample_prompts(prompts, 50, Random(8))
 
 
 def test_no_prompt_is_drawn_again_before_all_others() -> None:
     prompts = [Prompt(({"role": "user", "content": str(number)},)) for number in range(10)]
     counts = Counter(
-        prompt.messages[0]["content"] for prompt in draw_prompts(prompts, 35, Random(1))
+        prompt.messages[0]["content"] for prompt in sample_prompts(prompts, 35, Random(1))
     ).values()
     assert sorted(counts) == [3] * 5 + [4] * 5
 
@@ -42,13 +42,13 @@ def test_lines_are_prompts_or_conversations(tmp_path: Path) -> None:
     [
         ("Hi", "not a JSON object"),
         ('["Hi"]', "not a JSON object"),
-        ("{}", "must hold a 'prompt'"),
-        ('{"prompt": "Hi", "messages": [{}]}', "must hold a 'prompt'"),
-        ('{"messages": []}', "must hold a 'prompt'"),
-        ('{"messages": ["Hi"]}', "must hold a 'prompt'"),
+        ("{}", "must contain a 'prompt'"),
+        ('{"prompt": "Hi", "messages": [{}]}', "must contain a 'prompt'"),
+        ('{"messages": []}', "must contain a 'prompt'"),
+        ('{"messages": ["Hi"]}', "must contain a 'prompt'"),
         ('{"prompt": "Hi", "max_tokens": 0}', "'max_tokens' must be a whole number"),
         ('{"prompt": "Hi", "max_tokens": true}', "'max_tokens' must be a whole number"),
-        ('{"prompt": "Hi", "temperature": 1}', "nothing is known of 'temperature'"),
+        ('{"prompt": "Hi", "temperature": 1}', "unknown field 'temperature'"),
     ],
 )
 def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, sentence: str) -> None:
@@ -61,5 +61,5 @@ def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, sentence: str)
 def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n")
-    with pytest.raises(MeasurementError, match="holds no prompt"):
+    with pytest.raises(MeasurementError, match="contains no prompt"):
         read_prompts(file)

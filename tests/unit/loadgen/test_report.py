@@ -12,7 +12,7 @@ from gateway.loadgen.drafts import Drafts
 from gateway.loadgen.plot import svg
 from gateway.loadgen.report import compare, medians
 from gateway.loadgen.runner import Level, Measurement
-from gateway.loadgen.stats import figures
+from gateway.loadgen.stats import summarize
 
 ONE, FOUR = Level(concurrency=1), Level(concurrency=4)
 
@@ -31,7 +31,7 @@ def measured(
         endpoint=endpoint,
         level=level,
         repetition=repetition,
-        figures=figures([answer]),
+        figures=summarize([answer]),
         problems=(),
     )
 
@@ -43,7 +43,7 @@ TURNS = [
 ]
 
 
-def test_a_ratio_is_the_median_over_neighbouring_turns() -> None:
+def test_a_ratio_is_the_median_over_repetitions() -> None:
     found = {ratio.name: ratio for ratio in compare(TURNS)}
     speed = found["output_throughput"]
     assert (speed.a, speed.b) == (11.0, 5.5)
@@ -74,7 +74,7 @@ def test_a_sweep_in_which_nothing_was_accepted_or_answered_can_be_drawn() -> Non
     nothing = Answer(due_s=0, ended_s=1, drafts=Drafts(steps=1, drafted=2, per_position=(0, 0)))
     for answer in (failed, nothing):
         found = Measurement(
-            endpoint="A", level=ONE, repetition=1, figures=figures([answer]), problems=()
+            endpoint="A", level=ONE, repetition=1, figures=summarize([answer]), problems=()
         )
         ET.fromstring(svg([found], endpoints=["m on here"]))
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.loadgen.client import Answer
 from gateway.loadgen.drafts import Drafts
-from gateway.loadgen.stats import busiest_second, figures, peak, percentile, spread
+from gateway.loadgen.stats import busiest_second, peak_concurrency, percentile, spread, summarize
 
 FIRST = Answer(
     due_s=10.0,
@@ -32,7 +32,7 @@ FAILED = Answer(due_s=11.5, ended_s=14.5, problem="503: nobody is there")
 
 
 def test_known_answers_give_known_figures() -> None:
-    told = figures([FIRST, SECOND]).as_json()
+    told = summarize([FIRST, SECOND]).to_json()
     assert {name: round(value, 6) for name, value in told.items() if type(value) is float} == {
         "duration": 4.0,
         "request_throughput": 0.5,
@@ -70,31 +70,31 @@ def test_known_answers_give_known_figures() -> None:
 
 
 def test_a_failed_request_is_counted_and_timed_nowhere() -> None:
-    found = figures([FIRST, FAILED])
+    found = summarize([FIRST, FAILED])
     assert (found.completed, found.failed, found.output_tokens) == (1, 1, 6)
     assert found.ttft == spread([0.5])
     assert found.duration_s == 4.5, "the line was busy with it all the same"
 
 
 def test_nothing_that_could_not_be_timed_is_told() -> None:
-    told = figures([FAILED]).as_json()
+    told = summarize([FAILED]).to_json()
     assert told["completed"] == 0
     assert not [name for name in told if "ttft" in name or "spec_decode" in name]
 
 
 def test_one_token_has_no_time_per_further_token() -> None:
     only = Answer(due_s=0, ended_s=2, pieces_s=(1.0,), output_tokens=1)
-    assert figures([only]).tpot is None
-    assert figures([only]).ttft == spread([1.0])
+    assert summarize([only]).tpot is None
+    assert summarize([only]).ttft == spread([1.0])
 
 
 def test_what_answers_tell_of_drafts_comes_before_the_counters_of_the_server() -> None:
     others_too = Drafts(steps=100, drafted=200, accepted=200, per_position=(100, 100))
-    assert figures([FIRST], counters=others_too).drafts == FIRST.drafts
+    assert summarize([FIRST], counters=others_too).drafts == FIRST.drafts
     silent = Answer(due_s=0, ended_s=1, pieces_s=(0.5,), output_tokens=2)
-    found = figures([silent], counters=others_too)
+    found = summarize([silent], counters=others_too)
     assert (found.drafts, found.drafts_of) == (others_too, "server")
-    assert figures([silent], counters=Drafts()).drafts is None, "it never drafted"
+    assert summarize([silent], counters=Drafts()).drafts is None, "it never drafted"
 
 
 def test_the_busiest_second_counts_tokens_and_not_pieces() -> None:
@@ -102,14 +102,14 @@ def test_the_busiest_second_counts_tokens_and_not_pieces() -> None:
     assert busiest_second([drafted]) == 6
     beside = Answer(due_s=0.5, ended_s=3, pieces_s=(2.2,), output_tokens=4)
     assert busiest_second([drafted, beside]) == 7
-    assert figures([drafted, FAILED]).peak_output_tokens_s == 6
+    assert summarize([drafted, FAILED]).peak_output_tokens_s == 6
     assert busiest_second([]) == 0
 
 
 def test_an_end_makes_room_for_the_begin_of_the_same_moment() -> None:
     turns = [Answer(due_s=begin, ended_s=begin + 1) for begin in (0, 1, 2)]
-    assert peak(turns) == 1
-    assert peak([*turns, Answer(due_s=0.5, ended_s=1.5)]) == 2
+    assert peak_concurrency(turns) == 1
+    assert peak_concurrency([*turns, Answer(due_s=0.5, ended_s=1.5)]) == 2
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 2.5), (0.9, 3.7), (0.99, 3.97), (1.0, 4.0)])
