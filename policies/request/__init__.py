@@ -1,1 +1,1 @@
-"""What a request asks: fields, parser, profile, content."""
+"""The fields of a request: typed access, parser, profile, content."""

@@ -1,9 +1,7 @@
-"""Pictures from their headers: how large each would be, told before a pixel of it is decoded.
+"""The content of a body within bounds: messages, text, media, and the sizes of pictures.
 
-A file of a hundred kilobytes can unfold to gigabytes; whoever decodes first and measures then has
-lost. Only the few bytes that hold the size are taken out of the base64 text.
-
-The messages of a body: their roles and parts, their text and their media, within bounds.
+A file of a hundred kilobytes can expand to gigabytes, so the size of a picture is read from the
+bytes of its header, before anything is decoded.
 """
 
 from __future__ import annotations
@@ -20,33 +18,33 @@ from policies.request.fields import FieldError
 from policies.request.profile import Endpoint
 
 PICTURES_LIMIT = 32
-"""Pictures of one request."""
+"""The maximum number of pictures in one request."""
 PICTURE_LIMIT_BYTES = 32 * 1024 * 1024
 PIXELS_LIMIT = 64_000_000
-"""Pixels of all pictures of one request together."""
+"""The maximum of pixels of all pictures of one request together."""
 SIDES_LIMIT = 200
-"""So many times as long as it is wide a picture may be: engines break on narrower ones."""
+"""The maximum aspect ratio of a picture; engines fail on narrower ones."""
 _DATA_URL = re.compile(r"data:image/(?:png|jpe?g|webp|gif);base64,", re.IGNORECASE)
-# A photograph has a dozen segments before its size; a file with many more only takes time.
+# A photograph has a dozen segments before its size; more segments only cost time.
 _JPEG_SEGMENTS_LIMIT = 256
 _JPEG_WITHOUT_LENGTH = frozenset((0x01, *range(0xD0, 0xDA)))
 _JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
 
 
 class PictureInvalid(ValueError):
-    """A picture is none, or is too large; the message is written for the client."""
+    """A picture is invalid or too large; the message is for the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class PictureSize:
-    """How large a picture says it is."""
+    """The size of a picture, as its header states it."""
 
     width_px: int
     height_px: int
 
     @property
     def pixels(self) -> int:
-        """Count the pixels."""
+        """Return the number of pixels."""
         return self.width_px * self.height_px
 
 
@@ -70,15 +68,15 @@ def read_size(url: str) -> PictureSize:
     except (binascii.Error, ValueError, IndexError):
         size = None
     if size is None or not size.pixels:
-        raise PictureInvalid("The picture is no PNG, JPEG, WebP or GIF.")
+        raise PictureInvalid("The picture is not a PNG, JPEG, WebP or GIF file.")
     shorter_px, longer_px = sorted((size.width_px, size.height_px))
     if longer_px > SIDES_LIMIT * shorter_px:
-        raise PictureInvalid(f"One side of a picture may be {SIDES_LIMIT} times the other at most.")
+        raise PictureInvalid(f"The aspect ratio of a picture may be at most {SIDES_LIMIT} : 1.")
     return size
 
 
 class _Content:
-    """Bytes out of the middle of a base64 text."""
+    """Random access to the bytes of a base64 text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -126,11 +124,11 @@ def _webp_size(content: _Content) -> PictureSize | None:
 
 
 def _jpeg_size(content: _Content) -> PictureSize | None:
-    """Walk from segment to segment up to the one that starts a frame."""
+    """Return the size from the first frame segment, or None if there is none."""
     place = 2
     for _ in range(_JPEG_SEGMENTS_LIMIT):
         marker = content.read(place, 2)
-        if marker[0] != 0xFF:  # every marker starts so
+        if marker[0] != 0xFF:  # every marker starts with 0xFF
             return None
         if marker[1] == 0xFF:  # a byte of padding
             place += 1
@@ -161,7 +159,7 @@ _TEXT_KINDS = frozenset({"text", "input_text", "output_text"})
 
 @dataclass(slots=True)
 class Content:
-    """What all messages hold together."""
+    """The totals over all messages."""
 
     media: Counter[str] = field(default_factory=Counter)
     pixels: int = 0
@@ -170,11 +168,11 @@ class Content:
 
 
 def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
-    """Count what a body holds; raise `FieldError` naming the first part that is wrong."""
+    """Return the content of a body; raise `FieldError` for the first invalid part."""
     found = Content()
     if endpoint is Endpoint.COMPLETIONS:
         prompt = body.get("prompt")
-        if not isinstance(prompt, str) or not prompt:  # an engine may break on no token at all
+        if not isinstance(prompt, str) or not prompt:  # an engine may fail on an empty prompt
             raise FieldError("prompt", "'prompt' must be one non-empty string.")
         found.messages, found.text_chars = 1, len(prompt)
         return found
@@ -188,7 +186,7 @@ def read_content(body: Mapping[str, Any], endpoint: Endpoint) -> Content:
 
 
 def source_of(part: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Name the field of a media part that holds its source, and return that, if it is text."""
+    """Return the name of the source field of a media part, and the source if it is text."""
     kind = str(part["type"])
     bare = kind.removeprefix("input_").removesuffix("_url")
     name = next((name for name in (kind, bare, f"{bare}_url") if name in part), f"{bare}_url")
@@ -217,7 +215,7 @@ def _read_message(message: Any, where: str, found: Content) -> None:
 def _read_part(part: Any, where: str, found: Content) -> None:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if not isinstance(kind, str) or (kind not in _TEXT_KINDS and kind not in MEDIA_KINDS):
-        raise FieldError(f"{where}.type", "This kind of content part is not known.")
+        raise FieldError(f"{where}.type", "This type of content part is not supported.")
     if kind in _TEXT_KINDS:
         if not isinstance(part.get("text"), str):
             raise FieldError(f"{where}.text", "A text part needs a 'text' string.")
@@ -228,13 +226,13 @@ def _read_part(part: Any, where: str, found: Content) -> None:
     if MEDIA_KINDS[kind] == "image":
         _read_picture(source, f"{where}.{name}", found)
     elif source is not None and kind != "file" and not source.startswith("data:"):
-        # Whoever fetches for a stranger can be sent to what only this network may see.
+        # Fetching a client's URL could reveal resources of the internal network.
         raise FieldError(f"{where}.{name}", "Media must come as a 'data:' URL.")
 
 
 def _read_picture(source: str | None, where: str, found: Content) -> None:
     if found.media["image"] > PICTURES_LIMIT:
-        raise FieldError(where, f"A request may hold at most {PICTURES_LIMIT} pictures.")
+        raise FieldError(where, f"A request may contain at most {PICTURES_LIMIT} pictures.")
     try:
         found.pixels += read_size(source or "").pixels
     except PictureInvalid as invalid:

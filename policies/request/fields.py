@@ -1,4 +1,4 @@
-"""Typed access to the fields of a request body, and the error that names a wrong one."""
+"""Typed access to the fields of a request body, and the error for an invalid field."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Fields:
     """Typed access to the fields of a body; an explicit null counts as absent."""
 
     LARGEST = 2**31 - 1
-    """What the engines' 32-bit counters hold; a bound on fields that have none of their own."""
+    """The maximum of the engines' 32-bit counters; the default upper bound of an integer field."""
 
     def __init__(self, body: Mapping[str, Any]) -> None:
         self._body = body
 
     def text(self, name: str) -> str:
-        """Return a string that must be there and must not be empty."""
+        """Return a required, non-empty string."""
         value = self._body.get(name)
         if value is None:
             raise FieldError(name, f"Missing required field '{name}'.")
@@ -38,7 +38,7 @@ class Fields:
         return self.choice(name) or False
 
     def choice(self, name: str) -> bool | None:
-        """Return a boolean, or None where the choice is left open."""
+        """Return a boolean, or None if the field is absent."""
         value = self._body.get(name)
         if value is not None and not isinstance(value, bool):
             raise FieldError(name, f"'{name}' must be true or false.")
@@ -70,5 +70,5 @@ class Fields:
         return float(value)
 
     def get(self, name: str) -> Any:
-        """Return whatever stands there; None counts as absent."""
+        """Return a value of any type, or None if the field is absent."""
         return self._body.get(name)

@@ -1,7 +1,7 @@
-"""Read a request body into a `RequestProfile`, or say which field is wrong.
+"""Parse a request body into a `RequestProfile`, or raise the error for an invalid field.
 
-The one table of fields, types and bounds; the gateway refuses with it before a worker is
-troubled, and a worker that is asked directly refuses with it too.
+Gateway and worker share this one table of fields, types and bounds, so a worker rejects the same
+requests when a client sends them directly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from policies.request.profile import (
 
 STRUCTURED_FIELDS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
-# As many tools as OpenAI takes; a schema of more levels is no description of anything.
+# OpenAI allows as many tools; no useful schema has more levels.
 _TOOLS_LIMIT = 128
 _SCHEMA_LIMIT_LEVELS = 32
 _SCHEMA_LIMIT_CHARS = 64 * 1024
@@ -34,7 +34,7 @@ _CONTROL_FIELDS = frozenset(
     "top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias logprobs "
     "draft_tokens specprefill specprefill_keep_pct thinking_budget metrics".split()
 )
-# Accepted because leaving them out changes nothing in the answer.
+# Accepted and ignored, because they do not affect the answer.
 _BOOKKEEPING_FIELDS = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key".split()
 )
@@ -54,9 +54,9 @@ def read_profile(
     defaults: SamplingDefaults = OPENAI_DEFAULTS,
     access: type[Fields] = Fields,
 ) -> RequestProfile:
-    """Read a parsed body into its profile; raise `FieldError` naming the first wrong field.
+    """Return the profile of a parsed body; raise `FieldError` for the first invalid field.
 
-    `access` reads the plain ones; another one learns which there are, as `request_schema` does.
+    `access` reads the plain fields; `request_schema` passes a class that records them.
     """
     known = KNOWN_FIELDS[endpoint]
     for name in body:
@@ -145,10 +145,10 @@ def _read_max_tokens(fields: Fields, endpoint: Endpoint) -> int | None:
         raise FieldError(
             "max_tokens", "'max_tokens' and 'max_completion_tokens' contradict each other."
         )
-    asked = modern if modern is not None else classic
-    if asked is None and endpoint is Endpoint.COMPLETIONS:
+    limit = modern if modern is not None else classic
+    if limit is None and endpoint is Endpoint.COMPLETIONS:
         return 16  # OpenAI's default for this endpoint
-    return asked
+    return limit
 
 
 def _read_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
@@ -159,7 +159,7 @@ def _read_stop(body: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise FieldError("stop", "'stop' must be a non-empty string or a list of them.")
     if len(texts) > 16 or any(len(text) > 512 for text in texts):
-        raise FieldError("stop", "'stop' may hold at most 16 strings of at most 512 characters.")
+        raise FieldError("stop", "'stop' may contain at most 16 strings of at most 512 characters.")
     return tuple(texts)
 
 
@@ -197,14 +197,14 @@ def _structured(body: Mapping[str, Any]) -> bool:
         _check_schema(chosen, "response_format")
         if kind != "text":
             return True
-    asked = [name for name in STRUCTURED_FIELDS if body.get(name) is not None]
-    for name in asked:
+    fields = [name for name in STRUCTURED_FIELDS if body.get(name) is not None]
+    for name in fields:
         _check_schema(body[name], name)
-    return bool(asked)
+    return bool(fields)
 
 
 def _check_schema(schema: Any, name: str) -> None:
-    """Refuse what only serves to keep a compiler of schemas busy: too deep, or too long."""
+    """Reject a schema that is too deep or too long, because compiling it would take too long."""
     level, depth, size = [schema], 0, 0
     while level:
         depth += 1
@@ -227,14 +227,14 @@ def _check_schema(schema: Any, name: str) -> None:
 
 
 def _check_template_kwargs(body: Mapping[str, Any]) -> None:
-    """Let a client name only what is harmless: a template's variables include its messages."""
+    """Allow only harmless variables, because a template's variables include its messages."""
     given = body.get("chat_template_kwargs")
     if given is None:
         return
     if not isinstance(given, Mapping) or not _TEMPLATE_KWARGS.issuperset(given):
         raise FieldError(
             "chat_template_kwargs",
-            f"'chat_template_kwargs' may hold only {', '.join(sorted(_TEMPLATE_KWARGS))}.",
+            f"'chat_template_kwargs' may contain only {', '.join(sorted(_TEMPLATE_KWARGS))}.",
         )
     if not all(isinstance(value, bool) for value in given.values()):
         raise FieldError("chat_template_kwargs", "'enable_thinking' must be true or false.")

@@ -1,8 +1,8 @@
-"""What is known of a request before it runs: frozen records, no text of the user.
+"""The profile of a request: frozen records without the user's text.
 
-The gateway reads a body into a `RequestProfile` and the policy decides on that alone; a worker
-reads the same body into the same profile, so both name the same reasons. They are tuples: one of
-each is made for every request, and a frozen dataclass takes three times as long.
+The policy decides on the `RequestProfile` alone. The worker parses the same body into the same
+profile, so both report the same reasons. The records are tuples, because one of each is created per
+request, and a frozen dataclass takes three times as long.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Bypass(StrEnum):
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen; every value is the effective one, none is left to an engine."""
+    """Effective sampling values; none is left to the default of an engine."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps the whole vocabulary."""
+    """0 means the whole vocabulary."""
     min_p: float = 0.0
     seed: int | None = None
     presence_penalty: float = 0.0
@@ -50,12 +50,12 @@ class Sampling(NamedTuple):
 
     @property
     def greedy(self) -> bool:
-        """Say whether the choice is the likeliest token, whatever the other values are."""
+        """Return whether the engine always takes the likeliest token."""
         return self.temperature == 0 or self.top_k == 1
 
     @property
     def reshapes_logits(self) -> bool:
-        """Say whether a penalty or a bias changes the scores before the choice."""
+        """Return whether a penalty or a bias changes the logits."""
         return bool(
             self.presence_penalty
             or self.frequency_penalty
@@ -65,7 +65,7 @@ class Sampling(NamedTuple):
 
 
 class SamplingDefaults(NamedTuple):
-    """What stands in for a sampling field that the request leaves out."""
+    """Default values for sampling fields that a request omits."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -77,14 +77,14 @@ OPENAI_DEFAULTS = SamplingDefaults()
 
 
 class RequestProfile(NamedTuple):
-    """One request as the policy sees it: shape and wishes, never its words."""
+    """The properties of one request that the policy may use, without its text."""
 
     endpoint: Endpoint
     model: str
     stream: bool = False
     include_usage: bool = False
     metrics: bool = False
-    """Whether it asks what drafting did for it."""
+    """Whether the request asks for draft metrics."""
     media: tuple[tuple[str, int], ...] = ()
     """Kind and count, e.g. (("image", 2),); sorted by kind."""
     sampling: Sampling = Sampling()
@@ -92,47 +92,47 @@ class RequestProfile(NamedTuple):
     stop: tuple[str, ...] = ()
     choices: int = 1
     top_logprobs: int | None = None
-    """How many alternatives are asked for; None when no log-probabilities are."""
+    """The number of alternatives; None without log-probabilities."""
     tools: bool = False
     structured_output: bool = False
     thinking_budget: int | None = None
     draft_tokens: int | None = None
-    """k of this request (`extra_body: {"draft_tokens": k}`); None leaves it to the worker."""
+    """k of this request (`extra_body: {"draft_tokens": k}`); None: the worker's k."""
     spec_prefill: bool | None = None
-    """Whether a long prompt may be read sparsely (`specprefill`); None leaves it to the worker."""
+    """Whether to use sparse prefill (`specprefill`); None: the worker's setting."""
     spec_prefill_keep: float | None = None
-    """The share of it that is read (`specprefill_keep_pct`), above 0, at most 1."""
+    """The share of the prompt to prefill (`specprefill_keep_pct`), above 0, at most 1."""
     messages: int = 0
     text_chars: int = 0
     pixels: int = 0
-    """Of all pictures together."""
+    """The pixels of all pictures together."""
 
     @property
     def media_count(self) -> int:
-        """Count all media parts."""
+        """Return the number of media parts."""
         return sum(count for _, count in self.media)
 
 
 def bypass_reasons(profile: RequestProfile) -> tuple[Bypass, ...]:
-    """Name every property of the request that keeps it out of the speculative text lane.
+    """Return the properties of the request that exclude the speculative lane; empty if eligible.
 
-    Empty means eligible. What depends on workers (`no_mtp_worker`, `mtp_not_paying`,
-    `head_unhealthy`, `prompt_too_long`) is added by whoever knows them.
+    The router and the worker add the reasons that depend on workers (`no_mtp_worker`,
+    `mtp_not_paying`, `head_unhealthy`, `prompt_too_long`).
     """
-    held = []
+    reasons = []
     sampling = profile.sampling
     if profile.media and profile.media_count > 0:
-        held.append(Bypass.MEDIA)
+        reasons.append(Bypass.MEDIA)
     if not sampling.greedy:
-        held.append(Bypass.NON_GREEDY_SAMPLING)
+        reasons.append(Bypass.NON_GREEDY_SAMPLING)
     if sampling.reshapes_logits:
-        held.append(Bypass.LOGITS_PROCESSORS)
+        reasons.append(Bypass.LOGITS_PROCESSORS)
     if profile.structured_output:
-        held.append(Bypass.STRUCTURED_OUTPUT)
+        reasons.append(Bypass.STRUCTURED_OUTPUT)
     if profile.top_logprobs is not None:
-        held.append(Bypass.LOGPROBS)
+        reasons.append(Bypass.LOGPROBS)
     if profile.choices > 1:
-        held.append(Bypass.MULTIPLE_CHOICES)
+        reasons.append(Bypass.MULTIPLE_CHOICES)
     if profile.thinking_budget is not None:
-        held.append(Bypass.THINKING_BUDGET)
-    return tuple(held)
+        reasons.append(Bypass.THINKING_BUDGET)
+    return tuple(reasons)

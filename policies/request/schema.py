@@ -1,7 +1,7 @@
-"""The JSON Schema of a request's body, from the code that reads one.
+"""The JSON Schema of a request body, derived from the parser.
 
-Plain fields and their bounds are learnt by reading a body; what is more than plain is outlined here
-and judged by the reader alone.
+Parsing a minimal body records the plain fields and their bounds; `_OUTLINES` describes the others
+in part, and only the parser checks them completely.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from policies.request.parser import KNOWN_FIELDS, read_profile
 from policies.request.profile import Endpoint
 
 _TEXT = {"type": "string", "minLength": 1}
-_LEAST: Mapping[Endpoint, Mapping[str, Any]] = {
+_MINIMAL_BODIES: Mapping[Endpoint, Mapping[str, Any]] = {
     Endpoint.CHAT: {"model": "m", "messages": [{"role": "user", "content": "x"}]},
     Endpoint.COMPLETIONS: {"model": "m", "prompt": "x"},
 }
-"""A body that holds what must be there and nothing else."""
+"""Minimal valid bodies."""
 _OUTLINES: Mapping[str, Any] = {
     "messages": {
         "type": "array",
@@ -45,37 +45,37 @@ _OUTLINES: Mapping[str, Any] = {
 
 
 def request_schema(endpoint: Endpoint) -> dict[str, Any]:
-    """Make the schema of a body for an endpoint."""
-    learnt: dict[str, Any] = {}
+    """Return the schema of a body for an endpoint."""
+    recorded: dict[str, Any] = {}
 
-    class Learning(Fields):
-        """Finds nothing, and notes what was looked for."""
+    class RecordingFields(Fields):
+        """Fields that record every access and its bounds."""
 
         def text(self, name: str) -> str:
-            learnt[name] = _TEXT
+            recorded[name] = _TEXT
             return super().text(name)
 
         def choice(self, name: str) -> bool | None:
-            learnt[name] = {"type": ["boolean", "null"]}
+            recorded[name] = {"type": ["boolean", "null"]}
             return super().choice(name)
 
         def integer(
             self, name: str, default: int | None, *, low: int, high: int = Fields.LARGEST
         ) -> int | None:
-            learnt[name] = {"type": ["integer", "null"], "minimum": low, "maximum": high}
+            recorded[name] = {"type": ["integer", "null"], "minimum": low, "maximum": high}
             return super().integer(name, default, low=low, high=high)
 
         def number(self, name: str, default: float, *, low: float, high: float) -> float:
-            learnt[name] = {"type": ["number", "null"], "minimum": low, "maximum": high}
+            recorded[name] = {"type": ["number", "null"], "minimum": low, "maximum": high}
             return super().number(name, default, low=low, high=high)
 
-    read_profile(_LEAST[endpoint], endpoint, access=Learning)
+    read_profile(_MINIMAL_BODIES[endpoint], endpoint, access=RecordingFields)
     properties = {
-        name: _OUTLINES.get(name, learnt.get(name, {})) for name in sorted(KNOWN_FIELDS[endpoint])
+        name: _OUTLINES.get(name, recorded.get(name, {})) for name in sorted(KNOWN_FIELDS[endpoint])
     }
     return {
         "type": "object",
-        "required": list(_LEAST[endpoint]),
+        "required": list(_MINIMAL_BODIES[endpoint]),
         "properties": properties,
         "additionalProperties": False,
     }
