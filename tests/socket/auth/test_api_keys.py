@@ -98,11 +98,11 @@ def test_a_lost_state_opens_nothing(gateway_with_worker: RunningGateway, tmp_pat
 @pytest.mark.parametrize(
     ("terms", "param", "word"),
     [
-        ({"name": "a", "nmae": "b"}, "nmae", "no such field"),
+        ({"name": "a", "nmae": "b"}, "nmae", "unknown field"),
         ({"name": "=1+1"}, "name", "must match"),
         ({"name": "a\nb"}, "name", "must match"),
-        ({}, "name", "is missing"),
-        ({"name": "a", "nmae": None}, "nmae", "no such field"),
+        ({}, "name", "is required"),
+        ({"name": "a", "nmae": None}, "nmae", "unknown field"),
         ({"name": "a", "requests_a_minute": 0}, "requests_a_minute", "at least 1"),
         ({"name": "a", "requests_a_minute": True}, "requests_a_minute", "whole number"),
         ({"name": "a", "tokens_a_day": "9"}, "tokens_a_day", "whole number"),
@@ -111,8 +111,8 @@ def test_a_lost_state_opens_nothing(gateway_with_worker: RunningGateway, tmp_pat
         ({"name": "a", "priority": "urgent"}, "priority", "interactive"),
         ({"name": "a", "expires_at": "2020-01-01T00:00:00Z"}, "expires_at", "past"),
         ({"name": "a", "expires_at": "2099-01-01T00:00:00"}, "expires_at", "timezone"),
-        ({"name": "a", "id": "key-000000000000"}, "id", "no such field"),
-        ({"name": "a", "revoked_at": None, "digest": "0" * 64}, "revoked_at", "no such field"),
+        ({"name": "a", "id": "key-000000000000"}, "id", "unknown field"),
+        ({"name": "a", "revoked_at": None, "digest": "0" * 64}, "revoked_at", "unknown field"),
     ],
 )
 def test_wrong_terms_are_named_and_make_no_key(
