@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -28,17 +28,23 @@ def pytest_xdist_auto_num_workers() -> int:
     return (os.cpu_count() or 1) + 1
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with its folder, so that `-m unit` selects it."""
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Mark each test with its folder, so that `-m unit` selects it, and run slow folders first.
+
+    Unit tests stay in the random order of pytest-randomly. The others run in the order of their
+    files: they share processes that take seconds to start.
+    """
+    positions = {item: position for position, item in enumerate(items)}
     for item in items:
         item.add_marker(_folder(item))
-
-
-@pytest.hookimpl(trylast=True, specname="pytest_collection_modifyitems")
-def pytest_run_slow_folders_first(items: list[pytest.Item]) -> None:
-    """Run slow folders first; within a folder the order is random, by pytest-randomly's seed."""
-    items.sort(key=lambda item: FOLDERS.index(_folder(item)))
+    yield
+    items.sort(
+        key=lambda item: (
+            FOLDERS.index(_folder(item)),
+            0 if _folder(item) == "unit" else positions[item],
+        )
+    )
 
 
 def _folder(item: pytest.Item) -> str:
