@@ -169,8 +169,12 @@ def status_and_code(answer: httpx.Response) -> tuple[int, str]:
 
 
 def make_settings(state_dir: Path, **changes: Any) -> Settings:
-    """Settings of a gateway on a free port that a fake worker may join."""
-    return Settings(port=0, join_token=SecretStr(JOIN_TOKEN), state_dir=state_dir, **changes)
+    """Settings of a gateway on a free port that a scripted worker may join.
+
+    On a busy machine a connection may take longer than the two seconds of the default.
+    """
+    values = {"connect_timeout_s": 10.0, **changes}
+    return Settings(port=0, join_token=SecretStr(JOIN_TOKEN), state_dir=state_dir, **values)
 
 
 def wait_until(holds: Callable[[], bool], *, within_s: float = 10.0) -> None:

@@ -174,7 +174,7 @@ def test_f55_a_gateway_without_a_free_file_does_not_blame_the_worker(
     tmp_path: Path, worker: ScriptedWorker, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
     async def ask() -> None:
-        async with ConnectionPool(connect_timeout_s=2.0, answer_timeout_s=10.0) as connections:
+        async with ConnectionPool(connect_timeout_s=10.0, answer_timeout_s=10.0) as connections:
             with no_file_left(), pytest.raises(Overloaded):
                 await connections.send(f"{worker.url}/v1/chat/completions", b"{}", {}, lambda: None)
 
