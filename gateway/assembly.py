@@ -272,10 +272,10 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
     )
 
 
-def _records(settings: Settings, link: RedisClient | None) -> Records:
+def _records(settings: Settings, redis: RedisClient | None) -> Records:
     folder = settings.state_dir.expanduser()
-    if link is not None:
-        return RedisRecords(link, folder)
+    if redis is not None:
+        return RedisRecords(redis, folder)
     records = FileRecords(folder / "state.json")
     records.check()
     return records
@@ -296,23 +296,24 @@ def _traces(settings: Settings) -> Traces | None:
 
 
 def _shared(
-    link: RedisClient,
-    keyring: ApiKeys,
-    prefixes: PrefixIndex,
+    redis: RedisClient,
+    api_keys: ApiKeys,
+    prefix_index: PrefixIndex,
     accounting: Accounting,
     clock: Callable[[], float],
 ) -> SharedState:
-    boots = SharedWorkerReports(link)
-    store = SharedCounters(link, boots, accounting.take_pending)
-    limits = SharedRateLimits(link, keyring.rate_limiters, clock)
-    return SharedState(link, store, boots, limits, SharedPrefixClaims(link, prefixes))
+    reports = SharedWorkerReports(redis)
+    counters = SharedCounters(redis, reports, accounting.take_pending)
+    limits = SharedRateLimits(redis, api_keys.rate_limiters, clock)
+    claims = SharedPrefixClaims(redis, prefix_index)
+    return SharedState(redis, counters, reports, limits, claims)
 
 
 async def _policy_store(
-    settings: Settings, records: Records, keyring: ApiKeys, wall: Callable[[], float]
+    settings: Settings, records: Records, api_keys: ApiKeys, wall: Callable[[], float]
 ) -> PolicyStore:
     def warnings(policy: PolicyDocument) -> list[Problem]:
-        return missing_pools(keyring.records.values(), policy, wall())
+        return missing_pools(api_keys.records.values(), policy, wall())
 
     source = await asyncio.to_thread(read_source, settings.policy)
     try:
