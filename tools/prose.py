@@ -17,7 +17,7 @@ _ROOT = Path(__file__).parents[1]
 _CODE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _MARKUP = re.compile(r"`[^`]*`|<[^>]+>|\]\([^)]*\)")
 _CLAUSE_INITIAL = re.compile(
-    r"(?:^|[.;:,!?(|]\s+|\n\s*(?:[-*#>]|\d+\.)\s*)(?:and |but |or )?"
+    r"(?:^\s*(?:[-*#>|]+|\d+\.)?\s*|[.;:,!?(|]\s+)(?:and |but |or )?"
     r"(?:who|whoever|whom|whose|what|whatever|where|those)\b",
     re.IGNORECASE | re.MULTILINE,
 )
