@@ -130,6 +130,22 @@ class Simulation:
         self.pending_reports: list[WorkerReport] = []
         self.expected_counts: Counter[tuple[str, ...]] = Counter()
 
+    async def play(self, event: str) -> None:
+        """Play one event of the workers or of the clock, by its name."""
+        match event:
+            case "answer":
+                self.answer()
+            case "beat":
+                self.queue_report()
+            case "deliver":
+                await self.deliver()
+            case "restart worker":
+                self.restart_worker()
+            case "jump":
+                self.set_clock()
+            case _:
+                raise ValueError(event)
+
     def answer(self) -> None:
         """Let a worker answer through a gateway, and add the answer to the expected counts."""
         worker, gateway = self.dice.choice(self.workers), self.dice.choice(self.gateways)
