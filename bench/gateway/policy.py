@@ -57,8 +57,8 @@ def measure(policy: PolicyDocument, asked: Asked) -> Cost:
     runs_us = []
     for _ in range(_RUNS):
         begun_s = time.perf_counter()
-        for profile, asker in asked:
-            match_route(policy, profile, asker)
+        for profile, attributes in asked:
+            match_route(policy, profile, attributes)
         runs_us.append((time.perf_counter() - begun_s) / len(asked) * 1e6)
     return Cost(min(runs_us), median(runs_us))
 

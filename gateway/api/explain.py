@@ -14,8 +14,9 @@ from gateway.assembly import Gateway
 from gateway.errors import ModelUnknown, PoolsNotAllowed
 from gateway.protocols import CHAT, COMPLETIONS
 from gateway.protocols.openai import parse
-from gateway.proxy.client import read_attributes, read_caller
-from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
+from gateway.proxy.client import read_caller
+from gateway.proxy.handler import routing_request
+from gateway.routing.select import Candidate, Decision, decide
 from gateway.routing.view import FleetView
 from gateway.status.render import worker_state
 from gateway.types import Inspected
@@ -30,12 +31,12 @@ class Explanation(TypedDict):
 
     asked_model: str
     profile: dict[str, Any]
-    asker: dict[str, Any]
+    caller: dict[str, Any]
     bypass: list[str]
     route: str | None
     servable: bool
     candidates: list[dict[str, Any]]
-    left_out: dict[str, str]
+    unavailable: dict[str, str]
     """The workers that receive no requests now, each with its state."""
     spill_after_s: NotRequired[float]
     pool: NotRequired[str]
@@ -54,34 +55,30 @@ async def explain(request: Request, gateway: CurrentGateway, api_key: CurrentKey
     wire_format = COMPLETIONS if "prompt" in parse(raw) else CHAT
     fleet, policy = gateway.fleet.view(), gateway.policy_store.current
     caller = read_caller(request.scope, policy, api_key)
-    asker = read_attributes(
-        request.scope, caller, policy.compiled.headers, gateway.week_clock.minute()
-    )
     inspected = wire_format.inspect(raw, policy, fleet)
     api_key.check_model(inspected)
-    prefix = gateway.prefix_names.prefix_key(inspected, caller, policy.prefix)
-    case = RoutingRequest(policy, inspected.profile, asker, caller.pools, prefix)
+    routed = routing_request(gateway, request.scope, policy, caller, inspected)
     # The random numbers that the next request will draw.
     rng = Random()  # noqa: S311
     rng.setstate(gateway.rng.getstate())
-    decision = decide(case, gateway.prefix_index.annotate(fleet, prefix), rng)
+    decision = decide(routed, gateway.prefix_index.annotate(fleet, routed.prefix_key), rng)
     if decision.forbidden:
         raise PoolsNotAllowed
-    return _explanation(inspected, asker, decision, _left_out(gateway, fleet))
+    return _explanation(inspected, routed.attributes, decision, _unavailable(gateway, fleet))
 
 
-def _left_out(gateway: Gateway, fleet: FleetView) -> dict[str, str]:
+def _unavailable(gateway: Gateway, fleet: FleetView) -> dict[str, str]:
     """Map each worker that receives no requests now to its state."""
     accepting = {worker.worker_id for worker in fleet.workers}
     return {
-        member.report.worker_id: worker_state(gateway.fleet, member)
-        for member in gateway.fleet.workers()
-        if member.report.worker_id not in accepting
+        worker.report.worker_id: worker_state(gateway.fleet, worker)
+        for worker in gateway.fleet.workers()
+        if worker.report.worker_id not in accepting
     }
 
 
 def _explanation(
-    inspected: Inspected, asker: CallerAttributes, decision: Decision, left_out: dict[str, str]
+    inspected: Inspected, caller: CallerAttributes, decision: Decision, unavailable: dict[str, str]
 ) -> Explanation:
     profile = inspected.profile
     explanation: Explanation = {
@@ -89,12 +86,12 @@ def _explanation(
         # The number of stop sequences: the texts belong to the user.
         "profile": profile._asdict()
         | {"sampling": profile.sampling._asdict(), "stop": len(profile.stop)},
-        "asker": asker._asdict() | {"headers": dict(asker.headers)},
+        "caller": caller._asdict() | {"headers": dict(caller.headers)},
         "bypass": [reason.value for reason in decision.bypass],
         "route": decision.route,
         "servable": bool(decision.candidates),
         "candidates": [_candidate(one) for one in decision.candidates],
-        "left_out": left_out,
+        "unavailable": unavailable,
     }
     if decision.spill_after_s is not None:
         explanation["spill_after_s"] = decision.spill_after_s

@@ -33,9 +33,21 @@ from gateway.proxy.context import RequestContext
 from gateway.proxy.forward import Forwarder
 from gateway.proxy.load_shedding import Load
 from gateway.routing.select import RoutingRequest
-from gateway.types import Headers
+from gateway.types import Caller, Headers, Inspected
+from policies.document import PolicyDocument
 
 log = logging.getLogger(__name__)
+
+
+def routing_request(
+    gateway: Gateway, scope: Scope, policy: PolicyDocument, caller: Caller, inspected: Inspected
+) -> RoutingRequest:
+    """Return everything by which an inspected request is routed."""
+    attributes = read_attributes(
+        scope, caller, policy.compiled.headers, gateway.week_clock.minute()
+    )
+    prefix_key = gateway.prefix_names.prefix_key(inspected, caller, policy.prefix)
+    return RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix_key)
 
 
 class ProxyHandler:
@@ -129,15 +141,10 @@ class ProxyHandler:
     def _inspect(self, scope: Scope, body: bytes, context: RequestContext) -> None:
         """Parse the body and everything that the policy decides by; raise a `RequestRefused`."""
         gateway, policy = self._gateway, context.policy
-        context.caller = caller = read_caller(scope, policy, context.api_key)
-        attributes = read_attributes(
-            scope, caller, policy.compiled.headers, gateway.week_clock.minute()
-        )
-        inspected = context.wire_format.inspect(body, policy, gateway.fleet.view())
-        context.inspected = inspected
-        context.api_key.check_model(inspected)
-        prefix_key = gateway.prefix_names.prefix_key(inspected, caller, policy.prefix)
-        request = RoutingRequest(policy, inspected.profile, attributes, caller.pools, prefix_key)
+        context.caller = read_caller(scope, policy, context.api_key)
+        context.inspected = context.wire_format.inspect(body, policy, gateway.fleet.view())
+        context.api_key.check_model(context.inspected)
+        request = routing_request(gateway, scope, policy, context.caller, context.inspected)
         context.routing_request = request
         gateway.recent_requests.add(request)
 

@@ -47,7 +47,7 @@ class RoutingRequest(NamedTuple):
 
     policy: PolicyDocument
     profile: RequestProfile
-    asker: CallerAttributes = ANONYMOUS
+    attributes: CallerAttributes = ANONYMOUS
     allowed_pools: frozenset[str] | None = None
     """Pools that the API key may use; None: all."""
     prefix_key: str = ""
@@ -117,7 +117,7 @@ def decide(
     always it takes the request, and sorting the others would take most of the time.
     """
     policy, profile = request.policy, request.profile
-    route, bypass = match_route(policy, profile, request.asker)
+    route, bypass = match_route(policy, profile, request.attributes)
     speculation_barred = bool(bypass)
     bypass = bypass or _fleet_bypass(fleet, profile.model)
     spill_after_s = None if route.spill is None else route.spill.after_wait_ms / 1000

@@ -37,10 +37,10 @@ class SchedulerHarness:
         client: str = "a",
         priority: Priority = Priority.DEFAULT,
         tried: frozenset[str] = frozenset(),
-        asker: CallerAttributes = ANONYMOUS,
+        attributes: CallerAttributes = ANONYMOUS,
     ) -> asyncio.Task[Lease]:
         """Ask for a slot, and for what the policy decides of it."""
-        case = RoutingRequest(self.policy, profile, asker)
+        case = RoutingRequest(self.policy, profile, attributes)
         caller = self.caller(client, priority)
         return asyncio.create_task(self.dispatch.acquire(case, caller, tried))
 

@@ -398,4 +398,4 @@ def test_models_answer_to_the_names_of_the_newest_policy(
     assert worker.requests[-1].body["model"] == "demo"
     explained = gateway_with_worker.client.post("/v1/route/explain", json=body).json()
     assert explained["profile"]["model"] == "demo"
-    assert set(explained["asker"]) == {"key", "team", "headers", "minute_of_week"}
+    assert set(explained["caller"]) == {"key", "team", "headers", "minute_of_week"}

@@ -277,7 +277,7 @@ def test_an_explanation_shows_who_the_policy_thinks_is_asking(
             "/v1/route/explain", json=body, headers={"x-batch": "yes", "x-other": "z"}
         ).json()
         assert told["route"] == "batch"
-        assert told["asker"]["headers"] == {"x-batch": "yes"}
+        assert told["caller"]["headers"] == {"x-batch": "yes"}
 
 
 ASKED = {"metrics": "summary"}

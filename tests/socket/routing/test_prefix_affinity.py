@@ -118,11 +118,11 @@ def test_an_explanation_tells_every_score_and_why_others_take_nothing(
     told = two_worker_gateway.client.post("/v1/route/explain", json=body).json()
     assert {one["worker_id"] for one in told["candidates"]} == {"fake-a", "fake-b"}
     assert all(one["score_s"] >= one["prefill_s"] > 0 for one in told["candidates"])
-    assert told["left_out"] == {}
+    assert told["unavailable"] == {}
     assert two_worker_gateway.admin.put("/admin/v1/workers/fake-b/cordon").is_success
     told = two_worker_gateway.client.post("/v1/route/explain", json=body).json()
     assert [one["worker_id"] for one in told["candidates"]] == ["fake-a"]
-    assert told["left_out"] == {"fake-b": "cordoned"}
+    assert told["unavailable"] == {"fake-b": "cordoned"}
 
 
 @pytest.mark.parametrize(

@@ -349,9 +349,9 @@ async def test_who_waits_keeps_the_route_that_they_were_given() -> None:
     )
     door = SchedulerHarness(policy)
     door.fleet.heartbeat(worker_report(slots=9))
-    first = await door.acquire(asker=CallerAttributes(team="a"))
-    second = door.acquire(asker=CallerAttributes(team="a"))
+    first = await door.acquire(attributes=CallerAttributes(team="a"))
+    second = door.acquire(attributes=CallerAttributes(team="a"))
     assert await door.queue_length("few") == 1
     door.dispatch.release(first, AttemptResult.SUCCEEDED)
     assert (await second).candidate.pool == "few"
-    assert (await door.acquire(asker=CallerAttributes(team="b"))).candidate.pool == "many"
+    assert (await door.acquire(attributes=CallerAttributes(team="b"))).candidate.pool == "many"

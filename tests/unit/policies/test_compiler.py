@@ -1,4 +1,4 @@
-"""Conditions of routes: which requests, which askers and which minutes each one takes.
+"""Conditions of routes: which requests, which callers and which minutes each one takes.
 
 What is compiled of a policy, against a naive reading of every condition.
 """
@@ -22,9 +22,9 @@ GREEDY = PLAIN._replace(sampling=Sampling(temperature=0))
 
 
 def holds(
-    when: dict[str, Any], profile: RequestProfile, asker: CallerAttributes = ANONYMOUS
+    when: dict[str, Any], profile: RequestProfile, attributes: CallerAttributes = ANONYMOUS
 ) -> bool:
-    return match_route(policy_with_conditions(when), profile, asker).route.name == "route-0"
+    return match_route(policy_with_conditions(when), profile, attributes).route.name == "route-0"
 
 
 WITH_PICTURE = PLAIN._replace(media=(("image", 1),))
@@ -232,15 +232,19 @@ ASKERS = st.builds(
 
 @given(st.lists(WHENS, max_size=8), PROFILES, ASKERS)
 def test_what_is_compiled_decides_as_one_reads_it(
-    whens: list[dict[str, Any]], profile: RequestProfile, asker: CallerAttributes
+    whens: list[dict[str, Any]], profile: RequestProfile, attributes: CallerAttributes
 ) -> None:
-    reading = (f"route-{i}" for i, when in enumerate(whens) if read_naively(when, profile, asker))
-    assert match_route(policy_with_conditions(*whens), profile, asker).route.name == next(
+    reading = (
+        f"route-{i}" for i, when in enumerate(whens) if read_naively(when, profile, attributes)
+    )
+    assert match_route(policy_with_conditions(*whens), profile, attributes).route.name == next(
         reading, "rest"
     )
 
 
-def read_naively(when: dict[str, Any], profile: RequestProfile, asker: CallerAttributes) -> bool:
+def read_naively(
+    when: dict[str, Any], profile: RequestProfile, attributes: CallerAttributes
+) -> bool:
     """Read one condition after the other, as the page for admins tells them."""
     kinds = {kind for kind, _ in profile.media}
     media = when.get("media")
@@ -262,7 +266,7 @@ def read_naively(when: dict[str, Any], profile: RequestProfile, asker: CallerAtt
         "max_tokens": float("inf") if profile.max_tokens is None else profile.max_tokens,
         "messages": profile.messages,
     }
-    names = {"model": profile.model, "key": asker.key, "team": asker.team}
+    names = {"model": profile.model, "key": attributes.key, "team": attributes.team}
     wanted_headers = when.get("header", {})
     return all(
         (
@@ -277,8 +281,13 @@ def read_naively(when: dict[str, Any], profile: RequestProfile, asker: CallerAtt
                 for name, value in numbers.items()
             ),
             all(value in as_list(when.get(name, value)) for name, value in names.items()),
-            all(asker.headers.get(name) in as_list(want) for name, want in wanted_headers.items()),
-            is_open(when.get("hours", "00:00-24:00"), when.get("days", DAYS), asker.minute_of_week),
+            all(
+                attributes.headers.get(name) in as_list(want)
+                for name, want in wanted_headers.items()
+            ),
+            is_open(
+                when.get("hours", "00:00-24:00"), when.get("days", DAYS), attributes.minute_of_week
+            ),
         )
     )
 

@@ -38,7 +38,7 @@ def fleet(*labels: str) -> FleetView:
 
 
 @pytest.mark.parametrize(
-    ("example", "profile", "asker", "macs", "decided"),
+    ("example", "profile", "attributes", "macs", "decided"),
     [
         ("speed_first", GREEDY, ANONYMOUS, ["fast"], "greedy-text: text-mtp fast, plain fast"),
         ("quality_first", GREEDY, ANONYMOUS, ["bf16", "4bit"], "greedy-text: best-mtp bf16"),
@@ -63,10 +63,14 @@ def fleet(*labels: str) -> FleetView:
     ],
 )
 def test_an_example_decides_as_it_promises(
-    example: str, profile: RequestProfile, asker: CallerAttributes, macs: list[str], decided: str
+    example: str,
+    profile: RequestProfile,
+    attributes: CallerAttributes,
+    macs: list[str],
+    decided: str,
 ) -> None:
     policy = policy_of(example)
-    decision = decide(RoutingRequest(policy, profile, asker), fleet(*macs), Random(0))
+    decision = decide(RoutingRequest(policy, profile, attributes), fleet(*macs), Random(0))
     found = ", ".join(f"{one.pool} {one.worker_id}" for one in decision.candidates)
     assert f"{decision.route}: {found or 'nobody'}".startswith(decided)
 

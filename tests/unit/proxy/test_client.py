@@ -34,8 +34,10 @@ def test_only_the_headers_that_are_named_are_kept_and_no_long_ones() -> None:
             (b"x-other", b"canary"),
         ]
     }
-    asker = read_attributes(scope, Caller(key="k1", team="blue"), ("x-app", "x-long", "x-none"), 7)
-    assert asker == ("k1", "blue", {"x-app": "bücher"}, 7)
+    attributes = read_attributes(
+        scope, Caller(key="k1", team="blue"), ("x-app", "x-long", "x-none"), 7
+    )
+    assert attributes == ("k1", "blue", {"x-app": "bücher"}, 7)
     assert read_attributes(scope, Caller(), (), 0) == ANONYMOUS
 
 

@@ -74,10 +74,10 @@ def test_no_text_and_nothing_long_is_kept_and_the_case_is_decided_alike() -> Non
     profile = GREEDY._replace(
         stop=("canary words",) * 16, sampling=GREEDY.sampling._replace(logit_bias=bias)
     )
-    asker = CallerAttributes(key="k1", headers={"x-app": "batch"})
-    recent.add(RoutingRequest(OLD, profile, asker))
+    attributes = CallerAttributes(key="k1", headers={"x-app": "batch"})
+    recent.add(RoutingRequest(OLD, profile, attributes))
     (kept,) = recent._requests
     assert "canary" not in repr(kept)
     assert len(kept.profile.sampling.logit_bias) == 1
     assert bypass_reasons(kept.profile) == bypass_reasons(profile)
-    assert (kept.policy, kept.asker) == (OLD, asker)
+    assert (kept.policy, kept.attributes) == (OLD, attributes)

@@ -222,8 +222,8 @@ def test_a_route_may_depend_on_who_asks_and_when() -> None:
     )
     macs = fleet_view(labelled("a", "old", busy=1), labelled("b"))
     decisions = [
-        decide(RoutingRequest(policy, SAMPLED, asker), macs, Random(0))
-        for asker in (
+        decide(RoutingRequest(policy, SAMPLED, attributes), macs, Random(0))
+        for attributes in (
             CallerAttributes(team="a", minute_of_week=1),
             CallerAttributes(team="a", minute_of_week=720),
         )
