@@ -102,15 +102,15 @@ def test_every_route_is_public_by_list_or_wants_a_key(
             with httpx.Client(base_url=url, timeout=30) as client:
                 for path in {path for _, path in every}:
                     found = {method: client.request(method, path) for method in METHODS}
-                    for method, answer in found.items():
-                        asked_for = f"{method} {path}: {answer.text}"
-                        assert answer.status_code == expected(method, path, here), asked_for
-                        if answer.status_code == 405:
+                    for method, response in found.items():
+                        asked_for = f"{method} {path}: {response.text}"
+                        assert response.status_code == expected(method, path, here), asked_for
+                        if response.status_code == 405:
                             methods = {one for one, where in here if where == path}
-                            assert answer.headers["allow"] == ", ".join(sorted(methods))
-                        if answer.status_code == 401:
-                            assert answer.json()["error"]["code"] == "invalid_api_key"
-                            assert answer.headers["www-authenticate"] == "Bearer"
+                            assert response.headers["allow"] == ", ".join(sorted(methods))
+                        if response.status_code == 401:
+                            assert response.json()["error"]["code"] == "invalid_api_key"
+                            assert response.headers["www-authenticate"] == "Bearer"
 
 
 def expected(method: str, path: str, here: set[tuple[str, str]]) -> int:
@@ -225,9 +225,9 @@ def test_no_answer_invites_a_page_of_another_site(gateway_with_keys: RunningGate
         "access-control-request-headers": "authorization",
     }
     for path in ("/v1/chat/completions", "/admin/v1/keys"):
-        answer = httpx.options(f"{gateway_with_keys.url}{path}", headers=headers)
-        assert not [name for name in answer.headers if name.startswith("access-control")]
-        assert answer.status_code in {401, 405}
+        response = httpx.options(f"{gateway_with_keys.url}{path}", headers=headers)
+        assert not [name for name in response.headers if name.startswith("access-control")]
+        assert response.status_code in {401, 405}
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1"])
@@ -254,5 +254,5 @@ def test_no_decision_is_made_on_a_path_that_a_host_header_can_shift() -> None:
 
 
 def test_a_worker_that_nobody_knows_has_not_joined(gateway_with_keys: RunningGateway) -> None:
-    answer = asked(gateway_with_keys, "GET", "/admin/v1/workers/nobody/joined", JOIN_TOKEN)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "worker_not_found")
+    response = asked(gateway_with_keys, "GET", "/admin/v1/workers/nobody/joined", JOIN_TOKEN)
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "worker_not_found")

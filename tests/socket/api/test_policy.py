@@ -31,11 +31,11 @@ def test_what_is_shipped_is_version_one(gateway: RunningGateway, admin: PolicyAd
 def test_who_wants_yaml_gets_what_people_write(gateway: RunningGateway, admin: PolicyAdmin) -> None:
     admin.put(single_pool_policy("slow"))
     for path in ("", "/history/2"):
-        answer = admin.get(path, headers={"accept": "application/yaml"})
-        assert answer.headers["content-type"].startswith("application/yaml")
-        assert answer.headers["x-paceline-policy-version"] == "2"
-        assert "  slow:\n    lanes: [vlm]" in answer.text
-        assert read_yaml(answer.text) == single_pool_policy("slow")
+        response = admin.get(path, headers={"accept": "application/yaml"})
+        assert response.headers["content-type"].startswith("application/yaml")
+        assert response.headers["x-paceline-policy-version"] == "2"
+        assert "  slow:\n    lanes: [vlm]" in response.text
+        assert read_yaml(response.text) == single_pool_policy("slow")
     assert admin.get(headers={"accept": "application/yaml"}).headers["etag"] == admin.etag()
 
 
@@ -66,10 +66,10 @@ def test_f45_a_bad_policy_is_refused_by_field_and_changes_nothing(
 ) -> None:
     with PolicyAdmin(gateway.url) as admin:
         before = admin.get()
-        answer = admin.edit(method, written)
+        response = admin.edit(method, written)
         after = admin.get()
-    assert status_and_code(answer) == (400, "invalid_policy")
-    error = answer.json()["error"]
+    assert status_and_code(response) == (400, "invalid_policy")
+    error = response.json()["error"]
     assert (error["param"], says in error["message"]) == (param, True)
     assert (after.json(), after.headers["etag"]) == (before.json(), before.headers["etag"])
 
@@ -79,18 +79,18 @@ def test_a_body_that_is_no_json_is_refused(
     gateway: RunningGateway, admin: PolicyAdmin, body: bytes
 ) -> None:
     headers = {"if-match": admin.etag(), "x-paceline-note": "x", "content-type": "application/json"}
-    answer = admin.request("PUT", "", content=body, headers=headers)
-    assert status_and_code(answer) == (400, "invalid_policy")
-    assert "it is not valid JSON" in answer.text
+    response = admin.request("PUT", "", content=body, headers=headers)
+    assert status_and_code(response) == (400, "invalid_policy")
+    assert "it is not valid JSON" in response.text
 
 
 def test_every_wrong_field_is_named_and_a_great_many_are_counted(
     gateway: RunningGateway, admin: PolicyAdmin
 ) -> None:
-    answer = admin.put(
+    response = admin.put(
         {**single_pool_policy("a"), **{f"wrong{number}": 1 for number in range(200)}}
     )
-    message = answer.json()["error"]["message"]
+    message = response.json()["error"]["message"]
     assert "wrong0: unknown field; wrong1: " in message
     assert "and 168 more problems" in message
 
@@ -100,15 +100,15 @@ def test_a_body_of_another_kind_is_refused_unread(
     gateway: RunningGateway, admin: PolicyAdmin, kind: str
 ) -> None:
     for method, path in (("PUT", ""), ("PATCH", ""), ("POST", "/validate"), ("POST", "/diff")):
-        answer = admin.edit(method, "version: 1", path, content_type=kind)
-        assert status_and_code(answer) == (415, "unsupported_media_type")
-    answer = admin.put("{}", content_type="application/merge-patch+json")
-    assert status_and_code(answer) == (415, "unsupported_media_type")
+        response = admin.edit(method, "version: 1", path, content_type=kind)
+        assert status_and_code(response) == (415, "unsupported_media_type")
+    response = admin.put("{}", content_type="application/merge-patch+json")
+    assert status_and_code(response) == (415, "unsupported_media_type")
 
 
 def test_a_policy_is_bounded(gateway: RunningGateway, admin: PolicyAdmin) -> None:
-    answer = admin.put("#" * 300_000)
-    assert status_and_code(answer) == (413, "body_too_large")
+    response = admin.put("#" * 300_000)
+    assert status_and_code(response) == (413, "body_too_large")
 
 
 def test_a_policy_is_checked_without_being_applied(
@@ -177,10 +177,10 @@ def test_only_the_admin_key_opens_a_route_of_the_policy(tmp_path: Path) -> None:
             statuses = {}
             for key in ("", "data", JOIN_TOKEN, "wrong", "admin"):
                 with PolicyAdmin(gateway.url, key) as one:
-                    answer = one.request(method, path, json=single_pool_policy("a"))
-                    statuses[key] = answer.status_code
+                    response = one.request(method, path, json=single_pool_policy("a"))
+                    statuses[key] = response.status_code
                     if key != "admin":
-                        assert status_and_code(answer) == (401, "invalid_api_key")
+                        assert status_and_code(response) == (401, "invalid_api_key")
             assert statuses["admin"] not in (401, 403), (method, path)
 
 
@@ -189,17 +189,17 @@ def test_without_an_admin_key_only_this_machine_is_trusted(gateway: RunningGatew
         assert admin.get().status_code == 200
         proxied = {"x-forwarded-for": "10.0.0.1"}
         for method, path in ROUTES:
-            answer = admin.request(method, path, headers=proxied, json={})
-            assert status_and_code(answer) == (403, "permission_denied")
+            response = admin.request(method, path, headers=proxied, json={})
+            assert status_and_code(response) == (403, "permission_denied")
 
 
 def test_a_page_of_a_foreign_site_cannot_edit_through_its_reader(gateway: RunningGateway) -> None:
     """A browser tells where a page comes from, and a name of its own is no name of ours."""
     with PolicyAdmin(gateway.url) as admin:
         plain = {"content-type": "text/plain", "origin": "http://evil.example"}
-        answer = admin.request("POST", "/rollback", content='{"version": 1}', headers=plain)
-        assert status_and_code(answer) == (403, "permission_denied")
-        assert "access-control-allow-origin" not in answer.headers
+        response = admin.request("POST", "/rollback", content='{"version": 1}', headers=plain)
+        assert status_and_code(response) == (403, "permission_denied")
+        assert "access-control-allow-origin" not in response.headers
         rebound = {"host": "evil.example"}
         assert admin.get(headers=rebound).status_code == 421
         preflight = admin.request("OPTIONS", "", headers=plain)
@@ -207,9 +207,9 @@ def test_a_page_of_a_foreign_site_cannot_edit_through_its_reader(gateway: Runnin
 
 
 def pool_of(gateway: RunningGateway, **fields: Any) -> str:
-    answer = gateway.chat(**fields)
-    assert answer.status_code == 200, answer.text
-    return str(answer.headers["x-paceline-pool"])
+    response = gateway.chat(**fields)
+    assert response.status_code == 200, response.text
+    return str(response.headers["x-paceline-pool"])
 
 
 def test_an_edit_is_in_force_for_the_next_request(
@@ -217,11 +217,11 @@ def test_an_edit_is_in_force_for_the_next_request(
 ) -> None:
     assert pool_of(gateway_with_worker, temperature=0) == "text-mtp"
     before = admin.get()
-    answer = admin.put(single_pool_policy("all", lanes=("vlm",)), x_paceline_author="ann")
-    assert answer.status_code == 200
+    response = admin.put(single_pool_policy("all", lanes=("vlm",)), x_paceline_author="ann")
+    assert response.status_code == 200
     assert pool_of(gateway_with_worker, temperature=0) == "all"
 
-    version = answer.json()
+    version = response.json()
     assert version | {"etag": "", "time": ""} == {
         "number": 2,
         "etag": "",
@@ -271,14 +271,14 @@ def test_f47_of_many_who_edit_the_same_version_one_wins(
     gateway: RunningGateway, admin: PolicyAdmin
 ) -> None:
     etag = admin.etag()
-    with ThreadPoolExecutor(8) as aside:
+    with ThreadPoolExecutor(8) as executor:
         edits = [
-            aside.submit(admin.put, single_pool_policy(f"pool-{number}"), if_match=etag)
+            executor.submit(admin.put, single_pool_policy(f"pool-{number}"), if_match=etag)
             for number in range(16)
         ]
-        answers = [edit.result() for edit in edits]
-    (won,) = [answer for answer in answers if answer.status_code == 200]
-    lost = [status_and_code(answer) for answer in answers if answer is not won]
+        responses = [edit.result() for edit in edits]
+    (won,) = [response for response in responses if response.status_code == 200]
+    lost = [status_and_code(response) for response in responses if response is not won]
     assert lost == [(412, "version_conflict")] * 15
     assert f'"{won.json()["etag"]}"' == admin.etag()
     assert [one["number"] for one in admin.get("/history").json()["versions"]] == [2, 1]
@@ -294,9 +294,9 @@ def test_f47_an_edit_says_which_version_it_was_made_from(
     missing = admin.request(method, path, json=body, headers={"x-paceline-note": "x"})
     assert status_and_code(missing) == (428, "precondition_required")
     for stale in (first, '"nonsense"', "", f"W/{admin.etag()}"):
-        answer = admin.edit(method, body, path, if_match=stale)
-        assert status_and_code(answer) == (412, "version_conflict")
-        assert "version 2, by loopback" in answer.json()["error"]["message"]
+        response = admin.edit(method, body, path, if_match=stale)
+        assert status_and_code(response) == (412, "version_conflict")
+        assert "version 2, by loopback" in response.json()["error"]["message"]
     for good in (admin.etag(), admin.etag().strip('"'), f'"x", {admin.etag()}', "*"):
         fresh = good if good == "*" else admin.etag()
         assert admin.edit(method, body, path, if_match=fresh).status_code == 200
@@ -323,17 +323,17 @@ def test_notes_and_names_are_one_line_of_bounded_length(
         b"x-paceline-note": b"x",
         header.encode(): value,
     }
-    answer = admin.request("PUT", "", json=single_pool_policy("a"), headers=list(headers.items()))
-    assert status_and_code(answer) == (400, "invalid_value")
-    assert answer.json()["error"]["param"] == param
+    response = admin.request("PUT", "", json=single_pool_policy("a"), headers=list(headers.items()))
+    assert status_and_code(response) == (400, "invalid_value")
+    assert response.json()["error"]["param"] == param
 
 
 def test_notes_may_be_in_any_language(gateway: RunningGateway, admin: PolicyAdmin) -> None:
     note = "für alle, 100% mehr — 猫"
     for sent in (note.encode(), "f%C3%BCr alle, 100%25 mehr — 猫".encode()):
         headers = [(b"if-match", admin.etag().encode()), (b"x-paceline-note", sent)]
-        answer = admin.request("PUT", "", json=single_pool_policy("a"), headers=headers)
-        assert answer.json()["note"] == note
+        response = admin.request("PUT", "", json=single_pool_policy("a"), headers=headers)
+        assert response.json()["note"] == note
 
 
 def test_the_way_back_is_a_new_version(
@@ -363,15 +363,15 @@ def test_there_is_no_way_back_to_what_never_was(
     gateway: RunningGateway, admin: PolicyAdmin
 ) -> None:
     for number in (0, 2, 99, -1):
-        answer = admin.edit("POST", {"version": number}, "/rollback")
-        assert status_and_code(answer) == (404, "version_not_found")
+        response = admin.edit("POST", {"version": number}, "/rollback")
+        assert status_and_code(response) == (404, "version_not_found")
     for name in ("0", "2", "x", "1" * 5000, "-1", "²"):
         assert status_and_code(admin.get(f"/history/{name}")) == (404, "version_not_found")
     for body in ({}, {"version": "1"}, {"version": True}, {"version": 1, "x": 1}):
-        answer = admin.edit("POST", body, "/rollback")
-        assert status_and_code(answer) == (400, "invalid_value")
-    answer = admin.edit("POST", [1], "/rollback")
-    assert status_and_code(answer) == (400, "invalid_json")
+        response = admin.edit("POST", body, "/rollback")
+        assert status_and_code(response) == (400, "invalid_value")
+    response = admin.edit("POST", [1], "/rollback")
+    assert status_and_code(response) == (400, "invalid_json")
 
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH", "DELETE", "POST"])

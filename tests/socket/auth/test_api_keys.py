@@ -54,8 +54,8 @@ def test_a_key_is_shown_once_and_its_secret_is_kept_nowhere(
 def test_the_answer_with_a_secret_may_be_stored_by_nobody(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    answer = gateway_with_worker.admin.post("/admin/v1/keys", json={"name": "Ann"})
-    assert answer.headers["cache-control"] == "no-store"
+    response = gateway_with_worker.admin.post("/admin/v1/keys", json={"name": "Ann"})
+    assert response.headers["cache-control"] == "no-store"
 
 
 def test_a_key_opens_the_data_plane_and_survives_a_restart(
@@ -119,17 +119,17 @@ def test_wrong_terms_are_named_and_make_no_key(
     gateway: RunningGateway, terms: dict[str, Any], param: str, word: str
 ) -> None:
     """CVE-2026-47102: what a caller may set is a list of fields, and no other is looked at."""
-    answer = gateway.admin.post("/admin/v1/keys", json=terms)
-    assert status_and_code(answer) == (400, "invalid_value")
-    assert answer.json()["error"]["param"] == param
-    assert word in answer.json()["error"]["message"]
+    response = gateway.admin.post("/admin/v1/keys", json=terms)
+    assert status_and_code(response) == (400, "invalid_value")
+    assert response.json()["error"]["param"] == param
+    assert word in response.json()["error"]["message"]
     assert gateway.admin.get("/admin/v1/keys").json() == {"keys": []}
 
 
 def test_every_wrong_field_is_named(gateway: RunningGateway) -> None:
-    answer = gateway.admin.post("/admin/v1/keys", json={"team": "-", "tokens_a_day": -1})
+    response = gateway.admin.post("/admin/v1/keys", json={"team": "-", "tokens_a_day": -1})
     for field in ("name", "team", "tokens_a_day"):
-        assert f"{field}: " in answer.json()["error"]["message"]
+        assert f"{field}: " in response.json()["error"]["message"]
 
 
 def test_terms_are_changed_while_it_runs_and_null_takes_a_limit_away(
@@ -144,9 +144,9 @@ def test_terms_are_changed_while_it_runs_and_null_takes_a_limit_away(
         path, json={"requests_a_minute": None, "team": "lab"}
     ).json()
     assert (changed["requests_a_minute"], changed["team"]) == (None, "lab")
-    answer = gateway_with_worker.chat()
-    assert answer.status_code == 200
-    assert not [name for name in answer.headers if name.startswith("x-ratelimit")]
+    response = gateway_with_worker.chat()
+    assert response.status_code == 200
+    assert not [name for name in response.headers if name.startswith("x-ratelimit")]
 
 
 def test_a_change_keeps_what_was_used(gateway_with_worker: RunningGateway) -> None:
@@ -160,12 +160,12 @@ def test_a_change_keeps_what_was_used(gateway_with_worker: RunningGateway) -> No
 
 def test_there_is_no_way_to_a_key_that_was_never_made(gateway: RunningGateway) -> None:
     path = "/admin/v1/keys/key-000000000000"
-    for answer in (
+    for response in (
         gateway.admin.get(path),
         gateway.admin.delete(path),
         gateway.admin.patch(path, json={}),
     ):
-        assert status_and_code(answer) == (404, "key_not_found")
+        assert status_and_code(response) == (404, "key_not_found")
 
 
 async def test_one_secret_serves_one_purpose(tmp_path: Path) -> None:
@@ -318,8 +318,8 @@ def test_an_expired_key_stops_and_so_does_its_stream(
     made = gateway_with_worker.create_key(expires_at=soon.isoformat())
     gateway_with_worker.use_key(made["secret"])
     worker.script = Script(hang_after=3)
-    with gateway_with_worker.stream() as answer:
-        received = b"".join(answer.iter_raw())
+    with gateway_with_worker.stream() as response:
+        received = b"".join(response.iter_raw())
     assert b'"code":"key_revoked"' in received
     assert status_and_code(gateway_with_worker.chat()) == (401, "invalid_api_key")
     assert (
@@ -352,8 +352,8 @@ def test_f50_a_key_that_another_gateway_revokes_stops_here_too(
         here.use_key(made["secret"])
         wait_until(lambda: httpx.get(f"{here.url}/v1/models").status_code == 401)
         worker.script = Script(hang_after=3)
-        with here.stream() as answer:
-            pieces = answer.iter_raw()
+        with here.stream() as response:
+            pieces = response.iter_raw()
             next(pieces)
             there.admin.delete(f"/admin/v1/keys/{made['id']}")
             rest = b"".join(pieces)

@@ -72,15 +72,15 @@ def test_unknown_wrong_expired_and_revoked_keys_get_one_answer(
         "Bearer",
         "Bearer \xe9\x80",
     )
-    answers = set()
+    responses = set()
     for authorization in offered:
         headers = [(b"authorization", authorization.encode("latin-1"))] if authorization else []
-        answer = gateway_with_worker.client.post(
+        response = gateway_with_worker.client.post(
             "/v1/chat/completions", json=chat_body(), headers=headers
         )
-        answers.add((answer.status_code, answer.text, answer.headers["www-authenticate"]))
-    assert len(answers) == 1
-    assert next(iter(answers))[0] == 401
+        responses.add((response.status_code, response.text, response.headers["www-authenticate"]))
+    assert len(responses) == 1
+    assert next(iter(responses))[0] == 401
 
 
 def test_the_static_key_stays_a_key_without_limits(tmp_path: Path, worker: ScriptedWorker) -> None:
@@ -160,9 +160,9 @@ def test_no_request_ever_spills_to_a_pool_of_others(
     with ThreadPoolExecutor(8) as pool:
 
         def ask(_: int) -> str:
-            with gateway_with_worker.stream(temperature=0) as answer:
-                answer.read()
-                return answer.headers["x-paceline-pool"]
+            with gateway_with_worker.stream(temperature=0) as response:
+                response.read()
+                return response.headers["x-paceline-pool"]
 
         asked = [pool.submit(ask, one) for one in range(6)]
         wait_until(lambda: worker.in_flight == 4)
@@ -187,10 +187,10 @@ def test_a_request_asks_for_no_more_priority_than_its_key_has(
 ) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key(priority=highest)["secret"])
     headers = {"x-paceline-priority": asked}
-    answer = gateway_with_worker.client.post(
+    response = gateway_with_worker.client.post(
         "/v1/chat/completions", json=chat_body(), headers=headers
     )
-    assert answer.status_code == status
+    assert response.status_code == status
     if status == 400:
-        assert answer.json()["error"]["param"] == "x-paceline-priority"
-        assert asked not in answer.json()["error"]["message"].partition(": ")[2].split(", ")
+        assert response.json()["error"]["param"] == "x-paceline-priority"
+        assert asked not in response.json()["error"]["message"].partition(": ")[2].split(", ")

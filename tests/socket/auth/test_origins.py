@@ -68,14 +68,14 @@ def test_a_foreign_name_opens_no_route(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     headers = {"host": "evil.example"}
-    answers = [gateway_with_worker.client.get(route, headers=headers) for route in ROUTES]
-    answers.append(
+    responses = [gateway_with_worker.client.get(route, headers=headers) for route in ROUTES]
+    responses.append(
         gateway_with_worker.client.post("/v1/chat/completions", json=chat_body(), headers=headers)
     )
-    assert {(answer.status_code, answer.json()["error"]["code"]) for answer in answers} == {
+    assert {(response.status_code, response.json()["error"]["code"]) for response in responses} == {
         (421, "host_not_allowed")
     }
-    assert "PACELINE_ALLOWED_HOSTS" in answers[0].json()["error"]["message"]
+    assert "PACELINE_ALLOWED_HOSTS" in responses[0].json()["error"]["message"]
     assert not worker.requests
 
 
@@ -84,8 +84,8 @@ def test_names_are_configured_with_commas(
 ) -> None:
     monkeypatch.setenv("PACELINE_ALLOWED_HOSTS", "line.example, other.example")
     with RunningGateway(make_settings(tmp_path)) as gateway:
-        answer = gateway.client.get("/livez", headers={"host": "other.example:8000"})
-        assert answer.status_code == 200
+        response = gateway.client.get("/livez", headers={"host": "other.example:8000"})
+        assert response.status_code == 200
 
 
 def test_no_header_of_the_client_reaches_a_worker(
@@ -107,15 +107,15 @@ def test_no_header_of_the_client_reaches_a_worker(
         "user-agent": "canary-agent",
         "x-request-id": "canary id\twith spaces",
     }
-    answer = gateway_with_worker.client.post(
+    response = gateway_with_worker.client.post(
         "/v1/chat/completions", json=chat_body(temperature=0), headers=sent
     )
-    assert answer.status_code == 200
+    assert response.status_code == 200
     (heard,) = worker.requests
     assert "canary" not in repr(heard)
     assert heard.headers["authorization"] == f"Bearer {JOIN_TOKEN}"
     assert heard.headers["x-paceline-lane"] == "text-mtp"
-    assert heard.headers["x-request-id"] == answer.headers["x-request-id"]
+    assert heard.headers["x-request-id"] == response.headers["x-request-id"]
     assert set(heard.headers) <= {
         *("host", "accept", "authorization", "content-type", "content-length", "x-request-id"),
         *("x-paceline-lane", "x-paceline-prefix-key"),
@@ -133,9 +133,9 @@ def test_no_header_of_a_worker_reaches_the_client(
         body=body,
         headers=tuple((name.encode(), b"canary") for name in canaries),
     )
-    answer = gateway_with_worker.chat()
-    assert "canary" not in repr(answer.headers)
-    assert set(answer.headers) - {"date", "retry-after"} <= {
+    response = gateway_with_worker.chat()
+    assert "canary" not in repr(response.headers)
+    assert set(response.headers) - {"date", "retry-after"} <= {
         *("content-type", "content-length", "x-request-id", "x-paceline-pool"),
         *("x-paceline-worker", "x-paceline-reason", "x-paceline-prefix", "x-paceline-attempts"),
     }
@@ -161,11 +161,11 @@ def blind(
     """Send what a page can send to another site; headers are named with underscores."""
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     named["content-type"] = kind
-    answer = httpx.post(
+    response = httpx.post(
         gateway.url + path, content=json.dumps(ROUTES_test_foreign_pages[path]), headers=named
     )
-    told = answer.json()
-    return answer.status_code, told.get("error", {}).get("code", ""), answer.headers
+    told = response.json()
+    return response.status_code, told.get("error", {}).get("code", ""), response.headers
 
 
 @pytest.mark.parametrize("path", ROUTES_test_foreign_pages)

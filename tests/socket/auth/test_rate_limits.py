@@ -48,9 +48,9 @@ def test_a_stream_and_an_error_tell_of_limits_too(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key(requests_a_minute=9)["secret"])
-    with gateway_with_worker.stream() as answer:
-        assert answer.headers["x-ratelimit-remaining-requests"] == "8"
-        assert answer.read().endswith(DONE)
+    with gateway_with_worker.stream() as response:
+        assert response.headers["x-ratelimit-remaining-requests"] == "8"
+        assert response.read().endswith(DONE)
     assert gateway_with_worker.chat(temperature=9).headers["x-ratelimit-remaining-requests"] == "8"
     worker.script = Script(status=500)
     broken = gateway_with_worker.chat()
@@ -65,8 +65,8 @@ def test_without_limits_nothing_is_told_of_them(gateway_with_worker: RunningGate
     ]
 
 
-def left_tokens(answer: httpx.Response) -> int:
-    return int(answer.headers["x-ratelimit-remaining-tokens"])
+def left_tokens(response: httpx.Response) -> int:
+    return int(response.headers["x-ratelimit-remaining-tokens"])
 
 
 def test_f52_tokens_are_reserved_before_and_settled_after_with_what_the_worker_told(
@@ -98,19 +98,19 @@ def test_a_refused_request_costs_nothing(
     gateway_with_worker.use_key(
         gateway_with_worker.create_key(tokens_a_day=2000, requests_a_minute=50)["secret"]
     )
-    answer = gateway_with_worker.chat(**refused)
-    assert answer.status_code in {400, 404}
-    assert left_tokens(answer) == 2000
-    assert answer.headers["x-ratelimit-remaining-requests"] == "50"
+    response = gateway_with_worker.chat(**refused)
+    assert response.status_code in {400, 404}
+    assert left_tokens(response) == 2000
+    assert response.headers["x-ratelimit-remaining-requests"] == "50"
 
 
 def test_a_request_that_found_no_worker_costs_nothing(gateway: RunningGateway) -> None:
     gateway.use_key(gateway.create_key(tokens_a_day=2000, requests_a_minute=50)["secret"])
     for _ in range(2):
-        answer = gateway.chat(max_tokens=10)
-        assert status_and_code(answer) == (503, "no_worker")
-        assert left_tokens(answer) == 2000
-        assert answer.headers["x-ratelimit-remaining-requests"] == "50"
+        response = gateway.chat(max_tokens=10)
+        assert status_and_code(response) == (503, "no_worker")
+        assert left_tokens(response) == 2000
+        assert response.headers["x-ratelimit-remaining-requests"] == "50"
 
 
 def test_a_request_that_a_worker_broke_is_not_paid_by_guess(
@@ -118,8 +118,8 @@ def test_a_request_that_a_worker_broke_is_not_paid_by_guess(
 ) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key(tokens_a_day=2000)["secret"])
     worker.script = Script(cut_after=2)
-    with gateway_with_worker.stream(max_tokens=100) as answer:
-        assert b"worker_lost" in answer.read()
+    with gateway_with_worker.stream(max_tokens=100) as response:
+        assert b"worker_lost" in response.read()
     worker.script = Script(status=500)
     assert left_tokens(gateway_with_worker.chat(max_tokens=100)) == 2000
 
@@ -129,8 +129,8 @@ def test_who_leaves_early_pays_the_reservation(
 ) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key(tokens_a_day=2000)["secret"])
     worker.script = Script(hang_after=2)
-    with gateway_with_worker.stream(max_tokens=100) as answer:
-        next(answer.iter_raw())
+    with gateway_with_worker.stream(max_tokens=100) as response:
+        next(response.iter_raw())
     assert worker.client_disconnected.wait(10)
     worker.script = Script()
     reserved = 4 + 100
@@ -144,9 +144,9 @@ def test_who_leaves_before_any_worker_began_pays_nothing(
     first, second = gateway.create_key(), gateway.create_key(tokens_a_day=2000)
     second_worker.script = Script(hang=True)
     gateway.send_heartbeat(second_worker, lanes=(lane_report("vlm", slots=1),))
-    with ThreadPoolExecutor(1) as aside:
+    with ThreadPoolExecutor(1) as executor:
         gateway.use_key(first["secret"])
-        running = aside.submit(gateway.chat)
+        running = executor.submit(gateway.chat)
         wait_until(lambda: second_worker.in_flight == 1)
         worker.script = Script(status=503)
         gateway.send_heartbeat(worker)
@@ -183,7 +183,7 @@ def test_many_at_once_never_get_more_than_the_limit(
     key = gateway_with_worker.create_key(requests_a_minute=7)
     url = f"{gateway_with_worker.url}/v1/chat/completions"
     with ThreadPoolExecutor(16) as pool:
-        answers = list(
+        responses = list(
             pool.map(
                 lambda _: (
                     httpx.post(url, json=chat_body(), headers=bearer_headers(key)).status_code
@@ -191,9 +191,9 @@ def test_many_at_once_never_get_more_than_the_limit(
                 range(32),
             )
         )
-    assert answers.count(200) == len(worker.requests)
-    assert 7 <= answers.count(200) <= 8, "one more where the test took eight seconds"
-    assert set(answers) == {200, 429}
+    assert responses.count(200) == len(worker.requests)
+    assert 7 <= responses.count(200) <= 8, "one more where the test took eight seconds"
+    assert set(responses) == {200, 429}
 
 
 def test_a_budget_for_a_day_survives_a_restart(tmp_path: Path, worker: ScriptedWorker) -> None:

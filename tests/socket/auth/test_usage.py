@@ -184,11 +184,11 @@ def test_streams_count_and_who_leaves_is_counted_as_guessed(
 ) -> None:
     key = gateway_with_worker.create_key()
     gateway_with_worker.use_key(key["secret"])
-    with gateway_with_worker.stream() as answer:
-        answer.read()
+    with gateway_with_worker.stream() as response:
+        response.read()
     worker.script = Script(hang_after=2)
-    with gateway_with_worker.stream(max_tokens=50) as answer:
-        next(answer.iter_raw())
+    with gateway_with_worker.stream(max_tokens=50) as response:
+        next(response.iter_raw())
     wait_until(lambda: row(usage_of(gateway_with_worker), key["id"])["requests"] == 2)
     told = row(usage_of(gateway_with_worker), key["id"])
     assert (told["prompt_tokens"], told["guessed_tokens"]) == (7, 4 + 50)
@@ -203,12 +203,12 @@ def test_usage_comes_as_csv_by_name_or_by_wish(gateway_with_worker: RunningGatew
     key = gateway_with_worker.create_key(name="Ann", team="lab")
     gateway_with_worker.use_key(key["secret"])
     gateway_with_worker.chat()
-    for answer in (
+    for response in (
         gateway_with_worker.admin.get("/admin/v1/usage?format=csv"),
         gateway_with_worker.admin.get("/admin/v1/usage", headers={"accept": "text/csv"}),
     ):
-        assert answer.headers["content-type"] == "text/csv; charset=utf-8"
-        (told,) = csv.DictReader(io.StringIO(answer.text))
+        assert response.headers["content-type"] == "text/csv; charset=utf-8"
+        (told,) = csv.DictReader(io.StringIO(response.text))
         assert (told["key"], told["name"], told["team"]) == (key["id"], "Ann", "lab")
         assert tuple(told)[4:] == UsageRow._fields[2:]
         assert told["prompt_tokens"] == "7"
@@ -225,9 +225,9 @@ def test_usage_comes_as_csv_by_name_or_by_wish(gateway_with_worker: RunningGatew
     ],
 )
 def test_a_wrong_question_is_named(gateway: RunningGateway, query: str, param: str) -> None:
-    answer = gateway.admin.get(f"/admin/v1/usage{query}")
-    assert status_and_code(answer) == (400, "invalid_value")
-    assert answer.json()["error"]["param"] == param
+    response = gateway.admin.get(f"/admin/v1/usage{query}")
+    assert status_and_code(response) == (400, "invalid_value")
+    assert response.json()["error"]["param"] == param
 
 
 def test_days_outside_the_question_are_left_out(gateway_with_worker: RunningGateway) -> None:
@@ -286,8 +286,8 @@ def test_a_team_keeps_what_its_key_used_before_it_changed_teams(
     key = gateway_with_worker.create_key(team="lab")
     for team in ("lab", "shop"):
         gateway_with_worker.admin.patch(f"/admin/v1/keys/{key['id']}", json={"team": team})
-        answer = gateway_with_worker.client.get("/v1/models", headers=bearer_headers(key))
-        assert answer.status_code == 200
+        response = gateway_with_worker.client.get("/v1/models", headers=bearer_headers(key))
+        assert response.status_code == 200
         gateway_with_worker.use_key(key["secret"])
         assert gateway_with_worker.chat().status_code == 200
     told = usage_of(gateway_with_worker)["teams"]

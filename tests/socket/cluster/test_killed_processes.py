@@ -85,15 +85,15 @@ class Line:
     def ask(self, client: httpx.Client, name: str) -> None:
         """Ask one gateway, and note what came of it."""
         try:
-            answer = client.post(f"{self.urls[name]}/v1/chat/completions", json=chat_body())
+            response = client.post(f"{self.urls[name]}/v1/chat/completions", json=chat_body())
         except (httpx.HTTPError, KeyError):
             self.bad["gateway"] += 1
             return
-        if answer.is_success:
-            worker = answer.headers["x-paceline-worker"]
+        if response.is_success:
+            worker = response.headers["x-paceline-worker"]
             self.good.append(Answered(time.monotonic(), name, worker))
         else:
-            self.bad[answer.json()["error"]["code"]] += 1
+            self.bad[response.json()["error"]["code"]] += 1
 
     def load(self) -> None:
         """Be one client of both gateways, until the end is asked for."""

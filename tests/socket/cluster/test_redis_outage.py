@@ -208,8 +208,8 @@ def test_f31_an_edit_that_was_not_answered_says_so_and_sent_again_it_is_done_onc
 
     def edit() -> tuple[int, str]:
         document = before.json() | {"prefix": {"max_workers": 2}}
-        answer = gateway.admin.put(path, json=document, headers=headers)
-        return (200, "") if answer.is_success else status_and_code(answer)
+        response = gateway.admin.put(path, json=document, headers=headers)
+        return (200, "") if response.is_success else status_and_code(response)
 
     def edit_while_it_is_frozen() -> tuple[int, str]:
         private_redis.freeze()

@@ -163,13 +163,13 @@ def test_a_worker_is_drained_once_it_has_nothing_of_any_gateway(
     wait_until(lambda: second.client.get("/readyz").is_success)
     worker.script = Script(hang_after=1)
     busy = [lane_report("vlm", running=1).model_dump()]
-    with first.stream() as answer, ThreadPoolExecutor(1) as aside:
-        pieces = answer.iter_raw()
+    with first.stream() as response, ThreadPoolExecutor(1) as executor:
+        pieces = response.iter_raw()
         next(pieces)
         worker.status_report = worker.report(lanes=busy)
         soon = second.admin.post(DRAIN, params={"timeout_s": "2"}).json()
         assert (soon["drained"], soon["in_flight"]) == (False, 0), "another one's stream runs there"
-        drained = aside.submit(second.admin.post, DRAIN)
+        drained = executor.submit(second.admin.post, DRAIN)
         worker.resume.set()
         assert b"".join(pieces).endswith(DONE)
         worker.status_report = None
@@ -185,10 +185,10 @@ def test_a_drain_ends_where_the_cordon_is_lifted_at_another_gateway(
     keep_joined(first)
     wait_until(lambda: second.client.get("/readyz").is_success)
     worker.script = Script(hang_after=1)
-    with first.stream() as answer, ThreadPoolExecutor(1) as aside:
-        pieces = answer.iter_raw()
+    with first.stream() as response, ThreadPoolExecutor(1) as executor:
+        pieces = response.iter_raw()
         next(pieces)
-        drained = aside.submit(first.admin.post, DRAIN, params={"timeout_s": "600"})
+        drained = executor.submit(first.admin.post, DRAIN, params={"timeout_s": "600"})
         wait_until(lambda: state_of(second) == "cordoned")
         assert second.admin.delete(CORDON).status_code == 204
         assert not drained.result().json()["drained"]
@@ -229,11 +229,11 @@ def test_gateways_that_are_killed_under_load_lose_and_double_nothing_that_was_to
         wait_until(lambda: told(at_first) == told(at_second) == sure)
 
         with ThreadPoolExecutor(1) as beside:
-            answers = beside.submit(asked, at_first, 3000)
+            responses = beside.submit(asked, at_first, 3000)
             wait_until(lambda: told(at_second) > sure)
             first.process.kill()
             first.wait_for_end()
-            answered = answers.result()
+            answered = responses.result()
         threading.Event().wait(1.5)
         known = told(at_second)
         # A request that was counted may have lost its client in the same moment.
@@ -257,9 +257,9 @@ def soon_at(gateway: RunningGateway, holds: Callable[[], bool]) -> None:
     left_s, until_s, began_s = 2.0, time.monotonic() + 60, time.monotonic()
     while not holds():
         time.sleep(0.02)
-        answers = "paceline_store_degraded 0.0" in gateway.client.get("/metrics").text
+        responses = "paceline_store_degraded 0.0" in gateway.client.get("/metrics").text
         since_s, began_s = began_s, time.monotonic()
-        left_s -= began_s - since_s if answers else 0.0
+        left_s -= began_s - since_s if responses else 0.0
         assert left_s > 0, "it did not come true in time"
         assert began_s < until_s, "Redis is away"
 
@@ -325,9 +325,9 @@ def test_a_limit_is_one_over_all_gateways(
         return dict(left).get("x-ratelimit-remaining-requests") == "2"
 
     wait_until(told)
-    answers = [second.chat() for _ in range(4)]
-    assert [answer.status_code for answer in answers].count(200) == 2
-    assert status_and_code(answers[-1]) == (429, "requests_a_minute_exceeded")
+    responses = [second.chat() for _ in range(4)]
+    assert [response.status_code for response in responses].count(200) == 2
+    assert status_and_code(responses[-1]) == (429, "requests_a_minute_exceeded")
 
 
 def test_a_daily_budget_is_one_over_all_gateways(
@@ -350,8 +350,8 @@ def test_requests_at_once_are_counted_over_all_gateways(
 ) -> None:
     first, second = two_with_one_key(make_cluster_gateway, worker, concurrent_requests=1)
     worker.script = Script(hang_after=1)
-    with first.stream() as answer:
-        pieces = answer.iter_raw()
+    with first.stream() as response:
+        pieces = response.iter_raw()
         next(pieces)
         worker.script = Script()
         wait_until(lambda: second.chat().status_code == 429)

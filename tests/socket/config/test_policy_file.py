@@ -268,8 +268,8 @@ def listing(pool: str) -> dict[str, Any]:
 
 def test_a_policy_that_would_stop_the_next_start_is_not_taken(file: Path, tmp_path: Path) -> None:
     with running(file, tmp_path, **listing("a")) as gateway, PolicyAdmin(gateway.url) as admin:
-        for answer in (admin.put(single_pool_policy("b")), admin.patch({"pools": {"a": None}})):
-            assert answer.status_code == 400
+        for response in (admin.put(single_pool_policy("b")), admin.patch({"pools": {"a": None}})):
+            assert response.status_code == 400
         assert "'studio' is configured for the pool 'a'" in admin.put(single_pool_policy("b")).text
         assert not admin.post("/validate", single_pool_policy("b"))["valid"]
         file.write_text(to_yaml(single_pool_policy("b")))

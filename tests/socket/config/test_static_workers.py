@@ -53,10 +53,10 @@ def test_a_listed_server_answers_without_a_heartbeat(
 ) -> None:
     with gateway_with(tmp_path, static_worker(url=f"{worker.url}/v1")) as gateway:
         wait_until(lambda: ready(gateway))
-        answer = gateway.chat(temperature=0)
-        assert answer.status_code == 200
-        assert answer.headers["x-paceline-worker"] == "studio"
-        assert answer.headers["x-paceline-pool"] == "text-mtp"
+        response = gateway.chat(temperature=0)
+        assert response.status_code == 200
+        assert response.headers["x-paceline-worker"] == "studio"
+        assert response.headers["x-paceline-pool"] == "text-mtp"
         assert gateway.chat().headers["x-paceline-pool"] == "vlm"
         with gateway.stream() as streamed:
             assert streamed.read().endswith(b"data: [DONE]\n\n")
@@ -95,19 +95,19 @@ def test_all_models_of_a_server_are_served_and_its_slots_are_shared(
 ) -> None:
     worker.script.hang = True
     two = static_worker(url=worker.url, models=["demo", "other"], slots=2)
-    with gateway_with(tmp_path, two) as gateway, ThreadPoolExecutor(3) as aside:
+    with gateway_with(tmp_path, two) as gateway, ThreadPoolExecutor(3) as executor:
         wait_until(lambda: ready(gateway))
         asked = [
-            aside.submit(gateway.chat, temperature=0),
-            aside.submit(gateway.chat, model="other"),
+            executor.submit(gateway.chat, temperature=0),
+            executor.submit(gateway.chat, model="other"),
         ]
         wait_until(lambda: worker.in_flight == 2)
-        asked.append(aside.submit(gateway.chat))
+        asked.append(executor.submit(gateway.chat))
         wait_until(lambda: gateway.status()["pools"]["vlm"]["waiting"] == 1)
         assert worker.in_flight == 2
         assert told_by_status(gateway).count(" 1/2 ") >= 2, "one in each lane"
         worker.resume.set()
-        assert {answer.result().status_code for answer in asked} == {200}
+        assert {response.result().status_code for response in asked} == {200}
         assert gateway.status()["models"]["other"]["workers"] == ["studio"]
 
 
@@ -115,8 +115,8 @@ def test_a_server_that_is_down_is_out_and_its_model_is_known_all_the_same(tmp_pa
     away = ScriptedWorker()
     with gateway_with(tmp_path, static_worker(url=away.url)) as gateway:
         away.socket.close()
-        answer = gateway.chat()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+        response = gateway.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "no_worker")
         assert gateway.client.get("/readyz").status_code == 503
 
 
@@ -136,11 +136,11 @@ def test_a_server_that_fails_is_ejected_like_any_other(
     both = (static_worker(id="a", url=worker.url), static_worker(id="b", url=second_worker.url))
     with gateway_with(tmp_path, *both) as gateway:
         wait_until(lambda: len(gateway.status()["pools"]["vlm"]["workers"]) == 2)
-        answers = []
+        responses = []
         while gateway.status()["workers"]["a"]["state"] != "ejected":
-            answers.append(gateway.chat())
-        assert [answer.status_code for answer in answers].count(502) == 5
-        assert not any(b"/Users" in answer.content for answer in answers)
+            responses.append(gateway.chat())
+        assert [response.status_code for response in responses].count(502) == 5
+        assert not any(b"/Users" in response.content for response in responses)
         assert {gateway.chat().status_code for _ in range(5)} == {200}
 
 

@@ -56,9 +56,9 @@ def test_f19_retry_after_is_heeded_within_reason_and_ejects_nobody(
     seconds: str,
 ) -> None:
     worker.script = Script(status=status, headers=((b"retry-after", value),))
-    answer = gateway_with_worker.chat()
-    assert (answer.status_code, answer.headers["retry-after"]) == (503, seconds)
-    assert answer.json()["error"]["code"] == "workers_busy"
+    response = gateway_with_worker.chat()
+    assert (response.status_code, response.headers["retry-after"]) == (503, seconds)
+    assert response.json()["error"]["code"] == "workers_busy"
     shown = state(gateway_with_worker, "fake-a")
     assert shown["state"] in {"busy", "ready"}
     assert shown["ejection"] == {"remaining_s": 0, "reason": "", "count": 0}
@@ -69,13 +69,13 @@ def test_f19_while_a_worker_is_busy_the_other_is_asked_and_it_alone(
 ) -> None:
     worker.script = Script(status=429, headers=((b"retry-after", b"30"),))
     gateway_with_worker.send_heartbeat(second_worker)
-    answers = [gateway_with_worker.chat() for _ in range(10)]
-    assert {answer.status_code for answer in answers} == {200}
+    responses = [gateway_with_worker.chat() for _ in range(10)]
+    assert {response.status_code for response in responses} == {200}
     assert len(worker.requests) <= 1
     second_worker.script = Script(status=503, headers=((b"retry-after", b"7"),))
-    answer = gateway_with_worker.chat()
-    assert answer.status_code == 503
-    assert int(answer.headers["retry-after"]) <= 7, "the sooner of the two"
+    response = gateway_with_worker.chat()
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) <= 7, "the sooner of the two"
     heard = len(worker.requests) + len(second_worker.requests)
     again = gateway_with_worker.chat()
     assert again.json()["error"]["code"] == "workers_busy"
@@ -135,8 +135,8 @@ def test_f22_when_all_fail_the_last_one_is_still_asked_and_without_any_it_is_sai
     assert gateway_with_worker.chat().status_code == 200, "an ejected worker is better than none"
     for name in ("fake-a", "fake-b"):
         gateway_with_worker.client.delete(f"/admin/v1/workers/{name}", headers=bearer)
-    answer = gateway_with_worker.chat()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_worker")
+    response = gateway_with_worker.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "no_worker")
     assert gateway_with_worker.status()["pools"]["vlm"]["waiting"] == 0
 
 
@@ -147,11 +147,11 @@ def test_f28_no_more_than_a_fifth_and_three_are_tried_again_when_all_refuse(
     for one in gone:
         one.socket.close()
         gateway.send_heartbeat(one)
-    with ThreadPoolExecutor(20) as aside:
-        answers = [one.result() for one in [aside.submit(gateway.chat) for _ in range(40)]]
-    assert {answer.status_code for answer in answers} == {503}
-    assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
-    most = max(int(answer.headers.get("x-paceline-attempts", "1")) for answer in answers)
+    with ThreadPoolExecutor(20) as executor:
+        responses = [one.result() for one in [executor.submit(gateway.chat) for _ in range(40)]]
+    assert {response.status_code for response in responses} == {503}
+    assert all(int(response.headers["retry-after"]) >= 1 for response in responses)
+    most = max(int(response.headers.get("x-paceline-attempts", "1")) for response in responses)
     assert most <= len(gone), "each worker is asked at most once"
 
 
@@ -159,8 +159,8 @@ def test_f49_a_worker_that_is_removed_finishes_its_stream_and_gets_nothing_new(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
-    with gateway_with_worker.stream() as answer:
-        pieces = answer.iter_raw()
+    with gateway_with_worker.stream() as response:
+        pieces = response.iter_raw()
         received = next(pieces)
         bearer = {"authorization": f"Bearer {JOIN_TOKEN}"}
         assert (
@@ -216,9 +216,9 @@ def test_f19_a_worker_that_asks_for_time_gets_it_within_reason_and_the_client_is
     worker.script = busy(told, status)
     began_s = time.monotonic()
     for _ in range(3):
-        answer = gateway_with_worker.chat()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "workers_busy")
-        assert within_s[0] <= int(answer.headers["retry-after"]) <= within_s[1]
+        response = gateway_with_worker.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "workers_busy")
+        assert within_s[0] <= int(response.headers["retry-after"]) <= within_s[1]
     took_s = time.monotonic() - began_s
     assert len(worker.requests) <= 1 + took_s // within_s[0], "it is left alone for that time"
     assert state_test_ejection(gateway_with_worker, worker) != "ejected"
@@ -239,8 +239,8 @@ def test_f20_a_worker_that_fails_five_times_in_a_row_gets_nothing_more(
 ) -> None:
     gateway_with_worker.send_heartbeat(second_worker)
     worker.script = Script(status=500)
-    answers = [gateway_with_worker.chat() for _ in range(40)]
-    codes = [answer.status_code for answer in answers]
+    responses = [gateway_with_worker.chat() for _ in range(40)]
+    codes = [response.status_code for response in responses]
     assert codes.count(502) == 5
     assert set(codes) == {200, 502}
     assert state_test_ejection(gateway_with_worker, worker) == "ejected"
@@ -251,9 +251,9 @@ def test_f22_when_none_can_be_connected_to_it_is_a_503_that_says_when_to_come_ba
     gateway_behind_proxy: RunningGateway, proxy: FaultProxy
 ) -> None:
     proxy.refuse()
-    answers = [gateway_behind_proxy.chat() for _ in range(8)]
-    assert {answer.status_code for answer in answers} == {503}
-    assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+    responses = [gateway_behind_proxy.chat() for _ in range(8)]
+    assert {response.status_code for response in responses} == {503}
+    assert all(int(response.headers["retry-after"]) >= 1 for response in responses)
     proxy.listen()
     assert gateway_behind_proxy.chat().status_code == 200
 
@@ -281,8 +281,8 @@ def test_f49_a_worker_that_is_removed_finishes_its_streams_and_gets_nothing_new(
     goodbye: bool,
 ) -> None:
     worker.script.hang_after = 2
-    with gateway_with_worker.stream() as answer:
-        pieces = answer.iter_raw()
+    with gateway_with_worker.stream() as response:
+        pieces = response.iter_raw()
         received = next(pieces)
         gateway_with_worker.send_heartbeat(second_worker)
         if goodbye:

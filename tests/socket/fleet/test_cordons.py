@@ -120,15 +120,15 @@ def test_who_waits_in_line_is_served_once_the_cordon_is_lifted(
 ) -> None:
     """With every slot taken the fifth request stands in line; a cordon does not send it away."""
     worker.script = Script(hang=True)
-    with ThreadPoolExecutor(5) as aside:
-        asked = [aside.submit(gateway_with_worker.chat) for _ in range(5)]
+    with ThreadPoolExecutor(5) as executor:
+        asked = [executor.submit(gateway_with_worker.chat) for _ in range(5)]
         wait_until(lambda: gateway_with_worker.status()["pools"]["vlm"]["waiting"] == 1)
         cordon(gateway_with_worker)
         worker.resume.set()
-        wait_until(lambda: sum(answer.done() for answer in asked) == 4)
+        wait_until(lambda: sum(response.done() for response in asked) == 4)
         assert len(worker.requests) == 4
         uncordon(gateway_with_worker)
-        assert [answer.result().status_code for answer in asked] == [200] * 5
+        assert [response.result().status_code for response in asked] == [200] * 5
 
 
 def test_a_cordon_outlives_the_worker_and_the_gateway(
@@ -172,9 +172,9 @@ def test_draining_answers_once_nothing_runs_there(
         next(lines)
         soon = gateway_with_worker.admin.post(f"{PATH}/fake-a/drain?timeout_s=0").json()
         assert (soon["drained"], soon["in_flight"], soon["state"]) == (False, 1, "cordoned")
-        answers: list[dict[str, Any]] = []
+        responses: list[dict[str, Any]] = []
         thread = threading.Thread(
-            target=lambda: answers.append(
+            target=lambda: responses.append(
                 gateway_with_worker.admin.post(f"{PATH}/fake-a/drain").json()
             )
         )
@@ -182,7 +182,7 @@ def test_draining_answers_once_nothing_runs_there(
         worker.resume.set()
         list(lines)
         thread.join(timeout=30)
-    assert (answers[0]["drained"], answers[0]["in_flight"]) == (True, 0)
+    assert (responses[0]["drained"], responses[0]["in_flight"]) == (True, 0)
 
 
 def test_a_cordon_that_is_lifted_ends_the_wait_for_the_drain(
@@ -192,9 +192,9 @@ def test_a_cordon_that_is_lifted_ends_the_wait_for_the_drain(
     with gateway_with_worker.stream() as stream:
         lines = stream.iter_lines()
         next(lines)
-        answers: list[dict[str, Any]] = []
+        responses: list[dict[str, Any]] = []
         thread = threading.Thread(
-            target=lambda: answers.append(
+            target=lambda: responses.append(
                 gateway_with_worker.admin.post(f"{PATH}/fake-a/drain?timeout_s=600").json()
             )
         )
@@ -203,7 +203,7 @@ def test_a_cordon_that_is_lifted_ends_the_wait_for_the_drain(
             wait_until(lambda: workers(gateway_with_worker)["fake-a"]["state"] == "cordoned")
             assert other.delete(f"{PATH}/fake-a/cordon").status_code == 204
         thread.join(timeout=30)
-        assert not answers[0]["drained"]
+        assert not responses[0]["drained"]
         worker.resume.set()
         assert "data: [DONE]" in list(lines)
 
@@ -214,16 +214,18 @@ def test_a_cordon_that_is_lifted_ends_the_wait_for_the_drain(
 def test_a_worker_that_nobody_knows_is_404(
     gateway_with_worker: RunningGateway, method: str, what: str
 ) -> None:
-    answer = gateway_with_worker.admin.request(method, f"{PATH}/nobody/{what}")
-    assert status_and_code(answer) == (404, "worker_not_found")
+    response = gateway_with_worker.admin.request(method, f"{PATH}/nobody/{what}")
+    assert status_and_code(response) == (404, "worker_not_found")
 
 
 @pytest.mark.parametrize("timeout_s", ["-1", "601", "1.5", "", "ten", "٣"])
 def test_a_time_to_wait_that_is_none_is_refused_by_name(
     gateway_with_worker: RunningGateway, timeout_s: str
 ) -> None:
-    answer = gateway_with_worker.admin.post(f"{PATH}/fake-a/drain", params={"timeout_s": timeout_s})
-    assert (status_and_code(answer), answer.json()["error"]["param"]) == (
+    response = gateway_with_worker.admin.post(
+        f"{PATH}/fake-a/drain", params={"timeout_s": timeout_s}
+    )
+    assert (status_and_code(response), response.json()["error"]["param"]) == (
         (400, "invalid_value"),
         "timeout_s",
     )

@@ -19,12 +19,12 @@ def lane_with(**counts: Any) -> dict[str, Any]:
 def test_a_heartbeat_needs_the_join_token(gateway: RunningGateway, worker: ScriptedWorker) -> None:
     report = worker.report().model_dump(mode="json")
     for headers in ({}, {"authorization": "Bearer wrong"}):
-        answer = gateway.client.put("/admin/v1/workers/fake-a", headers=headers, json=report)
-        assert answer.status_code == 401
-        answer = gateway.client.delete("/admin/v1/workers/fake-a", headers=headers)
-        assert answer.status_code == 401
-    answer = gateway.client.put("/admin/v1/workers/fake-a", headers=BEARER, json=report)
-    assert answer.json() == {"interval_s": 2.0}
+        response = gateway.client.put("/admin/v1/workers/fake-a", headers=headers, json=report)
+        assert response.status_code == 401
+        response = gateway.client.delete("/admin/v1/workers/fake-a", headers=headers)
+        assert response.status_code == 401
+    response = gateway.client.put("/admin/v1/workers/fake-a", headers=BEARER, json=report)
+    assert response.json() == {"interval_s": 2.0}
 
 
 def test_a_heartbeat_with_a_wrong_field_names_it(
@@ -44,15 +44,15 @@ def test_a_heartbeat_with_a_wrong_field_names_it(
         (lane_with(drafted=1, accepted=1, errors=1), "lanes.0.speculation"),
         (lane_with(steps=1, histogram=[1, 1]), "lanes.0.speculation"),
     ):
-        answer = gateway.client.put(
+        response = gateway.client.put(
             "/admin/v1/workers/fake-a", headers=BEARER, json={**report, **change}
         )
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 def test_a_heartbeat_is_bounded(gateway: RunningGateway) -> None:
-    answer = gateway.client.put("/admin/v1/workers/a", headers=BEARER, content=b" " * 300_000)
-    assert answer.status_code == 413
+    response = gateway.client.put("/admin/v1/workers/a", headers=BEARER, content=b" " * 300_000)
+    assert response.status_code == 413
 
 
 def test_a_worker_that_says_goodbye_gets_nothing_more(gateway_with_worker: RunningGateway) -> None:
@@ -70,8 +70,8 @@ def test_a_second_live_worker_with_the_same_id_is_a_409(
 ) -> None:
     other = ScriptedWorker(worker_id="fake-a", boot_id="boot-2")
     other.socket.close()
-    answer = gateway_with_worker.send_heartbeat(other)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "worker_id_taken")
+    response = gateway_with_worker.send_heartbeat(other)
+    assert (response.status_code, response.json()["error"]["code"]) == (409, "worker_id_taken")
 
 
 def test_starting_and_draining_workers_get_nothing_new(
@@ -103,7 +103,7 @@ def test_two_workers_share_the_load(
         )
         worker.resume.set()
         second_worker.resume.set()
-        assert {answer.result().status_code for answer in asked} == {200}
+        assert {response.result().status_code for response in asked} == {200}
     assert gateway_with_worker.status()["pools"]["vlm"]["in_flight"] == 0
 
 
@@ -112,9 +112,9 @@ def test_without_an_mtp_worker_greedy_text_runs_on_vlm_and_says_so(
 ) -> None:
     worker.lanes = ("vlm",)
     gateway.send_heartbeat(worker)
-    answer = gateway.chat(temperature=0)
-    assert answer.headers["x-paceline-pool"] == "vlm"
-    assert answer.headers["x-paceline-reason"] == "no_mtp_worker"
+    response = gateway.chat(temperature=0)
+    assert response.headers["x-paceline-pool"] == "vlm"
+    assert response.headers["x-paceline-reason"] == "no_mtp_worker"
 
 
 def test_probes_tell_alive_from_ready(gateway: RunningGateway, worker: ScriptedWorker) -> None:

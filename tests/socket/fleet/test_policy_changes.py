@@ -53,17 +53,17 @@ def test_f48_who_waits_keeps_its_pool_and_who_comes_later_has_the_new_one(
     join(gateway, worker, slots=1)
     admin.put(single_pool_policy("before"))
     worker.scripts_by_message["hold"] = Script(hang=True)
-    with ThreadPoolExecutor(8) as aside:
-        held = aside.submit(gateway.chat, **user("hold"))
+    with ThreadPoolExecutor(8) as executor:
+        held = executor.submit(gateway.chat, **user("hold"))
         assert worker.request_received.wait(10)
-        early = [aside.submit(gateway.chat) for _ in range(3)]
+        early = [executor.submit(gateway.chat) for _ in range(3)]
         wait_until(lambda: in_line(gateway) == 3)
         assert admin.put(single_pool_policy("after")).status_code == 200
         assert "before" not in gateway.status()["pools"]
-        late = [aside.submit(gateway.chat) for _ in range(3)]
+        late = [executor.submit(gateway.chat) for _ in range(3)]
         wait_until(lambda: in_line(gateway) == 6)
         worker.resume.set()
-        pools = [answer.result().headers["x-paceline-pool"] for answer in (held, *early, *late)]
+        pools = [response.result().headers["x-paceline-pool"] for response in (held, *early, *late)]
     assert pools == ["before"] * 4 + ["after"] * 3
     assert gateway.status()["outcomes"] == {"completed": 7}
 
@@ -73,8 +73,8 @@ def test_f48_a_stream_goes_on_and_its_lane_is_free_again_after_it(
 ) -> None:
     join(gateway, worker, slots=1)
     worker.script = Script(tokens=("one", " two", " three"), hang_after=2)
-    with gateway.stream() as answer:
-        pieces = answer.iter_raw()
+    with gateway.stream() as response:
+        pieces = response.iter_raw()
         received = next(pieces)
         assert admin.put(single_pool_policy("all", lanes=("text-mtp",))).status_code == 200
         worker.resume.set()
@@ -93,15 +93,15 @@ def test_f48_who_is_tried_again_is_tried_by_the_policy_it_began_with(
     admin.put(single_pool_policy("before"))
     join(gateway, worker, slots=1)
     worker.script = Script(hang=True, status=503)
-    with ThreadPoolExecutor(1) as aside:
-        asked = aside.submit(gateway.chat)
+    with ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(gateway.chat)
         assert worker.request_received.wait(10)
         gateway.send_heartbeat(second_worker)
         admin.put(single_pool_policy("after"))
         worker.resume.set()  # to say that it is full
-        answer = asked.result()
-    assert answer.status_code == 200
-    told = [answer.headers[f"x-paceline-{name}"] for name in ("pool", "worker", "attempts")]
+        response = asked.result()
+    assert response.status_code == 200
+    told = [response.headers[f"x-paceline-{name}"] for name in ("pool", "worker", "attempts")]
     assert told == ["before", "fake-b", "2"]
     assert gateway.chat().headers["x-paceline-pool"] == "after"
 
@@ -125,17 +125,17 @@ def test_f48_pools_come_and_go_under_load_and_every_request_is_answered(
         with httpx.Client(base_url=gateway.url, timeout=60) as client:
             while not stop.is_set():
                 body = chat_body(stream=rng.random() < 0.5)
-                answer = client.post("/v1/chat/completions", json=body)
-                assert answer.status_code == 200, answer.text
-                seen[answer.headers["x-paceline-pool"]] += 1
+                response = client.post("/v1/chat/completions", json=body)
+                assert response.status_code == 200, response.text
+                seen[response.headers["x-paceline-pool"]] += 1
 
     def beat() -> None:
         while not stop.wait(1.0):
             for one in workers:
                 join(gateway, one, slots=2)
 
-    with ThreadPoolExecutor(17) as aside:
-        asking = [aside.submit(beat), *(aside.submit(ask, seed) for seed in range(16))]
+    with ThreadPoolExecutor(17) as executor:
+        asking = [executor.submit(beat), *(executor.submit(ask, seed) for seed in range(16))]
         try:
             for number, written in zip(range(30), itertools.cycle(documents), strict=False):
                 assert admin.put(written).status_code == 200

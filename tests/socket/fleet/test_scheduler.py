@@ -53,13 +53,13 @@ def test_f27_no_more_requests_run_on_a_lane_than_it_has_slots(
 ) -> None:
     join(gateway, worker, slots=2)
     worker.script.hang = True
-    with ThreadPoolExecutor(5) as aside:
-        asked = [aside.submit(gateway.chat) for _ in range(5)]
+    with ThreadPoolExecutor(5) as executor:
+        asked = [executor.submit(gateway.chat) for _ in range(5)]
         wait_until(lambda: waiting(gateway, "vlm") == 3)
         assert worker.in_flight == 2
         assert gateway.status()["pools"]["vlm"]["in_flight"] == 2
         worker.resume.set()
-        assert {answer.result().status_code for answer in asked} == {200}
+        assert {response.result().status_code for response in asked} == {200}
     assert waiting(gateway, "vlm") == 0
     assert "paceline_queue_wait_seconds_count" in gateway.client.get("/metrics").text
 
@@ -69,12 +69,12 @@ def test_f27_a_full_speculative_lane_spills_to_vlm_and_the_answer_says_so(
 ) -> None:
     join(gateway, worker)
     worker.scripts_by_message["hold"] = Script(hang=True)
-    with ThreadPoolExecutor(1) as aside:
-        held = aside.submit(gateway.chat, temperature=0, messages=[user("hold")])
+    with ThreadPoolExecutor(1) as executor:
+        held = executor.submit(gateway.chat, temperature=0, messages=[user("hold")])
         assert worker.request_received.wait(10)
-        answer = gateway.chat(temperature=0)
-        assert answer.headers["x-paceline-pool"] == "vlm"
-        assert answer.headers["x-paceline-reason"] == "spilled"
+        response = gateway.chat(temperature=0)
+        assert response.headers["x-paceline-pool"] == "vlm"
+        assert response.headers["x-paceline-reason"] == "spilled"
         worker.resume.set()
         assert held.result().headers["x-paceline-reason"] == "eligible"
     assert gateway.status()["decisions"]["reasons"] == {"eligible": 1, "spilled": 1}
@@ -95,11 +95,11 @@ def test_f27_past_the_bound_and_past_the_time_it_is_a_503_that_says_when_to_come
         document["pools"]["vlm"]["queue"] = {"limit": 1, "timeout_s": 0.5}
 
     worker.script.hang = True
-    with with_policy(tmp_path, short) as gateway, ThreadPoolExecutor(2) as aside:
+    with with_policy(tmp_path, short) as gateway, ThreadPoolExecutor(2) as executor:
         join(gateway, worker)
-        held = aside.submit(gateway.chat)
+        held = executor.submit(gateway.chat)
         assert worker.request_received.wait(10)
-        late = aside.submit(gateway.chat)
+        late = executor.submit(gateway.chat)
         wait_until(lambda: waiting(gateway, "vlm") == 1)
         full = gateway.chat()
         assert status_and_code(full) == (503, "queue_full")
@@ -115,8 +115,8 @@ def test_f08_a_client_that_leaves_the_line_frees_its_place(
 ) -> None:
     join(gateway, worker)
     worker.script.hang = True
-    with ThreadPoolExecutor(2) as aside:
-        held = aside.submit(gateway.chat)
+    with ThreadPoolExecutor(2) as executor:
+        held = executor.submit(gateway.chat)
         assert worker.request_received.wait(10)
         body = {"model": "demo", "messages": [user("x")]}
         with httpx.Client(base_url=gateway.url) as impatient, pytest.raises(httpx.ReadTimeout):
@@ -141,16 +141,16 @@ def test_an_interactive_request_is_served_before_bulk_that_came_earlier(
             headers={"x-paceline-priority": priority},
         )
 
-    with ThreadPoolExecutor(4) as aside:
-        asked: list[Asked] = [aside.submit(ask, "hold", "default")]
+    with ThreadPoolExecutor(4) as executor:
+        asked: list[Asked] = [executor.submit(ask, "hold", "default")]
         assert worker.request_received.wait(10)
         for number, (text, priority) in enumerate(
             (("bulk", "bulk"), ("plain", "default"), ("urgent", "interactive")), start=1
         ):
-            asked.append(aside.submit(ask, text, priority))
+            asked.append(executor.submit(ask, text, priority))
             wait_until(functools.partial(waits, gateway, number))
         worker.resume.set()
-        assert {answer.result().status_code for answer in asked} == {200}
+        assert {response.result().status_code for response in asked} == {200}
     order = [heard.body["messages"][0]["content"] for heard in worker.requests]
     assert order == ["hold", "urgent", "plain", "bulk"]
 
@@ -164,14 +164,14 @@ def test_a_priority_that_the_policy_does_not_offer_is_a_400_that_lists_those_it_
     with with_policy(tmp_path, no_queue_jumping) as gateway:
         gateway.send_heartbeat(worker)
         for asked, status in (("bulk", 200), ("interactive", 400), ("x", 400), ("", 400)):
-            answer = gateway.client.post(
+            response = gateway.client.post(
                 "/v1/chat/completions",
                 json={"model": "demo", "messages": [user("x")]},
                 headers={"x-paceline-priority": asked},
             )
-            assert answer.status_code == status
+            assert response.status_code == status
             if status == 400:
-                error = answer.json()["error"]
+                error = response.json()["error"]
                 assert error["param"] == "x-paceline-priority"
                 assert "default, bulk" in error["message"]
 
@@ -180,9 +180,9 @@ def test_f14_a_stale_connection_is_tried_once_more_on_a_fresh_one(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.drop_reused = True
-    answers = [gateway_with_worker.chat() for _ in range(4)]
-    assert {answer.status_code for answer in answers} == {200}
-    attempts = [answer.headers["x-paceline-attempts"] for answer in answers]
+    responses = [gateway_with_worker.chat() for _ in range(4)]
+    assert {response.status_code for response in responses} == {200}
+    attempts = [response.headers["x-paceline-attempts"] for response in responses]
     assert attempts[:2] == ["1", "2"]
     assert set(attempts) == {"1", "2"}
     assert len(worker.requests) == 4, "each was generated once"
@@ -199,8 +199,8 @@ def test_f02_a_body_that_two_workers_were_lost_over_is_not_sent_to_a_third(
             gateway.send_heartbeat(one, boot_id=one.worker_id)
         codes: list[tuple[int, str]] = []
         while not codes or codes[-1] != (422, "request_quarantined"):
-            answer = gateway.chat(messages=[user("poison")])
-            codes.append(status_and_code(answer))
+            response = gateway.chat(messages=[user("poison")])
+            codes.append(status_and_code(response))
             assert len(codes) < 30
         assert set(codes[:-1]) == {(502, "worker_lost")}
         heard = [bool(one.requests) for one in (worker, second_worker, third)]
@@ -219,8 +219,8 @@ def test_f28_retries_are_bounded_however_much_fails(
         one.socket.close()
         join(gateway, one, slots=64)
     worker.script.hang = second_worker.script.hang = True
-    with ThreadPoolExecutor(30) as aside:
-        asked: list[Asked] = [aside.submit(gateway.chat) for _ in range(30)]
+    with ThreadPoolExecutor(30) as executor:
+        asked: list[Asked] = [executor.submit(gateway.chat) for _ in range(30)]
 
         def settled() -> bool:
             done = sum(one.done() for one in asked)

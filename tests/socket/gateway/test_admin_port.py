@@ -52,18 +52,18 @@ def test_nothing_else_is_on_the_port_of_admins(split_gateway: RunningGateway) ->
     with httpx.Client(base_url=split_gateway.admin_url) as client:
         for path in ("/v1/models", "/v1/status", "/metrics", "/livez", "/v1/route/explain"):
             assert status_and_code(client.get(path)) == (404, "path_not_found")
-        answer = client.post("/v1/chat/completions", json=chat_body())
-        assert status_and_code(answer) == (404, "path_not_found")
+        response = client.post("/v1/chat/completions", json=chat_body())
+        assert status_and_code(response) == (404, "path_not_found")
         assert [one["worker_id"] for one in client.get("/admin/v1/workers").json()["workers"]] == [
             "fake-a"
         ]
 
 
 def test_a_foreign_name_opens_no_route_there_either(split_gateway: RunningGateway) -> None:
-    answer = httpx.get(
+    response = httpx.get(
         f"{split_gateway.admin_url}/admin/v1/policy", headers={"host": "evil.example"}
     )
-    assert status_and_code(answer) == (421, "host_not_allowed")
+    assert status_and_code(response) == (421, "host_not_allowed")
 
 
 def test_a_head_without_an_end_is_refused_there_too(split_gateway: RunningGateway) -> None:

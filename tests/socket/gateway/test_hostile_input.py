@@ -68,9 +68,9 @@ def test_s32_no_redirect_of_a_worker_is_followed(
     """vllm-mlx #318: a redirect leads wherever its sender likes, with all that is sent along."""
     location = (b"location", f"{canary_listener.url}/latest/meta-data".encode())
     worker.script = Script(status=status, headers=(location,))
-    answer = gateway_with_worker.chat(stream=stream)
-    assert error_fields(answer) == (502, "worker_failed", None)
-    assert "location" not in answer.headers
+    response = gateway_with_worker.chat(stream=stream)
+    assert error_fields(response) == (502, "worker_failed", None)
+    assert "location" not in response.headers
     assert canary_listener.has_no_connections()
 
 
@@ -92,11 +92,11 @@ def test_s32_what_is_unsafe_is_refused_before_a_stream_begins(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """vllm-mlx PR 490: within a stream an error looks like an answer."""
-    answer = gateway_with_worker.chat(
+    response = gateway_with_worker.chat(
         stream=True, messages=picturing("http://169.254.169.254/latest")
     )
-    assert error_fields(answer)[:2] == (400, "invalid_value")
-    assert answer.headers["content-type"] == "application/json"
+    assert error_fields(response)[:2] == (400, "invalid_value")
+    assert response.headers["content-type"] == "application/json"
     assert not worker.requests
 
 
@@ -110,8 +110,8 @@ def test_s35_nothing_that_is_packed_is_unpacked(
     """Twenty megabytes fit into twenty kilobytes: here they stay there."""
     packed = gzip.compress(b" " * 20_000_000 + json.dumps(chat_body()).encode())
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
-    answer = gateway_with_worker.client.post(path, content=packed, headers=headers)
-    assert status_and_code(answer) == (status, "invalid_json")
+    response = gateway_with_worker.client.post(path, content=packed, headers=headers)
+    assert status_and_code(response) == (status, "invalid_json")
     assert not worker.requests
 
 
@@ -156,8 +156,8 @@ def test_s36_only_four_formats_are_pictures_whatever_they_are_called(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, name: str, kind: str
 ) -> None:
     """CVE-2026-22778: decoders that hardly anybody needs are those that break."""
-    answer = gateway_with_worker.chat(messages=picturing(data_url(OTHER_FORMATS[name], kind)))
-    assert error_fields(answer) == (400, "invalid_value", "messages[0].content[1].image_url")
+    response = gateway_with_worker.chat(messages=picturing(data_url(OTHER_FORMATS[name], kind)))
+    assert error_fields(response) == (400, "invalid_value", "messages[0].content[1].image_url")
     assert not worker.requests
 
 
@@ -166,8 +166,10 @@ def test_s37_a_picture_of_no_size_or_of_hardly_a_width_reaches_no_engine(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, width_px: int, height_px: int
 ) -> None:
     """CVE-2026-22773; what our own engine does with one pixel is in tests/workers."""
-    answer = gateway_with_worker.chat(messages=picturing(data_url(png_header(width_px, height_px))))
-    assert error_fields(answer) == (400, "invalid_value", "messages[0].content[1].image_url")
+    response = gateway_with_worker.chat(
+        messages=picturing(data_url(png_header(width_px, height_px)))
+    )
+    assert error_fields(response) == (400, "invalid_value", "messages[0].content[1].image_url")
     assert not worker.requests
 
 
@@ -223,11 +225,11 @@ def test_s45_a_long_text_of_almost_matches_takes_its_way_like_any_other(
 ) -> None:
     worker.script = Script(tokens=(text, " end"))
     for stream in (False, True):
-        answer = gateway_with_worker.chat(
+        response = gateway_with_worker.chat(
             stream=stream, messages=[{"role": "user", "content": text}]
         )
-        assert answer.status_code == 200
-        assert " end" in answer.text
+        assert response.status_code == 200
+        assert " end" in response.text
     assert worker.requests[0].body["messages"][0]["content"] == text
     worker.script = Script(events=(event({"x": text}), *stream_events(("end",))))
     with gateway_with_worker.stream() as streamed:
@@ -276,8 +278,8 @@ def test_s07_s43_s48_no_body_says_where_or_with_what_a_model_runs(
 ) -> None:
     """CVE-2024-6587, GHSA-h7x2-h6g9-p789, CVE-2025-62426, CVE-2025-61620, CVE-2026-5843."""
     body = {"model": "demo", "prompt": "x"} if path == "/v1/completions" else chat_body()
-    answer = gateway_with_worker.client.post(path, json={**body, field: canary_listener.url})
-    assert error_fields(answer) == (400, "invalid_value", field)
+    response = gateway_with_worker.client.post(path, json={**body, field: canary_listener.url})
+    assert error_fields(response) == (400, "invalid_value", field)
     assert canary_listener.has_no_connections()
     assert not worker.requests
 
@@ -287,12 +289,12 @@ def test_s08_an_address_that_comes_without_a_key_is_never_asked(
 ) -> None:
     """CVE-2026-42271, CVE-2026-30623."""
     for key in ("", "Bearer wrong"):
-        answer = gateway_with_worker.client.put(
+        response = gateway_with_worker.client.put(
             "/admin/v1/workers/evil",
             json={"worker_id": "evil", "url": canary_listener.url},
             headers={"authorization": key},
         )
-        assert error_fields(answer) == (401, "invalid_api_key", None)
+        assert error_fields(response) == (401, "invalid_api_key", None)
     assert gateway_with_worker.client.get("/metrics").status_code == 200
     assert canary_listener.has_no_connections()
 
@@ -372,8 +374,8 @@ def test_s16_a_form_is_refused_and_none_of_its_parts_is_read(
     form = (
         b"--x" + b"-" * 100_000 + b'\r\ncontent-disposition: form-data; name="a"\r\n\r\n1\r\n--x--'
     )
-    answer = gateway_with_worker.client.post(path, content=form, headers={"content-type": kind})
-    assert answer.status_code in {400, 413, 415}
+    response = gateway_with_worker.client.post(path, content=form, headers={"content-type": kind})
+    assert response.status_code in {400, 413, 415}
     assert not worker.requests
 
 
@@ -441,8 +443,8 @@ def test_s30_s31_s33_s34_nothing_is_fetched_for_a_client(
     url = source.format(port=canary_listener.port)
     for told in (url, {"url": url}):
         content = [{"type": "text", "text": "x"}, {"type": kind, kind: told}]
-        answer = gateway_with_worker.chat(messages=[{"role": "user", "content": content}])
-        status, code, param = error_fields(answer)
+        response = gateway_with_worker.chat(messages=[{"role": "user", "content": content}])
+        status, code, param = error_fields(response)
         assert (status, code) == (400, "invalid_value")
         assert (param or "").startswith("messages[0].content[1]")
     assert canary_listener.has_no_connections()
@@ -456,8 +458,8 @@ def test_s38_s39_pictures_are_counted_before_any_is_decoded(
     small = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
     large = {"type": "image_url", "image_url": {"url": data_url(png_header(30_000, 30_000))}}
     for content in ([small] * 5_000, [large]):
-        answer = gateway_with_worker.chat(messages=[{"role": "user", "content": content}])
-        assert error_fields(answer)[:2] == (400, "invalid_value")
+        response = gateway_with_worker.chat(messages=[{"role": "user", "content": content}])
+        assert error_fields(response)[:2] == (400, "invalid_value")
     assert not worker.requests
 
 
@@ -501,8 +503,8 @@ def test_s42_a_prompt_without_a_word_reaches_no_engine(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """CVE-2024-8768."""
-    answer = gateway_with_worker.client.post(
+    response = gateway_with_worker.client.post(
         "/v1/completions", json={"model": "demo", "prompt": ""}
     )
-    assert error_fields(answer) == (400, "invalid_value", "prompt")
+    assert error_fields(response) == (400, "invalid_value", "prompt")
     assert not worker.requests

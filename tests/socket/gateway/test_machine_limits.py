@@ -62,7 +62,7 @@ def test_f55_a_gateway_that_runs_out_of_files_answers_again_once_it_has_some(
 
 def _answers(url: str) -> bool:
     try:
-        answer = httpx.post(f"{url}/v1/chat/completions", json=chat_body(), timeout=2)
+        response = httpx.post(f"{url}/v1/chat/completions", json=chat_body(), timeout=2)
     except httpx.HTTPError:
         return False
-    return answer.status_code == 200
+    return response.status_code == 200

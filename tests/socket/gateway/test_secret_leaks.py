@@ -87,8 +87,8 @@ def test_a_secret_and_a_prompt_are_in_no_log_metric_error_status_or_state(
             *("POST", f"{gateway.url}/v1/chat/completions"),
             json={**said, "stream": True},
             headers={"authorization": f"Bearer {made['secret']}"},
-        ) as answer:
-            next(answer.iter_raw())
+        ) as response:
+            next(response.iter_raw())
         wait_until(lambda: worker.in_flight == 0)
         told["bad terms"] = gateway.admin.post(
             "/admin/v1/keys", json={"name": PROMPT * 9, "team": STATIC + "\n"}
@@ -200,10 +200,10 @@ class Told:
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
 
-    def take(self, where: str, answer: httpx.Response) -> httpx.Response:
-        head = "\n".join(f"{name}: {value}" for name, value in answer.headers.multi_items())
-        self.texts[f"{len(self.texts)} {where}"] = f"{head}\n{answer.text}"
-        return answer
+    def take(self, where: str, response: httpx.Response) -> httpx.Response:
+        head = "\n".join(f"{name}: {value}" for name, value in response.headers.multi_items())
+        self.texts[f"{len(self.texts)} {where}"] = f"{head}\n{response.text}"
+        return response
 
     def leaks(self, *secrets: str) -> list[str]:
         return [
@@ -234,8 +234,8 @@ def test_what_a_request_says_is_in_no_log_error_explanation_diff_metric_or_state
         with httpx.Client(base_url=gateway.url, headers=shown, timeout=30) as client:
             for stream in (False, True):
                 body = {**said(), "stream": stream}
-                answer = told.take("good", post(client, "/v1/chat/completions", body))
-                assert answer.status_code == 200, answer.text
+                response = told.take("good", post(client, "/v1/chat/completions", body))
+                assert response.status_code == 200, response.text
                 explained = told.take("explain", post(client, "/v1/route/explain", body))
                 assert explained.json()["profile"]["stop"] == 1
             asked = {"model": "demo", "prompt": WORD}

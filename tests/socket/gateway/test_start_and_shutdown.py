@@ -28,8 +28,8 @@ def test_f35_an_ending_gateway_lets_streams_finish_and_takes_nothing_new(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 3
-    with gateway_with_worker.stream() as answer:
-        pieces = answer.iter_raw()
+    with gateway_with_worker.stream() as response:
+        pieces = response.iter_raw()
         received = next(pieces)
         gateway_with_worker.request_shutdown()
         wait_until(lambda: httpx.get(f"{gateway_with_worker.url}/readyz").status_code == 503)
@@ -45,8 +45,8 @@ def test_f36_a_hurried_end_gives_running_streams_an_error_event(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 3
-    with gateway_with_worker.stream() as answer:
-        pieces = answer.iter_raw()
+    with gateway_with_worker.stream() as response:
+        pieces = response.iter_raw()
         received = next(pieces)
         gateway_with_worker.request_shutdown()
         gateway_with_worker.request_shutdown()
@@ -62,8 +62,8 @@ def test_f35_the_end_is_bounded_when_a_stream_does_not_finish(
     worker.script.hang_after = 3
     with RunningGateway(make_settings(tmp_path, drain_timeout_s=0.1)) as gateway:
         gateway.send_heartbeat(worker)
-        with gateway.stream() as answer:
-            pieces = answer.iter_raw()
+        with gateway.stream() as response:
+            pieces = response.iter_raw()
             received = next(pieces)
             gateway.request_shutdown()
             received += b"".join(pieces)
@@ -196,8 +196,8 @@ def test_f36_a_second_signal_ends_it_now(
 ) -> None:
     worker.script.hang_after = 2
     with running_gateway_process(tmp_path, worker, LAME_DUCK_S="600") as (gateway, client):
-        with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as answer:
-            pieces = answer.iter_raw()
+        with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as response:
+            pieces = response.iter_raw()
             received = next(pieces)
             gateway.process.send_signal(signal.SIGTERM)
             wait_until(lambda: not ready(client))
@@ -214,8 +214,8 @@ def test_f35_what_does_not_finish_in_time_gets_the_error_event(
     worker.script.hang_after = 2
     bounds = {"LAME_DUCK_S": "0", "DRAIN_TIMEOUT_S": "0.2"}
     with running_gateway_process(tmp_path, worker, **bounds) as (gateway, client):
-        with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as answer:
-            pieces = answer.iter_raw()
+        with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as response:
+            pieces = response.iter_raw()
             received = next(pieces)
             gateway.process.send_signal(signal.SIGTERM)
             received += b"".join(pieces)

@@ -118,8 +118,8 @@ def test_a_heartbeat_reaches_both_gateways_and_one_of_them_is_enough(nginx: Fron
 def test_a_stream_goes_on_piece_by_piece_as_it_comes(nginx: Front) -> None:
     nginx.join()
     nginx.worker.script.hang_after = 3
-    with nginx.client.stream("POST", PATH, json=chat_body(stream=True)) as answer:
-        lines = answer.iter_lines()
+    with nginx.client.stream("POST", PATH, json=chat_body(stream=True)) as response:
+        lines = response.iter_lines()
         first = [next(lines) for _ in range(5)]  # while the worker says nothing more
         nginx.worker.resume.set()
         rest = list(lines)
@@ -131,8 +131,8 @@ def test_a_stream_goes_on_piece_by_piece_as_it_comes(nginx: Front) -> None:
 def test_a_client_that_leaves_is_gone_for_the_worker_too(nginx: Front) -> None:
     nginx.join()
     nginx.worker.script.hang_after = 2
-    with nginx.client.stream("POST", PATH, json=chat_body(stream=True)) as answer:
-        next(answer.iter_lines())
+    with nginx.client.stream("POST", PATH, json=chat_body(stream=True)) as response:
+        next(response.iter_lines())
     assert nginx.worker.client_disconnected.wait(10)
 
 
@@ -162,8 +162,8 @@ def test_a_gateway_that_is_gone_costs_no_new_request(nginx: Front) -> None:
 def test_a_request_that_a_dying_gateway_had_is_not_asked_twice(nginx: Front) -> None:
     nginx.join()
     nginx.worker.script.hang = True
-    with ThreadPoolExecutor(1) as aside:
-        asked = aside.submit(nginx.ask)
+    with ThreadPoolExecutor(1) as executor:
+        asked = executor.submit(nginx.ask)
         assert nginx.worker.request_received.wait(10)
         nginx.kill(nginx.carrier())
         assert asked.result().status_code == 502

@@ -211,9 +211,9 @@ def test_f09_a_slow_reader_that_reads_is_not_cut(tmp_path: Path, worker: Scripte
     worker.script.tokens = words
     with RunningGateway(settings) as gateway:
         gateway.send_heartbeat(worker)
-        with gateway.stream() as answer:
+        with gateway.stream() as response:
             received = b""
-            for piece in answer.iter_raw():
+            for piece in response.iter_raw():
                 received += piece
                 time.sleep(0.001)
     assert received.startswith(b"".join(stream_events(words)[:-2]))
@@ -223,8 +223,8 @@ def test_a_request_past_its_time_is_a_504(tmp_path: Path, worker: ScriptedWorker
     worker.script.hang = True
     with RunningGateway(make_settings(tmp_path, request_timeout_s=0.2)) as gateway:
         gateway.send_heartbeat(worker)
-        answer = gateway.chat()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
+        response = gateway.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
         assert worker.client_disconnected.wait(10)
 
 
@@ -234,8 +234,8 @@ def test_a_stream_past_its_time_ends_in_an_error_event(
     worker.script.hang_after = 2
     with RunningGateway(make_settings(tmp_path, request_timeout_s=0.5)) as gateway:
         gateway.send_heartbeat(worker)
-        with gateway.stream() as answer:
-            received = answer.read()
+        with gateway.stream() as response:
+            received = response.read()
         assert b'"code":"request_timeout"' in received
         assert not received.endswith(DONE)
         assert worker.client_disconnected.wait(10)

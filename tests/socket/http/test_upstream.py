@@ -31,9 +31,9 @@ async def test_an_answer_is_the_same_however_it_is_split(step: int) -> None:
     pieces = [CHUNKED[at : at + step] for at in range(0, len(CHUNKED), step)]
     async with upstream_connection(serve_pieces(*pieces)) as (link, kept):
         for _ in range(2):
-            answer = await send_request(link)
-            assert (answer.status, await answer.read()) == (200, b"one two")
-            answer.close()
+            response = await send_request(link)
+            assert (response.status, await response.read()) == (200, b"one two")
+            response.close()
     assert kept == [link, link]
     assert link.used
 
@@ -43,10 +43,10 @@ async def test_what_comes_before_the_answer_is_not_the_answer() -> None:
     late = b"HTTP/1.1 429 No\r\nRetry-After: 7\r\ncontent-length: 2\r\n\r\nno"
     for pieces in ((early, late), (early + late,)):
         async with upstream_connection(serve_pieces(*pieces)) as (link, kept):
-            answer = await send_request(link)
-            assert (answer.status, answer.retry_after) == (429, "7")
-            assert await answer.read() == b"no"
-            answer.close()
+            response = await send_request(link)
+            assert (response.status, response.retry_after) == (429, "7")
+            assert await response.read() == b"no"
+            response.close()
             assert kept
 
 
@@ -55,9 +55,9 @@ async def test_http_1_0_ends_its_answer_with_the_connection() -> None:
         link,
         kept,
     ):
-        answer = await send_request(link)
-        assert await answer.read() == b"all of it"
-        answer.close()
+        response = await send_request(link)
+        assert await response.read() == b"all of it"
+        response.close()
     assert not kept
 
 
@@ -70,11 +70,11 @@ async def test_http_1_0_ends_its_answer_with_the_connection() -> None:
 )
 async def test_a_cut_answer_gives_what_came_and_then_the_loss(cut: bytes) -> None:
     async with upstream_connection(serve_once(cut)) as (link, kept):
-        answer = await send_request(link)
-        assert await answer.chunk() == b"part"
+        response = await send_request(link)
+        assert await response.chunk() == b"part"
         with pytest.raises(ConnectionLost):
-            await answer.chunk()
-        answer.close()
+            await response.chunk()
+        response.close()
     assert not kept
 
 
@@ -113,9 +113,9 @@ EVIL = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil"
 @pytest.mark.parametrize("pieces", [(OK, EVIL), (OK + EVIL,)])
 async def test_bytes_that_nobody_asked_for_end_the_connection(pieces: tuple[bytes, ...]) -> None:
     async with upstream_connection(serve_pieces(*pieces)) as (link, _):
-        answer = await send_request(link)
-        assert await answer.read() == b"ok"
-        answer.close()
+        response = await send_request(link)
+        assert await response.read() == b"ok"
+        response.close()
         async with asyncio.timeout(TIMEOUT_S):
             while link.open:
                 await asyncio.sleep(0.001)
@@ -150,9 +150,9 @@ async def test_an_answer_before_the_request_was_read_is_taken_and_the_connection
         await answered.wait()
 
     async with upstream_connection(serve) as (link, kept):
-        answer = await link.request(REQUEST, b"x" * 50_000_000, TIMEOUT_S)
-        assert (answer.status, await answer.read()) == (413, b"")
-        answer.close()
+        response = await link.request(REQUEST, b"x" * 50_000_000, TIMEOUT_S)
+        assert (response.status, await response.read()) == (413, b"")
+        response.close()
         answered.set()
     assert not kept
 
@@ -160,12 +160,12 @@ async def test_an_answer_before_the_request_was_read_is_taken_and_the_connection
 async def test_each_wait_is_bounded_and_not_the_whole() -> None:
     slow = serve_pieces(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n", *[b"x"] * 40)
     async with upstream_connection(slow) as (link, _):
-        answer = await send_request(link)
-        answer.set_read_timeout(0.5)
+        response = await send_request(link)
+        response.set_read_timeout(0.5)
         received = bytearray()
 
         async def receive() -> None:
-            while part := await answer.chunk():
+            while part := await response.chunk():
                 received.extend(part)
 
         with pytest.raises(ReadTimeout):
@@ -186,21 +186,21 @@ async def test_a_worker_that_is_faster_than_its_reader_waits() -> None:
             sent_bytes += 100_000
 
     async with upstream_connection(serve) as (link, _):
-        answer = await send_request(link)
+        response = await send_request(link)
         before = -1
         while sent_bytes != before:  # until it can send no more
             before = sent_bytes
             await asyncio.sleep(0.2)
         assert sent_bytes < 50_000_000, "what is under way is what sockets hold"
-        assert len(await answer.read()) == 100_000_000
+        assert len(await response.read()) == 100_000_000
 
 
 async def test_a_connection_whose_last_reader_was_slow_reads_for_the_next() -> None:
     async with upstream_connection(serve_pieces(CHUNKED)) as (link, kept):
-        answer = await send_request(link)
-        assert await answer.read() == b"one two"
+        response = await send_request(link)
+        assert await response.read() == b"one two"
         link.pause(True)  # as the last piece does that its client cannot take at once
-        answer.close()
+        response.close()
         assert kept == [link]
         assert await asyncio.wait_for((await send_request(link)).read(), TIMEOUT_S) == b"one two"
 
@@ -213,7 +213,7 @@ async def test_a_reader_that_is_pressed_by_a_passing_chunk_is_no_silence_of_the_
         b"0\r\n\r\n",
     )
     async with upstream_connection(serve_pieces(head + first, second, end)) as (link, kept):
-        answer = await send_request(link)
+        response = await send_request(link)
         link.set_read_timeout(0.1)
         passed: list[bytes] = []
 
@@ -224,7 +224,7 @@ async def test_a_reader_that_is_pressed_by_a_passing_chunk_is_no_silence_of_the_
             return True
 
         assert await link.pour(lambda _: True, through) == b""
-        answer.close()
+        response.close()
     assert passed == [second]
     assert kept == [link]
 
@@ -257,11 +257,11 @@ class Taker:
 
     async def poured_from(self, link: UpstreamConnection) -> bytes:
         """Ask, and return all of the answer."""
-        answer = await send_request(link)
+        response = await send_request(link)
         try:
-            last = await answer.pour(self.piece, self.chunk)
+            last = await response.pour(self.piece, self.chunk)
         finally:
-            answer.close()
+            response.close()
         return b"".join((*self.content, last))
 
 
@@ -368,11 +368,11 @@ class Sink:
 
 async def poured(link: UpstreamConnection, sink: Sink) -> bytes:
     """Ask, and return what came with the end."""
-    answer = await send_request(link)
+    response = await send_request(link)
     try:
-        return await answer.pour(sink)
+        return await response.pour(sink)
     finally:
-        answer.close()
+        response.close()
 
 
 async def test_an_answer_is_poured_as_it_comes_and_what_came_with_the_end_is_left() -> None:
@@ -414,10 +414,10 @@ async def test_what_came_before_it_is_poured_is_poured_and_the_rest_behind_it() 
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
     sink = Sink()
     async with upstream_connection(serve_pieces(head + b"x" * size)) as (link, kept):
-        answer = await send_request(link)
+        response = await send_request(link)
         await asyncio.sleep(0.1)  # so much waits by now that the worker has to
-        last = await answer.pour(sink)
-        answer.close()
+        last = await response.pour(sink)
+        response.close()
     assert sum(map(len, sink.taken)) + len(last) == size
     assert kept == [link]
 
@@ -426,15 +426,15 @@ async def test_a_worker_that_is_made_to_wait_is_not_silent() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"
     sink = Sink()
     async with upstream_connection(serve_pieces(head, b"on", b"e!")) as (link, kept):
-        answer = await send_request(link)
-        pouring = asyncio.create_task(answer.pour(sink))
+        response = await send_request(link)
+        pouring = asyncio.create_task(response.pour(sink))
         await asyncio.sleep(0)
-        answer.pause(True)
-        answer.set_read_timeout(0.1)
+        response.pause(True)
+        response.set_read_timeout(0.1)
         await asyncio.sleep(0.5)
-        answer.set_read_timeout(30)
-        answer.pause(False)
+        response.set_read_timeout(30)
+        response.pause(False)
         last = await pouring
-        answer.close()
+        response.close()
     assert b"".join(sink.taken) + last == b"one!"
     assert kept == [link]

@@ -29,10 +29,10 @@ def test_f01_a_refused_connection_goes_to_another_worker_and_the_client_sees_200
 ) -> None:
     gateway_behind_proxy.send_heartbeat(second_worker)
     proxy.refuse()
-    answers = [gateway_behind_proxy.chat() for _ in range(20)]
-    assert {answer.status_code for answer in answers} == {200}
-    assert {answer.headers["x-paceline-worker"] for answer in answers} == {"fake-b"}
-    attempts = [answer.headers["x-paceline-attempts"] for answer in answers]
+    responses = [gateway_behind_proxy.chat() for _ in range(20)]
+    assert {response.status_code for response in responses} == {200}
+    assert {response.headers["x-paceline-worker"] for response in responses} == {"fake-b"}
+    attempts = [response.headers["x-paceline-attempts"] for response in responses]
     assert set(attempts) <= {"1", "2"}
     assert attempts.count("2") <= 3, "after that the worker is out"
     wait_for_outcomes(gateway_behind_proxy, completed=20)
@@ -42,19 +42,19 @@ def test_f01_without_another_worker_it_is_a_503_that_says_when_to_come_back(
     gateway_behind_proxy: RunningGateway, proxy: FaultProxy
 ) -> None:
     proxy.refuse()
-    answer = gateway_behind_proxy.chat()
-    assert answer.status_code == 503
-    assert answer.json()["error"]["code"] == "worker_unreachable"
-    assert int(answer.headers["retry-after"]) >= 1
+    response = gateway_behind_proxy.chat()
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "worker_unreachable"
+    assert int(response.headers["retry-after"]) >= 1
 
 
 def test_f01_a_connection_reset_at_once_is_an_error_that_says_so(
     gateway_behind_proxy: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
 ) -> None:
     proxy.fault = Fault(reset_at_connect=True)
-    answer = gateway_behind_proxy.chat()
+    response = gateway_behind_proxy.chat()
     # Whether the reset is faster than the request is chance; neither is a 500.
-    told = answer.status_code, answer.json()["error"]["code"]
+    told = response.status_code, response.json()["error"]["code"]
     assert told in {(503, "worker_unreachable"), (502, "worker_lost")}
     assert worker.requests == []
 
@@ -65,12 +65,15 @@ def test_f13_an_address_that_never_answers_costs_the_connect_limit_and_goes_else
     with unresponsive_port() as dead:
         gateway = make_gateway(connect_timeout_s=0.2)
         gateway.send_heartbeat(worker, url=dead)
-        answer = gateway.chat()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_unreachable")
+        response = gateway.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (
+            503,
+            "worker_unreachable",
+        )
         gateway.send_heartbeat(worker, url=dead)
         gateway.send_heartbeat(second_worker)
-        answers = [gateway.chat() for _ in range(8)]
-    assert {answer.status_code for answer in answers} == {200}
+        responses = [gateway.chat() for _ in range(8)]
+    assert {response.status_code for response in responses} == {200}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -80,8 +83,8 @@ def test_f13_a_connection_that_carries_nothing_ends_by_the_first_byte_limit(
     gateway = make_gateway(answer_timeout_s=0.3)
     gateway.send_heartbeat(worker)
     proxy.fault = Fault(blackhole=True)
-    answer = gateway.chat(stream=stream)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_timeout")
+    response = gateway.chat(stream=stream)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "worker_timeout")
     wait_for_outcomes(gateway, failed=1)
 
 
@@ -98,8 +101,8 @@ def test_f14_a_fresh_connection_that_breaks_is_not_tried_again(
 ) -> None:
     gateway_with_worker.send_heartbeat(second_worker)
     worker.script = second_worker.script = Script(drop=True)
-    answer = gateway_with_worker.chat()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
+    response = gateway_with_worker.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_lost")
     assert len(worker.requests + second_worker.requests) == 1
 
 
@@ -109,8 +112,8 @@ def test_f14_junk_on_a_used_connection_is_an_answer_and_is_not_asked_for_twice(
 ) -> None:
     assert gateway_with_worker.chat().status_code == 200
     worker.script.raw = junk
-    answer = gateway_with_worker.chat()
-    assert answer.status_code == 502
+    response = gateway_with_worker.chat()
+    assert response.status_code == 502
     assert len(worker.requests) == 2
 
 
@@ -118,9 +121,9 @@ def test_f56_a_name_that_does_not_resolve_is_a_refused_connection(
     gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     gateway.send_heartbeat(worker, url="http://worker.invalid:9200")
-    answer = gateway.chat()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "worker_unreachable")
-    assert b"invalid" not in answer.content, "no address reaches a client"
+    response = gateway.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_unreachable")
+    assert b"invalid" not in response.content, "no address reaches a client"
     gateway.send_heartbeat(second_worker)
     assert gateway.chat().status_code == 200
 

@@ -59,8 +59,8 @@ class PoemFormat:
         chat = {"model": "demo", "messages": [message], "stream": poem.get("stream", False)}
         return CHAT.inspect(json.dumps(chat).encode(), policy, fleet)
 
-    def encode(self, request: RoutingRequest, answer: dict[str, Any], body: bytes) -> bytes:
-        return json.dumps({"poem": answer["choices"][0]["message"]["content"]}).encode()
+    def encode(self, request: RoutingRequest, response: dict[str, Any], body: bytes) -> bytes:
+        return json.dumps({"poem": response["choices"][0]["message"]["content"]}).encode()
 
     def encoder(self, request: RoutingRequest) -> StreamEncoder:
         return PoemEncoder()

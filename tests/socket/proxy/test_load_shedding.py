@@ -70,6 +70,6 @@ def test_f38_a_gateway_that_stood_still_ejects_nobody_and_serves_at_once(
     gateway_with_worker.loop.call_soon_threadsafe(
         time.sleep, 8
     )  # longer than a worker may be silent
-    answer = gateway_with_worker.chat()
-    assert answer.status_code == 200, answer.text
+    response = gateway_with_worker.chat()
+    assert response.status_code == 200, response.text
     assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "ready"

@@ -26,8 +26,8 @@ HTML = b"<html><body>502 Bad Gateway nginx</body></html>"
 
 
 def streamed(line: RunningGateway) -> tuple[int, bytes]:
-    with line.stream() as answer:
-        return answer.status_code, answer.read()
+    with line.stream() as response:
+        return response.status_code, response.read()
 
 
 def crlf(pieces: tuple[bytes, ...]) -> tuple[bytes, ...]:
@@ -117,10 +117,10 @@ def test_f16_a_200_that_is_no_answer_is_a_502(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, body: bytes, stream: bool
 ) -> None:
     worker.script = Script(body=body, headers=((b"x-note", b"html"),))
-    answer = gateway_with_worker.chat(stream=stream)
-    assert answer.status_code == 502
-    assert answer.json()["error"]["code"] in {"worker_failed", "worker_lost"}
-    assert b"nginx" not in answer.content
+    response = gateway_with_worker.chat(stream=stream)
+    assert response.status_code == 502
+    assert response.json()["error"]["code"] in {"worker_failed", "worker_lost"}
+    assert b"nginx" not in response.content
     wait_for_outcomes(gateway_with_worker, failed=1)
 
 
@@ -136,9 +136,9 @@ def test_f18_an_error_with_status_200_is_not_an_answer(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.body = b'{"error": {"message": "/Users/me/model exploded"}}'
-    answer = gateway_with_worker.chat()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
-    assert b"exploded" not in answer.content
+    response = gateway_with_worker.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
+    assert b"exploded" not in response.content
 
 
 def test_f21_a_404_of_the_worker_is_its_failure_and_its_words_stay_here(
@@ -146,9 +146,9 @@ def test_f21_a_404_of_the_worker_is_its_failure_and_its_words_stay_here(
 ) -> None:
     told = b'{"error": "[Errno 2] No such file: /Users/me/models/demo"}'
     worker.script = Script(status=404, body=told)
-    answer = gateway_with_worker.chat()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
-    assert b"/Users" not in answer.content
+    response = gateway_with_worker.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
+    assert b"/Users" not in response.content
 
 
 @pytest.mark.parametrize(
@@ -168,9 +168,9 @@ def test_f21_nonsense_of_a_worker_is_a_502_in_our_words(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, status: int, body: bytes
 ) -> None:
     worker.script = Script(status=status, body=body)
-    answer = gateway_with_worker.chat()
-    assert answer.status_code == 502
-    assert answer.json()["error"] == {
+    response = gateway_with_worker.chat()
+    assert response.status_code == 502
+    assert response.json()["error"] == {
         "message": "The worker failed to process this request.",
         "type": "server_error",
         "param": None,
@@ -186,9 +186,9 @@ def test_f21_a_400_in_openais_shape_is_the_requests_fault_and_is_relayed(
         body=b'{"error": {"message": "Too long.", "type": "invalid_request_error",'
         b' "param": "messages", "code": "context_length_exceeded"}}',
     )
-    answer = gateway_with_worker.chat()
-    assert answer.status_code == 400
-    assert answer.json()["error"] == {
+    response = gateway_with_worker.chat()
+    assert response.status_code == 400
+    assert response.json()["error"] == {
         "message": "Too long.",
         "type": "invalid_request_error",
         "param": "messages",
@@ -215,8 +215,8 @@ def test_f57_an_informational_answer_is_passed_over(
     body = json.dumps(chat_completion("here")).encode()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     worker.script.raw = before + head % len(body) + body
-    answer = gateway_with_worker.chat()
-    assert answer.json()["choices"][0]["message"]["content"] == "here"
+    response = gateway_with_worker.chat()
+    assert response.json()["choices"][0]["message"]["content"] == "here"
 
 
 def test_f57_trailers_do_not_reach_the_client(
@@ -227,9 +227,9 @@ def test_f57_trailers_do_not_reach_the_client(
         b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n"
         b"trailer: x-secret\r\n\r\n%x\r\n%b\r\n0\r\nx-secret: 1\r\n\r\n" % (len(events), events)
     )
-    with gateway_with_worker.stream() as answer:
-        assert answer.read().endswith(DONE)
-    assert "x-secret" not in answer.headers
+    with gateway_with_worker.stream() as response:
+        assert response.read().endswith(DONE)
+    assert "x-secret" not in response.headers
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,9 @@ def test_f57_what_is_no_http_is_a_502(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, raw: bytes, stream: bool
 ) -> None:
     worker.script.raw = raw
-    answer = gateway_with_worker.chat(stream=stream)
-    assert answer.status_code == 502
-    assert answer.json()["error"]["code"] in {"worker_failed", "worker_lost"}
+    response = gateway_with_worker.chat(stream=stream)
+    assert response.status_code == 502
+    assert response.json()["error"]["code"] in {"worker_failed", "worker_lost"}
     wait_for_outcomes(gateway_with_worker, failed=1)
 
 

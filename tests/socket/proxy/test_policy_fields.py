@@ -26,14 +26,14 @@ from tests.support.scripted_worker import METRICS, USAGE, Script, ScriptedWorker
 from tests.support.static_workers import static_worker
 
 
-def refused(answer: httpx.Response) -> tuple[int, str, str]:
-    error = answer.json()["error"]
-    return answer.status_code, error["param"], error["message"]
+def refused(response: httpx.Response) -> tuple[int, str, str]:
+    error = response.json()["error"]
+    return response.status_code, error["param"], error["message"]
 
 
-def pool_of(answer: httpx.Response) -> str:
-    assert answer.status_code == 200, answer.text
-    return answer.headers["x-paceline-pool"]
+def pool_of(response: httpx.Response) -> str:
+    assert response.status_code == 200, response.text
+    return response.headers["x-paceline-pool"]
 
 
 def picture(width_px: int, height_px: int) -> dict[str, Any]:
@@ -85,8 +85,8 @@ def test_a_route_takes_the_requests_for_which_its_conditions_hold(
     pools = {"special": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
     both = (static_worker(url=worker.url, models=["demo", "other"], pools=["vlm"]),)
     with gateway_with_policy(tmp_path, by_hand=both, routes=routes, pools=pools) as gateway:
-        answer = gateway.chat(**asked)
-        assert pool_of(answer) == "special"
+        response = gateway.chat(**asked)
+        assert pool_of(response) == "special"
         assert pool_of(gateway.chat()) == "vlm"
 
 
@@ -134,8 +134,8 @@ def test_a_pool_takes_only_the_workers_that_it_names_and_status_shows_them(
 ) -> None:
     pools = {"vlm": {"lanes": "vlm", "workers": {"labels": ["fake-b"]}}}
     with gateway_with_policy(tmp_path, worker, second_worker, pools=pools) as gateway:
-        answers = [gateway.chat() for _ in range(5)]
-        assert {answer.headers["x-paceline-worker"] for answer in answers} == {"fake-b"}
+        responses = [gateway.chat() for _ in range(5)]
+        assert {response.headers["x-paceline-worker"] for response in responses} == {"fake-b"}
         status = gateway.status()
         assert (status["pools"]["vlm"]["workers"], status["pools"]["vlm"]["slots"]) == (
             *(["fake-b"], 4),
@@ -161,15 +161,15 @@ def test_a_pool_has_no_more_requests_than_its_own_slots(
     worker.script = Script(hang=True)
     with (
         gateway_with_policy(tmp_path, worker, pools=pools) as gateway,
-        ThreadPoolExecutor(3) as aside,
+        ThreadPoolExecutor(3) as executor,
     ):
-        asked = [aside.submit(gateway.chat) for _ in range(3)]
+        asked = [executor.submit(gateway.chat) for _ in range(3)]
         wait_until(lambda: gateway.status()["pools"]["vlm"]["waiting"] == 1)
         assert worker.in_flight == 2
         assert gateway.status()["pools"]["vlm"]["slots"] == 2
         assert gateway.status()["pools"]["vlm"]["in_flight"] == 2
         worker.resume.set()
-        assert {answer.result().status_code for answer in asked} == {200}
+        assert {response.result().status_code for response in asked} == {200}
 
 
 def test_an_answer_gets_no_more_tokens_than_the_policy_lets_it_have(
@@ -222,8 +222,8 @@ def test_a_request_takes_no_longer_than_the_policy_lets_it_take(
 ) -> None:
     worker.script = Script(hang=True)
     with gateway_with_policy(tmp_path, worker, limits={"request_timeout_s": 0.1}) as gateway:
-        answer = gateway.chat()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "request_timeout")
+        response = gateway.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
 
 
 def test_a_policy_without_retries_has_none(
@@ -233,8 +233,8 @@ def test_a_policy_without_retries_has_none(
     pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
     none = {"share": 0, "at_least": 0}
     with gateway_with_policy(tmp_path, worker, second_worker, pools=pools, retries=none) as gateway:
-        answer = gateway.chat()
-        assert (answer.status_code, answer.headers["x-paceline-attempts"]) == (503, "1")
+        response = gateway.chat()
+        assert (response.status_code, response.headers["x-paceline-attempts"]) == (503, "1")
         assert gateway.status()["retries_denied"] == 1
     assert second_worker.requests == []
 
@@ -249,8 +249,8 @@ def test_a_listed_worker_has_the_labels_that_the_list_gives_it(
     )
     with gateway_with_policy(tmp_path, by_hand=by_hand, pools=pools) as gateway:
         assert gateway.status()["pools"]["rest"]["workers"] == ["large", "small"]
-        answers = {gateway.chat().headers["x-paceline-worker"] for _ in range(5)}
-        assert answers == {"large"}
+        responses = {gateway.chat().headers["x-paceline-worker"] for _ in range(5)}
+        assert responses == {"large"}
 
 
 def test_a_policy_does_not_fit_a_listed_worker_that_no_pool_takes() -> None:
@@ -286,8 +286,8 @@ WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 def trailing(gateway: RunningGateway, **fields: Any) -> dict[str, Any]:
     """Return the last chunk of a stream if it is one that has no choices, else nothing."""
-    with gateway.stream(**fields) as answer:
-        text = answer.read().decode()
+    with gateway.stream(**fields) as response:
+        text = response.read().decode()
     events = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
     assert events[-1] == "[DONE]"
     last: dict[str, Any] = json.loads(events[-2])
@@ -308,10 +308,10 @@ def test_a_whole_answer_tells_when_asked_or_when_the_policy_says_so(
     tmp_path: Path, worker: ScriptedWorker, include: str, fields: dict[str, Any], expected: bool
 ) -> None:
     with gateway_with_policy(tmp_path, worker, metrics={"include": include}) as gateway:
-        answer = gateway.chat(**fields).json()
-        assert answer.get("metrics") == (METRICS if expected else None)
-        assert ("metrics" in answer, answer["usage"]) == (expected, USAGE)
-        assert answer["choices"][0]["message"]["content"] == "one two three"
+        response = gateway.chat(**fields).json()
+        assert response.get("metrics") == (METRICS if expected else None)
+        assert ("metrics" in response, response["usage"]) == (expected, USAGE)
+        assert response["choices"][0]["message"]["content"] == "one two three"
         assert gateway.status()["recent"]["mtp"]["accepted"] == 1, "counted all the same"
 
 

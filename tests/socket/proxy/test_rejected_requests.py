@@ -14,9 +14,9 @@ from tests.support.running_gateway import RunningGateway, chat_body, make_settin
 from tests.support.scripted_worker import ScriptedWorker
 
 
-def refusal(answer: Any) -> tuple[int, str, str | None]:
-    error = answer.json()["error"]
-    return answer.status_code, error["code"], error["param"]
+def refusal(response: Any) -> tuple[int, str, str | None]:
+    error = response.json()["error"]
+    return response.status_code, error["code"], error["param"]
 
 
 @pytest.mark.parametrize(
@@ -39,8 +39,8 @@ def refusal(answer: Any) -> tuple[int, str, str | None]:
 def test_f42_what_is_no_strict_json_object_is_a_400(
     gateway_with_worker: RunningGateway, body: bytes
 ) -> None:
-    answer = gateway_with_worker.client.post("/v1/chat/completions", content=body)
-    assert refusal(answer) == (400, "invalid_json", None)
+    response = gateway_with_worker.client.post("/v1/chat/completions", content=body)
+    assert refusal(response) == (400, "invalid_json", None)
 
 
 @pytest.mark.parametrize(
@@ -70,20 +70,20 @@ def test_an_unknown_model_is_a_404(gateway_with_worker: RunningGateway) -> None:
 
 
 def test_an_empty_fleet_calls_no_model_unknown(gateway: RunningGateway) -> None:
-    answer = gateway.chat(model="Qwen/Qwen3.5-4B")
-    assert refusal(answer) == (503, "no_worker", None)
-    assert int(answer.headers["retry-after"]) >= 1
+    response = gateway.chat(model="Qwen/Qwen3.5-4B")
+    assert refusal(response) == (503, "no_worker", None)
+    assert int(response.headers["retry-after"]) >= 1
 
 
 def test_a_wrong_method_is_a_405_that_names_the_right_one(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    answer = gateway_with_worker.client.get("/v1/chat/completions")
-    assert refusal(answer) == (405, "method_not_allowed", None)
-    assert answer.headers["allow"] == "POST"
-    answer = gateway_with_worker.client.delete("/v1/status")
-    assert refusal(answer) == (405, "method_not_allowed", None)
-    assert answer.headers["allow"] == "GET"
+    response = gateway_with_worker.client.get("/v1/chat/completions")
+    assert refusal(response) == (405, "method_not_allowed", None)
+    assert response.headers["allow"] == "POST"
+    response = gateway_with_worker.client.delete("/v1/status")
+    assert refusal(response) == (405, "method_not_allowed", None)
+    assert response.headers["allow"] == "GET"
 
 
 def test_an_unknown_path_is_a_404_in_openais_shape(gateway_with_worker: RunningGateway) -> None:
@@ -107,8 +107,8 @@ def test_f39_a_declared_body_that_is_too_large_is_refused_unread(
 def test_f39_a_body_is_counted_while_it_is_read(tmp_path: Path) -> None:
     with RunningGateway(make_settings(tmp_path, body_limit_bytes=1000)) as gateway:
         chunked = (b"x" * 100 for _ in range(20))
-        answer = gateway.client.post("/v1/chat/completions", content=chunked)
-        assert refusal(answer) == (413, "body_too_large", None)
+        response = gateway.client.post("/v1/chat/completions", content=chunked)
+        assert refusal(response) == (413, "body_too_large", None)
 
 
 def test_f11_a_body_that_never_ends_is_a_408(tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_f41_a_repeated_key_means_one_thing_to_gateway_and_worker(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     body = json.dumps(chat_body())[:-1] + ', "temperature": 1.0, "temperature": 0}'
-    answer = gateway_with_worker.client.post("/v1/chat/completions", content=body)
-    assert answer.headers["x-paceline-pool"] == "text-mtp"
+    response = gateway_with_worker.client.post("/v1/chat/completions", content=body)
+    assert response.headers["x-paceline-pool"] == "text-mtp"
     assert worker.requests[0].body["temperature"] == 0
 
 
@@ -149,7 +149,7 @@ def test_without_the_key_nothing_of_the_data_plane_answers(
 ) -> None:
     headers = [(b"authorization", authorization.encode("latin-1"))] if authorization else []
     client = gateway_with_keys.client
-    answers = [
+    responses = [
         client.post("/v1/chat/completions", json=chat_body(), headers=headers),
         client.post("/v1/completions", json={}, headers=headers),
         client.post("/v1/route/explain", json=chat_body(), headers=headers),
@@ -158,7 +158,7 @@ def test_without_the_key_nothing_of_the_data_plane_answers(
         client.get("/v1/status", headers=headers),
         client.get("/admin/v1/workers", headers=headers),
     ]
-    assert {refusal(answer) for answer in answers} == {(401, "invalid_api_key", None)}
+    assert {refusal(response) for response in responses} == {(401, "invalid_api_key", None)}
 
 
 def test_each_key_opens_its_own_plane(
@@ -184,5 +184,5 @@ def test_without_an_admin_key_only_this_machine_sees_the_admin_plane(
     gateway_with_worker: RunningGateway, headers: dict[str, str]
 ) -> None:
     assert gateway_with_worker.client.get("/admin/v1/workers").status_code == 200
-    answer = gateway_with_worker.client.get("/admin/v1/workers", headers=headers)
-    assert refusal(answer) == (403, "permission_denied", None)
+    response = gateway_with_worker.client.get("/admin/v1/workers", headers=headers)
+    assert refusal(response) == (403, "permission_denied", None)

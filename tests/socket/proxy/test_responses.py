@@ -21,37 +21,37 @@ from tests.support.scripted_worker import (
 
 
 def test_a_sampled_question_goes_to_vlm_and_says_why(gateway_with_worker: RunningGateway) -> None:
-    answer = gateway_with_worker.chat()
-    assert answer.status_code == 200
-    assert answer.json()["choices"][0]["message"]["content"] == "one two three"
+    response = gateway_with_worker.chat()
+    assert response.status_code == 200
+    assert response.json()["choices"][0]["message"]["content"] == "one two three"
     assert {
-        name: answer.headers[f"x-paceline-{name}"] for name in ("pool", "worker", "reason")
+        name: response.headers[f"x-paceline-{name}"] for name in ("pool", "worker", "reason")
     } == {
         "pool": "vlm",
         "worker": "fake-a",
         "reason": "non_greedy_sampling",
     }
-    assert answer.headers["x-paceline-prefix"] == "none"
-    assert answer.headers["x-paceline-attempts"] == "1"
-    assert answer.headers["x-request-id"].startswith("req-")
+    assert response.headers["x-paceline-prefix"] == "none"
+    assert response.headers["x-paceline-attempts"] == "1"
+    assert response.headers["x-request-id"].startswith("req-")
 
 
 def test_a_greedy_text_question_speculates(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    answer = gateway_with_worker.chat(temperature=0)
-    assert answer.headers["x-paceline-pool"] == "text-mtp"
-    assert answer.headers["x-paceline-reason"] == "eligible"
-    assert answer.json()["metrics"] == METRICS
+    response = gateway_with_worker.chat(temperature=0)
+    assert response.headers["x-paceline-pool"] == "text-mtp"
+    assert response.headers["x-paceline-reason"] == "eligible"
+    assert response.json()["metrics"] == METRICS
     assert worker.requests[0].headers["x-paceline-lane"] == "text-mtp"
 
 
 def test_a_picture_goes_to_the_lane_that_sees(gateway_with_worker: RunningGateway) -> None:
     picture = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
     messages = [{"role": "user", "content": [picture]}]
-    answer = gateway_with_worker.chat(temperature=0, messages=messages)
-    assert answer.headers["x-paceline-pool"] == "vlm"
-    assert answer.headers["x-paceline-reason"] == "media"
+    response = gateway_with_worker.chat(temperature=0, messages=messages)
+    assert response.headers["x-paceline-pool"] == "vlm"
+    assert response.headers["x-paceline-reason"] == "media"
 
 
 def test_the_worker_gets_effective_values_and_nothing_of_the_clients_headers(
@@ -80,17 +80,17 @@ def test_the_worker_gets_effective_values_and_nothing_of_the_clients_headers(
 def test_a_stream_passes_byte_for_byte_without_the_usage_nobody_asked_for(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    with gateway_with_worker.stream() as answer:
-        received = answer.read()
+    with gateway_with_worker.stream() as response:
+        received = response.read()
     expected = stream_events(("one", " two", " three"))
     assert received == b"".join(piece for piece in expected if piece != usage_chunk())
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    assert answer.headers["x-paceline-pool"] == "vlm"
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-paceline-pool"] == "vlm"
 
 
 def test_a_stream_shows_usage_and_metrics_to_who_asks(gateway_with_worker: RunningGateway) -> None:
-    with gateway_with_worker.stream(stream_options={"include_usage": True}) as answer:
-        received = answer.read()
+    with gateway_with_worker.stream(stream_options={"include_usage": True}) as response:
+        received = response.read()
     assert received == b"".join(stream_events(("one", " two", " three")))
 
 
@@ -98,8 +98,8 @@ def test_the_first_event_arrives_before_the_last_is_made(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
-    with gateway_with_worker.stream() as answer:
-        pieces = answer.iter_raw()
+    with gateway_with_worker.stream() as response:
+        pieces = response.iter_raw()
         received = next(pieces)
         while chunk({"content": "one"}) not in received:
             received += next(pieces)
@@ -120,10 +120,10 @@ def test_a_large_picture_arrives_whole(
 def test_completions_are_relayed_too(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    answer = gateway_with_worker.client.post(
+    response = gateway_with_worker.client.post(
         "/v1/completions", json={"model": "demo", "prompt": "Say"}
     )
-    assert answer.status_code == 200
+    assert response.status_code == 200
     assert worker.requests[0].path == "/v1/completions"
     assert worker.requests[0].body["prompt"] == "Say"
 
@@ -191,17 +191,17 @@ def test_the_unmodified_openai_client_reads_answers_and_streams(
 def test_the_access_headers_open_nothing_to_foreign_pages(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    answer = gateway_with_worker.client.options(
+    response = gateway_with_worker.client.options(
         "/v1/chat/completions",
         headers={"origin": "http://evil.example", "access-control-request-method": "POST"},
     )
-    assert answer.status_code == 405
-    assert not [name for name in answer.headers if name.startswith("access-control")]
+    assert response.status_code == 405
+    assert not [name for name in response.headers if name.startswith("access-control")]
 
 
 def test_error_text_is_json_in_openais_shape(gateway_with_worker: RunningGateway) -> None:
-    answer = gateway_with_worker.client.post("/v1/chat/completions", content=b"{")
-    assert json.loads(answer.content)["error"].keys() == {"message", "type", "param", "code"}
+    response = gateway_with_worker.client.post("/v1/chat/completions", content=b"{")
+    assert json.loads(response.content)["error"].keys() == {"message", "type", "param", "code"}
 
 
 def test_a_whole_answer_without_an_end_does_not_fill_the_memory(
@@ -209,7 +209,7 @@ def test_a_whole_answer_without_an_end_does_not_fill_the_memory(
 ) -> None:
     whole = b'{"choices": [{"message": {"content": "one"}}]}'
     worker.script.body = whole + b" " * 64 * 1024 * 1024
-    answer = gateway_with_worker.chat()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
+    response = gateway_with_worker.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
     worker.script.body = whole
     assert gateway_with_worker.chat().status_code == 200

@@ -25,10 +25,10 @@ def test_f40_a_body_that_is_too_deep_is_a_400_and_reaches_no_worker(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, depth: int, closed: bool
 ) -> None:
     nested = b"[" * depth + (b"]" * depth if closed else b"")
-    answer = gateway_with_worker.client.post(
+    response = gateway_with_worker.client.post(
         "/v1/chat/completions", content=b'{"model": %b}' % nested
     )
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
     assert worker.requests == []
 
 
@@ -51,9 +51,9 @@ def test_f53_usage_that_is_missing_or_makes_no_sense_fails_no_answer_and_no_sum(
     worker.script.events = (*events, *trailing, done)
     if not stream:
         worker.script.body = json.dumps(chat_completion("one") | {"usage": told}).encode()
-    answer = gateway_with_worker.chat(stream=stream)
-    assert answer.status_code == 200
-    assert not stream or answer.content.endswith(DONE)
+    response = gateway_with_worker.chat(stream=stream)
+    assert response.status_code == 200
+    assert not stream or response.content.endswith(DONE)
     wait_for_outcomes(gateway_with_worker, completed=1)
     tokens = gateway_with_worker.status()["models"]["demo"]["tokens"]
     assert all(count >= 0 for count in tokens.values())
@@ -64,12 +64,12 @@ def test_f58_two_requests_under_one_idempotency_key_are_two_requests(
 ) -> None:
     def ask(_: int) -> int:
         headers = {"idempotency-key": "the-same"}
-        answer = gateway_with_worker.client.post(
+        response = gateway_with_worker.client.post(
             "/v1/chat/completions", json=chat_body(), headers=headers
         )
-        return answer.status_code
+        return response.status_code
 
-    with ThreadPoolExecutor(2) as aside:
-        assert list(aside.map(ask, range(2))) == [200, 200]
+    with ThreadPoolExecutor(2) as executor:
+        assert list(executor.map(ask, range(2))) == [200, 200]
     assert len(worker.requests) == 2
     assert "idempotency-key" not in worker.requests[0].headers

@@ -57,9 +57,9 @@ def test_f03_a_reset_in_a_stream_keeps_what_was_said_and_tells_the_rest_is_missi
 ) -> None:
     worker.script = Script(tokens=("word ",) * 200)
     proxy.fault = Fault(reset_after_bytes=8000)
-    with gateway_behind_proxy.stream() as answer:
-        received = answer.read()
-    assert answer.status_code == 200
+    with gateway_behind_proxy.stream() as response:
+        received = response.read()
+    assert response.status_code == 200
     assert stream_error_code(received) == "worker_lost"
     *said, _ = received.removesuffix(b"\n\n").split(b"\n\n")
     assert all(json.loads(piece.removeprefix(b"data: "))["choices"] for piece in said)
@@ -71,8 +71,8 @@ def test_f03_a_stream_cut_anywhere_is_never_a_whole_answer(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, events: int
 ) -> None:
     worker.script.cut_after = events
-    with gateway_with_worker.stream() as answer:
-        received = answer.read()
+    with gateway_with_worker.stream() as response:
+        received = response.read()
     assert received.startswith(HEAD)
     assert stream_error_code(received) == "worker_lost"
 
@@ -83,8 +83,8 @@ def test_f04_a_worker_that_never_answers_is_a_504_and_is_let_go(
 ) -> None:
     worker.script.hang = True
     gateway = make_gateway(worker, answer_timeout_s=0.2)
-    answer = gateway.chat(stream=stream)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_timeout")
+    response = gateway.chat(stream=stream)
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "worker_timeout")
     wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway, failed=1)
 
@@ -94,9 +94,9 @@ def test_f04_a_head_without_a_body_is_no_answer_either(
 ) -> None:
     worker.script.hang_after = 0
     gateway = make_gateway(worker, answer_timeout_s=0.2)
-    with gateway.stream() as answer:
-        answer.read()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "worker_timeout")
+    with gateway.stream() as response:
+        response.read()
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "worker_timeout")
     wait_until(lambda: worker.in_flight == 0)
 
 
@@ -105,8 +105,8 @@ def test_f05_a_stalled_stream_ends_in_an_error_event_and_frees_the_worker(
 ) -> None:
     worker.script.hang_after = 2
     gateway = make_gateway(worker, idle_timeout_s=0.2)
-    with gateway.stream() as answer:
-        received = answer.read()
+    with gateway.stream() as response:
+        received = response.read()
     assert stream_error_code(received) == "worker_stalled"
     wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway, failed=1)
@@ -118,8 +118,8 @@ def test_f05_comments_keep_a_slow_stream_alive(
     waiting = (b": keepalive\n\n",) * 20
     worker.script = Script(events=(*waiting, *stream_events(("late",))), pause_s=0.1)
     gateway = make_gateway(worker, idle_timeout_s=1.5)
-    with gateway.stream() as answer:
-        received = answer.read()
+    with gateway.stream() as response:
+        received = response.read()
     assert received.endswith(DONE)
     wait_for_outcomes(gateway, completed=1)
 
@@ -130,8 +130,8 @@ def test_f06_a_crawling_stream_is_relayed_byte_by_byte_as_it_is(
 ) -> None:
     worker.script = Script(tokens=("größer", " 🐎", " fin"))
     proxy.fault = Fault(drip_bytes=size, drip_pause_s=0.0)
-    with gateway_behind_proxy.stream(stream_options={"include_usage": True}) as answer:
-        received = answer.read()
+    with gateway_behind_proxy.stream(stream_options={"include_usage": True}) as response:
+        received = response.read()
     assert received == b"".join(stream_events(worker.script.tokens))
 
 
@@ -140,8 +140,8 @@ def test_f17_a_clean_end_without_finish_and_done_is_an_error(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, events: int
 ) -> None:
     worker.script.end_after = events
-    with gateway_with_worker.stream() as answer:
-        received = answer.read()
+    with gateway_with_worker.stream() as response:
+        received = response.read()
     assert stream_error_code(received) == "worker_lost"
     wait_for_outcomes(gateway_with_worker, failed=1)
 
@@ -151,8 +151,8 @@ def test_f17_a_dead_http_1_0_worker_looks_like_a_clean_end_and_is_an_error(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, events: int
 ) -> None:
     worker.script = Script(http_1_0=True, cut_after=events)
-    with gateway_with_worker.stream() as answer:
-        received = answer.read()
+    with gateway_with_worker.stream() as response:
+        received = response.read()
     assert stream_error_code(received) == "worker_lost"
 
 
@@ -160,8 +160,8 @@ def test_f17_done_without_a_finish_reason_is_not_passed_on(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.events = (HEAD, chunk({"content": "half"}), DONE)
-    with gateway_with_worker.stream() as answer:
-        received = answer.read()
+    with gateway_with_worker.stream() as response:
+        received = response.read()
     assert stream_error_code(received) == "worker_failed"
 
 
@@ -169,17 +169,17 @@ def test_f17_a_worker_lost_before_its_first_event_is_a_502_that_says_so(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.cut_after = 0
-    with gateway_with_worker.stream() as answer:
-        answer.read()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
+    with gateway_with_worker.stream() as response:
+        response.read()
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_lost")
 
 
 def test_f17_a_worker_that_dies_behind_done_has_answered(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.cut_after = len(stream_events(worker.script.tokens))
-    with gateway_with_worker.stream() as answer:
-        received = answer.read()
+    with gateway_with_worker.stream() as response:
+        received = response.read()
     assert received.endswith(DONE)
     wait_for_outcomes(gateway_with_worker, completed=1)
 
@@ -191,8 +191,8 @@ def test_f17_a_whole_answer_cut_in_its_body_is_a_502(
     for fault in (Fault(end_after_bytes=1000), Fault(reset_after_bytes=1000)):
         proxy.fault = fault
         proxy.reset_all()
-        answer = gateway_behind_proxy.chat()
-        assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_lost")
+        response = gateway_behind_proxy.chat()
+        assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_lost")
 
 
 def test_f18_an_error_frame_becomes_our_event_without_the_workers_words(
@@ -204,8 +204,8 @@ def test_f18_an_error_frame_becomes_our_event_without_the_workers_words(
         {"object": "error", "error": {"message": "exploded"}, "choices": []},
     ):
         worker.script.events = (HEAD, chunk({"content": "half"}), event(frame), DONE)
-        with gateway_with_worker.stream() as answer:
-            received = answer.read()
+        with gateway_with_worker.stream() as response:
+            received = response.read()
         assert stream_error_code(received) == "worker_failed"
         assert b"exploded" not in received
     wait_for_outcomes(gateway_with_worker, failed=3)
@@ -215,9 +215,9 @@ def test_f18_an_error_frame_that_comes_first_is_a_plain_502(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.events = (event({"error": {"message": "out of memory"}}), DONE)
-    with gateway_with_worker.stream() as answer:
-        answer.read()
-    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "worker_failed")
+    with gateway_with_worker.stream() as response:
+        response.read()
+    assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
 
 
 def test_f25_all_answers_of_a_worker_that_aborts_are_told_and_its_slots_come_back(
@@ -256,8 +256,8 @@ def test_f17_a_worker_that_does_not_end_its_stream_behind_done_is_not_waited_for
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = len(stream_events(worker.script.tokens))
-    with gateway_with_worker.stream() as answer:
-        received = answer.read()
+    with gateway_with_worker.stream() as response:
+        received = response.read()
     assert received.endswith(DONE)
     wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway_with_worker, completed=1)

@@ -74,9 +74,9 @@ def test_the_header_tells_what_the_worker_has_counted(
 def test_a_stream_tells_what_is_expected(gateway_with_worker: RunningGateway) -> None:
     expected = []
     for _ in range(2):
-        with gateway_with_worker.stream(**asked()) as answer:
-            expected.append(answer.headers["x-paceline-prefix"])
-            answer.read()
+        with gateway_with_worker.stream(**asked()) as response:
+            expected.append(response.headers["x-paceline-prefix"])
+            response.read()
     assert expected == ["miss", "hit"]
 
 
@@ -202,5 +202,5 @@ def test_a_gateway_that_starts_learns_from_heartbeats_who_holds_what(
     gateway.remove_worker(worker if worker.requests else second_worker)
     gateway.send_heartbeat(worker if worker.requests else second_worker, boot_id="boot-2")
     gateway.send_heartbeat(other, prefixes=[name], prefix_count=1)
-    answer = gateway.chat(**asked())
-    assert answer.headers["x-paceline-worker"] == other.worker_id
+    response = gateway.chat(**asked())
+    assert response.headers["x-paceline-worker"] == other.worker_id

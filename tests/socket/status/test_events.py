@@ -136,8 +136,8 @@ def test_the_end_of_the_gateway_is_an_event_and_comes_after_the_answers(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script = Script(hang_after=1)
-    with watching(gateway_with_worker) as events, gateway_with_worker.stream() as answer:
-        words = answer.iter_lines()
+    with watching(gateway_with_worker) as events, gateway_with_worker.stream() as response:
+        words = response.iter_lines()
         next(words)
         gateway_with_worker.request_shutdown()
         while not told(next(events))["gateway"]["stopping"]:

@@ -36,10 +36,10 @@ def test_requests_that_stay_plain_since_drafting_does_not_pay_are_named_and_coun
     )
     worker.status_report = worker.report(lanes=[lane.model_dump()])
     gateway.send_heartbeat(worker, lanes=[lane.model_dump()])
-    answer = gateway.chat(temperature=0)
+    response = gateway.chat(temperature=0)
     status = gateway.status()
-    assert answer.headers["x-paceline-reason"] == "mtp_not_paying"
-    assert answer.headers["x-paceline-pool"] == "text-mtp"
+    assert response.headers["x-paceline-reason"] == "mtp_not_paying"
+    assert response.headers["x-paceline-pool"] == "text-mtp"
     assert status["decisions"]["bypass_counts"] == {"mtp_not_paying": 1}
     assert status["decisions"]["reasons"] == {"mtp_not_paying": 1}
     assert status["mtp"]["bypass_counts"] == {"mtp_not_paying": 3}, "as the worker counted"
@@ -138,11 +138,11 @@ class Counting(ScriptedWorker):
 
 def test_every_snapshot_adds_up_while_workers_go_on_counting(gateway: RunningGateway) -> None:
     workers = [Counting(worker_id=name) for name in ("one", "two")]
-    with contextlib.ExitStack() as running, ThreadPoolExecutor(3) as aside:
+    with contextlib.ExitStack() as running, ThreadPoolExecutor(3) as executor:
         for worker in workers:
             running.enter_context(running_server(worker, sockets=[worker.socket]))
             gateway.send_heartbeat(worker)
-        asked = [aside.submit(gateway.status) for _ in range(30)]
+        asked = [executor.submit(gateway.status) for _ in range(30)]
         for _ in range(15):
             for worker in workers:
                 gateway.send_heartbeat(worker)
@@ -214,8 +214,8 @@ def test_metrics_speak_vllms_names_one_line_a_worker_and_model(
         lane = lane_report("text-mtp", speculation=speculation(steps=steps, one=1, two=1))
         one.status_report = one.report(lanes=[lane.model_dump()])
         gateway_with_worker.send_heartbeat(one)
-    with gateway_with_worker.stream(temperature=0) as answer:
-        answer.read()
+    with gateway_with_worker.stream(temperature=0) as response:
+        response.read()
     text = gateway_with_worker.client.get("/metrics").text
     samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
     by_name: dict[str, list[float]] = {}

@@ -50,8 +50,8 @@ def test_the_schema_knows_no_null_and_leaves_no_field_out() -> None:
 def test_a_window_that_is_none_or_not_kept_is_a_400_that_names_it(
     gateway_with_worker: RunningGateway, window: str
 ) -> None:
-    answer = gateway_with_worker.client.get("/v1/status", params={"window": window})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "window")
+    response = gateway_with_worker.client.get("/v1/status", params={"window": window})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "window")
 
 
 def test_there_is_one_parameter_once(gateway_with_worker: RunningGateway) -> None:
@@ -73,8 +73,8 @@ def test_every_level_tells_what_its_requests_came_to(
 ) -> None:
     lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1), requests=1)
     worker.status_report = worker.report(lanes=[lane.model_dump()])
-    with gateway_with_worker.stream(temperature=0) as answer:
-        answer.read()
+    with gateway_with_worker.stream(temperature=0) as response:
+        response.read()
     gateway_with_worker.chat(temperature=0)
     gateway_with_worker.chat(temperature=0.5)
     gateway_with_worker.chat(temperature=9)

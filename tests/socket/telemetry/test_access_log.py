@@ -56,13 +56,13 @@ def lines(file: Path, count: int) -> list[dict[str, Any]]:
 def test_a_line_tells_decision_reason_worker_prefix_times_tokens_and_acceptance(
     logging_gateway: RunningGateway, file: Path
 ) -> None:
-    with logging_gateway.stream(temperature=0) as answer:
-        answer.read()
+    with logging_gateway.stream(temperature=0) as response:
+        response.read()
     logging_gateway.chat(temperature=0.7)
     streamed, whole = lines(file, 2)
     assert streamed.keys() == whole.keys(), "every line has all fields"
     assert None not in [*streamed.values(), *whole.values()]
-    assert streamed["request"] == answer.headers["x-request-id"]
+    assert streamed["request"] == response.headers["x-request-id"]
     expected = {
         "event": "request.done",
         "endpoint": "chat",
@@ -106,8 +106,8 @@ def test_refused_failed_and_abandoned_requests_have_a_line_too_and_none_has_a_wo
     worker.script = Script(drop=True)
     logging_gateway.chat(messages=said)
     worker.script = Script(hang_after=1)  # so that the client leaves first, however late
-    with logging_gateway.stream(messages=said) as answer:
-        next(answer.iter_raw())
+    with logging_gateway.stream(messages=said) as response:
+        next(response.iter_raw())
     told = lines(file, 5)
     assert [(line["outcome"], line["status"], line["code"]) for line in told] == [
         ("refused", 400, "invalid_value"),

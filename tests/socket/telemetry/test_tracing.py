@@ -92,12 +92,12 @@ def test_a_clients_trace_goes_on_in_the_gateway_and_in_the_worker(
     tmp_path: Path, collector: Collector, worker: ScriptedWorker
 ) -> None:
     with traced(tmp_path, worker) as gateway:
-        answer = gateway.client.post(
+        response = gateway.client.post(
             "/v1/chat/completions",
             json=chat_body(temperature=0, max_tokens=9),
             headers={"traceparent": PARENT, "tracestate": "vendor=1", "baggage": SECRET_WORDS},
         )
-        assert answer.status_code == 200
+        assert response.status_code == 200
         wait_until(lambda: len(collector.spans) == 2)
     (server,), (client,) = collector.of(SERVER), collector.of(CLIENT)
     assert server.trace_id.hex() == client.trace_id.hex() == TRACE_ID
@@ -114,8 +114,8 @@ def test_spans_have_the_names_and_attributes_of_the_conventions(
     tmp_path: Path, collector: Collector, worker: ScriptedWorker
 ) -> None:
     with traced(tmp_path, worker) as gateway:
-        with gateway.stream(temperature=0, max_tokens=9) as answer:
-            answer.read()
+        with gateway.stream(temperature=0, max_tokens=9) as response:
+            response.read()
         wait_until(lambda: len(collector.spans) == 2)
     (server,), (client,) = collector.of(SERVER), collector.of(CLIENT)
     assert (server.name, client.name) == ("POST /v1/chat/completions", "chat demo")
@@ -142,7 +142,7 @@ def test_spans_have_the_names_and_attributes_of_the_conventions(
     }
     way = attributes(server)
     assert way["http.response.status_code"] == 200
-    assert way["paceline.request"] == answer.headers["x-request-id"]
+    assert way["paceline.request"] == response.headers["x-request-id"]
     assert (way["paceline.pool"], way["paceline.reason"]) == ("text-mtp", "eligible")
 
 
