@@ -1,4 +1,6 @@
-"""Ejection and return of one worker, under a clock and jitter that the test sets."""
+"""Circuit breaker of one worker: ejection, probation and recovery, under a clock and jitter of the
+test.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from gateway.fleet.circuit_breaker import (
 )
 
 
-def failing(
+def after_failures(
     breaker: CircuitBreaker, times: int, *, now_s: float = 0.0, jitter: float = 0.0
 ) -> CircuitBreaker:
     for _ in range(times):
@@ -23,67 +25,72 @@ def failing(
     return breaker
 
 
-def unreachable(breaker: CircuitBreaker, times: int) -> CircuitBreaker:
+def after_connect_failures(breaker: CircuitBreaker, times: int) -> CircuitBreaker:
     for _ in range(times):
         breaker = breaker.record_failure(0.0, AttemptResult.UNREACHABLE, last=False, jitter=0.0)
     return breaker
 
 
-def test_f20_three_connection_failures_or_five_errors_in_a_row_eject() -> None:
-    assert not unreachable(HEALTHY, MAX_CONNECT_FAILURES - 1).is_ejected(0.0)
-    assert unreachable(HEALTHY, MAX_CONNECT_FAILURES).is_ejected(0.0)
-    assert unreachable(HEALTHY, MAX_CONNECT_FAILURES).reason == "3 connections failed in a row"
-    assert not failing(HEALTHY, MAX_FAILURES - 1).is_ejected(0.0)
-    assert failing(HEALTHY, MAX_FAILURES).is_ejected(0.0)
-    assert failing(HEALTHY, MAX_FAILURES).reason == "5 requests failed in a row"
+def test_f20_three_connection_failures_or_five_errors_in_a_row_eject_the_worker() -> None:
+    assert not after_connect_failures(HEALTHY, MAX_CONNECT_FAILURES - 1).is_ejected(0.0)
+    assert after_connect_failures(HEALTHY, MAX_CONNECT_FAILURES).is_ejected(0.0)
+    assert (
+        after_connect_failures(HEALTHY, MAX_CONNECT_FAILURES).reason
+        == "3 connections failed in a row"
+    )
+    assert not after_failures(HEALTHY, MAX_FAILURES - 1).is_ejected(0.0)
+    assert after_failures(HEALTHY, MAX_FAILURES).is_ejected(0.0)
+    assert after_failures(HEALTHY, MAX_FAILURES).reason == "5 requests failed in a row"
 
 
-def test_an_answer_breaks_the_row() -> None:
+def test_a_success_resets_the_failure_counts() -> None:
     breaker = HEALTHY
     for _ in range(20):
-        breaker = failing(breaker, MAX_FAILURES - 1).record_success(0.0, slots=4)
+        breaker = after_failures(breaker, MAX_FAILURES - 1).record_success(0.0, slots=4)
     assert breaker == HEALTHY
 
 
-def test_errors_between_refused_connections_break_their_row_but_not_that_of_errors() -> None:
-    breaker = failing(unreachable(HEALTHY, 2), 1)
-    assert not unreachable(breaker, 1).is_ejected(0.0)
-    assert unreachable(breaker, 2).is_ejected(0.0), "five failures in all"
+def test_an_error_resets_the_count_of_connection_failures_but_not_that_of_failures() -> None:
+    breaker = after_failures(after_connect_failures(HEALTHY, 2), 1)
+    assert not after_connect_failures(breaker, 1).is_ejected(0.0)
+    assert after_connect_failures(breaker, 2).is_ejected(0.0), "the fifth failure in a row"
 
 
-def test_f23_each_ejection_is_longer_up_to_five_minutes() -> None:
+def test_f23_each_ejection_lasts_longer_up_to_five_minutes() -> None:
     breaker, now_s, lengths = HEALTHY, 0.0, []
     for _ in range(40):
-        breaker = failing(breaker, 1 if breaker.probation_limit else MAX_FAILURES, now_s=now_s)
+        breaker = after_failures(
+            breaker, 1 if breaker.probation_limit else MAX_FAILURES, now_s=now_s
+        )
         lengths.append(breaker.ejected_until_s - now_s)
         now_s = breaker.ejected_until_s
     assert lengths[:3] == [10.0, 20.0, 30.0]
     assert lengths[-1] == MAX_EJECTION_S
 
 
-def test_f23_jitter_spreads_ejection_ends_and_never_past_the_bound() -> None:
-    assert failing(HEALTHY, MAX_FAILURES, jitter=0.5).ejected_until_s == 11.0
-    assert failing(HEALTHY, MAX_FAILURES, jitter=0.999).ejected_until_s < 12.0
+def test_f23_jitter_lengthens_an_ejection_by_less_than_a_fifth() -> None:
+    assert after_failures(HEALTHY, MAX_FAILURES, jitter=0.5).ejected_until_s == 11.0
+    assert after_failures(HEALTHY, MAX_FAILURES, jitter=0.999).ejected_until_s < 12.0
 
 
-def test_a_healthy_minute_is_worth_one_ejection() -> None:
-    breaker = failing(HEALTHY, MAX_FAILURES)
-    breaker = failing(breaker, 1, now_s=10.0)
+def test_a_healthy_minute_cancels_one_ejection() -> None:
+    breaker = after_failures(HEALTHY, MAX_FAILURES)
+    breaker = after_failures(breaker, 1, now_s=10.0)
     assert breaker.ejections == 2
     for _ in range(2):
         breaker = breaker.record_success(30.0, slots=4)
     assert breaker.probation_limit is None
-    assert failing(breaker, MAX_FAILURES, now_s=89.0).ejections == 3
-    assert failing(breaker, MAX_FAILURES, now_s=91.0).ejections == 2
-    assert failing(breaker, MAX_FAILURES, now_s=9999.0).ejections == 1
+    assert after_failures(breaker, MAX_FAILURES, now_s=89.0).ejections == 3
+    assert after_failures(breaker, MAX_FAILURES, now_s=91.0).ejections == 2
+    assert after_failures(breaker, MAX_FAILURES, now_s=9999.0).ejections == 1
 
 
-def test_f23_one_good_answer_doubles_what_it_may_have_and_one_bad_one_ejects_again() -> None:
-    breaker = failing(HEALTHY, MAX_FAILURES)
+def test_f23_on_probation_a_success_doubles_the_limit_and_a_failure_ejects_again() -> None:
+    breaker = after_failures(HEALTHY, MAX_FAILURES)
     assert breaker.probation_limit == 1
     breaker = breaker.record_success(10.0, slots=8)
     assert breaker.probation_limit == 2
-    again = failing(breaker, 1, now_s=11.0)
+    again = after_failures(breaker, 1, now_s=11.0)
     assert (again.is_ejected(30.9), again.is_ejected(31.0)) == (True, False)
     assert again.reason == "it failed on probation"
     assert (
@@ -91,33 +98,33 @@ def test_f23_one_good_answer_doubles_what_it_may_have_and_one_bad_one_ejects_aga
     )
 
 
-def test_f22_the_last_worker_is_not_ejected_but_the_next_failure_with_another_one_does_it() -> None:
+def test_f22_the_last_worker_is_ejected_only_once_another_worker_is_available() -> None:
     breaker = HEALTHY
     for _ in range(50):
         breaker = breaker.record_failure(0.0, AttemptResult.FAILED, last=True, jitter=0.0)
     assert not breaker.is_ejected(0.0)
-    assert failing(breaker, 1).is_ejected(0.0)
+    assert after_failures(breaker, 1).is_ejected(0.0)
 
 
-def test_being_busy_is_no_failure() -> None:
-    breaker = failing(HEALTHY, MAX_FAILURES - 1).record_busy(0.0, 5.0)
+def test_a_busy_response_counts_as_no_failure() -> None:
+    breaker = after_failures(HEALTHY, MAX_FAILURES - 1).record_busy(0.0, 5.0)
     assert (breaker.is_busy(4.9), breaker.is_busy(5.0)) == (True, False)
-    assert breaker.record_busy(1.0, 1.0).available_at_s == 5.0, "the longer one counts"
+    assert breaker.record_busy(1.0, 1.0).available_at_s == 5.0, "the later time applies"
     assert not breaker.is_ejected(0.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("auf"), st.floats(0, 100), st.floats(0, 0.99))))
-def test_whatever_happens_an_ejection_has_an_end_and_a_reason(
+def test_every_ejection_is_bounded_and_has_a_reason(
     steps: list[tuple[str, float, float]],
 ) -> None:
     breaker, now_s = HEALTHY, 0.0
-    for what, later_s, jitter in steps:
-        now_s += later_s
-        if what == "a":
+    for event, elapsed_s, jitter in steps:
+        now_s += elapsed_s
+        if event == "a":
             breaker = breaker.record_success(now_s, slots=4)
         else:
-            verdict = AttemptResult.UNREACHABLE if what == "u" else AttemptResult.FAILED
-            breaker = breaker.record_failure(now_s, verdict, last=False, jitter=jitter)
+            result = AttemptResult.UNREACHABLE if event == "u" else AttemptResult.FAILED
+            breaker = breaker.record_failure(now_s, result, last=False, jitter=jitter)
         assert breaker.ejected_until_s <= now_s + MAX_EJECTION_S
         assert breaker.is_ejected(now_s) <= bool(breaker.reason)
         assert breaker.probation_limit is None or breaker.probation_limit in (1, 2)

@@ -1,4 +1,4 @@
-"""Who is next: fair between clients, weighted between priorities, nobody starves."""
+"""The fair queue: equal shares for clients, weights for priorities, no starvation."""
 
 from __future__ import annotations
 
@@ -13,64 +13,64 @@ from policies.document import Priority
 INTERACTIVE, DEFAULT, BULK = Priority
 
 
-def line_of(*tickets: tuple[str, Priority]) -> FairQueue[str]:
-    """A line in which tickets named "client-number" stand."""
-    line: FairQueue[str] = FairQueue()
+def queue_of(*tickets: tuple[str, Priority]) -> FairQueue[str]:
+    """Return a queue of tickets named "client-number"."""
+    queue: FairQueue[str] = FairQueue()
     for number, (client, priority) in enumerate(tickets):
-        line.enqueue(f"{client}-{number}", priority, client)
-    return line
+        queue.enqueue(f"{client}-{number}", priority, client)
+    return queue
 
 
-def served(line: FairQueue[str], count: int) -> list[str]:
-    """Serve so many; return their clients in order."""
+def dequeue_clients(queue: FairQueue[str], count: int) -> list[str]:
+    """Dequeue the next tickets; return their clients in order."""
     order = []
     for _ in range(count):
-        ticket = next(iter(line))
-        line.dequeue(ticket)
+        ticket = next(iter(queue))
+        queue.dequeue(ticket)
         order.append(ticket.partition("-")[0])
     return order
 
 
-def test_one_client_is_served_in_the_order_of_arrival() -> None:
-    line = line_of(*[("a", DEFAULT)] * 5)
-    assert list(line) == [f"a-{number}" for number in range(5)]
+def test_requests_of_one_client_are_served_in_order_of_arrival() -> None:
+    queue = queue_of(*[("a", DEFAULT)] * 5)
+    assert list(queue) == [f"a-{number}" for number in range(5)]
 
 
-def test_a_client_with_a_hundred_requests_delays_its_own() -> None:
-    line = line_of(*[("greedy", DEFAULT)] * 100, ("modest", DEFAULT))
-    assert "modest" in served(line, 2)
+def test_a_client_with_a_hundred_requests_delays_only_its_own() -> None:
+    queue = queue_of(*[("greedy", DEFAULT)] * 100, ("modest", DEFAULT))
+    assert "modest" in dequeue_clients(queue, 2)
 
 
-def test_a_newcomer_is_not_ahead_of_everything_that_waits() -> None:
-    line = line_of(*[("old", DEFAULT)] * 20)
-    served(line, 10)
+def test_a_new_client_gets_an_equal_share_and_no_precedence() -> None:
+    queue = queue_of(*[("old", DEFAULT)] * 20)
+    dequeue_clients(queue, 10)
     for number in range(10):
-        line.enqueue(f"new-{number}", DEFAULT, "new")
-    assert Counter(served(line, 10)) == {"old": 5, "new": 5}
+        queue.enqueue(f"new-{number}", DEFAULT, "new")
+    assert Counter(dequeue_clients(queue, 10)) == {"old": 5, "new": 5}
 
 
-def test_interactive_comes_first_and_bulk_comes_too() -> None:
-    line = line_of(("b", BULK), ("d", DEFAULT), ("i", INTERACTIVE))
-    assert served(line, 3) == ["i", "d", "b"]
-    line = line_of(*[(p.value, p) for p in Priority] * 100)
-    shares = Counter(served(line, 42))
+def test_interactive_is_served_first_and_bulk_gets_its_share() -> None:
+    queue = queue_of(("b", BULK), ("d", DEFAULT), ("i", INTERACTIVE))
+    assert dequeue_clients(queue, 3) == ["i", "d", "b"]
+    queue = queue_of(*[(p.value, p) for p in Priority] * 100)
+    shares = Counter(dequeue_clients(queue, 42))
     assert shares == {"interactive": 32, "default": 8, "bulk": 2}
 
 
-def test_who_leaves_takes_its_place_along() -> None:
-    line = line_of(*[("a", DEFAULT)] * 3, ("b", DEFAULT))
-    for ticket in ("a-0", "a-1", "a-1", "nobody"):
-        line.remove(ticket)
-    assert len(line) == 2
-    assert set(line) == {"a-2", "b-3"}
+def test_removing_a_ticket_removes_no_other_ticket() -> None:
+    queue = queue_of(*[("a", DEFAULT)] * 3, ("b", DEFAULT))
+    for ticket in ("a-0", "a-1", "a-1", "unknown"):
+        queue.remove(ticket)
+    assert len(queue) == 2
+    assert set(queue) == {"a-2", "b-3"}
 
 
-def test_leaving_and_coming_again_wins_nothing() -> None:
-    line = line_of(*[("a", DEFAULT)] * 3, ("b", DEFAULT))
-    before = list(line).index("b-3")
-    line.remove("b-3")
-    line.enqueue("b-4", DEFAULT, "b")
-    assert list(line).index("b-4") >= before
+def test_leaving_and_queueing_again_gains_no_position() -> None:
+    queue = queue_of(*[("a", DEFAULT)] * 3, ("b", DEFAULT))
+    before = list(queue).index("b-3")
+    queue.remove("b-3")
+    queue.enqueue("b-4", DEFAULT, "b")
+    assert list(queue).index("b-4") >= before
 
 
 MOVES = st.lists(
@@ -84,33 +84,35 @@ MOVES = st.lists(
 
 
 @given(MOVES, st.randoms())
-def test_nobody_is_lost_doubled_or_starved(moves: list[tuple[str, str, Priority]], rng) -> None:
-    line: FairQueue[tuple[int, str, Priority]] = FairQueue()
-    inside: list[tuple[int, str, Priority]] = []
+def test_no_ticket_is_lost_duplicated_or_reordered_within_its_flow(
+    moves: list[tuple[str, str, Priority]], rng
+) -> None:
+    queue: FairQueue[tuple[int, str, Priority]] = FairQueue()
+    queued: list[tuple[int, str, Priority]] = []
     for number, (move, client, priority) in enumerate(moves):
         if move == "enter":
-            inside.append((number, client, priority))
-            line.enqueue(inside[-1], priority, client)
-        elif inside and move == "serve":
-            ticket = next(iter(line))
-            inside.remove(ticket)
-            line.dequeue(ticket)
-        elif inside:
-            line.remove(inside.pop(rng.randrange(len(inside))))
-        assert sorted(line) == sorted(inside)
-    for flow in {(client, priority) for _, client, priority in inside}:
-        own = [ticket for ticket in line if ticket[1:] == flow]
-        assert own == sorted(own), "within a flow first come, first served"
+            queued.append((number, client, priority))
+            queue.enqueue(queued[-1], priority, client)
+        elif queued and move == "serve":
+            ticket = next(iter(queue))
+            queued.remove(ticket)
+            queue.dequeue(ticket)
+        elif queued:
+            queue.remove(queued.pop(rng.randrange(len(queued))))
+        assert sorted(queue) == sorted(queued)
+    for flow in {(client, priority) for _, client, priority in queued}:
+        flow_tickets = [ticket for ticket in queue if ticket[1:] == flow]
+        assert flow_tickets == sorted(flow_tickets), "tickets of one flow stay in order of arrival"
 
 
 @given(st.integers(1, 8), st.sampled_from(Priority))
-def test_a_ticket_is_served_after_at_most_its_share_of_others(
+def test_a_ticket_is_served_after_at_most_its_weighted_share(
     clients: int, priority: Priority
 ) -> None:
-    line: FairQueue[str] = FairQueue()
+    queue: FairQueue[str] = FairQueue()
     for number in range(200):
         for client in range(clients):
-            line.enqueue(f"{client}-{number}", INTERACTIVE, str(client))
-    line.enqueue("late-0", priority, "late")
+            queue.enqueue(f"{client}-{number}", INTERACTIVE, str(client))
+    queue.enqueue("late-0", priority, "late")
     before = clients * WEIGHTS[INTERACTIVE] // WEIGHTS[priority]
-    assert "late" in served(line, before + clients + 1)
+    assert "late" in dequeue_clients(queue, before + clients + 1)

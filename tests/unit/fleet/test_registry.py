@@ -1,4 +1,4 @@
-"""The live table under a clock of its own: who is in, who has room, who is left alone."""
+"""The registry of workers under a fake clock: heartbeats, slots, ejection and probation."""
 
 from __future__ import annotations
 
@@ -38,76 +38,80 @@ def fleet(clock: FakeClock) -> WorkerRegistry:
     return WorkerRegistry(clock, jitter=lambda: 0.0)
 
 
-def ids(fleet: WorkerRegistry) -> list[str]:
-    return [one.worker_id for one in fleet.view().workers]
+def worker_ids(fleet: WorkerRegistry) -> list[str]:
+    return [worker.worker_id for worker in fleet.view().workers]
 
 
-def test_a_worker_that_stops_beating_is_out_within_ten_seconds(
+def test_a_worker_without_heartbeats_is_removed_within_ten_seconds(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     assert HEARTBEAT_TIMEOUT_S + HEARTBEAT_INTERVAL_S < 10
     fleet.heartbeat(report())
     clock.now_s = START_S + HEARTBEAT_TIMEOUT_S
-    assert ids(fleet) == ["mac"]
+    assert worker_ids(fleet) == ["mac"]
     clock.now_s += 0.001
-    assert ids(fleet) == []
-    assert fleet.view().known_models == {"demo"}, "its model is away, not unknown"
+    assert worker_ids(fleet) == []
+    assert fleet.view().known_models == {"demo"}, "its model has no worker, but is known"
 
 
-def test_a_beat_keeps_a_worker_in(fleet: WorkerRegistry, clock: FakeClock) -> None:
+def test_heartbeats_keep_a_worker_registered(fleet: WorkerRegistry, clock: FakeClock) -> None:
     for _ in range(10):
         fleet.heartbeat(report())
         clock.now_s += 5
-    assert ids(fleet) == ["mac"]
+    assert worker_ids(fleet) == ["mac"]
 
 
-def test_f38_what_came_while_this_gateway_did_not_listen_is_held_against_nobody(
+def test_f38_a_stall_of_the_gateway_counts_neither_as_silence_nor_as_failure_of_a_worker(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
-    two(fleet)
+    add_two_workers(fleet)
     clock.now_s = START_S + 8.0
     fleet.compensate_stall(8.0)
-    assert ids(fleet) == ["a", "b"], "their heartbeats wait to be read"
-    fail(fleet, "a", 5, AttemptResult.UNREACHABLE)
-    assert ids(fleet) == ["a", "b"], "the limits on time ran out on us, not on them"
+    assert worker_ids(fleet) == ["a", "b"], "their heartbeats are still unread"
+    fail_requests(fleet, "a", 5, AttemptResult.UNREACHABLE)
+    assert worker_ids(fleet) == ["a", "b"], "the timeouts expired because this gateway stalled"
     clock.now_s = START_S + 9.0
-    fail(fleet, "a", 3, AttemptResult.UNREACHABLE)
-    assert ids(fleet) == ["b"]
+    fail_requests(fleet, "a", 3, AttemptResult.UNREACHABLE)
+    assert worker_ids(fleet) == ["b"]
 
 
-def test_f38_nobody_is_found_silent_before_it_is_known_whether_we_listened(
+def test_f38_no_worker_times_out_before_the_stall_of_the_gateway_is_measured(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
-    two(fleet)
+    add_two_workers(fleet)
     fleet.compensate_stall(0.0)
     clock.now_s = START_S + 8.0
-    assert ids(fleet) == ["a", "b"]
+    assert worker_ids(fleet) == ["a", "b"]
     fleet.compensate_stall(0.0)
-    assert ids(fleet) == []
+    assert worker_ids(fleet) == []
 
 
-def test_f38_a_short_delay_excuses_no_silence(fleet: WorkerRegistry, clock: FakeClock) -> None:
-    two(fleet)
+def test_f38_a_short_delay_of_the_gateway_extends_no_timeout(
+    fleet: WorkerRegistry, clock: FakeClock
+) -> None:
+    add_two_workers(fleet)
     clock.now_s = START_S + 7.5
     fleet.compensate_stall(0.9)
-    assert ids(fleet) == []
+    assert worker_ids(fleet) == []
 
 
-def test_an_id_belongs_to_one_live_worker(fleet: WorkerRegistry, clock: FakeClock) -> None:
+def test_a_live_worker_keeps_its_id_until_its_heartbeat_times_out(
+    fleet: WorkerRegistry, clock: FakeClock
+) -> None:
     fleet.heartbeat(report())
     with pytest.raises(WorkerIdTaken):
         fleet.heartbeat(report("2", "http://other:9200"))
     clock.now_s = START_S + HEARTBEAT_TIMEOUT_S + 1
     fleet.heartbeat(report("2", "http://other:9200"))
-    assert ids(fleet) == ["mac"]
+    assert worker_ids(fleet) == ["mac"]
 
 
-def take(fleet: WorkerRegistry, worker_id: str = "mac", lane: str = "vlm") -> Lease | None:
+def acquire(fleet: WorkerRegistry, worker_id: str = "mac", lane: str = "vlm") -> Lease | None:
     return fleet.acquire(Candidate(lane, lane, worker_id, "policy", 0.0))
 
 
-def taken(fleet: WorkerRegistry, worker_id: str = "mac") -> Lease:
-    lease = take(fleet, worker_id)
+def acquired(fleet: WorkerRegistry, worker_id: str = "mac") -> Lease:
+    lease = acquire(fleet, worker_id)
     assert lease is not None
     return lease
 
@@ -116,77 +120,77 @@ def in_flight(fleet: WorkerRegistry) -> int:
     return fleet.view().workers[0].lanes[0].in_flight
 
 
-def test_a_new_boot_on_the_same_address_takes_over_at_once_with_no_load(
+def test_a_new_boot_on_the_same_address_replaces_the_old_one_with_no_load(
     fleet: WorkerRegistry,
 ) -> None:
     fleet.heartbeat(report())
-    lease = taken(fleet)
+    lease = acquired(fleet)
     assert in_flight(fleet) == 1
     fleet.heartbeat(report("2"))
     assert in_flight(fleet) == 0
     fleet.release(lease, AttemptResult.FAILED)
     assert in_flight(fleet) == 0, "released on the old boot, not the new"
-    assert fleet.workers()[0].breaker.failures == 0, "and not held against the new one"
+    assert fleet.workers()[0].breaker.failures == 0, "and not counted as a failure of the new boot"
 
 
-def test_a_slot_is_counted_while_it_is_held_and_no_more_are_given_than_there_are(
+def test_a_lane_leases_no_more_slots_than_it_has(
     fleet: WorkerRegistry,
 ) -> None:
     fleet.heartbeat(report())
-    leases = [taken(fleet) for _ in range(4)]
+    leases = [acquired(fleet) for _ in range(4)]
     assert fleet.view().workers[0].lanes[0].load == 1
-    assert take(fleet) is None
+    assert acquire(fleet) is None
     for lease in leases:
         fleet.release(lease, AttemptResult.ABANDONED)
     assert fleet.view().workers[0].lanes[0].load == 0
-    assert take(fleet) is not None
+    assert acquire(fleet) is not None
 
 
-def test_nobody_and_unknown_lanes_have_no_slots(fleet: WorkerRegistry) -> None:
-    assert take(fleet) is None
+def test_unknown_workers_and_lanes_have_no_slots(fleet: WorkerRegistry) -> None:
+    assert acquire(fleet) is None
     fleet.heartbeat(report())
-    assert take(fleet, lane="other") is None
+    assert acquire(fleet, lane="other") is None
     fleet.remove("mac")
-    assert take(fleet) is None
+    assert acquire(fleet) is None
 
 
-def two(fleet: WorkerRegistry) -> None:
+def add_two_workers(fleet: WorkerRegistry) -> None:
     fleet.heartbeat(report(worker_id="a"))
     fleet.heartbeat(report(worker_id="b"))
 
 
-def fail(
-    fleet: WorkerRegistry, worker_id: str, times: int, verdict: AttemptResult = AttemptResult.FAILED
+def fail_requests(
+    fleet: WorkerRegistry, worker_id: str, times: int, result: AttemptResult = AttemptResult.FAILED
 ) -> None:
     for _ in range(times):
-        fleet.release(taken(fleet, worker_id), verdict)
+        fleet.release(acquired(fleet, worker_id), result)
 
 
-def test_f20_a_worker_that_fails_five_times_is_out_for_ten_seconds(
+def test_f20_a_worker_that_fails_five_times_is_ejected_for_ten_seconds(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
-    two(fleet)
-    fail(fleet, "a", 5)
-    assert ids(fleet) == ["b"]
-    assert take(fleet, "a") is None
+    add_two_workers(fleet)
+    fail_requests(fleet, "a", 5)
+    assert worker_ids(fleet) == ["b"]
+    assert acquire(fleet, "a") is None
     clock.now_s = START_S + 5.0
-    two(fleet)
-    assert ids(fleet) == ["b"], "a heartbeat alone proves nothing"
+    add_two_workers(fleet)
+    assert worker_ids(fleet) == ["b"], "a heartbeat ends no ejection"
     clock.now_s = START_S + 10.0
-    two(fleet)
-    assert ids(fleet) == ["a", "b"]
+    add_two_workers(fleet)
+    assert worker_ids(fleet) == ["a", "b"]
 
 
-def test_f24_it_comes_back_with_one_request_then_two_then_all(
+def test_f24_probation_allows_one_request_then_two_then_all(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
-    two(fleet)
-    fail(fleet, "a", 3, AttemptResult.UNREACHABLE)
+    add_two_workers(fleet)
+    fail_requests(fleet, "a", 3, AttemptResult.UNREACHABLE)
     clock.now_s = START_S + 10.0
-    two(fleet)
+    add_two_workers(fleet)
     for at_a_time in (1, 2, 4):
-        leases = [taken(fleet, "a") for _ in range(at_a_time)]
-        assert take(fleet, "a") is None
+        leases = [acquired(fleet, "a") for _ in range(at_a_time)]
+        assert acquire(fleet, "a") is None
         for lease in leases:
             fleet.release(lease, AttemptResult.SUCCEEDED)
             break
@@ -195,83 +199,83 @@ def test_f24_it_comes_back_with_one_request_then_two_then_all(
     assert fleet.workers()[0].breaker.probation_limit is None
 
 
-def test_a_client_that_leaves_a_worker_on_probation_proves_nothing(
+def test_a_disconnected_client_neither_ends_nor_fails_a_probation(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
-    two(fleet)
-    fail(fleet, "a", 5)
+    add_two_workers(fleet)
+    fail_requests(fleet, "a", 5)
     clock.now_s = START_S + 10.0
-    two(fleet)
+    add_two_workers(fleet)
     for _ in range(3):
-        lease = taken(fleet, "a")
-        assert take(fleet, "a") is None
+        lease = acquired(fleet, "a")
+        assert acquire(fleet, "a") is None
         fleet.release(lease, AttemptResult.ABANDONED)
-    fleet.release(taken(fleet, "a"), AttemptResult.FAILED)
-    assert ids(fleet) == ["b"]
+    fleet.release(acquired(fleet, "a"), AttemptResult.FAILED)
+    assert worker_ids(fleet) == ["b"]
     assert fleet.workers()[0].breaker.ejections == 2
 
 
-def test_what_was_sent_before_an_ejection_has_no_more_to_say(
+def test_requests_sent_before_an_ejection_do_not_change_the_probation(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
     clock.now_s = START_S + 1.0
-    two(fleet)
-    slow, broken = taken(fleet, "a"), taken(fleet, "a")
-    fail(fleet, "a", 5)
+    add_two_workers(fleet)
+    slow, broken = acquired(fleet, "a"), acquired(fleet, "a")
+    fail_requests(fleet, "a", 5)
     clock.now_s = START_S + 11.0
-    two(fleet)
-    on_probation = taken(fleet, "a")
+    add_two_workers(fleet)
+    on_probation = acquired(fleet, "a")
     fleet.release(slow, AttemptResult.SUCCEEDED)
     fleet.release(broken, AttemptResult.FAILED)
-    assert take(fleet, "a") is None, "one at a time still"
+    assert acquire(fleet, "a") is None, "still one request at a time"
     fleet.release(on_probation, AttemptResult.SUCCEEDED)
     assert fleet.workers()[0].breaker.probation_limit == 2
 
 
-def test_the_last_worker_of_a_model_is_never_left_alone(
+def test_the_last_worker_of_a_model_stays_available(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
-    two(fleet)
-    fail(fleet, "a", 5)
-    fail(fleet, "b", 50)
-    assert ids(fleet) == ["b"], "the last one stays"
+    add_two_workers(fleet)
+    fail_requests(fleet, "a", 5)
+    fail_requests(fleet, "b", 50)
+    assert worker_ids(fleet) == ["b"], "the last worker stays"
     fleet.remove("b")
-    assert ids(fleet) == ["a"], "an ejected one is better than none"
-    assert len([taken(fleet, "a") for _ in range(4)]) == 4, "with all its slots"
+    assert worker_ids(fleet) == ["a"], "an ejected worker serves if it is the only one"
+    assert len([acquired(fleet, "a") for _ in range(4)]) == 4, "it has all its slots"
     fleet.heartbeat(report(worker_id="c", model="other"))
-    assert ids(fleet) == ["a", "c"], "a worker of another model is no help"
+    assert worker_ids(fleet) == ["a", "c"], "a worker of another model does not replace it"
 
 
-def test_a_worker_that_asks_for_time_gets_it_and_is_not_broken(
+def test_a_busy_worker_is_skipped_until_its_retry_after_and_not_ejected(
     fleet: WorkerRegistry, clock: FakeClock
 ) -> None:
-    two(fleet)
-    fleet.release(taken(fleet, "a"), AttemptResult.BUSY, 3.0)
-    assert ids(fleet) == ["b"]
+    add_two_workers(fleet)
+    fleet.release(acquired(fleet, "a"), AttemptResult.BUSY, 3.0)
+    assert worker_ids(fleet) == ["b"]
     assert fleet.available_in_s("demo") == 3.0
-    fleet.release(taken(fleet, "b"), AttemptResult.BUSY, 2.0)
-    assert ids(fleet) == []
+    fleet.release(acquired(fleet, "b"), AttemptResult.BUSY, 2.0)
+    assert worker_ids(fleet) == []
     assert fleet.available_in_s("demo") == 2.0
     clock.now_s = START_S + 3.0
-    assert ids(fleet) == ["a", "b"]
-    assert [member.breaker.ejections for member in fleet.workers()] == [0, 0]
+    assert worker_ids(fleet) == ["a", "b"]
+    assert [worker.breaker.ejections for worker in fleet.workers()] == [0, 0]
 
 
-def test_an_answer_of_another_boot_changes_nothing(fleet: WorkerRegistry) -> None:
+def test_a_report_of_another_boot_changes_nothing(fleet: WorkerRegistry) -> None:
     fleet.heartbeat(report())
     fleet.update_report(report("0", ready=False))
-    assert ids(fleet) == ["mac"]
+    assert worker_ids(fleet) == ["mac"]
 
 
-def test_a_snapshot_does_not_change_with_the_table(fleet: WorkerRegistry) -> None:
+def test_a_snapshot_does_not_change_with_the_registry(fleet: WorkerRegistry) -> None:
     fleet.heartbeat(report())
     view = fleet.view()
-    taken(fleet)
+    acquired(fleet)
     fleet.remove("mac")
     assert view.workers[0].lanes[0].in_flight == 0
 
 
-def test_every_change_that_may_add_capacity_calls_back_and_a_stale_one_does_not(
+def test_every_change_that_may_add_capacity_calls_back_and_a_stale_report_does_not(
     clock: FakeClock,
 ) -> None:
     calls: list[None] = []
@@ -292,9 +296,9 @@ def test_every_change_that_may_add_capacity_calls_back_and_a_stale_one_does_not(
 
 
 class TestHeartbeatsOfOtherGateways:
-    """What a gateway learns, step by step, of workers whose heartbeats others receive."""
+    """Heartbeats that other gateways received and this one merges."""
 
-    def test_a_remote_heartbeat_counts_from_the_time_at_which_it_was_received(
+    def test_a_remote_heartbeat_counts_from_its_time_of_receipt(
         self, fleet: WorkerRegistry, clock: FakeClock
     ) -> None:
         assert fleet.merge_remote(report(), 5.0)
@@ -304,36 +308,36 @@ class TestHeartbeatsOfOtherGateways:
         assert worker.local_heartbeat_at_s == float("-inf")
         assert fleet.view().known_models == {"demo"}
         clock.advance(HEARTBEAT_TIMEOUT_S - 5.0)
-        assert ids(fleet) == ["mac"]
+        assert worker_ids(fleet) == ["mac"]
         clock.advance(0.001)
-        assert ids(fleet) == []
+        assert worker_ids(fleet) == []
 
     def test_a_remote_heartbeat_that_is_too_old_is_ignored(self, fleet: WorkerRegistry) -> None:
         assert not fleet.merge_remote(report(), HEARTBEAT_TIMEOUT_S + 0.001)
-        assert ids(fleet) == []
+        assert worker_ids(fleet) == []
         assert fleet.merge_remote(report(), HEARTBEAT_TIMEOUT_S)
-        assert ids(fleet) == ["mac"]
+        assert worker_ids(fleet) == ["mac"]
 
-    def test_an_older_heartbeat_than_the_last_one_changes_nothing(
+    def test_a_heartbeat_older_than_the_last_one_changes_nothing(
         self, fleet: WorkerRegistry, clock: FakeClock
     ) -> None:
         fleet.heartbeat(report())
         clock.advance(3.0)
         for age_s in (3.0, 4.0):
             assert not fleet.merge_remote(report(ready=False), age_s)
-        assert ids(fleet) == ["mac"]
+        assert worker_ids(fleet) == ["mac"]
         assert fleet.merge_remote(report(ready=False), 2.0)
-        assert ids(fleet) == []
+        assert worker_ids(fleet) == []
         (worker,) = fleet.workers()
         assert worker.heartbeat_at_s == START_S + 1.0
-        assert worker.local, "its own heartbeats are not forgotten"
+        assert worker.local, "it still counts as a worker with heartbeats here"
         assert worker.local_heartbeat_at_s == START_S
 
-    def test_a_remote_heartbeat_keeps_a_worker_and_its_requests(
+    def test_a_remote_heartbeat_preserves_a_worker_and_its_requests(
         self, fleet: WorkerRegistry, clock: FakeClock
     ) -> None:
         fleet.heartbeat(report())
-        taken(fleet)
+        acquired(fleet)
         clock.advance(6.0)
         assert fleet.merge_remote(report(), 0.0)
         clock.advance(6.0)
@@ -343,13 +347,13 @@ class TestHeartbeatsOfOtherGateways:
         self, fleet: WorkerRegistry, clock: FakeClock
     ) -> None:
         fleet.heartbeat(report())
-        taken(fleet)
+        acquired(fleet)
         clock.advance(1.0)
         assert fleet.merge_remote(report("2"), 0.5)
         assert in_flight(fleet) == 0
         assert fleet.workers()[0].report.boot_id == "2"
 
-    def test_of_two_live_workers_with_one_id_the_first_stays(
+    def test_a_remote_report_replaces_a_worker_of_another_address_only_after_its_timeout(
         self, fleet: WorkerRegistry, clock: FakeClock
     ) -> None:
         fleet.heartbeat(report())
@@ -370,14 +374,14 @@ class TestHeartbeatsOfOtherGateways:
         assert worker.heartbeat_at_s == worker.local_heartbeat_at_s == START_S + 1.0
         assert fleet.heartbeat_age_s(worker) == 0.0
 
-    def test_a_cordon_holds_for_a_worker_that_another_gateway_reports(
+    def test_a_cordon_applies_to_a_worker_that_another_gateway_reports(
         self, fleet: WorkerRegistry
     ) -> None:
         fleet.set_cordoned(frozenset(("mac",)))
         fleet.merge_remote(report(), 1.0)
-        assert ids(fleet) == []
+        assert worker_ids(fleet) == []
         fleet.set_cordoned(frozenset())
-        assert ids(fleet) == ["mac"]
+        assert worker_ids(fleet) == ["mac"]
 
     def test_a_static_worker_ignores_reports_under_its_id(
         self, fleet: WorkerRegistry, clock: FakeClock

@@ -1,6 +1,6 @@
-"""Slots and waiting lines in one process: who gets a slot, when, and that none is ever lost.
+"""The scheduler of one process: queues, slots, spilling and timeouts; no slot is ever lost.
 
-Pools with slots of their own, beside those of their workers.
+Pools may have slots of their own, which bound them in addition to the slots of their workers.
 """
 
 from __future__ import annotations
@@ -49,12 +49,14 @@ def policy_of(*, spill_ms: int | None = None, **queue: Any) -> PolicyDocument:
 
 @pytest.fixture
 def scheduler() -> SchedulerHarness:
-    made = SchedulerHarness(policy_of(limit=3, timeout_s=30))
-    made.fleet.heartbeat(worker_report())
-    return made
+    harness = SchedulerHarness(policy_of(limit=3, timeout_s=30))
+    harness.fleet.heartbeat(worker_report())
+    return harness
 
 
-async def test_a_free_slot_is_had_at_once_and_then_one_waits(scheduler: SchedulerHarness) -> None:
+async def test_a_request_gets_a_free_slot_at_once_and_else_waits_for_one(
+    scheduler: SchedulerHarness,
+) -> None:
     first = await scheduler.acquire()
     second = scheduler.acquire()
     assert await scheduler.queue_length() == 1
@@ -64,7 +66,7 @@ async def test_a_free_slot_is_had_at_once_and_then_one_waits(scheduler: Schedule
     assert await scheduler.queue_length() == 0
 
 
-async def test_a_slot_that_is_given_back_goes_to_the_line_and_not_to_who_just_came(
+async def test_a_released_slot_goes_to_the_queue_and_not_to_a_new_request(
     scheduler: SchedulerHarness,
 ) -> None:
     first = await scheduler.acquire()
@@ -77,7 +79,9 @@ async def test_a_slot_that_is_given_back_goes_to_the_line_and_not_to_who_just_ca
     newcomer.cancel()
 
 
-async def test_the_line_is_bounded_and_says_when_to_come_back(scheduler: SchedulerHarness) -> None:
+async def test_a_full_queue_rejects_a_request_with_a_retry_after(
+    scheduler: SchedulerHarness,
+) -> None:
     first = await scheduler.acquire()
     waiting = [scheduler.acquire() for _ in range(3)]
     await run_ready_tasks()
@@ -93,18 +97,18 @@ async def test_the_line_is_bounded_and_says_when_to_come_back(scheduler: Schedul
     await cancel_all(waiting[1:])
 
 
-async def test_who_waits_too_long_is_told_so_and_leaves_no_trace() -> None:
-    door = SchedulerHarness(policy_of(timeout_s=0.02))
-    door.fleet.heartbeat(worker_report())
-    lease = await door.acquire()
+async def test_a_request_that_waits_too_long_times_out_and_holds_no_slot() -> None:
+    scheduler = SchedulerHarness(policy_of(timeout_s=0.02))
+    scheduler.fleet.heartbeat(worker_report())
+    lease = await scheduler.acquire()
     with pytest.raises(QueueTimeout):
-        await door.acquire()
-    assert await door.queue_length() == 0
-    door.dispatch.release(lease, AttemptResult.SUCCEEDED)
-    assert door.slots_in_use() == 0
+        await scheduler.acquire()
+    assert await scheduler.queue_length() == 0
+    scheduler.dispatch.release(lease, AttemptResult.SUCCEEDED)
+    assert scheduler.slots_in_use() == 0
 
 
-async def test_who_leaves_the_line_frees_the_place_at_once(scheduler: SchedulerHarness) -> None:
+async def test_a_cancelled_request_leaves_the_queue_at_once(scheduler: SchedulerHarness) -> None:
     first = await scheduler.acquire()
     waiting = [scheduler.acquire() for _ in range(3)]
     await run_ready_tasks()
@@ -115,30 +119,30 @@ async def test_who_leaves_the_line_frees_the_place_at_once(scheduler: SchedulerH
     assert scheduler.slots_in_use() == 0
 
 
-async def test_who_leaves_in_the_moment_of_getting_a_slot_passes_it_on(
+async def test_a_request_cancelled_with_a_slot_assigned_passes_it_to_the_next(
     scheduler: SchedulerHarness,
 ) -> None:
     first = await scheduler.acquire()
-    leaving, next_one = scheduler.acquire(), scheduler.acquire()
+    cancelled, successor = scheduler.acquire(), scheduler.acquire()
     await run_ready_tasks()
     scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
-    leaving.cancel()  # its slot is already its own, and it has not run since
-    lease = await next_one
-    assert leaving.cancelled()
+    cancelled.cancel()  # it has its slot, but has not run since
+    lease = await successor
+    assert cancelled.cancelled()
     scheduler.dispatch.release(lease, AttemptResult.SUCCEEDED)
     assert scheduler.slots_in_use() == 0
 
 
-async def test_clients_take_turns_and_interactive_requests_come_first() -> None:
-    door = SchedulerHarness(policy_of(limit=100))
-    door.fleet.heartbeat(worker_report())
-    lease = await door.acquire()
+async def test_clients_alternate_and_interactive_requests_are_served_first() -> None:
+    scheduler = SchedulerHarness(policy_of(limit=100))
+    scheduler.fleet.heartbeat(worker_report())
+    lease = await scheduler.acquire()
     order: list[str] = []
 
-    async def one(name: str, client: str, priority: Priority) -> None:
-        own = await door.acquire(client=client, priority=priority)
+    async def run_request(name: str, client: str, priority: Priority) -> None:
+        request_lease = await scheduler.acquire(client=client, priority=priority)
         order.append(name)
-        door.dispatch.release(own, AttemptResult.SUCCEEDED)
+        scheduler.dispatch.release(request_lease, AttemptResult.SUCCEEDED)
 
     tasks: list[Awaitable[None]] = []
     for name, client, priority in (
@@ -147,52 +151,52 @@ async def test_clients_take_turns_and_interactive_requests_come_first() -> None:
         ("bulk", "c", Priority.BULK),
         ("urgent", "d", Priority.INTERACTIVE),
     ):
-        tasks.append(asyncio.create_task(one(name, client, priority)))
+        tasks.append(asyncio.create_task(run_request(name, client, priority)))
         await run_ready_tasks()
-    door.dispatch.release(lease, AttemptResult.SUCCEEDED)
+    scheduler.dispatch.release(lease, AttemptResult.SUCCEEDED)
     await asyncio.gather(*tasks)
     assert order == ["urgent", "greedy", "modest", "greedy", "greedy", "bulk"]
 
 
-async def test_a_full_pool_spills_after_its_wait_and_the_reason_says_so() -> None:
-    door = SchedulerHarness(policy_of(spill_ms=20))
-    door.fleet.heartbeat(worker_report())
-    assert (await door.acquire(GREEDY)).candidate.reason == "eligible"
-    spilled = door.acquire(GREEDY)
-    assert await door.queue_length("text-mtp") == 1
+async def test_a_full_pool_spills_after_its_wait_with_the_reason_spilled() -> None:
+    scheduler = SchedulerHarness(policy_of(spill_ms=20))
+    scheduler.fleet.heartbeat(worker_report())
+    assert (await scheduler.acquire(GREEDY)).candidate.reason == "eligible"
+    spilled = scheduler.acquire(GREEDY)
+    assert await scheduler.queue_length("text-mtp") == 1
     lease = await spilled
     assert (lease.candidate.pool, lease.candidate.reason) == ("vlm", "spilled")
-    assert await door.queue_length("text-mtp") == 0
+    assert await scheduler.queue_length("text-mtp") == 0
 
 
-async def test_without_spill_a_full_pool_is_waited_for() -> None:
-    door = SchedulerHarness(policy_of(timeout_s=0.05))
-    door.fleet.heartbeat(worker_report())
-    await door.acquire(GREEDY)
+async def test_without_spill_a_request_waits_for_a_full_pool_until_the_timeout() -> None:
+    scheduler = SchedulerHarness(policy_of(timeout_s=0.05))
+    scheduler.fleet.heartbeat(worker_report())
+    await scheduler.acquire(GREEDY)
     with pytest.raises(QueueTimeout):
-        await door.acquire(GREEDY)
+        await scheduler.acquire(GREEDY)
 
 
-async def test_a_spill_after_no_wait_is_at_once() -> None:
-    door = SchedulerHarness(policy_of(spill_ms=0))
-    door.fleet.heartbeat(worker_report())
-    reasons = [(await door.acquire(GREEDY)).candidate.reason for _ in range(2)]
+async def test_a_spill_after_0_ms_is_immediate() -> None:
+    scheduler = SchedulerHarness(policy_of(spill_ms=0))
+    scheduler.fleet.heartbeat(worker_report())
+    reasons = [(await scheduler.acquire(GREEDY)).candidate.reason for _ in range(2)]
     assert reasons == ["eligible", "spilled"]
 
 
-async def test_who_has_spilled_still_takes_the_preferred_pool_when_that_is_free_first() -> None:
-    door = SchedulerHarness(policy_of(spill_ms=1))
-    door.fleet.heartbeat(worker_report())
-    preferred = await door.acquire(GREEDY)
-    await door.acquire(SAMPLED)
-    waiting = door.acquire(GREEDY)
+async def test_a_spilled_request_uses_the_preferred_pool_if_that_has_a_slot_first() -> None:
+    scheduler = SchedulerHarness(policy_of(spill_ms=1))
+    scheduler.fleet.heartbeat(worker_report())
+    preferred = await scheduler.acquire(GREEDY)
+    await scheduler.acquire(SAMPLED)
+    waiting = scheduler.acquire(GREEDY)
     await asyncio.sleep(0.05)
     assert not waiting.done()
-    door.dispatch.release(preferred, AttemptResult.SUCCEEDED)
+    scheduler.dispatch.release(preferred, AttemptResult.SUCCEEDED)
     assert (await waiting).candidate.reason == "eligible"
 
 
-async def test_a_worker_that_joins_serves_those_who_wait(scheduler: SchedulerHarness) -> None:
+async def test_a_new_worker_serves_queued_requests(scheduler: SchedulerHarness) -> None:
     await scheduler.acquire()
     waiting = scheduler.acquire()
     await run_ready_tasks()
@@ -201,21 +205,21 @@ async def test_a_worker_that_joins_serves_those_who_wait(scheduler: SchedulerHar
     assert (await waiting).candidate.worker_id == "other"
 
 
-async def test_when_the_preferred_pool_is_gone_who_waits_for_it_takes_the_next() -> None:
-    door = SchedulerHarness(policy_of())
-    door.fleet.heartbeat(worker_report())
-    await door.acquire(GREEDY)
-    waiting = [door.acquire(GREEDY) for _ in range(3)]
+async def test_queued_requests_use_the_next_pool_when_the_preferred_one_has_no_worker() -> None:
+    scheduler = SchedulerHarness(policy_of())
+    scheduler.fleet.heartbeat(worker_report())
+    await scheduler.acquire(GREEDY)
+    waiting = [scheduler.acquire(GREEDY) for _ in range(3)]
     await run_ready_tasks()
-    vlm_alone = [lane_report("vlm", slots=3).model_dump()]
-    door.fleet.heartbeat(worker_report(lanes=vlm_alone))
-    door.dispatch.wake()
-    for each in waiting:
-        lease = await each
+    vlm_only = [lane_report("vlm", slots=3).model_dump()]
+    scheduler.fleet.heartbeat(worker_report(lanes=vlm_only))
+    scheduler.dispatch.wake()
+    for request in waiting:
+        lease = await request
         assert (lease.candidate.pool, lease.candidate.reason) == ("vlm", "no_mtp_worker")
 
 
-async def test_a_request_of_another_model_holds_nobody_up(scheduler: SchedulerHarness) -> None:
+async def test_a_request_for_another_model_delays_no_request(scheduler: SchedulerHarness) -> None:
     scheduler.fleet.heartbeat(worker_report("second", model="other"))
     demo = await scheduler.acquire()
     other = await scheduler.acquire(SAMPLED._replace(model="other"))
@@ -228,7 +232,7 @@ async def test_a_request_of_another_model_holds_nobody_up(scheduler: SchedulerHa
     await blocked
 
 
-async def test_nobody_there_is_said_at_once_and_so_is_everybody_busy(
+async def test_a_request_fails_at_once_where_every_worker_is_missing_or_busy(
     scheduler: SchedulerHarness,
 ) -> None:
     with pytest.raises(NoWorker):
@@ -242,47 +246,49 @@ async def test_nobody_there_is_said_at_once_and_so_is_everybody_busy(
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_whatever_happens_every_slot_comes_back_and_none_is_given_twice(seed: int) -> None:
+async def test_under_random_events_every_slot_is_released_and_none_is_leased_twice(
+    seed: int,
+) -> None:
     rng = Random(seed)
-    door = SchedulerHarness(policy_of(spill_ms=1, limit=8, timeout_s=0.05))
+    scheduler = SchedulerHarness(policy_of(spill_ms=1, limit=8, timeout_s=0.05))
     for name in ("a", "b"):
-        door.fleet.heartbeat(worker_report(name, slots=2))
-    verdicts: list[AttemptResult] = list(AttemptResult)
+        scheduler.fleet.heartbeat(worker_report(name, slots=2))
+    results: list[AttemptResult] = list(AttemptResult)
     most = 0
 
-    async def one() -> None:
+    async def run_request() -> None:
         nonlocal most
-        case = RoutingRequest(door.policy, rng.choice((SAMPLED, GREEDY)))
+        request = RoutingRequest(scheduler.policy, rng.choice((SAMPLED, GREEDY)))
         caller = Caller(rng.choice("xyz"), rng.choice(list(Priority)))
-        lease = await door.dispatch.acquire(case, caller)
-        most = max(most, door.slots_in_use())
+        lease = await scheduler.dispatch.acquire(request, caller)
+        most = max(most, scheduler.slots_in_use())
         try:
             await asyncio.sleep(rng.choice((0, 0, 0.001)))
         finally:
-            door.dispatch.release(lease, rng.choice(verdicts), 0.001)
+            scheduler.dispatch.release(lease, rng.choice(results), 0.001)
 
-    tasks = [asyncio.create_task(one()) for _ in range(200)]
-    moves: tuple[Callable[[], object], ...] = (
+    tasks = [asyncio.create_task(run_request()) for _ in range(200)]
+    events: tuple[Callable[[], object], ...] = (
         lambda: rng.choice(tasks).cancel(),
-        lambda: door.fleet.heartbeat(worker_report("a", slots=rng.choice((1, 2)))),
-        door.dispatch.wake,
-        lambda: setattr(door.clock, "now_s", door.clock.now_s + rng.random()),
-        lambda: door.fleet.heartbeat(worker_report("b", slots=2)),
+        lambda: scheduler.fleet.heartbeat(worker_report("a", slots=rng.choice((1, 2)))),
+        scheduler.dispatch.wake,
+        lambda: setattr(scheduler.clock, "now_s", scheduler.clock.now_s + rng.random()),
+        lambda: scheduler.fleet.heartbeat(worker_report("b", slots=2)),
     )
     while not all(task.done() for task in tasks):
-        rng.choice(moves)()
+        rng.choice(events)()
         await asyncio.sleep(0)
-        most = max(most, door.slots_in_use())
+        most = max(most, scheduler.slots_in_use())
     ends = await asyncio.gather(*tasks, return_exceptions=True)
     assert most <= 8
-    assert door.slots_in_use() == 0
-    assert door.dispatch.waiting("vlm") == door.dispatch.waiting("text-mtp") == 0
+    assert scheduler.slots_in_use() == 0
+    assert scheduler.dispatch.waiting("vlm") == scheduler.dispatch.waiting("text-mtp") == 0
     known = {type(None), QueueFull, QueueTimeout, WorkerBusy, NoWorker, asyncio.CancelledError}
     assert {type(end) for end in ends} <= known
 
 
 def bounded_pools(slots: int) -> PolicyDocument:
-    """Two pools over the same lane, of which one has few slots and spills to the other."""
+    """Return two pools over one lane; the first has few slots and spills to the second."""
     return read_policy(
         {
             "version": 1,
@@ -308,34 +314,36 @@ def bounded_pools(slots: int) -> PolicyDocument:
 STRICT = SAMPLED._replace(stream=True)
 
 
-async def test_a_pool_has_no_more_requests_than_its_own_slots_and_the_lane_serves_others() -> None:
-    door = SchedulerHarness(bounded_pools(2))
-    door.fleet.heartbeat(worker_report(slots=9))
-    held = [await door.acquire(STRICT) for _ in range(2)]
-    waiting = door.acquire(STRICT)
-    assert await door.queue_length("few") == 1
-    assert door.dispatch.running("few") == 2
-    others = [await door.acquire(SAMPLED) for _ in range(3)]
-    assert {lease.candidate.pool for lease in others} == {"many"}
-    door.dispatch.release(others[0], AttemptResult.SUCCEEDED)
+async def test_a_pool_runs_no_more_requests_than_its_slots_while_the_lane_serves_other_pools() -> (
+    None
+):
+    scheduler = SchedulerHarness(bounded_pools(2))
+    scheduler.fleet.heartbeat(worker_report(slots=9))
+    leases = [await scheduler.acquire(STRICT) for _ in range(2)]
+    waiting = scheduler.acquire(STRICT)
+    assert await scheduler.queue_length("few") == 1
+    assert scheduler.dispatch.running("few") == 2
+    other_leases = [await scheduler.acquire(SAMPLED) for _ in range(3)]
+    assert {lease.candidate.pool for lease in other_leases} == {"many"}
+    scheduler.dispatch.release(other_leases[0], AttemptResult.SUCCEEDED)
     await run_ready_tasks()
-    assert not waiting.done(), "a slot of another pool is none of this one"
-    door.dispatch.release(held[0], AttemptResult.SUCCEEDED)
+    assert not waiting.done(), "a slot of another pool is no slot of this one"
+    scheduler.dispatch.release(leases[0], AttemptResult.SUCCEEDED)
     assert (await waiting).candidate.pool == "few"
-    assert (door.dispatch.running("few"), door.dispatch.running("many")) == (2, 2)
+    assert (scheduler.dispatch.running("few"), scheduler.dispatch.running("many")) == (2, 2)
 
 
-async def test_a_pool_that_is_full_by_its_own_slots_spills_like_any_other() -> None:
-    door = SchedulerHarness(bounded_pools(1))
-    door.fleet.heartbeat(worker_report(slots=9))
-    assert (await door.acquire(GREEDY)).candidate.pool == "few"
-    spilled = await door.acquire(GREEDY)
+async def test_a_pool_whose_own_slots_are_full_spills() -> None:
+    scheduler = SchedulerHarness(bounded_pools(1))
+    scheduler.fleet.heartbeat(worker_report(slots=9))
+    assert (await scheduler.acquire(GREEDY)).candidate.pool == "few"
+    spilled = await scheduler.acquire(GREEDY)
     assert (spilled.candidate.pool, spilled.candidate.reason) == ("many", "spilled")
-    assert (door.dispatch.running("few"), door.dispatch.running("many")) == (1, 1)
+    assert (scheduler.dispatch.running("few"), scheduler.dispatch.running("many")) == (1, 1)
 
 
-async def test_who_waits_keeps_the_route_that_they_were_given() -> None:
-    """Of their own team and minute, however long they wait."""
+async def test_a_queued_request_keeps_its_route() -> None:
+    """The team and the minute of its arrival decide, however long a request waits."""
     policy = read_policy(
         {
             "version": 1,
@@ -347,11 +355,11 @@ async def test_who_waits_keeps_the_route_that_they_were_given() -> None:
         },
         "test",
     )
-    door = SchedulerHarness(policy)
-    door.fleet.heartbeat(worker_report(slots=9))
-    first = await door.acquire(attributes=CallerAttributes(team="a"))
-    second = door.acquire(attributes=CallerAttributes(team="a"))
-    assert await door.queue_length("few") == 1
-    door.dispatch.release(first, AttemptResult.SUCCEEDED)
+    scheduler = SchedulerHarness(policy)
+    scheduler.fleet.heartbeat(worker_report(slots=9))
+    first = await scheduler.acquire(attributes=CallerAttributes(team="a"))
+    second = scheduler.acquire(attributes=CallerAttributes(team="a"))
+    assert await scheduler.queue_length("few") == 1
+    scheduler.dispatch.release(first, AttemptResult.SUCCEEDED)
     assert (await second).candidate.pool == "few"
-    assert (await door.acquire(attributes=CallerAttributes(team="b"))).candidate.pool == "many"
+    assert (await scheduler.acquire(attributes=CallerAttributes(team="b"))).candidate.pool == "many"

@@ -1,4 +1,4 @@
-"""The cost of a request to its key: estimated before it, and settled once, however it ends."""
+"""The cost of a request to its key: estimated in advance, and settled once, however it ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.rate_limit_model import ALL_LIMITS, NOON
 PROFILE = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=10, max_tokens=6)
 
 
-def test_an_estimate_is_rather_too_large() -> None:
+def test_an_estimate_is_an_upper_bound_of_the_tokens() -> None:
     assert estimate(PROFILE) == 4 + 6
     assert estimate(PROFILE._replace(choices=3)) == 4 + 18
     assert estimate(PROFILE._replace(max_tokens=None)) == 4 + ANSWER_TOKENS
@@ -57,7 +57,7 @@ def test_an_estimate_is_rather_too_large() -> None:
         (RefusedByWorker(400, "too long", param=None, code=None), Spent(), Spent()),
     ],
 )
-def test_each_end_has_its_cost(
+def test_the_outcome_decides_the_cost(
     failure: BaseException | None, unreported: Spent, reported: Spent
 ) -> None:
     assert cost_of(PROFILE, UNUSED, failure) == unreported

@@ -1,4 +1,4 @@
-"""Who asks, for as far as lines and policies may know."""
+"""Attributes of the caller that policies and queues may use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def berlin_timezone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     time.tzset()
 
 
-def test_only_the_headers_that_are_named_are_kept_and_no_long_ones() -> None:
+def test_attributes_contain_only_named_headers_of_bounded_length() -> None:
     scope: dict[str, Any] = {
         "headers": [
             (b"authorization", b"Bearer canary"),
@@ -58,12 +58,12 @@ def test_the_week_begins_on_monday_in_local_time(moment: str, minute: int) -> No
     assert WeekClock(lambda: now_s).minute() == minute
 
 
-def test_the_clock_of_the_week_is_right_all_through_the_day_that_winter_time_begins() -> None:
-    began = datetime.fromisoformat("2026-10-24T22:00:00+00:00")
-    turned = datetime.fromisoformat("2026-10-25T01:00:00+00:00")
+def test_the_week_clock_is_right_throughout_the_end_of_summer_time() -> None:
+    midnight = datetime.fromisoformat("2026-10-24T22:00:00+00:00")
+    switched = datetime.fromisoformat("2026-10-25T01:00:00+00:00")
     seconds = 0
-    clock = WeekClock(lambda: began.timestamp() + seconds)
+    clock = WeekClock(lambda: midnight.timestamp() + seconds)
     for seconds in range(0, 25 * 3600, 31):
-        now = began + timedelta(seconds=seconds)
-        local = now + timedelta(hours=2 if now < turned else 1)
+        now = midnight + timedelta(seconds=seconds)
+        local = now + timedelta(hours=2 if now < switched else 1)
         assert clock.minute() == (local.weekday() * 24 + local.hour) * 60 + local.minute

@@ -1,4 +1,4 @@
-"""The record of a request, without a request: what accounting gets, by how the request ended."""
+"""The request context and its record, by how the request ended."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ CALLER = Caller(client="k", key="k")
 
 
 def new_context(**fields: Any) -> RequestContext:
-    """A request that has just begun."""
+    """Return the context of a request that has just begun."""
     values = {"request_id": "r", "wire_format": CHAT, "policy": default_policy()}
     return RequestContext(**{**values, "began_s": NOW_S, **fields})
 
 
 def routed_context(prefix_key: str = "", **fields: Any) -> RequestContext:
-    """A request that a worker has begun after a second in the queue."""
+    """Return the context of a request that waited a second and that a worker has begun."""
     inspected = Inspected("alias", PROFILE, {})
     request = RoutingRequest(default_policy(), PROFILE, prefix_key=prefix_key)
     values = {
@@ -101,7 +101,7 @@ def test_a_disconnected_client_is_logged_as_nginx_does() -> None:
     assert record.spent == Spent(1, 10, 10)
 
 
-def test_nothing_is_spent_without_a_worker_or_without_a_key() -> None:
+def test_a_request_without_a_worker_or_a_key_spends_nothing() -> None:
     assert routed_context(begun=False).record(NOW_S).spent == Spent()
     assert routed_context(caller=Caller()).record(NOW_S).spent == Spent()
 
@@ -116,7 +116,7 @@ def test_nothing_is_spent_without_a_worker_or_without_a_key() -> None:
         ({"prefix_key": "p", "usage": Usage(5, 2, 0)}, "miss"),
     ],
 )
-def test_the_cache_result_is_expected_until_the_worker_reports_it(
+def test_the_cache_result_is_the_expected_one_until_the_worker_reports_it(
     fields: dict[str, Any], expected: str
 ) -> None:
     context = routed_context(**fields)
@@ -124,7 +124,7 @@ def test_the_cache_result_is_expected_until_the_worker_reports_it(
     assert (b"x-paceline-prefix", expected.encode()) in context.route_headers()
 
 
-def test_headers_show_the_route_once_there_is_one() -> None:
+def test_response_headers_show_the_route_after_routing() -> None:
     assert new_context().route_headers() == []
     assert routed_context(attempts=2).route_headers() == [
         (b"x-paceline-pool", b"vlm"),

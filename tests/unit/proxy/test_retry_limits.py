@@ -1,4 +1,4 @@
-"""How often is too often: the retry budget, and bodies that workers died of."""
+"""The retry budget, and the quarantine of bodies that crash workers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from gateway.proxy.retry_budget import RetryBudget
 from policies.sections import Retries
 
 
-def test_a_fifth_of_the_active_requests_may_be_tried_again_and_three_always() -> None:
+def test_a_fifth_of_the_active_requests_or_three_may_retry_at_once() -> None:
     budget = RetryBudget()
     for active, allowed in ((0, 3), (10, 3), (15, 3), (20, 4), (100, 20)):
         budget.active, budget.retrying = active, allowed - 1
@@ -27,7 +27,7 @@ def test_a_policy_may_allow_fewer_retries_or_none() -> None:
     assert not budget.allows(Retries(share=0.1))
 
 
-def test_a_further_attempt_counts_until_its_answer_begins_however_that_ends() -> None:
+def test_a_retry_counts_until_its_context_ends_even_by_an_exception() -> None:
     budget = RetryBudget()
     try:
         with budget.retry():
@@ -38,19 +38,19 @@ def test_a_further_attempt_counts_until_its_answer_begins_however_that_ends() ->
     assert budget.retrying == 0
 
 
-def test_a_body_is_held_back_after_it_cost_two_workers() -> None:
+def test_a_body_is_quarantined_after_it_crashed_two_workers() -> None:
     quarantine = Quarantine()
     quarantine.lost(b"poison", "boot-1", 0.0)
     assert not quarantine.holds(b"poison", 0.0)
     quarantine.lost(b"poison", "boot-1", 1.0)
-    assert not quarantine.holds(b"poison", 1.0), "one worker twice is one worker"
+    assert not quarantine.holds(b"poison", 1.0), "two crashes of one boot count once"
     quarantine.lost(b"poison", "boot-2", 2.0)
     assert quarantine.holds(b"poison", 2.0)
     assert not quarantine.holds(b"other", 2.0)
     assert len(quarantine) == 1
 
 
-def test_it_is_forgotten_after_ten_minutes() -> None:
+def test_a_quarantine_ends_after_ten_minutes() -> None:
     quarantine = Quarantine()
     for boot in ("1", "2"):
         quarantine.lost(b"poison", boot, 0.0)
@@ -60,7 +60,7 @@ def test_it_is_forgotten_after_ten_minutes() -> None:
     assert not quarantine.holds(b"poison", KEPT_S)
 
 
-def test_a_body_that_a_worker_survives_was_only_near_the_death() -> None:
+def test_a_successful_answer_resets_the_crash_count_of_a_body() -> None:
     quarantine = Quarantine()
     quarantine.lost(b"innocent", "1", 0.0)
     quarantine.answered(b"innocent")
@@ -68,11 +68,11 @@ def test_a_body_that_a_worker_survives_was_only_near_the_death() -> None:
     assert not quarantine.holds(b"innocent", 1.0)
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_the_quarantine_is_bounded() -> None:
     quarantine = Quarantine()
     for number in range(3000):
         for boot in ("1", "2"):
             quarantine.lost(b"%d" % number, boot, 0.0)
     assert len(quarantine) == 1024
-    assert not quarantine.holds(b"0", 0.0), "the oldest is forgotten first"
+    assert not quarantine.holds(b"0", 0.0), "the oldest entry is evicted first"
     assert quarantine.holds(b"2999", 0.0)

@@ -1,4 +1,4 @@
-"""What a request would cost at each worker, in seconds: wait, strain, reading, memory, batch."""
+"""The cost of a request at each worker, in seconds: queue, prefill, decode, memory and batch."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LONG = RequestProfile(endpoint=Endpoint.CHAT, model="demo", text_chars=16_000)
 SHORT = LONG._replace(text_chars=400)
 GREEDY = SHORT._replace(sampling=Sampling(temperature=0))
 NOW_S = 1_000_000.0
-Told = dict[str, Any]
+Measured = dict[str, Any]
 
 
 def report(name: str, *, lane: str = "vlm", memory: float = 0.0, **measured: Any) -> WorkerReport:
-    """A worker of one lane, and the share of its memory that is in use."""
+    """Return the report of a worker with one lane and `memory` as the share of memory in use."""
     return WorkerReport(
         worker_id=name,
         boot_id="1",
@@ -45,28 +45,36 @@ def report(name: str, *, lane: str = "vlm", memory: float = 0.0, **measured: Any
     )
 
 
-def mac(
-    name: str, busy: int = 0, *, reads_for_s: float = 0.0, heard_s: float = NOW_S, **told: Any
+def worker(
+    name: str,
+    busy: int = 0,
+    *,
+    prefill_left_s: float = 0.0,
+    answered_at_s: float = NOW_S,
+    **measured: Any,
 ) -> WorkerView:
-    """A worker that has so many requests, and reads for so long what it has."""
-    said = report(name, **told)
-    lanes = tuple(LaneView.of(lane, busy) for lane in said.lanes)
-    return WorkerView.of(name, ("demo",), lanes, (), "1", throughput=throughput_of(said),
-                         answered_at_s=heard_s, prefill_until_s=NOW_S + reads_for_s)  # fmt: skip
+    """Return the view of a worker with `busy` requests and `prefill_left_s` of pending prefill."""
+    worker_report = report(name, **measured)
+    lanes = tuple(LaneView.of(lane, busy) for lane in worker_report.lanes)
+    return WorkerView.of(name, ("demo",), lanes, (), "1", throughput=throughput_of(worker_report),
+                         answered_at_s=answered_at_s,
+                         prefill_until_s=NOW_S + prefill_left_s)  # fmt: skip
 
 
-def seen(*macs: WorkerView, holders: str = "", shared_tokens: int = 0) -> FleetView:
+def fleet_of(*workers: WorkerView, holders: str = "", shared_tokens: int = 0) -> FleetView:
     return replace(
-        FleetView.of(macs, frozenset(("demo",))),
+        FleetView.of(workers, frozenset(("demo",))),
         now_s=NOW_S,
         prefix_boots=frozenset((name, "1") for name in holders),
         prefix_tokens=shared_tokens,
     )
 
 
-def order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
-    found = decide(RoutingRequest(POLICY, profile, prefix_key="p"), fleet, Random(seed)).candidates
-    return "".join(one.worker_id for one in found)
+def worker_order(profile: RequestProfile, fleet: FleetView, seed: int = 0) -> str:
+    candidates = decide(
+        RoutingRequest(POLICY, profile, prefix_key="p"), fleet, Random(seed)
+    ).candidates
+    return "".join(candidate.worker_id for candidate in candidates)
 
 
 def test_the_cost_of_a_lane_is_the_sum_of_its_terms_in_seconds() -> None:
@@ -88,125 +96,131 @@ def test_a_lane_without_measurements_costs_as_much_as_on_a_mid_range_mac() -> No
         assert load_cost_s(UNMEASURED, lane, 2, 0, drafting_pays=True) == pytest.approx(2 * row_s)
 
 
-def test_who_reads_faster_is_first_where_there_is_much_to_read() -> None:
-    fast: Told = {"prefill_tokens_per_s": 4000.0}
-    slow: Told = {"prefill_tokens_per_s": 500.0}
-    assert order(LONG, seen(mac("a", **slow), mac("b", **fast))) == "ba"
-    # Two requests in its way cost less than reading for six seconds more.
-    assert order(LONG, seen(mac("a", **slow), mac("b", 2, **fast))) == "ba"
-    assert order(SHORT, seen(mac("a", **slow), mac("b", 2, **fast))) == "ab"
+def test_the_worker_with_faster_prefill_is_first_for_a_long_prompt() -> None:
+    fast: Measured = {"prefill_tokens_per_s": 4000.0}
+    slow: Measured = {"prefill_tokens_per_s": 500.0}
+    assert worker_order(LONG, fleet_of(worker("a", **slow), worker("b", **fast))) == "ba"
+    # Two requests ahead of it cost less than six more seconds of prefill.
+    assert worker_order(LONG, fleet_of(worker("a", **slow), worker("b", 2, **fast))) == "ba"
+    assert worker_order(SHORT, fleet_of(worker("a", **slow), worker("b", 2, **fast))) == "ab"
 
 
-def test_prompts_that_are_still_to_be_read_are_waited_for() -> None:
-    assert order(SHORT, seen(mac("a", 1, reads_for_s=5), mac("b", 2))) == "ba"
-    assert order(SHORT, seen(mac("a", 1, reads_for_s=-5), mac("b", 2))) == "ab", "it has read them"
+def test_pending_prompts_add_their_prefill_time_to_the_cost() -> None:
+    assert worker_order(SHORT, fleet_of(worker("a", 1, prefill_left_s=5), worker("b", 2))) == "ba"
+    assert (
+        worker_order(SHORT, fleet_of(worker("a", 1, prefill_left_s=-5), worker("b", 2))) == "ab"
+    ), "their prefill is complete"
 
 
 @pytest.mark.parametrize("weights", [{}, {"big": 2.0}])
-def test_a_pending_prefill_costs_the_seconds_that_remain_of_it(weights: dict[str, float]) -> None:
+def test_a_pending_prefill_costs_its_remaining_seconds(weights: dict[str, float]) -> None:
     pool = {"lanes": "vlm", "weights": weights}
     policy = read_policy(
         {"version": 1, "routes": [{"name": "all", "to": "p"}], "pools": {"p": pool}}, "test"
     )
 
-    def score_s(reads_for_s: float) -> float:
+    def score_s(prefill_left_s: float) -> float:
         request = RoutingRequest(policy, SHORT)
         return (
-            decide(request, seen(mac("a", reads_for_s=reads_for_s)), Random(0))
+            decide(request, fleet_of(worker("a", prefill_left_s=prefill_left_s)), Random(0))
             .candidates[0]
             .score_s
         )
 
     assert score_s(2.5) - score_s(0.0) == pytest.approx(2.5)
     assert score_s(-2.5) == pytest.approx(score_s(0.0))
-    assert order(SHORT, seen(mac("a", reads_for_s=0.2), mac("b", 3))) == "ab"
+    assert worker_order(SHORT, fleet_of(worker("a", prefill_left_s=0.2), worker("b", 3))) == "ab"
 
 
-def test_a_row_costs_most_where_answers_are_written_slowly() -> None:
-    quick: Told = {"decode_tokens_per_s": 80.0}
-    slow: Told = {"decode_tokens_per_s": 8.0}
-    assert order(SHORT, seen(mac("a", 1, **slow), mac("b", 3, **quick))) == "ba"
+def test_a_row_costs_most_on_the_worker_with_the_slowest_decode() -> None:
+    quick: Measured = {"decode_tokens_per_s": 80.0}
+    slow: Measured = {"decode_tokens_per_s": 8.0}
+    assert worker_order(SHORT, fleet_of(worker("a", 1, **slow), worker("b", 3, **quick))) == "ba"
 
 
-def test_a_worker_whose_memory_is_nearly_full_comes_behind_others() -> None:
-    assert order(SHORT, seen(mac("a", memory=0.99), mac("b", 1))) == "ba"
-    assert order(SHORT, seen(mac("a", memory=0.79), mac("b", 1))) == "ab"
+def test_a_worker_with_nearly_full_memory_ranks_behind_a_busier_one() -> None:
+    assert worker_order(SHORT, fleet_of(worker("a", memory=0.99), worker("b", 1))) == "ba"
+    assert worker_order(SHORT, fleet_of(worker("a", memory=0.79), worker("b", 1))) == "ab"
 
 
-def test_a_batch_for_which_drafting_pays_is_preferred_to_one_for_which_it_does_not() -> None:
+def test_a_batch_size_at_which_drafting_pays_is_preferred() -> None:
     pays, does_not = (2, 2, 2, 2), (2, 0, 0, 0)
-    told: Told = {"lane": "text-mtp", "decode_tokens_per_s": 40.0}
-    a = mac("a", 1, draft_tokens_by_rows=does_not, **told)
-    b = mac("b", 1, draft_tokens_by_rows=pays, **told)
-    found = decide(RoutingRequest(POLICY, GREEDY), seen(a, b), Random(0)).candidates
-    assert [(one.worker_id, one.reason) for one in found] == [
+    measured: Measured = {"lane": "text-mtp", "decode_tokens_per_s": 40.0}
+    a = worker("a", 1, draft_tokens_by_rows=does_not, **measured)
+    b = worker("b", 1, draft_tokens_by_rows=pays, **measured)
+    candidates = decide(RoutingRequest(POLICY, GREEDY), fleet_of(a, b), Random(0)).candidates
+    assert [(candidate.worker_id, candidate.reason) for candidate in candidates] == [
         ("b", "eligible"),
         ("a", "mtp_not_paying"),
     ]
 
 
-def test_a_holder_is_worth_the_time_that_reading_would_take_and_no_more() -> None:
-    """At 500 tokens a second 4,000 tokens are eight seconds; 100 are a fifth of one."""
-    slow: Told = {"prefill_tokens_per_s": 500.0, "slots": 8}
+def test_a_cached_prefix_saves_the_time_of_its_prefill_and_no_more() -> None:
+    """At 500 tokens per second, 4,000 tokens take eight seconds and 100 tokens 0.2 seconds."""
+    slow: Measured = {"prefill_tokens_per_s": 500.0, "slots": 8}
     for profile, shared_tokens, first in ((LONG, 3900, "a"), (SHORT, 90, "b")):
-        fleet = seen(mac("a", 2, **slow), mac("b", **slow), holders="a",
+        fleet = fleet_of(worker("a", 2, **slow), worker("b", **slow), holders="a",
                      shared_tokens=shared_tokens)  # fmt: skip
-        assert order(profile, fleet)[0] == first
+        assert worker_order(profile, fleet)[0] == first
 
 
 @pytest.mark.parametrize("first_only", [False, True])
-def test_the_only_worker_is_marked_where_it_has_the_prompt_cached(first_only: bool) -> None:
+def test_a_single_candidate_reports_whether_it_has_the_prompt_cached(first_only: bool) -> None:
     request = RoutingRequest(POLICY, SHORT, prefix_key="p")
     for holders, cached in (("a", True), ("b", False)):
-        fleet = seen(mac("a"), holders=holders)
-        (found,) = decide(request, fleet, Random(0), first_only=first_only).candidates
-        assert found.prefix_cached is cached
+        fleet = fleet_of(worker("a"), holders=holders)
+        (candidate,) = decide(request, fleet, Random(0), first_only=first_only).candidates
+        assert candidate.prefix_cached is cached
 
 
-def test_a_holder_that_is_far_busier_than_the_best_is_as_any_other() -> None:
-    """However long the prompt: five eighths of a lane is what one may wait behind others."""
+def test_a_holder_loses_its_advantage_when_it_is_far_busier_than_the_best() -> None:
+    """A cached prefix, however long, is worth waiting for at most five eighths of a lane."""
     huge = LONG._replace(text_chars=4_000_000)
     firsts = [
-        order(huge, seen(mac("a", busy, slots=8), mac("b", slots=8), holders="a"))[0]
+        worker_order(huge, fleet_of(worker("a", busy, slots=8), worker("b", slots=8), holders="a"))[
+            0
+        ]
         for busy in range(9)
     ]
     assert firsts == ["a"] * 6 + ["b"] * 3
 
 
-def test_a_hot_prompt_gets_more_holders_and_a_cold_one_keeps_its_own() -> None:
-    for at_once, wanted in ((1, 1), (14, 3)):
+def test_a_frequent_prompt_spreads_to_more_workers_and_a_rare_one_stays() -> None:
+    for requests, expected in ((1, 1), (14, 3)):
         busy, holders = Counter[str](), {"a"}
-        for number in range(at_once):
-            macs = [mac(name, busy[name], slots=8) for name in "abcd"]
-            fleet = seen(*macs, holders="".join(sorted(holders)), shared_tokens=3900)
-            first = order(LONG, fleet, seed=number)[0]
+        for number in range(requests):
+            workers = [worker(name, busy[name], slots=8) for name in "abcd"]
+            fleet = fleet_of(*workers, holders="".join(sorted(holders)), shared_tokens=3900)
+            first = worker_order(LONG, fleet, seed=number)[0]
             busy[first] += 1
             holders.add(first)
-        assert len(holders) >= wanted
-        assert (len(holders) == 1) == (wanted == 1)
+        assert len(holders) >= expected
+        assert (len(holders) == 1) == (expected == 1)
 
 
-def test_unequal_macs_fill_in_the_measure_of_their_capacity() -> None:
+def test_unequal_workers_receive_requests_in_proportion_to_their_capacity() -> None:
     big = {"slots": 16, "prefill_tokens_per_s": 2000.0, "decode_tokens_per_s": 80.0}
     small = {"slots": 4, "prefill_tokens_per_s": 500.0, "decode_tokens_per_s": 20.0}
     busy = Counter[str]()
     for number in range(12):
-        macs = (mac("a", busy["a"], **big), mac("b", busy["b"], **small))
-        busy[order(SHORT, seen(*macs), seed=number)[0]] += 1
+        workers = (worker("a", busy["a"], **big), worker("b", busy["b"], **small))
+        busy[worker_order(SHORT, fleet_of(*workers), seed=number)[0]] += 1
     assert busy["a"] >= 3 * busy["b"] > 0
 
 
-def test_one_of_a_hundred_goes_to_a_worker_that_was_not_heard_of_for_a_while() -> None:
-    quiet = seen(mac("a"), mac("b", 2, heard_s=NOW_S - 60))
-    news = seen(mac("a"), mac("b", 2, heard_s=NOW_S - 20))
-    firsts = Counter(order(SHORT, quiet, seed)[0] for seed in range(3000))
+def test_one_request_in_a_hundred_explores_a_worker_without_recent_answers() -> None:
+    stale = fleet_of(worker("a"), worker("b", 2, answered_at_s=NOW_S - 60))
+    recent = fleet_of(worker("a"), worker("b", 2, answered_at_s=NOW_S - 20))
+    firsts = Counter(worker_order(SHORT, stale, seed)[0] for seed in range(3000))
     assert 10 <= firsts["b"] <= 60
-    assert {order(SHORT, news, seed)[0] for seed in range(1000)} == {"a"}
-    explored = next(seed for seed in range(3000) if order(SHORT, quiet, seed)[0] == "b")
-    found = decide(RoutingRequest(POLICY, SHORT), quiet, Random(explored)).candidates
-    assert [one.explored for one in found] == [True, False]
-    full = seen(mac("a"), mac("b", 4, heard_s=NOW_S - 60))
-    assert {order(SHORT, full, seed)[0] for seed in range(1000)} == {"a"}, "nobody waits for that"
+    assert {worker_order(SHORT, recent, seed)[0] for seed in range(1000)} == {"a"}
+    explored = next(seed for seed in range(3000) if worker_order(SHORT, stale, seed)[0] == "b")
+    candidates = decide(RoutingRequest(POLICY, SHORT), stale, Random(explored)).candidates
+    assert [candidate.explored for candidate in candidates] == [True, False]
+    full = fleet_of(worker("a"), worker("b", 4, answered_at_s=NOW_S - 60))
+    assert {worker_order(SHORT, full, seed)[0] for seed in range(1000)} == {"a"}, (
+        "no request queues to explore"
+    )
 
 
 @given(
@@ -225,29 +239,31 @@ def test_one_of_a_hundred_goes_to_a_worker_that_was_not_heard_of_for_a_while() -
     st.integers(0, 100_000),
     st.integers(),
 )
-def test_every_score_is_in_seconds_and_the_least_that_may_be_had_is_first(
-    macs: list[tuple[int, float, float, float, float]], held: set[int], chars: int, seed: int
+def test_candidates_are_sorted_by_their_score_in_seconds(
+    workers: list[tuple[int, float, float, float, float]], holders: set[int], chars: int, seed: int
 ) -> None:
-    fleet = seen(
+    fleet = fleet_of(
         *(
-            mac(str(n), busy, reads_for_s=reads_for_s, memory=memory, prefill_tokens_per_s=read,
-                decode_tokens_per_s=write)
-            for n, (busy, reads_for_s, memory, read, write) in enumerate(macs)
+            worker(str(n), busy, prefill_left_s=prefill_left_s, memory=memory,
+                prefill_tokens_per_s=read,                decode_tokens_per_s=write)
+            for n, (busy, prefill_left_s, memory, read, write) in enumerate(workers)
         ),
-        holders="".join(map(str, held)),
+        holders="".join(map(str, holders)),
     )  # fmt: skip
-    case = RoutingRequest(POLICY, LONG._replace(text_chars=chars), prefix_key="p")
-    found = decide(case, fleet, Random(seed)).candidates
-    assert [one.score_s for one in found] == sorted(one.score_s for one in found)
-    assert all(one.score_s >= one.prefill_s - 1e-6 >= -1e-6 for one in found)
-    assert {one.worker_id for one in found if one.prefix_cached} == {
-        str(n) for n in held if n < len(macs)
+    request = RoutingRequest(POLICY, LONG._replace(text_chars=chars), prefix_key="p")
+    candidates = decide(request, fleet, Random(seed)).candidates
+    assert [candidate.score_s for candidate in candidates] == sorted(
+        candidate.score_s for candidate in candidates
+    )
+    assert all(candidate.score_s >= candidate.prefill_s - 1e-6 >= -1e-6 for candidate in candidates)
+    assert {candidate.worker_id for candidate in candidates if candidate.prefix_cached} == {
+        str(n) for n in holders if n < len(workers)
     }
-    assert len(found) == len(macs)
+    assert len(candidates) == len(workers)
 
 
 class TestFleet:
-    """What the live table knows of a worker beside its heartbeats."""
+    """Costs that the registry tracks between two heartbeats of a worker."""
 
     @pytest.fixture
     def clock(self) -> FakeClock:
@@ -255,18 +271,18 @@ class TestFleet:
 
     @pytest.fixture
     def fleet(self, clock: FakeClock) -> WorkerRegistry:
-        made = WorkerRegistry(clock, lambda: 0.0)
-        made.heartbeat(report("a"))
-        return made
+        registry = WorkerRegistry(clock, lambda: 0.0)
+        registry.heartbeat(report("a"))
+        return registry
 
     def rows(self, fleet: WorkerRegistry) -> int:
         return fleet.view().workers[0].lanes[0].busy_rows
 
-    def reads_for_s(self, fleet: WorkerRegistry) -> float:
+    def prefill_left_s(self, fleet: WorkerRegistry) -> float:
         view = fleet.view()
         return max(0.0, view.workers[0].lane_costs[0].prefill_until_s - view.now_s)
 
-    def test_rows_of_other_gateways_count_and_its_own_never_twice(
+    def test_rows_of_other_gateways_count_and_rows_of_this_gateway_count_once(
         self, fleet: WorkerRegistry
     ) -> None:
         leases = [fleet.acquire(Candidate("vlm", "vlm", "a", "", 0)) for _ in range(2)]
@@ -276,26 +292,28 @@ class TestFleet:
             assert lease is not None
             fleet.release(lease, AttemptResult.SUCCEEDED)
         assert self.rows(fleet) == 3
-        # Sent off while the two still ran: nobody else's.
+        # The worker sent this report while the two still ran, so no other gateway has rows.
         fleet.heartbeat(report("a", running=2))
         assert self.rows(fleet) == 0
 
-    def test_what_is_sent_is_read_one_after_the_other(
+    def test_dispatched_prompts_are_read_one_after_the_other(
         self, fleet: WorkerRegistry, clock: FakeClock
     ) -> None:
         lease = fleet.acquire(Candidate("vlm", "vlm", "a", "", 0, prefill_s=3.0))
         assert lease is not None
         clock.advance(1)
         fleet.acquire(Candidate("vlm", "vlm", "a", "", 0, prefill_s=4.0))
-        assert self.reads_for_s(fleet) == pytest.approx(6.0)
+        assert self.prefill_left_s(fleet) == pytest.approx(6.0)
         fleet.release(lease, AttemptResult.SUCCEEDED)
-        assert self.reads_for_s(fleet) == pytest.approx(4.0), "it has read that, then"
+        assert self.prefill_left_s(fleet) == pytest.approx(4.0), (
+            "the answer shows that its prefill is complete"
+        )
         fleet.heartbeat(report("a", pending_prefill_tokens=1000, prefill_tokens_per_s=500.0))
-        assert self.reads_for_s(fleet) == pytest.approx(2.0), "it knows better"
+        assert self.prefill_left_s(fleet) == pytest.approx(2.0), (
+            "the report of the worker replaces the estimate"
+        )
 
-    def test_a_look_that_is_kept_is_the_one_that_would_be_made(
-        self, fleet: WorkerRegistry, clock: FakeClock
-    ) -> None:
+    def test_a_cached_view_equals_a_new_one(self, fleet: WorkerRegistry, clock: FakeClock) -> None:
         rng = Random(5)
         leases: list[Lease] = []
         for name in "bcd":
@@ -303,20 +321,20 @@ class TestFleet:
         for step in range(400):
             clock.advance(rng.random() / 10)
             name = rng.choice("abcd")
-            what = rng.randrange(6)
-            if what == 0:
+            event = rng.randrange(6)
+            if event == 0:
                 fleet.heartbeat(report(name, running=rng.randrange(4)))
-            elif what == 1:
+            elif event == 1:
                 fleet.set_cordoned(frozenset(rng.sample("abcd", rng.randrange(3))))
-            elif what == 2 and leases:
-                verdict = rng.choice(
+            elif event == 2 and leases:
+                result = rng.choice(
                     (AttemptResult.SUCCEEDED, AttemptResult.FAILED, AttemptResult.BUSY)
                 )
-                fleet.release(leases.pop(), verdict, 0.5)
+                fleet.release(leases.pop(), result, 0.5)
             elif (
                 lease := fleet.acquire(Candidate("vlm", "vlm", name, "", 0, prefill_s=0.1))
             ) is not None:
                 leases.append(lease)
-            kept = fleet.view()
+            cached = fleet.view()
             fleet._views.invalidate()
-            assert kept == fleet.view(), step
+            assert cached == fleet.view(), step

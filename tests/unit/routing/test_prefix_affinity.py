@@ -1,4 +1,6 @@
-"""Who holds a system prompt: how long that is believed, what proves it untrue, whom it draws."""
+"""Which workers hold a system prompt: when claims expire or are disproved, and how they affect
+routing.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def prefixes(clock: FakeClock) -> PrefixIndex:
     return PrefixIndex(clock)
 
 
-def test_a_claim_ends_with_its_time(prefixes: PrefixIndex, clock: FakeClock) -> None:
+def test_a_claim_expires_after_its_ttl(prefixes: PrefixIndex, clock: FakeClock) -> None:
     prefixes.record_dispatch("p", STUDIO, RULES)
     clock.now_s = START_S + RULES.ttl_s - 1
     assert prefix_holders(prefixes) == {STUDIO}
@@ -40,16 +42,16 @@ def test_a_claim_ends_with_its_time(prefixes: PrefixIndex, clock: FakeClock) -> 
     assert prefix_holders(prefixes) == set()
 
 
-def test_the_last_that_had_it_are_remembered(prefixes: PrefixIndex) -> None:
-    two = PrefixPolicy(max_workers=2)
+def test_only_the_most_recent_holders_are_remembered(prefixes: PrefixIndex) -> None:
+    two_holders = PrefixPolicy(max_workers=2)
     for holding in (STUDIO, LAPTOP, STUDIO, ("mini", "1")):
-        prefixes.record_dispatch("p", holding, two)
+        prefixes.record_dispatch("p", holding, two_holders)
     assert prefix_holders(prefixes) == {STUDIO, ("mini", "1")}
     prefixes.record_dispatch("p", STUDIO, PrefixPolicy(max_workers=0))
     assert prefix_holders(prefixes) == set()
 
 
-def test_a_flood_of_system_prompts_pushes_out_the_oldest(prefixes: PrefixIndex) -> None:
+def test_the_oldest_prefixes_are_evicted_beyond_the_limit(prefixes: PrefixIndex) -> None:
     for number in range(MAX_PREFIXES + 5):
         prefixes.record_dispatch(str(number), STUDIO, RULES)
     assert len(prefixes) == MAX_PREFIXES
@@ -57,57 +59,59 @@ def test_a_flood_of_system_prompts_pushes_out_the_oldest(prefixes: PrefixIndex) 
     assert prefix_holders(prefixes, "5") == {STUDIO}
 
 
-def test_what_a_worker_counted_confirms_or_drops_its_claim(prefixes: PrefixIndex) -> None:
+def test_the_usage_of_a_response_confirms_or_drops_a_claim(prefixes: PrefixIndex) -> None:
     prefixes.record_dispatch("p", STUDIO, RULES)
     prefixes.record_usage("p", STUDIO, Usage(100, 5, 0), expected=False)
-    assert prefix_holders(prefixes) == {STUDIO}, "it has read it now"
+    assert prefix_holders(prefixes) == {STUDIO}, "the worker has cached it by now"
     prefixes.record_usage("p", STUDIO, Usage(100, 5, 90), expected=True)
     prefixes.record_usage("p", STUDIO, None, expected=True)
-    assert prefix_holders(prefixes) == {STUDIO}, "what failed later says nothing of it"
+    assert prefix_holders(prefixes) == {STUDIO}, "a response without usage disproves nothing"
     prefixes.record_usage("p", STUDIO, Usage(100, 5, 0), expected=True)
     assert prefix_holders(prefixes) == set()
     assert prefixes.mispredicted == 1
 
 
-def announced(fake: ScriptedWorker, *names: str, held: int | None = None) -> WorkerReport:
-    return fake.report(prefixes=names, prefix_count=len(names) if held is None else held)
+def report_of(worker: ScriptedWorker, *names: str, prefix_count: int | None = None) -> WorkerReport:
+    return worker.report(
+        prefixes=names, prefix_count=len(names) if prefix_count is None else prefix_count
+    )
 
 
-def test_what_a_worker_stored_and_evicted_is_learnt_from_its_reports(prefixes: PrefixIndex) -> None:
-    fake = ScriptedWorker(worker_id="studio", boot_id="1")
-    fake.socket.close()
-    prefixes.record_report(announced(fake, "p", "q"))
+def test_reports_add_and_evict_claims_of_their_worker(prefixes: PrefixIndex) -> None:
+    worker = ScriptedWorker(worker_id="studio", boot_id="1")
+    worker.socket.close()
+    prefixes.record_report(report_of(worker, "p", "q"))
     assert prefix_holders(prefixes) == prefix_holders(prefixes, "q") == {STUDIO}
     prefixes.record_dispatch("p", LAPTOP, RULES)
-    prefixes.record_report(announced(fake, "q"))
-    assert prefix_holders(prefixes) == {LAPTOP}, "evicted there, and nowhere else"
-    # One that is only not among those that are told is not evicted.
-    prefixes.record_report(announced(fake, "r", held=3))
+    prefixes.record_report(report_of(worker, "q"))
+    assert prefix_holders(prefixes) == {LAPTOP}, "evicted at that worker only"
+    # A report that lists only some of the prefixes evicts none.
+    prefixes.record_report(report_of(worker, "r", prefix_count=3))
     assert prefix_holders(prefixes, "q") == prefix_holders(prefixes, "r") == {STUDIO}
 
 
 def test_a_report_restores_no_claim_that_a_response_has_disproved(prefixes: PrefixIndex) -> None:
-    fake = ScriptedWorker(worker_id="studio", boot_id="1")
-    fake.socket.close()
-    prefixes.record_report(announced(fake, "p"))
+    worker = ScriptedWorker(worker_id="studio", boot_id="1")
+    worker.socket.close()
+    prefixes.record_report(report_of(worker, "p"))
     prefixes.record_usage("p", STUDIO, Usage(100, 5, 0), expected=True)
-    prefixes.record_report(announced(fake, "p", "q"))
+    prefixes.record_report(report_of(worker, "p", "q"))
     assert prefix_holders(prefixes) == set()
     assert prefix_holders(prefixes, "q") == {STUDIO}
 
 
-def test_what_is_being_read_is_not_forgotten_for_a_report_that_has_it_not_yet(
+def test_a_report_without_a_pending_prefix_does_not_evict_its_claim(
     prefixes: PrefixIndex,
 ) -> None:
-    fake = ScriptedWorker(worker_id="studio", boot_id="1")
-    fake.socket.close()
-    prefixes.record_report(announced(fake, "q"))
+    worker = ScriptedWorker(worker_id="studio", boot_id="1")
+    worker.socket.close()
+    prefixes.record_report(report_of(worker, "q"))
     prefixes.record_dispatch("p", STUDIO, RULES)
-    prefixes.record_report(announced(fake, "q"))
+    prefixes.record_report(report_of(worker, "q"))
     assert prefix_holders(prefixes) == {STUDIO}
 
 
-def test_a_claim_of_another_gateway_ends_when_it_ends_there(
+def test_a_claim_of_another_gateway_expires_at_the_same_time_here(
     prefixes: PrefixIndex, clock: FakeClock
 ) -> None:
     prefixes.merge(PrefixClaim("p", *STUDIO, 900.0), age_s=300.0)
@@ -117,16 +121,16 @@ def test_a_claim_of_another_gateway_ends_when_it_ends_there(
     assert prefix_holders(prefixes) == set()
 
 
-def test_a_claim_that_ended_before_it_arrived_is_ignored(prefixes: PrefixIndex) -> None:
+def test_a_claim_that_expired_before_its_arrival_is_ignored(prefixes: PrefixIndex) -> None:
     prefixes.merge(PrefixClaim("p", *STUDIO, 900.0), age_s=900.0)
     assert len(prefixes) == 0
     prefixes.merge(PrefixClaim("p", *STUDIO, 900.0), age_s=899.0)
     assert prefix_holders(prefixes) == {STUDIO}
     prefixes.merge(PrefixClaim("p", *STUDIO, 900.0), age_s=901.0)
-    assert prefix_holders(prefixes) == {STUDIO}, "it ends no newer claim of the same worker"
+    assert prefix_holders(prefixes) == {STUDIO}, "it does not end a newer claim of the same worker"
 
 
-def test_a_withdrawn_claim_of_another_gateway_drops_that_boot_alone(
+def test_a_withdrawn_claim_of_another_gateway_drops_only_that_boot(
     prefixes: PrefixIndex,
 ) -> None:
     for boot in (STUDIO, LAPTOP):
@@ -135,7 +139,7 @@ def test_a_withdrawn_claim_of_another_gateway_drops_that_boot_alone(
     assert prefix_holders(prefixes) == {LAPTOP}
 
 
-def test_a_merged_claim_is_not_sent_on(prefixes: PrefixIndex) -> None:
+def test_a_merged_claim_is_not_published_again(prefixes: PrefixIndex) -> None:
     prefixes.merge(PrefixClaim("p", *STUDIO, 900.0), age_s=1.0)
     assert prefixes.take_pending() == ()
     prefixes.record_dispatch("p", LAPTOP, RULES)
@@ -143,30 +147,30 @@ def test_a_merged_claim_is_not_sent_on(prefixes: PrefixIndex) -> None:
     assert prefixes.take_pending() == ()
 
 
-def worker_of(holding: tuple[str, str], in_flight: int = 0) -> WorkerView:
+def worker_of(worker_boot: tuple[str, str], in_flight: int = 0) -> WorkerView:
     lane = LaneView.of(lane_report("vlm"), in_flight)
-    return WorkerView.of(holding[0], ("demo",), (lane,), boot_id=holding[1])
+    return WorkerView.of(worker_boot[0], ("demo",), (lane,), boot_id=worker_boot[1])
 
 
 def first_of(*workers: WorkerView, seed: int = 0) -> str:
     fleet = replace(FleetView.of(workers, frozenset(("demo",))), prefix_boots=frozenset((STUDIO,)))
-    return decide(CASE, fleet, Random(seed)).candidates[0].worker_id
+    return decide(REQUEST, fleet, Random(seed)).candidates[0].worker_id
 
 
-CASE = RoutingRequest(default_policy(), SAMPLED)
+REQUEST = RoutingRequest(default_policy(), SAMPLED)
 
 
 def test_a_holder_is_first_until_it_is_much_busier() -> None:
-    """Of four rows: at two it is still asked, at three the other one reads the prompt too."""
+    """With four slots, the holder is first up to two requests, then the other worker."""
     found = [first_of(worker_of(STUDIO, busy), worker_of(LAPTOP)) for busy in range(5)]
     assert found == ["studio"] * 3 + ["laptop"] * 2
 
 
-def test_a_full_holder_is_not_waited_for() -> None:
+def test_a_full_holder_ranks_behind_a_worker_with_a_free_slot() -> None:
     assert first_of(worker_of(STUDIO, 4), worker_of(LAPTOP, 3)) == "laptop"
 
 
-def test_what_a_worker_held_ends_with_its_life() -> None:
+def test_a_restarted_worker_holds_no_prefix() -> None:
     restarted = worker_of(("studio", "2"))
     firsts = {first_of(restarted, worker_of(LAPTOP), seed=seed) for seed in range(50)}
     assert firsts == {"studio", "laptop"}
@@ -174,18 +178,22 @@ def test_what_a_worker_held_ends_with_its_life() -> None:
 
 @given(
     busy=st.lists(st.integers(0, 5), min_size=1, max_size=6),
-    held=st.sets(st.integers(0, 5)),
+    holders=st.sets(st.integers(0, 5)),
     seed=st.integers(0, 99),
 )
-def test_holders_change_the_order_and_never_who_may_answer(
-    busy: list[int], held: set[int], seed: int
+def test_holders_change_the_order_of_candidates_and_never_the_set(
+    busy: list[int], holders: set[int], seed: int
 ) -> None:
     workers = tuple(worker_of((f"mac-{n}", "1"), count) for n, count in enumerate(busy))
     plain = FleetView.of(workers, frozenset(("demo",)))
-    marked = replace(plain, prefix_boots=frozenset((f"mac-{n}", "1") for n in held))
-    without, found = (decide(CASE, fleet, Random(seed)).candidates for fleet in (plain, marked))
-    assert {one.worker_id for one in without} == {one.worker_id for one in found}
-    assert {one.worker_id for one in found if one.prefix_cached} <= {f"mac-{n}" for n in held}
-    least = min(one.load for one in found)
+    marked = replace(plain, prefix_boots=frozenset((f"mac-{n}", "1") for n in holders))
+    without, found = (decide(REQUEST, fleet, Random(seed)).candidates for fleet in (plain, marked))
+    assert {candidate.worker_id for candidate in without} == {
+        candidate.worker_id for candidate in found
+    }
+    assert {candidate.worker_id for candidate in found if candidate.prefix_cached} <= {
+        f"mac-{n}" for n in holders
+    }
+    least = min(candidate.load for candidate in found)
     assert found[0].load <= least + 0.625
     assert not found[0].prefix_cached or found[0].load < 1 or found[0].load == least

@@ -1,4 +1,4 @@
-"""What is remembered of the last requests: enough to decide again, bounded, and no text."""
+"""Recent requests for replay: enough to route them again, bounded, and without text."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from tests.support.request_profiles import GREEDY, SAMPLED
 OLD = default_policy()
 NEW = read_policy(single_pool_policy("all", lanes=("text-mtp", "vlm")), "test")
 FLEET = fleet_view(worker_view("a"))
-NOBODY = FleetView.of((), frozenset())
+NO_WORKERS = FleetView.of((), frozenset())
 
 
-async def moves(
+async def count_moves(
     recent: RecentRequests, old: PolicyDocument, new: PolicyDocument, fleet_view: FleetView
 ) -> PoolMoves:
     return await recent.count_moves(
@@ -34,21 +34,21 @@ async def test_the_last_ten_thousand_are_replayed() -> None:
     recent = RecentRequests()
     for number in range(MAX_RECENT_REQUESTS + 500):
         recent.add(RoutingRequest(OLD, GREEDY if number < MAX_RECENT_REQUESTS else SAMPLED))
-    counted = await moves(recent, OLD, NEW, FLEET)
-    assert counted == {("text-mtp", "all"): MAX_RECENT_REQUESTS - 500, ("vlm", "all"): 500}
+    moves = await count_moves(recent, OLD, NEW, FLEET)
+    assert moves == {("text-mtp", "all"): MAX_RECENT_REQUESTS - 500, ("vlm", "all"): 500}
 
 
-async def test_the_same_policy_moves_nothing_whatever_the_fleet_is() -> None:
+async def test_the_same_policy_moves_no_request_on_any_fleet() -> None:
     recent = RecentRequests()
     for profile in (GREEDY, SAMPLED):
         recent.add(RoutingRequest(OLD, profile))
-    for view in (FLEET, fleet_view(worker_view("a", text_mtp=9)), NOBODY):
-        counted = await moves(recent, OLD, OLD, view)
-        assert all(before == after for before, after in counted)
-    assert await moves(recent, OLD, NEW, NOBODY) == {("none", "none"): 2}
+    for view in (FLEET, fleet_view(worker_view("a", text_mtp=9)), NO_WORKERS):
+        moves = await count_moves(recent, OLD, OLD, view)
+        assert all(before == after for before, after in moves)
+    assert await count_moves(recent, OLD, NEW, NO_WORKERS) == {("none", "none"): 2}
 
 
-async def test_who_asked_and_which_pools_their_key_may_use_are_replayed_too() -> None:
+async def test_replay_includes_the_caller_and_the_pools_that_its_key_allows() -> None:
     recent = RecentRequests()
     routes = [
         {"name": "blue", "when": {"team": "blue"}, "to": "vlm"},
@@ -60,15 +60,15 @@ async def test_who_asked_and_which_pools_their_key_may_use_are_replayed_too() ->
     recent.add(
         RoutingRequest(OLD, SAMPLED, CallerAttributes(team="red"), frozenset({"vlm", "all"}))
     )
-    recent.add(RoutingRequest(OLD, SAMPLED, CallerAttributes(team="red"), frozenset({"elsewhere"})))
-    assert await moves(recent, OLD, by_team, FLEET) == {
+    recent.add(RoutingRequest(OLD, SAMPLED, CallerAttributes(team="red"), frozenset({"unknown"})))
+    assert await count_moves(recent, OLD, by_team, FLEET) == {
         ("vlm", "vlm"): 1,
         ("vlm", "all"): 1,
         ("none", "none"): 1,
     }
 
 
-def test_no_text_and_nothing_long_is_kept_and_the_case_is_decided_alike() -> None:
+def test_a_stored_request_has_no_text_and_gets_the_same_decision() -> None:
     recent = RecentRequests()
     bias = tuple((token, 1.0) for token in range(1024))
     profile = GREEDY._replace(
@@ -76,8 +76,8 @@ def test_no_text_and_nothing_long_is_kept_and_the_case_is_decided_alike() -> Non
     )
     attributes = CallerAttributes(key="k1", headers={"x-app": "batch"})
     recent.add(RoutingRequest(OLD, profile, attributes))
-    (kept,) = recent._requests
-    assert "canary" not in repr(kept)
-    assert len(kept.profile.sampling.logit_bias) == 1
-    assert bypass_reasons(kept.profile) == bypass_reasons(profile)
-    assert (kept.policy, kept.attributes) == (OLD, attributes)
+    (stored,) = recent._requests
+    assert "canary" not in repr(stored)
+    assert len(stored.profile.sampling.logit_bias) == 1
+    assert bypass_reasons(stored.profile) == bypass_reasons(profile)
+    assert (stored.policy, stored.attributes) == (OLD, attributes)

@@ -1,4 +1,4 @@
-"""Decisions over a snapshot: which lane, which worker, and the reason given."""
+"""Routing decisions over a snapshot of the fleet: lane, worker and reason."""
 
 from __future__ import annotations
 
@@ -23,52 +23,56 @@ POLICY = default_policy()
 PICTURE = GREEDY._replace(media=(("image", 1),))
 
 
-def chosen(profile: RequestProfile, *workers: WorkerView, seed: int = 0) -> tuple[str, str, str]:
+def first_choice(
+    profile: RequestProfile, *workers: WorkerView, seed: int = 0
+) -> tuple[str, str, str]:
     first = decide(RoutingRequest(POLICY, profile), fleet_view(*workers), Random(seed)).candidates[
         0
     ]
     return first.pool, first.worker_id, first.reason
 
 
-def test_each_kind_of_request_gets_its_lane_and_its_reason() -> None:
+def test_each_kind_of_request_is_routed_to_its_lane_with_a_reason() -> None:
     mac = worker_view("mac")
-    assert chosen(GREEDY, mac) == ("text-mtp", "mac", "eligible")
-    assert chosen(SAMPLED, mac) == ("vlm", "mac", "non_greedy_sampling")
-    assert chosen(PICTURE, mac) == ("vlm", "mac", "media")
+    assert first_choice(GREEDY, mac) == ("text-mtp", "mac", "eligible")
+    assert first_choice(SAMPLED, mac) == ("vlm", "mac", "non_greedy_sampling")
+    assert first_choice(PICTURE, mac) == ("vlm", "mac", "media")
 
 
 def test_the_least_loaded_worker_is_first_relative_to_its_slots() -> None:
     small = WorkerView.of("small", ("demo",), (LaneView.of(lane_report("vlm", slots=2), 1),))
     large = WorkerView.of("large", ("demo",), (LaneView.of(lane_report("vlm", slots=16), 4),))
-    assert chosen(SAMPLED, small, large)[1] == "large"
+    assert first_choice(SAMPLED, small, large)[1] == "large"
 
 
-def test_between_equal_lanes_the_less_busy_machine_is_first() -> None:
-    assert chosen(GREEDY, worker_view("a", vlm=3), worker_view("b"))[1] == "b"
+def test_between_equal_lanes_the_less_busy_worker_is_first() -> None:
+    assert first_choice(GREEDY, worker_view("a", vlm=3), worker_view("b"))[1] == "b"
 
 
-def test_ties_are_broken_by_the_dice_that_are_passed_in() -> None:
-    macs = [worker_view(name) for name in "abcd"]
-    firsts = Counter(chosen(GREEDY, *macs, seed=seed)[1] for seed in range(200))
+def test_the_given_random_generator_breaks_ties() -> None:
+    fleet = [worker_view(name) for name in "abcd"]
+    firsts = Counter(first_choice(GREEDY, *fleet, seed=seed)[1] for seed in range(200))
     assert set(firsts) == set("abcd")
     assert min(firsts.values()) > 20
-    assert chosen(GREEDY, *macs, seed=3) == chosen(GREEDY, *macs, seed=3)
+    assert first_choice(GREEDY, *fleet, seed=3) == first_choice(GREEDY, *fleet, seed=3)
 
 
-def test_the_second_pool_comes_behind_all_of_the_first() -> None:
+def test_every_candidate_of_the_first_pool_ranks_before_the_second() -> None:
     decision = decide(
         RoutingRequest(POLICY, GREEDY),
         fleet_view(worker_view("a", text_mtp=9), worker_view("b")),
         Random(0),
     )
-    assert [(one.pool, one.worker_id) for one in decision.candidates] == [
+    assert [(candidate.pool, candidate.worker_id) for candidate in decision.candidates] == [
         ("text-mtp", "b"),
         ("text-mtp", "a"),
         ("vlm", "b"),
         ("vlm", "a"),
     ]
-    assert [one.spill for one in decision.candidates] == [False, False, True, True]
-    assert [one.reason for one in decision.candidates] == ["eligible"] * 2 + ["spilled"] * 2
+    assert [candidate.spill for candidate in decision.candidates] == [False, False, True, True]
+    assert [candidate.reason for candidate in decision.candidates] == ["eligible"] * 2 + [
+        "spilled"
+    ] * 2
     assert decision.spill_after_s == 0.25
 
 
@@ -76,40 +80,40 @@ def test_the_second_pool_comes_behind_all_of_the_first() -> None:
     ("changes", "reason"),
     [({"mtp_enabled": False}, "no_mtp_worker"), ({"head_healthy": False}, "head_unhealthy")],
 )
-def test_without_a_speculating_lane_the_reason_says_why(
-    changes: dict[str, Any], reason: str
-) -> None:
-    idle = LaneView.of(lane_report("text-mtp", **changes), 0)
-    sees = LaneView.of(lane_report("vlm"), 0)
-    both = WorkerView.of("mac", ("demo",), (idle, sees))
-    assert chosen(GREEDY, both) == ("vlm", "mac", reason)
-    assert chosen(SAMPLED, both) == ("vlm", "mac", "non_greedy_sampling")
-    alone = WorkerView.of("mac", ("demo",), (idle,))
-    assert chosen(GREEDY, alone) == ("text-mtp", "mac", reason), "the last resort still answers"
-    assert chosen(GREEDY, alone, worker_view("b")) == ("text-mtp", "b", "eligible")
+def test_the_reason_names_why_no_lane_speculates(changes: dict[str, Any], reason: str) -> None:
+    text_lane = LaneView.of(lane_report("text-mtp", **changes), 0)
+    vision_lane = LaneView.of(lane_report("vlm"), 0)
+    both = WorkerView.of("mac", ("demo",), (text_lane, vision_lane))
+    assert first_choice(GREEDY, both) == ("vlm", "mac", reason)
+    assert first_choice(SAMPLED, both) == ("vlm", "mac", "non_greedy_sampling")
+    text_only = WorkerView.of("mac", ("demo",), (text_lane,))
+    assert first_choice(GREEDY, text_only) == ("text-mtp", "mac", reason), (
+        "the only candidate still serves"
+    )
+    assert first_choice(GREEDY, text_only, worker_view("b")) == ("text-mtp", "b", "eligible")
 
 
-def test_drafting_that_does_not_pay_for_the_batch_it_would_join_is_the_reason() -> None:
-    """Of this worker and batch size alone: a request that finds it idle may still draft."""
+def test_the_reason_is_mtp_not_paying_where_drafts_do_not_pay_at_the_batch_size() -> None:
+    """Only this worker and batch size count: a request on an idle worker may still draft."""
     report = lane_report("text-mtp", draft_tokens_by_rows=(2, 1, 0, 0))
 
     def reason(in_flight: int) -> str:
         lane = LaneView.of(report, in_flight)
-        return chosen(GREEDY, WorkerView.of("mac", ("demo",), (lane,)))[2]
+        return first_choice(GREEDY, WorkerView.of("mac", ("demo",), (lane,)))[2]
 
     assert [reason(rows) for rows in (0, 1, 2, 3, 9)] == ["eligible"] * 2 + ["mtp_not_paying"] * 3
 
 
-def test_only_workers_of_the_model_are_asked() -> None:
-    assert chosen(GREEDY, worker_view("a", model="other"), worker_view("b"))[1] == "b"
-    nobody = decide(
+def test_only_workers_of_the_model_are_candidates() -> None:
+    assert first_choice(GREEDY, worker_view("a", model="other"), worker_view("b"))[1] == "b"
+    decision = decide(
         RoutingRequest(POLICY, GREEDY), fleet_view(worker_view("a", model="other")), Random(0)
     )
-    assert nobody.candidates == ()
+    assert decision.candidates == ()
 
 
-def test_whatever_the_policy_says_the_speculative_lane_only_takes_what_it_can() -> None:
-    everything = read_policy(
+def test_under_any_policy_the_speculative_lane_gets_only_eligible_requests() -> None:
+    all_to_fast = read_policy(
         {
             "version": 1,
             "routes": [{"name": "all", "to": ["fast", "slow"]}],
@@ -117,12 +121,12 @@ def test_whatever_the_policy_says_the_speculative_lane_only_takes_what_it_can() 
         },
         "test",
     )
-    pools = [one.pool for one in candidates(everything, SAMPLED)]
+    pools = [candidate.pool for candidate in candidates(all_to_fast, SAMPLED)]
     assert pools == ["slow"]
-    assert [one.pool for one in candidates(everything, GREEDY)] == ["fast", "slow"]
+    assert [candidate.pool for candidate in candidates(all_to_fast, GREEDY)] == ["fast", "slow"]
 
 
-def test_a_policy_that_sends_eligible_text_elsewhere_says_so() -> None:
+def test_the_reason_is_policy_where_the_route_excludes_the_speculative_lane() -> None:
     plain = read_policy(
         {
             "version": 1,
@@ -135,7 +139,7 @@ def test_a_policy_that_sends_eligible_text_elsewhere_says_so() -> None:
 
 
 def pools_of(pool: dict[str, Any]) -> PolicyDocument:
-    """A policy with one pool."""
+    """Return a policy with one pool."""
     return read_policy(
         {"version": 1, "routes": [{"name": "all", "to": "p"}], "pools": {"p": {**VLM, **pool}}},
         "test",
@@ -145,12 +149,12 @@ def pools_of(pool: dict[str, Any]) -> PolicyDocument:
 VLM = {"lanes": "vlm"}
 
 
-def labelled(name: str, *labels: str, busy: int = 0, model: str = "demo") -> WorkerView:
+def labelled_worker(name: str, *labels: str, busy: int = 0, model: str = "demo") -> WorkerView:
     return WorkerView.of(name, (model,), (LaneView.of(lane_report("vlm"), busy),), labels)
 
 
 @pytest.mark.parametrize(("after_wait_ms", "pools"), [(0, ["p", "vlm"]), (1, ["p"])])
-def test_a_brief_decision_has_the_pools_that_may_take_the_request_at_once(
+def test_a_brief_decision_covers_the_pools_that_may_serve_the_request_at_once(
     after_wait_ms: int, pools: list[str]
 ) -> None:
     route = {"name": "all", "to": ["p", "vlm"], "spill": {"after_wait_ms": after_wait_ms}}
@@ -162,13 +166,13 @@ def test_a_brief_decision_has_the_pools_that_may_take_the_request_at_once(
         },
         "test",
     )
-    macs = fleet_view(labelled("a", "big"), labelled("b"))
-    found = decide(RoutingRequest(policy, SAMPLED), macs, Random(0), first_only=True)
-    assert list(dict.fromkeys(one.pool for one in found.candidates)) == pools
+    fleet = fleet_view(labelled_worker("a", "big"), labelled_worker("b"))
+    decision = decide(RoutingRequest(policy, SAMPLED), fleet, Random(0), first_only=True)
+    assert list(dict.fromkeys(candidate.pool for candidate in decision.candidates)) == pools
 
 
 @pytest.mark.parametrize(
-    ("workers", "taken"),
+    ("workers", "expected"),
     [
         ({"labels": "big"}, "a"),
         ({"labels": ["big", "new"]}, "ab"),
@@ -178,37 +182,43 @@ def test_a_brief_decision_has_the_pools_that_may_take_the_request_at_once(
         ({"labels": "big", "models": "other"}, ""),
     ],
 )
-def test_a_pool_takes_the_workers_that_it_names(workers: dict[str, Any], taken: str) -> None:
-    macs = fleet_view(labelled("a", "big"), labelled("b", "new"), labelled("c"))
-    found = decide(
-        RoutingRequest(pools_of({"workers": workers}), SAMPLED), macs, Random(0)
+def test_a_pool_contains_the_workers_that_its_selector_matches(
+    workers: dict[str, Any], expected: str
+) -> None:
+    fleet = fleet_view(
+        labelled_worker("a", "big"), labelled_worker("b", "new"), labelled_worker("c")
+    )
+    decision = decide(
+        RoutingRequest(pools_of({"workers": workers}), SAMPLED), fleet, Random(0)
     ).candidates
-    assert sorted(one.worker_id for one in found) == [*taken]
+    assert sorted(candidate.worker_id for candidate in decision) == [*expected]
 
 
 def test_an_idle_worker_of_weight_two_gets_twice_the_requests() -> None:
     policy = pools_of({"weights": {"big": 2}})
-    macs = fleet_view(labelled("a", "big"), labelled("b"), labelled("c"))
+    fleet = fleet_view(labelled_worker("a", "big"), labelled_worker("b"), labelled_worker("c"))
     firsts = Counter(
-        decide(RoutingRequest(policy, SAMPLED), macs, Random(seed)).candidates[0].worker_id
+        decide(RoutingRequest(policy, SAMPLED), fleet, Random(seed)).candidates[0].worker_id
         for seed in range(4000)
     )
     assert 0.47 < firsts["a"] / 4000 < 0.53
     assert 0.22 < firsts["b"] / 4000 < 0.28
 
 
-def test_a_busy_worker_of_weight_two_carries_twice_the_requests() -> None:
+def test_a_worker_of_weight_two_carries_twice_the_load() -> None:
     policy = pools_of({"weights": {"big": 2, "slow": 0.5}})
     labels = {"a": ("big",), "b": (), "c": ("slow",), "d": ("slow", "big")}
     busy = dict.fromkeys(labels, 0)
     rng = Random(0)
     for _ in range(1100):
-        macs = fleet_view(*(labelled(name, *labels[name], busy=busy[name]) for name in labels))
-        busy[decide(RoutingRequest(policy, SAMPLED), macs, rng).candidates[0].worker_id] += 1
-    assert busy == {"a": 400, "b": 200, "c": 100, "d": 400}, "of two weights the larger counts"
+        fleet = fleet_view(
+            *(labelled_worker(name, *labels[name], busy=busy[name]) for name in labels)
+        )
+        busy[decide(RoutingRequest(policy, SAMPLED), fleet, rng).candidates[0].worker_id] += 1
+    assert busy == {"a": 400, "b": 200, "c": 100, "d": 400}, "the larger of two weights applies"
 
 
-def test_a_route_may_depend_on_who_asks_and_when() -> None:
+def test_a_route_may_depend_on_the_caller_and_the_time() -> None:
     policy = read_policy(
         {
             "version": 1,
@@ -220,15 +230,15 @@ def test_a_route_may_depend_on_who_asks_and_when() -> None:
         },
         "test",
     )
-    macs = fleet_view(labelled("a", "old", busy=1), labelled("b"))
+    fleet = fleet_view(labelled_worker("a", "old", busy=1), labelled_worker("b"))
     decisions = [
-        decide(RoutingRequest(policy, SAMPLED, attributes), macs, Random(0))
+        decide(RoutingRequest(policy, SAMPLED, attributes), fleet, Random(0))
         for attributes in (
             CallerAttributes(team="a", minute_of_week=1),
             CallerAttributes(team="a", minute_of_week=720),
         )
     ]
-    assert [(one.route, one.candidates[0].worker_id) for one in decisions] == [
+    assert [(candidate.route, candidate.candidates[0].worker_id) for candidate in decisions] == [
         *(("night", "a"), ("rest", "b"))
     ]
 
@@ -260,7 +270,7 @@ WORKERS = st.lists(
         vlm=st.integers(0, 9),
     ),
     max_size=6,
-    unique_by=lambda one: one.worker_id,
+    unique_by=lambda candidate: candidate.worker_id,
 )
 
 
@@ -271,21 +281,29 @@ def test_every_decision_is_possible_ranked_and_reasoned(
     view = fleet_view(*workers)
     decision = decide(RoutingRequest(POLICY, profile), view, Random(seed))
     assert decision == decide(RoutingRequest(POLICY, profile), view, Random(seed))
-    by_id = {one.worker_id: one for one in workers}
+    by_id = {candidate.worker_id: candidate for candidate in workers}
     scores_s: dict[str, list[float]] = {}
-    for one in decision.candidates:
-        assert profile.model in by_id[one.worker_id].models
-        scores_s.setdefault(one.pool, []).append(one.score_s)
-        if one.lane == "text-mtp":
-            assert one.reason == "eligible"
+    for candidate in decision.candidates:
+        assert profile.model in by_id[candidate.worker_id].models
+        scores_s.setdefault(candidate.pool, []).append(candidate.score_s)
+        if candidate.lane == "text-mtp":
+            assert candidate.reason == "eligible"
             assert decision.bypass == ()
         else:
-            assert one.reason in [*Bypass, "policy", "spilled"]
-        assert one.spill == (one.reason == "spilled") == (one.pool != decision.candidates[0].pool)
+            assert candidate.reason in [*Bypass, "policy", "spilled"]
+        assert (
+            candidate.spill
+            == (candidate.reason == "spilled")
+            == (candidate.pool != decision.candidates[0].pool)
+        )
     for ranked in scores_s.values():
         assert ranked == sorted(ranked)
     brief = decide(RoutingRequest(POLICY, profile), view, Random(seed), first_only=True)
     assert (brief.route, brief.bypass, brief.forbidden) == (*decision[:2], decision.forbidden)
-    assert [one[:3] for one in brief.candidates[:1]] == [one[:3] for one in decision.candidates[:1]]
-    left_out = {one[:3] for one in decision.candidates} - {one[:3] for one in brief.candidates}
+    assert [candidate[:3] for candidate in brief.candidates[:1]] == [
+        candidate[:3] for candidate in decision.candidates[:1]
+    ]
+    left_out = {candidate[:3] for candidate in decision.candidates} - {
+        candidate[:3] for candidate in brief.candidates
+    }
     assert not left_out or not brief.complete
