@@ -175,8 +175,8 @@ async def put(
     """Replace the policy."""
     offer = await _offer(request, JSON, YAML)
     proposal = await _proposal(offer, patched=None)
-    attribution = Attribution(author, note)
-    return await _apply(gateway.policy_store, proposal, Reason.EDIT, attribution, base)
+    attribution = Attribution(author, note, Reason.EDIT)
+    return await _apply(gateway.policy_store, proposal, attribution, base)
 
 
 @router.patch("", responses=_EDIT, openapi_extra=takes({"type": "object"}, MERGE_PATCH, JSON, YAML))
@@ -186,8 +186,8 @@ async def patch(
     """Change fields of the policy."""
     offer = await _offer(request, MERGE_PATCH, JSON, YAML)
     proposal = await _proposal(offer, patched=base.document)
-    attribution = Attribution(author, note)
-    return await _apply(gateway.policy_store, proposal, Reason.EDIT, attribution, base)
+    attribution = Attribution(author, note, Reason.EDIT)
+    return await _apply(gateway.policy_store, proposal, attribution, base)
 
 
 @router.post(
@@ -203,12 +203,12 @@ async def rollback(
     """Apply an earlier version again."""
     earlier = await gateway.policy_store.read_version(body.version)
     back = f"back to version {body.version}"
-    attribution = Attribution(author, f"{back}: {note}" if note else back)
+    attribution = Attribution(author, f"{back}: {note}" if note else back, Reason.ROLLBACK)
     try:
         proposal = await asyncio.to_thread(propose, earlier.document)
     except PolicyInvalid as invalid:
         raise _refused(invalid) from None
-    return await _apply(gateway.policy_store, proposal, Reason.ROLLBACK, attribution, base)
+    return await _apply(gateway.policy_store, proposal, attribution, base)
 
 
 @router.get("/history", responses=failures(*FOR_ADMINS, *STORED))
@@ -310,14 +310,10 @@ async def _proposal(offer: Offer, *, patched: Document | None) -> Proposal:
 
 
 async def _apply(
-    store: PolicyStore,
-    proposal: Proposal,
-    reason: Reason,
-    attribution: Attribution,
-    base: PolicyVersion,
+    store: PolicyStore, proposal: Proposal, attribution: Attribution, base: PolicyVersion
 ) -> AppliedVersion:
     try:
-        version = await store.apply(proposal, reason, attribution, onto=base)
+        version = await store.apply(proposal, attribution, onto=base)
     except PolicyInvalid as invalid:
         raise _refused(invalid) from None
     return {**_version(version), "warnings": _warnings(store, proposal)}
@@ -328,7 +324,7 @@ def _refused(invalid: PolicyInvalid) -> PolicyRefused:
 
 
 def _version(version: PolicyVersion) -> Version:
-    return cast("Version", version.metadata())
+    return cast("Version", version.model_dump(exclude={"document"}))
 
 
 def _wants_yaml(request: Request) -> bool:

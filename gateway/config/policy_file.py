@@ -7,7 +7,7 @@ import logging
 from pathlib import Path
 from typing import NamedTuple
 
-from gateway.config.policy_store import PolicySource, PolicyStore
+from gateway.config.policy_store import PolicyStore
 from gateway.config.policy_versions import (
     Attribution,
     Proposal,
@@ -21,19 +21,19 @@ from policies.document import PolicyInvalid, Problem, default_policy
 log = logging.getLogger(__name__)
 
 _LIMIT_BYTES = 1024 * 1024
-_BY_FILE = Attribution("file", "from the policy file")
-_SHIPPED = Attribution("paceline", "the policy shipped with Paceline")
+_BY_FILE = Attribution("file", "from the policy file", Reason.FILE)
+_SHIPPED = Attribution("paceline", "the policy shipped with Paceline", Reason.START)
 
 
-def read_source(file: Path | None) -> PolicySource:
+def read_source(file: Path | None) -> tuple[Proposal, Attribution]:
     """Return the policy of the file, or the shipped one if `file` is None.
 
     Raise `StartupError` with the line and field of every problem.
     """
     if file is None:
-        return PolicySource(Proposal.of(default_policy()), Reason.START, _SHIPPED)
+        return Proposal.of(default_policy()), _SHIPPED
     try:
-        return PolicySource(_FileContent.read(file).proposal(), Reason.FILE, _BY_FILE)
+        return _FileContent.read(file).proposal(), _BY_FILE
     except PolicyInvalid as invalid:
         raise StartupError(f"The policy {file} is invalid: {problems_text(invalid)}.") from None
 
@@ -64,7 +64,7 @@ class PolicyFileWatcher:
     async def _apply(self, content: _FileContent) -> None:
         try:
             proposal = await asyncio.to_thread(content.proposal)
-            await self._policy_store.apply_source(proposal, Reason.FILE, _BY_FILE)
+            await self._policy_store.apply_source(proposal, _BY_FILE)
         except PolicyInvalid as invalid:
             self.problem = problems_text(invalid)
             log.error("policy_file.rejected file=%s problems=%s", self._file, self.problem)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
 from datetime import UTC, datetime
-from typing import NamedTuple
 
 from gateway.config.policy_versions import (
     Attribution,
@@ -34,34 +33,27 @@ log = logging.getLogger(__name__)
 
 POLICY_KIND = "policy"
 """The kind of these records; the name of each is its number."""
-Now = Callable[[], float]
-"""Returns seconds since 1970."""
 Warnings = Callable[[PolicyDocument], Sequence[Problem]]
 """Returns effects of a valid policy that are perhaps not intended."""
 
 
-def no_warnings(_policy: PolicyDocument) -> Sequence[Problem]:
-    """Return no warnings."""
-    return ()
-
-
 class PolicyStore:
-    """The active policy, and the only way to change it."""
+    """The active policy, and the only way to change it. `wall` returns seconds since 1970."""
 
     def __init__(
         self,
         records: Records,
         static_workers: Sequence[StaticWorker],
-        now: Now,
+        wall: Callable[[], float],
+        warnings: Warnings,
+        *,
         version: PolicyVersion,
         policy: PolicyDocument,
-        *,
-        warnings: Warnings,
     ) -> None:
         self._records = records
         self._table = RecordTable(records, POLICY_KIND, self._apply_records)
         self._static_workers = static_workers
-        self._now = now
+        self._wall = wall
         self.warnings = warnings
         self.current = policy
         """The active policy. It may be replaced between two reads."""
@@ -81,26 +73,19 @@ class PolicyStore:
         return self.version
 
     async def apply(
-        self,
-        proposal: Proposal,
-        reason: Reason,
-        attribution: Attribution,
-        *,
-        onto: PolicyVersion,
+        self, proposal: Proposal, attribution: Attribution, *, onto: PolicyVersion
     ) -> PolicyVersion:
         """Replace this version by another policy; raise `VersionConflict`."""
         if onto.etag != self.version.etag:
             raise self._conflict()
-        return await self._add(proposal, reason, attribution, onto)
+        return await self._add(proposal, attribution, onto)
 
-    async def apply_source(
-        self, proposal: Proposal, reason: Reason, attribution: Attribution
-    ) -> None:
+    async def apply_source(self, proposal: Proposal, attribution: Attribution) -> None:
         """Apply the policy file if it is new."""
-        while is_new(versions := await self.versions(), proposal.document, reason):
+        while is_new(versions := await self.versions(), proposal.document, attribution.reason):
             last = max((self.version, *versions), key=lambda version: version.number)
             try:
-                await self._add(proposal, reason, attribution, last)
+                await self._add(proposal, attribution, last)
             except VersionConflict:  # with another gateway, which may have read the same file
                 continue
 
@@ -128,7 +113,7 @@ class PolicyStore:
             number = max((int(name) for name in texts), default=0)
             if number <= self.version.number:
                 return
-            version = PolicyVersion.from_json(texts[str(number)])
+            version = PolicyVersion.model_validate_json(texts[str(number)])
         try:
             proposal = await asyncio.to_thread(propose, version.document)
             self.check(proposal)
@@ -139,29 +124,23 @@ class PolicyStore:
 
     async def _add_first(self) -> None:
         """Add the active policy as the first version, if the start could not do so."""
-        begun, attribution = self.version, Attribution(self.version.author, self.version.note)
-        first = PolicyVersion.following(None, begun.document, begun.reason, attribution, begun.time)
-        if begun.number < first.number and await self._records.add(
-            POLICY_KIND, str(first.number), first.to_json()
-        ):
+        begun = self.version
+        attribution = Attribution(begun.author, begun.note, begun.reason)
+        first = PolicyVersion.following(0, begun.document, attribution, begun.time)
+        if begun.number < first.number and await _add_version(self._records, first):
             self._put_in_force(first, self.current)
 
     async def _add(
-        self,
-        proposal: Proposal,
-        reason: Reason,
-        attribution: Attribution,
-        last: PolicyVersion,
+        self, proposal: Proposal, attribution: Attribution, last: PolicyVersion
     ) -> PolicyVersion:
         """Add the version that follows another; raise `VersionConflict` if its number is taken.
 
         After an unconfirmed write the version may be stored; the next `refresh` finds it then.
         """
         self.check(proposal)
-        version = PolicyVersion.following(
-            last, proposal.document, reason, attribution, _utc(self._now())
-        )
-        if not await self._records.add(POLICY_KIND, str(version.number), version.to_json()):
+        time = _utc(self._wall())
+        version = PolicyVersion.following(last.number, proposal.document, attribution, time)
+        if not await _add_version(self._records, version):
             await self.refresh()
             raise self._conflict()
         self._put_in_force(version, proposal.policy)
@@ -179,70 +158,65 @@ class PolicyStore:
                 log.warning("policy.warning version=%d message=%s", version.number, warning.message)
 
 
-class PolicySource(NamedTuple):
-    """The policy that a gateway starts with: of the policy file, or the shipped one."""
-
-    proposal: Proposal
-    reason: Reason
-    attribution: Attribution
-
-
 async def open_policy_store(
     records: Records,
     static_workers: Sequence[StaticWorker],
-    source: PolicySource,
-    now: Now,
-    warnings: Warnings = no_warnings,
+    source: tuple[Proposal, Attribution],
+    wall: Callable[[], float],
+    warnings: Warnings = lambda _policy: (),
 ) -> PolicyStore:
     """Open the store at its newest version, or at the source if that is new.
 
-    Raise `PolicyInvalid` if neither is valid here, `ValueError` if the records are damaged.
+    `source` is the policy of the policy file, or the shipped one. Raise `PolicyInvalid` if neither
+    is valid here, `ValueError` if the records are damaged.
     """
-
-    def store(version: PolicyVersion, policy: PolicyDocument) -> PolicyStore:
-        return PolicyStore(records, static_workers, now, version, policy, warnings=warnings)
-
-    proposal, reason, attribution = source
+    store = functools.partial(PolicyStore, records, static_workers, wall, warnings)
+    proposal, attribution = source
     versions = await read_versions(records)
     if not versions:
         check_workers(proposal, static_workers)
-        first = PolicyVersion.following(None, proposal.document, reason, attribution, _utc(now()))
+        first = PolicyVersion.following(0, proposal.document, attribution, _utc(wall()))
         try:
-            added = await records.add(POLICY_KIND, str(first.number), first.to_json())
+            added = await _add_version(records, first)
         except RecordsUnwritable:
             if not records.remote:
                 raise
             # In force until the records can be read; added then if there is no first version.
-            first = replace(first, number=0, etag=f"0-{first.etag}")
+            first = first.model_copy(update={"number": 0, "etag": f"0-{first.etag}"})
             added = True
         if added:
-            return store(first, proposal.policy)
+            return store(version=first, policy=proposal.policy)
         versions = await read_versions(records)  # another gateway started at the same moment
     newest = versions[-1]
-    if is_new(versions, proposal.document, reason):
+    if is_new(versions, proposal.document, attribution.reason):
         # The version to replace may be invalid: a new file is the way to repair it.
-        opened = store(newest, proposal.policy)
+        opened = store(version=newest, policy=proposal.policy)
         try:
-            await opened.apply_source(*source)
+            await opened.apply_source(proposal, attribution)
             await opened.refresh()
             return opened
         except RecordsUnwritable:
             if not records.remote:
                 raise
-            if reason is Reason.FILE:
+            if attribution.reason is Reason.FILE:
                 return opened  # active; stored as soon as the records can be written
     current = propose(newest.document)
     check_workers(current, static_workers)
-    return store(newest, current.policy)
+    return store(version=newest, policy=current.policy)
 
 
 async def read_versions(records: Records) -> tuple[PolicyVersion, ...]:
     """Return all stored versions, oldest first; raise `ValueError` for a damaged one."""
     texts = await records.all(POLICY_KIND)
-    versions = [PolicyVersion.from_json(text) for text in texts.values()]
+    versions = [PolicyVersion.model_validate_json(text) for text in texts.values()]
     if [str(version.number) for version in versions] != list(texts):
         raise ValueError("a version under the number of another one")
     return tuple(sorted(versions, key=lambda version: version.number))
+
+
+async def _add_version(records: Records, version: PolicyVersion) -> bool:
+    """Store a version; return False if its number is taken."""
+    return await records.add(POLICY_KIND, str(version.number), version.model_dump_json())
 
 
 @contextlib.contextmanager
@@ -254,5 +228,5 @@ def _damage_as_unwritable() -> Iterator[None]:
         raise RecordsUnwritable from damaged
 
 
-def _utc(now_s: float) -> str:
-    return f"{datetime.fromtimestamp(now_s, UTC):%Y-%m-%dT%H:%M:%SZ}"
+def _utc(unix_s: float) -> str:
+    return f"{datetime.fromtimestamp(unix_s, UTC):%Y-%m-%dT%H:%M:%SZ}"

@@ -8,11 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple, Self
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from gateway.config.static_workers import StaticWorker, pool_problems
 from policies.document import PolicyDocument, PolicyInvalid, Problem, parse_policy, read_policy
@@ -77,15 +76,17 @@ class Reason(StrEnum):
 
 
 class Attribution(NamedTuple):
-    """The author of a version, as stated by themselves, and their note."""
+    """The author of a version, as stated by themselves, their note, and its origin."""
 
     author: str
     note: str
+    reason: Reason
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyVersion:
+class PolicyVersion(BaseModel):
     """One version of the policy; it never changes."""
+
+    model_config = ConfigDict(frozen=True)
 
     number: int
     etag: str
@@ -98,48 +99,13 @@ class PolicyVersion:
     document: Document
 
     @classmethod
-    def following(
-        cls,
-        last: PolicyVersion | None,
-        document: Document,
-        reason: Reason,
-        signature: Attribution,
-        time: str,
-    ) -> Self:
-        """Return the version that follows another, or the first one."""
-        number = 1 if last is None else last.number + 1
+    def following(cls, last: int, document: Document, attribution: Attribution, time: str) -> Self:
+        """Return the version that follows the one numbered `last`; 0: the first version."""
+        number = last + 1
+        fields = {"number": number, "time": time, "document": document, **attribution._asdict()}
         # All fields, so that first versions of different gateways have different tags.
-        fields = json.dumps([number, signature, time, reason, document], sort_keys=True)
-        digest = hashlib.sha256(fields.encode()).hexdigest()
-        return cls(
-            number=number,
-            etag=f"{number}-{digest[:16]}",
-            author=signature.author,
-            time=time,
-            note=signature.note,
-            reason=reason,
-            document=document,
-        )
-
-    @classmethod
-    def from_json(cls, text: str) -> PolicyVersion:
-        """Parse a stored version; raise `ValueError`."""
-        try:
-            return _VERSION.validate_json(text)
-        except ValidationError:
-            raise ValueError("not a version of a policy") from None
-
-    def to_json(self) -> str:
-        """Return the text to store."""
-        return json.dumps(asdict(self))
-
-    def metadata(self) -> dict[str, Any]:
-        """Return its fields except the document, as JSON."""
-        return {name: getattr(self, name) for name in _METADATA}
-
-
-_METADATA = ("number", "etag", "author", "time", "note", "reason")
-_VERSION = TypeAdapter(PolicyVersion)
+        digest = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        return cls(etag=f"{number}-{digest[:16]}", **fields)
 
 
 def is_new(versions: Sequence[PolicyVersion], document: Document, reason: Reason) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -82,10 +82,6 @@ class Settings(BaseSettings):
     def _split_names(cls, value: object) -> object:
         """Split a comma-separated list, as in the environment."""
         return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
-
-    def with_join_token(self, token: str) -> Self:
-        """Return a copy with this join token."""
-        return self.model_copy(update={"join_token": SecretStr(token)})
 
 
 def load_settings(config: Path | None = None, **flags: object) -> Settings:

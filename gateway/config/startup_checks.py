@@ -5,12 +5,13 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import itertools
-import os
 import secrets
-from pathlib import Path
+
+from pydantic import SecretStr
 
 from gateway.config.settings import Settings
 from gateway.errors import StartupError
+from gateway.storage.records import exclusive_writer, replace_file
 from gateway.types import fits_header
 from workers.protocol import is_loopback
 
@@ -59,26 +60,12 @@ def ensure_join_token(settings: Settings) -> Settings:
     """Return settings with a join token: the given one, else the stored one, else a new one."""
     if settings.join_token is not None:
         return settings
-    return settings.with_join_token(_stored_join_token(settings.state_dir.expanduser()))
-
-
-def _stored_join_token(folder: Path) -> str:
-    path = folder / "join-token"
+    path = settings.state_dir.expanduser() / "join-token"
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
-            # Written to a temporary file and linked: two gateways that start at the same time
-            # agree on one token, and no reader sees half of it.
-            draft = folder / f".join-token-{secrets.token_hex(4)}"
-            descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.write(secrets.token_urlsafe(32))
-            try:
-                os.link(draft, path)
-            except FileExistsError:
-                pass
-            finally:
-                draft.unlink()
+            with exclusive_writer(path):
+                if not path.exists():  # another gateway started at the same moment
+                    replace_file(path, secrets.token_urlsafe(32))
         token = path.read_text().strip()
     except OSError as error:
         raise StartupError(
@@ -89,7 +76,7 @@ def _stored_join_token(folder: Path) -> str:
         raise StartupError(
             f"The join token in {path} is empty. Delete the file to create a new one."
         )
-    return token
+    return settings.model_copy(update={"join_token": SecretStr(token)})
 
 
 def base_url(host: str, port: int) -> str:

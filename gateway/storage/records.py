@@ -122,27 +122,15 @@ class FileRecords:
 
     async def add(self, kind: str, name: str, text: str) -> bool:
         """Store a new record unless the name exists."""
-
-        def add(texts: TextsByKind) -> bool:
-            missing = name not in texts.setdefault(kind, {})
-            texts[kind].setdefault(name, text)
-            return missing
-
-        return await self._change(add)
+        return await self._change(kind, lambda texts: texts.setdefault(name, text))
 
     async def replace(self, kind: str, name: str, text: str) -> None:
         """Store a record in place of the one of that name."""
-
-        def put(texts: TextsByKind) -> bool:
-            changed = texts.setdefault(kind, {}).get(name) != text
-            texts[kind][name] = text
-            return changed
-
-        await self._change(put)
+        await self._change(kind, lambda texts: texts.update({name: text}))
 
     async def remove(self, kind: str, name: str) -> None:
         """Remove a record."""
-        await self._change(lambda texts: texts.get(kind, {}).pop(name, None) is not None)
+        await self._change(kind, lambda texts: texts.pop(name, None))
 
     def _read_changes(self) -> TextsByKind:
         """Read the file if it has changed."""
@@ -153,16 +141,18 @@ class FileRecords:
             self._read = (stamp, texts)
         return texts
 
-    async def _change(self, change: Callable[[TextsByKind], bool]) -> bool:
+    async def _change(self, kind: str, change: Callable[[Texts], object]) -> bool:
         """Read, change and write in one step; return whether anything has changed."""
 
         def run() -> bool:
             with exclusive_writer(self._path):
-                texts = read_file(self._path)
-                changed = change(texts)
-                if changed:
-                    write_file(self._path, texts)
-                return changed
+                kinds = read_file(self._path)
+                texts = kinds.get(kind, {})
+                before = dict(texts)
+                change(texts)
+                if texts != before:
+                    write_file(self._path, {**kinds, kind: texts})
+                return texts != before
 
         return await _in_thread(run, WriteUnconfirmed)
 
@@ -204,16 +194,21 @@ def read_file(path: Path) -> TextsByKind:
 
 
 def write_file(path: Path, texts: TextsByKind) -> None:
-    """Write a new file and move it into place, so that the file is always complete."""
+    """Replace the file by these records."""
     kinds = {
         kind: {name: json.loads(text) for name, text in records.items()}
         for kind, records in texts.items()
     }
+    replace_file(path, json.dumps(kinds, ensure_ascii=False, indent=1))
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a new file and move it into place, so that the file is always complete."""
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     try:
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump(kinds, file, ensure_ascii=False, indent=1)
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
         draft.replace(path)

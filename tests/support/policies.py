@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import yaml
 
-from gateway.config.policy_store import PolicySource, PolicyStore, open_policy_store
+from gateway.config.policy_store import PolicyStore, open_policy_store
 from gateway.config.policy_versions import Attribution, Proposal, Reason, propose
 from gateway.config.static_workers import StaticWorker
 from gateway.storage.records import Records
@@ -19,8 +19,8 @@ from tests.support.memory_records import MemoryRecords
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import ScriptedWorker
 
-AUTHOR_ANN = Attribution("ann", "a test")
-AUTHOR_BOB = Attribution("bob", "another test")
+AUTHOR_ANN = Attribution("ann", "a test", Reason.EDIT)
+AUTHOR_BOB = Attribution("bob", "another test", Reason.EDIT)
 DEFAULT_ROUTE = {"name": "rest", "to": "vlm"}
 """The route that takes what no other one takes."""
 
@@ -46,7 +46,7 @@ def proposal(pool: str = "vlm") -> Proposal:
 
 async def make_policy_store(records: Records | None = None, pool: str = "vlm") -> PolicyStore:
     """A book that begins with one pool, or goes on where the records end."""
-    source = PolicySource(proposal(pool), Reason.START, AUTHOR_ANN)
+    source = proposal(pool), AUTHOR_ANN._replace(reason=Reason.START)
     return await open_policy_store(records or MemoryRecords(), (), source, lambda: 0.0)
 
 

@@ -221,7 +221,7 @@ def test_what_a_request_says_is_in_no_log_error_explanation_diff_metric_or_state
 ) -> None:
     access_log = tmp_path / "access.jsonl"
     settings = make_settings(tmp_path, admin_key=SecretStr(ADMIN), access_log=str(access_log))
-    settings = settings.with_join_token(JOIN)
+    settings = settings.model_copy(update={"join_token": SecretStr(JOIN)})
     told = Told()
     with RunningGateway(settings) as gateway, PolicyAdmin(gateway.url, ADMIN) as admin:
         beat = worker.report().model_dump(mode="json")

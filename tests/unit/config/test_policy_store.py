@@ -14,7 +14,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from gateway.config.policy_store import POLICY_KIND, PolicySource, PolicyStore, open_policy_store
+from gateway.config.policy_store import POLICY_KIND, PolicyStore, open_policy_store
 from gateway.config.policy_versions import (
     Attribution,
     PolicyVersion,
@@ -39,18 +39,15 @@ from tests.support.policies import (
     to_yaml,
 )
 
+BY_FILE = AUTHOR_ANN._replace(reason=Reason.FILE)
+SHIPPED = AUTHOR_ANN._replace(reason=Reason.START)
 EXAMPLES = Path(__file__).parents[3] / "policies" / "examples"
 
 
 def version(number: int, reason: Reason, pool: str) -> PolicyVersion:
-    made = PolicyVersion.following(
-        None, single_pool_policy(pool), reason, AUTHOR_ANN, "2026-11-22T01:20:00Z"
-    )
-    return PolicyVersion(**{**_fields(made), "number": number})
-
-
-def _fields(made: PolicyVersion) -> dict[str, Any]:
-    return {**made.metadata(), "document": made.document}
+    attribution = AUTHOR_ANN._replace(reason=reason)
+    made = PolicyVersion.following(0, single_pool_policy(pool), attribution, "2026-11-22T01:20:00Z")
+    return made.model_copy(update={"number": number})
 
 
 @pytest.mark.parametrize(
@@ -84,8 +81,8 @@ def test_what_is_read_at_the_start_counts_where_it_is_news(
 async def test_what_was_kept_comes_back_whole(tmp_path: Path) -> None:
     records = FileRecords(tmp_path / "state.json")
     book = await make_policy_store(records)
-    signature = Attribution("Zoë", "50% mehr für „alle“")
-    made = await book.apply(proposal("b"), Reason.EDIT, signature, onto=book.version)
+    signature = Attribution("Zoë", "50% mehr für „alle“", Reason.EDIT)
+    made = await book.apply(proposal("b"), signature, onto=book.version)
 
     again = await make_policy_store(FileRecords(tmp_path / "state.json"))
     assert again.version == made == book.version
@@ -106,7 +103,7 @@ async def test_a_version_is_named_by_its_tag_though_two_say_the_same() -> None:
     book = await make_policy_store()
     tags = {book.version.etag}
     for _ in range(3):
-        await book.apply(proposal(), Reason.EDIT, AUTHOR_ANN, onto=book.version)
+        await book.apply(proposal(), AUTHOR_ANN, onto=book.version)
         tags.add(book.version.etag)
     assert len(tags) == 4
 
@@ -114,18 +111,18 @@ async def test_a_version_is_named_by_its_tag_though_two_say_the_same() -> None:
 async def test_of_two_who_edit_the_same_version_the_second_is_told() -> None:
     book = await make_policy_store()
     first = book.version
-    await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=first)
+    await book.apply(proposal("b"), AUTHOR_ANN, onto=first)
     with pytest.raises(VersionConflict, match="version 2, by ann"):
-        await book.apply(proposal("c"), Reason.EDIT, AUTHOR_BOB, onto=first)
+        await book.apply(proposal("c"), AUTHOR_BOB, onto=first)
     assert book.current == proposal("b").policy
 
 
 async def test_of_two_who_edit_at_two_gateways_the_second_is_told_and_follows() -> None:
     records = MemoryRecords()
     here, there = await make_policy_store(records), await make_policy_store(records)
-    await there.apply(proposal("b"), Reason.EDIT, AUTHOR_BOB, onto=there.version)
+    await there.apply(proposal("b"), AUTHOR_BOB, onto=there.version)
     with pytest.raises(VersionConflict, match="by bob"):
-        await here.apply(proposal("c"), Reason.EDIT, AUTHOR_ANN, onto=here.version)
+        await here.apply(proposal("c"), AUTHOR_ANN, onto=here.version)
     assert here.version == there.version
     assert here.current == proposal("b").policy
 
@@ -133,13 +130,11 @@ async def test_of_two_who_edit_at_two_gateways_the_second_is_told_and_follows() 
 async def test_an_edit_of_what_another_gateway_has_already_is_no_lost_race() -> None:
     records = MemoryRecords()
     here, there = await make_policy_store(records), await make_policy_store(records)
-    ahead = await there.apply(proposal("b"), Reason.EDIT, AUTHOR_BOB, onto=there.version)
+    ahead = await there.apply(proposal("b"), AUTHOR_BOB, onto=there.version)
     assert await here.require_version({ahead.etag}) == ahead
-    await here.apply(proposal("c"), Reason.EDIT, AUTHOR_ANN, onto=ahead)
+    await here.apply(proposal("c"), AUTHOR_ANN, onto=ahead)
     with pytest.raises(VersionConflict):
-        await there.apply(
-            proposal("d"), Reason.EDIT, AUTHOR_BOB, onto=await there.require_version({ahead.etag})
-        )
+        await there.apply(proposal("d"), AUTHOR_BOB, onto=await there.require_version({ahead.etag}))
     with pytest.raises(VersionConflict):
         await there.require_version({ahead.etag, "another"})
 
@@ -148,17 +143,17 @@ async def test_a_policy_that_listed_workers_do_not_fit_is_never_in_force() -> No
     worker = StaticWorker(
         id="studio", kind="openai", url="http://mac:1", models=("m",), pools=("a",), slots=1
     )
-    source = PolicySource(proposal("a"), Reason.START, AUTHOR_ANN)
+    source = (proposal("a"), SHIPPED)
     book = await open_policy_store(MemoryRecords(), (worker,), source, lambda: 0.0)
     with pytest.raises(PolicyInvalid, match="'studio' is configured for the pool 'a'"):
-        await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=book.version)
+        await book.apply(proposal("b"), AUTHOR_ANN, onto=book.version)
     assert book.current == proposal("a").policy
     assert len(await book.versions()) == 1
     with pytest.raises(PolicyInvalid, match="'studio' is configured for the pool 'a'"):
         await open_policy_store(
             MemoryRecords(),
             (worker,),
-            PolicySource(proposal("b"), Reason.START, AUTHOR_ANN),
+            (proposal("b"), SHIPPED),
             lambda: 0.0,
         )
 
@@ -167,26 +162,22 @@ async def test_a_kept_version_that_is_no_longer_good_stops_the_start_until_a_fil
     None
 ):
     records = MemoryRecords()
-    bad = PolicyVersion.following(
-        None, {"version": 1, "pools": {}}, Reason.FILE, AUTHOR_ANN, "then"
-    )
-    await records.add(POLICY_KIND, "1", bad.to_json())
+    bad = PolicyVersion.following(0, {"version": 1, "pools": {}}, BY_FILE, "then")
+    await records.add(POLICY_KIND, "1", bad.model_dump_json())
     with pytest.raises(PolicyInvalid):
         await make_policy_store(records)
-    book = await open_policy_store(
-        records, (), PolicySource(proposal("b"), Reason.FILE, AUTHOR_ANN), lambda: 0.0
-    )
+    book = await open_policy_store(records, (), (proposal("b"), BY_FILE), lambda: 0.0)
     assert (book.version.number, book.current) == (2, proposal("b").policy)
 
 
 async def test_a_version_of_another_gateway_that_is_not_good_here_is_not_followed() -> None:
     records = MemoryRecords()
     book = await make_policy_store(records)
-    bad = PolicyVersion.following(book.version, {"version": 2}, Reason.EDIT, AUTHOR_BOB, "then")
-    await records.add(POLICY_KIND, str(bad.number), bad.to_json())
+    bad = PolicyVersion.following(book.version.number, {"version": 2}, AUTHOR_BOB, "then")
+    await records.add(POLICY_KIND, str(bad.number), bad.model_dump_json())
     await book.refresh()
     assert book.current == proposal().policy
-    await book.apply_source(proposal("b"), Reason.FILE, AUTHOR_ANN)
+    await book.apply_source(proposal("b"), BY_FILE)
     assert (book.version.number, book.current) == (3, proposal("b").policy)
 
 
@@ -204,7 +195,7 @@ async def test_a_version_that_was_kept_though_nobody_heard_of_it_is_followed() -
     book._records = deaf = _DeafRecords()
     deaf.shelves = records.shelves
     with pytest.raises(RecordsUnwritable):
-        await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=book.version)
+        await book.apply(proposal("b"), AUTHOR_ANN, onto=book.version)
     assert book.current == proposal().policy
     await book.refresh()
     assert book.current == proposal("b").policy
@@ -213,11 +204,11 @@ async def test_a_version_that_was_kept_though_nobody_heard_of_it_is_followed() -
 async def test_what_is_in_force_survives_that_its_records_are_taken_away(tmp_path: Path) -> None:
     records = FileRecords(tmp_path / "state.json")
     book = await make_policy_store(records)
-    await book.apply(proposal("b"), Reason.EDIT, AUTHOR_ANN, onto=book.version)
+    await book.apply(proposal("b"), AUTHOR_ANN, onto=book.version)
     (tmp_path / "state.json").unlink()
     await book.refresh()
     assert (book.version.number, book.current) == (2, proposal("b").policy)
-    await book.apply_source(proposal("c"), Reason.FILE, AUTHOR_ANN)
+    await book.apply_source(proposal("c"), BY_FILE)
     assert (book.version.number, book.current) == (3, proposal("c").policy)
 
 
@@ -229,11 +220,11 @@ async def test_a_damaged_book_is_said_to_be_so_and_what_is_in_force_stays(damage
     with pytest.raises(RecordsUnwritable):
         await book.versions()
     with pytest.raises(RecordsUnwritable):
-        await book.apply_source(proposal("b"), Reason.FILE, AUTHOR_ANN)
+        await book.apply_source(proposal("b"), BY_FILE)
     with pytest.raises(RecordsUnwritable):
         await book.require_version({"an etag of another gateway"})
     assert book.current == proposal().policy
-    with pytest.raises(ValueError, match="version"):
+    with pytest.raises(ValueError, match="PolicyVersion"):
         await make_policy_store(records)
 
 
@@ -302,7 +293,8 @@ class BookMachine(RuleBasedStateMachine):
         behind = book.version.number < count or onto.number < count
         try:
             good = propose(offered)
-            made = self.runner.run(book.apply(good, reason, AUTHOR_ANN, onto=onto))
+            attribution = AUTHOR_ANN._replace(reason=reason)
+            made = self.runner.run(book.apply(good, attribution, onto=onto))
         except PolicyInvalid:
             pass
         except VersionConflict:
@@ -310,11 +302,11 @@ class BookMachine(RuleBasedStateMachine):
         else:
             assert not behind
             assert (made.number, made.document) == (count + 1, good.document)
-            self.kept.append(made.to_json())
+            self.kept.append(made.model_dump_json())
 
     def base(self, at: int, age: int) -> PolicyVersion:
         number = max(1, self.books[at].version.number - age)
-        return PolicyVersion.from_json(self.kept[number - 1])
+        return PolicyVersion.model_validate_json(self.kept[number - 1])
 
     @rule(at=st.sampled_from((0, 1)), pool=POOLS, age=st.sampled_from((0, 0, 1)))
     def put(self, at: int, pool: str, age: int) -> None:
@@ -343,7 +335,7 @@ class BookMachine(RuleBasedStateMachine):
     def edit_the_file(self, at: int, pool: str) -> None:
         before = self.runner.run(self.books[at].versions())
         news = is_new(before, single_pool_policy(pool), Reason.FILE)
-        self.runner.run(self.books[at].apply_source(proposal(pool), Reason.FILE, AUTHOR_BOB))
+        self.runner.run(self.books[at].apply_source(proposal(pool), BY_FILE))
         if news:
             self.kept.append(self.text(len(self.kept) + 1))
             assert self.books[at].current == proposal(pool).policy
@@ -356,9 +348,7 @@ class BookMachine(RuleBasedStateMachine):
         async def both() -> list[Any]:
             return await asyncio.gather(
                 *(
-                    self.books[one].apply(
-                        proposal(pool), Reason.EDIT, AUTHOR_ANN, onto=self.books[one].version
-                    )
+                    self.books[one].apply(proposal(pool), AUTHOR_ANN, onto=self.books[one].version)
                     for one, pool in zip(at, pools, strict=True)
                 ),
                 return_exceptions=True,
@@ -369,7 +359,7 @@ class BookMachine(RuleBasedStateMachine):
         won = [end for end in ends if isinstance(end, PolicyVersion)]
         assert len(won) == current
         assert all(isinstance(end, PolicyVersion | VersionConflict) for end in ends)
-        self.kept += [one.to_json() for one in won]
+        self.kept += [one.model_dump_json() for one in won]
 
     @rule(at=st.sampled_from((0, 1)))
     def catch_up(self, at: int) -> None:
@@ -387,7 +377,9 @@ class BookMachine(RuleBasedStateMachine):
     @invariant()
     def what_is_in_force_is_good_is_kept_and_never_goes_back(self) -> None:
         for at, book in enumerate(getattr(self, "books", [])):
-            assert book.version == PolicyVersion.from_json(self.kept[book.version.number - 1])
+            assert book.version == PolicyVersion.model_validate_json(
+                self.kept[book.version.number - 1]
+            )
             assert book.current == read_policy(book.version.document, "in force")
             assert book.version.number >= self.seen[at]
             self.seen[at] = book.version.number
