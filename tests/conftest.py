@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# A machine that does other things beside the tests is slow, not wrong.
+# A slow test on a busy machine is no failure.
 settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("no clock")
-# The slowest first, so that no process ends with one of their files all alone.
+# The slowest folders first, so that their files run in parallel until the end.
 FOLDERS = ("model", "browser", "socket", "unit")
 
 
 def pytest_configure() -> None:
-    """Let Ctrl-C reach what tests start: a shell's background jobs ignore it for good."""
+    """Let Ctrl-C reach processes that tests start: background jobs of a shell ignore SIGINT."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """Run one process more than there are cores: the end of a gateway alone waits for 0.15 s."""
+    """Run one process more than there are cores: a gateway that stops waits for 0.15 s."""
     return (os.cpu_count() or 1) + 1
 
 
@@ -53,7 +53,7 @@ def _folder(item: pytest.Item) -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_ca_certificates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No client here meets a certificate; reading the world's takes each of them 40 ms."""
+    """Trust no authority: no test needs one, and each client takes 40 ms to load the system's."""
     with pytest.MonkeyPatch.context() as patched:
         patched.delenv("SSL_CERT_FILE", raising=False)
         patched.setenv("SSL_CERT_DIR", str(tmp_path_factory.mktemp("no_authorities")))

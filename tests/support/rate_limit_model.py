@@ -20,7 +20,7 @@ ALL_LIMITS = Limits(
 
 @dataclass
 class AdmittedRequest:
-    """One admitted request and what it was charged."""
+    """An admitted request and its charge."""
 
     at_s: float
     reservation: Reservation
@@ -51,23 +51,23 @@ class RateLimitModel:
         """Reserve tokens; a rejection must change nothing."""
         before = self.remaining()
         try:
-            taken = self.limiter.reserve(tokens, self.now_s, self.unix_s)
+            reservation = self.limiter.reserve(tokens, self.now_s, self.unix_s)
         except (LimitReached, TokensOverLimit):
-            assert self.remaining() == before, "a refused request costs nothing"
+            assert self.remaining() == before, "a rejected request costs nothing"
         else:
-            self.admitted.append(AdmittedRequest(self.now_s, taken))
+            self.admitted.append(AdmittedRequest(self.now_s, reservation))
 
-    def settle(self, which: int, requests: int, tokens: int) -> None:
+    def settle(self, index: int, requests: int, tokens: int) -> None:
         """Settle one of the running requests with its cost."""
-        running = [one for one in self.admitted if not one.ended]
+        running = [request for request in self.admitted if not request.ended]
         if not running:
             return
-        one = running[which % len(running)]
-        one.ended = True
-        one.charged_requests = requests
-        one.charged_tokens = min(tokens, one.reservation.tokens)
-        self.over_tokens += max(0, tokens - one.reservation.tokens)
-        self.limiter.settle(one.reservation, requests, tokens, self.now_s, self.unix_s)
+        request = running[index % len(running)]
+        request.ended = True
+        request.charged_requests = requests
+        request.charged_tokens = min(tokens, request.reservation.tokens)
+        self.over_tokens += max(0, tokens - request.reservation.tokens)
+        self.limiter.settle(request.reservation, requests, tokens, self.now_s, self.unix_s)
 
     def remaining(self) -> object:
         """Return the headers of the limits, and the count of running requests."""

@@ -1,4 +1,4 @@
-"""What a key may use: never more than its limits, whatever happens in whatever order."""
+"""Rate limits of a key: never exceeded, in any order of events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.rate_limit_model import ALL_LIMITS, MINUTE_S, NOON, START_S, 
 
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("ask"), st.integers(1, 300)),
+        st.tuples(st.just("reserve"), st.integers(1, 300)),
         st.tuples(st.just("wait"), st.floats(0, 90)),
         st.tuples(st.just("end"), st.integers(0, 9), st.integers(0, 1), st.integers(0, 400)),
         st.tuples(st.just("refund"), st.integers(0, 9)),
@@ -33,91 +33,95 @@ STEPS = st.lists(
 
 
 @given(STEPS, st.sampled_from((3, None)))
-def test_no_window_ever_holds_more_than_the_limit_and_one_burst(
-    steps: list[tuple[str, float, int, int]], at_once: int | None
+def test_no_window_admits_more_than_the_limit_and_one_burst(
+    steps: list[tuple[str, float, int, int]], concurrent: int | None
 ) -> None:
-    limits = ALL_LIMITS.model_copy(update={"concurrent_requests": at_once})
-    day = RateLimitModel(RateLimiter(limits, START_S, NOON))
+    limits = ALL_LIMITS.model_copy(update={"concurrent_requests": concurrent})
+    model = RateLimitModel(RateLimiter(limits, START_S, NOON))
     for step, *values in steps:
         match step:
-            case "ask":
-                day.reserve(int(values[0]))
+            case "reserve":
+                model.reserve(int(values[0]))
             case "wait":
-                day.now_s += values[0]
+                model.now_s += values[0]
             case "end":
-                day.settle(int(values[0]), int(values[1]), int(values[2]))
+                model.settle(int(values[0]), int(values[1]), int(values[2]))
             case "refund":
-                day.settle(int(values[0]), 0, 0)
-        assert sum(not one.ended for one in day.admitted) == day.limiter.running
-        assert at_once is None or day.limiter.running <= at_once
-    for begun, finished in itertools.combinations_with_replacement(day.admitted, 2):
-        within = [one for one in day.admitted if begun.at_s <= one.at_s <= finished.at_s]
+                model.settle(int(values[0]), 0, 0)
+        assert sum(not request.ended for request in model.admitted) == model.limiter.running
+        assert concurrent is None or model.limiter.running <= concurrent
+    for begun, finished in itertools.combinations_with_replacement(model.admitted, 2):
+        within = [
+            request for request in model.admitted if begun.at_s <= request.at_s <= finished.at_s
+        ]
         share = 1 + (finished.at_s - begun.at_s) / MINUTE_S
-        assert sum(one.charged_requests for one in within) <= 6 * share + 1e-6
-        assert sum(one.charged_tokens for one in within) <= 600 * share + 1e-6
-    if day.unix_s // DAY_S == NOON // DAY_S:
-        assert sum(one.charged_tokens for one in day.admitted) <= 2000
+        assert sum(request.charged_requests for request in within) <= 6 * share + 1e-6
+        assert sum(request.charged_tokens for request in within) <= 600 * share + 1e-6
+    if model.unix_s // DAY_S == NOON // DAY_S:
+        assert sum(request.charged_tokens for request in model.admitted) <= 2000
 
 
 @given(STEPS)
-def test_in_the_end_nothing_stays_reserved(steps: list[tuple[str, float, int, int]]) -> None:
-    day = RateLimitModel(RateLimiter(ALL_LIMITS, START_S, NOON))
+def test_after_the_last_settlement_no_reservation_remains(
+    steps: list[tuple[str, float, int, int]],
+) -> None:
+    model = RateLimitModel(RateLimiter(ALL_LIMITS, START_S, NOON))
     for step, *values in steps:
-        if step == "ask":
-            day.reserve(int(values[0]))
+        if step == "reserve":
+            model.reserve(int(values[0]))
         elif step == "wait":
-            day.now_s += values[0]
+            model.now_s += values[0]
         elif step == "end":
-            day.settle(int(values[0]), int(values[1]), int(values[2]))
-    while day.limiter.running:
-        day.settle(0, 0, 0)
-    used = sum(one.charged_tokens for one in day.admitted) + day.over_tokens
-    requests, tokens, of_day = (
-        day.limiter._requests,
-        day.limiter._tokens,
-        day.limiter._day,
+            model.settle(int(values[0]), int(values[1]), int(values[2]))
+    while model.limiter.running:
+        model.settle(0, 0, 0)
+    used = sum(request.charged_tokens for request in model.admitted) + model.over_tokens
+    requests, tokens, daily = (
+        model.limiter._requests,
+        model.limiter._tokens,
+        model.limiter._day,
     )
     assert requests is not None
     assert tokens is not None
-    assert of_day is not None
+    assert daily is not None
     assert (requests._open, requests._refundable) == (tokens._open, tokens._refundable) == (0, 0)
-    assert of_day.reserved == 0
-    assert of_day.used == used
-    day.now_s += MINUTE_S * (1 + used / 600)
-    requests.refill(day.now_s)
-    tokens.refill(day.now_s)
+    assert daily.reserved == 0
+    assert daily.used == used
+    model.now_s += MINUTE_S * (1 + used / 600)
+    requests.refill(model.now_s)
+    tokens.refill(model.now_s)
     assert (requests.remaining, tokens.remaining) == (6, 600)
 
 
 @given(st.integers(1, 600), st.floats(0, 60))
-def test_what_is_given_back_at_once_leaves_no_trace(tokens: int, waited_s: float) -> None:
-    day = RateLimitModel(RateLimiter(ALL_LIMITS, START_S, NOON))
-    day.reserve(100)
-    day.now_s += waited_s
-    before = day.remaining()
-    day.reserve(tokens)
-    if len(day.admitted) == 2:
-        day.settle(1, 0, 0)
-    assert day.remaining() == before
+def test_a_reservation_refunded_at_once_changes_nothing(tokens: int, waited_s: float) -> None:
+    model = RateLimitModel(RateLimiter(ALL_LIMITS, START_S, NOON))
+    model.reserve(100)
+    model.now_s += waited_s
+    before = model.remaining()
+    model.reserve(tokens)
+    if len(model.admitted) == 2:
+        model.settle(1, 0, 0)
+    assert model.remaining() == before
 
 
-def test_a_refund_after_a_refill_is_no_second_burst() -> None:
-    """Requests that stood in line for a minute and got nobody do not double the next minute."""
+def test_a_refund_after_a_refill_adds_no_second_burst() -> None:
+    """Refunds of requests that waited for a minute do not double the next minute."""
     bucket, tickets = TokenBucket(10, START_S), []
     for _ in range(10):
         assert bucket.wait_s(1) == 0
         tickets.append(bucket.take(1))
     bucket.refill(START_S + 60)
-    let_in = 0
+    admitted = 0
     for ticket in tickets:
         bucket.settle(ticket, 1, 0)
         while not bucket.wait_s(1):
             bucket.take(1)
-            let_in += 1
-    assert let_in == 10
+            admitted += 1
+    assert admitted == 10
 
 
-def test_who_comes_back_when_told_gets_in() -> None:
+def test_a_retry_after_the_retry_after_time_is_admitted() -> None:
     limiter = RateLimiter(Limits(requests_a_minute=7), START_S, NOON)
     now_s = START_S
     for _ in range(50):
@@ -132,39 +136,39 @@ def test_who_comes_back_when_told_gets_in() -> None:
         limiter.settle(limiter.reserve(1, now_s, NOON), 1, 1, now_s, NOON)
 
 
-def test_what_was_used_beyond_a_reservation_is_waited_for() -> None:
+def test_tokens_used_beyond_a_reservation_delay_the_next_request() -> None:
     limiter = RateLimiter(Limits(tokens_a_minute=600), START_S, NOON)
-    taken = limiter.reserve(100, START_S, NOON)
-    limiter.settle(taken, 1, 900, START_S, NOON)
+    reservation = limiter.reserve(100, START_S, NOON)
+    limiter.settle(reservation, 1, 900, START_S, NOON)
     with pytest.raises(LimitReached) as reached:
         limiter.reserve(1, START_S, NOON)
     assert reached.value.retry_after_s == 31
     limiter.reserve(1, START_S + 30.2, NOON)
 
 
-def test_a_request_that_no_wait_would_let_in_is_told_so() -> None:
+def test_a_request_larger_than_a_limit_is_rejected_without_retry_after() -> None:
     for limits in (Limits(tokens_a_minute=600), Limits(tokens_a_day=600)):
         with pytest.raises(TokensOverLimit, match="601 tokens"):
             RateLimiter(limits, START_S, NOON).reserve(601, START_S, NOON)
 
 
-def test_a_day_ends_at_midnight_in_utc_and_a_clock_that_is_set_back_gives_nothing() -> None:
+def test_a_day_ends_at_midnight_utc_and_a_clock_set_back_adds_nothing() -> None:
     limiter = RateLimiter(Limits(tokens_a_day=100), START_S, NOON, used_today=40)
 
-    def left(unix_s: float) -> bytes:
+    def remaining_tokens(unix_s: float) -> bytes:
         return dict(limiter.headers(START_S, unix_s))[b"x-ratelimit-remaining-tokens"]
 
-    assert left(NOON) == b"60"
-    taken = limiter.reserve(50, START_S, NOON)
-    assert left(NOON) == b"10"
+    assert remaining_tokens(NOON) == b"60"
+    reservation = limiter.reserve(50, START_S, NOON)
+    assert remaining_tokens(NOON) == b"10"
     tomorrow = NOON + DAY_S
-    assert left(tomorrow) == b"50", "what is reserved belongs to the day in which it ends"
-    limiter.settle(taken, 1, 30, START_S, tomorrow)
-    assert left(tomorrow) == b"70"
-    assert left(NOON) == b"70"
+    assert remaining_tokens(tomorrow) == b"50", "a reservation counts on the day on which it ends"
+    limiter.settle(reservation, 1, 30, START_S, tomorrow)
+    assert remaining_tokens(tomorrow) == b"70"
+    assert remaining_tokens(NOON) == b"70"
 
 
-def test_a_day_that_is_used_up_says_when_the_next_one_begins() -> None:
+def test_an_exhausted_day_returns_the_time_until_the_next_one() -> None:
     limiter = RateLimiter(Limits(tokens_a_day=100), START_S, NOON, used_today=90)
     with pytest.raises(LimitReached) as reached:
         limiter.reserve(11, START_S, NOON)
@@ -173,11 +177,13 @@ def test_a_day_that_is_used_up_says_when_the_next_one_begins() -> None:
     limiter.reserve(11, START_S, NOON + DAY_S / 2)
 
 
-def test_headers_are_openais_and_tell_of_the_limit_that_is_nearest() -> None:
+def test_headers_are_openais_and_report_the_nearest_limit() -> None:
     limiter = RateLimiter(ALL_LIMITS, START_S, NOON, used_today=1450)
     limiter.reserve(500, START_S, NOON)
-    told = {name.decode(): value.decode() for name, value in limiter.headers(START_S + 0.5, NOON)}
-    assert told == {
+    headers = {
+        name.decode(): value.decode() for name, value in limiter.headers(START_S + 0.5, NOON)
+    }
+    assert headers == {
         "x-ratelimit-limit-requests": "6",
         "x-ratelimit-remaining-requests": "5",
         "x-ratelimit-reset-requests": "10s",
@@ -187,10 +193,10 @@ def test_headers_are_openais_and_tell_of_the_limit_that_is_nearest() -> None:
     }
     limiter = RateLimiter(Limits(tokens_a_minute=600), START_S, NOON)
     limiter.reserve(600, START_S, NOON)
-    told = {
+    headers = {
         name.decode(): value.decode() for name, value in limiter.headers(START_S + 59.9375, NOON)
     }
-    assert told == {
+    assert headers == {
         "x-ratelimit-limit-tokens": "600",
         "x-ratelimit-remaining-tokens": "599",
         "x-ratelimit-reset-tokens": "63ms",
@@ -213,16 +219,16 @@ def test_headers_are_openais_and_tell_of_the_limit_that_is_nearest() -> None:
         (10_921.0, b"3h2m1s"),
     ],
 )
-def test_the_time_until_a_limit_is_full_is_rounded_up(seconds: float, text: bytes) -> None:
+def test_the_reset_time_is_rounded_up(seconds: float, text: bytes) -> None:
     headers = dict(limit_headers(OF_TOKENS, 600, 0, seconds))
     assert headers[b"x-ratelimit-reset-tokens"] == text
 
 
-def test_other_limits_are_no_new_budget_and_what_runs_is_settled_where_it_was_taken() -> None:
+def test_an_update_of_limits_keeps_the_usage_and_settles_old_reservations_correctly() -> None:
     limiter = RateLimiter(Limits(requests_a_minute=2, tokens_a_minute=100), START_S, NOON)
     running = limiter.reserve(90, START_S, NOON)
     limiter.update(Limits(requests_a_minute=1, tokens_a_day=50), START_S, NOON, used_today=0)
-    limiter.settle(running, 1, 90, START_S, NOON)  # taken when nothing limited a day
+    limiter.settle(running, 1, 90, START_S, NOON)  # reserved before there was a daily limit
     headers = dict(limiter.headers(START_S, NOON))
     assert headers[b"x-ratelimit-remaining-requests"] == b"1"
     assert headers[b"x-ratelimit-remaining-tokens"] == b"50"
@@ -250,17 +256,17 @@ def test_requests_of_other_gateways_are_charged() -> None:
     limiter.charge_remote(9, 900, TODAY, 0, START_S + 10)
     with pytest.raises(LimitReached) as reached:
         limiter.reserve(1, START_S + 10, NOON)
-    assert reached.value.retry_after_s == 60, "five requests below zero, and one to come"
+    assert reached.value.retry_after_s == 60, "five requests below zero, and one more"
 
 
-def test_a_charge_counts_at_its_own_time_and_not_at_the_last_refill() -> None:
+def test_a_remote_charge_counts_at_its_time_and_not_at_the_last_refill() -> None:
     limiter = RateLimiter(Limits(requests_a_minute=6, tokens_a_minute=600), START_S, NOON)
     limiter.charge_remote(6, 600, TODAY, 0, START_S + 120)
     assert remaining(limiter, "requests", START_S + 120) == 0
     assert remaining(limiter, "tokens", START_S + 120) == 0
 
 
-def test_tokens_of_other_gateways_count_on_their_day_alone() -> None:
+def test_tokens_of_other_gateways_count_only_on_their_day() -> None:
     limiter = RateLimiter(Limits(tokens_a_day=100), START_S, NOON, used_today=10)
     limiter.charge_remote(1, 30, TODAY, 30, START_S)
     limiter.charge_remote(1, 50, TODAY - 1, 50, START_S)
@@ -269,7 +275,7 @@ def test_tokens_of_other_gateways_count_on_their_day_alone() -> None:
     assert remaining(limiter, "tokens", START_S, NOON + DAY_S) == 100
 
 
-def test_totals_without_a_daily_limit_have_no_tokens_of_a_day() -> None:
+def test_totals_without_a_daily_limit_contain_no_daily_tokens() -> None:
     limiter = RateLimiter(Limits(requests_a_minute=6), START_S, NOON)
     limiter.settle(limiter.reserve(100, START_S, NOON), 1, 30, START_S, NOON)
     assert limiter.admitted() == (1, 30, 0, 0, 0, 0)
@@ -287,7 +293,7 @@ def test_running_requests_of_other_gateways_count_until_they_end() -> None:
     assert limiter.admitted() == (1, 1, TODAY, 0, 1, 1)
 
 
-def test_a_gateway_that_is_cut_off_enforces_its_share_of_every_limit() -> None:
+def test_a_disconnected_gateway_enforces_its_share_of_every_limit() -> None:
     limits = Limits(requests_a_minute=7, tokens_a_minute=600, concurrent_requests=1)
     limiter = RateLimiter(limits, START_S, NOON)
     limiter.set_remote_load(1, 0)
@@ -300,7 +306,7 @@ def test_a_gateway_that_is_cut_off_enforces_its_share_of_every_limit() -> None:
     assert remaining(limiter, "tokens", START_S + 60) == 600
 
 
-def test_a_daily_budget_is_divided_by_what_remains_and_again_at_midnight() -> None:
+def test_the_remaining_daily_budget_is_divided_and_again_at_midnight() -> None:
     limiter = RateLimiter(Limits(tokens_a_day=100), START_S, NOON, used_today=20)
     running = limiter.reserve(10, START_S, NOON)
     limiter.set_remote_load(1, 30)

@@ -1,6 +1,6 @@
-"""The book of the policy: nothing bad is ever in force, and nothing that was is ever lost.
+"""The policy store: no invalid version is ever active, and no active version is ever lost.
 
-Two gateways with one book of the policy: whatever admins do at both, no version is lost.
+Two gateways share one store here, and admins edit the policy at both.
 """
 
 from __future__ import annotations
@@ -46,16 +46,18 @@ EXAMPLES = Path(__file__).parents[3] / "policies" / "examples"
 
 def version(number: int, reason: Reason, pool: str) -> PolicyVersion:
     attribution = AUTHOR_ANN._replace(reason=reason)
-    made = PolicyVersion.following(0, single_pool_policy(pool), attribution, "2026-11-22T01:20:00Z")
-    return made.model_copy(update={"number": number})
+    policy_version = PolicyVersion.following(
+        0, single_pool_policy(pool), attribution, "2026-11-22T01:20:00Z"
+    )
+    return policy_version.model_copy(update={"number": number})
 
 
 @pytest.mark.parametrize(
-    ("before", "reason", "pool", "news"),
+    ("before", "reason", "pool", "expected"),
     [
         ([], Reason.START, "a", True),
         ([], Reason.FILE, "a", True),
-        # A file: news where it says something else than when it was last read.
+        # A file: new if its content differs from that at the last start.
         ([(Reason.FILE, "a")], Reason.FILE, "a", False),
         ([(Reason.FILE, "a")], Reason.FILE, "b", True),
         ([(Reason.FILE, "a"), (Reason.EDIT, "b")], Reason.FILE, "a", False),
@@ -64,91 +66,96 @@ def version(number: int, reason: Reason, pool: str) -> PolicyVersion:
         ([(Reason.FILE, "a"), (Reason.FILE, "b")], Reason.FILE, "a", True),
         ([(Reason.FILE, "a"), (Reason.ROLLBACK, "a")], Reason.FILE, "a", False),
         ([(Reason.START, "a")], Reason.FILE, "a", True),
-        # What is shipped: news while nobody has changed anything, as after an upgrade.
+        # The shipped policy: new while no admin has changed anything, as after an upgrade.
         ([(Reason.START, "a")], Reason.START, "a", False),
         ([(Reason.START, "a")], Reason.START, "b", True),
         ([(Reason.START, "a"), (Reason.EDIT, "b")], Reason.START, "c", False),
         ([(Reason.START, "a"), (Reason.FILE, "b")], Reason.START, "a", False),
     ],
 )
-def test_what_is_read_at_the_start_counts_where_it_is_news(
-    before: list[tuple[Reason, str]], reason: Reason, pool: str, news: bool
+def test_a_policy_read_at_the_start_becomes_a_version_only_if_it_is_new(
+    before: list[tuple[Reason, str]], reason: Reason, pool: str, expected: bool
 ) -> None:
-    versions = [version(number, *made) for number, made in enumerate(before, start=1)]
-    assert is_new(versions, single_pool_policy(pool), reason) == news
+    versions = [version(number, *fields) for number, fields in enumerate(before, start=1)]
+    assert is_new(versions, single_pool_policy(pool), reason) == expected
 
 
-async def test_what_was_kept_comes_back_whole(tmp_path: Path) -> None:
+async def test_a_stored_version_is_read_back_unchanged(tmp_path: Path) -> None:
     records = FileRecords(tmp_path / "state.json")
-    book = await make_policy_store(records)
+    store = await make_policy_store(records)
     signature = Attribution("Zoë", "50% mehr für „alle“", Reason.EDIT)
-    made = await book.apply(proposal("b"), signature, onto=book.version)
+    edited = await store.apply(proposal("b"), signature, onto=store.version)
 
-    again = await make_policy_store(FileRecords(tmp_path / "state.json"))
-    assert again.version == made == book.version
-    assert again.current == proposal("b").policy
-    assert [one.reason for one in await again.versions()] == [Reason.START, Reason.EDIT]
+    reopened = await make_policy_store(FileRecords(tmp_path / "state.json"))
+    assert reopened.version == edited == store.version
+    assert reopened.current == proposal("b").policy
+    assert [stored_version.reason for stored_version in await reopened.versions()] == [
+        Reason.START,
+        Reason.EDIT,
+    ]
 
 
-async def test_every_policy_is_the_same_after_it_was_kept() -> None:
+async def test_every_policy_is_the_same_after_it_was_stored() -> None:
     examples = [parse_policy(file.read_text(), file.stem) for file in EXAMPLES.glob("*.yaml")]
     assert len(examples) == 5
     for policy in (default_policy(), proposal().policy, *examples):
-        kept = json.loads(json.dumps(Proposal.of(policy).document))
-        assert read_policy(kept, "kept") == policy
-        assert Proposal.of(read_policy(kept, "kept")).document == kept
+        stored = json.loads(json.dumps(Proposal.of(policy).document))
+        assert read_policy(stored, "stored") == policy
+        assert Proposal.of(read_policy(stored, "stored")).document == stored
 
 
-async def test_a_version_is_named_by_its_tag_though_two_say_the_same() -> None:
-    book = await make_policy_store()
-    tags = {book.version.etag}
+async def test_versions_of_equal_content_have_different_etags() -> None:
+    store = await make_policy_store()
+    tags = {store.version.etag}
     for _ in range(3):
-        await book.apply(proposal(), AUTHOR_ANN, onto=book.version)
-        tags.add(book.version.etag)
+        await store.apply(proposal(), AUTHOR_ANN, onto=store.version)
+        tags.add(store.version.etag)
     assert len(tags) == 4
 
 
-async def test_of_two_who_edit_the_same_version_the_second_is_told() -> None:
-    book = await make_policy_store()
-    first = book.version
-    await book.apply(proposal("b"), AUTHOR_ANN, onto=first)
+async def test_the_second_edit_of_one_version_conflicts() -> None:
+    store = await make_policy_store()
+    first = store.version
+    await store.apply(proposal("b"), AUTHOR_ANN, onto=first)
     with pytest.raises(VersionConflict, match="version 2, by ann"):
-        await book.apply(proposal("c"), AUTHOR_BOB, onto=first)
-    assert book.current == proposal("b").policy
+        await store.apply(proposal("c"), AUTHOR_BOB, onto=first)
+    assert store.current == proposal("b").policy
 
 
-async def test_of_two_who_edit_at_two_gateways_the_second_is_told_and_follows() -> None:
+async def test_the_second_edit_at_another_gateway_conflicts_and_loads_the_first() -> None:
     records = MemoryRecords()
-    here, there = await make_policy_store(records), await make_policy_store(records)
-    await there.apply(proposal("b"), AUTHOR_BOB, onto=there.version)
+    first_store, second_store = await make_policy_store(records), await make_policy_store(records)
+    await second_store.apply(proposal("b"), AUTHOR_BOB, onto=second_store.version)
     with pytest.raises(VersionConflict, match="by bob"):
-        await here.apply(proposal("c"), AUTHOR_ANN, onto=here.version)
-    assert here.version == there.version
-    assert here.current == proposal("b").policy
+        await first_store.apply(proposal("c"), AUTHOR_ANN, onto=first_store.version)
+    assert first_store.version == second_store.version
+    assert first_store.current == proposal("b").policy
 
 
-async def test_an_edit_of_what_another_gateway_has_already_is_no_lost_race() -> None:
+async def test_an_edit_of_a_version_from_another_gateway_succeeds() -> None:
     records = MemoryRecords()
-    here, there = await make_policy_store(records), await make_policy_store(records)
-    ahead = await there.apply(proposal("b"), AUTHOR_BOB, onto=there.version)
-    assert await here.require_version({ahead.etag}) == ahead
-    await here.apply(proposal("c"), AUTHOR_ANN, onto=ahead)
+    first_store, second_store = await make_policy_store(records), await make_policy_store(records)
+    newer = await second_store.apply(proposal("b"), AUTHOR_BOB, onto=second_store.version)
+    assert await first_store.require_version({newer.etag}) == newer
+    await first_store.apply(proposal("c"), AUTHOR_ANN, onto=newer)
     with pytest.raises(VersionConflict):
-        await there.apply(proposal("d"), AUTHOR_BOB, onto=await there.require_version({ahead.etag}))
+        await second_store.apply(
+            proposal("d"), AUTHOR_BOB, onto=await second_store.require_version({newer.etag})
+        )
     with pytest.raises(VersionConflict):
-        await there.require_version({ahead.etag, "another"})
+        await second_store.require_version({newer.etag, "another"})
 
 
-async def test_a_policy_that_listed_workers_do_not_fit_is_never_in_force() -> None:
+async def test_a_policy_without_the_pools_of_static_workers_is_never_active() -> None:
     worker = StaticWorker(
         id="studio", kind="openai", url="http://mac:1", models=("m",), pools=("a",), slots=1
     )
     source = (proposal("a"), SHIPPED)
-    book = await open_policy_store(MemoryRecords(), (worker,), source, lambda: 0.0)
+    store = await open_policy_store(MemoryRecords(), (worker,), source, lambda: 0.0)
     with pytest.raises(PolicyInvalid, match="'studio' is configured for the pool 'a'"):
-        await book.apply(proposal("b"), AUTHOR_ANN, onto=book.version)
-    assert book.current == proposal("a").policy
-    assert len(await book.versions()) == 1
+        await store.apply(proposal("b"), AUTHOR_ANN, onto=store.version)
+    assert store.current == proposal("a").policy
+    assert len(await store.versions()) == 1
     with pytest.raises(PolicyInvalid, match="'studio' is configured for the pool 'a'"):
         await open_policy_store(
             MemoryRecords(),
@@ -158,83 +165,81 @@ async def test_a_policy_that_listed_workers_do_not_fit_is_never_in_force() -> No
         )
 
 
-async def test_a_kept_version_that_is_no_longer_good_stops_the_start_until_a_file_replaces_it() -> (
-    None
-):
+async def test_an_invalid_stored_version_prevents_the_start_unless_a_file_replaces_it() -> None:
     records = MemoryRecords()
-    bad = PolicyVersion.following(0, {"version": 1, "pools": {}}, BY_FILE, "then")
-    await records.add(POLICY_KIND, "1", bad.model_dump_json())
+    invalid = PolicyVersion.following(0, {"version": 1, "pools": {}}, BY_FILE, "then")
+    await records.add(POLICY_KIND, "1", invalid.model_dump_json())
     with pytest.raises(PolicyInvalid):
         await make_policy_store(records)
-    book = await open_policy_store(records, (), (proposal("b"), BY_FILE), lambda: 0.0)
-    assert (book.version.number, book.current) == (2, proposal("b").policy)
+    store = await open_policy_store(records, (), (proposal("b"), BY_FILE), lambda: 0.0)
+    assert (store.version.number, store.current) == (2, proposal("b").policy)
 
 
-async def test_a_version_of_another_gateway_that_is_not_good_here_is_not_followed() -> None:
+async def test_an_invalid_version_of_another_gateway_is_not_activated() -> None:
     records = MemoryRecords()
-    book = await make_policy_store(records)
-    bad = PolicyVersion.following(book.version.number, {"version": 2}, AUTHOR_BOB, "then")
-    await records.add(POLICY_KIND, str(bad.number), bad.model_dump_json())
-    await book.refresh()
-    assert book.current == proposal().policy
-    await book.apply_source(proposal("b"), BY_FILE)
-    assert (book.version.number, book.current) == (3, proposal("b").policy)
+    store = await make_policy_store(records)
+    invalid = PolicyVersion.following(store.version.number, {"version": 2}, AUTHOR_BOB, "then")
+    await records.add(POLICY_KIND, str(invalid.number), invalid.model_dump_json())
+    await store.refresh()
+    assert store.current == proposal().policy
+    await store.apply_source(proposal("b"), BY_FILE)
+    assert (store.version.number, store.current) == (3, proposal("b").policy)
 
 
-class _DeafRecords(MemoryRecords):
-    """Keeps what it is told, and its answer is lost."""
+class _UnconfirmedRecords(MemoryRecords):
+    """Records that store a version and then fail to confirm it."""
 
     async def add(self, kind: str, name: str, text: str) -> bool:
         await super().add(kind, name, text)
         raise RecordsUnwritable
 
 
-async def test_a_version_that_was_kept_though_nobody_heard_of_it_is_followed() -> None:
+async def test_a_stored_version_without_confirmation_is_activated_on_refresh() -> None:
     records = MemoryRecords()
-    book = await make_policy_store(records)
-    book._records = deaf = _DeafRecords()
-    deaf.shelves = records.shelves
+    store = await make_policy_store(records)
+    store._records = unconfirmed = _UnconfirmedRecords()
+    unconfirmed.shelves = records.shelves
     with pytest.raises(RecordsUnwritable):
-        await book.apply(proposal("b"), AUTHOR_ANN, onto=book.version)
-    assert book.current == proposal().policy
-    await book.refresh()
-    assert book.current == proposal("b").policy
+        await store.apply(proposal("b"), AUTHOR_ANN, onto=store.version)
+    assert store.current == proposal().policy
+    await store.refresh()
+    assert store.current == proposal("b").policy
 
 
-async def test_what_is_in_force_survives_that_its_records_are_taken_away(tmp_path: Path) -> None:
+async def test_the_active_policy_survives_the_loss_of_its_records(tmp_path: Path) -> None:
     records = FileRecords(tmp_path / "state.json")
-    book = await make_policy_store(records)
-    await book.apply(proposal("b"), AUTHOR_ANN, onto=book.version)
+    store = await make_policy_store(records)
+    await store.apply(proposal("b"), AUTHOR_ANN, onto=store.version)
     (tmp_path / "state.json").unlink()
-    await book.refresh()
-    assert (book.version.number, book.current) == (2, proposal("b").policy)
-    await book.apply_source(proposal("c"), BY_FILE)
-    assert (book.version.number, book.current) == (3, proposal("c").policy)
+    await store.refresh()
+    assert (store.version.number, store.current) == (2, proposal("b").policy)
+    await store.apply_source(proposal("c"), BY_FILE)
+    assert (store.version.number, store.current) == (3, proposal("c").policy)
 
 
 @pytest.mark.parametrize("damage", ["{}", '{"number": 2}', "[]"])
-async def test_a_damaged_book_is_said_to_be_so_and_what_is_in_force_stays(damage: str) -> None:
+async def test_damaged_records_raise_an_error_and_the_active_policy_remains(damage: str) -> None:
     records = MemoryRecords()
-    book = await make_policy_store(records)
+    store = await make_policy_store(records)
     await records.add(POLICY_KIND, "7", damage)
     with pytest.raises(RecordsUnwritable):
-        await book.versions()
+        await store.versions()
     with pytest.raises(RecordsUnwritable):
-        await book.apply_source(proposal("b"), BY_FILE)
+        await store.apply_source(proposal("b"), BY_FILE)
     with pytest.raises(RecordsUnwritable):
-        await book.require_version({"an etag of another gateway"})
-    assert book.current == proposal().policy
+        await store.require_version({"an etag of another gateway"})
+    assert store.current == proposal().policy
     with pytest.raises(ValueError, match="PolicyVersion"):
         await make_policy_store(records)
 
 
-def test_a_policy_in_yaml_says_the_same_as_in_json() -> None:
+def test_a_policy_in_yaml_equals_the_same_policy_in_json() -> None:
     assert propose_yaml(to_yaml(single_pool_policy("a"))) == propose(single_pool_policy("a"))
 
 
-def test_a_book_is_changed_in_no_other_way() -> None:
-    changing = {name for name in vars(PolicyStore) if not name.startswith("_")}
-    assert changing == {
+def test_a_store_has_no_other_public_methods() -> None:
+    public = {name for name in vars(PolicyStore) if not name.startswith("_")}
+    assert public == {
         "apply",
         "apply_source",
         "check",
@@ -246,7 +251,7 @@ def test_a_book_is_changed_in_no_other_way() -> None:
 
 
 POOLS = st.sampled_from("abcd")
-BAD = st.sampled_from(
+INVALID = st.sampled_from(
     [
         None,
         [],
@@ -269,16 +274,16 @@ PATCHES = st.sampled_from(
 )
 
 
-class BookMachine(RuleBasedStateMachine):
-    """Two gateways share their records, and admins do whatever they like at both."""
+class PolicyStoreMachine(RuleBasedStateMachine):
+    """Two gateways that share their records, and any sequence of edits at both."""
 
     @initialize(pool=POOLS)
     def open(self, pool: str) -> None:
         self.runner = asyncio.Runner()
         self.records = MemoryRecords()
-        self.books = [self.runner.run(make_policy_store(self.records, pool)) for _ in range(2)]
-        self.kept = [self.text(1)]
-        self.seen = [1, 1]
+        self.stores = [self.runner.run(make_policy_store(self.records, pool)) for _ in range(2)]
+        self.stored = [self.text(1)]
+        self.latest_numbers = [1, 1]
 
     def teardown(self) -> None:
         if hasattr(self, "runner"):
@@ -287,34 +292,34 @@ class BookMachine(RuleBasedStateMachine):
     def text(self, number: int) -> str:
         return self.records.shelves[POLICY_KIND][str(number)]
 
-    def edit(self, at: int, offered: Any, reason: Reason, onto: PolicyVersion) -> None:
-        """Do what an admin asks at one gateway, and say what must have become of it."""
-        book, count = self.books[at], len(self.kept)
-        behind = book.version.number < count or onto.number < count
+    def edit(self, at: int, document: Any, reason: Reason, onto: PolicyVersion) -> None:
+        """Apply an edit at one gateway and check its result."""
+        store, count = self.stores[at], len(self.stored)
+        outdated = store.version.number < count or onto.number < count
         try:
-            good = propose(offered)
+            proposed = propose(document)
             attribution = AUTHOR_ANN._replace(reason=reason)
-            made = self.runner.run(book.apply(good, attribution, onto=onto))
+            edited = self.runner.run(store.apply(proposed, attribution, onto=onto))
         except PolicyInvalid:
             pass
         except VersionConflict:
-            assert behind
+            assert outdated
         else:
-            assert not behind
-            assert (made.number, made.document) == (count + 1, good.document)
-            self.kept.append(made.model_dump_json())
+            assert not outdated
+            assert (edited.number, edited.document) == (count + 1, proposed.document)
+            self.stored.append(edited.model_dump_json())
 
     def base(self, at: int, age: int) -> PolicyVersion:
-        number = max(1, self.books[at].version.number - age)
-        return PolicyVersion.model_validate_json(self.kept[number - 1])
+        number = max(1, self.stores[at].version.number - age)
+        return PolicyVersion.model_validate_json(self.stored[number - 1])
 
     @rule(at=st.sampled_from((0, 1)), pool=POOLS, age=st.sampled_from((0, 0, 1)))
     def put(self, at: int, pool: str, age: int) -> None:
         self.edit(at, single_pool_policy(pool), Reason.EDIT, self.base(at, age))
 
-    @rule(at=st.sampled_from((0, 1)), offered=BAD)
-    def put_a_bad_one(self, at: int, offered: Any) -> None:
-        self.edit(at, offered, Reason.EDIT, self.base(at, 0))
+    @rule(at=st.sampled_from((0, 1)), document=INVALID)
+    def put_invalid(self, at: int, document: Any) -> None:
+        self.edit(at, document, Reason.EDIT, self.base(at, 0))
 
     @rule(at=st.sampled_from((0, 1)), patch=PATCHES, age=st.sampled_from((0, 0, 1)))
     def patch(self, at: int, patch: Any, age: int) -> None:
@@ -323,66 +328,68 @@ class BookMachine(RuleBasedStateMachine):
 
     @rule(at=st.sampled_from((0, 1)), back=st.integers(0, 5))
     def roll_back(self, at: int, back: int) -> None:
-        book, number = self.books[at], len(self.kept) - back
+        store, number = self.stores[at], len(self.stored) - back
         if number < 1:
             with pytest.raises(VersionUnknown):
-                self.runner.run(book.read_version(number))
+                self.runner.run(store.read_version(number))
         else:
-            earlier = self.runner.run(book.read_version(number))
+            earlier = self.runner.run(store.read_version(number))
             self.edit(at, earlier.document, Reason.ROLLBACK, self.base(at, 0))
 
     @rule(at=st.sampled_from((0, 1)), pool=POOLS)
-    def edit_the_file(self, at: int, pool: str) -> None:
-        before = self.runner.run(self.books[at].versions())
-        news = is_new(before, single_pool_policy(pool), Reason.FILE)
-        self.runner.run(self.books[at].apply_source(proposal(pool), BY_FILE))
-        if news:
-            self.kept.append(self.text(len(self.kept) + 1))
-            assert self.books[at].current == proposal(pool).policy
+    def edit_file(self, at: int, pool: str) -> None:
+        before = self.runner.run(self.stores[at].versions())
+        changed = is_new(before, single_pool_policy(pool), Reason.FILE)
+        self.runner.run(self.stores[at].apply_source(proposal(pool), BY_FILE))
+        if changed:
+            self.stored.append(self.text(len(self.stored) + 1))
+            assert self.stores[at].current == proposal(pool).policy
 
-    @precondition(lambda self: len({book.version.number for book in self.books}) == 1)
+    @precondition(lambda self: len({store.version.number for store in self.stores}) == 1)
     @rule(at=st.sampled_from(((0, 0), (0, 1))), pools=st.tuples(POOLS, POOLS))
-    def race(self, at: tuple[int, int], pools: tuple[str, str]) -> None:
-        """Of several edits of one version at the same moment just one is applied."""
+    def concurrent_edits(self, at: tuple[int, int], pools: tuple[str, str]) -> None:
+        """Of several edits of one version at the same time, exactly one is applied."""
 
-        async def both() -> list[Any]:
+        async def edit_all() -> list[Any]:
             return await asyncio.gather(
                 *(
-                    self.books[one].apply(proposal(pool), AUTHOR_ANN, onto=self.books[one].version)
-                    for one, pool in zip(at, pools, strict=True)
+                    self.stores[gateway].apply(
+                        proposal(pool), AUTHOR_ANN, onto=self.stores[gateway].version
+                    )
+                    for gateway, pool in zip(at, pools, strict=True)
                 ),
                 return_exceptions=True,
             )
 
-        current = self.books[0].version.number == len(self.kept)
-        ends = self.runner.run(both())
-        won = [end for end in ends if isinstance(end, PolicyVersion)]
-        assert len(won) == current
-        assert all(isinstance(end, PolicyVersion | VersionConflict) for end in ends)
-        self.kept += [one.model_dump_json() for one in won]
+        current = self.stores[0].version.number == len(self.stored)
+        results = self.runner.run(edit_all())
+        applied = [result for result in results if isinstance(result, PolicyVersion)]
+        assert len(applied) == current
+        assert all(isinstance(result, PolicyVersion | VersionConflict) for result in results)
+        self.stored += [gateway.model_dump_json() for gateway in applied]
 
     @rule(at=st.sampled_from((0, 1)))
-    def catch_up(self, at: int) -> None:
-        self.runner.run(self.books[at].refresh())
-        assert self.books[at].version.number == len(self.kept)
+    def refresh(self, at: int) -> None:
+        self.runner.run(self.stores[at].refresh())
+        assert self.stores[at].version.number == len(self.stored)
 
     @invariant()
-    def the_book_never_loses_or_changes_a_version(self) -> None:
-        if hasattr(self, "kept"):
-            numbers = map(str, range(1, len(self.kept) + 1))
+    def no_version_is_lost_or_changed(self) -> None:
+        if hasattr(self, "stored"):
+            numbers = map(str, range(1, len(self.stored) + 1))
             assert list(self.records.shelves[POLICY_KIND].items()) == list(
-                zip(numbers, self.kept, strict=True)
+                zip(numbers, self.stored, strict=True)
             )
 
     @invariant()
-    def what_is_in_force_is_good_is_kept_and_never_goes_back(self) -> None:
-        for at, book in enumerate(getattr(self, "books", [])):
-            assert book.version == PolicyVersion.model_validate_json(
-                self.kept[book.version.number - 1]
+    def the_active_version_is_valid_and_stored_and_never_older_than_before(self) -> None:
+        for at, store in enumerate(getattr(self, "books", [])):
+            assert store.version == PolicyVersion.model_validate_json(
+                self.stored[store.version.number - 1]
             )
-            assert book.current == read_policy(book.version.document, "in force")
-            assert book.version.number >= self.seen[at]
-            self.seen[at] = book.version.number
+            assert store.current == read_policy(store.version.document, "in force")
+            assert store.version.number >= self.latest_numbers[at]
+            self.latest_numbers[at] = store.version.number
 
 
-TestBook = BookMachine.TestCase
+TestPolicyStore = PolicyStoreMachine.TestCase

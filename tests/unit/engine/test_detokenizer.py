@@ -7,7 +7,7 @@ from workers.engine.detokenizer import TextStream
 
 
 def decode_bytes(tokens: Sequence[int]) -> str:
-    """A byte-level tokenizer: one token a byte, broken characters decode to U+FFFD."""
+    """Decode one byte per token; a broken character becomes U+FFFD."""
     return bytes(tokens).decode("utf-8", errors="replace")
 
 
@@ -23,20 +23,20 @@ def stream(text: str, stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream
 
 
 @given(st.text())
-def test_every_text_comes_out_whole(text: str) -> None:
+def test_a_stream_returns_the_whole_text(text: str) -> None:
     pieces, _ = stream(text)
 
     assert "".join(pieces) == text
 
 
 @given(st.text(min_size=1))
-def test_no_piece_shows_half_a_character(text: str) -> None:
+def test_no_piece_contains_half_a_character(text: str) -> None:
     pieces, _ = stream(text.replace("\ufffd", ""))
 
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_broken_character_at_the_end_is_shown_when_the_answer_ends() -> None:
+def test_a_broken_last_character_is_returned_by_flush() -> None:
     out = TextStream(decode_bytes)
 
     assert [out.push(byte) for byte in b"a\xc3"] == ["a", ""]
@@ -46,18 +46,18 @@ def test_a_broken_character_at_the_end_is_shown_when_the_answer_ends() -> None:
 @given(st.text(alphabet="ab"), st.lists(st.text(alphabet="ab", min_size=1), min_size=1, max_size=3))
 def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
     pieces, out = stream(text, tuple(stops))
-    shown = "".join(pieces)
+    text_out = "".join(pieces)
 
-    # Stop strings are judged as they complete, token by token, as a reader of the stream would.
+    # A stop string counts at the token that completes it, as in the stream.
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     first_end = min((end for end, _ in ends), default=None)
     expected = (
         text if first_end is None else text[: min(begin for end, begin in ends if end == first_end)]
     )
-    assert (shown, out.stopped) == (expected, first_end is not None)
+    assert (text_out, out.stopped) == (expected, first_end is not None)
 
 
-def test_an_ending_that_may_become_a_stop_string_is_held_back() -> None:
+def test_an_ending_that_may_become_a_stop_string_is_delayed() -> None:
     out = TextStream(decode_bytes, ("stop",))
 
     assert [out.push(byte) for byte in b"a st"] == ["a", " ", "", ""]

@@ -15,7 +15,7 @@ def tokens(*rows: list[float]) -> mx.array:
     return mx.array(rows)[:, None, :, None]
 
 
-def test_append_writes_behind_every_rows_own_cursor() -> None:
+def test_append_writes_at_the_offset_of_each_row() -> None:
     cache = filled([2, 5])
 
     keys, values = cache.update_and_fetch(tokens([100.0], [200.0]), tokens([1.0], [2.0]))
@@ -38,7 +38,7 @@ def test_rejected_tokens_are_overwritten_by_the_next_append() -> None:
     assert keys[1, 0, 5:8, 0].tolist() == [92.0, 93.0, 71.0]
 
 
-def test_mask_shows_each_query_its_own_rows_past_and_itself() -> None:
+def test_the_mask_allows_each_query_its_row_up_to_itself() -> None:
     mask = filled([1, 3], slots=6).make_mask(2)
 
     assert mask[0, 0].tolist() == [[True] * 2 + [False] * 4, [True] * 3 + [False] * 3]
@@ -55,7 +55,7 @@ def test_reserve_beyond_the_capacity_preserves_the_contents() -> None:
 
 
 @pytest.mark.parametrize("needed", [1, 256, 257, 2048, 2049, 5000, 33_000])
-def test_capacities_are_few_and_never_a_quarter_unused(needed: int) -> None:
+def test_capacities_are_few_and_waste_less_than_a_quarter(needed: int) -> None:
     slots = capacity(needed)
 
     assert slots >= needed
@@ -64,7 +64,7 @@ def test_capacities_are_few_and_never_a_quarter_unused(needed: int) -> None:
     assert len({capacity(length) for length in range(1, 32_769)}) < 32
 
 
-def test_joined_rows_keep_their_own_slots() -> None:
+def test_joined_rows_preserve_their_slots() -> None:
     cache = filled([2, 5])
 
     cache.join(filled([4], slots=16, start=1000.0))
@@ -74,7 +74,7 @@ def test_joined_rows_keep_their_own_slots() -> None:
     assert cache.keys[1, 0, :2, 0].tolist() == [8.0, 9.0]
 
 
-def test_selected_rows_close_the_gap_of_dropped_ones() -> None:
+def test_selected_rows_move_into_the_slots_of_dropped_rows() -> None:
     cache = filled([2, 5, 3])
 
     cache.select([2, 0], tokens=3)
@@ -83,7 +83,7 @@ def test_selected_rows_close_the_gap_of_dropped_ones() -> None:
     assert cache.keys[0, 0, :3, 0].tolist() == [16.0, 17.0, 18.0]
 
 
-def test_slots_that_only_dropped_rows_used_are_given_back() -> None:
+def test_slots_that_only_dropped_rows_used_are_released() -> None:
     cache = filled([2, 2000], slots=2048)
 
     cache.select([0], tokens=2)

@@ -1,4 +1,4 @@
-"""The two pure policies of a lane: prefill budget and draft length."""
+"""The prefill budget and the draft length of a lane."""
 
 import itertools
 import random
@@ -7,21 +7,21 @@ from workers.engine.draft_length import EXPLORATION_STEPS, PROBE_EVERY, PROBE_ST
 from workers.engine.prefill_budget import BLOCK_TOKENS, PrefillBudget
 
 
-def test_alone_a_prompt_is_read_in_the_longest_chunks() -> None:
+def test_without_other_rows_a_prompt_is_read_in_the_longest_chunks() -> None:
     budget = PrefillBudget(512, budget_s=0.1)
     budget.observe(512, 50.0)
 
     assert budget.chunk_tokens(others_decode=False) == 512
 
 
-def test_beside_other_rows_a_chunk_costs_less_than_the_budget() -> None:
+def test_with_other_rows_a_chunk_costs_less_than_the_budget() -> None:
     budget = PrefillBudget(512, budget_s=0.1)
     budget.observe(64, 0.064)  # a millisecond a token
 
     assert budget.chunk_tokens(others_decode=True) == 64
 
 
-def test_a_token_that_costs_more_the_longer_the_context_keeps_the_budget() -> None:
+def test_chunks_stay_within_the_budget_as_tokens_cost_more_in_long_contexts() -> None:
     budget = PrefillBudget(512, budget_s=0.1)
     read, costs_s = 0, []
     while read < 4096:
@@ -38,14 +38,14 @@ def test_an_unknown_cost_begins_with_one_block() -> None:
     assert PrefillBudget(512, 0.1).chunk_tokens(others_decode=True) == BLOCK_TOKENS
 
 
-def test_a_machine_too_slow_for_the_budget_still_gets_on() -> None:
+def test_a_machine_too_slow_for_the_budget_still_reads_one_block() -> None:
     budget = PrefillBudget(512, budget_s=0.1)
     budget.observe(64, 60.0)
 
     assert budget.chunk_tokens(others_decode=True) == BLOCK_TOKENS
 
 
-def test_a_short_prompt_beside_other_rows_is_read_at_once() -> None:
+def test_with_other_rows_a_short_prompt_is_read_at_once() -> None:
     budget = PrefillBudget(512, budget_s=0.1)
     for tokens in (3, 19, 40):
         budget.observe(tokens, 0.036)  # the block that it is padded to
@@ -53,7 +53,7 @@ def test_a_short_prompt_beside_other_rows_is_read_at_once() -> None:
     assert budget.chunk_tokens(others_decode=True) == 128
 
 
-def drive(
+def run_policy(
     policy: DraftLength, steps: int, cost_s: dict[int, float], share: float, rows: int = 1
 ) -> list[int]:
     """Run a policy on a simulated machine; return the k of every step."""
@@ -70,38 +70,38 @@ def drive(
     return chosen
 
 
-def test_drafting_that_pays_stays_at_its_best_length() -> None:
-    # k + 1 tokens a step at most; a verify costs little more than a plain step.
-    chosen = drive(DraftLength(3), 600, {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.9}, share=0.9)
+def test_drafting_that_pays_uses_its_best_length() -> None:
+    # At most k + 1 tokens per step; a verify costs little more than a plain step.
+    chosen = run_policy(DraftLength(3), 600, {0: 1.0, 1: 1.1, 2: 1.2, 3: 1.9}, share=0.9)
 
     assert sum(k == 2 for k in chosen[100:]) > 0.9 * 500
 
 
 def test_drafting_that_does_not_pay_stops() -> None:
     policy = DraftLength(2)
-    chosen = drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
+    chosen = run_policy(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
 
     assert sum(k == 0 for k in chosen[100:]) > 0.9 * 500
     assert policy.best(1) == 0
 
 
 def test_drafting_that_stopped_is_probed_again() -> None:
-    chosen = drive(DraftLength(1), 3 * PROBE_EVERY, {0: 1.0, 1: 2.5}, share=0.5)
+    chosen = run_policy(DraftLength(1), 3 * PROBE_EVERY, {0: 1.0, 1: 2.5}, share=0.5)
 
     assert 1 in chosen[PROBE_EVERY:]
 
 
-def test_a_probe_takes_a_few_steps() -> None:
-    chosen = drive(DraftLength(1), 2 * PROBE_EVERY + 9, {0: 1.0, 1: 2.5}, share=0.5)
-    tried = [at for at, k in enumerate(chosen, 1) if at > PROBE_EVERY and k == 1]
+def test_a_probe_lasts_a_few_steps() -> None:
+    chosen = run_policy(DraftLength(1), 2 * PROBE_EVERY + 9, {0: 1.0, 1: 2.5}, share=0.5)
+    drafting_steps = [at for at, k in enumerate(chosen, 1) if at > PROBE_EVERY and k == 1]
 
-    assert tried == [start + at for start in (128, 256) for at in range(PROBE_STEPS)][1:]
+    assert drafting_steps == [start + at for start in (128, 256) for at in range(PROBE_STEPS)][1:]
 
 
 def test_every_answer_in_a_small_batch_begins_with_drafts() -> None:
     policy = DraftLength(2)
-    drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
-    drive(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7, rows=8)
+    run_policy(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7)
+    run_policy(policy, 600, {0: 1.0, 1: 1.8, 2: 2.6}, share=0.7, rows=8)
 
     assert [policy.choose(1, fewest_steps=steps) for steps in (0, EXPLORATION_STEPS - 1)] == [2, 2]
     assert policy.choose(1, fewest_steps=EXPLORATION_STEPS) == 0
@@ -110,15 +110,15 @@ def test_every_answer_in_a_small_batch_begins_with_drafts() -> None:
 
 def test_batch_sizes_are_measured_separately() -> None:
     policy = DraftLength(2)
-    drive(policy, 200, {0: 1.0, 1: 1.1, 2: 1.2}, share=0.9, rows=1)
-    drive(policy, 200, {0: 1.0, 1: 2.2, 2: 3.3}, share=0.9, rows=8)
+    run_policy(policy, 200, {0: 1.0, 1: 1.1, 2: 1.2}, share=0.9, rows=1)
+    run_policy(policy, 200, {0: 1.0, 1: 2.2, 2: 3.3}, share=0.9, rows=8)
 
     assert (policy.best(1), policy.best(8)) == (2, 0)
 
 
-def test_a_small_difference_changes_nothing() -> None:
+def test_a_small_difference_does_not_change_the_length() -> None:
     policy = DraftLength(1)
-    chosen = drive(policy, 1000, {0: 1.0, 1: 1.9}, share=0.9)
+    chosen = run_policy(policy, 1000, {0: 1.0, 1: 1.9}, share=0.9)
     changes = sum(a != b for a, b in itertools.pairwise(chosen[50:]))
 
     assert changes <= 4 * (1000 // PROBE_EVERY)
@@ -126,7 +126,7 @@ def test_a_small_difference_changes_nothing() -> None:
 
 def test_the_best_case_counts_whole_blocks_at_the_best_speed() -> None:
     budget = PrefillBudget(512, budget_s=0.1)
-    assert budget.best_case_s(64) == 0, "nothing is measured yet"
+    assert budget.best_case_s(64) == 0, "no chunk is measured yet"
     budget.observe(128, 0.4)
     budget.observe(3, 0.1)  # the block that it is padded to
     budget.observe(64, 0.3)

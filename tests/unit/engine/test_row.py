@@ -1,4 +1,4 @@
-"""Deltas of an answer: the first and the last are sent at once, and none is lost."""
+"""Deltas of an answer: the first and the last are sent at once, and no text is lost."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def sent_deltas(*steps: tuple[float, str]) -> list[tuple[float, str]]:
         deltas.append((at_s, event.text))
 
     row = make_row(on_event)
-    for at_s, text in steps:  # read by the sink
+    for at_s, text in steps:  # the sink reads at_s
         row.append_tokens([*map(ord, text)], {END}, now_s=100 + at_s)
     return deltas
 
@@ -76,7 +76,7 @@ def test_fast_steps_share_a_delta_and_the_end_is_sent_at_once() -> None:
     assert deltas[-1][0] == end[0]
 
 
-def test_log_probabilities_wait_with_their_text() -> None:
+def test_log_probabilities_are_sent_with_their_text() -> None:
     deltas: list[Event | EngineError] = []
     row = make_row(deltas.append)
     for number, letter in enumerate("abcd"):

@@ -13,12 +13,12 @@ from workers.engine.sampler import (
 LOGITS = mx.array([[2.0, 1.0, 0.0, -1.0]])
 
 
-def chooser(sampling: Sampling, **known: object) -> SamplingContext:
-    facts: dict[str, object] = {"seed": 1, "position": 0, "prompt": [], "answer": []}
-    return SamplingContext(sampling=sampling, **{**facts, **known})  # type: ignore[arg-type]
+def context_of(sampling: Sampling, **changes: object) -> SamplingContext:
+    values: dict[str, object] = {"seed": 1, "position": 0, "prompt": [], "answer": []}
+    return SamplingContext(sampling=sampling, **{**values, **changes})  # type: ignore[arg-type]
 
 
-def kept(sampling: Sampling) -> list[bool]:
+def allowed_tokens(sampling: Sampling) -> list[bool]:
     return [value > -1e30 for value in filter_logits(LOGITS, sampling)[0].tolist()]
 
 
@@ -34,13 +34,11 @@ def kept(sampling: Sampling) -> list[bool]:
         (Sampling(top_k=3, min_p=0.05, top_p=0.99), [True, True, True, False]),
     ],
 )
-def test_filters_keep_exactly_the_tokens_they_name(
-    sampling: Sampling, expected: list[bool]
-) -> None:
-    assert kept(sampling) == expected
+def test_filters_keep_exactly_the_expected_tokens(sampling: Sampling, expected: list[bool]) -> None:
+    assert allowed_tokens(sampling) == expected
 
 
-def test_penalties_and_biases_move_only_the_scores_they_name() -> None:
+def test_penalties_and_biases_change_only_the_scores_of_their_tokens() -> None:
     sampling = Sampling(
         repetition_penalty=2.0,
         presence_penalty=0.5,
@@ -48,9 +46,9 @@ def test_penalties_and_biases_move_only_the_scores_they_name() -> None:
         logit_bias=((2, 10.0),),
     )
 
-    moved = reshape_logits(LOGITS + 0, chooser(sampling, prompt=[3], answer=[0, 0]))
+    changed = reshape_logits(LOGITS + 0, context_of(sampling, prompt=[3], answer=[0, 0]))
 
-    assert moved[0].tolist() == pytest.approx([2 / 2 - 0.5 - 2 * 0.25, 1.0, 10.0, -2.0])
+    assert changed[0].tolist() == pytest.approx([2 / 2 - 0.5 - 2 * 0.25, 1.0, 10.0, -2.0])
 
 
 @pytest.mark.parametrize(
@@ -62,61 +60,61 @@ def test_penalties_and_biases_move_only_the_scores_they_name() -> None:
         Sampling(temperature=0.7, frequency_penalty=1.5, logit_bias=((2, 1.0),)),
     ],
 )
-def test_a_position_behind_drafts_is_chosen_as_if_they_stood_in_the_answer(sampling) -> None:
+def test_tokens_after_drafts_are_chosen_as_after_the_same_answer(sampling) -> None:
     scores = mx.broadcast_to(mx.array([2.0, 1.9, 1.8, 1.7]), (1, 4, 4))
     drafts = mx.array([[0, 1, 0]])
-    together = choose(scores, [chooser(sampling, position=1, answer=[3])], drafts)[0].tolist()
-    alone = []
+    with_drafts = choose(scores, [context_of(sampling, position=1, answer=[3])], drafts)[0].tolist()
+    one_by_one = []
     for at in range(4):
         answer = [3, *drafts[0, :at].tolist()]
-        row = chooser(sampling, position=1 + at, answer=answer)
-        alone.append(choose(scores[:, :1], [row])[0, 0].item())
+        row = context_of(sampling, position=1 + at, answer=answer)
+        one_by_one.append(choose(scores[:, :1], [row])[0, 0].item())
 
-    assert together == alone
-    assert len(set(together)) > 1, "the penalties decide something"
+    assert with_drafts == one_by_one
+    assert len(set(with_drafts)) > 1, "the penalties change the choice"
 
 
-def test_penalties_leave_the_callers_scores_alone() -> None:
+def test_penalties_do_not_change_the_scores_of_the_caller() -> None:
     scores = mx.array([[[2.0, 1.0]]])
 
-    choose(scores, [chooser(Sampling(temperature=0, logit_bias=((1, 50.0),)))])
+    choose(scores, [context_of(Sampling(temperature=0, logit_bias=((1, 50.0),)))])
 
     assert scores.tolist() == [[[2.0, 1.0]]]
 
 
 def test_a_bias_decides_a_greedy_choice() -> None:
-    biased = chooser(Sampling(temperature=0, logit_bias=((3, 50.0),)))
-    plain = chooser(Sampling(temperature=0))
+    biased = context_of(Sampling(temperature=0, logit_bias=((3, 50.0),)))
+    plain = context_of(Sampling(temperature=0))
 
     tokens = choose(mx.stack([LOGITS, LOGITS]), [biased, plain])
 
     assert tokens.tolist() == [[3], [0]]
 
 
-def test_a_seeded_row_draws_the_same_alone_and_among_others() -> None:
+def test_a_seeded_row_draws_the_same_tokens_in_any_batch() -> None:
     scores = mx.zeros((1, 3, 50))
-    row = chooser(Sampling(), seed=7, position=4)
-    other = chooser(Sampling(temperature=0.5, top_k=3), seed=8)
+    row = context_of(Sampling(), seed=7, position=4)
+    other = context_of(Sampling(temperature=0.5, top_k=3), seed=8)
 
-    alone = choose(scores, [row])[0].tolist()
-    among = choose(mx.zeros((3, 3, 50)), [other, row, other])[1].tolist()
+    single = choose(scores, [row])[0].tolist()
+    batched = choose(mx.zeros((3, 3, 50)), [other, row, other])[1].tolist()
 
-    assert alone == among
+    assert single == batched
 
 
 def test_a_draw_depends_on_its_position_not_on_its_step() -> None:
     scores = mx.zeros((1, 4, 1000))
-    together = choose(scores, [chooser(Sampling(), position=10)])[0].tolist()
+    in_one_step = choose(scores, [context_of(Sampling(), position=10)])[0].tolist()
 
     one_by_one = [
-        choose(scores[:, :1], [chooser(Sampling(), position=10 + at)])[0, 0].item()
+        choose(scores[:, :1], [context_of(Sampling(), position=10 + at)])[0, 0].item()
         for at in range(4)
     ]
 
-    assert together == one_by_one
+    assert in_one_step == one_by_one
 
 
-def test_neighbouring_seeds_and_positions_share_no_draws() -> None:
+def test_adjacent_seeds_and_positions_share_no_draws() -> None:
     keys = {
         tuple(position_key(seed, position).tolist())
         for seed in (-1, 0, 1, 2, 2**63 - 1)

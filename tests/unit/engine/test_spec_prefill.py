@@ -9,38 +9,40 @@ from workers.engine.spec_prefill import CHUNK_TOKENS, SINK_TOKENS, TAIL_TOKENS, 
 SHARES = st.floats(min_value=0.01, max_value=1.0)
 
 
-def noise(count: int, seed: int) -> TokenScores:
+def random_scores(count: int, seed: int) -> TokenScores:
     return np.random.default_rng(seed).random(count, dtype=np.float32)
 
 
 @given(st.integers(64, 3000), st.integers(0, 99), SHARES)
-def test_the_selection_has_the_share_within_a_chunk_and_at_least_both_ends(
+def test_a_selection_contains_both_ends_and_the_share_to_within_one_chunk(
     count: int, seed: int, share: float
 ) -> None:
-    kept = select(noise(count, seed), share)
+    selected = select(random_scores(count, seed), share)
 
-    assert list(kept) == sorted(set(kept))
-    assert set(range(SINK_TOKENS)) | set(range(count - TAIL_TOKENS, count)) <= set(kept)
+    assert list(selected) == sorted(set(selected))
+    assert set(range(SINK_TOKENS)) | set(range(count - TAIL_TOKENS, count)) <= set(selected)
     ends = SINK_TOKENS + TAIL_TOKENS
-    assert min(round(count * share), count) <= len(kept)
-    assert len(kept) <= max(round(count * share), ends) + CHUNK_TOKENS
+    assert min(round(count * share), count) <= len(selected)
+    assert len(selected) <= max(round(count * share), ends) + CHUNK_TOKENS
 
 
 @given(st.integers(64, 3000), st.integers(0, 99))
 def test_a_share_of_one_selects_every_token(count: int, seed: int) -> None:
-    assert select(noise(count, seed), 1.0) == tuple(range(count))
+    assert select(random_scores(count, seed), 1.0) == tuple(range(count))
 
 
 @given(st.integers(0, 1900), st.integers(0, 99))
-def test_a_token_with_a_high_score_is_selected_with_the_words_around_it(at: int, seed: int) -> None:
-    scores = noise(2000, seed) * np.float32(0.01)
+def test_a_token_with_a_high_score_is_selected_with_adjacent_tokens(at: int, seed: int) -> None:
+    scores = random_scores(2000, seed) * np.float32(0.01)
     scores[at] = 1.0
 
     assert {max(at - 2, 0), at, at + 2} <= set(select(scores, 0.1))
 
 
 @given(st.integers(64, 3000), st.integers(0, 99), SHARES, SHARES)
-def test_a_larger_share_only_adds(count: int, seed: int, one: float, other: float) -> None:
-    scores = noise(count, seed)
+def test_a_larger_share_contains_the_smaller_selection(
+    count: int, seed: int, first: float, second: float
+) -> None:
+    scores = random_scores(count, seed)
 
-    assert set(select(scores, min(one, other))) <= set(select(scores, max(one, other)))
+    assert set(select(scores, min(first, second))) <= set(select(scores, max(first, second)))

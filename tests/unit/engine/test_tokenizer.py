@@ -1,4 +1,4 @@
-"""Tool calls whose marks are special tokens."""
+"""Tool calls that special tokens mark."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from workers.server.tool_calls import ToolCall, ToolCallSplitter, ToolFormat
 
 # mlx-vlm recognizes Mistral's template by the token that opens a call.
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}[TOOL_CALLS]"
-OLDER = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3}}]'
-NEWER = '[TOOL_CALLS]add[ARGS]{"a": 3}'
+OLD_FORMAT = '[TOOL_CALLS][{"name": "add", "arguments": {"a": 3}}]'
+NEW_FORMAT = '[TOOL_CALLS]add[ARGS]{"a": 3}'
 
 
 @pytest.fixture(scope="module")
 def renderer() -> PromptRenderer:
-    """Return a renderer with one token a byte and four special tokens."""
+    """Return a renderer with one token per byte and four special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: at for at, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -48,8 +48,10 @@ def stream_answer(renderer: PromptRenderer, written: str, *, keep_call_tokens: b
     return [*(text.push(token) for token in tokens), text.flush()]
 
 
-@pytest.mark.parametrize("written", [OLDER, NEWER])
-def test_a_call_that_special_tokens_mark_is_read(renderer: PromptRenderer, written: str) -> None:
+@pytest.mark.parametrize("written", [OLD_FORMAT, NEW_FORMAT])
+def test_a_tool_call_marked_by_special_tokens_is_parsed(
+    renderer: PromptRenderer, written: str
+) -> None:
     assert renderer.tool_parser_name == "mistral"
     splitter = ToolCallSplitter(ToolFormat("mistral", []))
     pieces = stream_answer(renderer, f"Adding ü.{written}</s>", keep_call_tokens=True)
@@ -60,20 +62,22 @@ def test_a_call_that_special_tokens_mark_is_read(renderer: PromptRenderer, writt
     assert (call.name, json.loads(call.arguments)) == ("add", {"a": 3})
 
 
-def test_calls_that_nothing_closes_end_where_the_next_begins(renderer: PromptRenderer) -> None:
+def test_a_call_without_an_end_mark_ends_where_the_next_begins(renderer: PromptRenderer) -> None:
     splitter = ToolCallSplitter(ToolFormat("mistral", []))
-    pieces = stream_answer(renderer, f"{NEWER}{NEWER.replace('3', '4')}</s>", keep_call_tokens=True)
+    pieces = stream_answer(
+        renderer, f"{NEW_FORMAT}{NEW_FORMAT.replace('3', '4')}</s>", keep_call_tokens=True
+    )
     parts = [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]
     calls = [json.loads(part.arguments) for part in parts if isinstance(part, ToolCall)]
     assert calls == [{"a": 3}, {"a": 4}]
     assert len(parts) == 2
 
 
-def test_special_tokens_that_no_call_is_written_with_are_no_text(renderer: PromptRenderer) -> None:
-    pieces = stream_answer(renderer, f"[IMG]One{NEWER}</s>", keep_call_tokens=True)
-    assert "".join(pieces) == f"One{NEWER}"
+def test_special_tokens_outside_tool_calls_are_no_text(renderer: PromptRenderer) -> None:
+    pieces = stream_answer(renderer, f"[IMG]One{NEW_FORMAT}</s>", keep_call_tokens=True)
+    assert "".join(pieces) == f"One{NEW_FORMAT}"
 
 
 def test_without_tools_no_special_token_is_text(renderer: PromptRenderer) -> None:
-    pieces = stream_answer(renderer, f"[IMG]One{NEWER}</s>", keep_call_tokens=False)
+    pieces = stream_answer(renderer, f"[IMG]One{NEW_FORMAT}</s>", keep_call_tokens=False)
     assert "".join(pieces) == 'Oneadd{"a": 3}'

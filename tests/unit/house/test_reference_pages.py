@@ -1,4 +1,4 @@
-"""The pages name error codes, settings and files that exist; the reference names all of them."""
+"""The reference pages list exactly the error codes, settings, headers and files that exist."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def literal_codes(folder: Path) -> set[str]:
 def test_the_page_on_errors_names_exactly_the_codes_of_the_error_trees() -> None:
     page = (REFERENCE / "errors.md").read_text()
     documented = re.findall(r"^\| `(\w+)` \| \d", page, re.MULTILINE)
-    assert len(documented) == len(set(documented)), "a code has one row"
+    assert len(documented) == len(set(documented)), "a code has a single row"
 
     assert set(LIMITS) <= KeyTerms.model_fields.keys()
     limits = {LimitReached(name, 1, 1.0).code for name in LIMITS}
@@ -90,7 +90,7 @@ def test_the_page_on_headers_names_exactly_the_headers_of_paceline() -> None:
     assert documented == headers
 
 
-def test_every_file_that_a_page_names_in_code_exists() -> None:
+def test_every_python_file_named_by_a_page_exists() -> None:
     names = {path.name for path in ROOT.rglob("*.py") if ".venv" not in path.parts}
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")):
         for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):

@@ -1,4 +1,4 @@
-"""Workers behind https are believed where this machine believes them."""
+"""Certificate authorities that the gateway trusts when it connects to workers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from gateway.http.upstream import certificate_authorities
 
-OF_A_COMPANY = """\
+COMPANY_CA = """\
 -----BEGIN CERTIFICATE-----
 MIIBnzCCAUWgAwIBAgIUFoefNhWsu2H2mlS8tv1iro7ozvcwCgYIKoZIzj0EAwIw
 JDEiMCAGA1UEAwwZQSBjb21wYW55J3Mgb3duIGF1dGhvcml0eTAgFw0yNjExMjIy
@@ -23,10 +23,10 @@ CCqGSM49BAMCA0gAMEUCIQDDDHRacRcUomX2DvFMdnp7iYnEQXTeS3Z4+SoJz8oc
 """
 
 
-def test_an_authority_that_the_system_knows_is_believed(
+def test_the_gateway_trusts_the_authorities_of_the_system(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "ca.pem").write_text(OF_A_COMPANY)
+    (tmp_path / "ca.pem").write_text(COMPANY_CA)
     monkeypatch.delenv("SSL_CERT_DIR")
     monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
     assert "A company's own authority" in str(certificate_authorities.__wrapped__().get_ca_certs())

@@ -1,4 +1,4 @@
-"""What is read from the bytes of a stream, and at which moments."""
+"""Answers parsed from the bytes of a stream, and the times of their pieces."""
 
 from __future__ import annotations
 
@@ -34,44 +34,44 @@ USAGE = event(
     },
 )
 DONE = b"data: [DONE]\n\n"
-WHOLE = (piece(role="assistant"), piece(content="a"), piece(content="b"), piece("stop"), USAGE)
+COMPLETE = (piece(role="assistant"), piece(content="a"), piece(content="b"), piece("stop"), USAGE)
 
 
-def heard(*parts: bytes, status: int = 200, problem: str = "") -> RawResponse:
-    """The first part at second 1, the next at second 2 ..."""
+def response_of(*parts: bytes, status: int = 200, problem: str = "") -> RawResponse:
+    """Return a response whose first part arrives at second 1, the next at second 2, and so on."""
     arrivals = tuple(enumerate(parts, start=1))
     return RawResponse(due_s=0.5, ended_s=99, status=status, arrivals=arrivals, problem=problem)
 
 
-def test_a_stream_tells_its_moments_tokens_and_drafts() -> None:
-    answer = read_answer(heard(*WHOLE, DONE))
+def test_an_answer_has_the_times_tokens_and_drafts_of_its_stream() -> None:
+    answer = read_answer(response_of(*COMPLETE, DONE))
     assert answer.problem == ""
-    assert answer.pieces_s == (2, 3), "a piece without text is none"
+    assert answer.pieces_s == (2, 3), "an event without text is no piece"
     assert (answer.ttft_s, answer.tpot_s, answer.gaps_s) == (1.5, 1 / 3, (1,))
     assert (answer.input_tokens, answer.output_tokens, answer.tokens_reported) == (5, 4, True)
     assert answer.drafts == Drafts(steps=2, drafted=4, accepted=3, per_position=(2, 1))
 
 
 @given(st.data())
-def test_an_event_arrives_with_its_last_byte_however_it_is_cut(data: st.DataObject) -> None:
-    stream = b"".join((*WHOLE, DONE))
+def test_an_event_arrives_with_its_last_byte_for_any_split(data: st.DataObject) -> None:
+    stream = b"".join((*COMPLETE, DONE))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(stream) - 1), max_size=30)))
     parts = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
-    ends = [len(b"".join(WHOLE[: number + 1])) for number in (1, 2)]
-    # An event is whole with the first of the two line feeds behind it.
-    moments = tuple(1 + sum(cut < end - 1 for cut in cuts) for end in ends)
-    answer = read_answer(heard(*parts))
-    assert (answer.problem, answer.pieces_s, answer.output_tokens) == ("", moments, 4)
+    ends = [len(b"".join(COMPLETE[: number + 1])) for number in (1, 2)]
+    # An event is complete with the first of the two line feeds after it.
+    times_s = tuple(1 + sum(cut < end - 1 for cut in cuts) for end in ends)
+    answer = read_answer(response_of(*parts))
+    assert (answer.problem, answer.pieces_s, answer.output_tokens) == ("", times_s, 4)
 
 
-def test_thoughts_and_tool_calls_are_output_too() -> None:
-    thought = piece(reasoning_content="hm")
+def test_reasoning_and_tool_calls_count_as_output() -> None:
+    reasoning = piece(reasoning_content="hm")
     call = piece(tool_calls=[{"index": 0, "function": {"name": "f"}}])
-    assert read_answer(heard(thought, call, piece("tool_calls"))).pieces_s == (1, 2)
+    assert read_answer(response_of(reasoning, call, piece("tool_calls"))).pieces_s == (1, 2)
 
 
-def test_without_usage_pieces_are_counted_and_it_says_so() -> None:
-    answer = read_answer(heard(piece(content="a"), piece("stop", content="b")))
+def test_without_usage_an_answer_counts_pieces_and_marks_them_as_unreported() -> None:
+    answer = read_answer(response_of(piece(content="a"), piece("stop", content="b")))
     assert (answer.output_tokens, answer.tokens_reported) == (2, False)
 
 
@@ -79,21 +79,21 @@ def test_without_usage_pieces_are_counted_and_it_says_so() -> None:
     "frame",
     [{"choices": [None]}, {"choices": 3}, {"choices": [{"delta": "x"}]}, {"usage": [1]}],
 )
-def test_a_stream_of_another_shape_is_a_problem_and_no_exception(frame: dict[str, Any]) -> None:
-    answer = read_answer(heard(event(**frame), *WHOLE[1:4]))
+def test_a_stream_of_another_shape_is_reported_as_a_problem(frame: dict[str, Any]) -> None:
+    answer = read_answer(response_of(event(**frame), *COMPLETE[1:4]))
     assert answer.problem == "an event is not in OpenAI's shape"
 
 
-def test_what_is_no_whole_answer_says_why() -> None:
-    refusal = json.dumps({"error": {"message": "No such model."}}).encode()
+def test_an_incomplete_answer_reports_its_problem() -> None:
+    error_body = json.dumps({"error": {"message": "No such model."}}).encode()
     broken = event(error={"message": "The worker was lost."})
-    for expected, told in (
-        ("404: No such model.", heard(refusal, status=404)),
-        ("502: without a reason", heard(b"<html>", status=502)),
-        ("broke off: The worker was lost.", heard(*WHOLE[:2], broken)),
-        ("ended without a finish reason", heard(*WHOLE[:3])),
-        ("nothing came in time", heard(status=0, problem="nothing came in time")),
-        ("the connection failed", heard(*WHOLE, problem="the connection failed")),
+    for expected, response in (
+        ("404: No such model.", response_of(error_body, status=404)),
+        ("502: without a reason", response_of(b"<html>", status=502)),
+        ("broke off: The worker was lost.", response_of(*COMPLETE[:2], broken)),
+        ("ended without a finish reason", response_of(*COMPLETE[:3])),
+        ("nothing came in time", response_of(status=0, problem="nothing came in time")),
+        ("the connection failed", response_of(*COMPLETE, problem="the connection failed")),
     ):
-        answer = read_answer(told)
+        answer = read_answer(response)
         assert (answer.problem, answer.ttft_s) == (expected, None)

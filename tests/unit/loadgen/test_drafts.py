@@ -1,4 +1,4 @@
-"""Counts of drafts, from answers and from a server's counters."""
+"""Draft statistics from answers and from the counters of a server."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ something_else 3.0
 """
 
 
-def test_counters_are_summed_over_their_lines() -> None:
-    found = Drafts.of_exposition(EXPOSITION)
-    assert found == Drafts(steps=15, drafted=30, accepted=12, per_position=(8, 4))
-    assert found.acceptance_rate == 0.4
-    assert found.acceptance_length == 1.8
-    assert found.rate_per_position == (8 / 15, 4 / 15)
+def test_counters_are_summed_over_their_labels() -> None:
+    drafts = Drafts.of_exposition(EXPOSITION)
+    assert drafts == Drafts(steps=15, drafted=30, accepted=12, per_position=(8, 4))
+    assert drafts.acceptance_rate == 0.4
+    assert drafts.acceptance_length == 1.8
+    assert drafts.rate_per_position == (8 / 15, 4 / 15)
 
 
 @pytest.mark.parametrize("text", ["", "something_else 3.0\n", "{{{", "<html>not metrics</html>"])
-def test_a_server_without_these_counters_tells_nothing(text: str) -> None:
+def test_an_exposition_without_draft_counters_gives_no_drafts(text: str) -> None:
     assert Drafts.of_exposition(text) is None
 
 
-def test_the_counts_between_two_looks_are_the_difference() -> None:
+def test_the_drafts_between_two_readings_are_the_difference() -> None:
     before = Drafts(steps=10, drafted=20, accepted=5, per_position=(4, 1))
     after = Drafts(steps=12, drafted=26, accepted=9, per_position=(6, 2, 1))
     assert after.since(before) == Drafts(steps=2, drafted=6, accepted=4, per_position=(2, 1, 1))
@@ -64,11 +64,11 @@ def test_the_counts_between_two_looks_are_the_difference() -> None:
         },
     ],
 )
-def test_an_answer_that_tells_something_else_tells_no_drafts(metrics: Any) -> None:
+def test_metrics_of_another_shape_give_no_drafts(metrics: Any) -> None:
     assert Drafts.of_answer({"metrics": metrics}) is None
 
 
-def test_nothing_drafted_is_no_division_by_zero() -> None:
-    nothing = Drafts(per_position=(0,))
-    assert (nothing.acceptance_rate, nothing.acceptance_length) == (0.0, 1.0)
-    assert nothing.rate_per_position == (0.0,)
+def test_rates_without_drafts_divide_by_no_zero() -> None:
+    no_drafts = Drafts(per_position=(0,))
+    assert (no_drafts.acceptance_rate, no_drafts.acceptance_length) == (0.0, 1.0)
+    assert no_drafts.rate_per_position == (0.0,)

@@ -1,4 +1,4 @@
-"""What is asked: drawn fairly and again, read strictly."""
+"""Prompts of a load test: sampled evenly and reproducibly, and read strictly."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from gateway.loadgen import MeasurementError
 from gateway.loadgen.prompts import Prompt, built_in_prompts, read_prompts, sample_prompts
 
 
-def test_the_same_seed_draws_the_same_prompts_and_another_draws_others() -> None:
+def test_a_seed_determines_the_sampled_prompts() -> None:
     prompts = built_in_prompts()
     assert sample_prompts(prompts, 50, Random(7)) == sample_prompts(prompts, 50, Random(7))
     assert sample_prompts(prompts, 50, Random(7)) != sample_prompts(prompts, 50, Random(8))
 
 
-def test_no_prompt_is_drawn_again_before_all_others() -> None:
+def test_no_prompt_repeats_before_all_prompts_were_drawn() -> None:
     prompts = [Prompt(({"role": "user", "content": str(number)},)) for number in range(10)]
     counts = Counter(
         prompt.messages[0]["content"] for prompt in sample_prompts(prompts, 35, Random(1))
@@ -51,14 +51,14 @@ def test_lines_are_prompts_or_conversations(tmp_path: Path) -> None:
         ('{"prompt": "Hi", "temperature": 1}', "unknown field 'temperature'"),
     ],
 )
-def test_a_line_that_is_wrong_is_named(tmp_path: Path, line: str, sentence: str) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, line: str, sentence: str) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text(f'{{"prompt": "Hi"}}\n{line}\n')
     with pytest.raises(MeasurementError, match=f"{file}:2: {sentence}"):
         read_prompts(file)
 
 
-def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_prompts_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n")
     with pytest.raises(MeasurementError, match="contains no prompt"):

@@ -1,4 +1,4 @@
-"""Ratios of two endpoints, and the picture of a sweep."""
+"""Ratios of two endpoints, and the plot of a sweep."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gateway.loadgen.stats import summarize
 ONE, FOUR = Level(concurrency=1), Level(concurrency=4)
 
 
-def measured(
-    endpoint: str, repetition: int, took_s: float, *, level: Level = ONE, drafts: bool = False
+def measurement(
+    endpoint: str, repetition: int, duration_s: float, *, level: Level = ONE, drafts: bool = False
 ) -> Measurement:
     answer = Answer(
         due_s=0,
-        ended_s=took_s,
-        pieces_s=(took_s / 2, took_s),
+        ended_s=duration_s,
+        pieces_s=(duration_s / 2, duration_s),
         output_tokens=11,
         drafts=Drafts(steps=2, drafted=4, accepted=3, per_position=(2, 1)) if drafts else None,
     )
@@ -36,53 +36,56 @@ def measured(
     )
 
 
-TURNS = [
-    *(measured("A", 1, 1.0), measured("B", 1, 2.0)),
-    *(measured("A", 2, 4.0), measured("B", 2, 2.0)),
-    *(measured("A", 3, 1.0), measured("B", 3, 4.0)),
+MEASUREMENTS = [
+    *(measurement("A", 1, 1.0), measurement("B", 1, 2.0)),
+    *(measurement("A", 2, 4.0), measurement("B", 2, 2.0)),
+    *(measurement("A", 3, 1.0), measurement("B", 3, 4.0)),
 ]
 
 
 def test_a_ratio_is_the_median_over_repetitions() -> None:
-    found = {ratio.name: ratio for ratio in compare(TURNS)}
-    speed = found["output_throughput"]
-    assert (speed.a, speed.b) == (11.0, 5.5)
-    assert (speed.lowest, speed.ratio, speed.highest) == (0.5, 2.0, 4.0)
-    assert found["median_ttft_ms"].ratio == 0.5
+    ratios = {ratio.name: ratio for ratio in compare(MEASUREMENTS)}
+    throughput = ratios["output_throughput"]
+    assert (throughput.a, throughput.b) == (11.0, 5.5)
+    assert (throughput.lowest, throughput.ratio, throughput.highest) == (0.5, 2.0, 4.0)
+    assert ratios["median_ttft_ms"].ratio == 0.5
 
 
-def test_a_figure_that_one_of_them_lacks_is_left_out() -> None:
-    found = compare([measured("A", 1, 1.0, drafts=True), measured("B", 1, 1.0)])
-    assert not [ratio for ratio in found if "spec_decode" in ratio.name]
+def test_a_metric_that_one_endpoint_lacks_has_no_ratio() -> None:
+    ratios = compare([measurement("A", 1, 1.0, drafts=True), measurement("B", 1, 1.0)])
+    assert not [ratio for ratio in ratios if "spec_decode" in ratio.name]
 
 
-def test_a_turn_that_was_cut_short_is_left_out() -> None:
-    assert {ratio.ratio for ratio in compare(TURNS[:3])} == {
-        ratio.ratio for ratio in compare(TURNS[:2])
+def test_a_repetition_of_one_endpoint_only_is_excluded() -> None:
+    assert {ratio.ratio for ratio in compare(MEASUREMENTS[:3])} == {
+        ratio.ratio for ratio in compare(MEASUREMENTS[:2])
     }
-    assert compare(TURNS[:1]) == ()
+    assert compare(MEASUREMENTS[:1]) == ()
 
 
-def test_medians_are_taken_place_by_place() -> None:
-    found = medians(measured("A", turn, took_s, drafts=True) for turn, took_s in ((1, 1), (2, 3)))
-    assert found["duration"] == 2.0
-    assert found["spec_decode_per_position_acceptance_rates"] == [1.0, 0.5]
+def test_medians_of_lists_are_computed_by_position() -> None:
+    figures = medians(
+        measurement("A", repetition, duration_s, drafts=True)
+        for repetition, duration_s in ((1, 1), (2, 3))
+    )
+    assert figures["duration"] == 2.0
+    assert figures["spec_decode_per_position_acceptance_rates"] == [1.0, 0.5]
 
 
-def test_a_sweep_in_which_nothing_was_accepted_or_answered_can_be_drawn() -> None:
-    failed = Answer(due_s=0, ended_s=1, problem="503: nobody is there")
-    nothing = Answer(due_s=0, ended_s=1, drafts=Drafts(steps=1, drafted=2, per_position=(0, 0)))
-    for answer in (failed, nothing):
-        found = Measurement(
+def test_a_sweep_without_answers_or_accepted_drafts_can_be_plotted() -> None:
+    failed = Answer(due_s=0, ended_s=1, problem="503: no worker")
+    rejected = Answer(due_s=0, ended_s=1, drafts=Drafts(steps=1, drafted=2, per_position=(0, 0)))
+    for answer in (failed, rejected):
+        result = Measurement(
             endpoint="A", level=ONE, repetition=1, figures=summarize([answer]), problems=()
         )
-        ET.fromstring(svg([found], endpoints=["m on here"]))
+        ET.fromstring(svg([result], endpoints=["m on here"]))
 
 
 @given(st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=4), st.booleans())
-def test_any_sweep_can_be_drawn(times_s: list[float], drafts: bool) -> None:
+def test_any_sweep_can_be_plotted(times_s: list[float], drafts: bool) -> None:
     sweep = [
-        measured(letter, 1, time_s, level=Level(concurrency=number + 1), drafts=drafts)
+        measurement(letter, 1, time_s, level=Level(concurrency=number + 1), drafts=drafts)
         for number, time_s in enumerate(times_s)
         for letter in "AB"
     ]

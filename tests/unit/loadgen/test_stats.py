@@ -1,4 +1,4 @@
-"""Figures of known answers, to the digit."""
+"""Metrics of known answers, to the digit."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ SECOND = Answer(
     output_tokens=2,
     drafts=Drafts(steps=1, drafted=2, accepted=0, per_position=(0, 0)),
 )
-FAILED = Answer(due_s=11.5, ended_s=14.5, problem="503: nobody is there")
+FAILED = Answer(due_s=11.5, ended_s=14.5, problem="503: no worker")
 
 
-def test_known_answers_give_known_figures() -> None:
-    told = summarize([FIRST, SECOND]).to_json()
-    assert {name: round(value, 6) for name, value in told.items() if type(value) is float} == {
+def test_known_answers_give_known_metrics() -> None:
+    metrics = summarize([FIRST, SECOND]).to_json()
+    assert {name: round(value, 6) for name, value in metrics.items() if type(value) is float} == {
         "duration": 4.0,
         "request_throughput": 0.5,
         "output_throughput": 2.0,
@@ -63,62 +63,62 @@ def test_known_answers_give_known_figures() -> None:
         "spec_decode_acceptance_rate": 50.0,
         "spec_decode_acceptance_length": 2.0,
     }
-    assert told["spec_decode_per_position_acceptance_rates"] == [2 / 3, 1 / 3]
-    assert (told["spec_decode_num_drafts"], told["spec_decode_accepted_tokens"]) == (3, 3)
-    assert (told["total_input_tokens"], told["total_output_tokens"]) == (10, 8)
-    assert told["max_concurrent_requests"] == 2
+    assert metrics["spec_decode_per_position_acceptance_rates"] == [2 / 3, 1 / 3]
+    assert (metrics["spec_decode_num_drafts"], metrics["spec_decode_accepted_tokens"]) == (3, 3)
+    assert (metrics["total_input_tokens"], metrics["total_output_tokens"]) == (10, 8)
+    assert metrics["max_concurrent_requests"] == 2
 
 
-def test_a_failed_request_is_counted_and_timed_nowhere() -> None:
-    found = summarize([FIRST, FAILED])
-    assert (found.completed, found.failed, found.output_tokens) == (1, 1, 6)
-    assert found.ttft == spread([0.5])
-    assert found.duration_s == 4.5, "the line was busy with it all the same"
+def test_a_failed_request_counts_as_failed_and_affects_no_latency() -> None:
+    summary = summarize([FIRST, FAILED])
+    assert (summary.completed, summary.failed, summary.output_tokens) == (1, 1, 6)
+    assert summary.ttft == spread([0.5])
+    assert summary.duration_s == 4.5, "the failed request still extends the duration"
 
 
-def test_nothing_that_could_not_be_timed_is_told() -> None:
-    told = summarize([FAILED]).to_json()
-    assert told["completed"] == 0
-    assert not [name for name in told if "ttft" in name or "spec_decode" in name]
+def test_metrics_without_measurements_are_omitted() -> None:
+    metrics = summarize([FAILED]).to_json()
+    assert metrics["completed"] == 0
+    assert not [name for name in metrics if "ttft" in name or "spec_decode" in name]
 
 
-def test_one_token_has_no_time_per_further_token() -> None:
-    only = Answer(due_s=0, ended_s=2, pieces_s=(1.0,), output_tokens=1)
-    assert summarize([only]).tpot is None
-    assert summarize([only]).ttft == spread([1.0])
+def test_a_single_token_has_no_time_per_output_token() -> None:
+    answer = Answer(due_s=0, ended_s=2, pieces_s=(1.0,), output_tokens=1)
+    assert summarize([answer]).tpot is None
+    assert summarize([answer]).ttft == spread([1.0])
 
 
-def test_what_answers_tell_of_drafts_comes_before_the_counters_of_the_server() -> None:
-    others_too = Drafts(steps=100, drafted=200, accepted=200, per_position=(100, 100))
-    assert summarize([FIRST], counters=others_too).drafts == FIRST.drafts
-    silent = Answer(due_s=0, ended_s=1, pieces_s=(0.5,), output_tokens=2)
-    found = summarize([silent], counters=others_too)
-    assert (found.drafts, found.drafts_of) == (others_too, "server")
-    assert summarize([silent], counters=Drafts()).drafts is None, "it never drafted"
+def test_drafts_of_answers_take_precedence_over_the_counters_of_the_server() -> None:
+    counters = Drafts(steps=100, drafted=200, accepted=200, per_position=(100, 100))
+    assert summarize([FIRST], counters=counters).drafts == FIRST.drafts
+    without_drafts = Answer(due_s=0, ended_s=1, pieces_s=(0.5,), output_tokens=2)
+    summary = summarize([without_drafts], counters=counters)
+    assert (summary.drafts, summary.drafts_of) == (counters, "server")
+    assert summarize([without_drafts], counters=Drafts()).drafts is None, "the server never drafted"
 
 
 def test_the_busiest_second_counts_tokens_and_not_pieces() -> None:
     drafted = Answer(due_s=0, ended_s=3, pieces_s=(0.5, 1.1, 1.9, 2.0), output_tokens=12)
     assert busiest_second([drafted]) == 6
-    beside = Answer(due_s=0.5, ended_s=3, pieces_s=(2.2,), output_tokens=4)
-    assert busiest_second([drafted, beside]) == 7
+    concurrent = Answer(due_s=0.5, ended_s=3, pieces_s=(2.2,), output_tokens=4)
+    assert busiest_second([drafted, concurrent]) == 7
     assert summarize([drafted, FAILED]).peak_output_tokens_s == 6
     assert busiest_second([]) == 0
 
 
-def test_an_end_makes_room_for_the_begin_of_the_same_moment() -> None:
-    turns = [Answer(due_s=begin, ended_s=begin + 1) for begin in (0, 1, 2)]
-    assert peak_concurrency(turns) == 1
-    assert peak_concurrency([*turns, Answer(due_s=0.5, ended_s=1.5)]) == 2
+def test_a_request_that_begins_as_another_ends_is_not_concurrent() -> None:
+    answers = [Answer(due_s=begin, ended_s=begin + 1) for begin in (0, 1, 2)]
+    assert peak_concurrency(answers) == 1
+    assert peak_concurrency([*answers, Answer(due_s=0.5, ended_s=1.5)]) == 2
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 2.5), (0.9, 3.7), (0.99, 3.97), (1.0, 4.0)])
-def test_percentiles_are_numpys(share: float, expected: float) -> None:
+def test_percentiles_match_numpy(share: float, expected: float) -> None:
     assert percentile([1.0, 2.0, 3.0, 4.0], share) == pytest.approx(expected)
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=2).map(sorted))
-def test_percentiles_are_those_of_the_standard_library(values: list[float]) -> None:
+def test_percentiles_match_the_standard_library(values: list[float]) -> None:
     cuts = quantiles(values, n=100, method="inclusive")
-    for place in (50, 90, 99):
-        assert percentile(values, place / 100) == pytest.approx(cuts[place - 1])
+    for percent in (50, 90, 99):
+        assert percentile(values, percent / 100) == pytest.approx(cuts[percent - 1])

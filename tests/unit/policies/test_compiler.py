@@ -1,6 +1,6 @@
-"""Conditions of routes: which requests, which callers and which minutes each one takes.
+"""Conditions of routes: which requests, callers and times match.
 
-What is compiled of a policy, against a naive reading of every condition.
+A naive reading of every condition is the model for the compiled one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLAIN = RequestProfile(endpoint=Endpoint.CHAT, model="demo", messages=1)
 GREEDY = PLAIN._replace(sampling=Sampling(temperature=0))
 
 
-def holds(
+def matches(
     when: dict[str, Any], profile: RequestProfile, attributes: CallerAttributes = ANONYMOUS
 ) -> bool:
     return match_route(policy_with_conditions(when), profile, attributes).route.name == "route-0"
@@ -29,11 +29,11 @@ def holds(
 
 WITH_PICTURE = PLAIN._replace(media=(("image", 1),))
 WITH_BOTH = PLAIN._replace(media=(("audio", 1), ("image", 2)))
-MUCH = PLAIN._replace(text_chars=5000, max_tokens=100, messages=9)
+LONG = PLAIN._replace(text_chars=5000, max_tokens=100, messages=9)
 
 
 @pytest.mark.parametrize(
-    ("when", "taken", "left"),
+    ("when", "matching", "other"),
     [
         ({"media": True}, WITH_PICTURE, PLAIN),
         ({"media": False}, PLAIN, WITH_PICTURE),
@@ -64,29 +64,29 @@ MUCH = PLAIN._replace(text_chars=5000, max_tokens=100, messages=9)
             PLAIN._replace(tools=True),
             PLAIN._replace(tools=True, top_logprobs=1),
         ),
-        ({"prompt_chars": {"at_least": 5000}}, MUCH, MUCH._replace(text_chars=4999)),
-        ({"prompt_chars": {"at_most": 5000}}, MUCH, MUCH._replace(text_chars=5001)),
+        ({"prompt_chars": {"at_least": 5000}}, LONG, LONG._replace(text_chars=4999)),
+        ({"prompt_chars": {"at_most": 5000}}, LONG, LONG._replace(text_chars=5001)),
         (
             {"messages": {"at_least": 2, "at_most": 9}},
-            MUCH,
-            MUCH._replace(messages=10),
+            LONG,
+            LONG._replace(messages=10),
         ),
-        ({"max_tokens": {"at_most": 100}}, MUCH, MUCH._replace(max_tokens=101)),
-        ({"max_tokens": {"at_most": 2**40}}, MUCH, PLAIN),
-        ({"max_tokens": {"at_least": 2**40}}, PLAIN, MUCH),
+        ({"max_tokens": {"at_most": 100}}, LONG, LONG._replace(max_tokens=101)),
+        ({"max_tokens": {"at_most": 2**40}}, LONG, PLAIN),
+        ({"max_tokens": {"at_least": 2**40}}, PLAIN, LONG),
         ({"model": "demo"}, PLAIN, PLAIN._replace(model="other")),
         ({"model": ["a", "demo"]}, PLAIN, PLAIN._replace(model="b")),
     ],
 )
 def test_a_condition_on_the_request(
-    when: dict[str, Any], taken: RequestProfile, left: RequestProfile
+    when: dict[str, Any], matching: RequestProfile, other: RequestProfile
 ) -> None:
-    assert holds(when, taken)
-    assert not holds(when, left)
+    assert matches(when, matching)
+    assert not matches(when, other)
 
 
 @pytest.mark.parametrize(
-    ("when", "taken", "left"),
+    ("when", "matching", "other"),
     [
         ({"key": "night-job"}, CallerAttributes(key="night-job"), ANONYMOUS),
         ({"key": ["a", "b"]}, CallerAttributes(key="b"), CallerAttributes(key="c")),
@@ -104,11 +104,11 @@ def test_a_condition_on_the_request(
         ),
     ],
 )
-def test_a_condition_on_who_asks(
-    when: dict[str, Any], taken: CallerAttributes, left: CallerAttributes
+def test_a_condition_on_the_caller(
+    when: dict[str, Any], matching: CallerAttributes, other: CallerAttributes
 ) -> None:
-    assert holds(when, PLAIN, taken)
-    assert not holds(when, PLAIN, left)
+    assert matches(when, PLAIN, matching)
+    assert not matches(when, PLAIN, other)
 
 
 def at(day: str, hour: int, minute: int = 0) -> CallerAttributes:
@@ -116,7 +116,7 @@ def at(day: str, hour: int, minute: int = 0) -> CallerAttributes:
 
 
 @pytest.mark.parametrize(
-    ("when", "taken", "left"),
+    ("when", "matching", "other"),
     [
         ({"hours": "09:00-17:00"}, at("mon", 9), at("mon", 8, 59)),
         ({"hours": "09:00-17:00"}, at("sun", 16, 59), at("sun", 17)),
@@ -132,10 +132,10 @@ def at(day: str, hour: int, minute: int = 0) -> CallerAttributes:
     ],
 )
 def test_a_condition_on_the_time(
-    when: dict[str, Any], taken: CallerAttributes, left: CallerAttributes
+    when: dict[str, Any], matching: CallerAttributes, other: CallerAttributes
 ) -> None:
-    assert holds(when, PLAIN, taken)
-    assert not holds(when, PLAIN, left)
+    assert matches(when, PLAIN, matching)
+    assert not matches(when, PLAIN, other)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,13 @@ def test_a_condition_on_the_time(
         ({"greedy": True, "team": "a"}, False),
     ],
 )
-def test_all_conditions_of_a_route_must_hold(when: dict[str, Any], expected: bool) -> None:
-    assert holds(when, GREEDY) is expected
+def test_a_route_matches_only_if_all_its_conditions_match(
+    when: dict[str, Any], expected: bool
+) -> None:
+    assert matches(when, GREEDY) is expected
 
 
-def test_the_first_route_that_holds_decides() -> None:
+def test_the_first_matching_route_decides() -> None:
     policy = policy_with_conditions({"team": "a"}, {"greedy": True}, {"model": "demo"})
     assert match_route(policy, GREEDY).route.name == "route-1"
     assert match_route(policy, GREEDY, CallerAttributes(team="a")).route.name == "route-0"
@@ -158,7 +160,7 @@ def test_the_first_route_that_holds_decides() -> None:
     assert match_route(policy, PLAIN._replace(model="x")).route.name == "rest"
 
 
-def test_the_headers_that_a_policy_asks_for_are_known_once_each() -> None:
+def test_a_compiled_policy_lists_each_header_of_its_conditions_once() -> None:
     policy = policy_with_conditions({"header": {"x-b": "1"}}, {"header": {"x-a": "1", "x-b": "2"}})
     assert policy.compiled.headers == ("x-a", "x-b")
 
@@ -221,7 +223,7 @@ PROFILES = st.builds(
     messages=NUMBERS,
     text_chars=NUMBERS,
 )
-ASKERS = st.builds(
+CALLERS = st.builds(
     CallerAttributes,
     key=NAMES | st.just(""),
     team=NAMES | st.just(""),
@@ -230,22 +232,22 @@ ASKERS = st.builds(
 )
 
 
-@given(st.lists(WHENS, max_size=8), PROFILES, ASKERS)
-def test_what_is_compiled_decides_as_one_reads_it(
+@given(st.lists(WHENS, max_size=8), PROFILES, CALLERS)
+def test_a_compiled_policy_matches_the_same_route_as_a_naive_reading(
     whens: list[dict[str, Any]], profile: RequestProfile, attributes: CallerAttributes
 ) -> None:
-    reading = (
-        f"route-{i}" for i, when in enumerate(whens) if read_naively(when, profile, attributes)
+    matching = (
+        f"route-{i}" for i, when in enumerate(whens) if matches_naively(when, profile, attributes)
     )
     assert match_route(policy_with_conditions(*whens), profile, attributes).route.name == next(
-        reading, "rest"
+        matching, "rest"
     )
 
 
-def read_naively(
+def matches_naively(
     when: dict[str, Any], profile: RequestProfile, attributes: CallerAttributes
 ) -> bool:
-    """Read one condition after the other, as the page for admins tells them."""
+    """Evaluate one condition after the other, as the page for admins describes them."""
     kinds = {kind for kind, _ in profile.media}
     media = when.get("media")
     flags = {
@@ -267,13 +269,13 @@ def read_naively(
         "messages": profile.messages,
     }
     names = {"model": profile.model, "key": attributes.key, "team": attributes.team}
-    wanted_headers = when.get("header", {})
+    required_headers = when.get("header", {})
     return all(
         (
             media is None
             or (bool(kinds) == media if isinstance(media, bool) else kinds & {*media}),
             all(when.get(name, value) == value for name, value in flags.items()),
-            all(features[name] == want for name, want in when.get("features", {}).items()),
+            all(features[name] == expected for name, expected in when.get("features", {}).items()),
             all(
                 when.get(name, {}).get("at_least", 0)
                 <= value
@@ -282,8 +284,8 @@ def read_naively(
             ),
             all(value in as_list(when.get(name, value)) for name, value in names.items()),
             all(
-                attributes.headers.get(name) in as_list(want)
-                for name, want in wanted_headers.items()
+                attributes.headers.get(name) in as_list(expected)
+                for name, expected in required_headers.items()
             ),
             is_open(
                 when.get("hours", "00:00-24:00"), when.get("days", DAYS), attributes.minute_of_week
@@ -297,7 +299,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def is_open(hours: str, days: Any, minute_of_week: int) -> bool:
-    """Walk back from now to the minute at which the hours last began, and look at its day."""
+    """List the minutes from opening to closing on each day, and look for the current one."""
     first, end = hours.split("-")
     open_minutes: set[int] = set()
     minute = minutes_of(first)

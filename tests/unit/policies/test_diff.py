@@ -1,7 +1,4 @@
-"""What differs between two documents, told as a person would.
-
-JSON Merge Patch as RFC 7396 has it, with all of its examples.
-"""
+"""Differences between two documents, and JSON Merge Patch (RFC 7396) with all its examples."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ OLD: dict[str, Any] = {
 }
 
 
-def told(change: Any) -> list[dict[str, Any]]:
+def differences(change: Any) -> list[dict[str, Any]]:
     new = copy.deepcopy(OLD)
     change(new)
     return [difference.to_json() for difference in diff(OLD, new)]
@@ -68,14 +65,14 @@ def told(change: Any) -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_each_change_is_told_once_where_it_is(change: Any, expected: Any) -> None:
-    assert told(change) == expected
+def test_each_change_is_reported_once_with_its_field(change: Any, expected: Any) -> None:
+    assert differences(change) == expected
 
 
 @given(VALUES, VALUES)
 @example([False], [0])
 @example([[{"a": 1}]], [[{"a": True}]])
-def test_nothing_is_told_of_equals_and_something_of_others(old: Any, new: Any) -> None:
+def test_only_different_documents_have_differences(old: Any, new: Any) -> None:
     assert diff(old, old) == ()
     written = [json.dumps(value, sort_keys=True) for value in (old, new)]
     assert bool(diff(old, new)) == (written[0] != written[1])
@@ -102,7 +99,7 @@ EXAMPLES = [
 
 
 @pytest.mark.parametrize(("original", "patch", "result"), EXAMPLES)
-def test_the_examples_of_the_rfc_come_out_as_there(original: str, patch: str, result: str) -> None:
+def test_the_examples_of_the_rfc_give_its_results(original: str, patch: str, result: str) -> None:
     assert merge_patch(json.loads(original), json.loads(patch)) == json.loads(result)
 
 
@@ -110,14 +107,14 @@ MAPPINGS = st.dictionaries(st.text("ab"), VALUES, max_size=3)
 
 
 @given(MAPPINGS, MAPPINGS)
-def test_a_patch_can_lead_from_any_mapping_to_any_other(old: Any, new: Any) -> None:
+def test_a_patch_can_change_any_mapping_into_any_other(old: Any, new: Any) -> None:
     before = json.dumps(old)
     assert merge_patch(old, _patch(old, new)) == new
-    assert json.dumps(old) == before, "the original is left as it was"
+    assert json.dumps(old) == before, "the original is unchanged"
 
 
 def _patch(old: Any, new: Any) -> Any:
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return new
-    gone = {name: None for name in old if name not in new}
-    return gone | {name: _patch(old.get(name), value) for name, value in new.items()}
+    removed = {name: None for name in old if name not in new}
+    return removed | {name: _patch(old.get(name), value) for name, value in new.items()}

@@ -1,7 +1,4 @@
-"""The policy document: what is taken, and how a mistake is named.
-
-A policy as text: every mistake is named by its line.
-"""
+"""The policy document: accepted values, and errors that name the field and the line."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from policies.document import (
 )
 from policies.sections import Queue
 
-GOOD: dict[str, Any] = {
+VALID: dict[str, Any] = {
     "version": 1,
     "models": {"demo": {"aliases": ["default"], "sampling": {"temperature": 0.5}}},
     "routes": [
@@ -33,15 +30,15 @@ GOOD: dict[str, Any] = {
 
 
 def changed(*path: Any, to: Any) -> dict[str, Any]:
-    document = copy.deepcopy(GOOD)
-    place: Any = document
+    document = copy.deepcopy(VALID)
+    parent: Any = document
     for step in path[:-1]:
-        place = place[step]
-    place[path[-1]] = to
+        parent = parent[step]
+    parent[path[-1]] = to
     return document
 
 
-def test_the_shipped_policy_is_the_one_of_the_design() -> None:
+def test_the_default_policy_has_the_documented_routes_and_limits() -> None:
     policy = default_policy()
     assert [(route.name, route.to) for route in policy.routes] == [
         ("pictures", ("vlm",)),
@@ -53,20 +50,22 @@ def test_the_shipped_policy_is_the_one_of_the_design() -> None:
         250,
         None,
     ]
-    assert {pool.queue for pool in policy.pools.values()} == {Queue()}, "as said, the defaults"
+    assert {pool.queue for pool in policy.pools.values()} == {Queue()}, (
+        "the comments say that these are the defaults"
+    )
     assert policy.priorities == tuple(Priority)
     assert policy.models["demo"].aliases == ("default", "gpt-4o-mini")
     assert policy.models["demo"].sampling.defaults.temperature == 1.0
 
 
-def test_every_line_of_the_shipped_policy_is_explained() -> None:
+def test_every_line_of_the_default_policy_has_a_comment() -> None:
     lines = (Path(__file__).parents[3] / "policies" / "default.yaml").read_text().splitlines()
-    told = [line for line in lines if line.strip()]
-    assert [line for line in told if "#" not in line] == []
+    not_empty = [line for line in lines if line.strip()]
+    assert [line for line in not_empty if "#" not in line] == []
 
 
 @pytest.mark.parametrize(
-    ("document", "field", "what"),
+    ("document", "field", "message"),
     [
         (changed("version", to=2), "version", "1"),
         (changed("rotues", to=[]), "rotues", "unknown field"),
@@ -195,14 +194,18 @@ def test_every_line_of_the_shipped_policy_is_explained() -> None:
         (None, "", "mapping"),
     ],
 )
-def test_a_mistake_is_named_by_field(document: Any, field: str, what: str) -> None:
+def test_an_error_names_its_field(document: Any, field: str, message: str) -> None:
     with pytest.raises(PolicyInvalid) as invalid:
         read_policy(document, "mine.yaml")
-    assert [one for one in invalid.value.problems if one.field == field and what in one.message]
+    assert [
+        problem
+        for problem in invalid.value.problems
+        if problem.field == field and message in problem.message
+    ]
     assert "mine.yaml" in str(invalid.value)
 
 
-def test_two_mistakes_are_both_named() -> None:
+def test_two_errors_of_shape_are_both_reported() -> None:
     document = changed("version", to=2)
     document["x"] = 1
     with pytest.raises(PolicyInvalid) as invalid:
@@ -210,7 +213,7 @@ def test_two_mistakes_are_both_named() -> None:
     assert {problem.field for problem in invalid.value.problems} == {"version", "x"}
 
 
-def test_two_mistakes_of_sense_are_both_named() -> None:
+def test_two_errors_of_meaning_are_both_reported() -> None:
     document = changed("routes", 1, "to", to=["fast"])
     document["routes"][1]["name"] = "media"
     with pytest.raises(PolicyInvalid) as invalid:
@@ -220,7 +223,7 @@ def test_two_mistakes_of_sense_are_both_named() -> None:
     }
 
 
-def test_of_very_many_mistakes_the_first_are_named_and_the_others_counted() -> None:
+def test_of_very_many_errors_the_first_are_reported_and_the_rest_are_counted() -> None:
     with pytest.raises(PolicyInvalid) as invalid:
         read_policy(changed("routes", to=[{"name": "?"}] * 1000), "mine.yaml")
     problems = invalid.value.problems
@@ -229,28 +232,34 @@ def test_of_very_many_mistakes_the_first_are_named_and_the_others_counted() -> N
     assert problems[-1].message == "this field is required; and 1968 more problems"
 
 
-def test_a_wrong_route_is_not_called_a_missing_one_too() -> None:
+def test_an_invalid_route_is_not_reported_as_missing() -> None:
     with pytest.raises(PolicyInvalid) as invalid:
         read_policy(changed("routes", to=[{"name": "all", "to": ["vlm"], "x": 1}]), "mine.yaml")
     assert [problem.field for problem in invalid.value.problems] == ["routes.0.x"]
 
 
-def test_one_name_may_stand_where_a_list_of_names_may() -> None:
-    one = {"team": "a", "model": "m", "header": {"x-tier": "gold"}, "days": "sat", "media": "image"}
-    listed = {name: [value] for name, value in one.items()} | {"header": {"x-tier": ["gold"]}}
-    assert read_policy(changed("routes", 0, "when", to=one), "x") == read_policy(
+def test_a_single_name_is_accepted_for_a_list_of_names() -> None:
+    single = {
+        "team": "a",
+        "model": "m",
+        "header": {"x-tier": "gold"},
+        "days": "sat",
+        "media": "image",
+    }
+    listed = {name: [value] for name, value in single.items()} | {"header": {"x-tier": ["gold"]}}
+    assert read_policy(changed("routes", 0, "when", to=single), "x") == read_policy(
         changed("routes", 0, "when", to=listed), "x"
     )
-    assert read_policy(changed("routes", 1, "to", to="vlm"), "x") == read_policy(GOOD, "x")
+    assert read_policy(changed("routes", 1, "to", to="vlm"), "x") == read_policy(VALID, "x")
 
 
-def test_a_policy_that_is_written_out_reads_as_the_same_policy() -> None:
+def test_a_dumped_policy_is_read_as_the_same_policy() -> None:
     when = {"media": ["image"], "hours": "22:00-06:00", "days": "sat", "team": "a"}
     policy = read_policy(changed("routes", 0, "when", to=when), "x")
-    for only_what_was_said in (True, False):
-        written = policy.model_dump(mode="json", exclude_unset=only_what_was_said)
-        assert read_policy(written, "x") == policy
-    assert "stream" not in written["routes"][0]["when"]
+    for exclude_unset in (True, False):
+        dumped = policy.model_dump(mode="json", exclude_unset=exclude_unset)
+        assert read_policy(dumped, "x") == policy
+    assert "stream" not in dumped["routes"][0]["when"]
 
 
 @pytest.mark.parametrize(
@@ -261,16 +270,18 @@ def test_a_policy_that_is_written_out_reads_as_the_same_policy() -> None:
         ("", "it must be a mapping"),
     ],
 )
-def test_a_text_that_is_no_policy_is_refused_by_name(text: str, sentence: str) -> None:
+def test_a_text_that_is_no_policy_is_rejected_with_the_name_of_its_file(
+    text: str, sentence: str
+) -> None:
     with pytest.raises(PolicyInvalid, match=rf"mine\.yaml is invalid: .*{sentence}"):
         parse_policy(text, "mine.yaml")
 
 
-def test_json_is_taken_as_well_as_yaml() -> None:
-    assert parse_policy(json.dumps(GOOD), "mine.json") == read_policy(GOOD, "x")
+def test_json_is_accepted_as_well_as_yaml() -> None:
+    assert parse_policy(json.dumps(VALID), "mine.json") == read_policy(VALID, "x")
 
 
-WRITTEN = """\
+POLICY_TEXT = """\
 version: 1
 routes:
   - name: media
@@ -286,10 +297,10 @@ pools:
 """
 
 
-def test_every_mistake_in_a_text_is_named_by_line_in_their_order() -> None:
+def test_errors_in_a_text_are_listed_in_order_of_their_lines() -> None:
     with pytest.raises(PolicyInvalid) as invalid:
-        parse_policy(WRITTEN.replace("name: media", "nam: media"), "mine.yaml")
-    assert [(one.line, one.field) for one in invalid.value.problems] == [
+        parse_policy(POLICY_TEXT.replace("name: media", "nam: media"), "mine.yaml")
+    assert [(problem.line, problem.field) for problem in invalid.value.problems] == [
         (3, "routes.0.name"),
         (3, "routes.0.nam"),
         (10, "routes.1.colour"),
@@ -297,11 +308,11 @@ def test_every_mistake_in_a_text_is_named_by_line_in_their_order() -> None:
     assert "line 10: routes.1.colour: unknown field" in str(invalid.value)
 
 
-def test_a_mistake_of_sense_in_a_text_has_a_line_too() -> None:
+def test_an_error_of_meaning_in_a_text_has_a_line() -> None:
     with pytest.raises(PolicyInvalid, match=r"line 7: routes\.0\.to\.1: there is no pool 'fast'"):
-        parse_policy(WRITTEN.replace("    colour: red\n", ""), "mine.yaml")
+        parse_policy(POLICY_TEXT.replace("    colour: red\n", ""), "mine.yaml")
 
 
-def test_a_field_that_stands_twice_is_refused_and_not_read_as_the_last_one() -> None:
+def test_a_duplicate_field_is_rejected() -> None:
     with pytest.raises(PolicyInvalid, match="line 13: 'pools' is a duplicate key"):
-        parse_policy(WRITTEN + "pools: {}\n", "mine.yaml")
+        parse_policy(POLICY_TEXT + "pools: {}\n", "mine.yaml")

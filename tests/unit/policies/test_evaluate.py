@@ -1,4 +1,4 @@
-"""Names, defaults and routes, as the policy gives them."""
+"""Model names, sampling defaults and routes of a policy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLICY = default_policy()
 
 
 @pytest.mark.parametrize(
-    ("asked", "served", "meant"),
+    ("name", "served", "resolved"),
     [
         ("demo", {"demo"}, "demo"),
         ("default", {"demo"}, "demo"),
@@ -29,17 +29,17 @@ POLICY = default_policy()
         ("unknown", {"demo"}, "unknown"),
     ],
 )
-def test_a_name_means_one_model(asked: str, served: set[str], meant: str) -> None:
-    assert resolve_model(POLICY, asked, served) == meant
+def test_a_name_resolves_to_one_model(name: str, served: set[str], resolved: str) -> None:
+    assert resolve_model(POLICY, name, served) == resolved
 
 
-def test_default_follows_the_fleet_without_being_listed() -> None:
+def test_the_name_default_resolves_to_the_only_model_of_the_fleet() -> None:
     policy = policy_of([{"name": "all", "to": ["vlm"]}])
     assert resolve_model(policy, "default", {"qwen"}) == "qwen"
     assert resolve_model(policy, "default", {"a", "b"}) == "default"
 
 
-def test_defaults_are_the_models_own_or_openais() -> None:
+def test_sampling_defaults_are_those_of_the_model_or_of_openai() -> None:
     policy = policy_of([{"name": "all", "to": ["vlm"]}], m={"sampling": {"temperature": 0}})
     assert sampling_defaults(policy, "m").temperature == 0
     assert sampling_defaults(policy, "other").temperature == 1.0
@@ -62,8 +62,8 @@ def test_defaults_are_the_models_own_or_openais() -> None:
 def test_the_shipped_routes(
     profile: RequestProfile, route: str, bypass: tuple[Bypass, ...]
 ) -> None:
-    verdict = match_route(POLICY, profile)
-    assert (verdict.route.name, verdict.bypass) == (route, bypass)
+    match = match_route(POLICY, profile)
+    assert (match.route.name, match.bypass) == (route, bypass)
 
 
 def policy_of(routes: list[dict[str, Any]], **models: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The examples that ship: each is a policy, and decides as its first lines promise."""
+"""The shipped examples: each is a valid policy and routes as its first lines describe."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def policy_of(example: str) -> PolicyDocument:
 
 
 def fleet(*labels: str) -> FleetView:
-    """A Mac for each label, called by it, with both lanes."""
+    """Return a fleet with one worker per label, named after it, with both lanes."""
     lanes = tuple(LaneView.of(lane_report(name), 0) for name in ("text-mtp", "vlm"))
     workers = tuple(WorkerView.of(label, ("m",), lanes, (label,)) for label in labels)
     return FleetView.of(workers, frozenset({"m"}))
 
 
 @pytest.mark.parametrize(
-    ("example", "profile", "attributes", "macs", "decided"),
+    ("example", "profile", "attributes", "labels", "expected"),
     [
         ("speed_first", GREEDY, ANONYMOUS, ["fast"], "greedy-text: text-mtp fast, plain fast"),
         ("quality_first", GREEDY, ANONYMOUS, ["bf16", "4bit"], "greedy-text: best-mtp bf16"),
         ("quality_first", SAMPLED, ANONYMOUS, ["bf16", "4bit"], "everything-else: best bf16"),
         ("quality_first", SAMPLED, ANONYMOUS, ["4bit"], "everything-else: good 4bit"),
-        ("quality_first", SAMPLED._replace(tools=True), ANONYMOUS, ["4bit"], "tools: nobody"),
+        ("quality_first", SAMPLED._replace(tools=True), ANONYMOUS, ["4bit"], "tools: no worker"),
         ("vision_on_the_big_mac", PICTURE, ANONYMOUS, ["big", "old"], "pictures: vision big"),
-        ("vision_on_the_big_mac", PICTURE, ANONYMOUS, ["old"], "pictures: nobody"),
+        ("vision_on_the_big_mac", PICTURE, ANONYMOUS, ["old"], "pictures: no worker"),
         ("teams", SAMPLED, CallerAttributes(team="product"), ["shared"], "product: shared shared"),
         (
             "teams",
@@ -55,27 +55,35 @@ def fleet(*labels: str) -> FleetView:
             ["shared"],
             "research: experiments shared",
         ),
-        ("teams", SAMPLED, CallerAttributes(headers={"x-client": "ci"}), ["product"], "ci: nobody"),
-        ("night_batch", SAMPLED, MONDAY_NOON, ["old"], "batch-by-day: nobody"),
+        (
+            "teams",
+            SAMPLED,
+            CallerAttributes(headers={"x-client": "ci"}),
+            ["product"],
+            "ci: no worker",
+        ),
+        ("night_batch", SAMPLED, MONDAY_NOON, ["old"], "batch-by-day: no worker"),
         ("night_batch", SAMPLED, MONDAY_NIGHT, ["old"], "batch-at-night: everywhere old"),
         ("night_batch", SAMPLED, SATURDAY_NOON, ["old"], "batch-at-the-weekend: everywhere old"),
         ("night_batch", PICTURE, ANONYMOUS, ["old"], "pictures: vlm old"),
     ],
 )
-def test_an_example_decides_as_it_promises(
+def test_an_example_routes_as_its_comments_describe(
     example: str,
     profile: RequestProfile,
     attributes: CallerAttributes,
-    macs: list[str],
-    decided: str,
+    labels: list[str],
+    expected: str,
 ) -> None:
     policy = policy_of(example)
-    decision = decide(RoutingRequest(policy, profile, attributes), fleet(*macs), Random(0))
-    found = ", ".join(f"{one.pool} {one.worker_id}" for one in decision.candidates)
-    assert f"{decision.route}: {found or 'nobody'}".startswith(decided)
+    decision = decide(RoutingRequest(policy, profile, attributes), fleet(*labels), Random(0))
+    candidates = ", ".join(
+        f"{candidate.pool} {candidate.worker_id}" for candidate in decision.candidates
+    )
+    assert f"{decision.route}: {candidates or 'no worker'}".startswith(expected)
 
 
-def test_the_bounds_of_the_examples_bound() -> None:
+def test_the_limits_of_the_examples_are_enforced() -> None:
     speed = policy_of("speed_first")
     assert sampling_defaults(speed, "qwen3.5-4b").temperature == 0
     assert apply_limits(SAMPLED, speed.limits, speed.media).max_tokens == 1024
@@ -85,7 +93,7 @@ def test_the_bounds_of_the_examples_bound() -> None:
 
 
 @pytest.mark.parametrize("example", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_example_is_a_policy_that_editors_know_and_says_what_it_is_for(example: Path) -> None:
+def test_every_example_names_its_schema_and_describes_its_use(example: Path) -> None:
     policy_of(example.stem)
     lines = example.read_text().splitlines()
     assert lines[0] == "# yaml-language-server: $schema=../schema.json"

@@ -1,4 +1,4 @@
-"""The size of a picture, out of its header alone."""
+"""The size of a picture, read from its header."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from policies.request.content import (
 from tests.support.images import data_url, encode_image, png_header
 
 
-def noise(mode: str) -> Image.Image:
-    """A picture that does not compress to nothing."""
+def random_picture(mode: str) -> Image.Image:
+    """Return a picture of random bytes, which compresses little."""
     channels = len(Image.new(mode, (1, 1)).getbands())
     return Image.frombytes(mode, (301, 203), random.Random(1).randbytes(301 * 203 * channels))
 
@@ -41,11 +41,11 @@ def noise(mode: str) -> Image.Image:
         ("webp", "RGBA", {"exif": b"Exif\0\0" + bytes(100)}),
     ],
 )
-def test_the_size_is_what_a_decoder_finds(kind: str, mode: str, options: Any) -> None:
-    assert read_size(encode_image(noise(mode), kind, **options)) == PictureSize(301, 203)
+def test_the_size_matches_that_of_the_decoded_picture(kind: str, mode: str, options: Any) -> None:
+    assert read_size(encode_image(random_picture(mode), kind, **options)) == PictureSize(301, 203)
 
 
-def test_a_bomb_is_measured_and_not_decoded() -> None:
+def test_a_decompression_bomb_is_measured_and_not_decoded() -> None:
     assert read_size(data_url(png_header(50_000, 50_000))).pixels == 2_500_000_000
 
 
@@ -68,7 +68,7 @@ def test_a_bomb_is_measured_and_not_decoded() -> None:
     ],
     ids=lambda url: url[:40],
 )
-def test_what_is_no_picture_is_refused(url: str) -> None:
+def test_content_that_is_no_picture_is_rejected(url: str) -> None:
     with pytest.raises(PictureInvalid):
         read_size(url)
 
@@ -86,6 +86,6 @@ MAGICS = st.sampled_from(
 
 
 @given(MAGICS, st.binary(max_size=60))
-def test_any_bytes_have_a_size_or_are_refused(magic: bytes, rest: bytes) -> None:
+def test_any_bytes_have_a_size_or_are_rejected(magic: bytes, rest: bytes) -> None:
     with contextlib.suppress(PictureInvalid):
         assert read_size(data_url(magic + rest)).pixels > 0

@@ -1,4 +1,4 @@
-"""The one table of fields: what is taken, what is refused, and by which name."""
+"""The fields of a request: accepted values, rejected values and the parameter of an error."""
 
 from __future__ import annotations
 
@@ -110,11 +110,11 @@ def test_an_explicit_null_counts_as_absent(field: str) -> None:
         ({"extra_body": {}}, "extra_body"),
     ],
 )
-def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
-    with pytest.raises(FieldError) as wrong:
+def test_an_invalid_field_is_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(FieldError) as invalid:
         read_chat(**fields)
-    assert wrong.value.param == param
-    assert len(wrong.value.message) < 200
+    assert invalid.value.param == param
+    assert len(invalid.value.message) < 200
 
 
 @pytest.mark.parametrize(
@@ -136,13 +136,13 @@ def test_a_wrong_field_is_named(fields: dict[str, Any], param: str) -> None:
         ({"type": "audio", "audio": "/etc/passwd"}, "messages[0].content[0].audio"),
     ],
 )
-def test_a_wrong_part_is_named(part: Any, param: str) -> None:
-    with pytest.raises(FieldError) as wrong:
+def test_an_invalid_content_part_is_named(part: Any, param: str) -> None:
+    with pytest.raises(FieldError) as invalid:
         read_content_parts(part)
-    assert wrong.value.param == param
+    assert invalid.value.param == param
 
 
-def test_pictures_are_bounded_in_number_and_in_pixels_all_together() -> None:
+def test_pictures_are_bounded_in_number_and_in_total_pixels() -> None:
     part = {"type": "image_url", "image_url": {"url": PICTURE}}
     large = {"type": "image_url", "image_url": {"url": data_url(png_header(6000, 6000))}}
     read_content_parts(*[part] * PICTURES_LIMIT)
@@ -155,7 +155,7 @@ def test_pictures_are_bounded_in_number_and_in_pixels_all_together() -> None:
     assert too_large.value.param == "messages[0].content[1].image_url"
 
 
-def test_a_deep_schema_of_everyday_size_is_taken() -> None:
+def test_a_deep_schema_of_ordinary_size_is_accepted() -> None:
     assert read_chat(tools=[make_tool(nested_json(30))] * 128).tools
     assert read_chat(chat_template_kwargs={"enable_thinking": True}) == read_chat()
 
@@ -168,9 +168,9 @@ def test_completions_have_openais_default_length_and_their_own_fields() -> None:
         ({}, "prompt"),
         ({"prompt": "a", "tools": []}, "tools"),
     ):
-        with pytest.raises(FieldError) as wrong:
+        with pytest.raises(FieldError) as invalid:
             read_profile({"model": "m", **fields}, Endpoint.COMPLETIONS)
-        assert wrong.value.param == param
+        assert invalid.value.param == param
 
 
 JSON = st.recursive(
@@ -187,7 +187,7 @@ FIELDS = st.sampled_from(
 
 
 @given(st.dictionaries(FIELDS, JSON), st.sampled_from(Endpoint))
-def test_any_json_is_read_or_refused_and_never_breaks_the_reader(
+def test_any_json_is_parsed_or_rejected_with_a_field_error(
     fields: dict[str, Any], endpoint: Endpoint
 ) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
@@ -196,6 +196,6 @@ def test_any_json_is_read_or_refused_and_never_breaks_the_reader(
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["role", "content", "tool_calls"]), JSON)))
-def test_any_messages_are_read_or_refused(messages: list[dict[str, Any]]) -> None:
+def test_any_messages_are_parsed_or_rejected(messages: list[dict[str, Any]]) -> None:
     with contextlib.suppress(FieldError):
         read_chat(messages=messages)

@@ -1,4 +1,4 @@
-"""What is read of a good request: what it asks for, and what of that drafting cannot do."""
+"""The profile of a valid request: its features, and those that speculation does not support."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from policies.request.profile import Bypass, Endpoint, SamplingDefaults, bypass_
 from tests.support.chat_bodies import PICTURE, TOOL, read_chat, read_content_parts
 
 
-def test_an_absent_field_takes_its_default() -> None:
+def test_an_absent_field_has_its_default() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
     profile = read_profile(body, Endpoint.CHAT, SamplingDefaults(temperature=0.3, top_k=4))
     assert (profile.sampling.temperature, profile.sampling.top_k) == (0.3, 4)
@@ -24,7 +24,7 @@ def test_an_absent_field_takes_its_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "counted"),
+    ("part", "kind"),
     [
         ({"type": "image_url", "image_url": {"url": PICTURE}}, "image"),
         ({"type": "input_image", "image_url": PICTURE}, "image"),
@@ -37,9 +37,9 @@ def test_an_absent_field_takes_its_default() -> None:
         ({"type": "file", "file": {"file_id": "file-1"}}, "file"),
     ],
 )
-def test_every_kind_of_media_is_counted(part: dict[str, Any], counted: str) -> None:
+def test_every_kind_of_media_is_counted(part: dict[str, Any], kind: str) -> None:
     profile = read_content_parts(part, {"type": "text", "text": "abc"}, part)
-    assert profile.media == ((counted, 2),)
+    assert profile.media == ((kind, 2),)
     assert profile.text_chars == 3
     assert bypass_reasons(profile)[0] is Bypass.MEDIA
 
@@ -60,7 +60,9 @@ def test_every_kind_of_media_is_counted(part: dict[str, Any], counted: str) -> N
         ({"temperature": 0, "thinking_budget": 0}, Bypass.THINKING_BUDGET),
     ],
 )
-def test_what_speculation_lacks_is_a_named_reason(fields: dict[str, Any], reason: Bypass) -> None:
+def test_each_unsupported_feature_is_a_bypass_reason(
+    fields: dict[str, Any], reason: Bypass
+) -> None:
     assert bypass_reasons(read_chat(**fields)) == (reason,)
 
 
@@ -83,12 +85,12 @@ def test_top_k_minus_one_is_the_whole_vocabulary() -> None:
     assert read_chat(top_k=-1).sampling.top_k == 0
 
 
-def test_the_usage_chunk_is_shown_only_to_who_asks() -> None:
+def test_usage_is_included_only_on_request() -> None:
     assert read_chat(stream=True, stream_options={"include_usage": True}).include_usage
     assert not read_chat(stream=True, stream_options={}).include_usage
 
 
-def test_tools_that_may_not_be_chosen_do_not_count() -> None:
+def test_tools_with_tool_choice_none_do_not_count() -> None:
     assert read_chat(tools=[TOOL]).tools
     assert not read_chat(tools=[TOOL], tool_choice="none").tools
 

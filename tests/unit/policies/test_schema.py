@@ -1,4 +1,4 @@
-"""The published schema, the page for admins and the examples match the document."""
+"""The published schema, the page for admins and the examples match the policy document."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def fields(node: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from fields(inner)
 
 
-def test_the_published_schema_is_the_documents() -> None:
+def test_the_published_schema_matches_the_document() -> None:
     published = (ROOT / "policies" / "schema.json").read_text()
     assert published == schema(), "python -m policies.schema > policies/schema.json"
 
@@ -47,11 +47,11 @@ def test_the_schema_rejects_what_the_document_rejects() -> None:
 
 
 def test_every_reference_of_the_schema_resolves() -> None:
-    made = json.loads(schema())
-    assert set(re.findall(r'"#/\$defs/(\w+)"', schema())) == set(made["$defs"])
+    parsed = json.loads(schema())
+    assert set(re.findall(r'"#/\$defs/(\w+)"', schema())) == set(parsed["$defs"])
 
 
-def test_the_shipped_policy_names_its_schema_first() -> None:
+def test_the_default_policy_names_its_schema_first() -> None:
     first = (ROOT / "policies" / "default.yaml").read_text().splitlines()[0]
     assert first == "# yaml-language-server: $schema=schema.json"
 
@@ -64,19 +64,19 @@ def test_the_page_for_admins_names_every_field_and_every_example() -> None:
     assert {name for name in examples if f"../policies/examples/{name}" in page} == examples
 
 
-def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def value_paths(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the path of every value in a document."""
     inside = node.items() if isinstance(node, dict) else enumerate(node)
     for name, inner in inside:
         yield (*at, name)
         if isinstance(inner, dict | list):
-            yield from places(inner, (*at, name))
+            yield from value_paths(inner, (*at, name))
 
 
 EXAMPLES = [
     yaml.safe_load(path.read_text()) for path in sorted((ROOT / "policies").rglob("*.yaml"))
 ]
-ANYTHING = st.recursive(
+ANY_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text("ab:-1", max_size=5),
     lambda inner: (
         st.lists(inner, max_size=2) | st.dictionaries(st.text("ab", max_size=3), inner, max_size=2)
@@ -85,16 +85,21 @@ ANYTHING = st.recursive(
 )
 
 
-@given(st.sampled_from([(n, at) for n, one in enumerate(EXAMPLES) for at in places(one)]), ANYTHING)
+@given(
+    st.sampled_from(
+        [(n, at) for n, document in enumerate(EXAMPLES) for at in value_paths(document)]
+    ),
+    ANY_VALUES,
+)
 def test_any_value_of_a_field_is_accepted_or_rejected_with_its_line(
-    where: tuple[int, tuple[Any, ...]], value: Any
+    position: tuple[int, tuple[Any, ...]], value: Any
 ) -> None:
-    example, (*outer, last) = where
+    example, (*outer, last) = position
     document = copy.deepcopy(EXAMPLES[example])
-    place: Any = document
+    parent: Any = document
     for step in outer:
-        place = place[step]
-    place[last] = value
+        parent = parent[step]
+    parent[last] = value
     problems: tuple[Problem, ...] = ()
     try:
         parse_policy(yaml.safe_dump(document), "mine.yaml")

@@ -1,4 +1,4 @@
-"""A policy's text: what is taken, what is refused before it costs anything, and its lines."""
+"""YAML of a policy: what is accepted, what is rejected before it costs memory, and line numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ routes:
 """
 
 
-def test_what_people_write_is_read_as_it_was() -> None:
+def test_ordinary_yaml_and_json_are_read_as_by_pyyaml() -> None:
     text = (resources.files("policies") / "default.yaml").read_text()
     assert read_yaml(text) == yaml.safe_load(text)
     assert read_yaml('{"a": [1, 2.5, true, null, "ü"]}') == {"a": [1, 2.5, True, None, "ü"]}
@@ -40,7 +40,7 @@ def test_what_people_write_is_read_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "what", "line"),
+    ("text", "message", "line"),
     [
         ("a: 1\nb: c: d", "it is not valid YAML", 2),
         ("a: 1\nb: !!python/object:os.system x", "it is not valid YAML", 2),
@@ -55,20 +55,20 @@ def test_what_people_write_is_read_as_it_was() -> None:
         ("a: 1\n---\nb: 1", "it is not valid YAML", 2),
     ],
 )
-def test_what_is_no_plain_yaml_is_refused_by_line(text: str, what: str, line: int | None) -> None:
+def test_invalid_yaml_is_rejected_with_its_line(text: str, message: str, line: int | None) -> None:
     with pytest.raises(YamlInvalid) as invalid:
         read_yaml(text)
-    assert (invalid.value.message, invalid.value.line) == (what, line)
+    assert (invalid.value.message, invalid.value.line) == (message, line)
 
 
 @pytest.mark.parametrize("opening", ["[", "{a: ", "- "])
-def test_nesting_is_bounded_however_deep_it_is(opening: str) -> None:
+def test_the_depth_of_nesting_is_bounded(opening: str) -> None:
     for levels in (DEPTH_LIMIT + 1, 100_000):
         with pytest.raises(YamlInvalid, match="nested more than 32 levels deep"):
             read_yaml(opening * levels)
 
 
-def test_a_few_lines_that_mean_millions_are_refused() -> None:
+def test_aliases_that_expand_exponentially_are_rejected() -> None:
     letters = "abcdefghi"
     lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
     lines += [
@@ -83,7 +83,7 @@ def test_a_few_lines_that_mean_millions_are_refused() -> None:
 
 
 @given(st.text())
-def test_no_text_raises_anything_else(text: str) -> None:
+def test_any_text_is_read_or_raises_yaml_invalid(text: str) -> None:
     with contextlib.suppress(YamlInvalid):
         read_yaml(text)
     assert (line_of(text, "a.b") or 1) >= 1
@@ -98,7 +98,7 @@ PLAIN = st.recursive(
 
 
 @given(PLAIN)
-def test_what_yaml_writes_is_read_again(value: Any) -> None:
+def test_a_value_dumped_as_yaml_is_read_back_unchanged(value: Any) -> None:
     assert read_yaml(yaml.safe_dump(value, allow_unicode=True)) == value
 
 
@@ -118,10 +118,10 @@ def test_what_yaml_writes_is_read_again(value: Any) -> None:
         ("", 1),
     ],
 )
-def test_a_field_is_found_by_line_or_where_it_should_be(field: str, line: int) -> None:
+def test_the_line_of_a_field_or_of_its_nearest_parent_is_returned(field: str, line: int) -> None:
     assert line_of(TEXT, field) == line
 
 
-def test_where_nothing_stands_there_is_no_line() -> None:
+def test_an_empty_or_invalid_text_has_no_line_numbers() -> None:
     assert line_of("", "a") is None
     assert line_of("a: [", "a") is None

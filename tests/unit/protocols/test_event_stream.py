@@ -1,4 +1,4 @@
-"""The scanner: what passes, what is hidden, what is learnt, however the bytes are split."""
+"""The stream scanner: bytes that pass, bytes that it hides and its state, for any split."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def scan(
     limit_bytes: int = 4096,
 ) -> tuple[bytes, StreamState]:
     scanner = scanner_of(hide_usage=hide_usage, hide_metrics=hide_metrics, limit_bytes=limit_bytes)
-    passed = b"".join([scanner.feed(piece) for piece in pieces] + [scanner.close()])
-    return passed, scanner.state
+    output = b"".join([scanner.feed(piece) for piece in pieces] + [scanner.close()])
+    return output, scanner.state
 
 
 def scanner_of(
     *, hide_usage: bool = True, hide_metrics: bool = True, limit_bytes: int
 ) -> StreamScanner:
-    """A scanner whose events go to a chat client."""
+    """Return a scanner whose events a chat client receives."""
     encoder = OpenAIStreamEncoder(include_usage=not hide_usage, include_metrics=not hide_metrics)
     return StreamScanner(encoder, limit_bytes=limit_bytes)
 
@@ -43,7 +43,9 @@ FRAMES = st.one_of(
     WORDS.map(lambda word: chunk({"content": word})),
     WORDS.map(lambda word: chunk({"reasoning_content": word})),
     WORDS.map(lambda word: chunk({"reasoning": word})),
-    st.sampled_from(["stop", "length", "tool_calls"]).map(lambda why: chunk({}, why)),
+    st.sampled_from(["stop", "length", "tool_calls"]).map(
+        lambda finish_reason: chunk({}, finish_reason)
+    ),
     st.just(usage_chunk()),
     st.just(DONE),
     st.just(b": keep alive\n\n"),
@@ -67,65 +69,65 @@ def streams(draw: st.DrawFn) -> bytes:
 
 
 @given(streams(), st.data(), st.booleans(), st.booleans())
-def test_any_split_of_the_bytes_gives_the_same_bytes_and_the_same_state(
+def test_any_split_of_the_bytes_gives_the_same_output_and_state(
     stream: bytes, data: st.DataObject, hide_usage: bool, hide_metrics: bool
 ) -> None:
-    places = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
-    pieces = [stream[a:b] for a, b in zip([0, *places], [*places, len(stream)], strict=True)]
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=12)))
+    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
     one_by_one = [bytes([byte]) for byte in stream]
-    hidden: Any = {"hide_usage": hide_usage, "hide_metrics": hide_metrics, "limit_bytes": 256}
-    whole = scan([stream], **hidden)
-    assert scan(pieces, **hidden) == whole
-    assert scan(one_by_one, **hidden) == whole
+    options: Any = {"hide_usage": hide_usage, "hide_metrics": hide_metrics, "limit_bytes": 256}
+    unsplit = scan([stream], **options)
+    assert scan(pieces, **options) == unsplit
+    assert scan(one_by_one, **options) == unsplit
 
 
-def test_an_event_in_two_parts_passes_in_order_whatever_its_second_part_looks_like() -> None:
+def test_an_event_split_at_any_byte_passes_in_order() -> None:
     first, second = chunk({"content": "one"}), chunk({"content": " two"})
-    for place in range(1, len(second)):
-        assert scan([first, second[:place], second[place:]])[0] == first + second
+    for cut in range(1, len(second)):
+        assert scan([first, second[:cut], second[cut:]])[0] == first + second
 
 
 @given(st.lists(WORDS, min_size=1, max_size=6), LINE_END)
-def test_a_good_stream_passes_byte_for_byte(words: list[str], end: bytes) -> None:
+def test_a_valid_stream_passes_unchanged(words: list[str], end: bytes) -> None:
     stream = b"".join(stream_events(words)).replace(b"\n", end)
-    passed, state = scan([stream], hide_usage=False, hide_metrics=False)
-    assert passed == stream
+    output, state = scan([stream], hide_usage=False, hide_metrics=False)
+    assert output == stream
     assert state.complete
     assert not state.broken
     assert state.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
     assert state.drafts == Drafts(steps=1, drafted=2, accepted=1, histogram=(0, 1, 0))
 
 
-def test_the_trailing_chunk_is_told_for_its_metrics_alone_or_told_without_them() -> None:
+def test_the_trailing_chunk_is_sent_with_its_metrics_or_without_them() -> None:
     stream = b"".join(stream_events(["one"]))
     usage = {**json.loads(usage_chunk().removeprefix(b"data: "))}
     assert scan([stream], hide_metrics=False)[0] == stream
-    told, state = scan([stream], hide_usage=False)
+    output, state = scan([stream], hide_usage=False)
     metrics = usage.pop("metrics")
-    assert told == stream.replace(usage_chunk(), event(usage))
+    assert output == stream.replace(usage_chunk(), event(usage))
     assert metrics["speculative_decoding"]["num_spec_steps"] == 1
-    assert state.drafts is not None, "what is not told is counted all the same"
+    assert state.drafts is not None, "hidden metrics are still recorded"
 
 
-def test_a_chunk_without_metrics_is_not_told_to_who_asked_for_those_alone() -> None:
+def test_a_chunk_without_metrics_is_hidden_if_only_metrics_were_requested() -> None:
     frame: dict[str, Any] = {"choices": [], "usage": {"prompt_tokens": 4}, "metrics": None}
     stream = chunk({}, "stop") + event(frame) + DONE
     assert scan([stream], hide_metrics=False)[0] == chunk({}, "stop") + DONE
 
 
 def test_only_the_trailing_usage_chunk_is_hidden() -> None:
-    carried = event(
+    with_content = event(
         {"choices": [{"index": 0, "delta": {"content": "x"}}], "usage": {"prompt_tokens": 4}}
     )
-    passed, state = scan([carried, chunk({}, "stop"), usage_chunk(), DONE])
-    assert passed == carried + chunk({}, "stop") + DONE
+    output, state = scan([with_content, chunk({}, "stop"), usage_chunk(), DONE])
+    assert output == with_content + chunk({}, "stop") + DONE
     assert state.usage == Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=2)
 
 
-def test_words_of_the_model_are_never_taken_for_facts() -> None:
-    told = 'he said "finish_reason":"stop", "usage":{"prompt_tokens":9}, "error":{} and [DONE]'
-    passed, state = scan([chunk({"content": told})])
-    assert passed == chunk({"content": told})
+def test_text_of_the_model_is_never_read_as_a_field_of_the_stream() -> None:
+    text = 'he said "finish_reason":"stop", "usage":{"prompt_tokens":9}, "error":{} and [DONE]'
+    output, state = scan([chunk({"content": text})])
+    assert output == chunk({"content": text})
     assert (state.finished, state.done, state.usage, state.broken) == (
         False,
         False,
@@ -134,21 +136,21 @@ def test_words_of_the_model_are_never_taken_for_facts() -> None:
     )
 
 
-def test_nothing_passes_behind_an_error() -> None:
-    bad = event({"error": {"message": "no"}})
-    passed, state = scan([chunk({"content": "a"}) + bad + chunk({"content": "b"}) + DONE])
-    assert passed == chunk({"content": "a"})
+def test_no_event_passes_after_an_error() -> None:
+    error = event({"error": {"message": "no"}})
+    output, state = scan([chunk({"content": "a"}) + error + chunk({"content": "b"}) + DONE])
+    assert output == chunk({"content": "a"})
     assert state.broken
     assert not state.complete
 
 
-def test_nothing_passes_behind_done() -> None:
+def test_no_event_passes_after_done() -> None:
     stream = [chunk({"content": "a"}, "stop"), DONE, chunk({"content": "b"}), DONE]
-    passed, _ = scan(stream)
-    assert passed == stream[0] + DONE
+    output, _ = scan(stream)
+    assert output == stream[0] + DONE
 
 
-def test_what_follows_done_cannot_break_the_answer_that_was_whole() -> None:
+def test_bytes_after_done_do_not_break_a_complete_answer() -> None:
     scanner = scanner_of(limit_bytes=300)
     for piece in (chunk({"content": "a"}, "stop"), DONE, b"data: " + b"x" * 200, b"x" * 200):
         scanner.feed(piece)
@@ -176,6 +178,6 @@ def test_the_text_of_completions_counts_as_content() -> None:
 
 
 @pytest.mark.parametrize("name", ["content", "reasoning_content", "reasoning"])
-def test_the_first_word_is_the_first_whether_it_is_thought_or_said(name: str) -> None:
+def test_reasoning_and_content_both_count_as_content(name: str) -> None:
     assert not scan([chunk({"role": "assistant"})])[1].content_seen
     assert scan([chunk({name: "Hm"})])[1].content_seen

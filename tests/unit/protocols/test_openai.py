@@ -1,4 +1,4 @@
-"""Normalised once, the same words make the same prompt."""
+"""Normalisation of messages: equal conversations give equal prompts."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ def test_developer_becomes_system_and_system_is_hoisted_and_merged() -> None:
     ]
 
 
-def test_plain_neighbours_of_one_role_merge() -> None:
+def test_adjacent_plain_messages_of_one_role_merge() -> None:
     assert normalise([message("user", "a"), message("user", "b"), message("assistant", "c")]) == [
         message("user", "a\n\nb"),
         message("assistant", "c"),
     ]
 
 
-def test_what_is_more_than_text_never_merges() -> None:
+def test_messages_with_more_than_text_never_merge() -> None:
     call = message("assistant", "x", tool_calls=[{"id": "1"}])
     parts = message("user", [{"type": "text", "text": "x"}])
     named = message("user", "x", name="ann")
     tool = message("tool", "4", tool_call_id="1")
-    for odd in (call, parts, named, tool):
-        plain = message(odd["role"], "plain")
-        assert normalise([odd, plain]) == [odd, plain]
-        assert normalise([plain, odd]) == [plain, odd]
-        assert normalise([odd, odd]) == [odd, odd]
+    for special in (call, parts, named, tool):
+        plain = message(special["role"], "plain")
+        assert normalise([special, plain]) == [special, plain]
+        assert normalise([plain, special]) == [plain, special]
+        assert normalise([special, special]) == [special, special]
 
 
-def test_a_null_field_does_not_keep_neighbours_apart() -> None:
+def test_a_null_field_does_not_prevent_a_merge() -> None:
     assert normalise([message("user", "a", name=None), message("user", "b")]) == [
         message("user", "a\n\nb")
     ]
 
 
-def test_system_parts_stay_parts() -> None:
+def test_content_parts_of_system_messages_stay_parts() -> None:
     part = {"type": "text", "text": "b"}
     assert normalise([message("system", "a"), message("system", [part])]) == [
         message("system", [{"type": "text", "text": "a"}, part])
     ]
 
 
-def test_what_was_given_is_not_changed() -> None:
+def test_normalisation_does_not_change_its_argument() -> None:
     given_messages = [message("user", "a"), message("user", "b"), message("system", "s")]
     normalise(given_messages)
     assert given_messages == [message("user", "a"), message("user", "b"), message("system", "s")]
@@ -72,15 +72,15 @@ MESSAGES = st.lists(st.builds(message, ROLES, CONTENTS), max_size=8)
 
 
 @given(MESSAGES)
-def test_doing_it_twice_changes_nothing(messages: list[dict[str, Any]]) -> None:
-    once = normalise(messages)
-    assert normalise(once) == once
+def test_normalisation_is_idempotent(messages: list[dict[str, Any]]) -> None:
+    normalised = normalise(messages)
+    assert normalise(normalised) == normalised
 
 
 @given(MESSAGES)
 def test_system_comes_first_and_only_once(messages: list[dict[str, Any]]) -> None:
-    roles = [one["role"] for one in normalise(messages)]
+    roles = [item["role"] for item in normalise(messages)]
     assert "developer" not in roles
     assert "system" not in roles[1:]
-    plain = [one["role"] for one in normalise(messages) if isinstance(one["content"], str)]
+    plain = [item["role"] for item in normalise(messages) if isinstance(item["content"], str)]
     assert set(plain) <= {"system", "user", "assistant", "tool"}

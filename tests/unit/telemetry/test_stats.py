@@ -22,7 +22,7 @@ LANE = LaneKey("vlm", "vlm", "a", "demo")
 
 
 @given(st.lists(st.floats(1e-6, 900), min_size=1), st.sampled_from([0.05, 0.5, 0.95]))
-def test_a_percentile_is_right_to_the_width_of_its_bucket(
+def test_a_percentile_is_correct_to_the_width_of_its_bucket(
     durations_s: list[float], share: float
 ) -> None:
     histogram = LogHistogram()
@@ -49,31 +49,33 @@ class GrowingTotals:
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.floats(0.1, 120)), max_size=60), st.floats(10, 900))
-async def test_a_window_counts_every_request_of_its_time_once_and_memory_is_bounded(
-    grown: list[tuple[int, float]], window_s: float
+async def test_a_window_counts_each_of_its_requests_once_in_bounded_memory(
+    increments: list[tuple[int, float]], window_s: float
 ) -> None:
     totals = GrowingTotals()
-    begun = [(totals.now_s, 0)]
-    for requests, seconds in grown:
+    samples = [(totals.now_s, 0)]
+    for requests, seconds in increments:
         totals.now_s += seconds
         totals.requests += requests
         await totals.history.record()
-        begun.append((totals.now_s, totals.requests))
-    now = totals.history.take_snapshot()
-    steps = totals.history.window(now, window_s)
-    counted = [b.minus(a).get(LANE, LaneTotals()).requests for a, b in itertools.pairwise(steps)]
-    whole = now.minus(steps[0]).get(LANE, LaneTotals()).requests
-    before = dict(begun)[steps[0].at_s]
-    assert sum(counted) == whole == totals.requests - before
-    covered_s = now.at_s - steps[0].at_s
-    kept_from_s = max(
-        at_s for at_s, _ in begun if now.at_s - at_s >= MAX_WINDOW_S or at_s == begun[0][0]
+        samples.append((totals.now_s, totals.requests))
+    snapshot = totals.history.take_snapshot()
+    steps = totals.history.window(snapshot, window_s)
+    step_counts = [
+        b.minus(a).get(LANE, LaneTotals()).requests for a, b in itertools.pairwise(steps)
+    ]
+    total = snapshot.minus(steps[0]).get(LANE, LaneTotals()).requests
+    before = dict(samples)[steps[0].at_s]
+    assert sum(step_counts) == total == totals.requests - before
+    covered_s = snapshot.at_s - steps[0].at_s
+    oldest_at_s = max(
+        at_s for at_s, _ in samples if snapshot.at_s - at_s >= MAX_WINDOW_S or at_s == samples[0][0]
     )
-    assert covered_s >= min(window_s, now.at_s - kept_from_s)
-    assert len(steps) <= len(grown) + 2
+    assert covered_s >= min(window_s, snapshot.at_s - oldest_at_s)
+    assert len(steps) <= len(increments) + 2
 
 
-async def test_snapshots_are_kept_for_fifteen_minutes_and_no_longer() -> None:
+async def test_snapshots_are_stored_for_fifteen_minutes() -> None:
     totals = GrowingTotals()
     for _ in range(1000):
         totals.now_s += SNAPSHOT_INTERVAL_S

@@ -1,4 +1,4 @@
-"""What `make mutants` leaves out, which tests it chooses, and which results it keeps."""
+"""The mutation tool: excluded mutants, chosen tests and stored results."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def drawn(root: Path) -> list[Mutant]:
+def mutants(root: Path) -> list[Mutant]:
     mutations = all_mutations(root, ["gateway/part.py"], root)
     return draw(root, mutations, load_config().skip, count=1000, seed=1)
 
 
-def place(text: str) -> tuple[int, int]:
+def position(text: str) -> tuple[int, int]:
     at = MODULE.index(text)
     return MODULE.count("\n", 0, at) + 1, at - MODULE.rfind("\n", 0, at) - 1
 
@@ -78,67 +78,65 @@ def place(text: str) -> tuple[int, int]:
         ("> LIMIT", False),
     ],
 )
-def test_only_what_cannot_matter_is_left_out(text: str, spared: bool) -> None:
-    assert Spared(MODULE, load_config().skip).covers(place(text)) is spared
+def test_mutants_without_effect_are_excluded(text: str, spared: bool) -> None:
+    assert Spared(MODULE, load_config().skip).covers(position(text)) is spared
 
 
-def test_one_seed_draws_one_sample_and_more_begins_with_the_same(
-    root: Path, drawn: list[Mutant]
-) -> None:
+def test_a_seed_determines_the_order_of_the_sample(root: Path, mutants: list[Mutant]) -> None:
     mutations = all_mutations(root, ["gateway/part.py"], root)
     few = draw(root, mutations, load_config().skip, count=5, seed=1)
     other = draw(root, mutations, load_config().skip, count=5, seed=2)
 
-    assert few == drawn[:5]
+    assert few == mutants[:5]
     assert other != few
-    assert len({one.key for one in drawn}) == len(drawn)
+    assert len({mutant.key for mutant in mutants}) == len(mutants)
 
 
-def test_a_mutant_shows_its_line_before_and_after(drawn: list[Mutant]) -> None:
-    lines = {(one.line, one.becomes) for one in drawn}
+def test_a_mutant_contains_its_line_before_and_after(mutants: list[Mutant]) -> None:
+    lines = {(mutant.line, mutant.becomes) for mutant in mutants}
 
     assert ("LIMIT = 2", "LIMIT = 3") in lines
-    assert all(one.line != one.becomes for one in drawn)
+    assert all(mutant.line != mutant.becomes for mutant in mutants)
 
 
-def test_a_target_that_matches_nothing_is_refused(root: Path) -> None:
+def test_a_target_that_matches_no_file_is_rejected(root: Path) -> None:
     assert find_targets(root, ["gateway/*.py"]) == ["gateway/other.py", "gateway/part.py"]
     with pytest.raises(ValueError, match=r"gone/\*\.py"):
         find_targets(root, ["gone/*.py"])
 
 
-def test_a_line_is_reached_by_the_tests_that_run_it_or_use_what_it_binds(root: Path) -> None:
-    body = place("return x")[0]
+def test_the_tests_of_a_line_run_it_or_use_a_name_that_it_binds(root: Path) -> None:
+    body = position("return x")[0]
     tests_of = {("gateway/part.py", body): ["t::grow"], ("gateway/other.py", 7): ["t::twice"]}
     reach = Reach(root, tests_of, ["gateway/part.py", "gateway/other.py"])
 
-    assert reach.tests("gateway/part.py", place("> LIMIT")) == {"t::grow"}
-    assert reach.tests("gateway/part.py", place("5)")) == {"t::grow"}
-    assert reach.tests("gateway/part.py", place("2\n")) == {"t::grow", "t::twice"}
-    assert reach.tests("gateway/part.py", place("4\n")) == set()
+    assert reach.tests("gateway/part.py", position("> LIMIT")) == {"t::grow"}
+    assert reach.tests("gateway/part.py", position("5)")) == {"t::grow"}
+    assert reach.tests("gateway/part.py", position("2\n")) == {"t::grow", "t::twice"}
+    assert reach.tests("gateway/part.py", position("4\n")) == set()
 
 
-def test_a_result_is_kept_until_its_tests_change(tmp_path: Path, drawn: list[Mutant]) -> None:
-    killed, survived = drawn[0], drawn[1]
+def test_a_result_is_valid_until_its_tests_change(tmp_path: Path, mutants: list[Mutant]) -> None:
+    killed, survived = mutants[0], mutants[1]
     tests = ["a.py::one", "b.py::two"]
-    then = Measured(seconds=dict.fromkeys(tests, 0.1), digests={"a.py": "1", "b.py": "1"})
+    before = Measured(seconds=dict.fromkeys(tests, 0.1), digests={"a.py": "1", "b.py": "1"})
     results = Results(tmp_path / "results.jsonl")
     results.add(
         Result(
-            key=killed.key, outcome=Outcome.KILLED, killer=tests[0], proof=proof(tests[:1], then)
+            key=killed.key, outcome=Outcome.KILLED, killer=tests[0], proof=proof(tests[:1], before)
         )
     )
-    results.add(Result(key=survived.key, outcome=Outcome.SURVIVED, proof=proof(tests, then)))
-    read = Results(tmp_path / "results.jsonl")
-    now = Measured(seconds=then.seconds, digests={"a.py": "1", "b.py": "2"})
+    results.add(Result(key=survived.key, outcome=Outcome.SURVIVED, proof=proof(tests, before)))
+    stored = Results(tmp_path / "results.jsonl")
+    after = Measured(seconds=before.seconds, digests={"a.py": "1", "b.py": "2"})
 
-    assert read.valid(killed, tests, then) is not None
-    assert read.valid(survived, tests, then) is not None
-    assert read.valid(killed, tests, now) is not None
-    assert read.valid(survived, tests, now) is None
+    assert stored.valid(killed, tests, before) is not None
+    assert stored.valid(survived, tests, before) is not None
+    assert stored.valid(killed, tests, after) is not None
+    assert stored.valid(survived, tests, after) is None
 
 
-def test_an_accepted_survivor_gives_its_reason(tmp_path: Path) -> None:
+def test_an_accepted_survivor_needs_a_reason(tmp_path: Path) -> None:
     path = tmp_path / "equivalent.toml"
     entry = '[[survivor]]\nmodule = "m"\noperator = "o"\nline = "l"\nbecomes = "b"\nreason = "{}"\n'
     path.write_text(entry.format("It is never read."))

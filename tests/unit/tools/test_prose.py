@@ -1,4 +1,4 @@
-"""The measure of prose counts clauses that begin with a free relative, and nothing else."""
+"""The measure of prose counts exactly the clauses that begin with a free relative."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tools.prose import rate
         ("A sentence that goes on\nwhere a line ends is one.", 0),
     ],
 )
-def test_a_clause_counts_that_begins_without_an_actor(page: str, clauses: int) -> None:
+def test_only_clauses_that_begin_without_an_actor_count(page: str, clauses: int) -> None:
     words = 1000 / rate(page) if clauses else 0
     assert (rate(page) > 0) == bool(clauses)
     if clauses:

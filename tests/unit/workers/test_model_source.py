@@ -1,4 +1,4 @@
-"""A model is a folder, a repository or the demo; a failed download is one clear sentence."""
+"""The model of a worker: a folder, a repository or the demo, and errors of a download."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from workers.engine.types import ModelUnusable
 from workers.server.model_source import resolve_model
 
 
-def test_no_model_named_is_the_demo_under_the_name_of_the_shipped_policy() -> None:
+def test_without_a_model_name_the_demo_is_served_under_its_name_in_the_default_policy() -> None:
     source = resolve_model("")
     assert (source.folder, source.served_name, source.toy) == (CHECKPOINT, "demo", True)
 
 
-def test_folder_is_served_under_its_own_name(tmp_path: Path) -> None:
+def test_a_folder_is_served_under_its_name(tmp_path: Path) -> None:
     folder = tmp_path / "my-qwen"
     folder.mkdir()
     source = resolve_model(str(folder))
     assert (source.folder, source.served_name, source.toy) == (folder, "my-qwen", False)
 
 
-def test_repository_is_downloaded_without_its_code_and_served_under_its_name(
+def test_a_repository_is_downloaded_without_its_code_and_served_under_its_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     fetch = Mock(return_value=str(tmp_path))
@@ -53,7 +53,7 @@ def test_repository_is_downloaded_without_its_code_and_served_under_its_name(
         (OSError, "download failed"),
     ],
 )
-def test_failed_download_is_a_sentence_with_the_reason(
+def test_a_failed_download_raises_an_error_with_the_reason(
     monkeypatch: pytest.MonkeyPatch, raised: type[Exception], hint: str
 ) -> None:
     response = httpx.Response(404, request=httpx.Request("GET", "http://x"))

@@ -15,20 +15,20 @@ from workers.server.settings import advertised_url, default_worker_id
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Run in an empty folder, without settings of a Paceline on this machine."""
+    """Run in an empty folder, without any Paceline setting of this machine."""
     monkeypatch.chdir(tmp_path)
     for name in ("JOIN_TOKEN", "CONFIG", "WORKER_PORT", "WORKER_LANES", "WORKER_LABELS"):
         monkeypatch.delenv(f"PACELINE_{name}", raising=False)
 
 
-def test_defaults_listen_on_loopback_with_both_lanes() -> None:
+def test_by_default_a_worker_listens_on_loopback_with_both_lanes() -> None:
     settings = read_settings([])
     assert (settings.listening_host(), settings.port) == ("127.0.0.1", 9200)
     assert settings.lanes == (LaneName.TEXT_MTP, LaneName.VLM)
     assert settings.draft_tokens == 2
 
 
-def test_flags_win_over_environment_and_that_over_the_file(
+def test_flags_override_the_environment_and_that_overrides_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file = tmp_path / "other.yaml"
@@ -40,7 +40,7 @@ def test_flags_win_over_environment_and_that_over_the_file(
     assert (settings.port, settings.draft_tokens, settings.id) == (3, 2, "filed")
 
 
-def test_paceline_yaml_beside_is_read_and_lists_may_be_lists(tmp_path: Path) -> None:
+def test_paceline_yaml_of_the_working_folder_is_read_and_may_contain_lists(tmp_path: Path) -> None:
     (tmp_path / "paceline.yaml").write_text("worker: {lanes: [vlm]}")
     assert read_settings([]).lanes == (LaneName.VLM,)
     assert read_settings(["--lanes", "vlm, text-mtp"]).lanes == (
@@ -49,7 +49,7 @@ def test_paceline_yaml_beside_is_read_and_lists_may_be_lists(tmp_path: Path) -> 
     )
 
 
-def test_labels_are_repeated_as_flags_and_listed_elsewhere(
+def test_labels_are_repeated_flags_or_lists(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "paceline.yaml").write_text("worker: {labels: [big, lab-2]}")
@@ -59,14 +59,16 @@ def test_labels_are_repeated_as_flags_and_listed_elsewhere(
     assert read_settings(["--label", "big", "--label", "bf16"]).labels == ("big", "bf16")
 
 
-def test_gateways_own_host_and_port_are_not_the_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_and_port_of_the_gateway_do_not_apply_to_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("PACELINE_PORT", "8000")
     monkeypatch.setenv("PACELINE_HOST", "0.0.0.0")
     assert (read_settings([]).port, read_settings([]).listening_host()) == (9200, "127.0.0.1")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "name"),
     [
         (["--port", "99999"], "--port"),
         (["--lanes", "fast"], "--lanes"),
@@ -80,23 +82,23 @@ def test_gateways_own_host_and_port_are_not_the_workers(monkeypatch: pytest.Monk
         (["--join", "http://192.0.2.1:8000", "--host", "127.0.0.1", "--token", "t"], "--host"),
     ],
 )
-def test_invalid_setting_is_named(arguments: list[str], named: str) -> None:
-    with pytest.raises(InvalidSettings, match="(?s).*" + named):
+def test_an_invalid_setting_is_named(arguments: list[str], name: str) -> None:
+    with pytest.raises(InvalidSettings, match="(?s).*" + name):
         read_settings(arguments)
 
 
-def test_wrong_settings_of_environment_and_file_are_named_as_they_are_written(
+def test_invalid_settings_are_named_as_in_the_environment_or_the_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "paceline.yaml").write_text("worker: {prot: 9200}")
     monkeypatch.setenv("PACELINE_WORKER_DRAFT_TOKENS", "many")
-    with pytest.raises(InvalidSettings) as unusable:
+    with pytest.raises(InvalidSettings) as invalid:
         read_settings([])
-    assert "PACELINE_WORKER_DRAFT_TOKENS" in str(unusable.value)
-    assert "'prot'" in str(unusable.value)
+    assert "PACELINE_WORKER_DRAFT_TOKENS" in str(invalid.value)
+    assert "'prot'" in str(invalid.value)
 
 
-def test_token_comes_from_flag_or_environment_and_is_never_shown(
+def test_the_token_comes_from_a_flag_or_the_environment_and_is_never_printed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PACELINE_JOIN_TOKEN", "canary-1")
@@ -107,9 +109,9 @@ def test_token_comes_from_flag_or_environment_and_is_never_shown(
     assert from_flag.token is not None
     assert from_flag.token.get_secret_value() == "canary-2"
     assert "canary" not in repr(from_flag)
-    with pytest.raises(InvalidSettings) as unusable:
+    with pytest.raises(InvalidSettings) as invalid:
         read_settings(["--token", "canary-3", "--port", "x"])
-    assert "canary" not in str(unusable.value)
+    assert "canary" not in str(invalid.value)
 
 
 @pytest.mark.parametrize(
@@ -121,17 +123,17 @@ def test_token_comes_from_flag_or_environment_and_is_never_shown(
         ("x" * 80, "x" * 50 + "-9200"),
     ],
 )
-def test_default_name_is_machine_and_port_in_plain_letters(hostname: str, expected: str) -> None:
+def test_the_default_name_is_host_and_port_in_plain_letters(hostname: str, expected: str) -> None:
     worker_id = default_worker_id(hostname, 9200)
     assert worker_id == expected
     WorkerReport(worker_id=worker_id, boot_id="b", url="u", model="m", context_tokens=1, lanes=())
 
 
-def test_two_workers_of_one_machine_differ() -> None:
+def test_two_workers_of_one_machine_have_different_names() -> None:
     assert default_worker_id("studio", 9200) != default_worker_id("studio", 9201)
 
 
-def test_advertised_address_faces_the_gateway_for_a_wildcard_host() -> None:
+def test_a_wildcard_host_advertises_the_address_towards_the_gateway() -> None:
     assert advertised_url("0.0.0.0", 9200, "http://127.0.0.1:8000") == "http://127.0.0.1:9200"
     assert advertised_url("192.0.2.7", 9200, "http://192.0.2.1:80") == "http://192.0.2.7:9200"
     assert advertised_url("fd00::7", 9200, None) == "http://[fd00::7]:9200"
@@ -149,5 +151,5 @@ def test_advertised_address_faces_the_gateway_for_a_wildcard_host() -> None:
         ("192.168.1.2", False),
     ],
 )
-def test_loopback_is_recognised(host: str, loopback: bool) -> None:
+def test_is_loopback_recognises_local_hosts(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
