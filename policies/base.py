@@ -52,7 +52,11 @@ class Section(BaseModel):
     """A section of the document; it rejects unknown fields and empty values."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
     @field_validator("*", mode="before")

@@ -24,7 +24,7 @@ class PrefixPolicy(Section):
     A key without a team is alone. A client can detect by the time to the first token that another
     client of its group uses the same prompt.
     """
-    ttl_s: float = Field(default=900.0, gt=0, allow_inf_nan=False)
+    ttl_s: float = Field(default=900.0, gt=0)
     """How long a worker is preferred after the last use of the prompt."""
     max_workers: int = Field(default=3, ge=0, le=64)
     """The number of workers that are remembered per prompt; 0 turns prefix affinity off."""
@@ -46,7 +46,7 @@ Labels = Annotated[
         as_list, json_schema_input_type=Label | Annotated[list[Label], Field(min_length=1)]
     ),
 ]
-Weight = Annotated[float, Field(gt=0, le=_LARGEST_WEIGHT, allow_inf_nan=False)]
+Weight = Annotated[float, Field(gt=0, le=_LARGEST_WEIGHT)]
 
 
 class PoolWorkers(Section):
@@ -71,7 +71,7 @@ class Queue(Section):
 
     limit: int = Field(default=128, ge=0)
     """The number of requests that may wait; further ones get 503 at once."""
-    timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    timeout_s: float = Field(default=60.0, gt=0)
     """How long a request may wait; then it gets 503."""
 
 
@@ -114,7 +114,7 @@ class Limits(Section):
     """Tokens of an answer: a larger number is rejected; it is also the default."""
     prompt_chars: int | None = Field(default=None, ge=1)
     """Characters of text in all messages, or in the prompt."""
-    request_timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    request_timeout_s: float | None = Field(default=None, gt=0)
     """The time from the complete request to the last byte of the answer; then 504."""
 
     def request_time_s(self, most_s: float) -> float:
@@ -136,7 +136,7 @@ class MediaRules(Section):
 class Retries(Section):
     """The retry budget: a bound on requests that are on a further attempt."""
 
-    share: float = Field(default=0.2, ge=0, le=1, allow_inf_nan=False)
+    share: float = Field(default=0.2, ge=0, le=1)
     """The share of all active requests, as in Envoy's retry budget."""
     at_least: int = Field(default=3, ge=0)
     """The number that is always allowed, however few requests are active."""
@@ -190,13 +190,13 @@ class MetricsRules(Section):
 class SamplingPolicy(Section):
     """Default values for sampling fields that a request omits."""
 
-    temperature: float = Field(default=1.0, ge=0, le=2, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, ge=0, le=2)
     """0 always takes the likeliest token, as speculation requires."""
-    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Only the likeliest tokens whose probabilities add up to this share; 1 is all."""
     top_k: int = Field(default=0, ge=0)
     """Only this number of the likeliest tokens; 0 is all."""
-    min_p: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    min_p: float = Field(default=0.0, ge=0, le=1)
     """Only tokens with at least this share of the highest probability; 0 is all."""
 
     @property

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
+
+Default = TypeVar("Default", float, None)
 
 
 class FieldError(ValueError):
@@ -58,7 +60,7 @@ class Fields:
             raise FieldError(name, f"'{name}' must be {bounds}.")
         return value
 
-    def number(self, name: str, default: float, *, low: float, high: float) -> float:
+    def number(self, name: str, default: Default, *, low: float, high: float) -> float | Default:
         """Return a finite number within bounds, or the default."""
         value = self._body.get(name)
         if value is None:

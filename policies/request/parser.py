@@ -112,10 +112,8 @@ def _read_sampling(fields: Fields, defaults: SamplingDefaults) -> Sampling:
 
 
 def _read_keep_share(fields: Fields) -> float | None:
-    if fields.get("specprefill_keep_pct") is None:
-        return None
-    share = fields.number("specprefill_keep_pct", 1.0, low=0, high=1)
-    if not share:
+    share = fields.number("specprefill_keep_pct", None, low=0, high=1)
+    if share == 0:
         raise FieldError("specprefill_keep_pct", "'specprefill_keep_pct' must be above 0.")
     return share
 

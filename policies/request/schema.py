@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from policies.request.content import ROLES
-from policies.request.fields import Fields
+from policies.request.fields import Default, Fields
 from policies.request.parser import KNOWN_FIELDS, read_profile
 from policies.request.profile import Endpoint
 
@@ -65,7 +65,9 @@ def request_schema(endpoint: Endpoint) -> dict[str, Any]:
             recorded[name] = {"type": ["integer", "null"], "minimum": low, "maximum": high}
             return super().integer(name, default, low=low, high=high)
 
-        def number(self, name: str, default: float, *, low: float, high: float) -> float:
+        def number(
+            self, name: str, default: Default, *, low: float, high: float
+        ) -> float | Default:
             recorded[name] = {"type": ["number", "null"], "minimum": low, "maximum": high}
             return super().number(name, default, low=low, high=high)
 

@@ -73,6 +73,15 @@ def test_leaving_and_queueing_again_gains_no_position() -> None:
     assert list(queue).index("b-4") >= before
 
 
+def test_a_client_whose_requests_have_all_left_starts_again_like_a_new_client() -> None:
+    queue = queue_of(("a", DEFAULT), ("a", DEFAULT), ("b", DEFAULT))
+    for ticket in ("a-0", "a-1"):
+        queue.remove(ticket)
+    queue.enqueue("a-3", DEFAULT, "a")
+    queue.enqueue("b-4", DEFAULT, "b")
+    assert list(queue) == ["b-2", "a-3", "b-4"]
+
+
 MOVES = st.lists(
     st.one_of(
         st.tuples(st.just("enter"), st.sampled_from("abc"), st.sampled_from(Priority)),

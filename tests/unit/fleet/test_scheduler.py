@@ -184,6 +184,15 @@ async def test_a_spill_after_0_ms_is_immediate() -> None:
     assert reasons == ["eligible", "spilled"]
 
 
+async def test_a_spill_after_0_ms_does_not_pass_through_the_queue() -> None:
+    scheduler = SchedulerHarness(policy_of(spill_ms=0))
+    scheduler.fleet.heartbeat(worker_report())
+    await scheduler.acquire(GREEDY)
+    spilled = scheduler.acquire(GREEDY)
+    await asyncio.sleep(0)  # one step of the task: it waits for nothing
+    assert spilled.done()
+
+
 async def test_a_spilled_request_uses_the_preferred_pool_if_that_has_a_slot_first() -> None:
     scheduler = SchedulerHarness(policy_of(spill_ms=1))
     scheduler.fleet.heartbeat(worker_report())

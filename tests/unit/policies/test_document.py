@@ -101,6 +101,11 @@ def test_every_line_of_the_default_policy_has_a_comment() -> None:
             "it must be at least 0",
         ),
         (changed("routes", 0, "when", to={"model": []}), "routes.0.when.model", "at least 1"),
+        (
+            changed("pools", "vlm", "queue", to={"timeout_s": float("inf")}),
+            "pools.vlm.queue.timeout_s",
+            "finite number",
+        ),
         (changed("routes", 0, "when", to={"team": 7}), "routes.0.when.team", "a list"),
         (changed("routes", 0, "when", to={"team": ["a", 7]}), "routes.0.when.team.1", "text"),
         (changed("routes", 0, "when", to={"key": ""}), "routes.0.when.key", "at least 1"),

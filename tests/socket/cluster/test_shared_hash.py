@@ -1,0 +1,79 @@
+"""A hash in Redis that several gateways write: its folds, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import NamedTuple
+
+import pytest
+
+from gateway.cluster.redis import RedisClient
+from gateway.cluster.shared_hash import SharedHash
+from tests.support.redis_server import RedisServer
+
+_WRITES = """
+local result = ''
+if ARGV[4] then write(ARGV[4], ARGV[5]) end
+"""
+
+
+class Text(NamedTuple):
+    """A value that is its text."""
+
+    text: str
+
+
+Hash = SharedHash[Text]
+
+
+@pytest.fixture
+async def two_gateways(redis: RedisServer) -> AsyncIterator[tuple[Hash, Hash]]:
+    """Two copies of one hash, which has the fields x and y."""
+    async with AsyncExitStack() as stack:
+        hashes = []
+        for _ in range(2):
+            client = RedisClient(redis.url)
+            stack.push_async_callback(client.close)
+            hashes.append(SharedHash(client, "test", "hash", _WRITES, Text))
+        first, second = hashes
+        await first.exchange(["x", "1"])
+        await second.exchange(["y", "2"])
+        for shared in hashes:
+            await shared.exchange([])
+        yield first, second
+
+
+async def fold(shared: Hash, name: str, total: str) -> bool:
+    return await shared.fold(name, "sum", Text(total), tombstone="folded", keep_s=60)
+
+
+async def test_a_fold_is_in_the_copy_at_once_and_everywhere_after_an_exchange(
+    two_gateways: tuple[Hash, Hash],
+) -> None:
+    first, second = two_gateways
+    assert await fold(first, "x", "1")
+    assert first.values == {"y": Text("2"), "sum": Text("1")}
+    await second.exchange([])
+    assert second.values == first.values
+
+
+async def test_a_fold_onto_an_outdated_sum_changes_nothing(
+    two_gateways: tuple[Hash, Hash],
+) -> None:
+    first, second = two_gateways
+    assert await fold(second, "y", "2")
+    assert not await fold(first, "x", "1")
+    assert first.values == {"x": Text("1"), "y": Text("2")}
+    await first.exchange([])
+    assert first.values == {"x": Text("1"), "sum": Text("2")}
+
+
+async def test_a_fold_of_an_outdated_field_changes_nothing(
+    two_gateways: tuple[Hash, Hash],
+) -> None:
+    first, second = two_gateways
+    await second.exchange(["x", "10"])
+    assert not await fold(first, "x", "1")
+    await first.exchange([])
+    assert first.values == {"x": Text("10"), "y": Text("2")}
