@@ -22,7 +22,7 @@ from bench.engine.measurements import (
 )
 from bench.harness.samples import Samples
 from bench.harness.servers import Server
-from gateway.loadgen.client import Answer, Target, open_endpoint
+from gateway.loadgen.client import Answer, open_endpoint
 
 MEASUREMENT_TIMEOUT_S: Final = 600.0
 DRAFT_LENGTHS: Final = (0, 1, 2)
@@ -67,8 +67,7 @@ async def measure(
 ) -> None:
     """Ask everything of one server; what it cannot do is noted, and the rest goes on."""
     samples.add("memory_loaded_bytes", server.resident_bytes())
-    target = Target(url=server.url, model=server.model, fields={"temperature": 0})
-    async with open_endpoint(target) as endpoint:
+    async with open_endpoint(server.url, model=server.model, fields={"temperature": 0}) as endpoint:
         caller = Caller(endpoint)
         async with _noting(samples, "warm-up"):
             await _warm_up(caller, plan, count_tokens)

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,43 +18,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gateway.cli.client import add_gateway_url
 from gateway.loadgen import MeasurementError, report
-from gateway.loadgen.client import Endpoint, RawResponse, Target, open_endpoint
+from gateway.loadgen.client import Endpoint, open_endpoint
 from gateway.loadgen.plot import svg
 from gateway.loadgen.prompts import built_in_prompts, read_prompts
-from gateway.loadgen.report import compare
-from gateway.loadgen.runner import Level, Measurement, Plan, measure_all
+from gateway.loadgen.runner import (
+    Level,
+    Measurement,
+    OnEnd,
+    Plan,
+    ProgressReporter,
+    measure_all,
+)
 from gateway.server import run as run_on_loop
 
 _BUSY_SHARE = 0.8
 _PIPED_WIDTH = 120
-
-
-@dataclass
-class _Results:
-    """The measurements so far; they are reported even if the rest is interrupted."""
-
-    endpoints: list[dict[str, Any]] = field(default_factory=list)
-    measurements: list[Measurement] = field(default_factory=list)
-
-    def names(self) -> list[str]:
-        """Return the names of the endpoints, with the request fields in which they differ."""
-        bodies = [endpoint["body"] for endpoint in self.endpoints]
-        shared = [
-            item for item in bodies[0].items() if all(item in body.items() for body in bodies)
-        ]
-        return [
-            " ".join(
-                (
-                    f"{endpoint['model']} on {endpoint['url']}",
-                    *(
-                        f"{name}={value}"
-                        for name, value in body.items()
-                        if (name, value) not in shared
-                    ),
-                )
-            )
-            for endpoint, body in zip(self.endpoints, bodies, strict=True)
-        ]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -129,100 +107,110 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the benchmark; return 0 if a request succeeded, 1 if none did, 130 if interrupted."""
-    results = _Results()
+    endpoints: list[Endpoint] = []
+    measurements: list[Measurement] = []
     interrupted = False
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     try:
         with _progress() as progress:
-            run_on_loop(_measure(options, results, progress, console))
+            run_on_loop(_measure(options, endpoints, measurements, progress, console))
     except MeasurementError as error:
         sys.exit(f"paceline: {error}")
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # the measurements so far are reported
         interrupted = True
-    if results.measurements:
-        _report(options, results, console)
+    if measurements:
+        _report(options, endpoints, measurements, console)
     if interrupted:
         return 130
-    return 0 if any(measured.figures.completed for measured in results.measurements) else 1
+    return 0 if any(measured.figures["completed"] for measured in measurements) else 1
 
 
 async def _measure(
     options: argparse.Namespace,
-    results: _Results,
-    progress: Callable[[str, int], Callable[[RawResponse], None]],
+    endpoints: list[Endpoint],
+    measurements: list[Measurement],
+    progress: ProgressReporter,
     console: Console,
 ) -> None:
+    """Add the endpoints and their measurements to the lists, and print each measurement."""
+    levels = [Level(concurrency=number) for number in options.concurrency]
     plan = Plan(
-        levels=(
-            tuple(Level(rate=rate) for rate in options.rate)
-            if options.rate
-            else tuple(Level(concurrency=number) for number in options.concurrency)
-        ),
+        levels=[Level(rate=rate) for rate in options.rate] if options.rate else levels,
         prompts=read_prompts(options.prompts) if options.prompts else built_in_prompts(),
         requests=options.requests,
         repetitions=options.repeat or (2 if options.compare else 1),
         seed=options.seed,
     )
+    common = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    targets = [(options.url, options.model, options.body, "PACELINE_API_KEY")]
+    if options.compare:
+        body = options.body if options.compare_body is None else options.compare_body
+        targets.append((options.compare, options.compare_model, body, "PACELINE_COMPARE_API_KEY"))
     async with contextlib.AsyncExitStack() as stack:
-        endpoints: list[Endpoint] = []
-        for target in _targets(options):
-            like = endpoints[0].model if endpoints else ""
-            endpoint = await stack.enter_async_context(open_endpoint(target, like=like))
-            await endpoint.check(plan.prompts[0])
-            results.endpoints.append(
-                {"url": endpoint.url, "model": endpoint.model, "body": dict(target.fields)}
+        for url, model, body, key_variable in targets:
+            opened = open_endpoint(
+                url,
+                model=model,
+                like=endpoints[0].model if endpoints else "",
+                api_key=os.environ.get(key_variable, ""),
+                fields=common | body,
             )
+            endpoint = await stack.enter_async_context(opened)
+            await endpoint.check(plan.prompts[0])
             endpoints.append(endpoint)
         async for measured in measure_all(endpoints, plan, progress):
-            results.measurements.append(measured)
+            measurements.append(measured)
             if len(endpoints) > 1:
-                name = results.names()["AB".index(measured.endpoint)]
+                name = _names(endpoints)["AB".index(measured.endpoint)]
                 console.print(f"{measured.endpoint}{measured.repetition}: {name}")
             console.print(report.block(measured))
             _warn(measured)
 
 
-def _targets(options: argparse.Namespace) -> Iterator[Target]:
-    common = {"max_tokens": options.max_tokens, "temperature": options.temperature}
-    yield Target(
-        url=options.url,
-        model=options.model,
-        api_key=os.environ.get("PACELINE_API_KEY", ""),
-        fields=common | options.body,
-    )
-    if options.compare:
-        body = options.body if options.compare_body is None else options.compare_body
-        yield Target(
-            url=options.compare,
-            model=options.compare_model,
-            api_key=os.environ.get("PACELINE_COMPARE_API_KEY", ""),
-            fields=common | body,
+def _names(endpoints: Sequence[Endpoint]) -> list[str]:
+    """Return the names of the endpoints, with the request fields in which they differ."""
+    return [
+        " ".join(
+            (
+                f"{endpoint.model} on {endpoint.url}",
+                *(
+                    f"{name}={value}"
+                    for name, value in endpoint.fields.items()
+                    if not all((name, value) in other.fields.items() for other in endpoints)
+                ),
+            )
         )
+        for endpoint in endpoints
+    ]
 
 
 def _warn(measured: Measurement) -> None:
     """Print warnings about figures that may mislead."""
     figures = measured.figures
     warnings = [f"failed: {problem}" for problem in measured.problems[:5]]
-    if figures.completed and not figures.tokens_reported:
+    if figures["completed"] and figures["output_tokens_counted_by"] == "pieces":
         warnings.append("The server reports no usage: pieces of text count as tokens.")
-    if figures.drafts is not None and figures.drafts_of == "server":
+    if figures.get("spec_decode_counted_by") == "server":
         warnings.append(
             "Draft figures come from the server's counters and include all its clients."
         )
-    if figures.client_busy > _BUSY_SHARE:
+    if figures["client_busy"] > _BUSY_SHARE:
         warnings.append(
-            f"The load generator used {figures.client_busy:.0%} of a CPU core: "
+            f"The load generator used {figures['client_busy']:.0%} of a CPU core: "
             "the server may be faster than these figures."
         )
     for warning in warnings:
         sys.stderr.write(f"paceline: {warning}\n")
 
 
-def _report(options: argparse.Namespace, results: _Results, console: Console) -> None:
+def _report(
+    options: argparse.Namespace,
+    endpoints: Sequence[Endpoint],
+    measurements: Sequence[Measurement],
+    console: Console,
+) -> None:
     """Print the tables of all measurements; write the JSON record and the plot."""
-    measurements = results.measurements
-    ratios = compare(measurements)
+    ratios = report.compare(measurements)
     if len(measurements) > 1:
         console.print("", report.sweep(measurements))
     if ratios:
@@ -230,14 +218,17 @@ def _report(options: argparse.Namespace, results: _Results, console: Console) ->
     if options.json:
         record = {
             "measured": datetime.now(UTC).isoformat(timespec="seconds"),
-            "endpoints": results.endpoints,
+            "endpoints": [
+                {"url": endpoint.url, "model": endpoint.model, "body": endpoint.fields}
+                for endpoint in endpoints
+            ],
             "seed": options.seed,
             "runs": [measured.to_json() for measured in measurements],
-            "ratios": [ratio.to_json() for ratio in ratios],
+            "ratios": [asdict(ratio) for ratio in ratios],
         }
         _write(options.json, json.dumps(record, indent=2) + "\n")
     if options.plot:
-        _write(options.plot, svg(measurements, endpoints=results.names()))
+        _write(options.plot, svg(measurements, endpoints=_names(endpoints)))
 
 
 def _write(file: Path, text: str) -> None:
@@ -248,7 +239,7 @@ def _write(file: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str, int], Callable[[RawResponse], None]]]:
+def _progress() -> Iterator[ProgressReporter]:
     """Show a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -261,7 +252,7 @@ def _progress() -> Iterator[Callable[[str, int], Callable[[RawResponse], None]]]
         refresh_per_second=4,  # drawing competes with the measurement
     )
 
-    def start(title: str, requests: int) -> Callable[[RawResponse], None]:
+    def start(title: str, requests: int) -> OnEnd:
         for task in bars.task_ids:
             bars.remove_task(task)
         task = bars.add_task(title, total=requests)

@@ -6,6 +6,8 @@ Parsing while other streams run would delay the very arrivals that the client ti
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -71,10 +73,7 @@ class Answer:
     @property
     def gaps_s(self) -> tuple[float, ...]:
         """Return the pauses between pieces."""
-        return tuple(
-            later - earlier
-            for earlier, later in zip(self.pieces_s, self.pieces_s[1:], strict=False)
-        )
+        return tuple(later - earlier for earlier, later in itertools.pairwise(self.pieces_s))
 
     @property
     def whole_s(self) -> float:
@@ -90,25 +89,28 @@ class Answer:
         )
 
 
-def read_answer(heard: RawResponse) -> Answer:
+def read_answer(response: RawResponse) -> Answer:
     """Parse the events of a stream; `problem` describes an incomplete answer."""
-    if heard.status != 200:
-        return _failed(heard, heard.problem or _refusal(heard))
+    answer = functools.partial(Answer, due_s=response.due_s, ended_s=response.ended_s)
+    if response.status != 200:
+        body = b"".join(part for _, part in response.arrivals)
+        reason = _reason(_json(body) or {})
+        return answer(problem=response.problem or f"{response.status}: {reason}")
     try:
-        return _read(heard)
+        return _read(response, answer)
     except (AttributeError, TypeError):  # a list where an object belongs, and the like
-        return _failed(heard, "an event is not in OpenAI's shape")
+        return answer(problem="an event is not in OpenAI's shape")
 
 
-def _read(heard: RawResponse) -> Answer:
+def _read(response: RawResponse, answer: Callable[..., Answer]) -> Answer:
     pieces_s: list[float] = []
     texts: list[str] = []
     usage: Mapping[str, Any] = {}
     drafts = None
     finished = False
-    for arrived_s, frame in _frames(heard.arrivals):
+    for arrived_s, frame in _frames(response.arrivals):
         if frame.get("error"):
-            return _failed(heard, f"broke off: {_words(frame)}")
+            return answer(problem=f"broke off: {_reason(frame)}")
         for choice in frame.get("choices") or ():
             delta = choice.get("delta") or {}
             if any(delta.get(field) for field in _TEXT_FIELDS):
@@ -117,12 +119,10 @@ def _read(heard: RawResponse) -> Answer:
             finished |= choice.get("finish_reason") is not None
         usage = frame.get("usage") or usage
         drafts = Drafts.of_answer(frame) or drafts
-    if heard.problem or not finished:
-        return _failed(heard, heard.problem or "ended without a finish reason")
+    if response.problem or not finished:
+        return answer(problem=response.problem or "ended without a finish reason")
     prompt_tokens, completion_tokens = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    return Answer(
-        due_s=heard.due_s,
-        ended_s=heard.ended_s,
+    return answer(
         pieces_s=tuple(pieces_s),
         texts=tuple(texts),
         input_tokens=prompt_tokens if isinstance(prompt_tokens, int) else 0,
@@ -150,16 +150,7 @@ def _json(text: bytes) -> dict[str, Any] | None:
     return read if isinstance(read, dict) else None
 
 
-def _failed(heard: RawResponse, problem: str) -> Answer:
-    return Answer(due_s=heard.due_s, ended_s=heard.ended_s, problem=problem)
-
-
-def _refusal(heard: RawResponse) -> str:
-    body = b"".join(part for _, part in heard.arrivals)
-    return f"{heard.status}: {_words(_json(body) or {})}"
-
-
-def _words(frame: Mapping[str, Any]) -> str:
+def _reason(frame: Mapping[str, Any]) -> str:
     match frame.get("error"):
         case {"message": str(message)} | str(message):
             return message[:200]
@@ -167,31 +158,15 @@ def _words(frame: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """The endpoint under test, and the fields of each request."""
-
-    url: str
-    """With or without the trailing /v1."""
-    model: str = ""
-    """Empty: a model that the endpoint lists."""
-    api_key: str = ""
-    fields: Mapping[str, Any]
-    """Fields of each request beside its messages."""
-
-    @property
-    def base_url(self) -> str:
-        """Return the URL without /v1."""
-        return self.url.rstrip("/").removesuffix("/v1")
-
-
 class Endpoint:
     """An endpoint under test, with the model to request."""
 
-    def __init__(self, client: httpx.AsyncClient, target: Target, model: str) -> None:
-        self.url = target.base_url
-        self.model = model
-        self._client = client
-        self._fields = dict(target.fields)
+    client: httpx.AsyncClient
+    url: str
+    """Without the trailing /v1."""
+    model: str
+    fields: Mapping[str, Any]
+    """Fields of each request beside its model and messages."""
 
     async def send(
         self,
@@ -204,14 +179,24 @@ class Endpoint:
         """Request a stream and record its bytes with their times; raise nothing for a failure.
 
         `due_s` (`time.perf_counter`) is the time at which the request was due; None means now.
-        `fields` override those of the target; `on_arrival` is called for each piece of bytes.
+        `fields` override those of the endpoint; `on_arrival` is called for each piece of bytes.
         """
-        body = self._body(prompt, fields or {})
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": prompt.messages,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **self.fields,
+            **(fields or {}),
+        }
+        if prompt.max_tokens is not None:
+            body["max_tokens"] = prompt.max_tokens
+        content = json.dumps(body).encode()
         began_s = time.perf_counter() if due_s is None else due_s
         arrivals: list[tuple[float, bytes]] = []
         status, problem = 0, ""
         try:
-            request = self._client.stream("POST", "/v1/chat/completions", content=body)
+            request = self.client.stream("POST", "/v1/chat/completions", content=content)
             async with request as response:
                 status = response.status_code
                 async for part in response.aiter_raw():
@@ -239,64 +224,53 @@ class Endpoint:
     async def read_counters(self) -> Drafts | None:
         """Return the server's counters of drafts, if it exposes vLLM's."""
         with contextlib.suppress(httpx.HTTPError):
-            answer = await self._client.get("/metrics", timeout=_CONNECT_TIMEOUT_S)
+            answer = await self.client.get("/metrics", timeout=_CONNECT_TIMEOUT_S)
             if answer.is_success:
                 return Drafts.of_exposition(answer.text)
         return None
 
-    def _body(self, prompt: Prompt, overrides: Mapping[str, Any]) -> bytes:
-        fields: dict[str, Any] = {
-            "model": self.model,
-            "messages": prompt.messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **self._fields,
-            **overrides,
-        }
-        if prompt.max_tokens is not None:
-            fields["max_tokens"] = prompt.max_tokens
-        return json.dumps(fields).encode()
-
 
 @contextlib.asynccontextmanager
-async def open_endpoint(target: Target, *, like: str = "") -> AsyncIterator[Endpoint]:
+async def open_endpoint(
+    url: str, *, fields: Mapping[str, Any], model: str = "", like: str = "", api_key: str = ""
+) -> AsyncIterator[Endpoint]:
     """Connect to an endpoint and select its model; raise `MeasurementError` if that fails.
 
-    `like` is the model of another endpoint, preferred if the target names none.
+    `url` may end in /v1; `fields` are those of each request beside its messages. Without `model`,
+    the model is `like` if the endpoint lists it, else the first one that it lists.
     """
+    base_url = url.rstrip("/").removesuffix("/v1")
     headers = {
         "content-type": "application/json",
         "accept-encoding": "identity",  # a compressed event would arrive late
-        **({"authorization": f"Bearer {target.api_key}"} if target.api_key else {}),
+        **({"authorization": f"Bearer {api_key}"} if api_key else {}),
     }
     timeout = httpx.Timeout(_PAUSE_TIMEOUT_S, connect=_CONNECT_TIMEOUT_S, pool=None)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     try:
         client = httpx.AsyncClient(
-            base_url=target.base_url, headers=headers, timeout=timeout, limits=limits
+            base_url=base_url, headers=headers, timeout=timeout, limits=limits
         )
     except httpx.InvalidURL:
-        raise MeasurementError(f"'{target.url}' is not a URL.") from None
+        raise MeasurementError(f"'{url}' is not a URL.") from None
     async with client:
-        yield Endpoint(client, target, await _model(client, target, like))
+        model = model or await _listed_model(client, url, base_url, like)
+        yield Endpoint(client=client, url=base_url, model=model, fields=fields)
 
 
-async def _model(client: httpx.AsyncClient, target: Target, like: str) -> str:
-    """Return the named model, else the other endpoint's, else the first listed one."""
-    if target.model:
-        return target.model
+async def _listed_model(client: httpx.AsyncClient, url: str, base_url: str, like: str) -> str:
     try:
         answer = await client.get("/v1/models", timeout=_CONNECT_TIMEOUT_S)
         listing = answer.json()
     except httpx.UnsupportedProtocol:
-        raise MeasurementError(f"'{target.url}' is not a URL.") from None
+        raise MeasurementError(f"'{url}' is not a URL.") from None
     except httpx.HTTPError:
-        raise MeasurementError(f"nothing answers at {target.base_url}.") from None
+        raise MeasurementError(f"nothing answers at {base_url}.") from None
     except ValueError:
         listing = None
     match listing:
         case {"data": [{"id": str(first)}, *_] as listed}:
             return like if any(entry.get("id") == like for entry in listed) else first
         case {"error": {"message": str(why)}}:
-            raise MeasurementError(f"{target.base_url} does not list its models: {why}")
-    raise MeasurementError(f"{target.base_url} lists no model; --model names one.")
+            raise MeasurementError(f"{base_url} does not list its models: {why}")
+    raise MeasurementError(f"{base_url} lists no model; --model names one.")

@@ -1,8 +1,9 @@
-"""What speculation brought: from the answers themselves, or from a server's counters."""
+"""Counts of drafts: from the answers themselves, or from a server's counters."""
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Self
@@ -43,11 +44,11 @@ class Drafts:
         return tuple(count / self.steps if self.steps else 0.0 for count in self.per_position)
 
     def __add__(self, other: Drafts) -> Drafts:
-        """Add two sums; what one of them never drafted counts as nothing."""
+        """Add two sums; a position that only one of them has counts as 0 in the other."""
         return self._joined(other, 1)
 
     def since(self, before: Drafts) -> Drafts:
-        """Return what came in between two looks at the same counters."""
+        """Return the difference from an earlier state of the same counters."""
         return self._joined(before, -1)
 
     def _joined(self, other: Drafts, sign: int) -> Drafts:
@@ -56,7 +57,7 @@ class Drafts:
             steps=self.steps + sign * other.steps,
             drafted=self.drafted + sign * other.drafted,
             accepted=self.accepted + sign * other.accepted,
-            per_position=tuple(mine + sign * theirs for mine, theirs in positions),
+            per_position=tuple(count + sign * change for count, change in positions),
         )
 
     @classmethod
@@ -91,25 +92,22 @@ class Drafts:
                     steps=steps,
                     drafted=drafted,
                     accepted=accepted,
-                    per_position=tuple(
-                        sum(histogram[place:]) for place in range(1, len(histogram))
-                    ),
+                    per_position=tuple(sum(histogram[n:]) for n in range(1, len(histogram))),
                 )
         return None
 
     @classmethod
     def of_exposition(cls, text: str) -> Self | None:
         """Sum vLLM's four counters over all lines of a `/metrics`; None where they are missing."""
-        sums: dict[str, int] = {}
-        positions: dict[int, int] = {}
+        sums: Counter[str] = Counter()
+        positions: Counter[int] = Counter()
         try:
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
                     if sample.name == _PER_POSITION:
-                        place = int(sample.labels["position"])
-                        positions[place] = positions.get(place, 0) + int(sample.value)
+                        positions[int(sample.labels["position"])] += int(sample.value)
                     elif sample.name.startswith(_PREFIX):
-                        sums[sample.name] = sums.get(sample.name, 0) + int(sample.value)
+                        sums[sample.name] += int(sample.value)
         except (ValueError, KeyError):
             return None
         if not {_DRAFTS, _DRAFTED, _ACCEPTED} <= sums.keys():
@@ -118,7 +116,5 @@ class Drafts:
             steps=sums[_DRAFTS],
             drafted=sums[_DRAFTED],
             accepted=sums[_ACCEPTED],
-            per_position=tuple(
-                positions.get(place, 0) for place in range(max(positions, default=-1) + 1)
-            ),
+            per_position=tuple(positions[n] for n in range(max(positions, default=-1) + 1)),
         )

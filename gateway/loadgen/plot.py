@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from html import escape
-from typing import Any, Final
+from operator import itemgetter
+from typing import Final, NamedTuple
 
-from gateway.loadgen.report import medians
+from gateway.loadgen.report import POSITIONS, medians_by_load
 from gateway.loadgen.runner import Measurement
 
 _PANEL: Final = (400, 250)
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 74, 34, 34
-"""Margins of a panel: numbers, names of lines, title, and levels of load."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 326, 34, 216
+"""The plotted part of a panel; around it are the title, numbers, levels and names of lines."""
 _HEAD: Final = 56
 _LABEL_HEIGHT: Final = 13
 _STYLE: Final = """
@@ -28,16 +28,20 @@ text { font: 11px system-ui, sans-serif; fill: #374151; }
   .b { stroke: #fbbf24; } .dot.b, .name.b { fill: #fbbf24; }
 }
 """
+_LINES: Final = {
+    "Output tokens per second": {"": "output_throughput"},
+    "Time to first token, ms": {"p50": "median_ttft_ms", "p99": "p99_ttft_ms"},
+    "Time per output token, ms": {"p50": "median_tpot_ms", "p99": "p99_tpot_ms"},
+}
+"""For each panel, the labels of its lines, with their figures; lines after the first are dashed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Series:
-    """One line of a panel; a value is None if it was not measured."""
-
-    name: str
-    endpoint: str
-    values: tuple[float | None, ...]
-    dashed: bool = False
+class _Line(NamedTuple):
+    label: str
+    kind: str
+    """The classes of its style."""
+    values: list[float | None]
+    """One per level; None if it was not measured."""
 
 
 def svg(measurements: Sequence[Measurement], *, endpoints: Sequence[str]) -> str:
@@ -45,132 +49,72 @@ def svg(measurements: Sequence[Measurement], *, endpoints: Sequence[str]) -> str
     levels = list(dict.fromkeys(measured.level for measured in measurements))
     loads = [f"{level.concurrency or level.rate:g}" for level in levels]
     axis = "concurrent requests" if levels[0].concurrency else "requests per second"
-    results = {
-        letter: [
-            medians(
-                measured
-                for measured in measurements
-                if (measured.endpoint, measured.level) == (letter, level)
-            )
-            for level in levels
-        ]
-        for letter in "AB"[: len(endpoints)]
-    }
-    panels = (
-        ("Output tokens per second", _lines(results, ("", "output_throughput"))),
-        (
-            "Time to first token, ms",
-            _lines(results, ("p50", "median_ttft_ms"), ("p99", "p99_ttft_ms")),
-        ),
-        (
-            "Time per output token, ms",
-            _lines(results, ("p50", "median_tpot_ms"), ("p99", "p99_tpot_ms")),
-        ),
-        ("Accepted drafts by position, %", _acceptance(results)),
-    )
+    results = medians_by_load(measurements)
+    positions: dict[str, str] = {}
+    for figures in results.values():
+        for position, rate in enumerate(figures.get(POSITIONS, ())):
+            positions[f"position {position}"] = f"position {position}"
+            figures[f"position {position}"] = 100 * rate
+    letters = "AB"[: len(endpoints)]
     width, height = 2 * _PANEL[0], _HEAD + 2 * _PANEL[1]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img"><style>{_STYLE}</style>',
         f'<rect class="page" width="{width}" height="{height}"/>',
         f'<text class="head" x="16" y="26">paceline bench, over {axis}</text>',
-        *_legend(endpoints),
     ]
-    for place, (title, series) in enumerate(panels):
+    for place, (letter, name) in enumerate(zip(letters, endpoints, strict=True)):
+        shown = escape(f"{letter}: {name}" if len(endpoints) > 1 else name)
+        x = 16 + place * _PANEL[0]
+        parts.append(f'<text class="name {letter.lower()}" x="{x}" y="46">{shown}</text>')
+    panels = {**_LINES, "Accepted drafts by position, %": positions}
+    for place, (title, names) in enumerate(panels.items()):
+        lines = [
+            _Line(
+                label=f"{letter} {label}".strip() if len(endpoints) > 1 else label,
+                kind=f"{letter.lower()} dashed" if index else letter.lower(),
+                values=[results.get((level, letter), {}).get(name) for level in levels],
+            )
+            for letter in letters
+            for index, (label, name) in enumerate(names.items())
+        ]
         x, y = place % 2 * _PANEL[0], _HEAD + place // 2 * _PANEL[1]
-        parts.append(f'<g transform="translate({x} {y})">')
-        parts.extend(_panel(title, loads, series))
-        parts.append("</g>")
+        parts += [f'<g transform="translate({x} {y})">', *_panel(title, loads, lines), "</g>"]
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _legend(endpoints: Sequence[str]) -> Iterator[str]:
-    for index, (letter, name) in enumerate(zip("AB", endpoints, strict=False)):
-        shown = f"{letter}: {name}" if len(endpoints) > 1 else name
-        x = 16 + index * _PANEL[0]
-        yield f'<text class="name {letter.lower()}" x="{x}" y="46">{escape(shown)}</text>'
-
-
-def _lines(results: dict[str, list[dict[str, Any]]], *names: tuple[str, str]) -> list[_Series]:
-    return [
-        _Series(
-            name=" ".join(filter(None, (letter if len(results) > 1 else "", title))),
-            endpoint=letter,
-            values=tuple(figures.get(name) for figures in levels),
-            dashed=title == "p99",
-        )
-        for letter, levels in results.items()
-        for title, name in names
-    ]
-
-
-def _acceptance(results: dict[str, list[dict[str, Any]]]) -> list[_Series]:
-    series: list[_Series] = []
-    for letter, levels in results.items():
-        rates = [figures.get("spec_decode_per_position_acceptance_rates", ()) for figures in levels]
-        series.extend(
-            _Series(
-                name=f"{letter if len(results) > 1 else ''} position {position}".strip(),
-                endpoint=letter,
-                values=tuple(
-                    100 * level[position] if position < len(level) else None for level in rates
-                ),
-                dashed=position > 0,
-            )
-            for position in range(max(map(len, rates), default=0))
-        )
-    return series
-
-
-def _panel(title: str, loads: Sequence[str], series: Sequence[_Series]) -> Iterator[str]:
-    measured = [value for line in series for value in line.values if value is not None]
+def _panel(title: str, loads: Sequence[str], lines: Sequence[_Line]) -> Iterator[str]:
+    measured = [value for line in lines for value in line.values if value is not None]
     yield f'<text class="title" x="{_LEFT}" y="18">{title}</text>'
     if not measured:
         yield f'<text x="{_LEFT}" y="{_TOP + 20}">no data</text>'
         return
     ticks = _ticks(max(measured))
-    right, bottom = _PANEL[0] - _RIGHT, _PANEL[1] - _BOTTOM
-    xs = [_LEFT + (place + 0.5) * (right - _LEFT) / len(loads) for place in range(len(loads))]
+    scale = (_BOTTOM - _TOP) / ticks[-1]
     for tick in ticks:
-        y = _height(tick, ticks[-1])
-        yield f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        y = _BOTTOM - tick * scale
+        yield f'<line class="grid" x1="{_LEFT}" x2="{_RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:g}</text>'
+    xs = [_LEFT + (place + 0.5) * (_RIGHT - _LEFT) / len(loads) for place in range(len(loads))]
     for x, load in zip(xs, loads, strict=True):
-        yield f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{load}</text>'
-    ends: list[tuple[float, _Series]] = []
-    for line in series:
+        yield f'<text x="{x:.1f}" y="{_BOTTOM + 18}" text-anchor="middle">{load}</text>'
+    ends: list[tuple[float, _Line]] = []
+    for line in lines:
         points = [
-            (x, _height(value, ticks[-1]))
+            (x, _BOTTOM - value * scale)
             for x, value in zip(xs, line.values, strict=True)
             if value is not None
         ]
-        if points:
-            yield from _polyline(line, points)
-            ends.append((points[-1][1], line))
-    yield from _names(ends, right)
-
-
-def _polyline(line: _Series, points: Sequence[tuple[float, float]]) -> Iterator[str]:
-    kind = line.endpoint.lower()
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    dashed = " dashed" if line.dashed else ""
-    yield f'<polyline class="line {kind}{dashed}" points="{path}"/>'
-    for x, y in points:
-        yield f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
-
-
-def _names(ends: Sequence[tuple[float, _Series]], right: float) -> Iterator[str]:
-    """Yield the name of each line next to its end, without overlaps."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        yield f'<polyline class="line {line.kind}" points="{path}"/>'
+        for x, y in points:
+            yield f'<circle class="dot {line.kind}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+        ends += [(y, line) for _, y in points[-1:]]
+    # Each name is next to the end of its line, without overlaps.
     free = -math.inf
-    for y, line in sorted(ends, key=lambda end: end[0]):
+    for y, line in sorted(ends, key=itemgetter(0)):
         free = max(y + 4, free + _LABEL_HEIGHT)
-        kind = line.endpoint.lower()
-        yield f'<text class="name {kind}" x="{right + 2}" y="{free:.1f}">{line.name}</text>'
-
-
-def _height(value: float, highest: float) -> float:
-    bottom = _PANEL[1] - _BOTTOM
-    return bottom - value / highest * (bottom - _TOP)
+        yield f'<text class="name {line.kind}" x="{_RIGHT + 2}" y="{free:.1f}">{line.label}</text>'
 
 
 def _ticks(highest: float) -> list[float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Final
@@ -10,31 +10,56 @@ from typing import Any, Final
 from rich.table import Table
 
 from gateway.loadgen.runner import Level, Measurement
-from gateway.loadgen.stats import Spread
 
-SHOWN: Final = (
-    ("Output tokens/s", "output_throughput"),
-    ("Requests/s", "request_throughput"),
-    ("TTFT p50, ms", "median_ttft_ms"),
-    ("TTFT p99, ms", "p99_ttft_ms"),
-    ("TPOT p50, ms", "median_tpot_ms"),
-    ("TPOT p99, ms", "p99_tpot_ms"),
-    ("ITL p50, ms", "median_itl_ms"),
-    ("ITL p99, ms", "p99_itl_ms"),
-    ("Accepted, %", "spec_decode_acceptance_rate"),
-    ("Tokens a step", "spec_decode_acceptance_length"),
-)
-"""The figures of a comparison: title, and name in the record."""
+POSITIONS: Final = "spec_decode_per_position_acceptance_rates"
 _WIDTH: Final = 50
+_RESULT: Final = {
+    "Successful requests:": "completed",
+    "Failed requests:": "failed",
+    "Maximum request concurrency:": "max_concurrency",
+    "Request rate configured (RPS):": "request_rate",
+    "Benchmark duration (s):": "duration",
+    "Total input tokens:": "total_input_tokens",
+    "Total generated tokens:": "total_output_tokens",
+    "Request throughput (req/s):": "request_throughput",
+    "Output token throughput (tok/s):": "output_throughput",
+    "Peak output token throughput (tok/s):": "max_output_tokens_per_s",
+    "Peak concurrent requests:": "max_concurrent_requests",
+    "Total token throughput (tok/s):": "total_token_throughput",
+}
+_TIMES: Final = {
+    "Time to First Token": "TTFT",
+    "Time per Output Token (excl. 1st token)": "TPOT",
+    "Inter-token Latency": "ITL",
+}
+_SPECULATION: Final = {
+    "Acceptance rate (%):": "spec_decode_acceptance_rate",
+    "Acceptance length:": "spec_decode_acceptance_length",
+    "Drafts:": "spec_decode_num_drafts",
+    "Draft tokens:": "spec_decode_draft_tokens",
+    "Accepted tokens:": "spec_decode_accepted_tokens",
+}
+# The figures of the tables: title in a comparison, heading and format in a sweep.
+_FIGURES: Final = {
+    "request_throughput": ("Requests/s", "Req/s", "{:.2f}"),
+    "output_throughput": ("Output tokens/s", "Tok/s", "{:.0f}"),
+    "median_ttft_ms": ("TTFT p50, ms", "TTFT\np50", "{:.1f}"),
+    "p99_ttft_ms": ("TTFT p99, ms", "\np99", "{:.1f}"),
+    "median_tpot_ms": ("TPOT p50, ms", "TPOT\np50", "{:.1f}"),
+    "p99_tpot_ms": ("TPOT p99, ms", "\np99", "{:.1f}"),
+    "median_itl_ms": ("ITL p50, ms", "ITL\np50", "{:.1f}"),
+    "p99_itl_ms": ("ITL p99, ms", "\np99", "{:.1f}"),
+    "spec_decode_acceptance_rate": ("Accepted, %", "Accepted", "{:.1f}%"),
+    "spec_decode_acceptance_length": ("Tokens a step", "Per\nstep", "{:.2f}"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
     """One figure of A divided by the same figure of B."""
 
-    level: Level
-    title: str
-    name: str
+    load: str
+    figure: str
     a: float
     b: float
     """The medians over the repetitions."""
@@ -43,62 +68,25 @@ class Ratio:
     lowest: float
     highest: float
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the ratio as JSON."""
-        numbers = ("a", "b", "ratio", "lowest", "highest")
-        return {"load": self.level.name, "figure": self.name} | {
-            name: getattr(self, name) for name in numbers
-        }
-
 
 def block(measured: Measurement) -> str:
     """Return one measurement in the format of `vllm bench serve`."""
-    return "\n".join(_lines(measured))
-
-
-def _lines(measured: Measurement) -> Iterator[str]:
-    figures, level = measured.figures, measured.level
-    record = figures.to_json()
-    yield f"{' Serving Benchmark Result ':=^{_WIDTH}}"
-    yield _line("Successful requests:", figures.completed)
-    yield _line("Failed requests:", figures.failed)
-    if level.concurrency is not None:
-        yield _line("Maximum request concurrency:", level.concurrency)
-    if level.rate is not None:
-        yield _line("Request rate configured (RPS):", level.rate)
-    yield _line("Benchmark duration (s):", figures.duration_s)
-    yield _line("Total input tokens:", figures.input_tokens)
-    yield _line("Total generated tokens:", figures.output_tokens)
-    yield _line("Request throughput (req/s):", record["request_throughput"])
-    yield _line("Output token throughput (tok/s):", record["output_throughput"])
-    yield _line("Peak output token throughput (tok/s):", figures.peak_output_tokens_s)
-    yield _line("Peak concurrent requests:", figures.peak_concurrency)
-    yield _line("Total token throughput (tok/s):", record["total_token_throughput"])
-    for header, short, spread in (
-        ("Time to First Token", "TTFT", figures.ttft),
-        ("Time per Output Token (excl. 1st token)", "TPOT", figures.tpot),
-        ("Inter-token Latency", "ITL", figures.itl),
-    ):
-        yield f"{header:-^{_WIDTH}}"
-        yield from _spread(short, spread)
-    if figures.drafts is not None:
-        yield f"{'Speculative Decoding':-^{_WIDTH}}"
-        yield _line("Acceptance rate (%):", record["spec_decode_acceptance_rate"])
-        yield _line("Acceptance length:", figures.drafts.acceptance_length)
-        yield _line("Drafts:", figures.drafts.steps)
-        yield _line("Draft tokens:", figures.drafts.drafted)
-        yield _line("Accepted tokens:", figures.drafts.accepted)
-        if figures.drafts.per_position:
-            yield "Per-position acceptance (%):"
-        for position, rate in enumerate(figures.drafts.rate_per_position):
-            yield _line(f"  Position {position}:", 100 * rate)
-    yield "=" * _WIDTH
-
-
-def _spread(short: str, spread: Spread | None) -> Iterator[str]:
-    for kind in ("Mean", "Median", "P99"):
-        value = getattr(spread, kind.lower()) if spread else "-"
-        yield _line(f"{kind} {short} (ms):", value)
+    record = measured.to_json()
+    lines = [f"{' Serving Benchmark Result ':=^{_WIDTH}}"]
+    lines += [_line(label, record[name]) for label, name in _RESULT.items() if name in record]
+    for header, short in _TIMES.items():
+        lines.append(f"{header:-^{_WIDTH}}")
+        for kind in ("Mean", "Median", "P99"):
+            value = record.get(f"{kind}_{short}_ms".lower(), "-")
+            lines.append(_line(f"{kind} {short} (ms):", value))
+    if POSITIONS in record:
+        lines.append(f"{'Speculative Decoding':-^{_WIDTH}}")
+        lines += [_line(label, record[name]) for label, name in _SPECULATION.items()]
+        if record[POSITIONS]:
+            lines.append("Per-position acceptance (%):")
+        for position, rate in enumerate(record[POSITIONS]):
+            lines.append(_line(f"  Position {position}:", 100 * rate))
+    return "\n".join([*lines, "=" * _WIDTH])
 
 
 def _line(label: str, value: object) -> str:
@@ -108,46 +96,35 @@ def _line(label: str, value: object) -> str:
 
 def sweep(measurements: Sequence[Measurement]) -> Table:
     """Return a table with a row per level and endpoint, with medians over the repetitions."""
-    comparing = len({measured.endpoint for measured in measurements}) > 1
-    table = _table(
-        *(("",) if comparing else ()),
-        "Load",
-        *("Req/s", "Tok/s", "TTFT\np50", "\np99", "TPOT\np50", "\np99", "ITL\np50", "\np99"),
-        *("Accepted", "Per\nstep", "By\nposition"),
-        text=2 if comparing else 1,
-    )
-    groups: dict[tuple[Any, str], list[Measurement]] = {}
-    for measured in measurements:
-        groups.setdefault((measured.level, measured.endpoint), []).append(measured)
-    for (level, endpoint), group in groups.items():
-        record = medians(group)
+    results = medians_by_load(measurements)
+    comparing = any(endpoint == "B" for _, endpoint in results)
+    leading = ("", "Load") if comparing else ("Load",)
+    headings = (heading for _, heading, _ in _FIGURES.values())
+    table = _table(*leading, *headings, "By\nposition", text=len(leading))
+    for (level, endpoint), figures in results.items():
         table.add_row(
             *((endpoint,) if comparing else ()),
             level.name,
-            _number(record, "request_throughput"),
-            _number(record, "output_throughput", ".0f"),
             *(
-                _number(record, f"{kind}_{name}_ms", ".1f")
-                for name in ("ttft", "tpot", "itl")
-                for kind in ("median", "p99")
+                form.format(figures[name]) if name in figures else "-"
+                for name, (_, _, form) in _FIGURES.items()
             ),
-            _number(record, "spec_decode_acceptance_rate", ".1f", "%"),
-            _number(record, "spec_decode_acceptance_length"),
-            _positions(record),
+            " ".join(f"{100 * rate:.0f}%" for rate in figures.get(POSITIONS, ())) or "-",
         )
-    table.caption = "times in ms" + (", medians" if len(measurements) > len(groups) else "")
+    table.caption = "times in ms" + (", medians" if len(measurements) > len(results) else "")
     return table
 
 
 def comparison(ratios: Sequence[Ratio]) -> Table:
     """Return a table of ratios, one row per figure."""
     table = _table("Load", "Figure", "A", "B", "A / B", "lowest", "highest", text=2)
-    previous = None
+    previous = ""
     for ratio in ratios:
-        name = "" if ratio.level == previous else ratio.level.name
-        previous = ratio.level
+        load = "" if ratio.load == previous else ratio.load
+        previous = ratio.load
+        title, *_ = _FIGURES[ratio.figure]
         numbers = (ratio.a, ratio.b, ratio.ratio, ratio.lowest, ratio.highest)
-        table.add_row(name, ratio.title, *(f"{number:.2f}" for number in numbers))
+        table.add_row(load, title, *(f"{number:.2f}" for number in numbers))
     table.caption = "medians; A / B compares the same repetitions"
     return table
 
@@ -160,67 +137,51 @@ def _table(*columns: str, text: int) -> Table:
     return table
 
 
-def _number(record: dict[str, Any], name: str, form: str = ".2f", unit: str = "") -> str:
-    return f"{record[name]:{form}}{unit}" if name in record else "-"
+def compare(measurements: Sequence[Measurement]) -> list[Ratio]:
+    """Return the ratios at each level over the repetitions that both endpoints completed.
 
-
-def _positions(record: dict[str, Any]) -> str:
-    rates = record.get("spec_decode_per_position_acceptance_rates", ())
-    return " ".join(f"{100 * rate:.0f}%" for rate in rates) or "-"
-
-
-def compare(measurements: Sequence[Measurement]) -> tuple[Ratio, ...]:
-    """Return the ratios at each level, without figures that A or B lacks."""
-    return tuple(
-        ratio
-        for level in dict.fromkeys(measured.level for measured in measurements)
-        for title, name in SHOWN
-        if (ratio := _ratio(measurements, level, title, name)) is not None
-    )
-
-
-def _ratio(
-    measurements: Sequence[Measurement], level: Level, title: str, name: str
-) -> Ratio | None:
-    pairs = [
-        (a[name], b[name])
-        for a, b in _pairs(measurements, level)
-        if a.get(name) is not None and b.get(name)
-    ]
-    if not pairs:
-        return None
-    ratios = [a / b for a, b in pairs]
-    return Ratio(
-        level=level,
-        title=title,
-        name=name,
-        a=median(a for a, _ in pairs),
-        b=median(b for _, b in pairs),
-        ratio=median(ratios),
-        lowest=min(ratios),
-        highest=max(ratios),
-    )
-
-
-def _pairs(
-    measurements: Sequence[Measurement], level: Level
-) -> list[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Return the figures of A and B of each repetition that both completed."""
+    A figure that A or B lacks has no ratio.
+    """
     records = {
-        (measured.endpoint, measured.repetition): measured.figures.to_json()
+        (measured.level, measured.repetition, measured.endpoint): measured.figures
         for measured in measurements
-        if measured.level == level
     }
-    return [
-        (record, records["B", repetition])
-        for (endpoint, repetition), record in records.items()
-        if endpoint == "A" and ("B", repetition) in records
-    ]
+    found: list[Ratio] = []
+    for level in dict.fromkeys(measured.level for measured in measurements):
+        both = [
+            (figures, records[level, repetition, "B"])
+            for (at, repetition, endpoint), figures in records.items()
+            if (at, endpoint) == (level, "A") and (level, repetition, "B") in records
+        ]
+        for name in _FIGURES:
+            pairs = [(a[name], b[name]) for a, b in both if name in a and b.get(name)]
+            if ratios := [a / b for a, b in pairs]:
+                found.append(
+                    Ratio(
+                        load=level.name,
+                        figure=name,
+                        a=median(a for a, _ in pairs),
+                        b=median(b for _, b in pairs),
+                        ratio=median(ratios),
+                        lowest=min(ratios),
+                        highest=max(ratios),
+                    )
+                )
+    return found
 
 
-def medians(measurements: Iterable[Measurement]) -> dict[str, Any]:
+def medians_by_load(
+    measurements: Iterable[Measurement],
+) -> dict[tuple[Level, str], dict[str, Any]]:
+    """Return the median of each figure over the repetitions, by level and endpoint."""
+    groups: dict[tuple[Level, str], list[Mapping[str, Any]]] = {}
+    for measured in measurements:
+        groups.setdefault((measured.level, measured.endpoint), []).append(measured.figures)
+    return {load: medians(group) for load, group in groups.items()}
+
+
+def medians(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the median of each figure over repetitions; lists element by element."""
-    records = [measured.figures.to_json() for measured in measurements]
     result: dict[str, Any] = {}
     for name in dict.fromkeys(name for record in records for name in record):
         values = [record[name] for record in records if name in record]

@@ -6,16 +6,16 @@ A level is a fixed concurrency, or a request rate with random arrivals.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from random import Random
 from typing import Any
 
 from gateway.loadgen.client import Endpoint, RawResponse, read_answer
 from gateway.loadgen.prompts import Prompt, sample_prompts
-from gateway.loadgen.stats import Figures, summarize
+from gateway.loadgen.stats import summarize
 
 OnEnd = Callable[[RawResponse], None]
 
@@ -38,62 +38,41 @@ class Level:
 async def send_all(
     endpoint: Endpoint, prompts: Sequence[Prompt], level: Level, *, random: Random, on_end: OnEnd
 ) -> list[RawResponse]:
-    """Send every prompt and return the responses in the order of the prompts."""
-    if level.concurrency:
-        return await _at_concurrency(endpoint, prompts, level.concurrency, on_end)
-    assert level.rate is not None
-    return await _at_rate(endpoint, prompts, arrivals_s(level.rate, len(prompts), random), on_end)
+    """Send every prompt and return the responses in the order of the prompts.
+
+    At a rate, each prompt is sent when it is due, and latencies count from that time.
+    """
+    began_s = time.perf_counter()
+    due_s: Iterable[float | None] = itertools.repeat(None, len(prompts))
+    if level.rate is not None:
+        due_s = [began_s + time_s for time_s in arrivals_s(level.rate, len(prompts), random)]
+    slots = asyncio.Semaphore(level.concurrency or len(prompts))
+
+    async def send(prompt: Prompt, due_s: float | None) -> RawResponse:
+        async with slots:
+            if due_s is not None:
+                await asyncio.sleep(due_s - time.perf_counter())
+            response = await endpoint.send(prompt, due_s=due_s)
+            on_end(response)
+            return response
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(send(*request)) for request in zip(prompts, due_s, strict=True)]
+    return [task.result() for task in tasks]
 
 
 def arrivals_s(rate: float, count: int, random: Random) -> list[float]:
     """Return `count` arrival times of a Poisson process, in seconds, scaled to this mean rate."""
-    times = list(accumulate(random.expovariate(rate) for _ in range(count)))
+    times = list(itertools.accumulate(random.expovariate(rate) for _ in range(count)))
     # The sum of a few random intervals may miss the rate by far, so the last arrival fixes it.
     return [time_s * count / rate / times[-1] for time_s in times]
-
-
-async def _at_concurrency(
-    endpoint: Endpoint, prompts: Sequence[Prompt], concurrency: int, on_end: OnEnd
-) -> list[RawResponse]:
-    pending = iter(enumerate(prompts))
-    responses: dict[int, RawResponse] = {}
-
-    async def send_pending() -> None:
-        for index, prompt in pending:
-            responses[index] = await endpoint.send(prompt)
-            on_end(responses[index])
-
-    async with asyncio.TaskGroup() as group:
-        for _ in range(min(concurrency, len(prompts))):
-            group.create_task(send_pending())
-    return [responses[index] for index in range(len(prompts))]
-
-
-async def _at_rate(
-    endpoint: Endpoint, prompts: Sequence[Prompt], arrivals: Sequence[float], on_end: OnEnd
-) -> list[RawResponse]:
-    """Send each prompt when it is due; latencies count from that time."""
-    began_s = time.perf_counter()
-
-    async def send(prompt: Prompt, due_s: float) -> RawResponse:
-        await asyncio.sleep(due_s - time.perf_counter())
-        response = await endpoint.send(prompt, due_s=due_s)
-        on_end(response)
-        return response
-
-    async with asyncio.TaskGroup() as group:
-        tasks = [
-            group.create_task(send(prompt, began_s + arrival_s))
-            for prompt, arrival_s in zip(prompts, arrivals, strict=True)
-        ]
-    return [task.result() for task in tasks]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The settings of a benchmark."""
 
-    levels: tuple[Level, ...]
+    levels: Sequence[Level]
     prompts: tuple[Prompt, ...]
     requests: int | None
     """The number per measurement; None selects it by level."""
@@ -117,7 +96,8 @@ class Measurement:
     """`A`, or `B` for the second endpoint of a comparison."""
     level: Level
     repetition: int
-    figures: Figures
+    figures: Mapping[str, Any]
+    """The fields of `vllm bench serve --save-result`."""
     problems: tuple[str, ...]
     """The distinct reasons of failed requests."""
 
@@ -128,7 +108,7 @@ class Measurement:
             "endpoint": self.endpoint,
             "repetition": self.repetition,
             **{name: value for name, value in load.items() if value is not None},
-            **self.figures.to_json(),
+            **self.figures,
             "problems": list(self.problems),
         }
 
@@ -158,29 +138,23 @@ async def measure_all(
                 # Each repetition has other prompts, because the server may cache complete prompts.
                 random = plan.random(level, repetition)
                 prompts = sample_prompts(plan.prompts, plan.requests_at(level), random)
-                figures, problems = await _measure(endpoint, prompts, level, random, on_end)
+                before = await endpoint.read_counters()
+                began_s, cpu_began_s = time.perf_counter(), time.process_time()
+                responses = await send_all(endpoint, prompts, level, random=random, on_end=on_end)
+                cpu_s, wall_s = time.process_time() - cpu_began_s, time.perf_counter() - began_s
+                after = await endpoint.read_counters()
+                # Parsing during the streams would delay the arrivals that are measured.
+                answers = [read_answer(response) for response in responses]
                 yield Measurement(
                     endpoint=name,
                     level=level,
                     repetition=repetition,
-                    figures=figures,
-                    problems=problems,
+                    figures=summarize(
+                        answers,
+                        counters=after.since(before) if before and after else None,
+                        client_busy=cpu_s / wall_s,
+                    ),
+                    problems=tuple(
+                        dict.fromkeys(answer.problem for answer in answers if answer.problem)
+                    ),
                 )
-
-
-async def _measure(
-    endpoint: Endpoint, prompts: Sequence[Prompt], level: Level, random: Random, on_end: OnEnd
-) -> tuple[Figures, tuple[str, ...]]:
-    before = await endpoint.read_counters()
-    began_s, cpu_began_s = time.perf_counter(), time.process_time()
-    responses = await send_all(endpoint, prompts, level, random=random, on_end=on_end)
-    cpu_s, duration_s = time.process_time() - cpu_began_s, time.perf_counter() - began_s
-    after = await endpoint.read_counters()
-    # Parsing during the streams would delay the arrivals that are measured.
-    answers = [read_answer(response) for response in responses]
-    figures = summarize(
-        answers,
-        counters=after.since(before) if before is not None and after is not None else None,
-        client_busy=cpu_s / duration_s,
-    )
-    return figures, tuple(dict.fromkeys(answer.problem for answer in answers if answer.problem))

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gateway.cli import main
-from gateway.loadgen.client import Target, open_endpoint, read_answer
+from gateway.loadgen.client import open_endpoint, read_answer
 from gateway.loadgen.drafts import Drafts
 from gateway.loadgen.prompts import built_in_prompts, sample_prompts
 from gateway.loadgen.runner import Level, send_all
@@ -18,9 +18,8 @@ from tests.support.paceline_process import UpProcess
 
 
 async def test_the_drafts_of_the_answers_are_those_that_the_line_counted(up: UpProcess) -> None:
-    target = Target(url=up.url, fields={"temperature": 0, "max_tokens": 48})
     prompts = sample_prompts(built_in_prompts(), 6, Random(1))
-    async with open_endpoint(target) as endpoint:
+    async with open_endpoint(up.url, fields={"temperature": 0, "max_tokens": 48}) as endpoint:
         before = await endpoint.read_counters()
         heard = await send_all(
             endpoint, prompts, Level(concurrency=3), random=Random(1), on_end=lambda _: None

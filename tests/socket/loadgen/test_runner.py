@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 from random import Random
 
 import pytest
 
-from gateway.loadgen.client import Target, open_endpoint, read_answer
+from gateway.loadgen.client import Endpoint, open_endpoint, read_answer
 from gateway.loadgen.prompts import Prompt
 from gateway.loadgen.runner import Level, arrivals_s, send_all
 from gateway.loadgen.stats import peak_concurrency
@@ -25,13 +26,13 @@ def worker() -> Iterator[ScriptedWorker]:
         yield fake
 
 
-def target(worker: ScriptedWorker) -> Target:
-    return Target(url=worker.url, model="demo", fields={})
+def opened(worker: ScriptedWorker) -> AbstractAsyncContextManager[Endpoint]:
+    return open_endpoint(worker.url, model="demo", fields={})
 
 
 async def test_so_many_at_a_time_are_never_more_and_no_fewer(worker: ScriptedWorker) -> None:
     worker.script = Script(pause_s=0.002)
-    async with open_endpoint(target(worker)) as endpoint:
+    async with opened(worker) as endpoint:
         level = Level(concurrency=3)
         heard = await send_all(endpoint, PROMPTS, level, random=Random(0), on_end=lambda _: None)
     assert [each.status for each in heard] == [200] * 12
@@ -44,7 +45,7 @@ async def test_who_arrives_waits_for_nobody_and_counts_from_when_it_was_due(
     worker: ScriptedWorker,
 ) -> None:
     worker.script = Script(hang=True)  # until `go_on`: no answer can make room for a request
-    async with open_endpoint(target(worker)) as endpoint:
+    async with opened(worker) as endpoint:
         level = Level(rate=200)
         sending = asyncio.create_task(
             send_all(endpoint, PROMPTS, level, random=Random(5), on_end=lambda _: None)
@@ -71,7 +72,7 @@ def test_arrivals_come_at_just_the_rate_and_again_with_the_same_seed() -> None:
 
 async def test_what_came_before_a_connection_broke_is_kept(worker: ScriptedWorker) -> None:
     worker.script = Script(cut_after=2)
-    async with open_endpoint(target(worker)) as endpoint:
+    async with opened(worker) as endpoint:
         heard = await endpoint.send(PROMPTS[0])
     assert heard.problem.startswith("the connection failed")
     assert b'"one"' in b"".join(part for _, part in heard.arrivals)
@@ -79,7 +80,7 @@ async def test_what_came_before_a_connection_broke_is_kept(worker: ScriptedWorke
 
 async def test_a_server_that_is_gone_is_a_problem_and_no_exception(worker: ScriptedWorker) -> None:
     worker.script = Script(drop=True)
-    async with open_endpoint(target(worker)) as endpoint:
+    async with opened(worker) as endpoint:
         heard = await endpoint.send(PROMPTS[0])
     assert heard.status == 0
     assert heard.problem.startswith("the connection failed")
