@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from gateway.auth.api_keys import ApiKeys, missing_pools
 from gateway.auth.key_store import KeyStore
-from gateway.auth.usage import UsageLedger
-from gateway.auth.usage_store import USAGE_KIND, UsageStore
+from gateway.auth.usage_store import UsageStore
 from gateway.cluster.counters import SharedCounters
 from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.rate_limits import SharedRateLimits
@@ -216,14 +215,14 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
     scheduler = Scheduler(fleet, prefix_index, clock, rng)
     # Gateways that share the token give one system prompt one name.
     secret = join_token.encode() or secrets.token_bytes(32)
-    ledger = UsageLedger(life=secrets.token_hex(4))
+    usage_store = UsageStore(records, wall, life=secrets.token_hex(4))
     active_requests = ActiveRequests()
     api_keys = ApiKeys(
-        settings.api_key, clock, wall, ledger.tokens_used, on_end=active_requests.cancel_keys
+        settings.api_key, clock, wall, usage_store.tokens_used, on_end=active_requests.cancel_keys
     )
     key_store = KeyStore(records, api_keys, wall)
     access_log = AccessLog(settings.access_log) if settings.access_log else None
-    accounting = Accounting(ledger, access_log, wall)
+    accounting = Accounting(usage_store, access_log, wall)
     shared = None
     if redis is not None:
         shared = _shared(redis, api_keys, prefix_index, accounting, clock)
@@ -232,7 +231,7 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
     peers = shared and PeerWorkers(shared.reports, fleet, control, prefix_index, clock=clock)
     cordons = Cordons(records, fleet, control, wall)
     try:
-        ledger.load_today(await records.all(USAGE_KIND), wall())
+        await usage_store.open()
         await key_store.open()
         await cordons.open()
     except RecordsUnwritable:
@@ -252,7 +251,7 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
         records=records,
         api_keys=api_keys,
         key_store=key_store,
-        usage_store=UsageStore(records, ledger, wall),
+        usage_store=usage_store,
         access_log=access_log,
         traces=traces,
         active_requests=active_requests,

@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.assembly import Gateway
-from gateway.auth.api_keys import ANONYMOUS, ApiKey, matches_any_secret
+from gateway.auth.api_keys import ANONYMOUS, ApiKey, matches_secret
 from gateway.auth.origins import comes_from_foreign_page, comes_from_this_machine
 from gateway.errors import FieldInvalid, KeyRefused, NotAllowedHere, NoteMissing, PageRefused
 from gateway.http.downstream import header, read_small_body
@@ -120,14 +120,14 @@ def check_data_key(request: Request, gateway: Gateway) -> None:
 
 def _check_join_token(request: Request, gateway: Gateway) -> None:
     offered = header(request.scope, b"authorization")
-    if not matches_any_secret(offered, gateway.settings.join_token):
+    if not matches_secret(offered, gateway.settings.join_token):
         raise KeyRefused
 
 
 def _check_admin_key(request: Request, gateway: Gateway) -> None:
     settings = gateway.settings
     offered = header(request.scope, b"authorization")
-    if matches_any_secret(offered, settings.admin_key):
+    if matches_secret(offered, settings.admin_key):
         request.state.default_author = "admin"
         return
     if settings.admin_key is not None:
@@ -135,7 +135,7 @@ def _check_admin_key(request: Request, gateway: Gateway) -> None:
     peer = request.client.host if request.client else None
     if not comes_from_this_machine(peer, request.scope["headers"]):
         raise NotAllowedHere
-    if matches_any_secret(offered, settings.join_token) or gateway.api_keys.accepts(offered):
+    if matches_secret(offered, settings.join_token) or gateway.api_keys.accepts(offered):
         raise KeyRefused
     request.state.default_author = "loopback"
 

@@ -73,7 +73,8 @@ async def change(name: str, fields: Fields, gateway: CurrentGateway) -> Key:
     """Change fields of a key."""
 
     def merged(terms: KeyTerms) -> KeyTerms:
-        return _terms(terms.model_dump(mode="json"), fields, gateway)
+        before = terms.model_dump(mode="json", include=set(KeyTerms.model_fields))
+        return _terms(before, fields, gateway)
 
     return _key(await gateway.key_store.change(name, merged), gateway)
 

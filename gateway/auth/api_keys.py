@@ -25,7 +25,6 @@ class ApiKey:
     """One key with all that a request needs of it, computed in advance."""
 
     caller: Caller
-    digest: bytes = b""
     models: frozenset[str] | None = None
     """None: all."""
     priorities: tuple[Priority, ...] = _HIGHEST_FIRST
@@ -79,7 +78,7 @@ class ApiKeys:
         if static is not None and static.get_secret_value():
             digest = digest_of(static.get_secret_value().encode())
             caller = Caller(client=STATIC_KEY_ID, key=STATIC_KEY_ID)
-            self._static[digest] = ApiKey(caller=caller, digest=digest)
+            self._static[digest] = ApiKey(caller=caller)
         self._by_digest = dict(self._static)
         self._valid: dict[str, ApiKey] = {}
         self.records: Mapping[str, KeyRecord] = {}
@@ -91,13 +90,10 @@ class ApiKeys:
     def authenticate(self, authorization: bytes | None) -> ApiKey:
         """Return the key of an `Authorization` header; raise `KeyRefused`."""
         secret = bearer_token(authorization)
-        if secret is None:
+        api_key = None if secret is None else self._by_digest.get(digest_of(secret))
+        if api_key is None:
             raise KeyRefused
-        digest = digest_of(secret)
-        holder = self._by_digest.get(digest)
-        if holder is None or not hmac.compare_digest(holder.digest, digest):
-            raise KeyRefused
-        return holder
+        return api_key
 
     def accepts(self, authorization: bytes | None) -> bool:
         """Return whether the header has a valid key."""
@@ -132,17 +128,14 @@ class ApiKeys:
 
     def _rebuild(self) -> None:
         now_unix_s = self._wall()
-        open_now = [one for one in self.records.values() if not one.ended(now_unix_s)]
-        held = {record.id: self._api_key(record) for record in open_now}
-        gone = frozenset(self._valid.keys() - held.keys())
-        self._valid = held
-        by_digest = {holder.digest: holder for holder in held.values()}
+        records = [one for one in self.records.values() if not one.ended(now_unix_s)]
+        before, self._valid = self._valid, {one.id: self._api_key(one) for one in records}
+        by_digest = {bytes.fromhex(one.digest): self._valid[one.id] for one in records}
         self._by_digest = {**by_digest, **self._static}
-        if gone:
-            self._on_end(gone)
+        if ended := frozenset(before.keys() - self._valid.keys()):
+            self._on_end(ended)
 
     def _api_key(self, record: KeyRecord) -> ApiKey:
-        before = self._valid.get(record.id)
         return ApiKey(
             caller=Caller(
                 client=record.id,
@@ -151,22 +144,22 @@ class ApiKeys:
                 team=record.team,
                 pools=frozenset(record.pools) or None,
             ),
-            digest=bytes.fromhex(record.digest),
             models=frozenset(record.models) or None,
             priorities=_HIGHEST_FIRST[_HIGHEST_FIRST.index(record.priority) :],
-            rate_limiter=self._limiter(record, before.rate_limiter if before else None),
+            rate_limiter=self._limiter(record),
         )
 
-    def _limiter(self, record: KeyRecord, before: RateLimiter | None) -> RateLimiter | None:
+    def _limiter(self, record: KeyRecord) -> RateLimiter | None:
         """Return the limiter of a key; changed limits keep what was used."""
         if record.unlimited:
             return None
         unix_s = self._wall()
         limits = (record, self._clock(), unix_s, self._used_on_day(record.id, unix_s))
-        if before is None:
+        before = self._valid.get(record.id)
+        if before is None or before.rate_limiter is None:
             return RateLimiter(*limits)
-        before.update(*limits)
-        return before
+        before.rate_limiter.update(*limits)
+        return before.rate_limiter
 
 
 def bearer_token(authorization: bytes | None) -> bytes | None:
@@ -176,18 +169,13 @@ def bearer_token(authorization: bytes | None) -> bytes | None:
     return authorization[len(_BEARER) :].strip() or None
 
 
-def matches_any_secret(authorization: bytes | None, *secrets: SecretStr | None) -> bool:
-    """Return whether an `Authorization` value has one of these secrets; unset ones never match."""
+def matches_secret(authorization: bytes | None, secret: SecretStr | None) -> bool:
+    """Return whether an `Authorization` value has this secret; an unset one never matches."""
     offered = bearer_token(authorization)
-    if offered is None:
+    if offered is None or secret is None:
         return False
-    # Bytes, because compare_digest rejects non-ASCII text; all, so that the duration is constant.
-    matches = [
-        hmac.compare_digest(offered, held.get_secret_value().encode())
-        for held in secrets
-        if held is not None and held.get_secret_value()
-    ]
-    return any(matches)
+    # Bytes, because compare_digest rejects non-ASCII text.
+    return hmac.compare_digest(offered, secret.get_secret_value().encode())
 
 
 def missing_pools(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -64,14 +63,14 @@ class KeyStore:
         log.info("key.created key=%s team=%s", record.id, record.team or "-")
         return record, secret
 
-    async def change(self, key_id: str, terms: Callable[[KeyTerms], KeyTerms]) -> KeyRecord:
+    async def change(self, key_id: str, new_terms: Callable[[KeyTerms], KeyTerms]) -> KeyRecord:
         """Change the terms of a key; raise `KeyUnknown`, or `KeyIsRevoked`."""
         async with self._changing:
             await self.refresh()
             record = self.find(key_id)
             if record.revoked_at is not None:
                 raise KeyIsRevoked(key_id)
-            changed = record.with_terms(terms(record.terms))
+            changed = record.model_copy(update=dict(new_terms(record)))
             await self._table.replace(key_id, changed.model_dump_json(exclude={"revoked_at"}))
         log.info("key.changed key=%s", key_id)
         return self.find(key_id)
@@ -94,9 +93,19 @@ class KeyStore:
 
     async def _apply(self, texts: Mapping[str, str]) -> None:
         """Replace the keys of the data plane; a damaged record authenticates nothing."""
-        keys, self._damaged = _parse(texts)
-        for key_id in self._damaged:
-            log.error("key.damaged key=%s", key_id)
+        keys, self._damaged = [], []
+        for key_id, text in texts.items():
+            if key_id.endswith(_REVOKED):
+                continue
+            try:
+                record = KeyRecord.model_validate_json(text)
+                if (revocation := texts.get(key_id + _REVOKED)) is not None:
+                    revoked = _Revocation.model_validate_json(revocation)
+                    record = record.model_copy(update=dict(revoked))
+                keys.append(record)
+            except ValidationError:
+                self._damaged.append(key_id)
+                log.error("key.damaged key=%s", key_id)
         self._api_keys.replace(keys)
         if not self._table.current:
             # Keys may have been created or revoked since the copy was written.
@@ -104,20 +113,3 @@ class KeyStore:
 
     def _now(self) -> datetime:
         return datetime.fromtimestamp(self._wall(), UTC)
-
-
-def _parse(texts: Mapping[str, str]) -> tuple[list[KeyRecord], list[str]]:
-    """Return all keys, and the ids of the damaged ones."""
-    keys, damaged = [], []
-    for name, text in texts.items():
-        if name.endswith(_REVOKED):
-            continue
-        try:
-            record = KeyRecord.model_validate_json(text)
-            if name + _REVOKED in texts:
-                revocation = _Revocation.model_validate_json(texts[name + _REVOKED])
-                record = record.model_copy(update={"revoked_at": revocation.revoked_at})
-            keys.append(record)
-        except (ValidationError, json.JSONDecodeError):
-            damaged.append(name)
-    return keys, damaged

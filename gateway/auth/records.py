@@ -39,15 +39,7 @@ class Limits(BaseModel):
     @property
     def unlimited(self) -> bool:
         """Return whether there is no limit."""
-        return all(
-            limit is None
-            for limit in (
-                self.requests_a_minute,
-                self.tokens_a_minute,
-                self.concurrent_requests,
-                self.tokens_a_day,
-            )
-        )
+        return all(getattr(self, name) is None for name in Limits.model_fields)
 
 
 class KeyTerms(Limits):
@@ -75,15 +67,6 @@ class KeyRecord(KeyTerms):
     created_at: AwareDatetime
     revoked_at: AwareDatetime | None = None
 
-    @property
-    def terms(self) -> KeyTerms:
-        """Return its terms."""
-        return KeyTerms.model_validate(self.model_dump(include=set(KeyTerms.model_fields)))
-
-    def with_terms(self, terms: KeyTerms) -> KeyRecord:
-        """Return the key with other terms."""
-        return KeyRecord.model_validate({**self.model_dump(), **terms.model_dump()})
-
     def ended(self, unix_s: float) -> str:
         """Return why the key is invalid, or an empty string."""
         if self.revoked_at is not None:
@@ -100,13 +83,11 @@ def digest_of(secret: bytes) -> bytes:
 def new_key(terms: KeyTerms, now: datetime) -> tuple[KeyRecord, str]:
     """Create a key; return its record and its secret."""
     secret = SECRET_PREFIX + secrets.token_urlsafe(32)
-    record = KeyRecord.model_validate(
-        {
-            **terms.model_dump(),
-            "id": f"key-{secrets.token_hex(6)}",
-            "digest": digest_of(secret.encode()).hex(),
-            "prefix": secret[:_SHOWN_CHARS],
-            "created_at": now,
-        }
+    record = KeyRecord(
+        **dict(terms),
+        id=f"key-{secrets.token_hex(6)}",
+        digest=digest_of(secret.encode()).hex(),
+        prefix=secret[:_SHOWN_CHARS],
+        created_at=now,
     )
     return record, secret

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from gateway.auth.usage import UsageLedger
+from gateway.auth.usage_store import UsageStore
 from gateway.storage.counters import CounterKey
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.request_record import RequestRecord
@@ -28,9 +28,9 @@ class Accounting:
     """Counters of the requests of one gateway. `wall` returns the seconds since the epoch."""
 
     def __init__(
-        self, ledger: UsageLedger, access_log: AccessLog | None, wall: Callable[[], float]
+        self, usage_store: UsageStore, access_log: AccessLog | None, wall: Callable[[], float]
     ) -> None:
-        self._ledger = ledger
+        self._usage_store = usage_store
         self._access_log = access_log
         self._wall = wall
         self._counters: dict[Hashable, _Counters] = {}
@@ -63,7 +63,7 @@ class Accounting:
         if counters.lane is not None:
             _observe(counters.lane, record)
         if record.spent.requests:
-            self._ledger.add(record.caller, usage, record.spent, self._wall())
+            self._usage_store.add(record.caller, usage, record.spent, self._wall())
         if self._access_log is not None:
             self._access_log.write(record, self._wall())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.auth.usage import UsageLedger
+from gateway.auth.usage_store import UsageStore
 from gateway.cluster.counters import SharedCounters
 from gateway.cluster.redis import RedisClient
 from gateway.cluster.worker_reports import SharedWorkerReports
@@ -21,6 +21,7 @@ from gateway.telemetry.prometheus import WorkerMetrics, exposition
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Drafts, Inspected, Outcome, Usage
 from policies.request.profile import Endpoint, RequestProfile
+from tests.support.memory_records import MemoryRecords
 from tests.support.redis_server import RedisServer
 from tests.support.scripted_worker import lane_report
 from workers.protocol import LaneReport, PrefixCounts, Speculation, WorkerReport
@@ -86,7 +87,7 @@ class SimulatedGateway:
     """The accounting of one run of a gateway, and its store."""
 
     def __init__(self, wall: Any) -> None:
-        self.accounting = Accounting(UsageLedger("life"), None, wall)
+        self.accounting = Accounting(UsageStore(MemoryRecords(), wall, "life"), None, wall)
         self.store = self._make_store()
 
     def _make_store(self) -> CounterStore:

@@ -17,13 +17,15 @@ from pydantic import SecretStr
 from gateway.auth.rate_limits import DAY_S
 from gateway.auth.usage import (
     RETENTION_DAYS,
-    UsageLedger,
     UsageRow,
     compacted,
     date_of,
     rows_by_day,
 )
+from gateway.auth.usage_store import UsageStore
+from gateway.errors import RecordsUnwritable
 from gateway.types import Caller, Spent, Usage
+from tests.support.memory_records import MemoryRecords
 from tests.support.running_gateway import (
     RunningGateway,
     bearer_headers,
@@ -48,9 +50,27 @@ ENTRIES = st.lists(
 )
 
 
+class SwitchableRecords(MemoryRecords):
+    """Records that count writes, and fail while they are unwritable."""
+
+    writable = True
+    writes = 0
+
+    async def replace(self, kind: str, name: str, text: str) -> None:
+        if not self.writable:
+            raise RecordsUnwritable
+        self.writes += 1
+        self.shelves.setdefault(kind, {})[name] = text
+
+
+def usage_store(life: str, records: MemoryRecords | None = None) -> UsageStore:
+    """Return the usage of one process on the day `TODAY`."""
+    return UsageStore(records or MemoryRecords(), lambda: TODAY * DAY_S, life)
+
+
 def kept_by(entries: list[tuple[str, Caller, int, int]]) -> dict[str, str]:
     """What all lives keep of requests so many days ago."""
-    ledgers = {life: UsageLedger(life) for life in ("life-1", "life-2", "life-3")}
+    ledgers = {life: usage_store(life) for life in ("life-1", "life-2", "life-3")}
     for life, caller, tokens, days_ago in entries:
         at_unix_s = (TODAY - days_ago) * DAY_S
         ledgers[life].add(caller, Usage(tokens, 1, 0), Spent(1, tokens + 1), at_unix_s)
@@ -109,21 +129,31 @@ def test_a_day_is_folded_once_no_process_writes_it_any_more() -> None:
     assert totals(kept) == totals(past_day)
 
 
-def test_a_day_that_was_kept_is_written_again_only_when_something_changes() -> None:
-    ledger = UsageLedger("life")
+async def test_a_stored_day_is_written_again_only_after_a_change() -> None:
+    records = SwitchableRecords()
+    ledger = usage_store("life", records)
     ledger.add(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)
-    assert ledger.unsaved_days() == (TODAY,)
-    name, text = ledger.save(TODAY)
-    assert name == f"{date_of(TODAY)}/life"
-    assert json.loads(text)["rows"] == [["key-a", "lab", 1, 5, 2, 1, 0]]
-    assert ledger.unsaved_days() == ()
-    ledger.mark_unsaved(TODAY)
-    assert ledger.unsaved_days() == (TODAY,)
-    ledger.drop_saved_days((TODAY + 9) * DAY_S)
-    assert ledger.unsaved_days() == (TODAY,), "what is not kept is not forgotten"
-    ledger.save(TODAY)
-    ledger.drop_saved_days((TODAY + 9) * DAY_S)
+    for _ in range(2):
+        await ledger.flush()
+        ((name, text),) = records.shelves["usage"].items()
+        assert name == f"{date_of(TODAY)}/life"
+        assert json.loads(text)["rows"] == [["key-a", "lab", 1, 5, 2, 1, 0]]
+        assert records.writes == 1
+
+
+async def test_a_past_day_is_dropped_from_memory_once_it_is_stored() -> None:
+    records = SwitchableRecords()
+    ledger = usage_store("life", records)
+    ledger.add(ANN, Usage(5, 2, 1), Spent(1, 7), (TODAY - 9) * DAY_S)
+    records.writable = False
+    for _ in range(2):
+        with pytest.raises(RecordsUnwritable):
+            await ledger.flush()
+        assert totals(ledger.records()) == {(TODAY - 9, "key-a"): (1, 7)}
+    records.writable = True
+    await ledger.flush()
     assert ledger.records() == {}
+    assert totals(records.shelves["usage"]) == {(TODAY - 9, "key-a"): (1, 7)}
 
 
 def test_a_record_that_cannot_be_read_counts_nothing_and_stops_nothing() -> None:
@@ -132,10 +162,13 @@ def test_a_record_that_cannot_be_read_counts_nothing_and_stops_nothing() -> None
     assert totals(good | bad) == totals(good)
 
 
-def test_used_today_is_of_this_life_and_of_those_before() -> None:
-    ledger = UsageLedger("life-2")
-    kept = kept_by([("life-1", ANN, 9, 0), ("life-3", ANN, 1, 0), ("life-1", ANN, 100, 1)])
-    ledger.load_today(kept, TODAY * DAY_S)
+async def test_used_today_is_of_this_life_and_of_those_before() -> None:
+    records = MemoryRecords()
+    ledger = usage_store("life-2", records)
+    records.shelves["usage"] = kept_by(
+        [("life-1", ANN, 9, 0), ("life-3", ANN, 1, 0), ("life-1", ANN, 100, 1)]
+    )
+    await ledger.open()
     ledger.add(ANN, Usage(5, 2, 1), Spent(1, 7), TODAY * DAY_S)
     assert ledger.tokens_used("key-a", TODAY * DAY_S) == 10 + 2 + 7
     assert ledger.tokens_used("key-a", (TODAY + 1) * DAY_S) == 0
