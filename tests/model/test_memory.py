@@ -65,7 +65,7 @@ def test_the_longest_row_fits_alone_and_one_token_more_does_not(room_bytes: int)
 def slots_held(lane: LaneScheduler) -> int:
     """Return the number of slots in the batches of a lane."""
     batches = [batch for batch in lane._decoder._batches if batch.rows]
-    return sum(len(batch) * next(batch._row_caches()).slots for batch in batches)
+    return sum(len(batch.rows) * next(batch._row_caches()).slots for batch in batches)
 
 
 def run_within(lane: LaneScheduler, room_slots: int) -> int:

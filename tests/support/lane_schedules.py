@@ -172,7 +172,6 @@ class ScheduleRunner:
                 rules = SamplingContext(
                     sampling=sampling,
                     seed=row.seed,
-                    position=len(answer),
                     prompt=prompt,
                     answer=answer,
                 )

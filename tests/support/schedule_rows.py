@@ -58,13 +58,13 @@ class ScheduledRow(RowEvents):
         assert sum(count * n for count, n in enumerate(total.histogram)) == total.accepted
         if errors:
             assert (steps, accepted, new, drafted) == (0, 0, 0, errors)
-            assert new_steps == ()
+            assert new_steps == []
         elif steps:
-            assert new_steps == ((drafted, accepted),)
+            assert new_steps == [(drafted, accepted)]
             assert 1 <= drafted <= self.k
             assert accepted <= drafted
             self.ended_in_draft = bool(self.row.finish_reason) and new == accepted
             assert new == accepted + 1 or self.ended_in_draft
         else:
-            assert (new_steps, accepted, drafted) == ((), 0, 0)
+            assert (new_steps, accepted, drafted) == ([], 0, 0)
             assert new in (0, 1)

@@ -11,12 +11,9 @@ from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
-from workers.engine.kv_cache import RowCache
-from workers.engine.model import ArraysCache, KVCache, LayerCache, MtpHead
+from workers.engine.kv_cache import RowCache, capacity
+from workers.engine.model import KVCache, LayerCache, MtpHead
 from workers.engine.row import Row
-
-MAX_BACKLOG_STEPS = 32
-"""Backlog at which the head reads it even though the batch drafts nothing."""
 
 
 class Batch:
@@ -36,18 +33,16 @@ class Batch:
         """Remove all rows and free their memory."""
         self.rows: list[Row] = []
         self.caches: list[LayerCache] = []
-        self.head_caches: list[RowCache] = []
+        self.head_caches: list[LayerCache] = []
+        """Empty in a batch that never drafts."""
         self.last_tokens: mx.array = mx.zeros((0,), dtype=mx.int32)
         """[rows]: the last token of every answer, in no cache yet."""
         self.position_shift: mx.array = self.last_tokens
         """[rows]: difference from the slot of a token to its position."""
         self.seed_hidden: mx.array | None = None
         """[rows, 1, width]; None in a batch that never drafts."""
-        self._backlog: list[tuple[mx.array, mx.array]] = []
+        self.backlog: list[tuple[mx.array, mx.array]] = []
         """Tokens [rows, 1] and hidden states [rows, 1, width] that the head has not read."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     @property
     def offset(self) -> mx.array:
@@ -67,10 +62,7 @@ class Batch:
     @state.setter
     def state(self, state: Sequence[tuple[mx.array, ...]]) -> None:
         for cache, arrays in zip(self.caches, state, strict=True):
-            if isinstance(cache, RowCache):
-                cache.keys, cache.values = arrays
-            else:
-                cache.state = list(arrays)
+            cache.state = list(arrays)
 
     @property
     def head_state(self) -> list[tuple[mx.array, ...]]:
@@ -79,8 +71,8 @@ class Batch:
 
     @head_state.setter
     def head_state(self, state: Sequence[tuple[mx.array, ...]]) -> None:
-        for cache, (keys, values) in zip(self.head_caches, state, strict=True):
-            cache.keys, cache.values = keys, values
+        for cache, arrays in zip(self.head_caches, state, strict=True):
+            cache.state = arrays
 
     def reserve(self, tokens: int) -> None:
         """Reserve slots for `tokens` more tokens in every row."""
@@ -88,31 +80,11 @@ class Batch:
         for cache in self._row_caches():
             cache.reserve(needed)
 
-    @property
-    def has_head_caches(self) -> bool:
-        """Return whether the head can draft for these rows."""
-        return bool(self.head_caches)
-
-    @property
-    def has_backlog(self) -> bool:
-        """Return whether the head has tokens to read before it can draft."""
-        return bool(self._backlog)
-
-    @property
-    def backlog_full(self) -> bool:
-        """Return whether the head must read the backlog even if the batch drafts nothing."""
-        return len(self._backlog) >= MAX_BACKLOG_STEPS
-
-    def append_backlog(self, tokens: mx.array, hidden: mx.array) -> None:
-        """Store the input that the head would have read in a plain step."""
-        self._backlog.append((tokens, hidden))
-
     def read_backlog(self, head: MtpHead) -> None:
         """Let the head read its backlog in one pass."""
-        if not self._backlog:
+        if not self.backlog:
             return
-        tokens = mx.concatenate([tokens for tokens, _ in self._backlog], axis=1)
-        hidden = mx.concatenate([hidden for _, hidden in self._backlog], axis=1)
+        tokens, hidden = (mx.concatenate(part, axis=1) for part in zip(*self.backlog, strict=True))
         length = tokens.shape[1]
         start = self.offset - length
         for cache in self.head_caches:
@@ -120,7 +92,7 @@ class Batch:
         positions = start[:, None] + mx.arange(length, dtype=mx.int32)
         state = head.forward(tokens, hidden, self.head_caches, positions)
         self.seed_hidden = state[:, -1:]
-        self._backlog.clear()
+        self.backlog.clear()
 
     def join(
         self,
@@ -131,26 +103,17 @@ class Batch:
         seed_hidden: mx.array | None,
     ) -> None:
         """Add a row after its prefill; the batch takes over its caches."""
-        slots = row.slots_used
-        new_caches = [
-            RowCache.of_row(cache.keys, cache.values, slots)
-            if self._shared and isinstance(cache, KVCache)
-            else cache
-            for cache in caches
-        ]
-        new_head_caches = [
-            RowCache.of_row(cache.keys, cache.values, slots) for cache in head_caches
-        ]
+        new_caches = [row_cache(cache) if self._shared else cache for cache in caches]
+        new_head_caches = [row_cache(cache) for cache in head_caches]
         token = mx.array([last_token], dtype=mx.int32)
-        shift = mx.array([row.context_tokens + row.position_offset - slots], dtype=mx.int32)
+        shift = mx.array([row.skipped_tokens + row.position_offset], dtype=mx.int32)
         if not self.rows:
             self.caches, self.head_caches = new_caches, new_head_caches
             self.last_tokens, self.position_shift, self.seed_hidden = token, shift, seed_hidden
         else:
-            for cache, new in zip(self.caches, new_caches, strict=True):
-                _extend(cache, new)
-            for head_cache, new_head_cache in zip(self.head_caches, new_head_caches, strict=True):
-                head_cache.join(new_head_cache)
+            joined = (*self.caches, *self.head_caches)
+            for cache, new in zip(joined, (*new_caches, *new_head_caches), strict=True):
+                cache.extend(new)
             self.last_tokens = mx.concatenate([self.last_tokens, token])
             self.position_shift = mx.concatenate([self.position_shift, shift])
             if self.seed_hidden is not None and seed_hidden is not None:
@@ -169,15 +132,14 @@ class Batch:
         self.rows = [self.rows[index] for index in indices]
         longest = max(row.slots_used for row in self.rows)
         for cache in (*self.caches, *self.head_caches):
-            if isinstance(cache, RowCache):
-                cache.select(indices, longest)
-            else:
-                cache.filter(chosen)
+            cache.filter(chosen)
+        for cache in self._row_caches():
+            cache.shrink(longest)
         self.last_tokens = self.last_tokens[chosen]
         self.position_shift = self.position_shift[chosen]
         if self.seed_hidden is not None:
             self.seed_hidden = self.seed_hidden[chosen]
-        self._backlog = [(tokens[chosen], hidden[chosen]) for tokens, hidden in self._backlog]
+        self.backlog = [(tokens[chosen], hidden[chosen]) for tokens, hidden in self.backlog]
 
     def evaluate(self) -> None:
         """Compute the caches layer by layer, so that no copy outlives its layer."""
@@ -187,20 +149,21 @@ class Batch:
     def evaluate_async(self) -> None:
         """Start computing all inputs of the next step on the device, without waiting."""
         mx.async_eval(
-            self.last_tokens, self.seed_hidden, self._backlog,
+            self.last_tokens, self.seed_hidden, self.backlog,
             [cache.state for cache in self.caches], [cache.state for cache in self.head_caches],
             [cache.offset for cache in self._row_caches()],
         )  # fmt: skip
 
     def _row_caches(self) -> Iterator[RowCache]:
-        yield from (cache for cache in self.caches if isinstance(cache, RowCache))
-        yield from self.head_caches
+        for cache in (*self.caches, *self.head_caches):
+            if isinstance(cache, RowCache):
+                yield cache
 
 
-def _extend(cache: LayerCache, other: LayerCache) -> None:
-    if isinstance(cache, RowCache):
-        assert isinstance(other, RowCache)
-        cache.join(other)
-    else:
-        assert isinstance(cache, ArraysCache)
-        cache.extend(other)
+def row_cache(cache: LayerCache, room_tokens: int = 1) -> LayerCache:
+    """Return the cache of one row as a batch holds it, with room for `room_tokens` more tokens."""
+    if not isinstance(cache, KVCache):
+        return cache
+    row = RowCache(cache.keys, cache.values, mx.array([cache.offset], dtype=mx.int32))
+    row.resize(capacity(cache.offset + room_tokens))
+    return row

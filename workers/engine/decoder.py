@@ -29,7 +29,10 @@ from workers.engine.prefill import Prefill, seed_head
 from workers.engine.row import Row
 from workers.engine.sampler import choose, token_logprobs
 from workers.engine.step_graph import StepGraph
-from workers.engine.types import TokenLogprob
+from workers.engine.types import DraftStep, TokenLogprob
+
+MAX_BACKLOG_STEPS = 32
+"""Backlog at which the head reads it even though the batch drafts nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,7 +163,7 @@ class Decoder:
             if drafting:
                 self._head.record_error(error)
                 for row in rows:
-                    row.speculation.record_errors(row.draft_limit(k))
+                    row.speculation.errors += row.draft_limit(k)
             return self._requeue(batch, error)
         outcome, appended = self._append(rows, result, begun_s)
         duration_s = self._clock() - begun_s
@@ -188,10 +191,10 @@ class Decoder:
         reason alone: counting it would keep a lane from drafting where drafting pays.
         """
         count = len(batch.rows)
-        fewest_steps = min(row.speculation.step_count for row in batch.rows)
+        fewest_steps = min(len(row.speculation.steps) for row in batch.rows)
         k = self._draft_length.choose(count, fewest_steps)
         exploring = self._draft_length.is_exploring(count, fewest_steps)
-        return k, not (exploring or (k and batch.has_backlog))
+        return k, not (exploring or (k and batch.backlog))
 
     def _append(self, rows: list[Row], result: StepResult, now_s: float) -> tuple[Outcome, int]:
         """Append its tokens to every row; return the rows that ended, and the tokens appended.
@@ -217,7 +220,8 @@ class Decoder:
         if drafted:
             # An accepted draft token behind the end of the answer counts as rejected, so that the
             # counts add up to `completion_tokens`.
-            row.speculation.record_step(drafted, min(appended, len(tokens) - 1))
+            step = DraftStep(drafted=drafted, accepted=min(appended, len(tokens) - 1))
+            row.speculation.steps.append(step)
             self._draft_length.observe_acceptance(drafted, len(tokens) - 1)
         return appended
 
@@ -299,11 +303,18 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
     The host waits for the device once, for the chosen tokens; the device computes the new caches
     while the host emits them.
     """
-    limits = [row.draft_limit(k) if batch.has_head_caches else 0 for row in batch.rows]
+    limits = [row.draft_limit(k) if batch.head_caches else 0 for row in batch.rows]
     length = max(limits)
     batch.reserve(length + 1)
-    drafts = _draft(batch, graph, length)
+    if graph.head is not None and (length or len(batch.backlog) >= MAX_BACKLOG_STEPS):
+        batch.read_backlog(graph.head)
     offset = batch.offset
+    if length:
+        assert batch.seed_hidden is not None
+        drafts, batch.head_state = graph.draft(batch.seed_hidden, batch.head_state, offset, length)
+        mx.async_eval(drafts)  # the device drafts while the host describes the verify
+    else:
+        drafts = mx.zeros((len(limits), 0), dtype=mx.int32)
     verified = graph.verify(
         mx.concatenate([batch.last_tokens[:, None], drafts], axis=1),
         batch.state,
@@ -312,17 +323,14 @@ def run_step(batch: Batch, graph: StepGraph, k: int) -> StepResult:
     )
     chosen = choose(verified.scores, [row.sampling_context() for row in batch.rows], drafts)
     if length:
-        committed = graph.commit(
-            verified, chosen, (drafts, mx.array(limits)), (batch.head_state, offset)
-        )
-        accepted, batch.last_tokens = committed.accepted, committed.last_tokens
-        batch.state, batch.head_state = committed.state, committed.head_state
-        batch.seed_hidden = committed.seed_hidden
+        drafted, head = (drafts, mx.array(limits)), (batch.head_state, offset)
+        committed = graph.commit(verified.layers, verified.hidden, chosen, drafted, head)
+        accepted, batch.last_tokens, batch.state, batch.head_state, batch.seed_hidden = committed
     else:
-        accepted = mx.zeros((len(batch),), dtype=mx.int32)
+        accepted = mx.zeros((len(limits),), dtype=mx.int32)
         batch.last_tokens, batch.state = chosen[:, 0], verified.state
-        if batch.has_head_caches:
-            batch.append_backlog(chosen, verified.hidden)
+        if batch.head_caches:
+            batch.backlog.append((chosen, verified.hidden))
     decided = mx.concatenate([accepted[:, None], chosen], axis=1)
     mx.async_eval(decided)
     batch.set_offset(offset + accepted + 1)
@@ -343,21 +351,7 @@ def run_uncompiled_step(batch: Batch, target: Target) -> StepResult:
     decided = mx.concatenate([mx.zeros_like(chosen), chosen], axis=1)
     mx.async_eval(decided)
     batch.evaluate_async()
-    return _result([0] * len(batch), decided, scores)
-
-
-def _draft(batch: Batch, graph: StepGraph, length: int) -> mx.array:
-    """Draft the next `length` tokens of every row with the head: [rows, length]."""
-    if graph.head is not None and (length or batch.backlog_full):
-        batch.read_backlog(graph.head)
-    if not length:
-        return mx.zeros((len(batch), 0), dtype=mx.int32)
-    assert batch.seed_hidden is not None
-    drafts, batch.head_state = graph.draft(
-        batch.seed_hidden, batch.head_state, batch.offset, length
-    )
-    mx.async_eval(drafts)  # the device drafts while the host describes the verify
-    return drafts
+    return _result([0] * len(batch.rows), decided, scores)
 
 
 def _result(limits: list[int], decided: mx.array, scores: mx.array) -> StepResult:

@@ -38,15 +38,6 @@ class RowCache:
         self.offset = offset
         """[rows]: the cursors."""
 
-    @classmethod
-    def of_row(
-        cls, keys: mx.array, values: mx.array, tokens: int, room_tokens: int = 1
-    ) -> RowCache:
-        """Return the cache of one row of `tokens` tokens, with room for `room_tokens` more."""
-        cache = cls(keys, values, mx.array([tokens], dtype=mx.int32))
-        cache.resize(capacity(tokens + room_tokens))
-        return cache
-
     # --- read by the models -------------------------------------------------------------------
 
     @property
@@ -54,14 +45,13 @@ class RowCache:
         return self.slots
 
     @property
-    def batch_size(self) -> int:
-        """Return the number of rows."""
-        return int(self.keys.shape[0])
-
-    @property
     def state(self) -> tuple[mx.array, mx.array]:
         """Return the arrays that an evaluation has to cover."""
         return self.keys, self.values
+
+    @state.setter
+    def state(self, arrays: Sequence[mx.array]) -> None:
+        self.keys, self.values = arrays
 
     def size(self) -> int:
         """Return the number of slots that the attention reads."""
@@ -102,7 +92,7 @@ class RowCache:
         if tokens > self.slots:
             self.resize(capacity(tokens))
 
-    def join(self, other: RowCache) -> None:
+    def extend(self, other: RowCache) -> None:
         """Append the rows of another cache."""
         slots = max(self.slots, other.slots)
         self.resize(slots)
@@ -111,13 +101,14 @@ class RowCache:
         self.values = mx.concatenate([self.values, other.values])
         self.offset = mx.concatenate([self.offset, other.offset])
 
-    def select(self, rows: Sequence[int], tokens: int) -> None:
-        """Keep only these rows, of up to `tokens` tokens, and the slots that they need."""
-        chosen = mx.array(rows, dtype=mx.int32)
-        slots = min(capacity(tokens), self.slots)
-        self.keys = self.keys[chosen][:, :, :slots]
-        self.values = self.values[chosen][:, :, :slots]
-        self.offset = self.offset[chosen]
+    def filter(self, rows: mx.array) -> None:
+        """Keep only the rows of these indices."""
+        self.keys, self.values = self.keys[rows], self.values[rows]
+        self.offset = self.offset[rows]
+
+    def shrink(self, tokens: int) -> None:
+        """Give back the slots that rows of up to `tokens` tokens do not need."""
+        self.resize(min(capacity(tokens), self.slots))
 
     def resize(self, slots: int) -> None:
         """Set the capacity of every row; it must not be below any cursor."""

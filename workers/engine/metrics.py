@@ -39,7 +39,7 @@ class LaneCounters:
     def __init__(self, name: LaneName, *, slots: int, draft_tokens: int) -> None:
         self._lock = threading.Lock()
         self._name = name
-        self._slots = slots
+        self.slots = slots
         self._requested_draft_tokens = draft_tokens
         self._draft_tokens_by_rows = (draft_tokens,) * slots
         self.head_healthy = True
@@ -126,19 +126,19 @@ class LaneCounters:
     def report(self) -> LaneReport:
         """Return a consistent copy of all counts."""
         with self._lock:
-            by_rows = self._draft_tokens_by_rows if self.head_healthy else (0,) * self._slots
+            by_rows = self._draft_tokens_by_rows if self.head_healthy else (0,) * self.slots
             return LaneReport(
                 name=self._name,
                 running=self._running,
                 waiting=self._waiting,
-                slots=self._slots,
+                slots=self.slots,
                 pending_prefill_tokens=self._pending_prefill_tokens,
                 prefill_tokens_per_s=self._prefill_speed.tokens_per_s,
                 decode_tokens_per_s=self._decode_speed.tokens_per_s,
                 mtp_enabled=self._requested_draft_tokens > 0,
                 head_healthy=self.head_healthy,
                 requested_draft_tokens=self._requested_draft_tokens,
-                effective_draft_tokens=by_rows[min(max(self._running, 1), self._slots) - 1],
+                effective_draft_tokens=by_rows[min(max(self._running, 1), self.slots) - 1],
                 draft_tokens_by_rows=by_rows,
                 speculation=self._speculation,
                 bypass_counts=dict(self._bypass),

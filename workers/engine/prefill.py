@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -44,7 +44,7 @@ class Prefill:
     """Length of the shared prefix if it is to be stored once it is read, else 0."""
     last_hidden: mx.array | None = None
     """[1, 1, width] of the last token read."""
-    scores: mx.array | None = field(default=None)
+    scores: mx.array | None = None
     """[1, 1, vocabulary] after the last token, once all are read."""
 
     @property
@@ -87,9 +87,7 @@ def _restore_prefix(prefill: Prefill, prefix_cache: PrefixCache) -> None:
     row, prefix = prefill.row, prefill.row.prompt.prefix
     if prefix is None:
         return
-    entry = prefix_cache.lookup(prefix.key, row.prompt.tokens)
-    if entry is None and row.prefetched is not None:
-        entry = prefix_cache.store_prefetched(prefix.key, row.prompt.tokens, row.prefetched)
+    entry = prefix_cache.lookup(prefix.key, row.prompt.tokens, row.prefetched)
     row.prefetched = None
     # A lane with an unhealthy head stores prefixes without it, which a drafting row cannot use.
     if entry is None or (prefill.head and not entry.head_caches):

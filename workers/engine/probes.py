@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from workers.engine.kv_cache import RowCache
-from workers.engine.model import KVCache, LayerCache, Target
+from workers.engine.batch import row_cache
+from workers.engine.model import LayerCache, Target
 from workers.engine.step_graph import State, StepGraph
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def _scores_after(graph: StepGraph, target: Target, *, verified: int, kept: int)
     offset = mx.array([length])
     shift = mx.zeros_like(offset)
     tokens = mx.arange(length, length + verified, dtype=mx.int32)[None]
-    caches = [_row_cache(cache, verified + 1) for cache in _read_prompt(target, 0, length)]
+    caches = [row_cache(cache, verified + 1) for cache in _read_prompt(target, 0, length)]
     result = graph.verify(tokens, [tuple(cache.state) for cache in caches], offset, shift)
     state: State = result.state
     if verified > 1:
@@ -92,11 +92,11 @@ def probe_shared_rows(target: Target) -> bool:
 def _batch_caches(target: Target, prompts_tokens: Sequence[int]) -> list[LayerCache]:
     """Read one prompt of each length, and join their caches."""
     batch, *others = [
-        [_row_cache(cache) for cache in _read_prompt(target, n, n)] for n in prompts_tokens
+        [row_cache(cache) for cache in _read_prompt(target, n, n)] for n in prompts_tokens
     ]
     for other in others:
         for cache, new in zip(batch, other, strict=True):
-            (cache.join if isinstance(cache, RowCache) else cache.extend)(new)
+            cache.extend(new)
     return batch
 
 
@@ -114,9 +114,3 @@ def _read_prompt(target: Target, first_token: int, length: int) -> list[LayerCac
     positions = mx.arange(length, dtype=mx.int32)[None]
     target.forward(positions + first_token, caches, positions)
     return caches
-
-
-def _row_cache(cache: LayerCache, room_tokens: int = 1) -> LayerCache:
-    if not isinstance(cache, KVCache):
-        return cache
-    return RowCache.of_row(cache.keys, cache.values, cache.offset, room_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -30,50 +31,28 @@ DELTA_INTERVAL_S = 0.01
 client more than a token costs a small model, and no reader needs a hundred in a second."""
 
 
+@dataclass(slots=True)
 class SpeculationCounter:
     """Draft and verify counts of one row, step by step."""
 
-    def __init__(self, draft_tokens: int) -> None:
-        self._draft_tokens = draft_tokens
-        self._histogram = [0] * (draft_tokens + 1)
-        self._steps: list[DraftStep] = []
-        self._drafted = 0
-        self._accepted = 0
-        self._errors = 0
-
-    @property
-    def steps(self) -> tuple[DraftStep, ...]:
-        """Return the verified drafts of the row, in order."""
-        return tuple(self._steps)
-
-    @property
-    def step_count(self) -> int:
-        """Return the number of verified drafts, in constant time."""
-        return len(self._steps)
-
-    def record_step(self, drafted: int, accepted: int) -> None:
-        """Count one verified draft."""
-        self._steps.append(DraftStep(drafted=drafted, accepted=accepted))
-        self._drafted += drafted
-        self._accepted += accepted
-        self._histogram[accepted] += 1
-
-    def record_errors(self, drafted: int) -> None:
-        """Count the tokens of a draft that failed."""
-        self._drafted += drafted
-        self._errors += drafted
+    draft_tokens: int
+    steps: list[DraftStep] = field(default_factory=list)
+    """Verified drafts, in order."""
+    errors: int = 0
+    """Tokens of the drafts that failed."""
 
     def total(self) -> Speculation:
         """Return the counts so far."""
-        if not self._draft_tokens:
+        if not self.draft_tokens:
             return Speculation()
+        histogram = Counter(step.accepted for step in self.steps)
         return Speculation(
-            num_spec_tokens=self._draft_tokens,
-            steps=len(self._steps),
-            drafted=self._drafted,
-            accepted=self._accepted,
-            errors=self._errors,
-            histogram=tuple(self._histogram),
+            num_spec_tokens=self.draft_tokens,
+            steps=len(self.steps),
+            drafted=sum(step.drafted for step in self.steps) + self.errors,
+            accepted=sum(step.accepted for step in self.steps),
+            errors=self.errors,
+            histogram=tuple(histogram[accepted] for accepted in range(self.draft_tokens + 1)),
         )
 
 
@@ -141,7 +120,6 @@ class Row:
         return SamplingContext(
             sampling=self.generation.sampling,
             seed=self.seed,
-            position=len(self.answer),
             prompt=self.prompt.tokens,
             answer=self.answer,
         )
@@ -199,7 +177,7 @@ class Row:
             reason=self.finish_reason,
             usage=self.usage(),
             speculation=self.speculation.total(),
-            steps=self.speculation.steps,
+            steps=tuple(self.speculation.steps),
         )
 
     def _emit_delta(self, now_s: float) -> None:

@@ -24,10 +24,9 @@ class SamplingContext:
     sampling: Sampling
     seed: int
     """The request's seed, or one drawn for it."""
-    position: int
-    """Number of tokens of the answer so far."""
     prompt: Sequence[int]
     answer: Sequence[int]
+    """The tokens so far; their number is the position of the next one."""
 
 
 def choose(
@@ -61,7 +60,7 @@ def _choose_row(logits: mx.array, row: SamplingContext, drafts: mx.array | None)
     return mx.concatenate(
         [
             mx.random.categorical(
-                filtered[at : at + 1], key=position_key(row.seed, row.position + at)
+                filtered[at : at + 1], key=position_key(row.seed, len(row.answer) + at)
             )
             for at in range(filtered.shape[0])
         ]

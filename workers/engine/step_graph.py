@@ -11,13 +11,16 @@ States are lists of layers: `(keys, values)` of an attention, the slots of a rec
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias, cast
+from collections.abc import Callable
+from typing import NamedTuple, ParamSpec, TypeAlias, TypeVar, cast
 
 import mlx.core as mx
 
 from workers.engine.kv_cache import History, RecurrentCache, RowCache, stack_history, state_after
 from workers.engine.model import KVCache, MtpHead, Target
 
+P = ParamSpec("P")
+R = TypeVar("R")
 LayerState: TypeAlias = tuple[mx.array, ...]
 State: TypeAlias = list[LayerState]
 Layers: TypeAlias = list[LayerState | list[History]]
@@ -39,19 +42,6 @@ class VerifyResult(NamedTuple):
         return cast("State", self.layers)
 
 
-class CommitResult(NamedTuple):
-    """State of a batch after a step that drafted."""
-
-    accepted: mx.array
-    """[rows]: number of leading draft tokens that equal the target's choices."""
-    last_tokens: mx.array
-    """[rows]: the token after them, in no cache yet."""
-    state: State
-    head_state: State
-    seed_hidden: mx.array
-    """[rows, 1, width]: the head's state that drafts the next token."""
-
-
 class StepGraph:
     """Draft, verify and commit of a Qwen3.5-like target, with or without its head."""
 
@@ -59,36 +49,15 @@ class StepGraph:
         self.head = head
         self._target = target
         self._attends = [isinstance(cache, KVCache) for cache in target.new_caches()]
-        self._draft = mx.compile(self._trace_draft)
-        self._verify = mx.compile(self._trace_verify)
-        self._commit = mx.compile(self._trace_commit)
-
-    def draft(
-        self, seed_hidden: mx.array, head_state: State, offset: mx.array, length: int
-    ) -> tuple[mx.array, State]:
-        """Draft the next `length` tokens: [rows, length]; return the head's new caches too."""
-        drafts, state = self._draft(seed_hidden, head_state, offset, length)
-        return drafts, state
+        self.draft = _compile(self._trace_draft)
+        self._verify = _compile(self._trace_verify)
+        self.commit = _compile(self._trace_commit)
 
     def verify(
         self, tokens: mx.array, state: State, offset: mx.array, position_shift: mx.array
     ) -> VerifyResult:
         """Run tokens [rows, L] through the target, at every row's cursor."""
         return VerifyResult(*self._verify(tokens, state, offset, position_shift))
-
-    def commit(
-        self,
-        verified: VerifyResult,
-        chosen: mx.array,
-        drafted: tuple[mx.array, mx.array],
-        head: tuple[State, mx.array],
-    ) -> CommitResult:
-        """Accept the matching draft tokens row by row, and roll back the others.
-
-        `chosen` is [rows, k + 1]; `drafted` the drafts [rows, k] and their lengths [rows]; `head`
-        the head's caches and their cursors [rows].
-        """
-        return CommitResult(*self._commit(verified.layers, verified.hidden, chosen, drafted, head))
 
     def roll_back(self, layers: Layers, kept: mx.array, length: int) -> State:
         """Return the state after the first `kept[row]` of `length` verified tokens."""
@@ -102,6 +71,7 @@ class StepGraph:
     def _trace_draft(
         self, seed_hidden: mx.array, head_state: State, offset: mx.array, length: int
     ) -> tuple[mx.array, State]:
+        """Draft the next `length` tokens: [rows, length]; return the head's new caches too."""
         assert self.head is not None
         caches = [RowCache(keys, values, offset) for keys, values in head_state]
         hidden, drafts = seed_hidden, [self.head.draft(seed_hidden)]
@@ -155,9 +125,16 @@ class StepGraph:
         drafted: tuple[mx.array, mx.array],
         head: tuple[State, mx.array],
     ) -> tuple[mx.array, mx.array, State, State, mx.array]:
+        """Accept the matching draft tokens row by row, and roll back the others.
+
+        `chosen` is [rows, k + 1]; `drafted` the drafts [rows, k] and their lengths [rows]; `head`
+        the head's caches and their cursors [rows]. Returns the number of accepted tokens [rows],
+        the token after them [rows], which is in no cache yet, the states of the target and of the
+        head, and the head's hidden state [rows, 1, width] that drafts the next token.
+        """
         assert self.head is not None
         drafts, limits = drafted
-        head_state, head_offset = head
+        head_state, offset = head
         length = chosen.shape[1]
         within_limit = mx.arange(length - 1)[None] < limits[:, None]
         matches = mx.logical_and(drafts == chosen[:, :-1], within_limit)
@@ -167,8 +144,8 @@ class StepGraph:
         # The head's states for its own drafts are replaced by those for the target's choices. It
         # also reads the choices after a row's last token, which the row's cursor then excludes: one
         # pass for all rows costs less than one per row.
-        caches = [RowCache(keys, values, head_offset) for keys, values in head_state]
-        positions = head_offset[:, None] + mx.arange(length, dtype=mx.int32)
+        caches = [RowCache(keys, values, offset) for keys, values in head_state]
+        positions = offset[:, None] + mx.arange(length, dtype=mx.int32)
         read = self.head.forward(chosen, hidden, caches, positions)
         seed_hidden = mx.take_along_axis(read, accepted[:, None, None], axis=1)
         return accepted, last_tokens, state, [cache.state for cache in caches], seed_hidden
@@ -178,3 +155,8 @@ class StepGraph:
             RowCache(layer[0], layer[1], offset) if attends else RecurrentCache(layer)
             for attends, layer in zip(self._attends, state, strict=True)
         ]
+
+
+def _compile(function: Callable[P, R]) -> Callable[P, R]:
+    """Compile a function; mypy cannot read the type that MLX gives the result."""
+    return mx.compile(function)

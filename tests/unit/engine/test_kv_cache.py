@@ -67,7 +67,7 @@ def test_capacities_are_few_and_waste_less_than_a_quarter(needed: int) -> None:
 def test_joined_rows_preserve_their_slots() -> None:
     cache = filled([2, 5])
 
-    cache.join(filled([4], slots=16, start=1000.0))
+    cache.extend(filled([4], slots=16, start=1000.0))
 
     assert cache.offset.tolist() == [2, 5, 4]
     assert cache.keys[2, 0, :4, 0].tolist() == [1000.0, 1001.0, 1002.0, 1003.0]
@@ -77,7 +77,7 @@ def test_joined_rows_preserve_their_slots() -> None:
 def test_selected_rows_move_into_the_slots_of_dropped_rows() -> None:
     cache = filled([2, 5, 3])
 
-    cache.select([2, 0], tokens=3)
+    cache.filter(mx.array([2, 0]))
 
     assert cache.offset.tolist() == [3, 2]
     assert cache.keys[0, 0, :3, 0].tolist() == [16.0, 17.0, 18.0]
@@ -86,6 +86,7 @@ def test_selected_rows_move_into_the_slots_of_dropped_rows() -> None:
 def test_slots_that_only_dropped_rows_used_are_released() -> None:
     cache = filled([2, 2000], slots=2048)
 
-    cache.select([0], tokens=2)
+    cache.filter(mx.array([0]))
+    cache.shrink(2)
 
     assert cache.slots == MIN_SLOTS

@@ -14,7 +14,7 @@ LOGITS = mx.array([[2.0, 1.0, 0.0, -1.0]])
 
 
 def context_of(sampling: Sampling, **changes: object) -> SamplingContext:
-    values: dict[str, object] = {"seed": 1, "position": 0, "prompt": [], "answer": []}
+    values: dict[str, object] = {"seed": 1, "prompt": [], "answer": []}
     return SamplingContext(sampling=sampling, **{**values, **changes})  # type: ignore[arg-type]
 
 
@@ -63,11 +63,11 @@ def test_penalties_and_biases_change_only_the_scores_of_their_tokens() -> None:
 def test_tokens_after_drafts_are_chosen_as_after_the_same_answer(sampling) -> None:
     scores = mx.broadcast_to(mx.array([2.0, 1.9, 1.8, 1.7]), (1, 4, 4))
     drafts = mx.array([[0, 1, 0]])
-    with_drafts = choose(scores, [context_of(sampling, position=1, answer=[3])], drafts)[0].tolist()
+    with_drafts = choose(scores, [context_of(sampling, answer=[3])], drafts)[0].tolist()
     one_by_one = []
     for at in range(4):
         answer = [3, *drafts[0, :at].tolist()]
-        row = context_of(sampling, position=1 + at, answer=answer)
+        row = context_of(sampling, answer=answer)
         one_by_one.append(choose(scores[:, :1], [row])[0, 0].item())
 
     assert with_drafts == one_by_one
@@ -93,7 +93,7 @@ def test_a_bias_decides_a_greedy_choice() -> None:
 
 def test_a_seeded_row_draws_the_same_tokens_in_any_batch() -> None:
     scores = mx.zeros((1, 3, 50))
-    row = context_of(Sampling(), seed=7, position=4)
+    row = context_of(Sampling(), seed=7, answer=[0] * 4)
     other = context_of(Sampling(temperature=0.5, top_k=3), seed=8)
 
     single = choose(scores, [row])[0].tolist()
@@ -104,10 +104,10 @@ def test_a_seeded_row_draws_the_same_tokens_in_any_batch() -> None:
 
 def test_a_draw_depends_on_its_position_not_on_its_step() -> None:
     scores = mx.zeros((1, 4, 1000))
-    in_one_step = choose(scores, [context_of(Sampling(), position=10)])[0].tolist()
+    in_one_step = choose(scores, [context_of(Sampling(), answer=[0] * 10)])[0].tolist()
 
     one_by_one = [
-        choose(scores[:, :1], [context_of(Sampling(), position=10 + at)])[0, 0].item()
+        choose(scores[:, :1], [context_of(Sampling(), answer=[0] * (10 + at))])[0, 0].item()
         for at in range(4)
     ]
 
