@@ -1,4 +1,4 @@
-"""A real browser before a real gateway, watched for whatever a page must not do."""
+"""A real browser, and tabs that record every error of a page."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from tests.support.heartbeats import send_heartbeats
 from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import ScriptedWorker
 
-# A machine that does other things beside the tests is slow, not wrong.
+# A slow page on a busy machine is no failure.
 expect.set_options(timeout=20_000)
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser() -> AsyncIterator[Browser]:
-    """One Chromium for the whole session."""
-    found = next((path for path in map(shutil.which, NAMES) if path), None)
-    if found is None and sys.platform != "darwin":
-        pytest.skip("the page is tested in Chromium, and none is here; `scripts/setup dev` gets it")
+    """Yield one Chromium for the whole session."""
+    executable = next((path for path in map(shutil.which, NAMES) if path), None)
+    if executable is None and sys.platform != "darwin":
+        pytest.skip("Chromium is not installed; `scripts/setup dev` installs it")
     async with async_playwright() as playwright:
-        running = await playwright.chromium.launch(executable_path=found)
+        chromium = await playwright.chromium.launch(executable_path=executable)
         try:
-            yield running
+            yield chromium
         finally:
-            await running.close()
+            await chromium.close()
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def gateway_with_worker(
     gateway: RunningGateway,  # noqa: F811
     worker: ScriptedWorker,  # noqa: F811
 ) -> Iterator[RunningGateway]:
-    """A gateway that the fake worker has joined and stays with."""
+    """Yield a gateway with a scripted worker that sends heartbeats."""
     with send_heartbeats(gateway, worker):
         yield gateway
 
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def tab(browser: Browser) -> AsyncIterator[BrowserTab]:
-    """A tab of its own; at the end nothing may have left its origin, and no rule been broken."""
+    """Yield a new tab; fail if its page caused an error or requested another origin."""
     tab = await BrowserTab.open(browser)
     yield tab
     await tab.context.close()

@@ -1,4 +1,4 @@
-"""Keys on the page for admins: made, shown once, bounded, revoked."""
+"""Keys on the page for admins: creation, display of the secret, limits and revocation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.running_gateway import RunningGateway, status_and_code
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-async def test_a_key_is_shown_once_opens_what_it_may_and_is_revoked(
+async def test_a_key_is_shown_once_allows_its_pools_and_is_revoked(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
@@ -44,9 +44,9 @@ async def test_a_key_is_shown_once_opens_what_it_may_and_is_revoked(
 
     await page.reload()
     await expect(page.locator("#usage tbody tr").first).to_contain_text("Ann4")
-    async with page.expect_download() as loading:
+    async with page.expect_download() as download:
         await tab.button("Download CSV").click()
-    assert "Ann,lab,4," in (await (await loading.value).path()).read_text()
+    assert "Ann,lab,4," in (await (await download.value).path()).read_text()
 
     await tab.button("Revoke the key Ann").click()
     await tab.button("Revoke key").click()
@@ -54,7 +54,7 @@ async def test_a_key_is_shown_once_opens_what_it_may_and_is_revoked(
     assert gateway_with_worker.chat().status_code == 401
 
 
-async def test_terms_that_are_refused_are_told_in_the_form(
+async def test_the_form_shows_why_terms_were_rejected(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page

@@ -1,4 +1,4 @@
-"""The page for admins as a page: who gets in, what it may load, and on what screens it fits."""
+"""The page for admins: sign-in, content security, accessibility and small screens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.page_files import FOLDERS, page_files
 from tests.support.running_gateway import RunningGateway, make_settings
 from tests.support.scripted_worker import ScriptedWorker
 
-IN_THE_BROWSER = pytest.mark.asyncio(loop_scope="session")
+IN_BROWSER = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.fixture
@@ -26,15 +26,15 @@ def gateway_with_keys(tmp_path: Path, worker: ScriptedWorker) -> Iterator[Runnin
         yield running
 
 
-@IN_THE_BROWSER
-async def test_a_wrong_key_is_one_clear_sentence_and_the_right_one_opens(
+@IN_BROWSER
+async def test_the_page_rejects_a_wrong_key_with_a_message_and_accepts_the_right_key(
     gateway_with_keys: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
     await tab.open_admin(gateway_with_keys.url)
     refusal = page.locator("#sign-in-refusal")
-    for wrong in ("wrong", "schlüssel", "two words"):
-        await page.get_by_label("Admin key").fill(wrong)
+    for invalid_key in ("wrong", "schlüssel", "two words"):
+        await page.get_by_label("Admin key").fill(invalid_key)
         await tab.button("Sign in").click()
         await expect(refusal).to_contain_text("This is not the admin key of this gateway.")
         await expect(page.get_by_label("Admin key")).to_have_value("")
@@ -45,11 +45,11 @@ async def test_a_wrong_key_is_one_clear_sentence_and_the_right_one_opens(
     await expect(page.locator("#active-version")).to_contain_text("Version 1 is active")
 
     assert not [url for url in tab.requested_urls if "admin-key" in url]
-    kept = "[document.cookie, JSON.stringify({...localStorage}), location.href].join()"
-    assert "admin-key" not in await page.evaluate(kept)
-    other = await tab.context.new_page()
-    await other.goto(f"{gateway_with_keys.url}/admin")
-    await expect(other.get_by_role("heading", name="Sign in")).to_be_visible()
+    storage = "[document.cookie, JSON.stringify({...localStorage}), location.href].join()"
+    assert "admin-key" not in await page.evaluate(storage)
+    second_page = await tab.context.new_page()
+    await second_page.goto(f"{gateway_with_keys.url}/admin")
+    await expect(second_page.get_by_role("heading", name="Sign in")).to_be_visible()
 
     await tab.button("Sign out").click()
     await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
@@ -57,20 +57,20 @@ async def test_a_wrong_key_is_one_clear_sentence_and_the_right_one_opens(
     await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
 
 
-@IN_THE_BROWSER
-async def test_a_key_that_counts_no_more_leads_back_to_the_door(
+@IN_BROWSER
+async def test_an_invalid_stored_key_leads_back_to_the_sign_in_form(
     gateway_with_keys: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
     await tab.open_admin(gateway_with_keys.url)
     await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
-    await page.evaluate("sessionStorage.setItem('paceline-admin-key', 'of-yesterday')")
+    await page.evaluate("sessionStorage.setItem('paceline-admin-key', 'expired')")
     await page.reload()
     await expect(page.locator("#sign-in-refusal")).to_contain_text("This is not the admin key")
 
 
-@IN_THE_BROWSER
-async def test_where_this_machine_alone_is_trusted_others_are_told_so(
+@IN_BROWSER
+async def test_a_gateway_that_trusts_only_its_machine_shows_a_message_to_other_machines(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     await tab.context.set_extra_http_headers({"x-forwarded-for": "192.168.1.7"})
@@ -79,7 +79,7 @@ async def test_where_this_machine_alone_is_trusted_others_are_told_so(
     await expect(refusal).to_contain_text("only the gateway's own machine may use")
 
 
-@IN_THE_BROWSER
+@IN_BROWSER
 async def test_no_section_is_wider_than_a_phone(
     gateway_with_worker: RunningGateway, browser: Browser, tab: BrowserTab
 ) -> None:
@@ -88,88 +88,88 @@ async def test_no_section_is_wider_than_a_phone(
         name="A key with quite a long name for a phone", team="research and development"
     )
     await page.set_viewport_size({"width": 375, "height": 720})
-    wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-    for section, ready in (
+    is_too_wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+    for section, selector in (
         ("#policy", "#history li"),
         ("#keys", "#keys tbody tr"),
         ("#workers", "article"),
     ):
         await tab.open_admin(gateway_with_worker.url, section)
         await page.reload()
-        await expect(page.locator(ready).first).to_be_visible()
-        assert not await page.evaluate(wide), section
+        await expect(page.locator(selector).first).to_be_visible()
+        assert not await page.evaluate(is_too_wide), section
     await tab.open_admin(gateway_with_worker.url, "#keys")
     await tab.button("New key").click()
     dialog = page.get_by_role("dialog")
     await expect(dialog).to_be_visible()
-    assert not await page.evaluate(wide)
+    assert not await page.evaluate(is_too_wide)
     assert not await dialog.evaluate("dialog => dialog.scrollWidth > dialog.clientWidth")
 
 
-@IN_THE_BROWSER
-async def test_it_can_be_used_with_a_keyboard_alone(
+@IN_BROWSER
+async def test_the_page_works_with_the_keyboard(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
     await tab.open_admin(gateway_with_worker.url)
     await expect(page.locator("#active-version")).to_contain_text("is active")
     focused = "document.activeElement.textContent.trim() || document.activeElement.id"
-    reached = []
+    focused_elements = []
     for _ in range(6):
         await page.keyboard.press("Tab")
-        reached.append(await page.evaluate(focused))
-    assert reached == [
+        focused_elements.append(await page.evaluate(focused))
+    assert focused_elements == [
         *("Skip to the content", "Policy", "Keys", "Workers", "policy-text"),
         "apply-author",
     ]
 
 
-@IN_THE_BROWSER
-async def test_what_others_wrote_is_text_and_never_part_of_the_page(
+@IN_BROWSER
+async def test_text_of_other_admins_is_escaped(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
-    """An admin's note, and a worker's own words, cannot act for another admin."""
-    evil = "<img src=x onerror=document.title='owned'>"
+    """A note or the name of an author cannot run a script in the browser of another admin."""
+    script = "<img src=x onerror=document.title='owned'>"
     etag = gateway_with_worker.admin.get("/admin/v1/policy").headers["etag"]
-    headers = {"if-match": etag, "x-paceline-note": evil, "x-paceline-author": evil}
+    headers = {"if-match": etag, "x-paceline-note": script, "x-paceline-author": script}
     patch = {"pools": {"text-mtp": {"queue": {"limit": 7}}}}
     assert (
         gateway_with_worker.admin.patch("/admin/v1/policy", json=patch, headers=headers).status_code
         == 200
     )
     await tab.open_admin(gateway_with_worker.url)
-    await expect(tab.page.locator("#history li").first).to_contain_text(evil)
+    await expect(tab.page.locator("#history li").first).to_contain_text(script)
     assert await tab.page.locator("main img").count() == 0
     assert "owned" not in await tab.page.title()
 
 
 @pytest.mark.parametrize("page", FOLDERS)
-def test_every_file_of_a_page_comes_with_the_rules_that_bind_it(
+def test_every_file_of_a_page_has_security_headers_and_an_etag(
     gateway_with_worker: RunningGateway, page: str
 ) -> None:
     paths = [f"/{page}", *(f"/{page}/page/{file.name}" for file in page_files(page))]
     paths.remove(f"/{page}/page/index.html")
     assert len(paths) > 5
     for path in paths:
-        answer = gateway_with_worker.client.get(path)
-        assert answer.status_code == 200
-        rules = answer.headers["content-security-policy"].split("; ")
+        response = gateway_with_worker.client.get(path)
+        assert response.status_code == 200
+        directives = response.headers["content-security-policy"].split("; ")
         assert {
             *("default-src 'none'", "script-src 'self'", "style-src 'self'", "connect-src 'self'"),
             *("frame-ancestors 'none'", "base-uri 'none'", "form-action 'none'"),
-        } <= {*rules}
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        assert answer.headers["referrer-policy"] == "no-referrer"
-        kept = gateway_with_worker.client.get(
-            path, headers={"if-none-match": answer.headers["etag"]}
+        } <= {*directives}
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        cached = gateway_with_worker.client.get(
+            path, headers={"if-none-match": response.headers["etag"]}
         )
-        assert (kept.status_code, kept.content) == (304, b"")
+        assert (cached.status_code, cached.content) == (304, b"")
 
 
-def test_pages_name_no_other_place_and_hold_nothing_inline() -> None:
+def test_pages_contain_no_other_origin_and_no_inline_code() -> None:
     for file in page_files("admin") + page_files("dashboard"):
         if file.parent.name == "uplot":
-            continue  # as its makers wrote it; what it does is seen in the browser
+            continue  # a third-party library, which the tests in the browser cover
         text = file.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "://" not in text, file
         assert "innerHTML" not in text, file

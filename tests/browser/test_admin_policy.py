@@ -1,4 +1,4 @@
-"""The policy on the page for admins: edit, refusal, comparison, application, and the way back."""
+"""The policy on the page for admins: edit, errors, comparison, activation and rollback."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ ALL_TO_VLM = to_yaml(single_pool_policy("all", lanes=("vlm",)))
 
 
 def pool_of(gateway: RunningGateway, **fields: Any) -> str:
-    answer = gateway.chat(**fields)
-    assert answer.status_code == 200, answer.text
-    return str(answer.headers["x-paceline-pool"])
+    response = gateway.chat(**fields)
+    assert response.status_code == 200, response.text
+    return str(response.headers["x-paceline-pool"])
 
 
-async def shown(watched: BrowserTab) -> str:
-    """Wait for the policy in the editor, and read it there."""
-    await expect(watched.page.locator("#active-version")).to_contain_text("is active")
-    return await watched.page.get_by_label("Document").input_value()
+async def editor_text(tab: BrowserTab) -> str:
+    """Wait for the policy in the editor, and return its text."""
+    await expect(tab.page.locator("#active-version")).to_contain_text("is active")
+    return await tab.page.get_by_label("Document").input_value()
 
 
-async def test_a_bad_edit_is_refused_as_one_types_and_the_line_is_a_click_away(
+async def test_an_invalid_edit_is_reported_during_typing_with_a_link_to_its_line(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
     await tab.open_admin(gateway_with_worker.url)
-    assert "text-mtp" in await shown(tab)
-    bad = ALL_TO_VLM.replace("- all", "- fast")
-    await tab.fill_policy(bad)
+    assert "text-mtp" in await editor_text(tab)
+    invalid = ALL_TO_VLM.replace("- all", "- fast")
+    await tab.fill_policy(invalid)
     problem = page.locator("#problems li")
     await expect(problem).to_contain_text("there is no pool 'fast'")
     await expect(problem).to_contain_text("routes.0.to.0")
-    place = 1 + bad[: bad.index("- fast")].count("\n")
-    await expect(problem).to_contain_text(f"Line {place}")
+    line = 1 + invalid[: invalid.index("- fast")].count("\n")
+    await expect(problem).to_contain_text(f"Line {line}")
     await expect(page.locator("#check")).to_have_text("1 problem")
     await expect(tab.button("Apply")).to_be_disabled()
     await problem.get_by_role("button").click()
@@ -54,13 +54,13 @@ async def test_a_bad_edit_is_refused_as_one_types_and_the_line_is_a_click_away(
     await expect(problem).to_have_count(0)
 
 
-async def test_an_edit_is_compared_applied_obeyed_and_taken_back(
+async def test_an_edit_is_compared_activated_and_rolled_back(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
     assert [pool_of(gateway_with_worker, temperature=0) for _ in range(3)] == ["text-mtp"] * 3
     await tab.open_admin(gateway_with_worker.url)
-    await shown(tab)
+    await editor_text(tab)
 
     await tab.fill_policy(ALL_TO_VLM)
     await tab.button("Compare").click()
@@ -83,35 +83,35 @@ async def test_an_edit_is_compared_applied_obeyed_and_taken_back(
     await expect(page.get_by_role("dialog")).to_contain_text("text-mtp")
     await tab.button("Close").click()
     await page.get_by_role("button", name="Roll back to version 1", exact=True).click()
-    asked = page.get_by_role("dialog")
-    await expect(asked.locator("tr.goes")).to_have_text(["alltext-mtp4"])
-    await asked.get_by_label("Purpose").fill("too slow")
-    await asked.get_by_role("button", name="Roll back to version 1").click()
+    dialog = page.get_by_role("dialog")
+    await expect(dialog.locator("tr.goes")).to_have_text(["alltext-mtp4"])
+    await dialog.get_by_label("Purpose").fill("too slow")
+    await dialog.get_by_role("button", name="Roll back to version 1").click()
     await expect(page.locator("#active-version")).to_contain_text("Version 3 is active · Änne")
-    assert "text-mtp" in await shown(tab)
+    assert "text-mtp" in await editor_text(tab)
     assert pool_of(gateway_with_worker, temperature=0) == "text-mtp"
-    told = gateway_with_worker.admin.get("/admin/v1/policy/history").json()["versions"]
-    assert [(one["reason"], one["note"]) for one in told[:2]] == [
+    versions = gateway_with_worker.admin.get("/admin/v1/policy/history").json()["versions"]
+    assert [(version["reason"], version["note"]) for version in versions[:2]] == [
         ("rollback", "back to version 1: too slow"),
         ("edit", "ünder test <b>"),
     ]
 
 
-async def test_who_was_slower_is_told_and_loses_no_word(
+async def test_the_second_of_two_edits_conflicts_and_its_text_is_kept(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
     await tab.open_admin(gateway_with_worker.url)
-    await shown(tab)
+    await editor_text(tab)
     await tab.fill_policy(ALL_TO_VLM)
     await expect(page.locator("#check")).to_have_text("Valid")
     with PolicyAdmin(gateway_with_worker.url) as bob:
         assert bob.put(single_pool_policy("slow"), x_paceline_author="bob").status_code == 200
-    await page.get_by_label("Purpose").fill("mine")
+    await page.get_by_label("Purpose").fill("second edit")
     await tab.button("Apply as version 2").click()
-    overtaken = page.locator("#conflict")
-    await expect(overtaken).to_contain_text("The policy has changed. Version 2 is active")
-    assert pool_of(gateway_with_worker) == "slow", "nothing of bob's was overwritten"
+    conflict = page.locator("#conflict")
+    await expect(conflict).to_contain_text("The policy has changed. Version 2 is active")
+    assert pool_of(gateway_with_worker) == "slow", "the edit of bob is still active"
 
     await tab.button("Load the new version, keep my text").click()
     await expect(page.get_by_label("Document")).to_have_value(
@@ -124,12 +124,12 @@ async def test_who_was_slower_is_told_and_loses_no_word(
     assert pool_of(gateway_with_worker) == "all"
 
 
-async def test_another_admins_edit_shows_by_itself_where_nothing_was_typed(
+async def test_the_page_loads_the_edit_of_another_admin_if_the_editor_is_unchanged(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     await tab.open_admin(gateway_with_worker.url)
-    await shown(tab)
+    await editor_text(tab)
     with PolicyAdmin(gateway_with_worker.url) as bob:
         bob.put(single_pool_policy("slow"), x_paceline_author="bob")
     await expect(tab.page.locator("#active-version")).to_contain_text("Version 2 is active · bob")
-    assert await shown(tab) == write_yaml(single_pool_policy("slow"))
+    assert await editor_text(tab) == write_yaml(single_pool_policy("slow"))

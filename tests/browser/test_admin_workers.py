@@ -1,4 +1,4 @@
-"""Workers on the page for admins: how busy they are, and who gets no new requests."""
+"""Workers on the page for admins: load, cordon and drain."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tests.support.scripted_worker import Script, ScriptedWorker
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
-def heard(line: RunningGateway, *workers: ScriptedWorker) -> list[int]:
-    """Send six requests and count who got how many."""
+def send_six_requests(gateway: RunningGateway, *workers: ScriptedWorker) -> list[int]:
+    """Send six requests; return how many of them each worker received."""
     before = [len(worker.requests) for worker in workers]
     for _ in range(6):
-        assert line.chat().status_code == 200
-    return [len(worker.requests) - was for worker, was in zip(workers, before, strict=True)]
+        assert gateway.chat().status_code == 200
+    return [len(worker.requests) - count for worker, count in zip(workers, before, strict=True)]
 
 
-async def test_a_cordoned_worker_gets_nothing_until_that_is_lifted(
+async def test_a_cordoned_worker_receives_no_request_until_it_is_uncordoned(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     second_worker: ScriptedWorker,
@@ -36,13 +36,13 @@ async def test_a_cordoned_worker_gets_nothing_until_that_is_lifted(
         await tab.button("Cordon fake-a").click()
         await expect(card).to_contain_text("cordoned")
         await expect(card).to_contain_text("by loopback. It runs no request and can be stopped.")
-        assert heard(gateway_with_worker, worker, second_worker) == [0, 6]
+        assert send_six_requests(gateway_with_worker, worker, second_worker) == [0, 6]
         await tab.button("Uncordon fake-a").click()
         await expect(card).to_contain_text("ready")
-        wait_until(lambda: heard(gateway_with_worker, worker, second_worker)[0] > 0)
+        wait_until(lambda: send_six_requests(gateway_with_worker, worker, second_worker)[0] > 0)
 
 
-async def test_draining_lets_answers_finish_and_says_when_the_worker_is_empty(
+async def test_a_drained_worker_finishes_its_answers_and_the_page_shows_when_it_is_idle(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
     worker.script = Script(hang_after=1)

@@ -1,4 +1,4 @@
-"""S22 in a real browser: a page of another site posts to a gateway that asks for no key."""
+"""S22 in a real browser: a page of another site posts to a gateway without keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ POST = """async ([url, body]) => {
 BODY = '{"model": "demo", "messages": [{"role": "user", "content": "x"}]}'
 
 
-async def test_what_a_page_of_another_site_posts_blindly_reaches_no_worker(
+async def test_a_blind_post_from_a_page_of_another_site_reaches_no_worker(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     second_worker: ScriptedWorker,
@@ -26,7 +26,7 @@ async def test_what_a_page_of_another_site_posts_blindly_reaches_no_worker(
     context = await browser.new_context()
     try:
         page = await context.new_page()
-        # Whatever is shown there: what counts is that it is another site.
+        # Any page of another origin will do.
         await page.goto(second_worker.url.replace("127.0.0.1", "localhost"))
         assert (
             await page.evaluate(POST, [f"{gateway_with_worker.url}/v1/chat/completions", BODY])

@@ -1,4 +1,4 @@
-"""The page that shows what the fleet does: who sees it, on what screens, and how it begins."""
+"""The dashboard: sign-in, screens, connection and its state before the first request."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings
 from tests.support.scripted_worker import Script, ScriptedWorker, lane_report
 
-IN_THE_BROWSER = pytest.mark.asyncio(loop_scope="session")
+IN_BROWSER = pytest.mark.asyncio(loop_scope="session")
 
 
-@IN_THE_BROWSER
-async def test_before_the_first_request_the_page_says_what_is_missing(
+@IN_BROWSER
+async def test_before_the_first_request_the_page_shows_what_is_missing(
     gateway: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
     page = tab.page
@@ -34,15 +34,15 @@ async def test_before_the_first_request_the_page_says_what_is_missing(
     await expect(page.locator("#trouble")).to_contain_text("No worker has joined")
     assert gateway.send_heartbeat(worker).status_code == 200
     await expect(page.locator("#trouble")).to_be_hidden()
-    for fact in ("saved-mtp", "accepted", "saved-prompts", "now"):
-        await expect(page.locator(f"#{fact}-line")).to_have_text("No request yet")
+    for figure in ("saved-mtp", "accepted", "saved-prompts", "now"):
+        await expect(page.locator(f"#{figure}-line")).to_have_text("No request yet")
     await expect(page.locator("#reasons")).to_have_text("No request yet.")
     await expect(page.locator("#chart-acceptance .nothing")).to_be_visible()
     await expect(page.get_by_role("article", name="fake-a")).to_contain_text("0 of 4")
 
 
-@IN_THE_BROWSER
-async def test_a_request_is_a_mark_on_the_track_of_its_lane_for_as_long_as_it_runs(
+@IN_BROWSER
+async def test_a_running_request_is_a_mark_on_the_track_of_its_lane(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
     worker.script = Script(hang_after=1)
@@ -63,58 +63,58 @@ async def test_a_request_is_a_mark_on_the_track_of_its_lane_for_as_long_as_it_ru
     await expect(track).to_contain_text("0 of 4")
 
 
-@IN_THE_BROWSER
-async def test_a_key_is_asked_for_and_stays_in_its_tab(
+@IN_BROWSER
+async def test_the_page_asks_for_a_key_and_stores_it_only_in_its_tab(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
     key = gateway_with_worker.create_key()
-    some = gateway_with_worker.create_key(models=["demo"])
+    limited_key = gateway_with_worker.create_key(models=["demo"])
     await tab.open_dashboard(gateway_with_worker.url)
     await expect(page.get_by_role("heading", name="Sign in")).to_be_visible()
     refusal = page.locator("#sign-in-refusal")
-    for secret, why in (
+    for secret, message in (
         ("wrong", "does not accept this key"),
-        (some["secret"], "cannot read the status"),
+        (limited_key["secret"], "cannot read the status"),
     ):
         await page.get_by_label("Key").fill(secret)
         await page.keyboard.press("Enter")
-        await expect(refusal).to_contain_text(why)
+        await expect(refusal).to_contain_text(message)
     await page.get_by_label("Key").fill(key["secret"])
     await tab.button("Sign in").click()
     await expect(page.locator("#live")).to_have_text("Live")
     assert not [url for url in tab.requested_urls if key["secret"] in url]
-    kept = "[document.cookie, JSON.stringify({...localStorage}), location.href].join()"
-    assert key["secret"] not in await page.evaluate(kept)
+    storage = "[document.cookie, JSON.stringify({...localStorage}), location.href].join()"
+    assert key["secret"] not in await page.evaluate(storage)
 
     gateway_with_worker.admin.delete(f"/admin/v1/keys/{key['id']}").raise_for_status()
     await expect(refusal).to_contain_text("does not accept this key, or no longer does")
     await expect(page.locator("#view-line")).to_be_hidden()
 
 
-@IN_THE_BROWSER
-async def test_the_page_fits_a_phone_and_follows_the_light_of_its_reader(
+@IN_BROWSER
+async def test_the_page_fits_a_phone_and_follows_the_colour_scheme(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
     await page.set_viewport_size({"width": 375, "height": 720})
     assert gateway_with_worker.chat(temperature=0).status_code == 200
     assert gateway_with_worker.chat(temperature=1).status_code == 200
-    wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-    ground = "getComputedStyle(document.body).backgroundColor"
-    seen = []
+    is_too_wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
+    background = "getComputedStyle(document.body).backgroundColor"
+    backgrounds = []
     for scheme in ("light", "dark"):
         await page.emulate_media(color_scheme=scheme)
         await tab.open_dashboard(gateway_with_worker.url)
         await expect(page.get_by_role("article", name="fake-a")).to_be_visible()
         await expect(page.locator("#chart-answer canvas")).to_be_visible()
-        assert not await page.evaluate(wide), scheme
-        seen.append(await page.evaluate(ground))
-    assert seen == ["rgb(246, 246, 243)", "rgb(18, 20, 22)"]
+        assert not await page.evaluate(is_too_wide), scheme
+        backgrounds.append(await page.evaluate(background))
+    assert backgrounds == ["rgb(246, 246, 243)", "rgb(18, 20, 22)"]
 
 
-@IN_THE_BROWSER
-async def test_a_page_that_is_closed_leaves_its_place_to_the_next(
+@IN_BROWSER
+async def test_closing_a_page_frees_its_connection_for_another_viewer(
     gateway_with_worker: RunningGateway, tab: BrowserTab
 ) -> None:
     await tab.open_dashboard(gateway_with_worker.url)
@@ -133,19 +133,19 @@ async def test_a_page_that_is_closed_leaves_its_place_to_the_next(
 
 
 @contextlib.asynccontextmanager
-async def viewer(line: RunningGateway) -> AsyncIterator[int]:
-    """Watch as one who only looks at the status of the answer."""
-    place = urlsplit(line.url)
-    reader, writer = await asyncio.open_connection(place.hostname, place.port)
-    writer.write(b"GET /v1/status/events HTTP/1.1\r\nhost: %b\r\n\r\n" % place.netloc.encode())
+async def viewer(gateway: RunningGateway) -> AsyncIterator[int]:
+    """Open the stream of status events; yield the status of the response."""
+    address = urlsplit(gateway.url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    writer.write(b"GET /v1/status/events HTTP/1.1\r\nhost: %b\r\n\r\n" % address.netloc.encode())
     try:
         yield int((await reader.readline()).split()[1])
     finally:
         writer.close()
 
 
-@IN_THE_BROWSER
-async def test_a_gateway_that_ends_is_told_of_and_looked_for_again(
+@IN_BROWSER
+async def test_the_page_shows_a_stopped_gateway_and_reconnects(
     gateway: RunningGateway, tab: BrowserTab
 ) -> None:
     page = tab.page
@@ -154,40 +154,40 @@ async def test_a_gateway_that_ends_is_told_of_and_looked_for_again(
     gateway.request_shutdown()
     await expect(page.locator("#live")).to_have_text("Not connected")
     await expect(page.locator("#view-line")).to_be_visible()
-    asked = len(tab.requested_urls)
+    requests = len(tab.requested_urls)
     async with asyncio.timeout(20):
-        while len(tab.requested_urls) < asked + 2:
+        while len(tab.requested_urls) < requests + 2:
             await asyncio.sleep(0.1)
-    await page.goto("about:blank")  # it asks no more
+    await page.goto("about:blank")  # it sends no more requests
     refused = "Failed to load resource: net::ERR_CONNECTION_REFUSED"
-    tab.errors[:] = [fault for fault in tab.errors if fault != refused]
+    tab.errors[:] = [error for error in tab.errors if error != refused]
 
 
-@IN_THE_BROWSER
-async def test_of_several_gateways_the_page_says_whose_its_curves_are(
+@IN_BROWSER
+async def test_with_several_gateways_the_page_names_the_source_of_its_curves(
     redis: RedisServer, tmp_path: Path, gateway: RunningGateway, tab: BrowserTab
 ) -> None:
-    shown = tab.page.locator("#whose")
+    source = tab.page.locator("#whose")
     await tab.open_dashboard(gateway.url)
     await expect(tab.page.locator("#live")).to_have_text("Live")
-    await expect(shown).to_be_hidden()
-    with contextlib.ExitStack() as both:
-        one, _ = (
-            both.enter_context(
+    await expect(source).to_be_hidden()
+    with contextlib.ExitStack() as gateways:
+        first, _ = (
+            gateways.enter_context(
                 RunningGateway(make_settings(tmp_path / name, redis_url=SecretStr(redis.url)))
             )
-            for name in ("one", "other")
+            for name in ("first", "second")
         )
-        await tab.open_dashboard(one.url)
-        await expect(shown).to_contain_text("this gateway sent, one of 2")
+        await tab.open_dashboard(first.url)
+        await expect(source).to_contain_text("this gateway sent, one of 2")
         await tab.page.goto("about:blank")
 
 
-@IN_THE_BROWSER
-async def test_a_reason_counts_only_requests_that_were_really_not_drafted_for(
+@IN_BROWSER
+async def test_a_bypass_reason_counts_only_requests_without_drafts(
     gateway: RunningGateway, worker: ScriptedWorker, tab: BrowserTab
 ) -> None:
-    """A picture is kept out of the speculative lane; the other one may draft for it."""
+    """The other lane may draft for a request that the speculative lane rejects."""
     reasons = tab.page.locator("#reasons")
     worker.lanes = ("vlm",)
     with send_heartbeats(gateway, worker):
@@ -200,7 +200,7 @@ async def test_a_reason_counts_only_requests_that_were_really_not_drafted_for(
         await expect(reasons).not_to_contain_text("non greedy sampling")
 
 
-def test_each_reason_has_its_sentence() -> None:
+def test_each_bypass_reason_has_a_description() -> None:
     text = (PAGES / "dashboard" / "reasons.js").read_text()
     for reason in Bypass:
         assert f'\n  {reason.value}: "' in text, reason
