@@ -1,6 +1,6 @@
-"""Fixtures on the demo checkpoint: lanes that a test steps itself, an engine, a worker, `up`.
+"""Fixtures on the demo checkpoint: manual lanes, an engine, a worker process and `paceline up`.
 
-The running processes are for tests that only send requests; a test that breaks one starts its own.
+Tests only send requests to the running processes; a test that breaks a process starts a new one.
 """
 
 from __future__ import annotations
@@ -138,44 +138,44 @@ def submit(prompt_renderer: PromptRenderer) -> Callable[..., RowEvents]:
 
 @pytest.fixture(scope="session")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[UpProcess]:
-    """`paceline up` on the demo model."""
-    with running_up(tmp_path_factory.mktemp("line")) as running:
+    """Run `paceline up` on the demo model."""
+    with running_up(tmp_path_factory.mktemp("up")) as running:
         yield running
 
 
 @pytest.fixture
 def openai_client(up: UpProcess) -> Iterator[OpenAI]:
-    """The `openai` package as it is, with a new base_url."""
-    with OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as opened:
-        yield opened
+    """Yield an unmodified `openai` client with the base_url of the gateway."""
+    with OpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture
 async def async_openai_client(up: UpProcess) -> AsyncIterator[AsyncOpenAI]:
-    """The same, for many requests at a time."""
-    async with AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as opened:
-        yield opened
+    """Yield an asynchronous `openai` client for concurrent requests."""
+    async with AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")
 def real_worker() -> Iterator[RunningWorker]:
-    """One real worker process on the demo checkpoint, both lanes, for the whole session.
+    """Run a worker process with both lanes on the demo checkpoint for the whole session.
 
-    Whoever stops, kills or floods a worker starts its own with `running_worker`.
+    A test that stops, kills or floods a worker starts a new one with `running_worker`.
     """
-    with running_worker("--id", "session") as running:
-        yield running
+    with running_worker("--id", "session") as process:
+        yield process
 
 
 @pytest.fixture(scope="session")
 def worker_url(real_worker: RunningWorker) -> str:
-    """Where the session's worker listens."""
+    """Return the address of the worker of the session."""
     return real_worker.url
 
 
 @pytest.fixture(scope="session")
 def engine() -> Iterator[Engine]:
-    """One real engine on the demo checkpoint, in this process."""
+    """Run an engine with the demo checkpoint in this process."""
     from workers.engine.engine import Engine  # noqa: PLC0415 - MLX only where it is used
     from workers.engine.types import EngineSettings  # noqa: PLC0415
 

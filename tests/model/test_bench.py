@@ -1,4 +1,4 @@
-"""`paceline bench` on the real demo model, held to what the line itself counts."""
+"""`paceline bench` on the demo model; its results equal the counters of the worker."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from gateway.loadgen.runner import Level, send_all
 from tests.support.paceline_process import UpProcess
 
 
-async def test_the_drafts_of_the_answers_are_those_that_the_line_counted(up: UpProcess) -> None:
+async def test_the_drafts_of_the_answers_equal_the_counters_of_the_gateway(up: UpProcess) -> None:
     prompts = sample_prompts(built_in_prompts(), 6, Random(1))
     async with open_endpoint(up.url, fields={"temperature": 0, "max_tokens": 48}) as endpoint:
         before = await endpoint.read_counters()
-        heard = await send_all(
+        responses = await send_all(
             endpoint, prompts, Level(concurrency=3), random=Random(1), on_end=lambda _: None
         )
         after = await endpoint.read_counters()
-    answers = [read_answer(each) for each in heard]
+    answers = [read_answer(response) for response in responses]
     assert [answer.problem for answer in answers] == [""] * 6
-    told = sum((answer.drafts for answer in answers if answer.drafts), Drafts())
+    drafts = sum((answer.drafts for answer in answers if answer.drafts), Drafts())
     assert before is not None
     assert after is not None
-    assert told == after.since(before)
-    assert told.steps > 0
+    assert drafts == after.since(before)
+    assert drafts.steps > 0
     assert all(answer.tokens_reported and answer.output_tokens for answer in answers)
 
 
-def test_a_bench_of_the_demo_model_adds_up(
+def test_the_results_of_a_bench_are_consistent(
     up: UpProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     status = f"{up.url}/v1/status"
@@ -43,13 +43,13 @@ def test_a_bench_of_the_demo_model_adds_up(
     record = tmp_path / "run.json"
     load = ("--requests", "4", "--max-tokens", "32", "--concurrency", "2")
     assert main(["bench", "--url", up.url, *load, "--json", str(record)]) == 0
-    (told,) = json.loads(record.read_text())["runs"]
-    assert (told["completed"], told["failed"]) == (4, 0)
-    assert 4 <= told["total_output_tokens"] <= 4 * 32
-    accepted = told["spec_decode_accepted_tokens"]
-    assert 0 < accepted <= told["spec_decode_draft_tokens"]
-    positions = told["spec_decode_per_position_acceptance_rates"]
-    assert round(sum(positions) * told["spec_decode_num_drafts"]) == accepted
+    (result,) = json.loads(record.read_text())["runs"]
+    assert (result["completed"], result["failed"]) == (4, 0)
+    assert 4 <= result["total_output_tokens"] <= 4 * 32
+    accepted = result["spec_decode_accepted_tokens"]
+    assert 0 < accepted <= result["spec_decode_draft_tokens"]
+    positions = result["spec_decode_per_position_acceptance_rates"]
+    assert round(sum(positions) * result["spec_decode_num_drafts"]) == accepted
     assert "Speculative Decoding" in capsys.readouterr().out
-    tried_and_warmed_up = 1 + 2
-    assert httpx.get(status).json()["decisions"]["total"] == routed + tried_and_warmed_up + 4
+    extra_requests = 1 + 2
+    assert httpx.get(status).json()["decisions"]["total"] == routed + extra_requests + 4

@@ -1,4 +1,4 @@
-"""A client that leaves frees its row at the real worker, whatever it was waiting for."""
+"""A disconnected client frees its row at the real worker, in any state of its request."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ from tests.support.worker_process import SUPPRESS_END_TOKENS
 ENDLESS = {"temperature": 0, "max_tokens": 20_000, "logit_bias": SUPPRESS_END_TOKENS}
 
 
-def rows_in_use(line: UpProcess) -> int:
-    """Requests at the worker as it says itself, and at the gateway as that says."""
-    status = httpx.get(f"{line.url}/v1/status").json()
+def rows_in_use(process: UpProcess) -> int:
+    """Return the number of requests at the worker plus that at the gateway."""
+    status = httpx.get(f"{process.url}/v1/status").json()
     lanes = [lane for worker in status["workers"].values() for lane in worker["lanes"].values()]
     at_worker = sum(lane["running"] + lane["waiting"] for lane in lanes)
     return int(at_worker + status["gateway"]["requests_in_flight"])
 
 
 @pytest.mark.parametrize(
-    ("stream", "waits_for"),
+    ("stream", "expected_part"),
     [(False, "the whole answer"), (True, "the first event"), (True, "the next event")],
 )
-def test_a_client_that_leaves_frees_its_row(up: UpProcess, stream: bool, waits_for: str) -> None:
+def test_a_disconnected_client_frees_its_row(
+    up: UpProcess, stream: bool, expected_part: str
+) -> None:
     body = json.dumps(text_body(up.model, "Tell me a story.", stream=stream, **ENDLESS)).encode()
     address = urlsplit(up.url)
     with socket.create_connection((address.hostname or "", address.port or 0), timeout=60) as raw:
@@ -37,9 +39,11 @@ def test_a_client_that_leaves_frees_its_row(up: UpProcess, stream: bool, waits_f
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%b"
             % (len(body), body)
         )
-        if waits_for == "the next event":
+        if expected_part == "the next event":
             assert b"data: " in raw.recv(65536)
         wait_until(lambda: rows_in_use(up) == 2)
     wait_until(lambda: rows_in_use(up) == 0)
     workers = httpx.get(f"{up.url}/v1/status").json()["workers"].values()
-    assert {worker["state"] for worker in workers} == {"ready"}, "the worker is not to blame"
+    assert {worker["state"] for worker in workers} == {"ready"}, (
+        "a disconnect is no failure of the worker"
+    )

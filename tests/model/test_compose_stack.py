@@ -1,4 +1,4 @@
-"""What docker-compose.yml starts, started without Docker: the same commands and environment."""
+"""The services of docker-compose.yml, run without Docker: the same commands and environment."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ from workers.protocol import READY_PREFIX
 
 @pytest.fixture
 def stack(tmp_path: Path) -> Iterator[Stack]:
-    """Redis as the file starts it, and nothing else yet."""
+    """Yield a stack with the Redis of the file and no other service."""
     if not shutil.which("redis-server"):
         pytest.skip("redis-server is not installed")
-    whole = Stack(tmp_path)
-    with whole.redis():
-        yield whole
+    stack_ = Stack(tmp_path)
+    with stack_.redis():
+        yield stack_
 
 
-def test_the_stack_answers_a_greedy_question_on_the_lane_that_speculates(stack: Stack) -> None:
+def test_the_stack_answers_a_greedy_request_in_the_speculative_lane(stack: Stack) -> None:
     with stack.gateway("gateway-1"):
-        stack.ports["front"] = stack.ports["gateway-1"]  # what stands in front: test_front.py
+        stack.ports["front"] = stack.ports[
+            "gateway-1"
+        ]  # test_front.py covers the proxy in front of the gateways
         with stack.running("worker") as worker:
             worker.wait_for(f"^{READY_PREFIX}")
             wait_until(lambda: stack.ready("front"), within_s=TIMEOUT_S)
@@ -43,16 +45,18 @@ def test_the_stack_answers_a_greedy_question_on_the_lane_that_speculates(stack: 
     assert answer.speculation["draft_acceptance_rate"] > 0.5
 
 
-def test_both_gateways_of_the_stack_want_its_key_and_share_what_admins_make(stack: Stack) -> None:
+def test_both_gateways_of_the_stack_require_its_key_and_share_created_keys(stack: Stack) -> None:
     with stack.gateway("gateway-1"), stack.gateway("gateway-2"):
         for name in ("gateway-1", "gateway-2"):
             assert httpx.get(f"{stack.url(name)}/v1/models").status_code == 401
-            shown = httpx.get(f"{stack.url(name)}/v1/models", headers=AS_CLIENT)
-            assert shown.status_code == 200
+            models = httpx.get(f"{stack.url(name)}/v1/models", headers=AS_CLIENT)
+            assert models.status_code == 200
         as_admin = {"authorization": f"Bearer {SECRETS['PACELINE_ADMIN_KEY']}"}
-        made = httpx.post(
+        created = httpx.post(
             f"{stack.url('gateway-1')}/admin/v1/keys", headers=as_admin, json={"name": "Ann"}
         ).raise_for_status()
-        with_it = {"authorization": f"Bearer {made.json()['secret']}"}
-        other = f"{stack.url('gateway-2')}/v1/models"
-        wait_until(lambda: httpx.get(other, headers=with_it).status_code == 200)
+        with_created_key = {"authorization": f"Bearer {created.json()['secret']}"}
+        second_models_url = f"{stack.url('gateway-2')}/v1/models"
+        wait_until(
+            lambda: httpx.get(second_models_url, headers=with_created_key).status_code == 200
+        )

@@ -1,4 +1,4 @@
-"""The demo checkpoint scores what its README says, through a real worker, on what it never saw."""
+"""The demo checkpoint reaches the scores of its README, on held-out prompts and a real worker."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tools.demo_model import held_out
 from tools.demo_model.score import Score, score_answers, score_pictures
 from workers.demo import CHECKPOINT
 
-MEGABYTES_ALLOWED = 6
+MAX_MEGABYTES = 6
 
 
-class DraftingTwo(httpx.HTTPTransport):
-    """Asks for k = 2 in every request, whatever the lane finds best on a busy test machine."""
+class TwoDraftTokens(httpx.HTTPTransport):
+    """A transport that requests k = 2, whatever the lane measures on a busy test machine."""
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         body = json.loads(request.read()) | {"draft_tokens": 2}
@@ -27,8 +27,8 @@ class DraftingTwo(httpx.HTTPTransport):
 
 @pytest.fixture(scope="module")
 def openai_client(worker_url: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=worker_url, transport=DraftingTwo(), timeout=120) as opened:
-        yield opened
+    with httpx.Client(base_url=worker_url, transport=TwoDraftTokens(), timeout=120) as client:
+        yield client
 
 
 @pytest.fixture(scope="module")
@@ -51,22 +51,22 @@ def test_three_quarters_of_drafted_tokens_are_accepted_at_k_2(
     assert accepted / drafted >= 0.75
 
 
-def test_held_out_questions_are_mostly_answered_word_for_word(answers: Score) -> None:
+def test_most_held_out_questions_get_the_exact_answer(answers: Score) -> None:
     assert answers.share >= 0.85
 
 
-def test_counts_sums_and_differences_are_mostly_right(openai_client: httpx.Client) -> None:
+def test_most_counts_sums_and_differences_are_correct(openai_client: httpx.Client) -> None:
     score = score_answers(openai_client, "demo", held_out.small_prompts(), "counts and sums")
 
     assert score.share >= 0.85, score.wrong
 
 
-def test_long_answers_are_long_and_end_by_themselves(long_answers: Score) -> None:
+def test_long_answers_are_long_and_end_without_a_limit(long_answers: Score) -> None:
     assert long_answers.right == long_answers.asked
     assert 150 <= long_answers.tokens / long_answers.asked <= 600
 
 
-def test_colour_and_shape_of_200_held_out_pictures_are_right(openai_client: httpx.Client) -> None:
+def test_colour_and_shape_of_200_held_out_pictures_are_correct(openai_client: httpx.Client) -> None:
     pictures = held_out.pictures(200)
     score = score_pictures(openai_client, "demo", pictures)
 
@@ -75,7 +75,7 @@ def test_colour_and_shape_of_200_held_out_pictures_are_right(openai_client: http
     assert score.share >= 0.95, score.wrong
 
 
-def test_facts_are_found_in_system_prompts_of_4k_tokens(openai_client: httpx.Client) -> None:
+def test_the_model_finds_facts_in_system_prompts_of_4k_tokens(openai_client: httpx.Client) -> None:
     score = score_answers(
         openai_client, "demo", held_out.fact_prompts(10, 4096), "facts in 4k tokens"
     )
@@ -83,10 +83,10 @@ def test_facts_are_found_in_system_prompts_of_4k_tokens(openai_client: httpx.Cli
     assert score.right >= 5, score.wrong
 
 
-def test_the_checkpoint_is_one_small_folder_with_its_head_inside() -> None:
+def test_the_checkpoint_is_one_small_folder_that_contains_the_head() -> None:
     files = list(CHECKPOINT.iterdir())
     index = json.loads((CHECKPOINT / "model.safetensors.index.json").read_text())
 
     assert all(file.is_file() for file in files)
-    assert sum(file.stat().st_size for file in files) <= MEGABYTES_ALLOWED * 1_000_000
+    assert sum(file.stat().st_size for file in files) <= MAX_MEGABYTES * 1_000_000
     assert any(name.startswith("mtp.") for name in index["weight_map"])

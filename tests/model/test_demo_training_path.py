@@ -1,4 +1,4 @@
-"""The path that training takes computes what the library's own model computes."""
+"""The functions of the training compute the same values as those of mlx and mlx-vlm."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def model() -> Any:
     ],
     ids=["sigmoid", "silu", "gelu", "masked softmax", "cross entropy"],
 )
-def test_a_fast_function_has_the_value_and_the_slope_of_mlx_own(
+def test_a_fast_function_has_the_value_and_gradient_of_its_mlx_equivalent(
     fast: Function, plain: Function
 ) -> None:
     x = mx.random.normal((7, 50), key=mx.random.key(1)) * 5
     weights = mx.random.normal((7, 50), key=mx.random.key(2))
 
-    def value_and_slope(function: Function) -> tuple[mx.array, mx.array]:
-        value, slope = mx.value_and_grad(lambda x: (function(x) * weights).sum())(x)
-        return value, slope
+    def value_and_gradient(function: Function) -> tuple[mx.array, mx.array]:
+        value, gradient = mx.value_and_grad(lambda x: (function(x) * weights).sum())(x)
+        return value, gradient
 
-    for ours, theirs in zip(value_and_slope(fast), value_and_slope(plain), strict=True):
-        assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    for actual, expected in zip(value_and_gradient(fast), value_and_gradient(plain), strict=True):
+        assert mx.allclose(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("length", [4 * CHUNK, 2 * QUERIES_AT_ONCE + CHUNK])
@@ -67,19 +67,19 @@ def test_text_of_any_length_has_the_hidden_states_of_the_library(model: Any, len
     tokens = mx.random.randint(0, 1500, (1, length), key=mx.random.key(3))
     positions = mx.broadcast_to(mx.arange(length)[None, None], (3, 1, length))
 
-    ours = text_forward(language, language.embed_tokens(tokens), positions)
+    actual = text_forward(language, language.embed_tokens(tokens), positions)
 
-    assert mx.allclose(ours, language(tokens, position_ids=positions), rtol=1e-3, atol=5e-3)
+    assert mx.allclose(actual, language(tokens, position_ids=positions), rtol=1e-3, atol=5e-3)
 
 
 def test_a_picture_has_the_features_of_the_library(model: Any) -> None:
     pool = PicturePool()
     list(pool.fill(Random(1), 4))
-    grid, drawn = pool.sample(Random(2), 2)
-    patches = patch_array(drawn)
+    grid, pictures = pool.sample(Random(2), 2)
+    patches = patch_array(pictures)
 
-    ours = vision_forward(model.vision_tower, patches, grid)
-    film = mx.repeat(patches[0].reshape(-1, 3, 1, PATCH * PATCH), 2, axis=2)  # as it is served
-    theirs, _ = model.vision_tower(film.reshape(len(film), -1), mx.array([[1, *grid]]))
+    actual = vision_forward(model.vision_tower, patches, grid)
+    frames = mx.repeat(patches[0].reshape(-1, 3, 1, PATCH * PATCH), 2, axis=2)  # as it is served
+    expected, _ = model.vision_tower(frames.reshape(len(frames), -1), mx.array([[1, *grid]]))
 
-    assert mx.allclose(ours[0], theirs, rtol=1e-3, atol=1e-3)
+    assert mx.allclose(actual[0], expected, rtol=1e-3, atol=1e-3)

@@ -27,7 +27,7 @@ def head(checkpoint) -> MtpHead | None:
     ("method", "first"),
     [("draft", 1), ("draft", 2), *(("forward", first) for first in (1, 2, 5, 6, 7, 11))],
 )
-def test_rows_go_on_plainly_and_exactly_when_the_head_raises(
+def test_rows_continue_without_drafts_and_with_equal_answers_when_the_head_raises(
     checkpoint, make_lane, submit, method, first
 ) -> None:
     lane = make_lane(
@@ -47,7 +47,7 @@ def test_rows_go_on_plainly_and_exactly_when_the_head_raises(
         assert report.speculation.errors > 0
 
 
-def test_a_head_that_keeps_raising_is_disabled_and_reported(
+def test_a_head_that_raises_repeatedly_is_disabled_and_reported(
     checkpoint, make_lane, submit, head
 ) -> None:
     calls: list[str] = []
@@ -69,14 +69,14 @@ def test_a_head_that_keeps_raising_is_disabled_and_reported(
     report = lane.counters.report()
 
     assert len(results) == MAX_CONSECUTIVE_ERRORS
-    assert len(calls) == before, "neither drafted with nor read along with prompts"
+    assert len(calls) == before, "the lane neither drafts with the head nor prefills it"
     assert last.row.answer == results[0].row.answer
     assert (report.head_healthy, report.effective_draft_tokens) == (False, 0)
     assert report.bypass_counts == {Bypass.HEAD_UNHEALTHY: len(results) + 1}
     assert report.speculation.errors == report.speculation.drafted == 2 * len(results)
 
 
-def test_errors_far_apart_leave_the_head_in_use(make_lane, submit, head) -> None:
+def test_rare_errors_do_not_disable_the_head(make_lane, submit, head) -> None:
     failing = False
     lane = make_lane(head=FailingPart(head, lambda *_: failing))
     results = []
@@ -94,7 +94,7 @@ def test_errors_far_apart_leave_the_head_in_use(make_lane, submit, head) -> None
     assert len({tuple(result.row.answer) for result in results}) == 1
 
 
-def test_rows_continue_plainly_when_the_head_cannot_read_its_backlog(
+def test_rows_continue_without_drafts_when_the_head_cannot_read_its_backlog(
     checkpoint, make_lane, submit, head
 ) -> None:
     calls_to_error = 1 << 30
@@ -111,7 +111,7 @@ def test_rows_continue_plainly_when_the_head_cannot_read_its_backlog(
     early = [submit(lane, question, adaptive=True) for question in QUESTIONS[1:]]
     for _ in range(8):
         lane.step()
-    calls_to_error = 2  # first the newcomer's prefill, then the backlog of the others
+    calls_to_error = 2  # first the prefill of the new row, then the backlog of the earlier ones
     late = submit(lane, QUESTIONS[1])
     run_until_idle(lane)
 
@@ -146,7 +146,7 @@ def test_a_prefix_is_not_cached_if_the_head_failed_on_its_prompt(
     assert third.end.speculation.steps > 0
 
 
-def test_a_lane_whose_head_is_unhealthy_still_shares_system_prompts(make_lane, submit) -> None:
+def test_a_lane_with_an_unhealthy_head_still_shares_system_prompts(make_lane, submit) -> None:
     lane = make_lane()
     lane.counters.head_healthy = False
     plain = [submit(lane, "Hello", system=SYSTEM) for _ in range(2)]
@@ -156,5 +156,7 @@ def test_a_lane_whose_head_is_unhealthy_still_shares_system_prompts(make_lane, s
     run_until_idle(lane)
 
     cached = [result.row.cached_tokens > 0 for result in (*plain, *drafting)]
-    assert cached == [False, True, False, True], "one without the head is of no use to a draft"
+    assert cached == [False, True, False, True], (
+        "a drafting row cannot use a prefix without the state of the head"
+    )
     assert len({tuple(result.row.answer) for result in (*plain, *drafting)}) == 1

@@ -1,4 +1,4 @@
-"""Errors while rows decode: the row at fault ends, the others continue with the same answers."""
+"""Errors during decoding: the failed row ends, the others continue with the same answers."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ POISON = Sampling(temperature=0, presence_penalty="much")  # type: ignore[arg-ty
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
-def test_a_request_that_breaks_its_steps_ends_alone(
+def test_only_the_row_whose_request_raises_in_a_step_ends(
     checkpoint, make_lane, submit, draft_tokens
 ) -> None:
     lane = make_lane()
     early = [submit(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[:2]]
     for _ in range(4):
         lane.step()
-    bad = submit(lane, "Tell me a story.", sampling=POISON, draft_tokens=draft_tokens)
+    failing = submit(lane, "Tell me a story.", sampling=POISON, draft_tokens=draft_tokens)
     late = [submit(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[2:]]
     run_until_idle(lane)
 
-    assert isinstance(bad.end, GenerationFailed)
-    assert "much" not in str(bad.end), "the library's message stays in the log"
+    assert isinstance(failing.end, GenerationFailed)
+    assert "much" not in str(failing.end), "the message of the library is only logged"
     for result in (*early, *late):
         assert isinstance(result.end, Finished)
         assert_matches_reference(checkpoint, result)
@@ -53,71 +53,76 @@ def test_a_request_that_breaks_its_steps_ends_alone(
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
-def test_a_row_that_cannot_join_ends_and_those_it_would_have_joined_go_on(
+def test_a_row_that_cannot_join_ends_and_the_batch_continues(
     checkpoint, make_lane, submit, draft_tokens
 ) -> None:
     lane = make_lane()
     early = [submit(lane, question, draft_tokens=draft_tokens) for question in QUESTIONS[1:3]]
     for _ in range(5):
         lane.step()
-    bad = submit(lane, "Hello", draft_tokens=draft_tokens)
-    bad.row.position_offset = "far"
+    failing = submit(lane, "Hello", draft_tokens=draft_tokens)
+    failing.row.position_offset = "far"
     run_until_idle(lane)
 
-    assert isinstance(bad.end, GenerationFailed)
+    assert isinstance(failing.end, GenerationFailed)
     for result in early:
         assert isinstance(result.end, Finished)
         assert_matches_reference(checkpoint, result)
-        assert (result.end.speculation.steps > 0) == (draft_tokens > 0), "it was not their head"
+        assert (result.end.speculation.steps > 0) == (draft_tokens > 0), (
+            "the error was none of the head"
+        )
     assert lane.counters.report().bypass_counts == {}
 
 
-def test_a_sampled_row_goes_on_as_if_nothing_had_failed_beside_it(make_lane, submit) -> None:
+def test_a_sampled_row_is_unaffected_by_a_failed_row_in_its_batch(make_lane, submit) -> None:
     sampling = Sampling(temperature=0.8, top_p=0.95)
-    alone_lane, lane = make_lane(LaneName.VLM), make_lane(LaneName.VLM)
-    alone = submit(alone_lane, "Tell me a story.", sampling=sampling, seed=7)
-    run_until_idle(alone_lane)
-    beside = submit(lane, "Tell me a story.", sampling=sampling, seed=7)
+    single_lane, lane = make_lane(LaneName.VLM), make_lane(LaneName.VLM)
+    expected = submit(single_lane, "Tell me a story.", sampling=sampling, seed=7)
+    run_until_idle(single_lane)
+    continued = submit(lane, "Tell me a story.", sampling=sampling, seed=7)
     for _ in range(6):
         lane.step()
-    bad = submit(lane, "Hello", sampling=POISON)
+    failing = submit(lane, "Hello", sampling=POISON)
     run_until_idle(lane)
 
-    assert isinstance(bad.end, GenerationFailed)
-    assert beside.row.answer == alone.row.answer
-    assert beside.text == alone.text
+    assert isinstance(failing.end, GenerationFailed)
+    assert continued.row.answer == expected.row.answer
+    assert continued.text == expected.text
 
 
-def test_a_prompt_with_other_marks_than_pictures_is_refused(
+def test_a_prompt_whose_placeholders_do_not_match_its_pictures_is_rejected(
     make_lane, submit, prompt_renderer
 ) -> None:
-    """It is an invalid request: a gateway must not count it against the worker."""
+    """The error is that of an invalid request, which a gateway does not count as a failure."""
     picture = Picture(width_px=64, height_px=64, rgb=bytes(64 * 64 * 3))
-    look = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]}
+    message = {
+        "role": "user",
+        "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}],
+    }
     prepared = prompt_renderer.prepare(
-        Prompt(text=prompt_renderer.chat([look]), pictures=(picture,))
+        Prompt(text=prompt_renderer.chat([message]), pictures=(picture,))
     )
-    (mark,) = {
+    (placeholder,) = {
         token for token in prepared.tokens if prompt_renderer.spell(token) == "<|image_pad|>"
     }
     lane = make_lane(LaneName.VLM)
-    bad, good = submit(lane, "Hello"), submit(lane, "Hello")
-    bad.row.prompt = replace(prepared, tokens=(*prepared.tokens, mark))
+    failing, healthy = submit(lane, "Hello"), submit(lane, "Hello")
+    failing.row.prompt = replace(prepared, tokens=(*prepared.tokens, placeholder))
     run_until_idle(lane)
 
-    assert isinstance(bad.end, InvalidGeneration)
-    assert bad.end.param == "messages"
-    assert isinstance(good.end, Finished)
+    assert isinstance(failing.end, InvalidGeneration)
+    assert failing.end.param == "messages"
+    assert isinstance(healthy.end, Finished)
 
 
-def test_a_picture_and_its_answer_are_read_again_at_the_positions_they_had(
+def test_a_repeated_prefill_of_a_picture_uses_the_same_positions(
     make_lane, submit, prompt_renderer, checkpoint
 ) -> None:
-    """Compared by hidden states: a short answer may survive wrong positions by luck."""
+    """Hidden states are compared: a short answer may be equal by chance at wrong positions."""
     picture = Picture(width_px=64, height_px=64, rgb=bytes([220, 30, 30]) * 64 * 64)
-    look = {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "Hi"}]}
+    message = {"role": "user", "content": [{"type": "image_url"}, {"type": "text", "text": "Hi"}]}
     prepared = prompt_renderer.prepare(
-        Prompt(text=prompt_renderer.chat([look]), pictures=(picture,))
+        Prompt(text=prompt_renderer.chat([message]), pictures=(picture,))
     )
     target, lane = checkpoint.target, make_lane(LaneName.VLM)
 
@@ -143,43 +148,43 @@ def test_a_picture_and_its_answer_are_read_again_at_the_positions_they_had(
     assert mx.allclose(again.last_hidden, hidden, atol=1e-3)
 
 
-def test_an_answer_that_cannot_be_written_ends_alone(checkpoint, make_lane, submit) -> None:
+def test_only_the_row_whose_text_cannot_be_decoded_ends(checkpoint, make_lane, submit) -> None:
     lane = make_lane()
-    good, bad = submit(lane, QUESTIONS[1]), submit(lane, QUESTIONS[1])
+    healthy, failing = submit(lane, QUESTIONS[1]), submit(lane, QUESTIONS[1])
     for _ in range(3):
         lane.step()
-    bad.row.text = None
+    failing.row.text = None
     run_until_idle(lane)
 
-    assert isinstance(bad.end, GenerationFailed)
-    assert_matches_reference(checkpoint, good)
+    assert isinstance(failing.end, GenerationFailed)
+    assert_matches_reference(checkpoint, healthy)
     assert lane.counters.report().speculation.errors == 0
 
 
 def test_a_lane_that_cannot_compute_one_token_raises(make_lane, submit, checkpoint) -> None:
-    dead = False
-    target = FailingPart(checkpoint.target, lambda *_: dead)
+    failed = False
+    target = FailingPart(checkpoint.target, lambda *_: failed)
     lane = make_lane(target=target)
     running = submit(lane, "Count from 1 to 20.")
     for _ in range(3):
         lane.step()
-    dead = True
-    asked = submit(lane, "Hello")
+    failed = True
+    rejected = submit(lane, "Hello")
 
     with pytest.raises(RuntimeError, match="forward"):
         run_until_idle(lane)
-    assert isinstance(asked.end, GenerationFailed)
-    assert running.end is None, "its end is that of the engine, which closes the lane"
+    assert isinstance(rejected.end, GenerationFailed)
+    assert running.end is None, "the engine ends it when it closes the lane"
 
 
-def test_an_engine_that_can_compute_nothing_ends_its_thread_and_every_answer(
+def test_an_engine_whose_device_failed_ends_its_thread_and_every_answer(
     make_lane, submit, checkpoint
 ) -> None:
-    dead = False
-    lane = make_lane(target=FailingPart(checkpoint.target, lambda *_: dead), max_rows=1)
+    failed = False
+    lane = make_lane(target=FailingPart(checkpoint.target, lambda *_: failed), max_rows=1)
     # The rows are added before the thread starts, so that everything after happens on it.
     results = [submit(lane, "Tell me a story.", max_tokens=5) for _ in range(3)]
-    dead = True
+    failed = True
     thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
     thread.start()
     thread._thread.join(30)
@@ -192,16 +197,16 @@ def test_an_engine_that_can_compute_nothing_ends_its_thread_and_every_answer(
     ]
 
 
-def test_a_dying_engine_ends_new_requests_and_then_accepts_none(
+def test_a_failing_engine_ends_new_requests_and_then_rejects_all(
     make_lane, submit, checkpoint
 ) -> None:
     late: list[Any] = []
 
-    def die(*_: Any) -> bool:
+    def fail_after_submitting(*_: Any) -> bool:
         late.append(submit(late_lane, "Hello"))
         return True
 
-    lane = make_lane(target=FailingPart(checkpoint.target, die), max_rows=1)
+    lane = make_lane(target=FailingPart(checkpoint.target, fail_after_submitting), max_rows=1)
     submit(lane, "Tell me a story.", max_tokens=5)
     thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
     late_lane = SimpleNamespace(

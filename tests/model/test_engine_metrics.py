@@ -11,7 +11,7 @@ LONG = "You answer in one short sentence. " * 12
 
 
 def lane_of_seconds(make_lane, plain_s):
-    """A lane whose steps take one second each, with a known cost of a plain step."""
+    """Return a lane with steps of one second and a known cost of a plain step."""
     lane = make_lane(clock=itertools.count().__next__)
     for _ in range(SAMPLES):
         lane._decoder._draft_length.observe_cost(1, 0, plain_s)
@@ -31,7 +31,7 @@ def test_a_drafted_step_saves_the_plain_steps_that_it_replaces(make_lane, submit
     assert report.time_saved.prefill_ms == 0
 
 
-def test_drafting_that_costs_more_than_it_brings_saves_less_than_nothing(make_lane, submit) -> None:
+def test_drafting_that_costs_more_than_it_saves_has_negative_savings(make_lane, submit) -> None:
     lane = lane_of_seconds(make_lane, plain_s=0.1)
     submit(lane, "Count from 1 to 20.")
     run_until_idle(lane)
@@ -50,9 +50,7 @@ def test_no_saving_is_recorded_before_the_cost_of_a_plain_step_is_measured(
     assert lane.counters.report().time_saved.decode_ms == 0
 
 
-def test_a_system_prompt_that_is_read_once_saves_its_reading_the_second_time(
-    make_lane, submit
-) -> None:
+def test_a_cached_system_prompt_saves_its_prefill_time(make_lane, submit) -> None:
     lane = make_lane(clock=itertools.count().__next__)
     first = submit(lane, "Hello", system=LONG, max_tokens=4)
     run_until_idle(lane)

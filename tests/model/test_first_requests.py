@@ -1,4 +1,4 @@
-"""What a new user tries first: greedy, sampled, a picture; streamed and whole."""
+"""The first requests of a new user: greedy, sampled and with a picture; streamed and not."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tests.support.openai_requests import ChatResult, picture_body, send_chat, t
 from tests.support.paceline_process import UpProcess
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_greedy_text_speculates_and_says_so(
+@pytest.mark.parametrize("stream", [False, True], ids=["complete", "streamed"])
+def test_greedy_text_runs_in_the_speculative_lane_and_reports_its_acceptance(
     up: UpProcess, openai_client: OpenAI, stream: bool
 ) -> None:
     answer = send_chat(openai_client, text_body(up.model, temperature=0), stream=stream)
@@ -24,8 +24,8 @@ def test_greedy_text_speculates_and_says_so(
     assert answer.speculation["draft_acceptance_rate"] > 0.5
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_sampled_text_takes_the_other_lane(
+@pytest.mark.parametrize("stream", [False, True], ids=["complete", "streamed"])
+def test_sampled_text_runs_in_the_vlm_lane(
     up: UpProcess, openai_client: OpenAI, stream: bool
 ) -> None:
     answer = send_chat(openai_client, text_body(up.model, max_tokens=64), stream=stream)
@@ -35,9 +35,11 @@ def test_sampled_text_takes_the_other_lane(
     assert answer.completion_tokens > 0
 
 
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("stream", [False, True], ids=["complete", "streamed"])
 @pytest.mark.parametrize("colour", ["red", "green", "blue", "yellow"])
-def test_picture_is_seen(up: UpProcess, openai_client: OpenAI, stream: bool, colour: str) -> None:
+def test_the_model_names_the_colour_of_a_picture(
+    up: UpProcess, openai_client: OpenAI, stream: bool, colour: str
+) -> None:
     body = picture_body(up.model, colour, temperature=0)
     answer = send_chat(openai_client, body, stream=stream)
     assert answer.headers["x-paceline-pool"] == "vlm"
@@ -61,12 +63,14 @@ def test_status_adds_up_to_the_sum_of_the_answers(up: UpProcess, openai_client: 
     after = read_status(up)
 
     for pool in ("text-mtp", "vlm"):
-        here = [answer for answer in answers if answer.headers["x-paceline-pool"] == pool]
-        grown = growth(before["pools"][pool], after["pools"][pool])
-        assert grown["requests"] == len(here)
-        assert grown["prompt_tokens"] == sum(answer.prompt_tokens for answer in here)
-        assert grown["completion_tokens"] == sum(answer.completion_tokens for answer in here)
-    assert speculated(growth(before["mtp"], after["mtp"])) == summed(answers)
+        pool_answers = [answer for answer in answers if answer.headers["x-paceline-pool"] == pool]
+        increase = growth(before["pools"][pool], after["pools"][pool])
+        assert increase["requests"] == len(pool_answers)
+        assert increase["prompt_tokens"] == sum(answer.prompt_tokens for answer in pool_answers)
+        assert increase["completion_tokens"] == sum(
+            answer.completion_tokens for answer in pool_answers
+        )
+    assert check_speculation(growth(before["mtp"], after["mtp"])) == sum_speculation(answers)
     assert after["decisions"]["total"] - before["decisions"]["total"] == len(answers)
 
 
@@ -78,15 +82,15 @@ def test_draft_counts_explain_every_token(up: UpProcess, openai_client: OpenAI) 
     accepted = sum(length * steps for length, steps in enumerate(histogram))
     assert accepted == counts["num_accepted_draft_tokens"]
     assert counts["mean_acceptance_length"] == pytest.approx(1 + accepted / sum(histogram))
-    # Every step brings what it accepted and one more, of which the last may bring more than the
-    # answer had room for; the first token comes from the prompt, others may come undrafted.
-    brought = 1 + accepted + counts["num_spec_steps"]
-    assert brought <= answer.completion_tokens + counts["num_spec_tokens"]
+    # Every step adds its accepted tokens and one more; the last step may add more than the answer
+    # has room for. The prefill adds the first token, and steps without drafts may add others.
+    step_tokens = 1 + accepted + counts["num_spec_steps"]
+    assert step_tokens <= answer.completion_tokens + counts["num_spec_tokens"]
 
 
-def read_status(line: UpProcess) -> dict[str, Any]:
-    state: dict[str, Any] = httpx.get(f"{line.url}/v1/status").raise_for_status().json()
-    return state
+def read_status(process: UpProcess) -> dict[str, Any]:
+    status: dict[str, Any] = httpx.get(f"{process.url}/v1/status").raise_for_status().json()
+    return status
 
 
 def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
@@ -97,15 +101,15 @@ def growth(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def speculated(grown: dict[str, Any]) -> dict[str, int]:
-    assert grown["attempted"] == grown["accepted"] + grown["rejected"] + grown["errors"]
-    return {name: grown[name] for name in ("drafts", "attempted", "accepted")}
+def check_speculation(increase: dict[str, Any]) -> dict[str, int]:
+    assert increase["attempted"] == increase["accepted"] + increase["rejected"] + increase["errors"]
+    return {name: increase[name] for name in ("drafts", "attempted", "accepted")}
 
 
-def summed(answers: list[ChatResult]) -> dict[str, int]:
-    counted = [answer.speculation for answer in answers if answer.metrics]
+def sum_speculation(answers: list[ChatResult]) -> dict[str, int]:
+    speculations = [answer.speculation for answer in answers if answer.metrics]
     return {
-        "drafts": sum(counts["num_spec_steps"] for counts in counted),
-        "attempted": sum(counts["num_draft_tokens"] for counts in counted),
-        "accepted": sum(counts["num_accepted_draft_tokens"] for counts in counted),
+        "drafts": sum(counts["num_spec_steps"] for counts in speculations),
+        "attempted": sum(counts["num_draft_tokens"] for counts in speculations),
+        "accepted": sum(counts["num_accepted_draft_tokens"] for counts in speculations),
     }

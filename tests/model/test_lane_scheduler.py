@@ -1,4 +1,4 @@
-"""One lane, stepped by hand: rows join and leave, and the counts add up."""
+"""A lane whose steps the test runs: rows join and leave, and the counts add up."""
 
 import pytest
 
@@ -20,7 +20,7 @@ QUESTIONS = [
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 1, 2, 3, 4])
-def test_a_full_batch_gives_every_row_its_greedy_answer_alone(
+def test_every_row_of_a_full_batch_gets_its_greedy_reference_answer(
     checkpoint, make_lane, submit, draft_tokens
 ) -> None:
     lane = make_lane(draft_tokens=draft_tokens)
@@ -29,9 +29,9 @@ def test_a_full_batch_gives_every_row_its_greedy_answer_alone(
 
     for result in results:
         prompt = result.row.prompt.tokens
-        alone = reference_greedy(checkpoint, prompt, 64)
-        assert result.row.answer == alone or is_near_tie(
-            checkpoint, prompt, result.row.answer, alone
+        expected = reference_greedy(checkpoint, prompt, 64)
+        assert result.row.answer == expected or is_near_tie(
+            checkpoint, prompt, result.row.answer, expected
         )
 
 
@@ -43,27 +43,27 @@ def test_a_family_verified_token_by_token_gives_the_same_answers_and_counts(
     run_until_idle(native)
     monkeypatch.setattr(checkpoint.target, "native_verify", False)
     stepwise = make_lane()
-    got = [submit(stepwise, question) for question in QUESTIONS[:4]]
+    actual = [submit(stepwise, question) for question in QUESTIONS[:4]]
     run_until_idle(stepwise)
 
-    assert [result.row.answer for result in got] == [result.row.answer for result in expected]
-    assert [result.row.speculation.total() for result in got] == [
+    assert [result.row.answer for result in actual] == [result.row.answer for result in expected]
+    assert [result.row.speculation.total() for result in actual] == [
         result.row.speculation.total() for result in expected
     ]
 
 
 def test_a_prompt_read_in_small_chunks_gives_the_same_answer(checkpoint, make_lane, submit) -> None:
     prompt = [20 + i % 700 for i in range(333)]
-    whole, pieces = make_lane(chunk_tokens=512), make_lane(chunk_tokens=64)
-    results = [submit(lane, prompt, max_tokens=24) for lane in (whole, pieces)]
-    run_until_idle(whole)
-    run_until_idle(pieces)
+    single_chunk, small_chunks = make_lane(chunk_tokens=512), make_lane(chunk_tokens=64)
+    results = [submit(lane, prompt, max_tokens=24) for lane in (single_chunk, small_chunks)]
+    run_until_idle(single_chunk)
+    run_until_idle(small_chunks)
 
     first, second = (result.row.answer for result in results)
     assert first == second or is_near_tie(checkpoint, prompt, first, second)
 
 
-def test_a_newcomer_joins_while_others_decode(make_lane, submit) -> None:
+def test_a_new_row_joins_while_other_rows_decode(make_lane, submit) -> None:
     lane = make_lane()
     early = [submit(lane, question, max_tokens=200) for question in QUESTIONS[2:4]]
     for _ in range(4):
@@ -72,11 +72,11 @@ def test_a_newcomer_joins_while_others_decode(make_lane, submit) -> None:
     for _ in range(2):
         lane.step()
 
-    assert late.row.answer, "the newcomer has its first token after one chunk"
+    assert late.row.answer, "the new row has its first token after one chunk"
     assert lane.running_rows > 1 or all(result.end for result in early)
 
 
-def test_a_long_newcomer_stalls_the_others_for_one_chunk_at_a_time(make_lane, submit) -> None:
+def test_a_long_prompt_delays_the_other_rows_by_one_chunk_at_a_time(make_lane, submit) -> None:
     lane = make_lane(chunk_tokens=32)
     early = submit(lane, list(range(20, 40)), max_tokens=200)
     lane.step()
@@ -88,25 +88,25 @@ def test_a_long_newcomer_stalls_the_others_for_one_chunk_at_a_time(make_lane, su
         assert early.end or len(early.row.answer) > before
 
 
-def test_a_cancelled_row_is_gone_after_one_step_and_costs_the_others_nothing(
+def test_a_cancelled_row_is_removed_after_one_step_without_effect_on_others(
     checkpoint, make_lane, submit
 ) -> None:
     lane = make_lane()
-    stays = submit(lane, QUESTIONS[3])
-    leaves = submit(lane, QUESTIONS[7])
+    remaining = submit(lane, QUESTIONS[3])
+    cancelled = submit(lane, QUESTIONS[7])
     for _ in range(3):
         lane.step()
-    leaves.row.cancelled = True
+    cancelled.row.cancelled = True
     lane.step()
-    assert leaves.row not in lane.rows_in_memory
+    assert cancelled.row not in lane.rows_in_memory
     run_until_idle(lane)
 
-    alone = reference_greedy(checkpoint, stays.row.prompt.tokens, 64)
-    assert stays.row.answer == alone
-    assert leaves.end is None
+    expected = reference_greedy(checkpoint, remaining.row.prompt.tokens, 64)
+    assert remaining.row.answer == expected
+    assert cancelled.end is None
 
 
-def test_a_waiting_row_that_leaves_is_never_read(make_lane, submit) -> None:
+def test_a_cancelled_waiting_row_is_never_prefilled(make_lane, submit) -> None:
     lane = make_lane(max_rows=1)
     first = submit(lane, "Hello", max_tokens=8)
     second = submit(lane, "Hello", max_tokens=8)
@@ -132,39 +132,39 @@ def test_max_tokens_inside_a_draft_is_exact(make_lane, submit, max_tokens) -> No
     assert first == ([max_tokens - 2] if max_tokens > 2 else [])
 
 
-def test_a_stop_inside_a_draft_shortens_the_step_that_it_fell_in(make_lane, submit) -> None:
+def test_a_stop_string_inside_a_draft_shortens_its_step(make_lane, submit) -> None:
     lane = make_lane(draft_tokens=4)
-    whole = submit(lane, "Count from 1 to 20.", draft_tokens=4)
+    uncut = submit(lane, "Count from 1 to 20.", draft_tokens=4)
     run_until_idle(lane)
-    inside = 0
-    for at in range(1, len(whole.text) - 2, 4):
-        cut = submit(lane, "Count from 1 to 20.", draft_tokens=4, stop=(whole.text[at : at + 2],))
+    cut_drafts = 0
+    for at in range(1, len(uncut.text) - 2, 4):
+        cut = submit(lane, "Count from 1 to 20.", draft_tokens=4, stop=(uncut.text[at : at + 2],))
         run_until_idle(lane)
         *before, last = cut.end.steps or [None]
         if last is None:
             continue
-        tokens = len(cut.row.answer) - 1 - sum(step.accepted + 1 for step in before)
-        uncut = whole.end.steps[len(before)]
-        inside += tokens <= uncut.accepted
-        assert tuple(before) == whole.end.steps[: len(before)]
-        assert last == (uncut.drafted, min(uncut.accepted, tokens))
-    assert inside
+        tokens = len(cut.row.answer) - 1 - sum(each.accepted + 1 for each in before)
+        step = uncut.end.steps[len(before)]
+        cut_drafts += tokens <= step.accepted
+        assert tuple(before) == uncut.end.steps[: len(before)]
+        assert last == (step.drafted, min(step.accepted, tokens))
+    assert cut_drafts
 
 
 def test_a_stop_string_ends_the_answer_before_it(make_lane, submit) -> None:
     lane = make_lane()
-    whole = submit(lane, "Count from 1 to 20.")
+    uncut = submit(lane, "Count from 1 to 20.")
     run_until_idle(lane)
-    stop = whole.text[len(whole.text) // 2 :][:3]
+    stop = uncut.text[len(uncut.text) // 2 :][:3]
     cut = submit(lane, "Count from 1 to 20.", stop=(stop,))
     run_until_idle(lane)
 
-    assert cut.text == whole.text[: whole.text.index(stop)]
+    assert cut.text == uncut.text[: uncut.text.index(stop)]
     assert cut.end.reason is FinishReason.STOP
-    assert cut.end.usage.completion_tokens == len(cut.row.answer) < len(whole.row.answer)
+    assert cut.end.usage.completion_tokens == len(cut.row.answer) < len(uncut.row.answer)
 
 
-def test_every_token_is_explained_by_a_step_or_by_the_prefill(make_lane, submit) -> None:
+def test_each_token_comes_from_a_step_or_from_the_prefill(make_lane, submit) -> None:
     lane = make_lane()
     results = [submit(lane, question) for question in QUESTIONS]
     run_until_idle(lane)
@@ -182,7 +182,7 @@ def test_every_token_is_explained_by_a_step_or_by_the_prefill(make_lane, submit)
         assert sum(step.accepted for step in result.end.steps) == counts.accepted
 
 
-def test_the_lanes_sums_are_the_sums_of_its_answers(make_lane, submit) -> None:
+def test_the_counters_of_a_lane_are_the_sums_of_its_answers(make_lane, submit) -> None:
     lane = make_lane()
     results = [submit(lane, question) for question in QUESTIONS]
     run_until_idle(lane)
@@ -196,7 +196,7 @@ def test_the_lanes_sums_are_the_sums_of_its_answers(make_lane, submit) -> None:
     assert (report.running, report.waiting) == (0, 0)
 
 
-def test_further_choices_of_a_prompt_count_it_once(make_lane, submit) -> None:
+def test_several_choices_count_their_prompt_once(make_lane, submit) -> None:
     lane = make_lane()
     first = submit(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,))
     second = submit(lane, "Hello", bypass=(Bypass.MULTIPLE_CHOICES,), further_choice=True)
@@ -208,15 +208,15 @@ def test_further_choices_of_a_prompt_count_it_once(make_lane, submit) -> None:
     assert report.completion_tokens == len(first.row.answer) + len(second.row.answer)
 
 
-def test_a_prompt_that_breaks_fails_alone(make_lane, submit) -> None:
+def test_only_the_row_with_an_invalid_prompt_fails(make_lane, submit) -> None:
     lane = make_lane()
-    good = submit(lane, "Hello")
-    bad = submit(lane, "Hello")
-    bad.row.prompt = type(bad.row.prompt)(tokens=("no number",))
+    healthy = submit(lane, "Hello")
+    failing = submit(lane, "Hello")
+    failing.row.prompt = type(failing.row.prompt)(tokens=("no number",))
     run_until_idle(lane)
 
-    assert isinstance(good.end, Finished)
-    assert type(bad.end).__name__ == "GenerationFailed"
+    assert isinstance(healthy.end, Finished)
+    assert type(failing.end).__name__ == "GenerationFailed"
 
 
 def test_closing_a_lane_ends_every_row_with_the_reason(make_lane, submit) -> None:

@@ -1,4 +1,4 @@
-"""Memory limits: prompts that never fit are rejected, other rows wait, nothing leaks."""
+"""Memory limits: a prompt that never fits is rejected, other rows wait, and nothing leaks."""
 
 import gc
 import itertools
@@ -16,7 +16,7 @@ from workers.engine.scheduler import LaneScheduler
 from workers.engine.types import Finished, LaneName
 
 
-def test_the_estimate_is_what_a_row_really_takes(checkpoint) -> None:
+def test_the_estimate_matches_the_memory_of_a_row(checkpoint) -> None:
     estimate = measure_memory(checkpoint.target, None)
     caches = checkpoint.target.new_caches()
     tokens = 1024
@@ -24,16 +24,12 @@ def test_the_estimate_is_what_a_row_really_takes(checkpoint) -> None:
         mx.zeros((1, tokens), dtype=mx.int32), caches, mx.arange(tokens)[None]
     )
     mx.eval([cache.state for cache in caches])
-    taken_bytes = sum(
-        array.nbytes for cache in caches for array in cache.state if array is not None
-    )
+    used_bytes = sum(array.nbytes for cache in caches for array in cache.state if array is not None)
 
-    assert taken_bytes == pytest.approx(
-        estimate.row_bytes + tokens * estimate.token_bytes, rel=0.01
-    )
+    assert used_bytes == pytest.approx(estimate.row_bytes + tokens * estimate.token_bytes, rel=0.01)
 
 
-def test_a_row_that_does_not_fit_beside_others_waits_and_then_runs(make_lane, submit) -> None:
+def test_a_row_that_does_not_fit_into_the_memory_waits_and_then_runs(make_lane, submit) -> None:
     one_row = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=600)
     lane = make_lane(memory=one_row)
     results = [submit(lane, "Hello", max_tokens=12) for _ in range(3)]
@@ -46,7 +42,7 @@ def test_a_row_that_does_not_fit_beside_others_waits_and_then_runs(make_lane, su
     assert all(isinstance(result.end, Finished) for result in results)
 
 
-def test_a_batch_takes_what_its_longest_row_takes_once_for_every_row() -> None:
+def test_every_row_of_a_batch_uses_the_memory_of_its_longest_row() -> None:
     estimate = MemoryEstimate(token_bytes=2, row_bytes=10, room_bytes=0)
 
     assert estimate.batch_cache_bytes([[60_000, *[1000] * 7]]) == 8 * (10 + 2 * 65_536)
@@ -54,7 +50,7 @@ def test_a_batch_takes_what_its_longest_row_takes_once_for_every_row() -> None:
 
 
 @pytest.mark.parametrize("room_bytes", [0, 200, 300, 5000, 62_000, 1 << 20])
-def test_the_longest_row_fits_alone_and_one_token_more_does_not(room_bytes: int) -> None:
+def test_a_single_row_of_the_maximum_length_fits_and_a_longer_one_does_not(room_bytes: int) -> None:
     estimate = MemoryEstimate(token_bytes=1, row_bytes=44, room_bytes=room_bytes)
     longest = estimate.max_row_tokens()
 
@@ -62,7 +58,7 @@ def test_the_longest_row_fits_alone_and_one_token_more_does_not(room_bytes: int)
     assert estimate.batch_cache_bytes([[longest + 1]]) > room_bytes
 
 
-def slots_held(lane: LaneScheduler) -> int:
+def slots_in_use(lane: LaneScheduler) -> int:
     """Return the number of slots in the batches of a lane."""
     batches = [batch for batch in lane._decoder._batches if batch.rows]
     return sum(len(batch.rows) * next(batch._row_caches()).slots for batch in batches)
@@ -74,22 +70,22 @@ def run_within(lane: LaneScheduler, room_slots: int) -> int:
     while lane.busy:
         lane.step()
         most = max(most, lane.running_rows)
-        assert slots_held(lane) <= room_slots
+        assert slots_in_use(lane) <= room_slots
     return most
 
 
-def test_short_rows_wait_for_a_long_one_that_would_stretch_them_all(make_lane, submit) -> None:
+def test_short_rows_wait_while_a_long_row_would_enlarge_their_batch(make_lane, submit) -> None:
     room = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=2500)
     lane = make_lane(memory=room, eos=frozenset())
     long = submit(lane, [20 + i % 700 for i in range(1200)], max_tokens=40)
     short = [submit(lane, list(range(20, 60)), max_tokens=40) for _ in range(4)]
 
-    assert run_within(lane, 2500) == 4, "the short ones run side by side once they are alone"
+    assert run_within(lane, 2500) == 4, "the short rows run together after the long one"
     assert all(isinstance(result.end, Finished) for result in (long, *short))
 
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
-def test_rows_that_outgrow_the_room_together_wait_in_turn_and_lose_no_token(
+def test_rows_that_grow_beyond_the_memory_pause_one_by_one_and_lose_no_token(
     checkpoint, make_lane, submit, draft_tokens
 ) -> None:
     prompts = [list(range(at, at + 225)) for at in (20, 300, 500)]
@@ -98,16 +94,16 @@ def test_rows_that_outgrow_the_room_together_wait_in_turn_and_lose_no_token(
         room = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=room_slots)
         lane = make_lane(memory=room, eos=frozenset())
         results = [submit(lane, p, max_tokens=300, draft_tokens=draft_tokens) for p in prompts]
-        assert run_within(lane, room_slots) == 3, "they fit until they have grown"
+        assert run_within(lane, room_slots) == 3, "all of them fit at first"
         assert all(isinstance(result.end, Finished) for result in results)
         answers.append([result.row.answer for result in results])
 
-    for prompt, apart, together in zip(prompts, *answers, strict=True):
-        assert len(apart) == len(together)
-        assert apart == together or is_near_tie(checkpoint, prompt, apart, together)
+    for prompt, unlimited, limited in zip(prompts, *answers, strict=True):
+        assert len(unlimited) == len(limited)
+        assert unlimited == limited or is_near_tie(checkpoint, prompt, unlimited, limited)
 
 
-def test_rows_of_two_lanes_share_one_room(make_lane, submit) -> None:
+def test_rows_of_two_lanes_share_one_memory_limit(make_lane, submit) -> None:
     room = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=3 * 512)
     lanes: list[LaneScheduler] = []
     for name in LaneName:
@@ -117,7 +113,7 @@ def test_rows_of_two_lanes_share_one_room(make_lane, submit) -> None:
     while any(lane.busy for lane in lanes):
         for lane in lanes:
             lane.step()
-            assert sum(map(slots_held, lanes)) <= 3 * 512
+            assert sum(map(slots_in_use, lanes)) <= 3 * 512
 
     assert all(isinstance(result.end, Finished) for result in results)
 
@@ -127,16 +123,16 @@ def test_cached_prefixes_are_evicted_for_rows(make_lane, submit, checkpoint) -> 
     room_bytes = measured.batch_cache_bytes([[400]])
     prefix_cache = PrefixCache(room_bytes)
     lane = make_lane(prefix_cache=prefix_cache, memory=replace(measured, room_bytes=room_bytes))
-    kept = submit(lane, "Hello", system="You are a clerk of few words. " * 10, max_tokens=8)
+    first = submit(lane, "Hello", system="You are a clerk of few words. " * 10, max_tokens=8)
     run_until_idle(lane)
-    kept_bytes = prefix_cache.size_bytes
-    fills = submit(lane, [20 + i % 700 for i in range(380)], max_tokens=4)
+    cached_bytes = prefix_cache.size_bytes
+    second = submit(lane, [20 + i % 700 for i in range(380)], max_tokens=4)
     lane.step()
 
-    assert kept_bytes > 0
+    assert cached_bytes > 0
     assert prefix_cache.size_bytes == 0
     run_until_idle(lane)
-    assert all(isinstance(result.end, Finished) for result in (kept, fills))
+    assert all(isinstance(result.end, Finished) for result in (first, second))
 
 
 def test_a_prefix_is_not_cached_if_the_copy_does_not_fit(make_lane, submit, checkpoint) -> None:
@@ -152,13 +148,13 @@ def test_a_prefix_is_not_cached_if_the_copy_does_not_fit(make_lane, submit, chec
     assert prefix_cache.size_bytes == 0
 
 
-def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, submit) -> None:
-    """`bench.engine.endurance` sends thousands to a whole worker."""
+def test_memory_does_not_grow_over_hundreds_of_mixed_requests(make_lane, submit) -> None:
+    """`bench.engine.endurance` sends thousands of requests to a worker process."""
     prefix_cache = PrefixCache(1 << 20)
     lane = make_lane(prefix_cache=prefix_cache)
     number = itertools.count()
 
-    def burst() -> int:
+    def run_requests() -> int:
         for _ in range(10):
             n = next(number)
             submit(lane, "Hello", max_tokens=3)
@@ -168,10 +164,10 @@ def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, submit) 
             )
             submit(lane, "Hello", system=f"You are clerk {n}. " * 10, max_tokens=4, draft_tokens=4)
             submit(lane, "Count from 1 to 20.", stop=(" 7",), top_logprobs=2)
-            leaves = submit(lane, list(range(20, 220)), max_tokens=200)
+            cancelled = submit(lane, list(range(20, 220)), max_tokens=200)
             for _ in range(3):
                 lane.step()
-            leaves.row.cancelled = True
+            cancelled.row.cancelled = True
         run_until_idle(lane)
         # The prefix cache is emptied and not subtracted: with it readings differed by up to 70 KB,
         # up and down, without it by 64 bytes. Presumably MLX reuses freed buffers for its entries,
@@ -183,8 +179,8 @@ def test_hundreds_of_requests_of_all_kinds_leave_memory_flat(make_lane, submit) 
         gc.collect()
         return int(mx.get_active_memory())
 
-    warm_bytes = [burst() for _ in range(2)][-1]
-    last_bytes = [burst() for _ in range(3)][-1]
+    warm_bytes = [run_requests() for _ in range(2)][-1]
+    last_bytes = [run_requests() for _ in range(3)][-1]
 
     assert lane.counters.report().requests == 5 * 60
     # A new shape leaves a compiled step of a hundred bytes; the

@@ -1,4 +1,4 @@
-"""Two hundred requests of all kinds, eight at a time: each gets the answer it gets alone."""
+"""Two hundred mixed requests, eight at a time: each gets the same answer as without load."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.paceline_process import UpProcess
 from tools.demo_model.questions import draw_turn
 
 REQUESTS = 200
-AT_A_TIME = 8
+CONCURRENCY = 8
 COLOURS = ("red", "green", "blue", "yellow", "orange", "purple")
 # Two tokens closer than this in log-probability are a tie that float noise may decide either way.
 NEAR_TIE = 0.02
@@ -30,7 +30,7 @@ class Request:
 
 
 def mixed_requests(model: str) -> list[Request]:
-    """Draw the same requests every time: half greedy, a quarter sampled, the rest pictures."""
+    """Return the same requests every time: half greedy, a quarter sampled, the rest pictures."""
     random = Random(7)
     return [_request(random, number, model) for number in range(REQUESTS)]
 
@@ -45,8 +45,8 @@ def _request(random: Random, number: int, model: str) -> Request:
             body = text_body(model, question, temperature=0)
         case 2:
             kind = "sampled"
-            warmth = random.choice((0.7, 1.0, 1.5))
-            body = text_body(model, question, seed=number, temperature=warmth, top_p=0.95)
+            temperature = random.choice((0.7, 1.0, 1.5))
+            body = text_body(model, question, seed=number, temperature=temperature, top_p=0.95)
         case _:
             kind = "picture"
             body = picture_body(model, random.choice(COLOURS), size=random.choice((64, 128, 256)))
@@ -55,30 +55,32 @@ def _request(random: Random, number: int, model: str) -> Request:
 
 
 async def answers_to(
-    client: AsyncOpenAI, requests: list[Request], *, at_a_time: int
+    client: AsyncOpenAI, requests: list[Request], *, concurrency: int
 ) -> list[ChatResult]:
-    room = asyncio.Semaphore(at_a_time)
+    semaphore = asyncio.Semaphore(concurrency)
 
-    async def one(request: Request) -> ChatResult:
-        async with room:
+    async def send(request: Request) -> ChatResult:
+        async with semaphore:
             return await send_chat_async(client, request.body, stream=request.stream)
 
-    return await asyncio.gather(*map(one, requests))
+    return await asyncio.gather(*map(send, requests))
 
 
 @pytest.mark.timeout(600)
-async def test_every_answer_under_load_is_the_answer_alone(
+async def test_every_answer_under_load_equals_the_answer_without_load(
     up: UpProcess, async_openai_client: AsyncOpenAI
 ) -> None:
     requests = mixed_requests(up.model)
-    alone = await answers_to(async_openai_client, requests, at_a_time=1)
-    together = await answers_to(async_openai_client, requests, at_a_time=AT_A_TIME)
+    sequential = await answers_to(async_openai_client, requests, concurrency=1)
+    concurrent = await answers_to(async_openai_client, requests, concurrency=CONCURRENCY)
 
-    for request, expected, found in zip(requests, alone, together, strict=True):
+    for request, expected, found in zip(requests, sequential, concurrent, strict=True):
         assert expected.headers["x-paceline-pool"] == found.headers["x-paceline-pool"]
         assert expected.prompt_tokens == found.prompt_tokens
         if expected.text != found.text:
-            gap = await gap_where_they_part(async_openai_client, request, expected.text, found.text)
+            gap = await logprob_gap_at_difference(
+                async_openai_client, request, expected.text, found.text
+            )
             assert gap < NEAR_TIE, (request.kind, expected.text, found.text)
         else:
             assert expected.completion_tokens == found.completion_tokens
@@ -87,22 +89,22 @@ async def test_every_answer_under_load_is_the_answer_alone(
     for pool, kind in kinds.items():
         assert {
             answer.headers["x-paceline-pool"]
-            for request, answer in zip(requests, together, strict=True)
+            for request, answer in zip(requests, concurrent, strict=True)
             if request.kind == kind
         } == {pool}
 
 
-async def gap_where_they_part(
+async def logprob_gap_at_difference(
     client: AsyncOpenAI, request: Request, expected: str, found: str
 ) -> float:
-    """Measure how far apart the two likeliest tokens are where two greedy answers part."""
+    """Return the gap between the two likeliest tokens at the first difference of two answers."""
     assert request.body.get("temperature") == 0, "a seeded answer has no ties: it must be equal"
     create: Any = client.chat.completions.create
     (choice,) = (await create(**request.body, logprobs=True, top_logprobs=2)).choices
-    said = ""
+    prefix = ""
     for token in choice.logprobs.content:
-        said += token.token
-        if not (expected.startswith(said) and found.startswith(said)):
+        prefix += token.token
+        if not (expected.startswith(prefix) and found.startswith(prefix)):
             first, second = token.top_logprobs
             return float(first.logprob - second.logprob)
-    raise AssertionError("the answers do not part within what the model says")
+    raise AssertionError("the answers do not differ within the text of the model")

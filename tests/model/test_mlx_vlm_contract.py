@@ -1,4 +1,4 @@
-"""Contract with mlx-vlm: each test fails when a part of it changes that the engine relies on."""
+"""Contract with mlx-vlm: a test fails if a part of it changes on which the engine relies."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def positions(begin: int, end: int) -> mx.array:
     return mx.arange(begin, end)[None]
 
 
-def test_row_cache_has_nothing_that_makes_the_model_split_the_batch() -> None:
+def test_the_row_cache_has_no_attribute_at_which_the_model_splits_the_batch() -> None:
     assert not hasattr(RowCache, "extract")
     assert not hasattr(RowCache, "merge")
     assert RowCache.left_padding is None
 
 
-def test_a_hybrid_checkpoint_has_one_cache_a_layer_of_the_two_kinds(
+def test_a_hybrid_checkpoint_has_one_cache_per_layer_of_two_kinds(
     checkpoint: Checkpoint,
 ) -> None:
     kinds = {type(cache) for cache in checkpoint.target.new_caches()}
@@ -38,12 +38,12 @@ def test_a_hybrid_checkpoint_has_one_cache_a_layer_of_the_two_kinds(
     assert checkpoint.target.supports_batching
 
 
-def test_recurrent_caches_have_the_methods_of_joins_leaves_and_rollbacks() -> None:
+def test_recurrent_caches_have_the_methods_for_joins_removals_and_rollbacks() -> None:
     for name in ("extend", "filter", "state", "update_window", "update_recurrent", "advance"):
         assert hasattr(ArraysCache, name), name
 
 
-def test_the_language_model_takes_positions_and_gives_hidden_states(
+def test_the_language_model_accepts_positions_and_returns_hidden_states(
     checkpoint: Checkpoint,
 ) -> None:
     forward = checkpoint.target.forward(
@@ -55,20 +55,22 @@ def test_the_language_model_takes_positions_and_gives_hidden_states(
     assert checkpoint.target.scores(forward, last=1).shape == (1, 1, checkpoint.vocabulary)
 
 
-def test_hidden_states_give_the_models_own_scores(checkpoint: Checkpoint) -> None:
+def test_scores_of_hidden_states_equal_the_logits_of_the_model(checkpoint: Checkpoint) -> None:
     target = checkpoint.target
-    ours = target.scores(target.forward(mx.array([TOKENS]), target.new_caches(), positions(0, 40)))
+    actual = target.scores(
+        target.forward(mx.array([TOKENS]), target.new_caches(), positions(0, 40))
+    )
 
-    theirs: LanguageModelOutput = target.language(
+    expected: LanguageModelOutput = target.language(
         mx.array([TOKENS]),
         cache=target.new_caches(),
         position_ids=mx.broadcast_to(positions(0, 40)[None], (3, 1, 40)),
     )
 
-    assert mx.array_equal(ours, theirs.logits)
+    assert mx.array_equal(actual, expected.logits)
 
 
-def read(target: Target) -> State:
+def read_state(target: Target) -> State:
     """Return the state after TOKENS."""
     caches = target.new_caches()
     target.forward(mx.array([TOKENS]), caches, positions(0, len(TOKENS)))
@@ -84,40 +86,40 @@ def read(target: Target) -> State:
 
 
 @pytest.mark.parametrize("native", [True, False])
-@pytest.mark.parametrize("kept", [1, 2, 3])
-def test_a_rejected_token_leaves_no_trace_in_any_cache(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, native: bool, kept: int
+@pytest.mark.parametrize("accepted", [1, 2, 3])
+def test_a_rejected_token_does_not_affect_any_cache(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, native: bool, accepted: int
 ) -> None:
-    """Append three tokens and keep some: the next scores are those without the others."""
+    """After a rollback, the next scores are those of the accepted tokens only."""
     target = checkpoint.target
     monkeypatch.setattr(target, "native_verify", native)
     graph = StepGraph(target, head=None)
     offset, shift = mx.array([len(TOKENS)]), mx.array([0])
 
-    clean = read(target)
-    for at, token in enumerate([7, 8, 9][:kept]):
-        clean = graph.verify(mx.array([[token]]), clean, offset + at, shift).state
-    rolled = graph.verify(mx.array([[7, 8, 9]]), read(target), offset, shift)
-    kept_state = graph.roll_back(rolled.layers, mx.array([kept]), 3)
+    expected_state = read_state(target)
+    for at, token in enumerate([7, 8, 9][:accepted]):
+        expected_state = graph.verify(mx.array([[token]]), expected_state, offset + at, shift).state
+    verified = graph.verify(mx.array([[7, 8, 9]]), read_state(target), offset, shift)
+    rolled_back = graph.roll_back(verified.layers, mx.array([accepted]), 3)
 
-    expected, got = (
-        graph.verify(mx.array([[5]]), state, offset + kept, shift).scores
-        for state in (clean, kept_state)
+    expected, actual = (
+        graph.verify(mx.array([[5]]), state, offset + accepted, shift).scores
+        for state in (expected_state, rolled_back)
     )
 
-    assert mx.allclose(expected, got, atol=1e-3).item()
+    assert mx.allclose(expected, actual, atol=1e-3).item()
 
 
-def test_a_compiled_verify_scores_as_the_models_own_forward_pass(checkpoint: Checkpoint) -> None:
+def test_a_compiled_verify_returns_the_scores_of_the_forward_pass(checkpoint: Checkpoint) -> None:
     target = checkpoint.target
     graph = StepGraph(target, head=None)
     offset, shift = mx.array([len(TOKENS)]), mx.array([0])
 
-    got = graph.verify(mx.array([[7, 8, 9]]), read(target), offset, shift).scores
-    whole = [*TOKENS, 7, 8, 9]
-    forward = target.forward(mx.array([whole]), target.new_caches(), positions(0, len(whole)))
+    actual = graph.verify(mx.array([[7, 8, 9]]), read_state(target), offset, shift).scores
+    tokens = [*TOKENS, 7, 8, 9]
+    forward = target.forward(mx.array([tokens]), target.new_caches(), positions(0, len(tokens)))
 
-    assert mx.allclose(got, target.scores(forward, last=3), atol=1e-3).item()
+    assert mx.allclose(actual, target.scores(forward, last=3), atol=1e-3).item()
 
 
 def test_this_family_verifies_in_one_pass(checkpoint: Checkpoint) -> None:
@@ -127,16 +129,18 @@ def test_this_family_verifies_in_one_pass(checkpoint: Checkpoint) -> None:
 def test_a_family_that_cannot_roll_back_is_detected(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The recurrent states keep the effect of rejected tokens, without an error."""
+    """Its recurrent states retain the effect of rejected tokens, without an error."""
 
-    def forget(steps: RecurrentCache, index: int, length: int, update: Any) -> tuple[Any, Any]:
+    def update_without_history(
+        steps: RecurrentCache, index: int, length: int, update: Any
+    ) -> tuple[Any, Any]:
         output, final, *between = update(steps[index], length - 1 if length > 1 else None)
         if between:
             steps._history[index] = (mx.repeat(final[:, None], length - 1, axis=1), final)
         steps[index] = final
         return output, final
 
-    monkeypatch.setattr(RecurrentCache, "update_recurrent", forget)
+    monkeypatch.setattr(RecurrentCache, "update_recurrent", update_without_history)
 
     assert not probe_native_verify(checkpoint.target)
 
@@ -144,16 +148,18 @@ def test_a_family_that_cannot_roll_back_is_detected(
 def test_a_family_whose_layers_record_no_history_is_detected(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def silent(steps: RecurrentCache, index: int, source: mx.array, width: int, **_: Any) -> Any:
+    def window_without_history(
+        steps: RecurrentCache, index: int, source: mx.array, width: int, **_: Any
+    ) -> Any:
         steps[index] = source[:, source.shape[1] - width :]
         return steps[index]
 
-    monkeypatch.setattr(RecurrentCache, "update_window", silent)
+    monkeypatch.setattr(RecurrentCache, "update_window", window_without_history)
 
     assert not probe_native_verify(checkpoint.target)
 
 
-def test_the_head_has_the_modules_the_lane_drives(checkpoint: Checkpoint) -> None:
+def test_the_head_has_the_modules_that_the_lane_calls(checkpoint: Checkpoint) -> None:
     head = checkpoint.head
     assert head is not None
     width = checkpoint.target.language.model.embed_tokens.weight.shape[1]
@@ -166,7 +172,7 @@ def test_the_head_has_the_modules_the_lane_drives(checkpoint: Checkpoint) -> Non
     assert head.draft(state).shape == (1,)
 
 
-def test_no_call_depends_on_the_positions_the_model_remembers(
+def test_no_call_depends_on_the_positions_that_the_model_stores(
     checkpoint: Checkpoint, make_lane, submit
 ) -> None:
     """A picture sets `language_model._rope_deltas`, which all rows share."""
@@ -181,19 +187,19 @@ def test_no_call_depends_on_the_positions_the_model_remembers(
 
 
 def test_a_draft_model_of_another_vocabulary_is_incompatible(checkpoint) -> None:
-    class Shifted:
+    class ShiftedTokenizer:
         def get_vocab(self) -> dict[str, int]:
             tokenizer = getattr(checkpoint.processor, "tokenizer", checkpoint.processor)
             return {word: number + 1 for word, number in tokenizer.get_vocab().items()}
 
     assert draft_incompatibility(checkpoint, checkpoint) is None
     assert "vocabulary" in (
-        draft_incompatibility(checkpoint, replace(checkpoint, processor=Shifted())) or ""
+        draft_incompatibility(checkpoint, replace(checkpoint, processor=ShiftedTokenizer())) or ""
     )
 
 
-def test_the_attention_looked_at_is_the_models_own(checkpoint: Checkpoint) -> None:
-    """Weights times values, through gate and projection, equal the output of the layer."""
+def test_the_attention_weights_are_those_of_the_model(checkpoint: Checkpoint) -> None:
+    """Weights times values, through gate and projection, give the output of the layer."""
     language = checkpoint.target.language
     at, layer = next(
         (at, layer) for at, layer in enumerate(language.model.layers) if at and not layer.is_linear
@@ -222,7 +228,7 @@ def test_the_attention_looked_at_is_the_models_own(checkpoint: Checkpoint) -> No
     projected = projected.reshape(1, 4, attention.num_attention_heads, -1)
     gate = mx.split(projected, 2, axis=-1)[1].reshape(1, 4, -1)
     state = inputs + attention.o_proj(mixed * mx.sigmoid(gate))
-    ours = state + layer.mlp(layer.post_attention_layernorm(state))
+    actual = state + layer.mlp(layer.post_attention_layernorm(state))
 
     assert mx.allclose(weights.sum(axis=-1), mx.ones(weights.shape[:2]), atol=1e-4)
-    assert mx.allclose(ours, outputs, rtol=2e-2, atol=2e-2)
+    assert mx.allclose(actual, outputs, rtol=2e-2, atol=2e-2)

@@ -25,8 +25,8 @@ ANSWER_TOKENS = 12
 
 
 @pytest.fixture
-def other_lane(make_lane, checkpoint):
-    """Make the lane of a model of another family, with the demo's vocabulary."""
+def make_family_lane(make_lane, checkpoint):
+    """Return a function that makes a lane for another family, with the vocabulary of the demo."""
 
     def make(target: Target, **parts: Any):
         return make_lane(
@@ -37,7 +37,7 @@ def other_lane(make_lane, checkpoint):
 
 
 def greedy(target: Target, prompt: list[int]) -> list[int]:
-    """Answer with the family's own caches, without the engine."""
+    """Decode with the caches of the family, without the engine."""
     answer: list[int] = []
     caches, unread, read = target.new_caches(), list(prompt), 0
     while len(answer) < ANSWER_TOKENS:
@@ -49,9 +49,9 @@ def greedy(target: Target, prompt: list[int]) -> list[int]:
     return answer
 
 
-def check_answers(lane: Any, ask: Any, target: Target) -> None:
-    """Run all questions at once; compare each answer with the one of the family alone."""
-    results = [ask(lane, question, max_tokens=ANSWER_TOKENS) for question in QUESTIONS]
+def check_answers(lane: Any, submit: Any, target: Target) -> None:
+    """Run all questions at once; compare each answer with that of `greedy`."""
+    results = [submit(lane, question, max_tokens=ANSWER_TOKENS) for question in QUESTIONS]
     run_until_idle(lane)
 
     for result in results:
@@ -66,34 +66,34 @@ def check_answers(lane: Any, ask: Any, target: Target) -> None:
         (families.tiny_qwen3_vl_moe, False),
     ],
 )
-def test_rows_share_a_pass_only_where_that_changes_no_scores(family, shared: bool) -> None:
+def test_rows_share_a_forward_pass_only_if_that_changes_no_scores(family, shared: bool) -> None:
     assert probe_shared_rows(family(1000)) is shared
 
 
 @pytest.mark.parametrize("family", [families.tiny_llama_sliding_window, families.tiny_qwen3_vl_moe])
-def test_rows_that_cannot_share_a_pass_get_their_answers_side_by_side(
-    other_lane, submit, checkpoint, family
+def test_rows_of_a_family_without_batching_get_correct_answers(
+    make_family_lane, submit, checkpoint, family
 ) -> None:
     target = family(checkpoint.vocabulary)
     target.supports_batching = target.supports_batching and probe_shared_rows(target)
-    check_answers(other_lane(target), submit, target)
+    check_answers(make_family_lane(target), submit, target)
 
 
-def test_a_row_that_no_batch_can_hold_is_answered_in_the_caches_of_its_family(
-    other_lane, submit, checkpoint
+def test_a_row_that_cannot_join_a_batch_is_answered_with_the_caches_of_its_family(
+    make_family_lane, submit, checkpoint
 ) -> None:
     """A wrong probe result costs time, and no answer."""
     target = families.tiny_qwen3_vl_moe(checkpoint.vocabulary)
     assert target.supports_batching, "not probed yet"
-    check_answers(other_lane(target), submit, target)
+    check_answers(make_family_lane(target), submit, target)
 
 
-def test_a_shared_beginning_is_read_each_time_where_windows_move_over_it(
-    other_lane, submit, checkpoint
+def test_a_shared_prefix_is_not_cached_with_sliding_windows(
+    make_family_lane, submit, checkpoint
 ) -> None:
     prefix_cache = PrefixCache(1 << 30)
     target = families.tiny_llama_sliding_window(checkpoint.vocabulary)
-    lane = other_lane(target, prefix_cache=prefix_cache)
+    lane = make_family_lane(target, prefix_cache=prefix_cache)
     results = [submit(lane, q, system=SYSTEM, max_tokens=ANSWER_TOKENS) for q in QUESTIONS]
     run_until_idle(lane)
 
@@ -117,7 +117,7 @@ def test_a_model_that_stores_the_positions_of_one_row_has_one_slot(
     assert (lane.name, lane.counters.report().slots) == (LaneName.VLM, 1)
 
 
-def test_a_model_that_answers_no_question_at_the_start_is_refused_in_one_sentence(
+def test_a_model_that_answers_no_question_at_the_start_is_rejected_in_one_line(
     make_lane, prompt_renderer, checkpoint
 ) -> None:
     """Every prompt fails, but the device check succeeds, so that the engine does not end."""
@@ -126,4 +126,4 @@ def test_a_model_that_answers_no_question_at_the_start_is_refused_in_one_sentenc
         warm_up(make_lane(target=target), prompt_renderer, 0)
 
     assert "\n" not in str(raised.value)
-    assert "forward" not in str(raised.value), "a library's words stay in the log"
+    assert "forward" not in str(raised.value), "the message of the library is only logged"

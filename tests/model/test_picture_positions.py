@@ -1,7 +1,7 @@
-"""Families with positions in three dimensions see pictures where they are, also among other rows.
+"""Pictures of families with three-dimensional positions, in single rows and in batches.
 
-The models are tiny and their weights are drawn, so their answers mean nothing; but each must be the
-one that the whole text, read anew for every token by mlx-vlm alone, would give.
+The models are tiny with random weights, so their answers mean nothing; each answer must equal the
+one that mlx-vlm computes without a cache, from the whole text for every token.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ TOKEN_IDS = {
     "pixel_hidden_size": 32, "hidden_size": 64,
 }  # fmt: skip
 FAMILIES = (qwen2_5_vl, qwen3_vl, glm4v, glm_ocr, paddleocr_vl, ernie4_5_moe_vl)
-OWN_TEXT: dict[Any, dict[str, Any]] = {
-    paddleocr_vl: {"hidden_size": 1024},  # its projector knows no other
-    ernie4_5_moe_vl: {"rope_scaling": None, "rope_parameters": None},  # `mrope_section` alone
+FAMILY_TEXT: dict[Any, dict[str, Any]] = {
+    paddleocr_vl: {"hidden_size": 1024},  # the only width that its projector supports
+    ernie4_5_moe_vl: {"rope_scaling": None, "rope_parameters": None},  # only `mrope_section`
 }
 PIXELS = {paddleocr_vl: (1, PATCHES, 3, 4, 4), ernie4_5_moe_vl: (PATCHES, 3 * 4 * 4)}
 
 
-def named(family: Any) -> str:
+def family_name(family: Any) -> str:
     return str(family.__name__.rsplit(".", 1)[-1])
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=named)
+@pytest.fixture(scope="module", params=FAMILIES, ids=family_name)
 def family(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -64,13 +64,13 @@ def family(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture(scope="module")
 def target(family: Any) -> Target:
     def config(kind: Any, values: dict[str, Any]) -> Any:
-        """Leave out what this family has no field for."""
-        known = {**values, "model_type": named(family)}.items()
-        return kind(**{key: value for key, value in known if key in kind.__dataclass_fields__})
+        """Omit the values for which this family has no field."""
+        candidates = {**values, "model_type": family_name(family)}.items()
+        return kind(**{key: value for key, value in candidates if key in kind.__dataclass_fields__})
 
     mx.random.seed(7)
     parts = {
-        "text_config": config(family.TextConfig, TEXT | OWN_TEXT.get(family, {})),
+        "text_config": config(family.TextConfig, TEXT | FAMILY_TEXT.get(family, {})),
         "vision_config": config(family.VisionConfig, VISION),
     }
     model = family.Model(config(family.ModelConfig, TOKEN_IDS | parts))
@@ -83,12 +83,12 @@ def text(first: int, length: int) -> PreparedPrompt:
     return PreparedPrompt(tokens=tuple(20 + (first + 37 * i) % 1200 for i in range(length)))
 
 
-def picture(shape: Sequence[int], seed: int, before: int, behind: int) -> PreparedPrompt:
-    """A picture of 4 x 8 patches, which are 2 x 4 tokens, between two texts."""
+def picture(shape: Sequence[int], seed: int, before: int, after: int) -> PreparedPrompt:
+    """Return a picture of 4 x 8 patches, which are 2 x 4 tokens, between two texts."""
     pixels = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
-    seen = (START, *[PICTURE] * (PATCHES // 4), END)
+    picture_tokens = (START, *[PICTURE] * (PATCHES // 4), END)
     return PreparedPrompt(
-        tokens=(*text(seed, before).tokens, *seen, *text(seed + 1, behind).tokens),
+        tokens=(*text(seed, before).tokens, *picture_tokens, *text(seed + 1, after).tokens),
         media={
             "pixel_values": pixels,
             "image_grid_thw": np.array([[1, PATCHES_HIGH, PATCHES_WIDE]], dtype=np.int32),
@@ -96,31 +96,33 @@ def picture(shape: Sequence[int], seed: int, before: int, behind: int) -> Prepar
     )
 
 
-def read_anew(target: Target, prompt: PreparedPrompt, count: int) -> list[int]:
-    """Answer by reading everything again for every token, without any cache or code of ours."""
+def decode_without_cache(target: Target, prompt: PreparedPrompt, count: int) -> list[int]:
+    """Decode with mlx-vlm alone, and read the whole text again for every token."""
     answer: list[int] = []
     while len(answer) < count:
         tokens = mx.array([[*prompt.tokens, *answer]], dtype=mx.int32)
         media = {name: mx.array(array) for name, array in prompt.media.items()}
-        seen = target.model.get_input_embeddings(tokens, **media).to_dict()
-        seen = {name: value for name, value in seen.items() if value is not None}
-        seen.pop("rope_deltas", None)
-        if "position_ids" in seen:  # the others leave them on the model, and find them there
-            seen["position_ids"] = mx.broadcast_to(seen["position_ids"], (3, 1, tokens.shape[1]))
+        embeddings = target.model.get_input_embeddings(tokens, **media).to_dict()
+        embeddings = {name: value for name, value in embeddings.items() if value is not None}
+        embeddings.pop("rope_deltas", None)
+        if "position_ids" in embeddings:  # other families store them on the model
+            embeddings["position_ids"] = mx.broadcast_to(
+                embeddings["position_ids"], (3, 1, tokens.shape[1])
+            )
         grid = {"image_grid_thw": media["image_grid_thw"]} if media else {}
-        scores = target.language(tokens, **seen, **grid).logits
+        scores = target.language(tokens, **embeddings, **grid).logits
         answer.append(int(mx.argmax(scores[0, -1]).item()))
     return answer
 
 
-def test_pictures_and_texts_are_read_at_their_own_positions_alone_and_together(
+def test_pictures_and_texts_are_read_at_their_positions_in_rows_and_batches(
     family: Any, target: Target, make_lane: Callable[..., Any], submit: Callable[..., Any]
 ) -> None:
     pixels = PIXELS.get(family, (PATCHES, 3 * 2 * 4 * 4))
     prompts: Sequence[PreparedPrompt] = (
         text(1, 9), picture(pixels, 3, 5, 7), text(5, 60), picture(pixels, 8, 40, 3), text(2, 30),
     )  # fmt: skip
-    expected = [read_anew(target, prompt, TOKENS) for prompt in prompts]
+    expected = [decode_without_cache(target, prompt, TOKENS) for prompt in prompts]
     plain = {"target": target, "head": None, "eos": frozenset[int](), "draft_tokens": 0}
 
     one_by_one = make_lane(chunk_tokens=16, **plain)
@@ -128,13 +130,13 @@ def test_pictures_and_texts_are_read_at_their_own_positions_alone_and_together(
         result = submit(one_by_one, prompt, max_tokens=TOKENS, draft_tokens=0)
         run_until_idle(one_by_one)
         assert result.row.answer == answer
-    together = make_lane(chunk_tokens=16, max_rows=target.row_limit(8), **plain)
-    rows = [submit(together, prompt, max_tokens=TOKENS, draft_tokens=0) for prompt in prompts]
-    run_until_idle(together)
+    batched = make_lane(chunk_tokens=16, max_rows=target.row_limit(8), **plain)
+    rows = [submit(batched, prompt, max_tokens=TOKENS, draft_tokens=0) for prompt in prompts]
+    run_until_idle(batched)
     assert [result.row.answer for result in rows] == expected
 
 
-def test_only_a_family_that_takes_no_positions_answers_one_row_at_a_time(
+def test_only_a_family_without_positions_has_a_row_limit_of_one(
     family: Any, target: Target
 ) -> None:
     assert target.row_limit(8) == (1 if family is ernie4_5_moe_vl else 8)

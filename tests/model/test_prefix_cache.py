@@ -1,4 +1,4 @@
-"""Prefix cache: the same answers, without reading most of the prompt again."""
+"""The prefix cache: equal answers, with most of the prompt cached."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,7 @@ def prefix_cache() -> PrefixCache:
 
 
 @pytest.mark.parametrize("name", list(LaneName))
-def test_a_hit_gives_the_answer_and_the_counts_of_a_miss(
+def test_a_hit_returns_the_same_answer_and_counts_as_a_miss(
     make_lane, submit, prefix_cache, name
 ) -> None:
     counts = PrefixCounts()
@@ -45,7 +45,7 @@ def test_a_hit_gives_the_answer_and_the_counts_of_a_miss(
     assert (counts.hits, counts.misses) == (len(QUESTIONS) - 1, 1)
 
 
-def test_cached_tokens_are_those_that_were_not_read(make_lane, submit, prefix_cache) -> None:
+def test_cached_tokens_are_not_read_again(make_lane, submit, prefix_cache) -> None:
     lane = make_lane(prefix_cache=prefix_cache)
     first = submit(lane, "Hello", system=SYSTEM)
     second = submit(lane, "Who are you?", system=SYSTEM)
@@ -62,15 +62,15 @@ def test_rows_that_share_a_cached_prefix_do_not_affect_each_other(
     make_lane, submit, prefix_cache
 ) -> None:
     lane = make_lane(prefix_cache=prefix_cache)
-    together = [submit(lane, question, system=SYSTEM) for question in QUESTIONS]
+    shared = [submit(lane, question, system=SYSTEM) for question in QUESTIONS]
     run_until_idle(lane)
-    alone = []
+    separate = []
     for question in QUESTIONS:
         other = make_lane()
-        alone.append(submit(other, question, system=SYSTEM))
+        separate.append(submit(other, question, system=SYSTEM))
         run_until_idle(other)
 
-    assert [result.row.answer for result in together] == [result.row.answer for result in alone]
+    assert [result.row.answer for result in shared] == [result.row.answer for result in separate]
 
 
 def test_a_drafting_row_can_use_the_prefix_of_a_plain_row(make_lane, submit, prefix_cache) -> None:
@@ -87,7 +87,7 @@ def test_a_drafting_row_can_use_the_prefix_of_a_plain_row(make_lane, submit, pre
     assert warm.row.speculation.total() == cold.row.speculation.total()
 
 
-def test_two_lanes_read_a_prefix_once_between_them(make_lane, submit, prefix_cache) -> None:
+def test_two_lanes_share_a_single_read_of_a_prefix(make_lane, submit, prefix_cache) -> None:
     lanes: list[LaneScheduler] = []
     for name in LaneName:
         lane = make_lane(name, prefix_cache=prefix_cache, chunk_tokens=32)
@@ -132,23 +132,23 @@ def test_least_recently_used_prefixes_are_evicted_at_the_limit(make_lane, submit
     assert small.size_bytes <= measured.size_bytes * 1.5
 
 
-def test_cached_prefixes_take_no_more_memory_than_counted(make_lane, submit) -> None:
-    """A view would keep its whole array alive: the states of a chunk for the last of them."""
+def test_cached_prefixes_use_no_more_memory_than_reported(make_lane, submit) -> None:
+    """A view would keep its whole array in memory: all states of a chunk for the last one."""
     prefix_cache = PrefixCache(1 << 30)
     lane = make_lane(prefix_cache=prefix_cache)
 
-    def held_bytes(system: str) -> int:
+    def active_bytes(system: str) -> int:
         submit(lane, "Hello", system=system, max_tokens=2)
         run_until_idle(lane)
         mx.synchronize()
         return int(mx.get_active_memory())
 
-    before_bytes, counted_before_bytes = held_bytes(SYSTEM), prefix_cache.size_bytes
-    taken_bytes = held_bytes(OTHER * 2) - before_bytes
-    counted_bytes = prefix_cache.size_bytes - counted_before_bytes
+    before_bytes, reported_before_bytes = active_bytes(SYSTEM), prefix_cache.size_bytes
+    used_bytes = active_bytes(OTHER * 2) - before_bytes
+    reported_bytes = prefix_cache.size_bytes - reported_before_bytes
 
-    assert counted_bytes > 1 << 17
-    assert taken_bytes == pytest.approx(counted_bytes, abs=1 << 16)
+    assert reported_bytes > 1 << 17
+    assert used_bytes == pytest.approx(reported_bytes, abs=1 << 16)
 
 
 def test_prompts_without_a_system_message_share_nothing(make_lane, submit, prefix_cache) -> None:
@@ -165,8 +165,8 @@ def files(tmp_path: Path) -> PrefixCacheFiles:
     return PrefixCacheFiles(tmp_path, 1 << 30, "model")
 
 
-def restarted(make_lane, submit, files: PrefixCacheFiles, question: str = "Who are you?"):
-    """Run a question on a lane with an empty memory, as after a restart."""
+def run_after_restart(make_lane, submit, files: PrefixCacheFiles, question: str = "Who are you?"):
+    """Answer a question in a lane with an empty memory, as after a restart."""
     prefix_cache = PrefixCache(1 << 30, files)
     lane = make_lane(prefix_cache=prefix_cache)
     result = submit(lane, question, system=SYSTEM)
@@ -179,8 +179,8 @@ def restarted(make_lane, submit, files: PrefixCacheFiles, question: str = "Who a
 
 
 def test_a_prefix_on_disk_survives_a_restart(make_lane, submit, files) -> None:
-    cold = restarted(make_lane, submit, files)
-    warm = restarted(make_lane, submit, files)
+    cold = run_after_restart(make_lane, submit, files)
+    warm = run_after_restart(make_lane, submit, files)
 
     assert (cold.row.cached_tokens, warm.row.cached_tokens > 32) == (0, True)
     assert warm.row.answer == cold.row.answer
@@ -199,23 +199,23 @@ def test_a_prefix_on_disk_survives_a_restart(make_lane, submit, files) -> None:
 def test_a_damaged_file_is_a_miss_and_is_removed(
     make_lane, submit, files, tmp_path, damage
 ) -> None:
-    expected = restarted(make_lane, submit, files)
+    expected = run_after_restart(make_lane, submit, files)
     (path,) = tmp_path.iterdir()
     path.write_bytes(damage(path.read_bytes()))
 
     assert files.load(expected.row.prompt.prefix.key) is None
     assert not path.exists()
-    again = restarted(make_lane, submit, files)
-    assert (again.row.cached_tokens, again.row.answer) == (0, expected.row.answer)
+    second = run_after_restart(make_lane, submit, files)
+    assert (second.row.cached_tokens, second.row.answer) == (0, expected.row.answer)
 
 
 def test_a_file_of_another_model_is_never_used(make_lane, submit, files, tmp_path) -> None:
-    result = restarted(make_lane, submit, files)
+    result = run_after_restart(make_lane, submit, files)
 
     assert PrefixCacheFiles(tmp_path, 1 << 30, "other").load(result.row.prompt.prefix.key) is None
 
 
-def test_disk_holds_no_more_than_its_limit(tmp_path) -> None:
+def test_the_files_stay_within_their_limit(tmp_path) -> None:
     arrays = {"tokens": np.zeros(100, np.int32)}
     small = PrefixCacheFiles(tmp_path, 1500, "model")
     for key in "abc":
@@ -249,9 +249,9 @@ def test_a_lane_reports_its_speed_and_pending_tokens(make_lane, submit, prefix_c
     assert idle.pending_prefill_tokens == 0
     assert min(idle.prefill_tokens_per_s, idle.decode_tokens_per_s) > 0
 
-    again = submit(lane, "Who are you?", system=SYSTEM)
-    prefix = again.row.prompt.prefix
+    second = submit(lane, "Who are you?", system=SYSTEM)
+    prefix = second.row.prompt.prefix
     assert prefix is not None
     assert prefix_cache.keys == (prefix.key,)
-    unread = len(again.row.prompt.tokens) - prefix.tokens
+    unread = len(second.row.prompt.tokens) - prefix.tokens
     assert lane.counters.report().pending_prefill_tokens == unread

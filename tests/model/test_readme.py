@@ -1,4 +1,4 @@
-"""The README's snippets, pasted as they stand."""
+"""The snippets of the README run unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.paceline_process import UpProcess
 ROOT = Path(__file__).parents[2]
 
 
-def test_snippets_of_the_readme_run_as_they_stand(
+def test_the_snippets_of_the_readme_run_unchanged(
     up: UpProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -25,8 +25,8 @@ def test_snippets_of_the_readme_run_as_they_stand(
     with contextlib.redirect_stdout(printed):
         exec(program, names)
     names["client"].close()  # type: ignore[attr-defined]
-    shown = printed.getvalue()
-    counted = ", ".join(map(str, range(1, 21))) + "."
-    assert shown.count(counted) == 2
-    assert "red" in shown
-    assert float(shown.splitlines()[1]) > 0.5
+    output = printed.getvalue()
+    numbers = ", ".join(map(str, range(1, 21))) + "."
+    assert output.count(numbers) == 2
+    assert "red" in output
+    assert float(output.splitlines()[1]) > 0.5

@@ -1,4 +1,4 @@
-"""Rows with sampling rules: which of them draft, and the same answers in either case."""
+"""Rows with sampling rules: which of them draft, and that answers are equal in both cases."""
 
 import itertools
 
@@ -20,15 +20,15 @@ QUESTIONS = [
 SAMPLED = Sampling(temperature=0.8, top_p=0.95)
 
 
-def test_a_sampled_row_gives_its_answer_alone_in_any_lane_and_company(make_lane, submit) -> None:
+def test_a_sampled_row_gets_the_same_answer_in_any_lane_and_batch(make_lane, submit) -> None:
     plain, mtp = make_lane(LaneName.VLM, draft_tokens=0), make_lane()
-    alone = submit(plain, "Tell me a story.", sampling=SAMPLED, seed=7)
+    single = submit(plain, "Tell me a story.", sampling=SAMPLED, seed=7)
     run_until_idle(plain)
-    beside = submit(mtp, "Tell me a story.", sampling=SAMPLED, seed=7)
+    batched = submit(mtp, "Tell me a story.", sampling=SAMPLED, seed=7)
     others = [submit(mtp, question) for question in QUESTIONS[:4]]
     run_until_idle(mtp)
 
-    assert alone.row.answer == beside.row.answer
+    assert single.row.answer == batched.row.answer
     assert all(isinstance(result.end, Finished) for result in others)
 
 
@@ -40,49 +40,53 @@ def test_a_sampled_row_gives_its_answer_alone_in_any_lane_and_company(make_lane,
         Sampling(temperature=0.8, frequency_penalty=2.0, logit_bias=((30, 3.0),)),
     ],
 )
-def test_a_row_with_penalties_is_drafted_for_and_answers_as_without(
+def test_a_row_with_penalties_drafts_and_gets_the_answer_of_plain_decoding(
     make_lane, submit, sampling
 ) -> None:
     plain, mtp = make_lane(draft_tokens=0), make_lane(draft_tokens=3)
-    asked = {"sampling": sampling, "seed": 7, "max_tokens": 48, "draft_tokens": 3}
-    alone = [submit(plain, question, **asked) for question in QUESTIONS[:5]]
-    free = [submit(plain, question, max_tokens=48) for question in QUESTIONS[:5]]
+    options = {"sampling": sampling, "seed": 7, "max_tokens": 48, "draft_tokens": 3}
+    plain_results = [submit(plain, question, **options) for question in QUESTIONS[:5]]
+    unpenalised = [submit(plain, question, max_tokens=48) for question in QUESTIONS[:5]]
     run_until_idle(plain)
-    beside = [submit(mtp, question, **asked) for question in QUESTIONS[:5]]
+    drafted_results = [submit(mtp, question, **options) for question in QUESTIONS[:5]]
     submit(mtp, QUESTIONS[5])
     run_until_idle(mtp)
 
-    assert [result.row.answer for result in beside] == [result.row.answer for result in alone]
-    assert sum(result.end.speculation.accepted for result in beside) > 0
-    changed = sum(a.row.answer != b.row.answer for a, b in zip(alone, free, strict=True))
-    assert changed >= 2, "the penalties decide something"
+    assert [result.row.answer for result in drafted_results] == [
+        result.row.answer for result in plain_results
+    ]
+    assert sum(result.end.speculation.accepted for result in drafted_results) > 0
+    changed = sum(
+        a.row.answer != b.row.answer for a, b in zip(plain_results, unpenalised, strict=True)
+    )
+    assert changed >= 2, "the penalties change some answers"
 
 
-def test_log_probabilities_of_accepted_drafts_are_those_of_plain_decoding(
+def test_log_probabilities_of_accepted_drafts_equal_those_of_plain_decoding(
     make_lane, submit
 ) -> None:
     plain, mtp = make_lane(draft_tokens=0), make_lane(draft_tokens=3)
-    told = [
+    results = [
         submit(lane, "Count from 1 to 20.", top_logprobs=3, draft_tokens=3, max_tokens=30)
         for lane in (plain, mtp)
     ]
     run_until_idle(plain)
     run_until_idle(mtp)
-    alone, drafted = told
+    expected_result, drafted = results
 
     assert drafted.end.speculation.accepted > 0
     assert len(drafted.logprobs) == len(drafted.row.answer) == 30
-    for mine, expected in zip(drafted.logprobs, alone.logprobs, strict=True):
-        assert mine.token_id == expected.token_id
-        assert mine.logprob == pytest.approx(expected.logprob, abs=1e-3)
-        for ours, theirs in zip(mine.top, expected.top, strict=True):
-            assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+    for actual, expected in zip(drafted.logprobs, expected_result.logprobs, strict=True):
+        assert actual.token_id == expected.token_id
+        assert actual.logprob == pytest.approx(expected.logprob, abs=1e-3)
+        for actual_top, expected_top in zip(actual.top, expected.top, strict=True):
+            assert actual_top.logprob == pytest.approx(expected_top.logprob, abs=1e-3)
 
 
 def test_no_log_probability_is_sent_for_drafts_after_the_end(make_lane, submit) -> None:
     lane = make_lane(draft_tokens=4)
-    asked = {"top_logprobs": 0, "draft_tokens": 4, "max_tokens": 60}
-    results = [submit(lane, "Count from 1 to 20.", stop=(f"{n},",), **asked) for n in range(3, 9)]
+    options = {"top_logprobs": 0, "draft_tokens": 4, "max_tokens": 60}
+    results = [submit(lane, "Count from 1 to 20.", stop=(f"{n},",), **options) for n in range(3, 9)]
     run_until_idle(lane)
 
     assert sum(result.end.speculation.accepted for result in results) > 0
@@ -91,20 +95,20 @@ def test_no_log_probability_is_sent_for_drafts_after_the_end(make_lane, submit) 
     ]
 
 
-def test_reasons_that_the_text_lane_can_draft_for_are_no_bypass(make_lane) -> None:
+def test_reasons_that_do_not_prevent_drafts_are_no_bypass(make_lane) -> None:
     text, pictures = make_lane(), make_lane(LaneName.VLM)
-    asked = Generation(
+    generation = Generation(
         request_id="test",
         lane=LaneName.TEXT_MTP,
         prompt=Prompt(text=""),
         sampling=SAMPLED,
         bypass=(Bypass.NON_GREEDY_SAMPLING, Bypass.LOGPROBS, Bypass.LOGITS_PROCESSORS),
     )
-    assert text.bypass_reasons(asked) == ()
-    assert pictures.bypass_reasons(asked) == asked.bypass
+    assert text.bypass_reasons(generation) == ()
+    assert pictures.bypass_reasons(generation) == generation.bypass
 
 
-def test_a_bypassed_row_speculates_nothing_and_is_counted_by_its_reason(make_lane, submit) -> None:
+def test_a_bypassed_row_does_not_speculate_and_counts_under_its_reason(make_lane, submit) -> None:
     lane = make_lane()
     biased = submit(
         lane,
@@ -112,15 +116,15 @@ def test_a_bypassed_row_speculates_nothing_and_is_counted_by_its_reason(make_lan
         sampling=Sampling(temperature=0, logit_bias=((30, 1.0),)),
         bypass=(Bypass.LOGITS_PROCESSORS,),
     )
-    beside = submit(lane, "Count from 1 to 20.")
+    drafted = submit(lane, "Count from 1 to 20.")
     run_until_idle(lane)
 
     assert biased.end.speculation.steps == 0
-    assert beside.end.speculation.steps > 0
+    assert drafted.end.speculation.steps > 0
     assert lane.counters.report().bypass_counts == {"logits_processors": 1}
 
 
-def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, submit) -> None:
+def test_requests_without_drafts_because_they_do_not_pay_are_counted(make_lane, submit) -> None:
     lane = make_lane(clock=itertools.count().__next__)  # every step takes one second
     measured = lane._decoder._draft_length
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
@@ -138,10 +142,12 @@ def test_requests_never_drafted_for_as_it_does_not_pay_are_counted(make_lane, su
     assert report.bypass_counts == {"mtp_not_paying": 1}
     assert report.draft_tokens_by_rows[2] == 0 < report.draft_tokens_by_rows[0]
     assert (report.drafting_pays(1), report.drafting_pays(3)) == (True, False)
-    assert report.effective_draft_tokens == report.draft_tokens_by_rows[0], "idle: of one row"
+    assert report.effective_draft_tokens == report.draft_tokens_by_rows[0], (
+        "an idle lane reports the length for one row"
+    )
 
 
-def test_a_request_that_names_its_k_is_drafted_for_where_it_does_not_pay(make_lane, submit) -> None:
+def test_a_request_with_draft_tokens_drafts_even_if_that_does_not_pay(make_lane, submit) -> None:
     lane = make_lane(clock=itertools.count().__next__)
     for k, cost_s in ((0, 1.0), (1, 9.0), (2, 9.0)):
         for _ in range(SAMPLES):
@@ -154,7 +160,7 @@ def test_a_request_that_names_its_k_is_drafted_for_where_it_does_not_pay(make_la
 
 
 class RecordingDraftLength(DraftLength):
-    """Records the draft lengths of the steps whose cost it observes."""
+    """A policy that records the draft lengths of the steps whose cost it observes."""
 
     def __init__(self) -> None:
         super().__init__(2)
@@ -165,7 +171,7 @@ class RecordingDraftLength(DraftLength):
 
 
 class ScriptedDraftLength(RecordingDraftLength):
-    """Chooses by a plan, then plain steps."""
+    """A policy that follows a plan and then chooses plain steps."""
 
     def __init__(self, *plan: int) -> None:
         super().__init__()
@@ -178,10 +184,10 @@ class ScriptedDraftLength(RecordingDraftLength):
         return False
 
 
-def drafted_by(policy: RecordingDraftLength, lane, ask) -> list[int]:
+def draft_lengths(policy: RecordingDraftLength, lane, submit) -> list[int]:
     """Return the draft lengths of the steps of one answer under a policy."""
     lane._decoder._draft_length = policy
-    results = ask(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
+    results = submit(lane, "Count from 1 to 20.", adaptive=True, max_tokens=40)
     run_until_idle(lane)
     return [step.drafted for step in results.end.steps]
 
@@ -189,14 +195,14 @@ def drafted_by(policy: RecordingDraftLength, lane, ask) -> list[int]:
 def test_the_cost_of_a_step_that_reads_the_backlog_is_not_observed(make_lane, submit) -> None:
     policy = ScriptedDraftLength(0, 0, 0, 2, 2, 0, 1)
 
-    assert drafted_by(policy, make_lane(), submit) == [2, 2, 1]
+    assert draft_lengths(policy, make_lane(), submit) == [2, 2, 1]
     assert policy.observed[:5] == [0, 0, 0, 2, 0]
     assert 1 not in policy.observed
 
 
 def test_the_cost_of_the_first_steps_of_an_answer_is_not_observed(make_lane, submit) -> None:
     policy = RecordingDraftLength()
-    whole = drafted_by(policy, make_lane(), submit).count(2)
+    full_drafts = draft_lengths(policy, make_lane(), submit).count(2)
 
-    assert whole > EXPLORATION_STEPS
-    assert policy.observed == [2] * (whole - EXPLORATION_STEPS)
+    assert full_drafts > EXPLORATION_STEPS
+    assert policy.observed == [2] * (full_drafts - EXPLORATION_STEPS)

@@ -12,7 +12,7 @@ from workers.engine.self_test import MIN_STEPS, HeadHealth, check_head, warm_up
 
 
 class FaultyHead:
-    """The demo's head with a fault in `draft`."""
+    """The head of the demo with a fault in `draft`."""
 
     def __init__(self, head: Any, *, fault: Any = None) -> None:
         self._head = head
@@ -22,14 +22,16 @@ class FaultyHead:
         return getattr(self._head, name)
 
     def draft(self, hidden: mx.array) -> mx.array:
-        """Draft as the head does, with the fault."""
+        """Draft with the head and apply the fault."""
         if self._fault is None:
             raise ValueError("[matmul] shapes (1,64) and (96,64) do not fit")
         faulty: mx.array = self._fault(self._head.draft(hidden))
         return faulty
 
 
-def test_the_demos_head_is_healthy_and_reports_its_acceptance(make_lane, prompt_renderer) -> None:
+def test_the_head_of_the_demo_is_healthy_and_reports_its_acceptance(
+    make_lane, prompt_renderer
+) -> None:
     lane = make_lane()
     warm_up(lane, prompt_renderer, 2)
     health = check_head(lane, prompt_renderer)
@@ -39,11 +41,11 @@ def test_the_demos_head_is_healthy_and_reports_its_acceptance(make_lane, prompt_
     assert health.description.startswith("MTP head healthy: ")
 
 
-def test_a_head_that_drafts_wrong_is_unhealthy_and_the_description_names_causes(
+def test_a_head_with_wrong_drafts_is_unhealthy_and_the_description_names_causes(
     make_lane, prompt_renderer, checkpoint
 ) -> None:
-    wrong = FaultyHead(checkpoint.head, fault=lambda token: (token + 1) % checkpoint.vocabulary)
-    health = check_head(make_lane(head=wrong), prompt_renderer)
+    faulty = FaultyHead(checkpoint.head, fault=lambda token: (token + 1) % checkpoint.vocabulary)
+    health = check_head(make_lane(head=faulty), prompt_renderer)
 
     assert not health.healthy
     for cause in ("RMSNorm", "missing", "revision", "quantised"):
@@ -61,12 +63,10 @@ def test_a_head_that_raises_is_unhealthy_and_the_model_starts_without_it(
 
     assert not health.healthy
     assert "it failed in" in health.description
-    assert "matmul" not in health.description, "a library's words stay in the log"
+    assert "matmul" not in health.description, "the message of the library is only logged"
     assert result.row.answer
 
 
 @pytest.mark.parametrize(("steps", "acceptance"), [(MIN_STEPS - 1, 0.0), (400, 0.2)])
-def test_a_model_that_answers_in_one_word_proves_nothing_about_its_head(
-    steps: int, acceptance: float
-) -> None:
+def test_a_head_with_few_steps_or_low_acceptance_is_healthy(steps: int, acceptance: float) -> None:
     assert HeadHealth(first_token_acceptance=acceptance, steps=steps).healthy

@@ -1,4 +1,4 @@
-"""Sparse prefill: true positions, no effect on other rows, a full prefill on any doubt."""
+"""Sparse prefill: true positions, no effect on other rows, and a full prefill in case of doubt."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,7 +35,7 @@ def settings(tmp_path) -> SpecPrefillSettings:
 
 @pytest.fixture
 def scorer(checkpoint: Checkpoint) -> PromptScorer:
-    """A scorer with the model as its own draft model: the best possible one."""
+    """Return a scorer that uses the model as its own draft model: the best possible one."""
     return PromptScorer(checkpoint.target, checkpoint.context_tokens)
 
 
@@ -43,7 +43,7 @@ def scorer(checkpoint: Checkpoint) -> PromptScorer:
 def sparse_lane(
     make_lane: Callable[..., LaneScheduler], settings: SpecPrefillSettings, scorer: PromptScorer
 ) -> Callable[..., LaneScheduler]:
-    """Make a lane that reads prompts from 400 tokens sparsely, with the model as its own draft."""
+    """Return a function that makes a lane with sparse prefill from 400 tokens on."""
 
     def make(
         *name: LaneName, scorer: PromptScorer | None = scorer, **settings_: Any
@@ -53,11 +53,11 @@ def sparse_lane(
     return make
 
 
-def counts(lane: LaneScheduler) -> Any:
+def spec_prefill_counts(lane: LaneScheduler) -> Any:
     return lane.counters.report().spec_prefill
 
 
-def greedy_behind(
+def greedy_after(
     checkpoint: Checkpoint, prompt: Sequence[int], indices: Sequence[int], answer_tokens: int
 ) -> Iterator[int]:
     """Read the tokens at these indices, at their positions, and decode with mlx-vlm alone."""
@@ -84,7 +84,7 @@ def test_selected_tokens_are_read_at_their_true_positions(
     while scoring.selected is None:
         scoring.advance(512)
 
-    expected = list(greedy_behind(checkpoint, prompt, scoring.selected, len(results.row.answer)))
+    expected = list(greedy_after(checkpoint, prompt, scoring.selected, len(results.row.answer)))
     assert results.row.skipped_tokens == len(prompt) - len(scoring.selected) > 0.6 * len(prompt)
     assert results.row.answer == expected
 
@@ -101,7 +101,7 @@ def test_selecting_every_token_gives_exactly_the_full_answer(
 
     assert result.row.answer == expected.row.answer
     assert result.row.speculation.total() == expected.row.speculation.total()
-    assert counts(lane).selected_tokens == counts(lane).scored_tokens
+    assert spec_prefill_counts(lane).selected_tokens == spec_prefill_counts(lane).scored_tokens
 
 
 def test_usage_has_the_true_prompt_length_and_the_skipped_tokens(sparse_lane, submit) -> None:
@@ -113,12 +113,15 @@ def test_usage_has_the_true_prompt_length_and_the_skipped_tokens(sparse_lane, su
     usage = results.end.usage
     assert usage.prompt_tokens == len(results.row.prompt.tokens)
     assert usage.skipped_tokens == results.row.skipped_tokens
-    assert counts(lane).prompts == 1
-    assert counts(lane).scored_tokens - counts(lane).selected_tokens == usage.skipped_tokens
+    assert spec_prefill_counts(lane).prompts == 1
+    assert (
+        spec_prefill_counts(lane).scored_tokens - spec_prefill_counts(lane).selected_tokens
+        == usage.skipped_tokens
+    )
 
 
-def test_rows_beside_a_sparse_one_give_the_answers_they_give_alone(sparse_lane, submit) -> None:
-    def alone(question: str) -> list[int]:
+def test_rows_in_a_batch_with_a_sparse_row_get_the_same_answers(sparse_lane, submit) -> None:
+    def answer_in_new_lane(question: str) -> list[int]:
         lane = sparse_lane()
         result = submit(lane, question)
         run_until_idle(lane)
@@ -127,31 +130,33 @@ def test_rows_beside_a_sparse_one_give_the_answers_they_give_alone(sparse_lane, 
     lane = sparse_lane(chunk_tokens=64)
     early = [submit(lane, question) for question in QUESTIONS[:2]]
     lane.step()
-    sparse_one = submit(lane, LONG)
+    sparse = submit(lane, LONG)
     late = submit(lane, QUESTIONS[2])
     run_until_idle(lane)
 
-    assert sparse_one.row.skipped_tokens
-    assert sparse_one.row.answer == alone(LONG)
-    assert [one.row.answer for one in [*early, late]] == [alone(one) for one in QUESTIONS]
+    assert sparse.row.skipped_tokens
+    assert sparse.row.answer == answer_in_new_lane(LONG)
+    assert [result.row.answer for result in [*early, late]] == [
+        answer_in_new_lane(question) for question in QUESTIONS
+    ]
 
 
-def test_others_go_on_while_a_prompt_is_scored(sparse_lane, submit) -> None:
+def test_other_rows_continue_while_a_prompt_is_scored(sparse_lane, submit) -> None:
     lane = sparse_lane(chunk_tokens=64)
     early = submit(lane, QUESTIONS[2], max_tokens=200)
     lane.step()
     result = submit(lane, LONG)
-    grown = []
+    added = []
     while not result.row.skipped_tokens and early.end is None:
         before = len(early.row.answer)
         lane.step()
-        grown.append(len(early.row.answer) - before)
+        added.append(len(early.row.answer) - before)
 
-    assert len(grown) > 4
-    assert all(grown)
+    assert len(added) > 4
+    assert all(added)
 
 
-def test_a_row_that_leaves_while_it_is_scored_is_gone(sparse_lane, submit) -> None:
+def test_a_row_cancelled_during_scoring_is_removed(sparse_lane, submit) -> None:
     lane = sparse_lane(chunk_tokens=64)
     result = submit(lane, LONG)
     lane.step()
@@ -176,7 +181,7 @@ def test_only_the_tokens_after_a_cached_prefix_are_scored(sparse_lane, submit) -
     prefix = warm.row.prompt.prefix
     assert prefix is not None
     assert warm.row.cached_tokens == prefix.tokens
-    assert counts(lane).scored_tokens == len(warm.row.prompt.tokens) - prefix.tokens
+    assert spec_prefill_counts(lane).scored_tokens == len(warm.row.prompt.tokens) - prefix.tokens
     assert warm.row.skipped_tokens == cold.row.skipped_tokens > 0
     assert warm.row.answer == cold.row.answer
 
@@ -184,25 +189,25 @@ def test_only_the_tokens_after_a_cached_prefix_are_scored(sparse_lane, submit) -
 def test_a_sparse_prefix_is_never_cached(make_lane, sparse_lane, submit) -> None:
     prefix_cache = PrefixCache(1 << 30)
     lane = sparse_lane(prefix_cache=prefix_cache)
-    by_name = submit(lane, LONG, system=SYSTEM, spec_prefill=SPARSE)
+    requested = submit(lane, LONG, system=SYSTEM, spec_prefill=SPARSE)
     run_until_idle(lane)
-    assert by_name.row.skipped_tokens
+    assert requested.row.skipped_tokens
     assert prefix_cache.keys == ()
 
     # Without the option, the shared prefix is read in full, and cached for later requests.
     submit(lane, LONG, system=SYSTEM)
-    after = submit(lane, "Hello", system=SYSTEM)
+    second = submit(lane, "Hello", system=SYSTEM)
     plain_lane = make_lane()
     plain = submit(plain_lane, "Hello", system=SYSTEM)
     run_until_idle(lane)
     run_until_idle(plain_lane)
     assert len(prefix_cache.keys) == 1
-    assert after.row.cached_tokens > 0
-    assert after.row.answer == plain.row.answer
+    assert second.row.cached_tokens > 0
+    assert second.row.answer == plain.row.answer
 
 
-class Broken(PromptScorer):
-    """A draft model that fails in the middle of a prompt."""
+class FailingScorer(PromptScorer):
+    """A scorer whose draft model fails in the middle of a prompt."""
 
     def begin(self, prompt: Sequence[int], scope: ScoringRange) -> PromptScoring:
         scoring = super().begin(prompt, scope)
@@ -211,7 +216,7 @@ class Broken(PromptScorer):
 
 
 @pytest.mark.parametrize(
-    "doubt",
+    "case",
     [
         (SpecPrefillOptions(sparse=False), PromptScorer, FullPrefillReason.SWITCHED_OFF),
         (SpecPrefillOptions(keep_share=1.0), PromptScorer, FullPrefillReason.KEEPS_ALL),
@@ -221,27 +226,27 @@ class Broken(PromptScorer):
             lambda target, _: PromptScorer(target, 500),
             FullPrefillReason.TOO_LONG_FOR_DRAFT,
         ),
-        (SpecPrefillOptions(), Broken, FullPrefillReason.DRAFT_FAILED),
+        (SpecPrefillOptions(), FailingScorer, FullPrefillReason.DRAFT_FAILED),
     ],
 )
-def test_any_doubt_ends_in_the_full_answer_and_is_counted(
-    checkpoint, make_lane, sparse_lane, submit, doubt
+def test_each_reason_for_a_full_prefill_gives_the_full_answer_and_is_counted(
+    checkpoint, make_lane, sparse_lane, submit, case
 ) -> None:
-    wish, scorer_of, reason = doubt
+    options, scorer_of, reason = case
     scorer = scorer_of(checkpoint.target, checkpoint.context_tokens)
     lane, plain = sparse_lane(scorer=scorer), make_lane()
-    result, expected = submit(lane, LONG, spec_prefill=wish), submit(plain, LONG)
+    result, expected = submit(lane, LONG, spec_prefill=options), submit(plain, LONG)
     run_until_idle(lane)
     run_until_idle(plain)
 
     assert result.row.answer == expected.row.answer
     assert result.row.skipped_tokens == 0
-    assert counts(lane).full_prefills == {reason: 1}
-    assert counts(lane).prompts == 0
+    assert spec_prefill_counts(lane).full_prefills == {reason: 1}
+    assert spec_prefill_counts(lane).prompts == 0
 
 
 @pytest.mark.parametrize(
-    ("wish", "tokens", "sparse_read"),
+    ("options", "tokens", "sparse_read"),
     [
         (SpecPrefillOptions(), 399, False),
         (SpecPrefillOptions(), 400, True),
@@ -249,15 +254,17 @@ def test_any_doubt_ends_in_the_full_answer_and_is_counted(
         (SPARSE, 256, True),
     ],
 )
-def test_a_prompt_is_read_sparsely_from_the_threshold_on_or_on_demand(
-    sparse_lane, submit, wish, tokens, sparse_read
+def test_a_prompt_is_read_sparsely_from_the_threshold_or_on_request(
+    sparse_lane, submit, options, tokens, sparse_read
 ) -> None:
     lane = sparse_lane()
-    result = submit(lane, [20 + i % 700 for i in range(tokens)], max_tokens=1, spec_prefill=wish)
+    result = submit(lane, [20 + i % 700 for i in range(tokens)], max_tokens=1, spec_prefill=options)
     run_until_idle(lane)
 
     assert bool(result.row.skipped_tokens) is sparse_read
-    assert counts(lane).full_prefills == ({} if sparse_read else {FullPrefillReason.TOO_SHORT: 1})
+    assert spec_prefill_counts(lane).full_prefills == (
+        {} if sparse_read else {FullPrefillReason.TOO_SHORT: 1}
+    )
 
 
 def test_a_prompt_with_pictures_is_read_in_full(
@@ -274,27 +281,29 @@ def test_a_prompt_with_pictures_is_read_in_full(
     run_until_idle(lane)
 
     assert isinstance(result.end, Finished)
-    assert counts(lane).full_prefills == {FullPrefillReason.PICTURES: 1}
+    assert spec_prefill_counts(lane).full_prefills == {FullPrefillReason.PICTURES: 1}
 
 
-def test_a_worker_without_a_draft_model_counts_only_requests_for_one(make_lane, submit) -> None:
+def test_a_worker_without_a_draft_model_counts_only_requests_for_sparse_prefill(
+    make_lane, submit
+) -> None:
     lane = make_lane()
     results = [submit(lane, "Hello"), submit(lane, "Hello", spec_prefill=SPARSE)]
     run_until_idle(lane)
 
     assert results[0].row.answer == results[1].row.answer
-    assert counts(lane).full_prefills == {FullPrefillReason.NO_DRAFT: 1}
+    assert spec_prefill_counts(lane).full_prefills == {FullPrefillReason.NO_DRAFT: 1}
 
 
-def test_a_draft_model_that_cannot_be_loaded_leaves_the_worker_serving(
+def test_a_worker_serves_although_its_draft_model_cannot_be_loaded(
     checkpoint, make_lane, submit, settings
 ) -> None:
-    reading = load_sparse_prefill(settings, checkpoint)  # an empty folder
-    lane = make_lane(sparse_prefill=reading)
+    sparse_prefill = load_sparse_prefill(settings, checkpoint)  # an empty folder
+    lane = make_lane(sparse_prefill=sparse_prefill)
     result = submit(lane, LONG)
     run_until_idle(lane)
 
-    assert reading.description is not None
-    assert "in full" in reading.description
+    assert sparse_prefill.description is not None
+    assert "in full" in sparse_prefill.description
     assert isinstance(result.end, Finished)
-    assert counts(lane).full_prefills == {FullPrefillReason.NO_DRAFT: 1}
+    assert spec_prefill_counts(lane).full_prefills == {FullPrefillReason.NO_DRAFT: 1}

@@ -1,4 +1,4 @@
-"""Two workers behind one gateway: they share the load, and one may die."""
+"""Two workers behind one gateway: they share the load, and one may crash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.running_gateway import wait_until
 from tests.support.worker_process import RunningWorker, wait_until_ready, worker_process
 from workers.demo import CHECKPOINT
 
-TOKEN = "of-the-fleet"
+TOKEN = "join-token"
 STREAMS = 12
 
 
@@ -35,14 +35,14 @@ class Fleet:
 
 @dataclass(slots=True, kw_only=True)
 class Stream:
-    """One streamed answer, read event by event."""
+    """A streamed answer, read event by event."""
 
     worker: str
     begun: asyncio.Event = field(default_factory=asyncio.Event)
     events: list[str] = field(default_factory=list)
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
         return self.events[-1] == "[DONE]" and not any('"error"' in event for event in self.events)
 
     @property
@@ -53,53 +53,51 @@ class Stream:
 @contextlib.contextmanager
 def running_fleet(folder: Path) -> Iterator[Fleet]:
     """Run a gateway and two workers that have joined it."""
-    with contextlib.ExitStack() as opened:
-        gateway = opened.enter_context(running_gateway_only(folder, token=TOKEN))
+    with contextlib.ExitStack() as stack:
+        gateway = stack.enter_context(running_gateway_only(folder, token=TOKEN))
         url = gateway.wait_for(LISTENS)[1]
         flags = ("--model", str(CHECKPOINT), "--port", "0", "--join", url)
         environment = {"PACELINE_JOIN_TOKEN": TOKEN}
-        started = {
-            name: opened.enter_context(
-                worker_process(*flags, "--id", name, environment=environment)
-            )
+        processes = {
+            name: stack.enter_context(worker_process(*flags, "--id", name, environment=environment))
             for name in ("a", "b")
         }
-        workers = {name: wait_until_ready(process) for name, process in started.items()}
-        wait_until_members(url, set(workers))
+        workers = {name: wait_until_ready(process) for name, process in processes.items()}
+        wait_until_joined(url, set(workers))
         yield Fleet(url=url, workers=workers)
 
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    """A fleet for tests that leave it as it was."""
-    with running_fleet(tmp_path_factory.mktemp("fleet")) as running:
-        yield running
+    """Yield a fleet for tests that do not change it."""
+    with running_fleet(tmp_path_factory.mktemp("fleet")) as fleet_:
+        yield fleet_
 
 
-def wait_until_members(url: str, wanted: set[str]) -> None:
-    """Ask until exactly these workers are on the list."""
+def wait_until_joined(url: str, expected: set[str]) -> None:
+    """Wait until exactly these workers are members of the fleet."""
     with httpx.Client(base_url=url) as client:
 
-        def listed() -> set[str]:
-            answer = client.get("/admin/v1/workers").raise_for_status()
-            return {worker["worker_id"] for worker in answer.json()["workers"]}
+        def worker_ids() -> set[str]:
+            response = client.get("/admin/v1/workers").raise_for_status()
+            return {worker["worker_id"] for worker in response.json()["workers"]}
 
-        wait_until(lambda: listed() == wanted, within_s=TIMEOUT_S)
+        wait_until(lambda: worker_ids() == expected, within_s=TIMEOUT_S)
 
 
 @contextlib.asynccontextmanager
 async def streaming(client: httpx.AsyncClient, fleet: Fleet) -> AsyncIterator[Stream]:
-    """Open a long streamed answer; the block runs while it is read beside it."""
+    """Open a long streamed answer, which a task reads while the block runs."""
     body = text_body(fleet.model, LONG_TEXT, temperature=0, stream=True)
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200
         stream = Stream(worker=response.headers["x-paceline-worker"])
-        reading = asyncio.create_task(read(response, stream))
+        reader = asyncio.create_task(read(response, stream))
         try:
             yield stream
-            await reading
+            await reader
         finally:
-            reading.cancel()
+            reader.cancel()
 
 
 async def read(response: httpx.Response, stream: Stream) -> None:
@@ -111,10 +109,10 @@ async def read(response: httpx.Response, stream: Stream) -> None:
 
 @contextlib.asynccontextmanager
 async def many_streams(client: httpx.AsyncClient, fleet: Fleet) -> AsyncIterator[list[Stream]]:
-    """Open all streams at once, and wait until every one of them runs."""
-    async with contextlib.AsyncExitStack() as opened:
+    """Open all streams at once, and wait until each of them has begun."""
+    async with contextlib.AsyncExitStack() as stack:
         streams = await asyncio.gather(
-            *(opened.enter_async_context(streaming(client, fleet)) for _ in range(STREAMS))
+            *(stack.enter_async_context(streaming(client, fleet)) for _ in range(STREAMS))
         )
         for stream in streams:
             await stream.begun.wait()
@@ -130,55 +128,57 @@ async def test_two_workers_share_the_load(fleet: Fleet) -> None:
     async with client_of(fleet) as client, many_streams(client, fleet) as streams:
         pass
     assert Counter(stream.worker for stream in streams) == {"a": STREAMS // 2, "b": STREAMS // 2}
-    assert all(stream.whole for stream in streams)
+    assert all(stream.complete for stream in streams)
 
 
-async def test_silent_worker_is_taken_off_the_list_until_it_beats_again(fleet: Fleet) -> None:
-    silent = fleet.workers["a"].process
-    silent.send_signal(signal.SIGSTOP)
+async def test_a_worker_without_heartbeats_is_removed_until_its_next_one(fleet: Fleet) -> None:
+    paused = fleet.workers["a"].process
+    paused.send_signal(signal.SIGSTOP)
     try:
-        await asyncio.to_thread(wait_until_members, fleet.url, {"b"})
+        await asyncio.to_thread(wait_until_joined, fleet.url, {"b"})
     finally:
-        silent.send_signal(signal.SIGCONT)
-    await asyncio.to_thread(wait_until_members, fleet.url, {"a", "b"})
+        paused.send_signal(signal.SIGCONT)
+    await asyncio.to_thread(wait_until_joined, fleet.url, {"a", "b"})
 
 
-async def test_killed_worker_breaks_its_own_streams_only(tmp_path: Path) -> None:
+async def test_a_killed_worker_breaks_only_its_own_streams(tmp_path: Path) -> None:
     with running_fleet(tmp_path) as fleet:
         async with client_of(fleet) as client:
             async with many_streams(client, fleet) as streams:
                 fleet.workers["a"].process.send_signal(signal.SIGKILL)
             assert {stream.worker for stream in streams} == {"a", "b"}
             for stream in streams:
-                assert stream.broken if stream.worker == "a" else stream.whole, stream.events[-2:]
+                assert stream.broken if stream.worker == "a" else stream.complete, stream.events[
+                    -2:
+                ]
             for _ in range(4):
                 body = text_body(fleet.model, "Hello!", temperature=0)
-                answer = await client.post("/v1/chat/completions", json=body)
-                assert answer.status_code == 200
-                assert answer.headers["x-paceline-worker"] == "b"
+                response = await client.post("/v1/chat/completions", json=body)
+                assert response.status_code == 200
+                assert response.headers["x-paceline-worker"] == "b"
 
 
-def test_requests_follow_their_system_prompt_and_do_not_read_it_again(fleet: Fleet) -> None:
-    """On the workers' own count: both lanes of the one that has read it find it there."""
+def test_requests_with_one_system_prompt_run_on_the_worker_that_cached_it(fleet: Fleet) -> None:
+    """The usage of the worker shows that both of its lanes have the prompt cached."""
     with httpx.Client(base_url=fleet.url, timeout=60) as client:
         for number in range(4):
             system = f"You are clerk number {number} of a small harbour. " + 12 * (
                 "Ships come in with the tide and go out with the wind. "
             )
-            asked = [{"role": "system", "content": system}, {"role": "user", "content": TEXT}]
-            answers = [
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": TEXT}]
+            responses = [
                 client.post(
                     "/v1/chat/completions",
-                    json={"model": fleet.model, "messages": asked, "temperature": warmth},
+                    json={"model": fleet.model, "messages": messages, "temperature": temperature},
                 ).raise_for_status()
-                for warmth in (0, 0, 1)
+                for temperature in (0, 0, 1)
             ]
-            told = [answer.headers["x-paceline-prefix"] for answer in answers]
+            prefix_results = [response.headers["x-paceline-prefix"] for response in responses]
             cached = [
-                answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
-                for answer in answers
+                response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+                for response in responses
             ]
-            assert len({answer.headers["x-paceline-worker"] for answer in answers}) == 1
-            assert told == ["miss", "hit", "hit"]
+            assert len({response.headers["x-paceline-worker"] for response in responses}) == 1
+            assert prefix_results == ["miss", "hit", "hit"]
             assert cached[0] == 0
             assert cached[1] == cached[2] > 100

@@ -29,7 +29,7 @@ def model(real_worker: RunningWorker) -> str:
     return real_worker.model
 
 
-async def streamed(client: openai.AsyncOpenAI, **fields: Any) -> list[ChatCompletionChunk]:
+async def stream_chunks(client: openai.AsyncOpenAI, **fields: Any) -> list[ChatCompletionChunk]:
     fields = {"messages": QUESTION, "stream_options": {"include_usage": True}, **fields}
     return [chunk async for chunk in await client.chat.completions.create(stream=True, **fields)]
 
@@ -43,7 +43,7 @@ def text_of(chunks: list[ChatCompletionChunk], index: int = 0) -> str:
     )
 
 
-async def test_greedy_answer_carries_usage_and_the_metrics_of_its_speculation(
+async def test_a_greedy_answer_contains_usage_and_metrics_of_its_speculation(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     response = await openai_client.chat.completions.create(
@@ -65,17 +65,17 @@ async def test_greedy_answer_carries_usage_and_the_metrics_of_its_speculation(
 
 
 @pytest.mark.parametrize("end", [{"max_tokens": 24}, {"max_tokens": 23, "stop": ["three"]}])
-async def test_detailed_metrics_tell_of_every_step_in_order(
+async def test_detailed_metrics_list_every_step_in_order(
     openai_client: openai.AsyncOpenAI, model: str, end: dict[str, Any]
 ) -> None:
     fields = {"model": model, "temperature": 0, **end}
     detailed = {"metrics": "detailed", "draft_tokens": 2}
-    whole = await openai_client.chat.completions.create(
+    complete = await openai_client.chat.completions.create(
         messages=QUESTION, extra_body=detailed, **fields
     )
-    chunks = await streamed(openai_client, extra_body=detailed, **fields)
-    assert whole.model_extra is not None
-    metrics = whole.model_extra["metrics"]["speculative_decoding"]
+    chunks = await stream_chunks(openai_client, extra_body=detailed, **fields)
+    assert complete.model_extra is not None
+    metrics = complete.model_extra["metrics"]["speculative_decoding"]
     accepted, drafted = metrics["per_step_accepted"], metrics["per_step_drafted"]
     assert len(accepted) == len(drafted) == metrics["num_spec_steps"] > 0
     assert all(a <= d for a, d in zip(accepted, drafted, strict=True))
@@ -84,11 +84,11 @@ async def test_detailed_metrics_tell_of_every_step_in_order(
         metrics["num_draft_tokens"],
     )
     assert [accepted.count(j) for j in range(3)] == metrics["acceptance_histogram"]
-    assert chunks[-1].model_extra == {"metrics": whole.model_extra["metrics"]}
+    assert chunks[-1].model_extra == {"metrics": complete.model_extra["metrics"]}
 
 
 @pytest.mark.parametrize("metrics", [None, "summary"])
-async def test_steps_are_told_only_where_they_were_asked_for(
+async def test_steps_are_included_only_on_request(
     openai_client: openai.AsyncOpenAI, model: str, metrics: str | None
 ) -> None:
     response = await openai_client.chat.completions.create(
@@ -103,10 +103,10 @@ async def test_steps_are_told_only_where_they_were_asked_for(
     assert not any(name.startswith("per_step") for name in metrics)
 
 
-async def test_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(
+async def test_a_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    chunks = await streamed(openai_client, model=model, temperature=0, max_tokens=12)
+    chunks = await stream_chunks(openai_client, model=model, temperature=0, max_tokens=12)
     first, last, before_last = chunks[0], chunks[-1], chunks[-2]
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
     assert before_last.choices[0].finish_reason in ("stop", "length")
@@ -119,18 +119,18 @@ async def test_stream_begins_with_the_role_and_ends_with_usage_and_no_choices(
 
 
 @pytest.mark.parametrize("sampling", [{"temperature": 0}, {"temperature": 1, "seed": 7}])
-async def test_stream_says_what_the_whole_answer_says(
+async def test_a_stream_has_the_text_and_usage_of_a_complete_answer(
     openai_client: openai.AsyncOpenAI, model: str, sampling: dict[str, Any]
 ) -> None:
-    whole = await openai_client.chat.completions.create(
+    complete = await openai_client.chat.completions.create(
         model=model, messages=QUESTION, max_tokens=20, **sampling
     )
-    chunks = await streamed(openai_client, model=model, max_tokens=20, **sampling)
-    assert text_of(chunks) == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage
+    chunks = await stream_chunks(openai_client, model=model, max_tokens=20, **sampling)
+    assert text_of(chunks) == complete.choices[0].message.content
+    assert chunks[-1].usage == complete.usage
 
 
-async def test_stream_without_include_usage_has_no_usage_chunk(
+async def test_a_stream_without_include_usage_has_no_usage_chunk(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     stream = await openai_client.chat.completions.create(
@@ -140,7 +140,7 @@ async def test_stream_without_include_usage_has_no_usage_chunk(
     assert all(chunk.choices and chunk.usage is None for chunk in chunks)
 
 
-async def test_sampled_answer_has_no_metrics_of_a_speculation_that_did_not_happen(
+async def test_a_sampled_answer_without_speculation_has_no_metrics(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     response = await openai_client.chat.completions.create(
@@ -149,41 +149,41 @@ async def test_sampled_answer_has_no_metrics_of_a_speculation_that_did_not_happe
     assert response.model_extra == {}
 
 
-async def test_each_of_several_choices_equals_the_choice_alone_with_its_seed(
+async def test_each_of_several_choices_equals_a_single_choice_with_its_seed(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    together = await openai_client.chat.completions.create(
+    combined = await openai_client.chat.completions.create(
         model=model, messages=QUESTION, max_tokens=12, n=3, seed=40
     )
-    alone = [
+    single = [
         await openai_client.chat.completions.create(
             model=model, messages=QUESTION, max_tokens=12, seed=40 + index
         )
         for index in range(3)
     ]
-    assert [choice.index for choice in together.choices] == [0, 1, 2]
-    assert [choice.message.content for choice in together.choices] == [
-        response.choices[0].message.content for response in alone
+    assert [choice.index for choice in combined.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in combined.choices] == [
+        response.choices[0].message.content for response in single
     ]
-    usages = [response.usage for response in alone if response.usage]
-    assert together.usage is not None
-    assert together.usage.prompt_tokens == usages[0].prompt_tokens
-    assert together.usage.completion_tokens == sum(usage.completion_tokens for usage in usages)
-    chunks = await streamed(openai_client, model=model, max_tokens=12, n=3, seed=40)
+    usages = [response.usage for response in single if response.usage]
+    assert combined.usage is not None
+    assert combined.usage.prompt_tokens == usages[0].prompt_tokens
+    assert combined.usage.completion_tokens == sum(usage.completion_tokens for usage in usages)
+    chunks = await stream_chunks(openai_client, model=model, max_tokens=12, n=3, seed=40)
     assert [text_of(chunks, index) for index in range(3)] == [
-        choice.message.content for choice in together.choices
+        choice.message.content for choice in combined.choices
     ]
 
 
-async def test_logprobs_cover_every_token_in_both_forms(
+async def test_logprobs_cover_every_token_streamed_or_not(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     fields: Any = {"temperature": 0, "max_tokens": 6, "logprobs": True, "top_logprobs": 3}
     fields["logit_bias"] = SUPPRESS_END_TOKENS
-    whole = await openai_client.chat.completions.create(model=model, messages=QUESTION, **fields)
-    chunks = await streamed(openai_client, model=model, **fields)
-    assert whole.choices[0].logprobs is not None
-    tokens = whole.choices[0].logprobs.content or []
+    complete = await openai_client.chat.completions.create(model=model, messages=QUESTION, **fields)
+    chunks = await stream_chunks(openai_client, model=model, **fields)
+    assert complete.choices[0].logprobs is not None
+    tokens = complete.choices[0].logprobs.content or []
     pieces = [
         token
         for chunk in chunks
@@ -197,10 +197,10 @@ async def test_logprobs_cover_every_token_in_both_forms(
     assert all(token.top_logprobs[0].logprob >= token.logprob for token in tokens)
 
 
-async def test_bytes_of_logprobs_are_those_of_the_token_where_it_is_no_whole_character(
+async def test_logprobs_of_an_incomplete_character_contain_the_bytes_of_the_token(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
-    """OpenAI gives bytes so that those of several tokens can be joined to one character."""
+    """OpenAI returns bytes so that a client can join those of several tokens to a character."""
     response = await openai_client.chat.completions.create(
         model=model,
         messages=QUESTION,
@@ -214,12 +214,12 @@ async def test_bytes_of_logprobs_are_those_of_the_token_where_it_is_no_whole_cha
     assert [(token.token, token.bytes) for token in tokens] == [("\\xf0", [0xF0])] * 3
 
 
-async def test_stop_string_ends_the_answer_before_it(
+async def test_a_stop_string_ends_the_answer_before_it(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     fields: Any = {"temperature": 0, "max_tokens": 40, "logit_bias": SUPPRESS_END_TOKENS}
-    whole = await openai_client.chat.completions.create(model=model, messages=QUESTION, **fields)
-    text = whole.choices[0].message.content or ""
+    complete = await openai_client.chat.completions.create(model=model, messages=QUESTION, **fields)
+    text = complete.choices[0].message.content or ""
     stop = text[len(text) // 2 :][:4]
     stopped = await openai_client.chat.completions.create(
         model=model, messages=QUESTION, stop=stop, **fields
@@ -228,7 +228,7 @@ async def test_stop_string_ends_the_answer_before_it(
     assert stopped.choices[0].finish_reason == "stop"
 
 
-async def test_request_id_of_the_caller_is_kept(real_worker: RunningWorker) -> None:
+async def test_the_request_id_of_the_caller_is_returned(real_worker: RunningWorker) -> None:
     body = {"model": real_worker.model, "messages": QUESTION, "max_tokens": 1}
     async with httpx.AsyncClient(base_url=real_worker.url) as client:
         response = await client.post(
@@ -238,16 +238,16 @@ async def test_request_id_of_the_caller_is_kept(real_worker: RunningWorker) -> N
     assert response.json()["id"] == "chatcmpl-abc-1"
 
 
-async def test_many_at_once_get_their_own_answers(
+async def test_concurrent_requests_get_their_own_answers(
     openai_client: openai.AsyncOpenAI, model: str
 ) -> None:
     questions: list[Any] = [[{"role": "user", "content": f"Count to {n}."}] for n in range(2, 10)]
 
-    async def ask(question: Any) -> str | None:
+    async def send(question: Any) -> str | None:
         response = await openai_client.chat.completions.create(
             model=model, messages=question, temperature=0, max_tokens=16
         )
         return response.choices[0].message.content
 
-    alone = [await ask(question) for question in questions]
-    assert await asyncio.gather(*map(ask, questions)) == alone
+    single = [await send(question) for question in questions]
+    assert await asyncio.gather(*map(send, questions)) == single

@@ -13,7 +13,7 @@ from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_wor
 from tests.support.worker_process import SUPPRESS_END_TOKENS, RunningWorker, byte_token
 from workers.engine.types import Delta, ScoredToken, TokenLogprob
 
-NEVER_ENDING: Any = {"temperature": 0, "max_tokens": 6, "logit_bias": SUPPRESS_END_TOKENS}
+ENDLESS: Any = {"temperature": 0, "max_tokens": 6, "logit_bias": SUPPRESS_END_TOKENS}
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ async def openai_client(real_worker: RunningWorker) -> AsyncIterator[openai.Asyn
         yield client
 
 
-async def test_completion_defaults_to_sixteen_tokens_and_speculates_when_greedy(
+async def test_a_completion_defaults_to_sixteen_tokens_and_speculates_if_greedy(
     openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
     response = await openai_client.completions.create(
@@ -38,23 +38,23 @@ async def test_completion_defaults_to_sixteen_tokens_and_speculates_when_greedy(
     assert "speculative_decoding" in response.model_extra["metrics"]
 
 
-async def test_completion_stream_says_what_the_whole_says(
+async def test_a_completion_stream_has_the_text_and_usage_of_a_complete_answer(
     openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
     fields: Any = {"model": real_worker.model, "prompt": "Once", "seed": 5, "max_tokens": 12}
-    whole = await openai_client.completions.create(**fields)
+    complete = await openai_client.completions.create(**fields)
     stream = await openai_client.completions.create(
         stream=True, stream_options={"include_usage": True}, **fields
     )
     chunks = [chunk async for chunk in stream]
     text = "".join(choice.text for chunk in chunks for choice in chunk.choices)
-    assert text == whole.choices[0].text
+    assert text == complete.choices[0].text
     assert chunks[-1].choices == []
-    assert chunks[-1].usage == whole.usage
-    assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage == complete.usage
+    assert chunks[-2].choices[0].finish_reason == complete.choices[0].finish_reason
 
 
-async def test_echo_repeats_the_prompt_in_front(
+async def test_echo_prepends_the_prompt(
     openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
     fields: Any = {"model": real_worker.model, "prompt": "Once", "temperature": 0, "max_tokens": 4}
@@ -65,21 +65,21 @@ async def test_echo_repeats_the_prompt_in_front(
     assert echoed.choices[0].text == "Once" + plain.choices[0].text == text
 
 
-async def test_logprobs_have_the_old_shape_and_equal_offsets_in_a_stream(
+async def test_logprobs_have_the_completions_shape_and_equal_offsets_in_a_stream(
     openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
-    fields: Any = {"model": real_worker.model, "prompt": "Once", "logprobs": 2, **NEVER_ENDING}
-    whole = (await openai_client.completions.create(**fields)).choices[0].logprobs
+    fields: Any = {"model": real_worker.model, "prompt": "Once", "logprobs": 2, **ENDLESS}
+    complete = (await openai_client.completions.create(**fields)).choices[0].logprobs
     stream = await openai_client.completions.create(stream=True, **fields)
     pieces = [chunk.choices[0].logprobs async for chunk in stream if chunk.choices[0].logprobs]
-    assert whole is not None
-    assert len(whole.tokens or []) == 6
-    assert [len(top) for top in whole.top_logprobs or []] == [2] * 6
-    assert [token for piece in pieces for token in piece.tokens or []] == whole.tokens
-    assert [at for piece in pieces for at in piece.text_offset or []] == whole.text_offset
+    assert complete is not None
+    assert len(complete.tokens or []) == 6
+    assert [len(top) for top in complete.top_logprobs or []] == [2] * 6
+    assert [token for piece in pieces for token in piece.tokens or []] == complete.tokens
+    assert [at for piece in pieces for at in piece.text_offset or []] == complete.text_offset
 
 
-async def test_offsets_wait_at_a_character_whose_bytes_are_still_coming(
+async def test_the_offset_does_not_advance_within_an_incomplete_character(
     openai_client: openai.AsyncOpenAI, real_worker: RunningWorker
 ) -> None:
     response = await openai_client.completions.create(
@@ -96,7 +96,7 @@ async def test_offsets_wait_at_a_character_whose_bytes_are_still_coming(
     assert response.choices[0].logprobs.tokens == ["\\xf0"] * 3
 
 
-async def test_alternatives_that_are_no_whole_character_are_told_apart() -> None:
+async def test_alternatives_that_are_incomplete_characters_have_distinct_names() -> None:
     likeliest = tuple(
         ScoredToken(token_id=byte, raw=bytes([byte]), logprob=-float(at))
         for at, byte in enumerate((0xF0, 0xE2))

@@ -18,10 +18,10 @@ from workers.demo import CHECKPOINT
 from workers.protocol import ExitCode
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 QUESTION: dict[str, Any] = {"messages": [{"role": "user", "content": "What is two plus three?"}]}
 ENDLESS = QUESTION | {"max_tokens": 20_000, "logit_bias": SUPPRESS_END_TOKENS}
-ANSWERS: tuple[dict[str, Any], ...] = (
+REQUESTS: tuple[dict[str, Any], ...] = (
     {"stream": True, "temperature": 0},
     {"stream": True, "temperature": 1, "seed": 3},
     {"stream": False, "temperature": 0},
@@ -30,18 +30,18 @@ ANSWERS: tuple[dict[str, Any], ...] = (
 
 
 class Boots:
-    """The messages of the supervisor over the boots of one worker."""
+    """Messages of the supervisor about all boots of one worker."""
 
-    def __init__(self, broken: Path) -> None:
+    def __init__(self, fault_file: Path) -> None:
         self.ready: asyncio.Queue[Mapping[str, Any]] = asyncio.Queue()
         self.messages: list[str] = []
         self.log: list[str] = []
-        self._broken = broken
+        self._fault_file = fault_file
 
     @contextlib.asynccontextmanager
     async def supervised(self) -> AsyncIterator[None]:
-        """Keep a worker with a device of its own alive inside the block."""
-        arguments = (str(self._broken), "--model", str(CHECKPOINT), "--port", "0", "--leash")
+        """Run a supervised worker with a device that can fail."""
+        arguments = (str(self._fault_file), "--model", str(CHECKPOINT), "--port", "0", "--leash")
         supervisor = Supervisor(
             command=(sys.executable, "-m", "tests.support.failing_device", *arguments),
             environment={"PYTHONPATH": str(ROOT)},
@@ -50,71 +50,71 @@ class Boots:
             print_line=self.messages.append,
             print_worker_line=self.log.append,
         )
-        running = asyncio.create_task(supervisor.run())
+        supervision = asyncio.create_task(supervisor.run())
         try:
             yield
         finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
+            supervision.cancel()
+            await asyncio.gather(supervision, return_exceptions=True)
 
     async def url(self) -> str:
-        """Return where the next life listens, once it does."""
-        ready = await asyncio.wait_for(self.ready.get(), PATIENCE_S)
+        """Return the address of the next boot, as soon as it is ready."""
+        ready = await asyncio.wait_for(self.ready.get(), TIMEOUT_S)
         return str(ready["url"])
 
     async def _repair(self) -> None:
-        self._broken.unlink()
+        self._fault_file.unlink()
 
 
-async def test_a_dead_device_ends_every_answer_in_an_error_and_the_worker_in_its_next_life(
+async def test_a_failed_device_ends_every_answer_with_an_error_and_restarts_the_worker(
     tmp_path: Path,
 ) -> None:
-    broken = tmp_path / "broken"
-    boots = Boots(broken)
+    fault_file = tmp_path / "fault"
+    boots = Boots(fault_file)
     async with boots.supervised():
-        async with httpx.AsyncClient(base_url=await boots.url(), timeout=PATIENCE_S) as client:
-            before = await _asked(client)
-            begun = [asyncio.Event() for _ in ANSWERS]
+        async with httpx.AsyncClient(base_url=await boots.url(), timeout=TIMEOUT_S) as client:
+            before = await _answer(client)
+            started = [asyncio.Event() for _ in REQUESTS]
             requests = [
                 asyncio.create_task(_read(client, fields, event))
-                for fields, event in zip(ANSWERS, begun, strict=True)
+                for fields, event in zip(REQUESTS, started, strict=True)
             ]
-            for fields, event in zip(ANSWERS, begun, strict=True):
+            for fields, event in zip(REQUESTS, started, strict=True):
                 if fields["stream"]:
                     await event.wait()
-            broken.touch()
+            fault_file.touch()
             texts = await asyncio.gather(*requests)
-        async with httpx.AsyncClient(base_url=await boots.url(), timeout=PATIENCE_S) as client:
-            after = await _asked(client)
+        async with httpx.AsyncClient(base_url=await boots.url(), timeout=TIMEOUT_S) as client:
+            after = await _answer(client)
 
     for text in texts:
         assert "[DONE]" not in text
         assert '"finish_reason":"' not in text
         last = text.strip().rpartition("data: ")[2]
         assert json.loads(last)["error"]["code"] in ("engine_stopped", "generation_failed")
-        assert "METAL" not in text, "the library's words stay in the log"
-    died = f"ended with code {ExitCode.ENGINE_DIED.value}"
-    assert [line for line in boots.messages if died in line] == [
-        f"The worker {died}; it restarts in 0.5 s."
+        assert "METAL" not in text, "the message of the library is only logged"
+    exit_message = f"ended with code {ExitCode.ENGINE_DIED.value}"
+    assert [line for line in boots.messages if exit_message in line] == [
+        f"The worker {exit_message}; it restarts in 0.5 s."
     ]
     assert any("METAL" in line for line in boots.log)
     assert after == before
 
 
-async def _asked(client: httpx.AsyncClient) -> str:
+async def _answer(client: httpx.AsyncClient) -> str:
     body = QUESTION | {"model": await _model(client), "temperature": 0, "max_tokens": 12}
     response = (await client.post("/v1/chat/completions", json=body)).raise_for_status()
     return str(response.json()["choices"][0]["message"]["content"])
 
 
-async def _read(client: httpx.AsyncClient, fields: dict[str, Any], begun: asyncio.Event) -> str:
+async def _read(client: httpx.AsyncClient, fields: dict[str, Any], started: asyncio.Event) -> str:
     """Return the received part of an endless completion."""
     body = ENDLESS | {"model": await _model(client)} | fields
     text = ""
     async with client.stream("POST", "/v1/chat/completions", json=body) as response:
         async for piece in response.aiter_text():
             text += piece
-            begun.set()
+            started.set()
     assert response.is_success == fields["stream"]
     return text
 

@@ -1,4 +1,4 @@
-"""The disconnect of a client cancels its generations, streamed or not."""
+"""A client that disconnects cancels its generations, streamed or not."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("choices", [1, 3])
-async def test_whole_answer_stops_generating_when_its_client_leaves(choices: int) -> None:
+async def test_a_disconnect_cancels_an_unstreamed_generation(choices: int) -> None:
     engine = ScriptedEngine([asyncio.Event()])
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "n": choices}
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
-        asking = asyncio.create_task(client.post("/v1/chat/completions", json=body))
+        request = asyncio.create_task(client.post("/v1/chat/completions", json=body))
         await engine.started.wait()
-        asking.cancel()
+        request.cancel()
         await engine.all_closed.wait()
     assert len(engine.generations) == choices
 
 
 @pytest.mark.parametrize("choices", [1, 3])
-@pytest.mark.parametrize("begun", [False, True])
-async def test_stream_stops_generating_when_its_client_leaves(
-    begun: bool, choices: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("started", [False, True])
+async def test_a_disconnect_cancels_a_streamed_generation(
+    started: bool, choices: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine = ScriptedEngine([*[Delta(text="A")] * begun, asyncio.Event()])
+    engine = ScriptedEngine([*[Delta(text="A")] * started, asyncio.Event()])
     body = {"model": "scripted", "prompt": "x", "stream": True, "n": choices}
     worker = make_worker(engine)
     async with serve_worker(worker) as url:
         reader, writer = await _send(url, "/v1/completions", body)
         await engine.started.wait()
-        if begun:
+        if started:
             await reader.readuntil(b"data: ")
         writer.close()
         await engine.all_closed.wait()
@@ -53,10 +53,10 @@ async def test_stream_stops_generating_when_its_client_leaves(
     assert [record.msg for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_reader_that_stops_reading_loses_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_that_stops_reading_loses_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(response, "WRITE_STALL_S", 0.05)
-    more_than_sockets_hold = [Delta(text="A" * 100_000)] * 200
-    engine = ScriptedEngine([*more_than_sockets_hold, asyncio.Event()])
+    more_than_the_socket_buffers = [Delta(text="A" * 100_000)] * 200
+    engine = ScriptedEngine([*more_than_the_socket_buffers, asyncio.Event()])
     worker = make_worker(engine)
     async with serve_worker(worker) as url:
         body = {"model": "scripted", "prompt": "x", "stream": True}
@@ -69,7 +69,7 @@ async def test_reader_that_stops_reading_loses_its_row(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_row_of_a_client_that_left_is_free_on_the_real_engine(
+async def test_a_disconnect_frees_the_row_of_the_real_engine(
     real_worker: RunningWorker, stream: bool
 ) -> None:
     body = {"model": real_worker.model, "stream": stream, **ENDLESS}
@@ -92,7 +92,7 @@ async def _send(
 
 
 async def _until_running(client: httpx.AsyncClient, count: int) -> None:
-    """Ask until this many requests run; the test's own time limit bounds it."""
+    """Poll until this many requests run; the timeout of the test bounds it."""
     while True:
         lanes = (await client.get("/v1/status")).json()["lanes"]
         if sum(lane["running"] + lane["waiting"] for lane in lanes.values()) == count:

@@ -1,4 +1,4 @@
-"""A worker reports to its gateway regularly, on each change, after outages and at its end."""
+"""A worker reports to its gateway regularly, on each change, after outages and at its shutdown."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from workers.server.runtime import Worker
 
 @dataclass
 class Gateway:
-    """A gateway that only accepts heartbeats; their number decides the status of the response."""
+    """A gateway that accepts heartbeats; their number decides the status of the response."""
 
     status_of_heartbeat: Callable[[int], int] = lambda _: 200
     interval_s: float = 5.0
     reports: list[WorkerReport] = field(default_factory=list)
     authorizations: set[str] = field(default_factory=set)
-    left: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
     received: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def app(self) -> FastAPI:
@@ -49,7 +49,7 @@ class Gateway:
 
         @app.delete("/admin/v1/workers/{worker_id}")
         async def leave(worker_id: str) -> Response:
-            self.left.append(worker_id)
+            self.removed.append(worker_id)
             return Response(status_code=204)
 
         return app
@@ -71,13 +71,13 @@ def membership(
     )
 
 
-async def test_report_is_sent_with_the_token_and_the_worker_leaves_at_the_end() -> None:
+async def test_a_worker_sends_reports_with_its_token_and_leaves_at_shutdown() -> None:
     gateway = Gateway()
     async with serve_app(gateway.app()) as url:
         async with joined(membership(make_worker(ScriptedEngine()), url)):
             await gateway.reports_reach(1)
-            assert gateway.left == []
-        assert gateway.left == ["scripted-1"]
+            assert gateway.removed == []
+        assert gateway.removed == ["scripted-1"]
     assert gateway.authorizations == {"Bearer secret"}
     assert gateway.reports[0].ready
 
@@ -91,7 +91,7 @@ async def test_heartbeats_use_the_interval_of_the_gateway() -> None:
         await gateway.reports_reach(5)
 
 
-async def test_draining_is_reported_at_once() -> None:
+async def test_a_drain_is_reported_at_once() -> None:
     gateway, worker = Gateway(interval_s=5), make_worker(ScriptedEngine())
     async with serve_app(gateway.app()) as url, joined(membership(worker, url)):
         await gateway.reports_reach(1)
@@ -101,7 +101,7 @@ async def test_draining_is_reported_at_once() -> None:
 
 
 @pytest.mark.parametrize("status", [401, 409, 500])
-async def test_rejected_heartbeat_is_sent_again(
+async def test_a_rejected_heartbeat_is_sent_again(
     status: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(heartbeat, "FIRST_RETRY_S", 0.001)
@@ -112,19 +112,19 @@ async def test_rejected_heartbeat_is_sent_again(
     ):
         await gateway.reports_reach(3)
     warnings = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1  # an outage is one event in the log
+    assert len(warnings) == 1  # an outage is logged once
     assert "secret" not in caplog.text
 
 
-async def test_heartbeats_continue_after_an_error_of_the_worker_itself(
+async def test_heartbeats_continue_after_an_error_in_the_worker(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     gateway, worker = Gateway(), make_worker(ScriptedEngine())
-    faults = [ZeroDivisionError("odd")]
+    errors = [ZeroDivisionError("odd")]
 
     def report() -> WorkerReport:
-        if faults:
-            raise faults.pop()
+        if errors:
+            raise errors.pop()
         return worker.report()
 
     async with serve_app(gateway.app()) as url, joined(membership(worker, url, report)):
@@ -132,7 +132,7 @@ async def test_heartbeats_continue_after_an_error_of_the_worker_itself(
     assert "heartbeat.failed, retrying: odd" in caplog.text
 
 
-async def test_worker_joins_again_after_a_restart_of_the_gateway() -> None:
+async def test_a_worker_joins_again_after_a_restart_of_the_gateway() -> None:
     before, after = Gateway(interval_s=0.01), Gateway()
     async with serve_app(before.app()) as url:
         port = httpx.URL(url).port or 0
@@ -142,15 +142,15 @@ async def test_worker_joins_again_after_a_restart_of_the_gateway() -> None:
             leave = stack.pop_all()
     async with serve_app(after.app(), port), leave:
         await after.reports_reach(1)
-    assert after.left == ["scripted-1"]
+    assert after.removed == ["scripted-1"]
 
 
-async def test_real_worker_joins_and_leaves_a_gateway() -> None:
+async def test_a_worker_process_joins_and_leaves_a_gateway() -> None:
     gateway = Gateway()
     async with serve_app(gateway.app()) as url:
         environment = {"PACELINE_JOIN_TOKEN": "secret"}
-        named = ("--id", "studio", "--label", "big")
-        starting = running_worker("--join", url, *named, environment=environment)
+        identity = ("--id", "studio", "--label", "big")
+        starting = running_worker("--join", url, *identity, environment=environment)
         worker = await asyncio.to_thread(starting.__enter__)
         await gateway.reports_reach(1)
         async with httpx.AsyncClient(base_url=worker.url) as client:
@@ -159,4 +159,4 @@ async def test_real_worker_joins_and_leaves_a_gateway() -> None:
     assert worker.process.returncode == 0
     assert gateway.reports[0].url == worker.url
     assert gateway.reports[0].labels == ("big",)
-    assert gateway.left == ["studio"]
+    assert gateway.removed == ["studio"]

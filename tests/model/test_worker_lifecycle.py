@@ -1,4 +1,4 @@
-"""The start of a worker process, errors at its start, and its shutdown."""
+"""Start and shutdown of a worker process, and errors at its start."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STORY = {
 }
 
 
-def test_sigterm_lets_streams_finish_and_shows_readyz_503_meanwhile() -> None:
+def test_after_sigterm_streams_finish_and_readyz_returns_503() -> None:
     with running_worker() as worker:
         body = {"model": worker.model, **STORY}
         with (
@@ -48,16 +48,16 @@ def test_sigterm_lets_streams_finish_and_shows_readyz_503_meanwhile() -> None:
             worker.process.send_signal(signal.SIGTERM)
             while client.get("/readyz").status_code != 503:
                 pass
-            refused = client.post("/v1/chat/completions", json=body)
+            rejected = client.post("/v1/chat/completions", json=body)
             rest = list(events)
         worker.process.wait(STOP_TIMEOUT_S)
-        assert refused.status_code == 503
+        assert rejected.status_code == 503
         assert rest[-1] == "data: [DONE]"
         assert json.loads(rest[-2].removeprefix("data: "))["usage"]["completion_tokens"] == 400
         assert worker.process.returncode == 0
 
 
-def test_second_signal_does_not_wait_for_streams() -> None:
+def test_a_second_signal_ends_streams_at_once() -> None:
     with running_worker() as worker:
         body = {"model": worker.model, **STORY, "max_tokens": 20_000}
         with (
@@ -75,27 +75,27 @@ def test_second_signal_does_not_wait_for_streams() -> None:
         assert worker.process.wait(STOP_TIMEOUT_S) == 0
 
 
-async def test_worker_whose_engine_died_ends_and_says_so_to_who_started_it() -> None:
+async def test_a_server_whose_engine_failed_returns_false() -> None:
     engine = ScriptedEngine()
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
 
-    def die() -> None:
+    def fail() -> None:
         engine.alive = False
 
     with listener:
-        alive = await serve(
+        healthy = await serve(
             make_worker(engine),
             listener,
             token=None,
             gateway_url="",
             shutdown=Shutdown(),
-            on_ready=die,
+            on_ready=fail,
         )
-    assert not alive
+    assert not healthy
 
 
-def test_worker_runs_what_its_flags_say_until_its_leash_is_let_go() -> None:
+def test_a_worker_applies_its_flags_and_stops_when_its_leash_closes() -> None:
     flags = ("--lanes", "text-mtp", "--draft-tokens", "1", "--leash")
     arguments = ("--model", str(CHECKPOINT), "--port", "0", *flags)
     with worker_process(*arguments, stdin=subprocess.PIPE) as process:
@@ -107,29 +107,29 @@ def test_worker_runs_what_its_flags_say_until_its_leash_is_let_go() -> None:
         assert process.wait(STOP_TIMEOUT_S) == 0
 
 
-def test_taken_port_is_one_sentence_before_any_weights_are_loaded() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        ended = run_worker("--model", "/nowhere", "--port", port)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith(f"paceline worker: Cannot listen on 127.0.0.1 port {port}")
-    assert ended.stderr.count("\n") == 1
+def test_a_used_port_is_reported_in_one_line_before_the_weights_load() -> None:
+    with socket.socket() as occupied:
+        occupied.bind(("127.0.0.1", 0))
+        occupied.listen()
+        port = str(occupied.getsockname()[1])
+        result = run_worker("--model", "/nowhere", "--port", port)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"paceline worker: Cannot listen on 127.0.0.1 port {port}")
+    assert result.stderr.count("\n") == 1
 
 
-async def test_a_port_that_another_worker_took_while_the_weights_loaded_is_told_of() -> None:
-    """Both may bind while neither listens; who listens first has it."""
+async def test_a_port_that_another_worker_opened_during_loading_is_reported() -> None:
+    """Both may bind the port until one of them listens."""
     first, second = socket.socket(), socket.socket()
     with first, second:
-        for one in (first, second):
-            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        for listener in (first, second):
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         first.bind(("127.0.0.1", 0))
         host, port = first.getsockname()
         try:
             second.bind((host, port))
         except OSError:
-            pytest.skip("this system reports it before the weights load")
+            pytest.skip("this system reports the conflict before the weights load")
         first.listen()
         with pytest.raises(InvalidSettings, match=f"Cannot listen on {host} port {port}: "):
             await serve(
@@ -138,46 +138,46 @@ async def test_a_port_that_another_worker_took_while_the_weights_loaded_is_told_
                 token=None,
                 gateway_url="",
                 shutdown=Shutdown(),
-                on_ready=lambda: pytest.fail("it takes no requests"),
+                on_ready=lambda: pytest.fail("the worker must not become ready"),
             )
 
 
-def test_of_two_workers_started_on_one_port_one_serves_and_the_other_says_why_not() -> None:
+def test_of_two_workers_on_one_port_one_serves_and_the_other_reports_the_conflict() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     arguments = ("--model", str(CHECKPOINT), "--port", port)
     with (
-        worker_process(*arguments, stderr=subprocess.PIPE) as one,
-        worker_process(*arguments, stderr=subprocess.PIPE) as two,
+        worker_process(*arguments, stderr=subprocess.PIPE) as first_process,
+        worker_process(*arguments, stderr=subprocess.PIPE) as second_process,
         ThreadPoolExecutor(2) as pool,
     ):
-        ends = {pool.submit(process.wait): process for process in (one, two)}
-        first = ends.pop(next(as_completed(ends)))
-        (other,) = ends.values()
-        assert first.stderr is not None
-        assert first.returncode == 2
-        assert f"Cannot listen on 127.0.0.1 port {port}: " in first.stderr.read().splitlines()[-1]
-        assert wait_until_ready(other).url.endswith(port)
-        other.terminate()
+        waits = {pool.submit(process.wait): process for process in (first_process, second_process)}
+        exited = waits.pop(next(as_completed(waits)))
+        (serving,) = waits.values()
+        assert exited.stderr is not None
+        assert exited.returncode == 2
+        assert f"Cannot listen on 127.0.0.1 port {port}: " in exited.stderr.read().splitlines()[-1]
+        assert wait_until_ready(serving).url.endswith(port)
+        serving.terminate()
 
 
 @pytest.mark.parametrize("model", ["/nowhere", "no such model"])
-def test_model_that_is_not_there_is_one_sentence(model: str) -> None:
-    ended = run_worker("--model", model, "--port", "0")
-    assert ended.returncode == 3
-    assert model in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_a_missing_model_is_reported_without_a_traceback(model: str) -> None:
+    result = run_worker("--model", model, "--port", "0")
+    assert result.returncode == 3
+    assert model in result.stderr
+    assert "Traceback" not in result.stderr
 
 
-def test_folder_that_is_no_model_is_one_sentence(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_reported_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    ended = run_worker("--model", str(tmp_path), "--port", "0")
-    assert ended.returncode == 3
-    assert "Traceback" not in ended.stderr
+    result = run_worker("--model", str(tmp_path), "--port", "0")
+    assert result.returncode == 3
+    assert "Traceback" not in result.stderr
 
 
-def test_listening_beyond_loopback_without_a_token_is_refused() -> None:
-    ended = run_worker("--host", "0.0.0.0", "--port", "0")
-    assert ended.returncode == 2
-    assert "join token" in ended.stderr
+def test_listening_beyond_loopback_requires_a_token() -> None:
+    result = run_worker("--host", "0.0.0.0", "--port", "0")
+    assert result.returncode == 2
+    assert "join token" in result.stderr

@@ -18,7 +18,7 @@ LONG = "The red fox sees the old tree. " * 80 + "What does the fox see?"
 
 
 @pytest.mark.parametrize(
-    ("fields", "wish"),
+    ("fields", "options"),
     [
         ({}, SpecPrefillOptions()),
         ({"specprefill": False}, SpecPrefillOptions(sparse=False)),
@@ -28,12 +28,12 @@ LONG = "The red fox sees the old tree. " * 80 + "What does the fox see?"
         ),
     ],
 )
-async def test_the_wish_of_a_request_reaches_the_engine_and_its_usage_tells_what_was_skipped(
-    fields: dict[str, object], wish: SpecPrefillOptions
+async def test_spec_prefill_fields_reach_the_engine_and_usage_reports_skipped_tokens(
+    fields: dict[str, object], options: SpecPrefillOptions
 ) -> None:
     *texts, end = text_events("read")
     assert isinstance(end, Finished)
-    skipped = 5 if wish.sparse else 0
+    skipped = 5 if options.sparse else 0
     engine = ScriptedEngine(
         [*texts, replace(end, usage=replace(end.usage, skipped_tokens=skipped))]
     )
@@ -41,7 +41,7 @@ async def test_the_wish_of_a_request_reaches_the_engine_and_its_usage_tells_what
         body = {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}], **fields}
         response = (await client.post("/v1/chat/completions", json=body)).json()
 
-    assert engine.generations[0].spec_prefill == wish
+    assert engine.generations[0].spec_prefill == options
     details = response["usage"]["prompt_tokens_details"]
     assert details == {"cached_tokens": 3, **({"skipped_tokens": 5} if skipped else {})}
     assert response["usage"]["prompt_tokens"] == 7

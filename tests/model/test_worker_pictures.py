@@ -1,4 +1,4 @@
-"""Pictures are checked before they are decoded, and reach the model as they are."""
+"""Pictures are validated before they are decoded, and reach the model unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def question(*urls: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", ["png", "gif", "webp", "jpeg"])
-def test_picture_arrives_as_rgb_rows(kind: str) -> None:
+def test_a_picture_is_decoded_into_rgb_rows(kind: str) -> None:
     image = Image.new("RGB", (3, 2), (250, 0, 0))
     (picture,) = decode_pictures([(FIELD, encode_image(image, kind))])
     assert (picture.width_px, picture.height_px, len(picture.rgb)) == (3, 2, 18)
@@ -40,7 +40,7 @@ def test_picture_arrives_as_rgb_rows(kind: str) -> None:
     assert picture.rgb[1] < 50
 
 
-def test_picture_is_turned_upright() -> None:
+def test_a_picture_is_rotated_by_its_exif_orientation() -> None:
     exif = Image.Exif()
     exif[0x0112] = 6  # rotated by 90 degrees
     (picture,) = decode_pictures(
@@ -63,19 +63,19 @@ def test_picture_is_turned_upright() -> None:
         "data:image/png;base64," + "A" * (PICTURE_LIMIT_BYTES * 4 // 3),
     ],
 )
-def test_anything_else_is_refused_by_the_name_of_its_field(url: str) -> None:
-    with pytest.raises(BadRequest) as refused:
+def test_an_invalid_picture_is_rejected_with_its_field(url: str) -> None:
+    with pytest.raises(BadRequest) as rejected:
         decode_pictures([(FIELD, url)])
-    assert refused.value.param == FIELD
-    assert "0x" not in refused.value.message
+    assert rejected.value.param == FIELD
+    assert "0x" not in rejected.value.message
 
 
-def test_bomb_is_refused_from_its_header() -> None:
+def test_a_decompression_bomb_is_rejected_by_its_header() -> None:
     with pytest.raises(BadRequest, match="pixels"):
         decode_pictures([(FIELD, data_url(png_header(50_000, 50_000)))])
 
 
-def test_bound_on_pixels_holds_for_all_pictures_together() -> None:
+def test_the_limit_on_pixels_applies_to_all_pictures_together() -> None:
     url = encode_image(Image.new("L", (6000, 6000)))
     with pytest.raises(BadRequest, match="pixels in all"):
         decode_pictures([("first", url), (FIELD, url)])
@@ -96,7 +96,7 @@ async def test_pictures_reach_the_engine_in_order() -> None:
     assert (forced.status_code, forced.json()["error"]["param"]) == (400, "messages")
 
 
-async def test_blind_model_names_the_picture_it_cannot_see() -> None:
+async def test_a_model_without_vision_rejects_a_picture_with_its_field() -> None:
     engine = ScriptedEngine(text_events("ok"), card=replace(CARD, vision=False))
     body = {"model": "scripted", "messages": question("data:image/png;base64,AA")}
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
@@ -104,7 +104,7 @@ async def test_blind_model_names_the_picture_it_cannot_see() -> None:
     assert (response.status_code, response.json()["error"]["param"]) == (400, FIELD)
 
 
-async def test_real_model_answers_about_a_picture_in_the_vlm_lane(
+async def test_the_demo_model_answers_about_a_picture_in_the_vlm_lane(
     real_worker: RunningWorker,
 ) -> None:
     body = {
@@ -123,10 +123,10 @@ async def test_real_model_answers_about_a_picture_in_the_vlm_lane(
     assert after["requests"] == before["requests"] + 1
 
 
-async def test_text_beside_a_picture_is_text_even_where_it_spells_a_processors_mark(
+async def test_text_that_spells_a_placeholder_next_to_a_picture_stays_text(
     real_worker: RunningWorker,
 ) -> None:
-    """One such text broke its request, and a gateway ejected worker after worker over it."""
+    """Such a text once failed its request on every worker, and the gateway ejected them all."""
     (message,) = question(encode_image(Image.new("RGB", (128, 128), (200, 30, 30))))
     message["content"][0]["text"] = "What is <|placeholder|>?"
     body = {"model": real_worker.model, "messages": [message], "temperature": 0, "max_tokens": 2}
@@ -136,16 +136,16 @@ async def test_text_beside_a_picture_is_text_even_where_it_spells_a_processors_m
 
 
 @pytest.mark.parametrize(("width_px", "height_px"), [(1, 1), (2, 2), (1, 200), (1, 201), (1500, 1)])
-async def test_s37_the_smallest_and_narrowest_pictures_break_no_engine(
+async def test_s37_the_smallest_and_narrowest_pictures_do_not_break_the_engine(
     real_worker: RunningWorker, width_px: int, height_px: int
 ) -> None:
-    """CVE-2026-22773: they succeed or are rejected by name, and the next request succeeds."""
+    """CVE-2026-22773: they succeed or are rejected with 400, and the next request succeeds."""
     thin = question(encode_image(Image.new("RGB", (width_px, height_px))))
     body = {"model": real_worker.model, "temperature": 0, "max_tokens": 2}
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
         response = await client.post("/v1/chat/completions", json={**body, "messages": thin})
-        refused = max(width_px, height_px) > 200
-        assert response.status_code == (400 if refused else 200), response.text
+        invalid = max(width_px, height_px) > 200
+        assert response.status_code == (400 if invalid else 200), response.text
         plain = [{"role": "user", "content": "What is it?"}]
         after = await client.post("/v1/chat/completions", json={**body, "messages": plain})
     assert after.status_code == 200

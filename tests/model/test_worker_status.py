@@ -14,7 +14,7 @@ from workers.protocol import Speculation, WorkerReport
 QUESTION = {"messages": [{"role": "user", "content": "Count to five."}], "max_tokens": 12}
 
 
-async def test_status_grows_by_exactly_the_counts_of_the_responses(
+async def test_status_increases_by_exactly_the_counts_of_the_responses(
     real_worker: RunningWorker,
 ) -> None:
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
@@ -31,19 +31,19 @@ async def test_status_grows_by_exactly_the_counts_of_the_responses(
         after = (await client.get("/v1/status")).json()
     bodies = [response.json() for response in responses]
     for name in ("prompt_tokens", "completion_tokens"):
-        grown = sum(
+        increase = sum(
             after["lanes"][lane][name] - before["lanes"][lane][name] for lane in real_worker.lanes
         )
-        assert grown == sum(body["usage"][name] for body in bodies)
-    speculated = [body["metrics"]["speculative_decoding"] for body in bodies if "metrics" in body]
-    assert len(speculated) == 3
-    for total, own in (
+        assert increase == sum(body["usage"][name] for body in bodies)
+    speculations = [body["metrics"]["speculative_decoding"] for body in bodies if "metrics" in body]
+    assert len(speculations) == 3
+    for total, metric in (
         ("drafts", "num_spec_steps"),
         ("attempted", "num_draft_tokens"),
         ("accepted", "num_accepted_draft_tokens"),
     ):
-        grown = after["mtp"][total] - before["mtp"].get(total, 0)
-        assert grown == sum(metrics[own] for metrics in speculated)
+        increase = after["mtp"][total] - before["mtp"].get(total, 0)
+        assert increase == sum(metrics[metric] for metrics in speculations)
     mtp = after["mtp"]
     assert mtp["attempted"] == mtp["accepted"] + mtp["rejected"] + mtp["errors"]
 
@@ -66,7 +66,7 @@ async def test_status_contains_lanes_memory_and_a_valid_report(
     assert report.prefix_count >= len(report.prefixes)
 
 
-async def test_metrics_carry_vllms_counters_once_and_agree_with_status(
+async def test_metrics_contain_the_vllm_counters_once_and_match_the_status(
     real_worker: RunningWorker,
 ) -> None:
     async with httpx.AsyncClient(base_url=real_worker.url, timeout=60) as client:
@@ -94,7 +94,7 @@ async def test_metrics_carry_vllms_counters_once_and_agree_with_status(
     assert requests == {lane.name: lane.requests for lane in report.lanes}
 
 
-async def test_prefix_cache_hits_are_counted_and_part_of_the_response(
+async def test_prefix_cache_hits_are_counted_and_reported_in_the_response(
     real_worker: RunningWorker,
 ) -> None:
     system = {"role": "system", "content": "You sell boats. " + "The blue boat is warm. " * 20}
@@ -115,11 +115,11 @@ async def test_prefix_cache_hits_are_counted_and_part_of_the_response(
     cached = [
         response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] for response in responses
     ]
-    assert cached.count(0) == 1, "the first users of a prompt, all at once, read it once"
+    assert cached.count(0) == 1, "of concurrent requests, only one reads the prompt"
     assert len(set(cached)) == 2
     lane, earlier = (status["lanes"]["text-mtp"]["prefix"] for status in (after, before))
-    grown = {name: lane[name] - earlier[name] for name in lane}
-    assert grown == {"hits": 3, "misses": 1, "cached_tokens": sum(cached)}
+    increase = {name: lane[name] - earlier[name] for name in lane}
+    assert increase == {"hits": 3, "misses": 1, "cached_tokens": sum(cached)}
     drafts = [response.json()["metrics"]["speculative_decoding"] for response in responses]
     assert all(counts["num_draft_tokens"] > 0 for counts in drafts), "with speculation on"
     assert after["memory"]["prefix_cache_bytes"] > before["memory"]["prefix_cache_bytes"]
@@ -130,22 +130,22 @@ async def test_prefix_cache_hits_are_counted_and_part_of_the_response(
     assert "paceline_worker_prefix_cache_bytes{" in metrics
 
 
-async def test_models_lists_the_one_that_is_served(real_worker: RunningWorker) -> None:
+async def test_models_lists_the_served_model(real_worker: RunningWorker) -> None:
     async with httpx.AsyncClient(base_url=real_worker.url) as client:
-        listed = (await client.get("/v1/models")).json()["data"]
-        one = (await client.get(f"/v1/models/{real_worker.model}")).json()
-        other = await client.get("/v1/models/some/other")
-    assert listed == [one]
-    assert one["id"] == real_worker.model
-    assert other.status_code == 404
+        models = (await client.get("/v1/models")).json()["data"]
+        model = (await client.get(f"/v1/models/{real_worker.model}")).json()
+        unknown = await client.get("/v1/models/some/other")
+    assert models == [model]
+    assert model["id"] == real_worker.model
+    assert unknown.status_code == 404
 
 
-async def test_first_start_line_names_the_toy_model(real_worker: RunningWorker) -> None:
+async def test_the_first_line_of_output_names_the_toy_model(real_worker: RunningWorker) -> None:
     assert "toy model" in real_worker.start_lines[0]
     assert "--model" in real_worker.start_lines[0]
 
 
-async def test_start_line_contains_model_lanes_memory_and_draft_tokens(
+async def test_the_last_line_before_ready_contains_model_lanes_memory_and_draft_tokens(
     real_worker: RunningWorker,
 ) -> None:
     line = real_worker.start_lines[-1]
