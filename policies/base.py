@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    GetJsonSchemaHandler,
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
+    model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")]
 """The name of a model, pool, lane or route."""
@@ -28,24 +31,22 @@ def as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Names = Annotated[
-    tuple[Name, ...],
-    Field(strict=False, min_length=1),
-    BeforeValidator(
-        as_list, json_schema_input_type=Name | Annotated[list[Name], Field(min_length=1)]
-    ),
-]
-Texts = Annotated[
-    tuple[Text, ...],
-    Field(strict=False, min_length=1),
-    BeforeValidator(
-        as_list, json_schema_input_type=Text | Annotated[list[Text], Field(min_length=1)]
-    ),
-]
+class _OneOrList:
+    """The JSON Schema of a list that a single entry may replace."""
+
+    @staticmethod
+    def __get_pydantic_json_schema__(
+        schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        entries = handler(schema)
+        return {"anyOf": [entries["items"], entries]}
 
 
-NON_EMPTY = ConfigDict(json_schema_extra={"minProperties": 1})
-"""The configuration of a section that needs at least one field; its validator checks it."""
+Entry = TypeVar("Entry")
+OneOrMore = Annotated[
+    tuple[Entry, ...], Field(strict=False, min_length=1), BeforeValidator(as_list), _OneOrList
+]
+"""A list of strings, or one string."""
 
 
 class Section(BaseModel):
@@ -72,3 +73,18 @@ class Section(BaseModel):
         """Omit absent fields, because a null in the output would be rejected when it is read."""
         document: dict[str, Any] = handler(self)
         return {name: value for name, value in document.items() if value is not None}
+
+
+class NonEmptySection(Section):
+    """A section that needs at least one field."""
+
+    model_config = ConfigDict(json_schema_extra={"minProperties": 1})
+
+    if_empty: ClassVar[str]
+    """The message for a section without any field."""
+
+    @model_validator(mode="after")
+    def _check_not_empty(self) -> Self:
+        if not self.model_fields_set:
+            raise PydanticCustomError("no_fields", self.if_empty)
+        return self

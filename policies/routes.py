@@ -7,7 +7,6 @@ from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     Field,
     PlainValidator,
     ValidatorFunctionWrapHandler,
@@ -16,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from policies.base import NON_EMPTY, Name, Names, Section, Texts, as_list
+from policies.base import Name, NonEmptySection, OneOrMore, Section, Text, as_list
 
 Day = Literal["mon", "tue", "wed", "thu", "fri", "sat", "sun"]
 MediaKind = Literal["image", "video", "audio", "file"]
@@ -67,22 +66,15 @@ Hours = Annotated[
     str,
     PlainValidator(_read_hours, json_schema_input_type=Annotated[str, Field(pattern=_HOURS)]),
 ]
-Days = Annotated[
-    tuple[Day, ...],
-    Field(strict=False, min_length=1),
-    BeforeValidator(
-        as_list, json_schema_input_type=Day | Annotated[list[Day], Field(min_length=1)]
-    ),
-]
 HeaderName = Annotated[
     str, Field(pattern=r"^[a-z0-9][a-z0-9-]{0,63}$"), AfterValidator(_reject_secret)
 ]
 
 
-class Range(Section):
+class Range(NonEmptySection):
     """A range of numbers; both bounds are included, and one may be omitted."""
 
-    model_config = NON_EMPTY
+    if_empty = "it needs 'at_least', 'at_most' or both"
 
     at_least: int | None = Field(default=None, ge=0)
     """The lower bound, included."""
@@ -91,9 +83,7 @@ class Range(Section):
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
-        if self.at_least is None and self.at_most is None:
-            raise PydanticCustomError("range", "it needs 'at_least', 'at_most' or both")
-        if None not in (self.at_least, self.at_most) and not self.contains(self.at_least or 0):
+        if self.at_least is not None and not self.contains(self.at_least):
             raise PydanticCustomError("range", "'at_least' is greater than 'at_most'")
         return self
 
@@ -104,10 +94,10 @@ class Range(Section):
         )
 
 
-class Features(Section):
+class Features(NonEmptySection):
     """Features that a request uses (true) or does not use (false)."""
 
-    model_config = NON_EMPTY
+    if_empty = "it needs at least one feature"
 
     tools: bool | None = None
     """The request contains functions that the model may call."""
@@ -121,12 +111,6 @@ class Features(Section):
     """Penalties or a `logit_bias` change the scores of tokens."""
     thinking_budget: bool | None = None
     """The request limits the tokens for thinking."""
-
-    @model_validator(mode="after")
-    def _check_not_empty(self) -> Self:
-        if not self.model_fields_set:
-            raise PydanticCustomError("features", "it needs at least one feature")
-        return self
 
 
 class When(Section):
@@ -148,17 +132,17 @@ class When(Section):
     """Tokens that the answer may have; a request without a limit exceeds every number."""
     messages: Range | None = None
     """Messages of the conversation; a plain prompt counts as one."""
-    model: Names | None = None
+    model: OneOrMore[Name] | None = None
     """The name of the model; aliases do not count."""
-    key: Texts | None = None
+    key: OneOrMore[Text] | None = None
     """The id of the API key, never its secret."""
-    team: Texts | None = None
+    team: OneOrMore[Text] | None = None
     """The team of the API key."""
-    header: Annotated[dict[HeaderName, Texts], Field(min_length=1)] | None = None
+    header: Annotated[dict[HeaderName, OneOrMore[Text]], Field(min_length=1)] | None = None
     """Values of request headers, names in lower case; all given must match."""
     hours: Hours | None = None
     """Local time of the gateway, such as 22:00-06:00; the end is excluded."""
-    days: Days | None = None
+    days: OneOrMore[Day] | None = None
     """Days of the week; hours past midnight belong to the day on which they begin."""
 
     def windows(self) -> tuple[tuple[int, int], ...] | None:
@@ -191,7 +175,7 @@ class Route(Section):
     """The name in /v1/status, in explanations and in metrics."""
     when: When = When()
     """The conditions; a route without conditions matches every request and must be the last."""
-    to: Names
+    to: OneOrMore[Name]
     """Pools in order of preference."""
     spill: Spill | None = None
     """By default a later pool is used only if no worker of the earlier ones serves the model."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
-from policies.base import NON_EMPTY, Label, Name, Names, Section, as_list
+from policies.base import Label, Name, NonEmptySection, OneOrMore, Section
 from policies.request.content import PICTURES_LIMIT, PIXELS_LIMIT
 from policies.request.fields import FieldError
 from policies.request.profile import Endpoint, RequestProfile, SamplingDefaults
@@ -38,32 +37,18 @@ class PrefixPolicy(Section):
         return f"key:{key}" if key else ""
 
 
-_LARGEST_WEIGHT = 1000
-Labels = Annotated[
-    tuple[Label, ...],
-    Field(strict=False, min_length=1),
-    BeforeValidator(
-        as_list, json_schema_input_type=Label | Annotated[list[Label], Field(min_length=1)]
-    ),
-]
-Weight = Annotated[float, Field(gt=0, le=_LARGEST_WEIGHT)]
+Weight = Annotated[float, Field(gt=0, le=1000)]
 
 
-class PoolWorkers(Section):
+class PoolWorkers(NonEmptySection):
     """Conditions for the workers of a pool: all given must match; of a list, one is enough."""
 
-    model_config = NON_EMPTY
+    if_empty = "it needs 'labels', 'models' or both"
 
-    labels: Labels | None = None
+    labels: OneOrMore[Label] | None = None
     """Labels of workers (`paceline worker --label`)."""
-    models: Names | None = None
+    models: OneOrMore[Name] | None = None
     """Models that workers serve; aliases do not count."""
-
-    @model_validator(mode="after")
-    def _check_not_empty(self) -> Self:
-        if not self.model_fields_set:
-            raise PydanticCustomError("workers", "it needs 'labels', 'models' or both")
-        return self
 
 
 class Queue(Section):
@@ -78,7 +63,7 @@ class Queue(Section):
 class Pool(Section):
     """Lanes of all or some workers under one name."""
 
-    lanes: Names
+    lanes: OneOrMore[Name]
     """Names of lanes: text-mtp, vlm, or any other name that a worker uses."""
     workers: PoolWorkers | None = None
     """Restricts the pool to some workers; by default it contains all."""
