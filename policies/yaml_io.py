@@ -7,7 +7,7 @@ text: a few YAML lines can expand to millions of values, or nest until the stack
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -16,9 +16,10 @@ VALUES_LIMIT = 20_000
 # The C implementation, if PyYAML was built with it: ten times as fast.
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+_BAD_ALIAS = "an alias is undefined or contains itself"
 
 
-class YamlInvalid(ValueError):
+class YamlInvalid(Exception):
     """A text is invalid or too large; `line` counts from 1 and is None if it is unknown."""
 
     def __init__(self, message: str, line: int | None = None) -> None:
@@ -30,22 +31,16 @@ class YamlInvalid(ValueError):
 def read_yaml(text: str) -> Any:
     """Parse YAML or JSON into plain values; raise `YamlInvalid`."""
     try:
-        _check_size(text)
-        loader = _Loader(text)
-        try:
-            node = loader.get_single_node()
-            if node is None:
-                return None
-            _check_keys(node)
-            return loader.construct_document(node)
-        finally:
-            loader.dispose()
+        _check_events(text)
+        root = yaml.compose(text, Loader=_Loader)
+        if root is None:
+            return None
+        _measure(root, {})
+        return _Loader("").construct_document(root)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         raise YamlInvalid("it is not valid YAML", mark and mark.line + 1) from None
-    except (ValueError, OverflowError) as error:
-        if isinstance(error, YamlInvalid):
-            raise
+    except (ValueError, OverflowError):
         # For example an impossible date, or a number of ten thousand digits.
         raise YamlInvalid("it contains an invalid value") from None
 
@@ -64,100 +59,79 @@ def write_yaml(document: Any) -> str:
 
 
 def line_of(text: str, field: str) -> int | None:
-    """Return the line of a field (`routes.0.to`) or of its nearest parent, counted from 1."""
+    """Return the line of a field (`routes.0.to`) or of its nearest parent, counted from 1.
+
+    The size of the text must have been checked by `read_yaml`.
+    """
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        root = yaml.compose(text, Loader=_Loader)
     except yaml.YAMLError:
         return None
-    if node is None:
+    if root is None:
         return None
-    line = node.start_mark.line
-    while field:
-        step = next((step for step in _steps(node) if _leads_to(field, step.name)), None)
-        if step is None:
-            break
-        line, node = step.line, step.node
-        field = field[len(step.name) + 1 :]
-    return int(line) + 1
+    lines = {**dict(_lines("", root)), "": root.start_mark.line + 1}
+    while field not in lines:
+        field = field.rpartition(".")[0]
+    return lines[field]
 
 
-class _Step(NamedTuple):
-    name: str
-    line: int
-    node: yaml.Node
-
-
-def _steps(node: yaml.Node) -> Iterator[_Step]:
-    """Yield the entries of a value; the longest names first, since names may contain dots."""
+def _lines(field: str, node: yaml.Node) -> Iterator[tuple[str, int]]:
+    """Yield the path and the line of each value within the value of a field."""
+    entries = []
     if isinstance(node, yaml.MappingNode):
-        pairs = [(str(key.value), key.start_mark.line, value) for key, value in node.value]
-        for name, line, value in sorted(pairs, key=lambda pair: -len(pair[0])):
-            yield _Step(name, line, value)
+        entries = [(str(key.value), key, value) for key, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield _Step(str(index), value.start_mark.line, value)
+        entries = [(str(index), value, value) for index, value in enumerate(node.value)]
+    for name, first, value in entries:
+        path = f"{field}.{name}" if field else name
+        yield path, first.start_mark.line + 1
+        yield from _lines(path, value)
 
 
-def _leads_to(field: str, name: str) -> bool:
-    return field == name or field.startswith(f"{name}.")
-
-
-class _Size(NamedTuple):
-    values: int = 1
-    depth: int = 1
-
-    def including(self, inner: _Size) -> _Size:
-        return _Size(self.values + inner.values, max(self.depth, inner.depth + 1))
-
-
-def _check_size(text: str) -> None:
-    """Check the size of a text with all aliases expanded, before anything is constructed."""
-    anchors: dict[str, _Size] = {}
-    open_values: list[tuple[str | None, _Size]] = [(None, _Size())]
+def _check_events(text: str) -> None:
+    """Check depth and aliases before the text is composed, which recurses for every level."""
+    anchors: set[str | None] = set()
+    depth = 1
     for event in yaml.parse(text, Loader=_Loader):
-        inner: _Size | None = None
         assert event.start_mark is not None, "every event of a text has a position"
         line = event.start_mark.line + 1
-        if isinstance(event, yaml.CollectionStartEvent):
-            open_values.append((event.anchor, _Size()))
-        elif isinstance(event, yaml.CollectionEndEvent):
-            anchor, inner = open_values.pop()
-            if anchor is not None:
-                anchors[anchor] = inner
-        elif isinstance(event, yaml.ScalarEvent):
-            inner = _Size()
-            if event.anchor is not None:
-                anchors[event.anchor] = inner
-        elif isinstance(event, yaml.AliasEvent):
-            inner = anchors.get(event.anchor or "")
-            if inner is None:
-                raise YamlInvalid("an alias is undefined or contains itself", line)
-        if len(open_values) > DEPTH_LIMIT:
+        if isinstance(event, yaml.AliasEvent) and event.anchor not in anchors:
+            raise YamlInvalid(_BAD_ALIAS, line)
+        if isinstance(event, yaml.NodeEvent):
+            anchors.add(event.anchor)
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEPTH_LIMIT:
             raise YamlInvalid(f"it is nested more than {DEPTH_LIMIT} levels deep", line)
-        if inner is not None:
-            anchor, outer = open_values.pop()
-            outer = outer.including(inner)
-            if outer.values > VALUES_LIMIT or outer.depth > DEPTH_LIMIT + 1:
-                raise YamlInvalid("its aliases expand beyond the limits of a policy", line)
-            open_values.append((anchor, outer))
 
 
-def _check_keys(root: yaml.Node) -> None:
-    """Refuse duplicate keys: parsers differ in which of the two values they use."""
-    seen: set[int] = set()
-    pending = [root]
-    while pending:
-        node = pending.pop()
-        if id(node) in seen:
-            continue
-        seen.add(id(node))
-        if isinstance(node, yaml.SequenceNode):
-            pending += node.value
-        elif isinstance(node, yaml.MappingNode):
-            names: set[str] = set()
-            for key, value in node.value:
-                name = str(key.value)
-                if name in names:
-                    raise YamlInvalid(f"'{name[:100]}' is a duplicate key", key.start_mark.line + 1)
-                names.add(name)
-                pending.append(value)
+def _measure(node: yaml.Node, sizes: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """Return the values and levels of a node with all aliases expanded, each node once.
+
+    Raises `YamlInvalid` beyond the limits, and for duplicate keys: parsers differ in which of the
+    two values they use.
+    """
+    line = node.start_mark.line + 1
+    if id(node) in sizes:
+        known = sizes[id(node)]
+        if known is None:
+            raise YamlInvalid(_BAD_ALIAS, line)
+        return known
+    sizes[id(node)] = None
+    inner = []
+    if isinstance(node, yaml.SequenceNode):
+        inner = [_measure(entry, sizes) for entry in node.value]
+    elif isinstance(node, yaml.MappingNode):
+        names: set[str] = set()
+        for key, value in node.value:
+            inner += [_measure(key, sizes), _measure(value, sizes)]
+            name = str(key.value)
+            if name in names:
+                raise YamlInvalid(f"'{name[:100]}' is a duplicate key", key.start_mark.line + 1)
+            names.add(name)
+    values = 1 + sum(values for values, _ in inner)
+    levels = 1 + max((levels for _, levels in inner), default=0)
+    if values >= VALUES_LIMIT or levels > DEPTH_LIMIT:
+        raise YamlInvalid("its aliases expand beyond the limits of a policy", line)
+    sizes[id(node)] = values, levels
+    return values, levels
