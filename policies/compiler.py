@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from math import inf
 from operator import attrgetter, xor
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from policies.request.profile import RequestProfile, SamplingDefaults
+from policies.request.profile import RequestProfile, Sampling
 from policies.routes import Range, Route, When
 from policies.sections import ModelPolicy
 
@@ -84,7 +84,7 @@ class CompiledPolicy(NamedTuple):
     matchers: tuple[Matcher, ...]
     aliases: Mapping[str, str]
     """Alias -> model."""
-    sampling: Mapping[str, SamplingDefaults]
+    sampling: Mapping[str, Sampling]
     headers: tuple[str, ...]
     """The names of the request headers that conditions use."""
 
@@ -95,40 +95,43 @@ def compile_document(routes: Sequence[Route], models: Mapping[str, ModelPolicy])
     headers = sorted({name for when in whens for name in when.header or ()})
     return CompiledPolicy(
         all_routes=(1 << len(routes)) - 1,
-        matchers=tuple(matcher for matcher in _matchers(whens, headers) if matcher),
+        matchers=tuple(
+            make_matcher(wanted, read)
+            for make_matcher, wanted, read in _conditions(whens, headers)
+            if any(want is not None for want in wanted)
+        ),
         aliases={alias: name for name, model in models.items() for alias in model.aliases},
-        sampling={name: model.sampling.defaults for name, model in models.items()},
+        sampling={name: Sampling(**dict(model.sampling)) for name, model in models.items()},
         headers=tuple(headers),
     )
 
 
-def _matchers(whens: Sequence[When], headers: Iterable[str]) -> Iterable[Matcher | None]:
-    """Yield a matcher for each property, or None if no route has a condition on it."""
-    yield _media([when.media for when in whens])
+def _conditions(
+    whens: Sequence[When], headers: Iterable[str]
+) -> Iterator[tuple[Callable[[Sequence[Any], _Read], Matcher], Sequence[Any], _Read]]:
+    """Yield for each property its kind of matcher, the condition of each route, and its reader."""
+    yield _media, [when.media for when in whens], attrgetter("profile.media")
     for name, read in _FLAGS:
-        yield _flag([getattr(when, name) for when in whens], read)
+        yield _flag, [getattr(when, name) for when in whens], read
     for name, read in _FEATURES:
-        yield _flag([getattr(when.features, name, None) for when in whens], read)
+        yield _flag, [getattr(when.features, name, None) for when in whens], read
     for name, read in _NUMBERS:
-        yield _number([getattr(when, name) for when in whens], read)
+        ranges: list[Range | None] = [getattr(when, name) for when in whens]
+        yield _number, [bounds and bounds.edges for bounds in ranges], read
     for name, read in _NAMES:
-        yield _name([getattr(when, name) for when in whens], read)
+        yield _name, [getattr(when, name) for when in whens], read
     for name in headers:
-        yield _name([(when.header or {}).get(name) for when in whens], _header(name))
-    yield _time([when.windows() for when in whens])
+        yield _name, [(when.header or {}).get(name) for when in whens], _header(name)
+    yield _number, [when.time_edges for when in whens], attrgetter("caller.minute_of_week")
 
 
-def _flag(wanted: Sequence[bool | None], read: _Read) -> Matcher | None:
-    if not _any_given(wanted):
-        return None
+def _flag(wanted: Sequence[bool | None], read: _Read) -> Matcher:
     when_true = _bits(want is not False for want in wanted)
     when_false = _bits(want is not True for want in wanted)
     return lambda request: when_true if read(request) else when_false
 
 
-def _name(wanted: Sequence[tuple[str, ...] | None], read: _Read) -> Matcher | None:
-    if not _any_given(wanted):
-        return None
+def _name(wanted: Sequence[tuple[str, ...] | None], read: _Read) -> Matcher:
     unnamed = _bits(names is None for names in wanted)
     routes: defaultdict[str, RouteSet] = defaultdict(lambda: unnamed)
     for index, names in enumerate(wanted):
@@ -142,9 +145,7 @@ def _header(name: str) -> _Read:
     return lambda request: request.caller.headers.get(name)
 
 
-def _media(wanted: Sequence[bool | tuple[str, ...] | None]) -> Matcher | None:
-    if not _any_given(wanted):
-        return None
+def _media(wanted: Sequence[bool | tuple[str, ...] | None], read: _Read) -> Matcher:
     without = _bits(want is None or want is False for want in wanted)
     with_any = _bits(want is None or want is True for want in wanted)
     kinds = {kind for want in wanted if isinstance(want, tuple) for kind in want}
@@ -153,7 +154,7 @@ def _media(wanted: Sequence[bool | tuple[str, ...] | None]) -> Matcher | None:
     }
 
     def match(request: MatchInput) -> RouteSet:
-        media = request.profile.media
+        media = read(request)
         if not media:
             return without
         matching = with_any
@@ -164,40 +165,16 @@ def _media(wanted: Sequence[bool | tuple[str, ...] | None]) -> Matcher | None:
     return match
 
 
-def _number(wanted: Sequence[Range | None], read: _Read) -> Matcher | None:
-    below = 0
+def _number(wanted: Sequence[tuple[int, ...] | None], read: _Read) -> Matcher:
+    """Return a matcher of numbers: each edge of a route adds the route or removes it."""
     changes: defaultdict[int, RouteSet] = defaultdict(int)
-    for index, bounds in enumerate(wanted):
-        route = 1 << index
-        if bounds is None or bounds.at_least is None:
-            below |= route
-        else:
-            changes[bounds.at_least] ^= route
-        if bounds is not None and bounds.at_most is not None:
-            changes[bounds.at_most + 1] ^= route
-    return _steps(below, changes, read)
-
-
-def _time(wanted: Sequence[tuple[tuple[int, int], ...] | None]) -> Matcher | None:
-    always = _bits(windows is None for windows in wanted)
-    changes: defaultdict[int, RouteSet] = defaultdict(int)
-    for index, windows in enumerate(wanted):
-        for minute in (minute for window in windows or () for minute in window):
-            changes[minute] ^= 1 << index  # added at its first minute, removed at its end
-    return _steps(always, changes, attrgetter("caller.minute_of_week"))
-
-
-def _steps(below: RouteSet, changes: Mapping[int, RouteSet], read: _Read) -> Matcher | None:
-    """Return a matcher of numbers: `below` up to the first edge, toggled at each edge."""
-    if not changes:
-        return None
-    edges = sorted(changes)
-    sets = [*accumulate(map(changes.__getitem__, edges), xor, initial=below)]
-    return lambda request: sets[bisect_right(edges, read(request))]
-
-
-def _any_given(wanted: Iterable[object]) -> bool:
-    return any(want is not None for want in wanted)
+    for index, edges in enumerate(wanted):
+        for edge in edges or ():
+            changes[edge] ^= 1 << index
+    numbers = sorted(changes)
+    below = _bits(edges is None for edges in wanted)
+    sets = [*accumulate(map(changes.__getitem__, numbers), xor, initial=below)]
+    return lambda request: sets[bisect_right(numbers, read(request))]
 
 
 def _bits(flags: Iterable[bool]) -> RouteSet:

@@ -52,7 +52,6 @@ class PolicyInvalid(ValueError):
     def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
         reasons = "; ".join(map(str, problems))
         super().__init__(f"The policy {source} is invalid: {reasons}")
-        self.source = source
         self.problems = problems
 
 
@@ -149,8 +148,6 @@ class PolicyDocument(Section):
 
 def read_policy(document: Any, source: str) -> PolicyDocument:
     """Validate a parsed document; raise `PolicyInvalid` with every invalid field."""
-    if not isinstance(document, dict):
-        raise PolicyInvalid(source, (Problem("", "it must be a mapping"),))
     try:
         return PolicyDocument.model_validate(document)
     except ValidationError as invalid:

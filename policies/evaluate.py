@@ -11,7 +11,7 @@ from policies.request.profile import (
     OPENAI_DEFAULTS,
     Bypass,
     RequestProfile,
-    SamplingDefaults,
+    Sampling,
     bypass_reasons,
 )
 from policies.routes import Route
@@ -37,7 +37,7 @@ def resolve_model(policy: PolicyDocument, name: str, served: Set[str]) -> str:
     return target
 
 
-def sampling_defaults(policy: PolicyDocument, model: str) -> SamplingDefaults:
+def sampling_defaults(policy: PolicyDocument, model: str) -> Sampling:
     """Return the values for sampling fields that a request to this model omits."""
     return policy.compiled.sampling.get(model, OPENAI_DEFAULTS)
 

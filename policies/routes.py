@@ -83,15 +83,14 @@ class Range(NonEmptySection):
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
-        if self.at_least is not None and not self.contains(self.at_least):
+        if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
             raise PydanticCustomError("range", "'at_least' is greater than 'at_most'")
         return self
 
-    def contains(self, number: float) -> bool:
-        """Return whether a number is in the range."""
-        return (self.at_least is None or self.at_least <= number) and (
-            self.at_most is None or number <= self.at_most
-        )
+    @property
+    def edges(self) -> tuple[int, ...]:
+        """The first number of the range, then the first number above it if there is one."""
+        return (self.at_least or 0, *(() if self.at_most is None else (self.at_most + 1,)))
 
 
 class Features(NonEmptySection):
@@ -145,20 +144,21 @@ class When(Section):
     days: OneOrMore[Day] | None = None
     """Days of the week; hours past midnight belong to the day on which they begin."""
 
-    def windows(self) -> tuple[tuple[int, int], ...] | None:
-        """Return the matching minutes of the week as (first, end); None means always."""
+    @property
+    def time_edges(self) -> tuple[int, ...] | None:
+        """The minutes of the week at which a match begins or ends; None matches always."""
         if self.hours is None and self.days is None:
             return None
         first, end = map(_minute, (self.hours or "00:00-24:00").split("-"))
         length = (end - first) % _MINUTES_OF_DAY or _MINUTES_OF_DAY
-        windows = []
+        edges: list[int] = []
         for day in dict.fromkeys(self.days or DAYS):
             begins = DAYS.index(day) * _MINUTES_OF_DAY + first
             ends = begins + length
-            windows.append((begins, min(ends, MINUTES_OF_WEEK)))
+            edges += (begins, min(ends, MINUTES_OF_WEEK))
             if ends > MINUTES_OF_WEEK:  # from Sunday into Monday
-                windows.append((0, ends - MINUTES_OF_WEEK))
-        return tuple(windows)
+                edges += (0, ends - MINUTES_OF_WEEK)
+        return tuple(edges)
 
 
 class Spill(Section):

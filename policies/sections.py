@@ -10,7 +10,7 @@ from pydantic import Field
 from policies.base import Label, Name, NonEmptySection, OneOrMore, Section
 from policies.request.content import PICTURES_LIMIT, PIXELS_LIMIT
 from policies.request.fields import FieldError
-from policies.request.profile import Endpoint, RequestProfile, SamplingDefaults
+from policies.request.profile import Endpoint, RequestProfile
 from policies.routes import MEDIA_KINDS, MediaKind
 
 
@@ -183,13 +183,6 @@ class SamplingPolicy(Section):
     """Only this number of the likeliest tokens; 0 is all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Only tokens with at least this share of the highest probability; 0 is all."""
-
-    @property
-    def defaults(self) -> SamplingDefaults:
-        """The same values as a `SamplingDefaults` record."""
-        return SamplingDefaults(
-            temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p
-        )
 
 
 class ModelPolicy(Section):

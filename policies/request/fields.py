@@ -60,7 +60,9 @@ class Fields:
             raise FieldError(name, f"'{name}' must be {bounds}.")
         return value
 
-    def number(self, name: str, default: Default, *, low: float, high: float) -> float | Default:
+    def number(
+        self, name: str, default: Default, *, low: float, high: float, positive: bool = False
+    ) -> float | Default:
         """Return a finite number within bounds, or the default."""
         value = self._body.get(name)
         if value is None:
@@ -69,6 +71,8 @@ class Fields:
             raise FieldError(name, f"'{name}' must be a number.")
         if not low <= value <= high:  # NaN is in no range
             raise FieldError(name, f"'{name}' must be between {low:g} and {high:g}.")
+        if positive and not value:
+            raise FieldError(name, f"'{name}' must be above 0.")
         return float(value)
 
     def get(self, name: str) -> Any:

@@ -12,13 +12,7 @@ from typing import Any
 
 from policies.request.content import read_content
 from policies.request.fields import FieldError, Fields
-from policies.request.profile import (
-    OPENAI_DEFAULTS,
-    Endpoint,
-    RequestProfile,
-    Sampling,
-    SamplingDefaults,
-)
+from policies.request.profile import OPENAI_DEFAULTS, Endpoint, RequestProfile, Sampling
 
 STRUCTURED_FIELDS = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
 
@@ -51,7 +45,7 @@ KNOWN_FIELDS = {
 def read_profile(
     body: Mapping[str, Any],
     endpoint: Endpoint,
-    defaults: SamplingDefaults = OPENAI_DEFAULTS,
+    defaults: Sampling = OPENAI_DEFAULTS,
     access: type[Fields] = Fields,
 ) -> RequestProfile:
     """Return the profile of a parsed body; raise `FieldError` for the first invalid field.
@@ -83,39 +77,26 @@ def read_profile(
         thinking_budget=fields.integer("thinking_budget", None, low=0),
         draft_tokens=fields.integer("draft_tokens", None, low=0, high=8),
         spec_prefill=fields.choice("specprefill"),
-        spec_prefill_keep=_read_keep_share(fields),
+        spec_prefill_keep=fields.number("specprefill_keep_pct", None, low=0, high=1, positive=True),
         messages=content.messages,
         text_chars=content.text_chars,
         pixels=content.pixels,
     )
 
 
-def _read_sampling(fields: Fields, defaults: SamplingDefaults) -> Sampling:
+def _read_sampling(fields: Fields, defaults: Sampling) -> Sampling:
     top_k = fields.integer("top_k", defaults.top_k, low=-1) or 0
-    top_p = fields.number("top_p", defaults.top_p, low=0, high=1)
-    repetition = fields.number("repetition_penalty", 1.0, low=0, high=10)
-    if not repetition:
-        raise FieldError("repetition_penalty", "'repetition_penalty' must be above 0.")
-    if not top_p:
-        raise FieldError("top_p", "'top_p' must be above 0.")
     return Sampling(
         temperature=fields.number("temperature", defaults.temperature, low=0, high=2),
-        top_p=top_p,
+        top_p=fields.number("top_p", defaults.top_p, low=0, high=1, positive=True),
         top_k=max(top_k, 0),  # -1 is vLLM's spelling of "whole vocabulary"
         min_p=fields.number("min_p", defaults.min_p, low=0, high=1),
         seed=fields.integer("seed", None, low=-(2**63), high=2**63 - 1),
         presence_penalty=fields.number("presence_penalty", 0.0, low=-2, high=2),
         frequency_penalty=fields.number("frequency_penalty", 0.0, low=-2, high=2),
-        repetition_penalty=repetition,
+        repetition_penalty=fields.number("repetition_penalty", 1.0, low=0, high=10, positive=True),
         logit_bias=_read_logit_bias(fields.get("logit_bias")),
     )
-
-
-def _read_keep_share(fields: Fields) -> float | None:
-    share = fields.number("specprefill_keep_pct", None, low=0, high=1)
-    if share == 0:
-        raise FieldError("specprefill_keep_pct", "'specprefill_keep_pct' must be above 0.")
-    return share
 
 
 def _read_logit_bias(value: Any) -> tuple[tuple[int, float], ...]:

@@ -64,16 +64,7 @@ class Sampling(NamedTuple):
         )
 
 
-class SamplingDefaults(NamedTuple):
-    """Default values for sampling fields that a request omits."""
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-
-
-OPENAI_DEFAULTS = SamplingDefaults()
+OPENAI_DEFAULTS = Sampling()
 
 
 class RequestProfile(NamedTuple):

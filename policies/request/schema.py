@@ -48,6 +48,9 @@ def request_schema(endpoint: Endpoint) -> dict[str, Any]:
     """Return the schema of a body for an endpoint."""
     recorded: dict[str, Any] = {}
 
+    def record(kind: str, name: str, low: float, high: float = Fields.LARGEST, **_: Any) -> None:
+        recorded[name] = {"type": [kind, "null"], "minimum": low, "maximum": high}
+
     class RecordingFields(Fields):
         """Fields that record every access and its bounds."""
 
@@ -59,17 +62,13 @@ def request_schema(endpoint: Endpoint) -> dict[str, Any]:
             recorded[name] = {"type": ["boolean", "null"]}
             return super().choice(name)
 
-        def integer(
-            self, name: str, default: int | None, *, low: int, high: int = Fields.LARGEST
-        ) -> int | None:
-            recorded[name] = {"type": ["integer", "null"], "minimum": low, "maximum": high}
-            return super().integer(name, default, low=low, high=high)
+        def integer(self, name: str, default: int | None, **bounds: int) -> int | None:
+            record("integer", name, **bounds)
+            return super().integer(name, default, **bounds)
 
-        def number(
-            self, name: str, default: Default, *, low: float, high: float
-        ) -> float | Default:
-            recorded[name] = {"type": ["number", "null"], "minimum": low, "maximum": high}
-            return super().number(name, default, low=low, high=high)
+        def number(self, name: str, default: Default, **bounds: Any) -> float | Default:
+            record("number", name, **bounds)
+            return super().number(name, default, **bounds)
 
     read_profile(_MINIMAL_BODIES[endpoint], endpoint, access=RecordingFields)
     properties = {

@@ -55,7 +55,7 @@ def test_the_default_policy_has_the_documented_routes_and_limits() -> None:
     )
     assert policy.priorities == tuple(Priority)
     assert policy.models["demo"].aliases == ("default", "gpt-4o-mini")
-    assert policy.models["demo"].sampling.defaults.temperature == 1.0
+    assert policy.models["demo"].sampling.temperature == 1.0
 
 
 def test_every_line_of_the_default_policy_has_a_comment() -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from policies.request.parser import read_profile
-from policies.request.profile import Bypass, Endpoint, SamplingDefaults, bypass_reasons
+from policies.request.profile import Bypass, Endpoint, Sampling, bypass_reasons
 from tests.support.chat_bodies import PICTURE, TOOL, read_chat, read_content_parts
 
 
 def test_an_absent_field_has_its_default() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
-    profile = read_profile(body, Endpoint.CHAT, SamplingDefaults(temperature=0.3, top_k=4))
+    profile = read_profile(body, Endpoint.CHAT, Sampling(temperature=0.3, top_k=4))
     assert (profile.sampling.temperature, profile.sampling.top_k) == (0.3, 4)
     assert (profile.choices, profile.stream, profile.max_tokens, profile.stop) == (
         1,
