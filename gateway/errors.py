@@ -13,12 +13,13 @@ GatewayError                a request that cannot be answered as the client expe
 |   |   +-- KeyEnded        401  the key was revoked or expired while the request ran
 |   +-- NotAllowedHere      403  the route is closed to this client
 |   |   +-- PageRefused     403  a page of another site, while no key is needed
-|   +-- PoolsNotAllowed     403  the key may use none of the pools of the route
-|   +-- PathUnknown         404  the path does not exist
-|   +-- ModelUnknown        404  neither the policy nor a worker has the model
-|   +-- KeyUnknown          404  no key has the id
-|   +-- WorkerUnknown       404  no worker with the id has joined
-|   +-- VersionUnknown      404  the policy has no version with the number
+|   |   +-- PoolsNotAllowed 403  the key may use none of the pools of the route
+|   +-- NotFound            404  the request names something that does not exist
+|   |   +-- PathUnknown     404  the path does not exist
+|   |   +-- ModelUnknown    404  neither the policy nor a worker has the model
+|   |   +-- KeyUnknown      404  no key has the id
+|   |   +-- WorkerUnknown   404  no worker with the id has joined
+|   |   +-- VersionUnknown  404  the policy has no version with the number
 |   +-- MethodRefused       405  the path does not support the method
 |   +-- HeadTooSlow         408  the headers did not arrive in time
 |   +-- BodyTooSlow         408  the body did not arrive in time
@@ -33,18 +34,19 @@ GatewayError                a request that cannot be answered as the client expe
 |   +-- LimitReached        429  a rate limit of the key is reached
 |   +-- HeadTooLarge        431  the headers are larger, or more, than the limit
 |   +-- RefusedByWorker     4xx  the worker rejects the request in OpenAI's shape
-+-- NoWorker                503  no worker can take the request now
-+-- QueueFull               503  the queue of the pool is full
-|   +-- QueueTimeout        503  no slot became free within the queue timeout
-+-- ShuttingDown            503  the gateway is shutting down
-+-- Overloaded              503  the gateway is at its limit of requests or memory
-+-- TooManyViewers          503  the limit of status streams is reached
-+-- RecordsUnwritable       503  the stored state cannot be read or written
-|   +-- WriteUnconfirmed    503  a write was not confirmed in time, and may be stored
++-- Unavailable             503  a later retry may succeed
+|   +-- NoWorker            503  no worker can take the request now
+|   +-- QueueFull           503  the queue of the pool is full
+|   |   +-- QueueTimeout    503  no slot became free within the queue timeout
+|   +-- ShuttingDown        503  the gateway is shutting down
+|   +-- Overloaded          503  the gateway is at its limit of requests or memory
+|   +-- TooManyViewers      503  the limit of status streams is reached
+|   +-- RecordsUnwritable   503  the stored state cannot be read or written
+|       +-- WriteUnconfirmed 503 a write was not confirmed in time, and may be stored
 +-- RequestTooLong          504  the request took longer than the request timeout
 +-- WorkerError             the worker is at fault
-    +-- WorkerUnreachable   503  no connection, so the request cannot have started
-    +-- WorkerBusy          503  the worker asks for a later retry
+    +-- WorkerUnreachable   503  no connection, so the request cannot have started (Unavailable)
+    +-- WorkerBusy          503  the worker asks for a later retry (Unavailable)
     +-- WorkerLost          502  the connection broke before the response was complete
     +-- WorkerFailed        502  the worker reports a failure, or sends an invalid response
     +-- WorkerSilent        504  no response began in time
@@ -181,27 +183,29 @@ class PageRefused(NotAllowedHere):
     )
 
 
-class PoolsNotAllowed(RequestRefused):
+class PoolsNotAllowed(NotAllowedHere):
     """The key may use none of the pools to which the policy routes the request."""
 
-    status = 403
-    type = "permission_error"
     code = "pool_not_allowed"
     message = "This API key may not use any of the pools to which this request is routed."
 
 
-class PathUnknown(RequestRefused):
-    """The path does not exist."""
+class NotFound(RequestRefused):
+    """The request names something that does not exist."""
 
     status = 404
+
+
+class PathUnknown(NotFound):
+    """The path does not exist."""
+
     code = "path_not_found"
     message = "This path does not exist."
 
 
-class ModelUnknown(RequestRefused):
+class ModelUnknown(NotFound):
     """Neither the policy nor a worker has the model."""
 
-    status = 404
     code = "model_not_found"
     param = "model"
 
@@ -211,28 +215,25 @@ class ModelUnknown(RequestRefused):
         )
 
 
-class KeyUnknown(RequestRefused):
+class KeyUnknown(NotFound):
     """No key has the id."""
 
-    status = 404
     code = "key_not_found"
 
     def __init__(self, name: str) -> None:
         super().__init__(f"The key '{name[:100]}' does not exist.")
 
 
-class WorkerUnknown(RequestRefused):
+class WorkerUnknown(NotFound):
     """No worker with the id has joined."""
 
-    status = 404
     code = "worker_not_found"
     message = "No worker with this id has joined."
 
 
-class VersionUnknown(RequestRefused):
+class VersionUnknown(NotFound):
     """The policy has no version with the number."""
 
-    status = 404
     code = "version_not_found"
     param = "version"
 
@@ -394,27 +395,31 @@ class RefusedByWorker(RequestRefused):
         return "refused_by_worker"
 
 
-class NoWorker(GatewayError):
-    """No worker in the pools of the route can take the request now."""
+class Unavailable(GatewayError):
+    """The request cannot be served now; a later retry may succeed."""
 
     status = 503
     type = "overloaded_error"
-    code = "no_worker"
-    message = "No worker is available for this request."
     retry_after_s = 2.0
 
+    def __init__(self, message: str | None = None, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        if retry_after_s is not None:
+            self.retry_after_s = retry_after_s
 
-class QueueFull(GatewayError):
+
+class NoWorker(Unavailable):
+    """No worker in the pools of the route can take the request now."""
+
+    code = "no_worker"
+    message = "No worker is available for this request."
+
+
+class QueueFull(Unavailable):
     """The queue of the pool is full."""
 
-    status = 503
-    type = "overloaded_error"
     code = "queue_full"
     message = "All slots are in use and the queue is full. Try again later."
-
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__()
-        self.retry_after_s = retry_after_s
 
 
 class QueueTimeout(QueueFull):
@@ -424,44 +429,35 @@ class QueueTimeout(QueueFull):
     message = "No slot became free within the queue timeout. Try again later."
 
 
-class ShuttingDown(GatewayError):
+class ShuttingDown(Unavailable):
     """The gateway is shutting down: it rejects new requests and cancels the last ones."""
 
-    status = 503
-    type = "overloaded_error"
     code = "shutting_down"
     message = "The gateway is shutting down."
-    retry_after_s = 2.0
 
 
-class Overloaded(GatewayError):
+class Overloaded(Unavailable):
     """The gateway is at its limit of requests or memory; running requests come first."""
 
-    status = 503
-    type = "overloaded_error"
     code = "gateway_overloaded"
     message = "The gateway is overloaded. Try again in a moment."
     retry_after_s = 1.0
 
 
-class TooManyViewers(GatewayError):
+class TooManyViewers(Unavailable):
     """The limit of status streams is reached."""
 
-    status = 503
-    type = "overloaded_error"
     code = "too_many_viewers"
     message = "Too many clients are streaming the status already. Use GET /v1/status instead."
     retry_after_s = 10.0
 
 
-class RecordsUnwritable(GatewayError):
+class RecordsUnwritable(Unavailable):
     """The stored state cannot be read or written."""
 
-    status = 503
     type = "server_error"
     code = "state_unavailable"
     message = "The gateway cannot read or write its stored state now. Try again later."
-    retry_after_s = 2.0
 
 
 class WriteUnconfirmed(RecordsUnwritable):
@@ -490,27 +486,18 @@ class WorkerError(GatewayError):
     code = "worker_error"
 
 
-class WorkerUnreachable(WorkerError):
+class WorkerUnreachable(Unavailable, WorkerError):
     """No connection could be made, so the request cannot have started."""
 
-    status = 503
-    type = "overloaded_error"
     code = "worker_unreachable"
     message = "The worker cannot be reached."
-    retry_after_s = 2.0
 
 
-class WorkerBusy(WorkerError):
+class WorkerBusy(Unavailable, WorkerError):
     """The worker rejects the request and asks for a later retry."""
 
-    status = 503
-    type = "overloaded_error"
     code = "workers_busy"
     message = "All workers for this request are busy. Try again later."
-
-    def __init__(self, retry_after_s: float) -> None:
-        super().__init__()
-        self.retry_after_s = retry_after_s
 
 
 class WorkerLost(WorkerError):

@@ -189,7 +189,7 @@ class Scheduler:
         preferred = decision.candidates[0].pool
         queue = policy.pools[preferred].queue
         if self.waiting(preferred) >= queue.limit:
-            raise QueueFull(self.retry_after_s(preferred))
+            raise QueueFull(retry_after_s=self.retry_after_s(preferred))
         assigned: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         # The route of one policy may be another under the same name in the next.
         kind = (id(policy), profile.model, decision.route, bypass_reasons(profile), tried, pools)
@@ -209,7 +209,7 @@ class Scheduler:
             if not assigned.done():
                 await asyncio.wait((assigned,), timeout=left_s)
             if not assigned.done():
-                raise QueueTimeout(self.retry_after_s(preferred))
+                raise QueueTimeout(retry_after_s=self.retry_after_s(preferred))
             lease = assigned.result()
             lease.waited_s = self._clock() - waiter.queued_at_s
             return lease
@@ -261,7 +261,7 @@ class Scheduler:
         """Return the error for a request that no worker can take now."""
         available_in_s = self._fleet.available_in_s(profile.model)
         if available_in_s is not None:
-            return WorkerBusy(available_in_s)
+            return WorkerBusy(retry_after_s=available_in_s)
         return NoWorker(f"No worker can take requests for the model '{profile.model}' now.")
 
 

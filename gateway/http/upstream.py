@@ -559,7 +559,7 @@ class ReadTimer:
 async def refusal(response: UpstreamResponse, timeout_s: float) -> GatewayError:
     """Read a refusal by a worker and return the error for it."""
     if response.status in _BUSY:
-        return WorkerBusy(retry_after_s(response.retry_after, time.time()))
+        return WorkerBusy(retry_after_s=retry_after_s(response.retry_after, time.time()))
     if response.status not in _REFUSALS:
         log.warning("worker.failed status=%d", response.status)
         return WorkerFailed()

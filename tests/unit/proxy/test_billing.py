@@ -50,9 +50,9 @@ def test_an_estimate_is_an_upper_bound_of_the_tokens() -> None:
         (RuntimeError(), Spent(1, 0), Spent(1, 7)),
         # No worker began.
         (WorkerUnreachable(), Spent(), Spent()),
-        (WorkerBusy(1.0), Spent(), Spent()),
+        (WorkerBusy(retry_after_s=1.0), Spent(), Spent()),
         (NoWorker(), Spent(), Spent()),
-        (QueueFull(1.0), Spent(), Spent()),
+        (QueueFull(retry_after_s=1.0), Spent(), Spent()),
         (Quarantined(), Spent(), Spent()),
         (RefusedByWorker(400, "too long", param=None, code=None), Spent(), Spent()),
     ],
