@@ -18,23 +18,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
 
+from gateway import errors
 from gateway.api import explain, keys, models, openapi, pages, policy, status, usage, workers
 from gateway.assembly import Gateway, build_gateway
 from gateway.auth.origins import Hosts
+from gateway.config.policy_versions import problems_text
 from gateway.config.settings import Settings
-from gateway.errors import (
-    BodyNotJson,
-    EditUnconditional,
-    FieldInvalid,
-    GatewayError,
-    HostRefused,
-    MethodRefused,
-    NoteMissing,
-    PathUnknown,
-    RequestRefused,
-    to_body,
-    to_headers,
-)
 from gateway.http.downstream import (
     Receive,
     Scope,
@@ -48,6 +37,7 @@ from gateway.proxy.handler import ProxyHandler
 from gateway.proxy.load_shedding import LoopMonitor
 from gateway.status.events import StatusFeed
 from gateway.status.render import DEFAULT_WINDOW, window_s
+from policies.document import PolicyInvalid
 from policies.error_messages import message_of
 
 
@@ -74,7 +64,7 @@ class GatewayApp:
         if scope["type"] == "http":
             try:
                 self._hosts.check(scope["headers"])
-            except HostRefused as refused:
+            except errors.HostRefused as refused:
                 await response_writer(scope).fail(refused)
                 return
             # The raw path, which no header can change (CVE-2026-48710).
@@ -120,7 +110,7 @@ class AdminApp:
         """Pass a request to FastAPI if it names this gateway as its host."""
         try:
             self._hosts.check(scope["headers"])
-        except HostRefused as refused:
+        except errors.HostRefused as refused:
             await response_writer(scope).fail(refused)
             return
         await self._fastapi(scope, receive, send)
@@ -166,9 +156,8 @@ def _bare_fastapi(gateway: Gateway) -> FastAPI:
         redirect_slashes=False,  # a path has one spelling, and no key is sent after a redirect
     )
     app.state.gateway = gateway
-    app.add_exception_handler(GatewayError, _render)
-    app.add_exception_handler(RequestValidationError, _render)
-    app.add_exception_handler(HTTPException, _render)
+    for error in (errors.GatewayError, PolicyInvalid, RequestValidationError, HTTPException):
+        app.add_exception_handler(error, _render)
     app.add_exception_handler(Exception, _render)  # uvicorn logs it as well
     return app
 
@@ -176,42 +165,53 @@ def _bare_fastapi(gateway: Gateway) -> FastAPI:
 async def _render(request: Request, error: Exception) -> Response:
     """Render any exception of a route as an error in OpenAI's shape."""
     answer = _as_gateway_error(request, error)
-    response = Response(to_body(answer), status_code=answer.status)
-    response.raw_headers.extend(to_headers(answer))
+    response = Response(errors.to_body(answer), status_code=answer.status)
+    response.raw_headers.extend(errors.to_headers(answer))
     return response
 
 
-def _as_gateway_error(request: Request, error: Exception) -> GatewayError:
+def _as_gateway_error(request: Request, error: Exception) -> errors.GatewayError:
     match error:
-        # FastAPI wraps an error of the body's reader in an HTTPException.
-        case (GatewayError() as known) | HTTPException(__cause__=GatewayError() as known):
-            return known
+        case errors.GatewayError():
+            return error
+        case PolicyInvalid():
+            param = error.problems[0].field or None
+            return errors.PolicyRefused(problems_text(error), param=param)
         case RequestValidationError():
             return _invalid(error.errors()[0])
+        case HTTPException():
+            return _unserved(request, error)
+        case _:
+            return errors.GatewayError()
+
+
+def _unserved(request: Request, error: HTTPException) -> errors.GatewayError:
+    match error:
+        # FastAPI wraps an error of the body's reader in an HTTPException.
+        case HTTPException(__cause__=errors.GatewayError() as known):
+            return known
         case HTTPException(status_code=404):
-            return PathUnknown()
+            return errors.PathUnknown()
         case HTTPException(status_code=405):
             methods = _methods(request.app.routes, request.scope["path"])
-            return MethodRefused(", ".join(sorted(methods)))
-        case HTTPException():
-            return RequestRefused("The request is invalid.")
+            return errors.MethodRefused(", ".join(sorted(methods)))
         case _:
-            return GatewayError()
+            return errors.RequestRefused("The request is invalid.")
 
 
-def _invalid(problem: ErrorDetails) -> GatewayError:
+def _invalid(problem: ErrorDetails) -> errors.GatewayError:
     """Name the field of the body, or the parameter, that is invalid."""
     match problem["loc"]:
         case ("body",):
-            return BodyNotJson()
+            return errors.BodyNotJson()
         case ("header", "if-match"):
-            return EditUnconditional()
+            return errors.EditUnconditional()
         case ("header", "x-paceline-note"):
-            return NoteMissing()
+            return errors.NoteMissing()
         case (_, *path):
             field = ".".join(str(part) for part in path)
-            return FieldInvalid(f"{field}: {message_of(problem)}.", param=field)
-    return RequestRefused()
+            return errors.FieldInvalid(f"{field}: {message_of(problem)}.", param=field)
+    return errors.RequestRefused()
 
 
 def _methods(routes: Iterable[BaseRoute], path: str) -> set[str]:

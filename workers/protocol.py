@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections import Counter
+from collections.abc import Mapping
 from enum import IntEnum
 from itertools import zip_longest
 from typing import Annotated, Any, Self
@@ -248,20 +249,33 @@ def mtp_block(lanes: tuple[LaneReport, ...]) -> dict[str, object]:
     bypass: Counter[str] = Counter()
     for lane in lanes:
         bypass.update(lane.bypass_counts)
-    steps = total.steps
+    return draft_block(
+        total,
+        max(lane.requested_draft_tokens for lane in lanes),
+        max(lane.effective_draft_tokens for lane in lanes),
+        bypass,
+    )
+
+
+def draft_block(
+    counts: Speculation, requested: int, effective: int, bypass: Mapping[str, int]
+) -> dict[str, object]:
+    """Return an `mtp` block; `requested` and `effective` are the lengths of drafts."""
+    steps = counts.steps
     return {
         "enabled": True,
-        "requested_draft_tokens": max(lane.requested_draft_tokens for lane in lanes),
-        "effective_draft_tokens": max(lane.effective_draft_tokens for lane in lanes),
+        "requested_draft_tokens": requested,
+        "effective_draft_tokens": effective,
         "drafts": steps,
-        "attempted": total.drafted,
-        "accepted": total.accepted,
-        "rejected": total.rejected,
-        "errors": total.errors,
-        "acceptance_rate": total.acceptance_rate,
-        "mean_acceptance_length": total.mean_acceptance_length,
+        "attempted": counts.drafted,
+        "accepted": counts.accepted,
+        "rejected": counts.rejected,
+        "errors": counts.errors,
+        "acceptance_rate": counts.acceptance_rate,
+        "mean_acceptance_length": counts.mean_acceptance_length,
+        # At most 1, also for the counts in responses, whose consistency nothing checks.
         "acceptance_rate_per_position": [
-            count / steps if steps else 0.0 for count in total.accepted_per_position
+            min(1.0, count / steps) if steps else 0.0 for count in counts.accepted_per_position
         ],
         "bypass_counts": dict(sorted(bypass.items())),
     }

@@ -13,28 +13,6 @@ from starlette.responses import Response
 from gateway import errors
 from gateway.api.auth import DATA_KEY
 from gateway.auth.records import KeyTerms
-from gateway.errors import (
-    BodyNotJson,
-    BodyTooLarge,
-    BodyTooSlow,
-    FieldInvalid,
-    GatewayError,
-    HeadTooLarge,
-    HeadTooSlow,
-    HostRefused,
-    KeyEnded,
-    KeyRefused,
-    LimitReached,
-    ModelUnknown,
-    NotAllowedHere,
-    NotHttp,
-    PageRefused,
-    PoolsNotAllowed,
-    Quarantined,
-    RecordsUnwritable,
-    TokensOverLimit,
-    WriteUnconfirmed,
-)
 from gateway.protocols import WIRE_FORMATS
 from gateway.proxy.client import PRIORITY_HEADER
 from policies.document import Priority
@@ -45,7 +23,7 @@ from policies.schema import policy_schema
 JSON = "application/json"
 Responses = dict[int | str, dict[str, Any]]
 Extra = dict[str, Any]
-Error = type[GatewayError]
+Error = type[errors.GatewayError]
 ERROR_SCHEMA = {
     "type": "object",
     "description": "OpenAI's shape; the last event of a broken stream has it too.",
@@ -65,18 +43,29 @@ ERROR_SCHEMA = {
         }
     },
 }
-EVERYWHERE: tuple[Error, ...] = (NotHttp, HeadTooSlow, HostRefused, HeadTooLarge, GatewayError)
+EVERYWHERE: tuple[Error, ...] = (
+    errors.NotHttp,
+    errors.HeadTooSlow,
+    errors.HostRefused,
+    errors.HeadTooLarge,
+    errors.GatewayError,
+)
 """Errors of every route."""
-WITH_BODY: tuple[Error, ...] = (BodyNotJson, FieldInvalid, BodyTooSlow, BodyTooLarge)
-FOR_CLIENTS: tuple[Error, ...] = (KeyRefused, PageRefused)
-FOR_ADMINS: tuple[Error, ...] = (KeyRefused, NotAllowedHere)
-STORED: tuple[Error, ...] = (RecordsUnwritable, WriteUnconfirmed)
+WITH_BODY: tuple[Error, ...] = (
+    errors.BodyNotJson,
+    errors.FieldInvalid,
+    errors.BodyTooSlow,
+    errors.BodyTooLarge,
+)
+FOR_CLIENTS: tuple[Error, ...] = (errors.KeyRefused, errors.PageRefused)
+FOR_ADMINS: tuple[Error, ...] = (errors.KeyRefused, errors.NotAllowedHere)
+STORED: tuple[Error, ...] = (errors.RecordsUnwritable, errors.WriteUnconfirmed)
 
 
-def failures(*errors: Error) -> Responses:
+def failures(*known: Error) -> Responses:
     """Describe the responses of these errors and of those that every route may return."""
     statuses: dict[int, list[str]] = {}
-    for error in sorted({*errors, *EVERYWHERE}, key=lambda one: (one.status, one.__name__)):
+    for error in sorted({*known, *EVERYWHERE}, key=lambda one: (one.status, one.__name__)):
         meaning = (error.__doc__ or "").partition("\n")[0]
         statuses.setdefault(error.status, []).append(f"`{error.code}`: {meaning}")
     return {
@@ -118,11 +107,11 @@ _POLICY_PART = "PolicyPart"
 _POLICY_REF = f"#/components/schemas/{_POLICY_PART}{{model}}"
 _VALIDATION_ERROR = "HTTPValidationError"
 _PROXY_ERRORS = (
-    *(*FOR_CLIENTS, KeyEnded, PoolsNotAllowed, ModelUnknown, *WITH_BODY, TokensOverLimit),
-    *(Quarantined, LimitReached, errors.NoWorker, errors.QueueFull, errors.QueueTimeout),
-    *(errors.ShuttingDown, errors.Overloaded, errors.RequestTooLong, errors.WorkerUnreachable),
-    *(errors.WorkerBusy, errors.WorkerLost, errors.WorkerFailed, errors.WorkerSilent),
-    errors.WorkerStalled,
+    *(*FOR_CLIENTS, *WITH_BODY, errors.KeyEnded, errors.PoolsNotAllowed, errors.ModelUnknown),
+    *(errors.TokensOverLimit, errors.Quarantined, errors.LimitReached, errors.NoWorker),
+    *(errors.QueueFull, errors.QueueTimeout, errors.ShuttingDown, errors.Overloaded),
+    *(errors.RequestTooLong, errors.WorkerUnreachable, errors.WorkerBusy, errors.WorkerLost),
+    *(errors.WorkerFailed, errors.WorkerSilent, errors.WorkerStalled),
 )
 """Errors of the routes that the proxy serves."""
 

@@ -33,7 +33,6 @@ from gateway.config.policy_versions import (
     PolicyVersion,
     Proposal,
     Reason,
-    problems_text,
     propose,
     propose_yaml,
 )
@@ -174,7 +173,7 @@ async def put(
 ) -> AppliedVersion:
     """Replace the policy."""
     offer = await _offer(request, JSON, YAML)
-    proposal = await _proposal(offer, patched=None)
+    proposal = await asyncio.to_thread(offer.whole)
     attribution = Attribution(author, note, Reason.EDIT)
     return await _apply(gateway.policy_store, proposal, attribution, base)
 
@@ -185,7 +184,7 @@ async def patch(
 ) -> AppliedVersion:
     """Change fields of the policy."""
     offer = await _offer(request, MERGE_PATCH, JSON, YAML)
-    proposal = await _proposal(offer, patched=base.document)
+    proposal = await asyncio.to_thread(offer.onto, base.document)
     attribution = Attribution(author, note, Reason.EDIT)
     return await _apply(gateway.policy_store, proposal, attribution, base)
 
@@ -204,10 +203,7 @@ async def rollback(
     earlier = await gateway.policy_store.read_version(body.version)
     back = f"back to version {body.version}"
     attribution = Attribution(author, f"{back}: {note}" if note else back, Reason.ROLLBACK)
-    try:
-        proposal = await asyncio.to_thread(propose, earlier.document)
-    except PolicyInvalid as invalid:
-        raise _refused(invalid) from None
+    proposal = await asyncio.to_thread(propose, earlier.document)
     return await _apply(gateway.policy_store, proposal, attribution, base)
 
 
@@ -240,11 +236,8 @@ async def show_version(number: str, request: Request, gateway: CurrentGateway) -
 async def validate(request: Request, gateway: CurrentGateway) -> Validation:
     """Validate a policy, or a patch to the active policy, without applying it."""
     store = gateway.policy_store
-    offer = await _offer(request, *_TEST_KINDS)
-    patched = store.version.document if offer.kind == MERGE_PATCH else None
     try:
-        proposal = await _parsed(offer, patched)
-        store.check(proposal)
+        proposal = await _tested(request, store)
     except PolicyInvalid as invalid:
         problems = [problem._asdict() for problem in invalid.problems]
         return {"valid": False, "problems": problems, "warnings": []}
@@ -258,12 +251,7 @@ async def compare(request: Request, gateway: CurrentGateway) -> Difference:
     """Report the effect of a policy, or of a patch to the active one, without applying it."""
     store = gateway.policy_store
     base, policy = store.version, store.current
-    offer = await _offer(request, *_TEST_KINDS)
-    proposal = await _proposal(offer, patched=base.document if offer.kind == MERGE_PATCH else None)
-    try:
-        store.check(proposal)
-    except PolicyInvalid as invalid:
-        raise _refused(invalid) from None
+    proposal = await _tested(request, store)
     changes = await asyncio.to_thread(diff, base.document, proposal.document)
     moves = await gateway.recent_requests.count_moves(
         policy,
@@ -292,35 +280,26 @@ async def _offer(request: Request, *kinds: str) -> Offer:
     return Offer(kind, await request.body())
 
 
-async def _parsed(offer: Offer, patched: Document | None) -> Proposal:
-    """Check an offer, as a patch if there is a document to patch; raise `PolicyInvalid`.
+async def _tested(request: Request, store: PolicyStore) -> Proposal:
+    """Read and check a policy, or a patch to the active one; raise `PolicyInvalid`.
 
     In a thread: a long document would block the event loop.
     """
-    if patched is not None:
-        return await asyncio.to_thread(offer.onto, patched)
-    return await asyncio.to_thread(offer.whole)
-
-
-async def _proposal(offer: Offer, *, patched: Document | None) -> Proposal:
-    try:
-        return await _parsed(offer, patched)
-    except PolicyInvalid as invalid:
-        raise _refused(invalid) from None
+    document = store.version.document
+    offer = await _offer(request, *_TEST_KINDS)
+    if offer.kind == MERGE_PATCH:
+        proposal = await asyncio.to_thread(offer.onto, document)
+    else:
+        proposal = await asyncio.to_thread(offer.whole)
+    store.check(proposal)
+    return proposal
 
 
 async def _apply(
     store: PolicyStore, proposal: Proposal, attribution: Attribution, base: PolicyVersion
 ) -> AppliedVersion:
-    try:
-        version = await store.apply(proposal, attribution, onto=base)
-    except PolicyInvalid as invalid:
-        raise _refused(invalid) from None
+    version = await store.apply(proposal, attribution, onto=base)
     return {**_version(version), "warnings": _warnings(store, proposal)}
-
-
-def _refused(invalid: PolicyInvalid) -> PolicyRefused:
-    return PolicyRefused(problems_text(invalid), param=invalid.problems[0].field or None)
 
 
 def _version(version: PolicyVersion) -> Version:

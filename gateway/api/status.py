@@ -20,7 +20,7 @@ from gateway.http.downstream import Receive, Scope, Send
 from gateway.proxy.handler import ProxyHandler
 from gateway.status.events import StatusFeed
 from gateway.status.model import GatewayStatus, PolicyStatus, Status, StoreStatus
-from gateway.status.render import DEFAULT_WINDOW, LocalState, WindowStats, render_status, window_s
+from gateway.status.render import DEFAULT_WINDOW, FleetRenderer, WindowStats, window_s
 from gateway.telemetry.prometheus import GatewayMetrics, WorkerMetrics, exposition
 
 Take = Callable[[float], Awaitable[Status]]
@@ -91,16 +91,38 @@ def snapshots(gateway: Gateway, proxy: ProxyHandler) -> Take:
         await gateway.control.refresh_all()
         reports, counts = await gateway.counters.reports(), await gateway.counters.counts()
         # No await from here on, so that all values are of one moment.
-        stats = WindowStats(gateway.stats_history, length_s)
-        return render_status(
-            local=_local_state(gateway, proxy, stats, gateway.clock() - began_s),
+        window = WindowStats(gateway.stats_history, length_s)
+        fleet = FleetRenderer(
             policy=gateway.policy_store.current,
             fleet=gateway.fleet,
             queued=gateway.scheduler.waiting,
             in_flight=gateway.scheduler.running,
+            prefix_index=gateway.prefix_index,
             reports=reports,
             counts=counts,
-            stats=stats,
+            window=window,
+        )
+        lame_duck, version = gateway.drain_state.lame_duck, gateway.policy_store.version
+        return Status(
+            unix_s=round(gateway.wall(), 3),
+            gateway=GatewayStatus(
+                ready=not lame_duck and bool(gateway.fleet.view().workers),
+                stopping=lame_duck,
+                uptime_s=round(gateway.clock() - began_s, 3),
+                requests_in_flight=proxy.load.requests,
+                event_loop_lag_s=round(proxy.load.lag.worst_s, 4),
+                added_latency_s=window.added_latency_s,
+            ),
+            store=StoreStatus(**gateway.cluster_sync.status()),
+            policy=PolicyStatus(
+                version=version.number,
+                etag=version.etag,
+                source=_SOURCES[version.reason],
+                file_problem=gateway.policy_file.problem,
+            ),
+            retries_denied=proxy.forwarder.retries.denied,
+            quarantined_bodies=len(proxy.forwarder.quarantine),
+            **fleet.render(),
         )
 
     return take
@@ -152,36 +174,3 @@ def _check_alone(request: Request, name: str) -> None:
     given = [known for known, _ in request.query_params.multi_items()]
     if given not in ([], [name]):
         raise FieldInvalid(f"The only query parameter is '{name}', at most once.", param=name)
-
-
-def _local_state(
-    gateway: Gateway, proxy: ProxyHandler, stats: WindowStats, uptime_s: float
-) -> LocalState:
-    return LocalState(
-        unix_s=round(gateway.wall(), 3),
-        gateway=GatewayStatus(
-            ready=not gateway.drain_state.lame_duck and bool(gateway.fleet.view().workers),
-            stopping=gateway.drain_state.lame_duck,
-            uptime_s=round(uptime_s, 3),
-            requests_in_flight=proxy.load.requests,
-            event_loop_lag_s=round(proxy.load.lag.worst_s, 4),
-            added_latency_s=stats.added_latency_s,
-        ),
-        store=StoreStatus(**gateway.cluster_sync.status()),
-        policy=_policy(gateway),
-        retries_denied=proxy.forwarder.retries.denied,
-        quarantined_bodies=len(proxy.forwarder.quarantine),
-        prefix_index_size=len(gateway.prefix_index),
-        prefix_mispredicted=gateway.prefix_index.mispredicted,
-    )
-
-
-def _policy(gateway: Gateway) -> PolicyStatus:
-    """Return the active version, and why the policy file was rejected, if it was."""
-    version = gateway.policy_store.version
-    return PolicyStatus(
-        version=version.number,
-        etag=version.etag,
-        source=_SOURCES[version.reason],
-        file_problem=gateway.policy_file.problem,
-    )

@@ -8,9 +8,9 @@ request does not depend on how many totals it adds to.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gateway.auth.usage_store import UsageStore
 from gateway.storage.counters import CounterKey
@@ -22,6 +22,8 @@ from policies.request.profile import Bypass
 
 # Some dozens are in use. A client that causes more only makes the counters flush earlier.
 _LABELS_LIMIT = 2048
+_NO_CANDIDATE = (NOWHERE, "", "", "")
+_NO_DECISION = ("", ())
 
 
 class Accounting:
@@ -33,7 +35,7 @@ class Accounting:
         self._usage_store = usage_store
         self._access_log = access_log
         self._wall = wall
-        self._counters: dict[Hashable, _Counters] = {}
+        self._counters: dict[tuple[Any, ...], _Counters] = {}
         self._lanes: dict[LaneKey, LaneStats] = {}
         self._totals: Counter[CounterKey] = Counter()
         self._pending: Counter[CounterKey] = Counter()
@@ -42,18 +44,17 @@ class Accounting:
         """Count one finished request; never wait, and never raise an error."""
         candidate, decision, inspected = record.candidate, record.decision, record.inspected
         usage = record.usage
-        # All that `_Labels` holds. A plain tuple: building a named one takes three times as long.
+        # The fields of `_Labels`. A plain tuple: building a named one takes three times as long.
         key = (
             record.outcome,
             record.status,
             record.code,
-            record.prefix,
-            usage is UNUSED,
-            decision and (decision.route, decision.bypass),
-            candidate and (candidate.pool, candidate.lane, candidate.worker_id, candidate.reason),
-            candidate and inspected and inspected.profile.model,
+            "" if usage is UNUSED else record.prefix,
+            *(candidate[:4] if candidate else _NO_CANDIDATE),
+            inspected.profile.model if candidate and inspected else "",
+            *(decision[:2] if decision else _NO_DECISION),
         )
-        counters = self._counters.get(key) or self._add_counters(key, record)
+        counters = self._counters.get(key) or self._add_counters(key)
         counters.requests += 1
         counters.prompt_tokens += usage.prompt_tokens
         counters.completion_tokens += usage.completion_tokens
@@ -87,10 +88,10 @@ class Accounting:
         """Return a snapshot of the counters and histograms by lane."""
         return {key: lane.totals() for key, lane in self.lane_stats().items()}
 
-    def _add_counters(self, key: Hashable, record: RequestRecord) -> _Counters:
+    def _add_counters(self, key: tuple[Any, ...]) -> _Counters:
         if len(self._counters) >= _LABELS_LIMIT:
             self._flush()
-        labels, lane = _labels(record), None
+        labels, lane = _Labels(*key), None
         if labels.pool != NOWHERE:
             lane_key = LaneKey(labels.pool, labels.lane, labels.worker_id, labels.model)
             lane = self._lanes.setdefault(lane_key, LaneStats())
@@ -119,12 +120,13 @@ class _Labels(NamedTuple):
     prefix: str
     """Empty if no worker reported usage."""
     pool: str
-    """`NOWHERE` if no worker was reached; lane, worker, reason and model are empty then."""
+    """The first of the four fields that begin a `Candidate`; `NOWHERE` if no worker was reached."""
     lane: str
     worker_id: str
     reason: str
     model: str
     route: str
+    """The first of the two fields that begin a `Decision`."""
     bypass: tuple[Bypass, ...]
 
     @property
@@ -147,23 +149,6 @@ class _Counters:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-
-
-def _labels(record: RequestRecord) -> _Labels:
-    candidate, decision, inspected = record.candidate, record.decision, record.inspected
-    return _Labels(
-        outcome=record.outcome,
-        status=record.status,
-        code=record.code,
-        prefix="" if record.usage is UNUSED else record.prefix,
-        pool=candidate.pool if candidate else NOWHERE,
-        lane=candidate.lane if candidate else "",
-        worker_id=candidate.worker_id if candidate else "",
-        reason=candidate.reason if candidate else "",
-        model=inspected.profile.model if candidate and inspected else "",
-        route=decision.route if decision else "",
-        bypass=decision.bypass if decision else (),
-    )
 
 
 def _observe(lane: LaneStats, record: RequestRecord) -> None:

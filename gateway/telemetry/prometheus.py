@@ -8,7 +8,6 @@ The speculative decoding metrics have vLLM's names, so `vllm bench serve` and AI
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -21,16 +20,8 @@ from prometheus_client.registry import Collector
 
 from gateway.storage.counters import CounterKey
 from gateway.telemetry.accounting import Accounting
-from gateway.telemetry.stats import BOUNDS_S, LaneStats, LogHistogram, cumulative
-from workers.protocol import (
-    VLLM_ACCEPTED_PER_POSITION,
-    VLLM_COUNTERS,
-    LaneReport,
-    PrefixCounts,
-    Speculation,
-    TimeSaved,
-    WorkerReport,
-)
+from gateway.telemetry.stats import BOUNDS_S, LaneKey, LaneStats, LogHistogram, cumulative
+from workers import protocol
 
 _SHOWN_S = tuple(bound for bound in BOUNDS_S if f"{bound:e}"[:3] in ("1.0", "2.5", "5.0"))
 _MICROSECONDS_UP = tuple(bound for bound in _SHOWN_S if bound <= 1)
@@ -62,45 +53,42 @@ _COUNTERS = (  # family of counts, name, help, labels
 )
 
 
-class _Histogram(NamedTuple):
-    name: str
-    text: str
-    bounds_s: tuple[float, ...]
-    field: str
-    """The field of `LaneStats`."""
-
-
-_POOL_HISTOGRAMS = (
-    _Histogram(
+_HISTOGRAMS = (  # name, help, bounds, field of `LaneStats`, labels
+    (
         "time_to_first_token",
         "Time from the complete request body to the first content of a stream.",
         _MILLISECONDS_UP,
         "first_token_s",
+        ("pool",),
     ),
-    _Histogram(
+    (
         "time_per_output_token",
         "Time per token of a stream after the first one.",
         _TOKEN_S,
         "token_s",
+        ("pool",),
     ),
-    _Histogram(
+    (
         "queue_wait",
         "Time in the queue, of requests that waited for a slot and got one.",
         _MILLISECONDS_UP,
         "wait_s",
+        ("pool",),
     ),
-    _Histogram(
+    (
         "request_duration",
         "Time from the first byte of a request to the last byte of its complete response.",
         _MILLISECONDS_UP,
         "duration_s",
+        ("pool",),
     ),
-)
-_ADDED_LATENCY = _Histogram(
-    "added_latency",
-    "Time from the complete request body to its dispatch, less the time in the queue.",
-    _MICROSECONDS_UP,
-    "added_latency_s",
+    (
+        "added_latency",
+        "Time from the complete request body to its dispatch, less the time in the queue.",
+        _MICROSECONDS_UP,
+        "added_latency_s",
+        (),
+    ),
 )
 _WORKER_LABELS = ("model_name", "worker")
 
@@ -124,20 +112,16 @@ class GatewayMetrics(Collector):
         totals = self._accounting.totals()
         for family, name, text, labels in _COUNTERS:
             yield _counter(totals, family, name, text, labels)
-        pools: dict[tuple[str, ...], list[LaneStats]] = {}
-        for key, lane in self._accounting.lane_stats().items():
-            pools.setdefault((key.pool,), []).append(lane)
-        for histogram in _POOL_HISTOGRAMS:
-            yield _histogram(histogram, pools, ("pool",))
-        all_lanes = [lane for lanes in pools.values() for lane in lanes]
-        yield _histogram(_ADDED_LATENCY, {(): all_lanes}, ())
+        lanes = self._accounting.lane_stats()
+        for name, text, bounds_s, field, labels in _HISTOGRAMS:
+            yield _histogram(lanes, name, text, bounds_s, field, labels=labels)
 
 
 class WorkerMetrics(Collector):
     """Sums over all boots of each worker, so that counters do not fall when a worker restarts."""
 
-    def __init__(self, reports: Iterable[WorkerReport]) -> None:
-        self._lanes: dict[tuple[str, str], list[LaneReport]] = {}
+    def __init__(self, reports: Iterable[protocol.WorkerReport]) -> None:
+        self._lanes: dict[tuple[str, str], list[protocol.LaneReport]] = {}
         for report in reports:
             lanes = self._lanes.setdefault((report.model, report.worker_id), [])
             lanes.extend(report.lanes)
@@ -150,15 +134,15 @@ class WorkerMetrics(Collector):
     def _speculation(self) -> Iterator[Metric]:
         counters = {
             field: CounterMetricFamily(name, text, labels=_WORKER_LABELS)
-            for field, (name, text) in VLLM_COUNTERS.items()
+            for field, (name, text) in protocol.VLLM_COUNTERS.items()
         }
-        name, text = VLLM_ACCEPTED_PER_POSITION
+        name, text = protocol.VLLM_ACCEPTED_PER_POSITION
         per_position = CounterMetricFamily(name, text, labels=(*_WORKER_LABELS, "position"))
         for key, lanes in sorted(self._lanes.items()):
             drafting = [lane.speculation for lane in lanes if lane.mtp_enabled]
             if not drafting:
                 continue
-            total = sum(drafting, Speculation())
+            total = sum(drafting, protocol.Speculation())
             for field, counter in counters.items():
                 counter.add_metric(key, getattr(total, field))
             for position, count in enumerate(total.accepted_per_position):
@@ -178,8 +162,8 @@ class WorkerMetrics(Collector):
             labels=_WORKER_LABELS,
         )
         for key, lanes in sorted(self._lanes.items()):
-            prefix = sum((lane.prefix for lane in lanes), PrefixCounts())
-            time_saved = sum((lane.time_saved for lane in lanes), TimeSaved())
+            prefix = sum((lane.prefix for lane in lanes), protocol.PrefixCounts())
+            time_saved = sum((lane.time_saved for lane in lanes), protocol.TimeSaved())
             hits.add_metric(key, prefix.hits)
             misses.add_metric(key, prefix.misses)
             cached.add_metric(key, prefix.cached_tokens)
@@ -202,19 +186,24 @@ def _counter(
 
 
 def _histogram(
-    histogram: _Histogram,
-    groups: Mapping[tuple[str, ...], Iterable[LaneStats]],
+    lanes: Mapping[LaneKey, LaneStats],
+    name: str,
+    text: str,
+    bounds_s: tuple[float, ...],
+    field: str,
+    *,
     labels: tuple[str, ...],
 ) -> HistogramMetricFamily:
-    """Return a family with the sum over the lanes of each group."""
-    metric = HistogramMetricFamily(
-        f"paceline_{histogram.name}_seconds", histogram.text, labels=labels
-    )
-    for group, lanes in sorted(groups.items()):
-        parts: list[LogHistogram] = [getattr(lane, histogram.field) for lane in lanes]
+    """Return a family with the sum over the lanes that have the same labels."""
+    groups: dict[tuple[str, ...], list[LogHistogram]] = {} if labels else {(): []}
+    for key, lane in lanes.items():
+        values = tuple(getattr(key, label) for label in labels)
+        groups.setdefault(values, []).append(getattr(lane, field))
+    metric = HistogramMetricFamily(f"paceline_{name}_seconds", text, labels=labels)
+    for values, parts in sorted(groups.items()):
         counts = [sum(bucket) for bucket in zip(*(part.counts for part in parts), strict=True)]
-        buckets = cumulative(counts, histogram.bounds_s)
-        metric.add_metric(group, buckets, sum_value=sum(part.sum_s for part in parts))
+        buckets = cumulative(counts, bounds_s)
+        metric.add_metric(values, buckets, sum_value=sum(part.sum_s for part in parts))
     return metric
 
 
