@@ -23,6 +23,10 @@ COMMANDS = {
 }
 
 
+class CommandError(Exception):
+    """A command cannot go on; the message is one sentence for a terminal."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -31,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         return _run(arguments)
+    except CommandError as error:
+        sys.exit(f"paceline: {error}")
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output has enough, as `head` does
@@ -69,5 +75,4 @@ def _parser(chosen: str) -> argparse.ArgumentParser:
         module = importlib.import_module(f"gateway.cli.{name}")
         subparser = commands.add_parser(name, help=summary, description=module.__doc__)
         module.add_options(subparser)
-        subparser.set_defaults(run=module.run)
     return parser

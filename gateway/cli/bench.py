@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gateway.cli.client import add_gateway_url
+from gateway.cli import CommandError
+from gateway.cli.client import add_gateway
 from gateway.loadgen import MeasurementError, report
 from gateway.loadgen.client import Endpoint, open_endpoint
 from gateway.loadgen.plot import svg
@@ -38,7 +39,8 @@ _PIPED_WIDTH = 120
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `bench`."""
     add = parser.add_argument
-    add_gateway_url(parser)
+    parser.set_defaults(run=_run)
+    add_gateway(parser)
     add("--model", default="", help="default: the first model of the endpoint")
     add(
         "--compare",
@@ -105,7 +107,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=_svg_file, metavar="FILE.svg", help="plot the figures by level of load")
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Run the benchmark; return 0 if a request succeeded, 1 if none did, 130 if interrupted."""
     endpoints: list[Endpoint] = []
     measurements: list[Measurement] = []
@@ -115,7 +117,7 @@ def run(options: argparse.Namespace) -> int:
         with _progress() as progress:
             run_on_loop(_measure(options, endpoints, measurements, progress, console))
     except MeasurementError as error:
-        sys.exit(f"paceline: {error}")
+        raise CommandError(str(error)) from None
     except KeyboardInterrupt:  # the measurements so far are reported
         interrupted = True
     if measurements:
@@ -142,7 +144,7 @@ async def _measure(
         seed=options.seed,
     )
     common = {"max_tokens": options.max_tokens, "temperature": options.temperature}
-    targets = [(options.url, options.model, options.body, "PACELINE_API_KEY")]
+    targets = [(options.gateway.url, options.model, options.body, "PACELINE_API_KEY")]
     if options.compare:
         body = options.body if options.compare_body is None else options.compare_body
         targets.append((options.compare, options.compare_model, body, "PACELINE_COMPARE_API_KEY"))
@@ -235,7 +237,7 @@ def _write(file: Path, text: str) -> None:
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
-        sys.exit(f"paceline: {file} cannot be written: {error.strerror}.")
+        raise CommandError(f"{file} cannot be written: {error.strerror}.") from None
 
 
 @contextlib.contextmanager

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from pathlib import Path
 
-from gateway.cli.client import add_gateway_url, call_gateway, print_json
+from gateway.cli import CommandError
+from gateway.cli.client import add_gateway, print_json, read_text
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -15,17 +14,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "request", metavar="REQUEST.json", help="the body of a request ('-' reads standard input)"
     )
-    add_gateway_url(parser)
+    add_gateway(parser)
+    parser.set_defaults(run=_run)
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Print the gateway's decision as JSON."""
     try:
-        text = sys.stdin.read() if options.request == "-" else Path(options.request).read_text()
-        body = json.loads(text)
-    except (OSError, UnicodeDecodeError) as error:
-        sys.exit(f"paceline: cannot read {options.request}: {error}")
+        body = json.loads(read_text(options.request))
     except json.JSONDecodeError as error:
-        sys.exit(f"paceline: {options.request} is not JSON: {error}")
-    print_json(call_gateway(options.url, "POST", "/v1/route/explain", body))
+        raise CommandError(f"{options.request} is not JSON: {error}") from None
+    print_json(options.gateway.read("POST", "/v1/route/explain", json=body))
     return 0

@@ -21,6 +21,7 @@ _UNKEYED = (
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that `gateway` and `up` share."""
+    parser.set_defaults(run=_run)
     parser.add_argument("--host", help="address to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, help="port to listen on; 0 takes a free one (8000)")
     parser.add_argument("--config", type=Path, help="configuration file (paceline.yaml)")
@@ -33,7 +34,7 @@ def settings_from(options: argparse.Namespace) -> Settings:
     return load_settings(options.config, host=options.host, port=options.port, join_token=token)
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C or SIGTERM, then let running requests finish."""
     settings = settings_from(options)
     settle_collector()

@@ -8,18 +8,12 @@ import sys
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
+from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.client import (
-    add_gateway_url,
-    call_admin,
-    plain_table,
-    print_json,
-    print_output,
-    read_admin_text,
-)
+from gateway.cli.client import add_admin_commands, plain_table, print_json, print_output
 from policies.document import Priority
 
 _PATH = "/admin/v1/keys"
@@ -35,8 +29,15 @@ _STATE_STYLES = {"active": "green", "expired": "yellow", "revoked": "red"}
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the commands under `keys`; each sends PACELINE_ADMIN_KEY if it is set."""
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    create = commands.add_parser("create", help="create a key; its secret is shown only once")
+    create, listing, revoke, usage = add_admin_commands(
+        parser,
+        {
+            _create: ("create", "create a key; its secret is shown only once"),
+            _list: ("list", "list all keys, without their secrets"),
+            _revoke: ("revoke", "revoke a key, and end its running requests"),
+            _usage: ("usage", "show the usage of keys by day (UTC)"),
+        },
+    )
     create.add_argument("name", help="its owner")
     create.add_argument("--team", help="usage is summed by team")
     create.add_argument("--model", action="append", dest="models", help="allow only this (repeat)")
@@ -49,33 +50,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     create.add_argument(
         "--expires-in", type=_duration, metavar="TIME", help="90m, 12h or 30d (default: never)"
     )
-    create.set_defaults(command=_create)
-    listing = commands.add_parser("list", help="list all keys, without their secrets")
-    listing.set_defaults(command=_list)
-    revoke = commands.add_parser("revoke", help="revoke a key, and end its running requests")
     revoke.add_argument("id", help="the id that `paceline keys list` shows")
-    revoke.set_defaults(command=_revoke)
-    usage = commands.add_parser("usage", help="show the usage of keys by day (UTC)")
     usage.add_argument("--from", dest="first", metavar="DAY", help="like 2026-11-01")
     usage.add_argument("--to", dest="last", metavar="DAY", help="like 2026-11-30 (default: today)")
-    usage.set_defaults(command=_usage)
     for command in (create, listing, revoke, usage):
-        add_gateway_url(command, admin=True)
         forms = command.add_mutually_exclusive_group()
         forms.add_argument("--json", action="store_true", help="print the gateway's response")
         if command is usage:
             forms.add_argument("--csv", action="store_true", help="print CSV")
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run one command of `keys`."""
-    answer = options.command(options)
-    if options.json:
-        print_json(answer)
-    return 0
-
-
-def _create(options: argparse.Namespace) -> Mapping[str, Any]:
+def _create(options: argparse.Namespace) -> int:
     fields = {
         name: getattr(options, name)
         for name in ("name", "team", "models", "pools", "priority", *_LIMITS)
@@ -83,52 +68,54 @@ def _create(options: argparse.Namespace) -> Mapping[str, Any]:
     if options.expires_in is not None:
         fields["expires_at"] = (datetime.now(UTC) + options.expires_in).isoformat()
     body = {name: value for name, value in fields.items() if value is not None}
-    key, _ = call_admin(options.url, "POST", _PATH, json=body)
-    if not options.json:
-        sys.stdout.write(
-            f"Created {key['id']} for {key['name']}. The secret is shown only this once:\n\n"
-            f"{key['secret']}\n"
+    key = options.gateway.read("POST", _PATH, json=body)
+    return _print(
+        options,
+        key,
+        f"Created {key['id']} for {key['name']}. The secret is shown only this once:\n\n"
+        f"{key['secret']}",
+    )
+
+
+def _list(options: argparse.Namespace) -> int:
+    answer = options.gateway.read("GET", _PATH)
+    table = plain_table("Id", "Name", "Team", "Begins", "State", "May use", "Limits")
+    for key in answer["keys"]:
+        state = Text(key["state"], style=_STATE_STYLES.get(key["state"], ""))
+        scope = ", ".join([*key["models"], *key["pools"]]) or "all"
+        table.add_row(
+            *(key["id"], key["name"], key["team"], key["prefix"], state, scope, _limits(key))
         )
-    return key
+    return _print(options, answer, table)
 
 
-def _list(options: argparse.Namespace) -> Mapping[str, Any]:
-    answer, _ = call_admin(options.url, "GET", _PATH)
-    if not options.json:
-        table = plain_table("Id", "Name", "Team", "Begins", "State", "May use", "Limits")
-        for key in answer["keys"]:
-            state = Text(key["state"], style=_STATE_STYLES.get(key["state"], ""))
-            scope = ", ".join([*key["models"], *key["pools"]]) or "all"
-            table.add_row(
-                *(key["id"], key["name"], key["team"], key["prefix"], state, scope, _limits(key))
-            )
-        print_output(table)
-    return answer
+def _revoke(options: argparse.Namespace) -> int:
+    key = options.gateway.read("DELETE", f"{_PATH}/{quote(options.id, safe='')}")
+    return _print(options, key, f"Revoked {key['id']} of {key['name']}.")
 
 
-def _revoke(options: argparse.Namespace) -> Mapping[str, Any]:
-    key, _ = call_admin(options.url, "DELETE", f"{_PATH}/{quote(options.id, safe='')}")
-    if not options.json:
-        sys.stdout.write(f"Revoked {key['id']} of {key['name']}.\n")
-    return key
-
-
-def _usage(options: argparse.Namespace) -> Mapping[str, Any]:
+def _usage(options: argparse.Namespace) -> int:
     days = {"from": options.first, "to": options.last}
     query = {name: day for name, day in days.items() if day is not None}
     if options.csv:
-        path = f"{_USAGE_PATH}?{urlencode({**query, 'format': 'csv'})}"
-        sys.stdout.write(read_admin_text(options.url, path))
-        return {}
-    answer, _ = call_admin(options.url, "GET", f"{_USAGE_PATH}?{urlencode(query)}")
-    if not options.json:
-        table = plain_table("Day", "Key", "Name", "Team")
-        for column in ("Requests", "Prompt", "Cached", "Completion", "Guessed"):
-            table.add_column(column, justify="right", no_wrap=True)
-        for row in answer["rows"]:
-            table.add_row(*(str(row[column]) for column in _USAGE_COLUMNS))
-        print_output(table)
-    return answer
+        response = options.gateway.send("GET", _USAGE_PATH, params={**query, "format": "csv"})
+        sys.stdout.write(response.text)
+        return 0
+    answer = options.gateway.read("GET", _USAGE_PATH, params=query)
+    numbers = ("Requests", "Prompt", "Cached", "Completion", "Guessed")
+    table = plain_table("Day", "Key", "Name", "Team", numbers=numbers)
+    for row in answer["rows"]:
+        table.add_row(*(str(row[column]) for column in _USAGE_COLUMNS))
+    return _print(options, answer, table)
+
+
+def _print(options: argparse.Namespace, answer: Mapping[str, Any], shown: str | Table) -> int:
+    """Print the gateway's answer with `--json`, else its form for a terminal."""
+    if options.json:
+        print_json(answer)
+    else:
+        print_output(Text(shown) if isinstance(shown, str) else shown)
+    return 0
 
 
 def _limits(key: Mapping[str, Any]) -> str:

@@ -8,9 +8,9 @@ import json
 import re
 import socket
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 from urllib.parse import quote
 
 from rich.console import Group
@@ -18,88 +18,65 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.cli.client import (
-    add_gateway_url,
-    call_admin,
+    Gateway,
+    add_admin_commands,
     plain_table,
     print_json,
     print_output,
+    read_text,
 )
 from policies.document import PolicyInvalid, Problem, parse_policy
 from policies.yaml_io import write_yaml
 
 _PATH = "/admin/v1/policy"
-_JSON = {"content-type": "application/json"}
-_YAML = {"content-type": "application/yaml"}
 # The first line of what `show` prints: `apply` reads from it which version was edited.
 _MARK = re.compile(r"\A# policy version (?P<version>\d+), etag (?P<etag>[0-9a-f-]+)$", re.MULTILINE)
 _VALUE_CHARS = 60
-_Command = Callable[[argparse.Namespace], int]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `policy`."""
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def command(name: str, run_command: _Command, summary: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=summary, description=summary)
-        add_gateway_url(added, admin=True)
-        added.set_defaults(command=run_command)
-        return added
-
-    def file_command(name: str, run_command: _Command, summary: str) -> argparse.ArgumentParser:
-        added = command(name, run_command, summary)
-        added.add_argument("file", metavar="FILE", help="YAML, or JSON as .json ('-' reads YAML)")
-        return added
-
-    show = command("show", _show, "print the active policy, or an earlier version")
+    show, validate, diff, apply, _, rollback = add_admin_commands(
+        parser,
+        {
+            _show: ("show", "print the active policy, or an earlier version"),
+            _validate: ("validate", "check whether a policy is valid"),
+            _diff: ("diff", "show what a policy would change, and which requests it would move"),
+            _apply: ("apply", "activate a policy"),
+            _history: ("history", "list the versions of the policy, the newest first"),
+            _rollback: ("rollback", "activate an earlier version again"),
+        },
+    )
     show.add_argument("--version", type=int, metavar="N", help="print this version")
     show.add_argument("--json", action="store_true", help="print JSON instead of YAML")
-    validate = file_command("validate", _validate, "check whether a policy is valid")
+    for command in (validate, diff, apply):
+        command.add_argument(
+            "file", type=_PolicyFile, metavar="FILE", help="YAML, or JSON as .json ('-' reads YAML)"
+        )
     validate.add_argument("--offline", action="store_true", help="check it without a gateway")
-    file_command("diff", _diff, "show what a policy would change, and which requests it would move")
-    apply = file_command("apply", _apply, "activate a policy")
-    apply.add_argument("--note", required=True, help="the purpose; it is stored with the version")
-    apply.add_argument(
-        "--author", default=_default_author(), help="the author (default: %(default)s)"
-    )
-    command("history", _history, "list the versions of the policy, the newest first")
-    rollback = command("rollback", _rollback, "activate an earlier version again")
     rollback.add_argument("version", type=int, metavar="VERSION")
-    rollback.add_argument("--note", default="", help="the purpose; it is stored with the version")
-    rollback.add_argument(
-        "--author", default=_default_author(), help="the author (default: %(default)s)"
-    )
+    note = "the purpose; it is stored with the version"
+    apply.add_argument("--note", required=True, help=note)
+    rollback.add_argument("--note", default="", help=note)
+    for command in (apply, rollback):
+        command.add_argument(
+            "--author", default=_default_author(), help="the author (default: %(default)s)"
+        )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run one command of `policy`; return 1 if the policy is invalid."""
-    command: _Command = options.command
-    return command(options)
-
-
-class _PolicyFile(NamedTuple):
+class _PolicyFile:
     """A policy in a file."""
 
-    name: str
-    text: str
-    headers: Mapping[str, str]
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.text = read_text(name)
+        self.mark = _MARK.search(self.text)
+        kind = "json" if name.endswith(".json") else "yaml"
+        self.headers = {"content-type": f"application/{kind}"}
 
-    @classmethod
-    def read(cls, name: str) -> Self:
-        try:
-            text = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            sys.exit(f"paceline: cannot read {name}: {error}")
-        return cls(name, text, _JSON if name.endswith(".json") else _YAML)
-
-    @property
-    def mark(self) -> re.Match[str] | None:
-        return _MARK.search(self.text)
-
-    def post(self, url: str, path: str) -> Mapping[str, Any]:
+    def post(self, gateway: Gateway, path: str) -> Mapping[str, Any]:
         content = self.text.encode()
-        answer, _ = call_admin(url, "POST", _PATH + path, content=content, headers=self.headers)
-        return answer
+        return gateway.read("POST", _PATH + path, content=content, headers=self.headers)
 
     def update_mark(self, version: Mapping[str, Any]) -> None:
         """Write the new version into the first line of the file, if it names one."""
@@ -115,11 +92,12 @@ class _PolicyFile(NamedTuple):
 
 def _show(options: argparse.Namespace) -> int:
     if options.version is None:
-        document, headers = call_admin(options.url, "GET", _PATH)
+        response = options.gateway.send("GET", _PATH)
+        document, headers = options.gateway.json_of(response), response.headers
         mark = _mark(headers["x-paceline-policy-version"], headers["etag"].strip('"'))
     else:
-        answer, _ = call_admin(options.url, "GET", f"{_PATH}/history/{options.version}")
-        document, mark = answer["document"], f"# policy version {answer['number']}"
+        version = options.gateway.read("GET", f"{_PATH}/history/{options.version}")
+        document, mark = version["document"], f"# policy version {version['number']}"
     if options.json:
         print_json(document)
     else:
@@ -128,86 +106,83 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _validate(options: argparse.Namespace) -> int:
-    file = _PolicyFile.read(options.file)
+    file = options.file
+    problems: Sequence[Problem] = ()
+    warnings: Sequence[Mapping[str, Any]] = ()
     if options.offline:
-        problems, warnings = _problems_here(file), []
+        try:
+            parse_policy(file.text, file.name)
+        except PolicyInvalid as invalid:
+            problems = invalid.problems
     else:
-        answer = file.post(options.url, "/validate")
+        answer = file.post(options.gateway, "/validate")
         problems = [Problem(**one) for one in answer["problems"]]
-        warnings = [f"warning: {one['message']}" for one in answer["warnings"]]
+        warnings = answer["warnings"]
     for field, message, line in problems:
         where = f"{file.name}:{line}" if line else file.name
         sys.stdout.write(": ".join(part for part in (where, field, message) if part) + "\n")
     for warning in warnings:
-        sys.stdout.write(f"{file.name}: {warning}\n")
+        sys.stdout.write(f"{file.name}: warning: {warning['message']}\n")
     if not problems:
         sys.stdout.write(f"{file.name} is a valid policy.\n")
     return 1 if problems else 0
 
 
-def _problems_here(file: _PolicyFile) -> list[Problem]:
-    try:
-        parse_policy(file.text, file.name)
-    except PolicyInvalid as invalid:
-        return list(invalid.problems)
-    return []
-
-
 def _diff(options: argparse.Namespace) -> int:
-    print_output(render_difference(_PolicyFile.read(options.file).post(options.url, "/diff")))
+    _print_difference(options.file.post(options.gateway, "/diff"))
     return 0
 
 
 def _apply(options: argparse.Namespace) -> int:
-    file = _PolicyFile.read(options.file)
-    difference = file.post(options.url, "/diff")
-    print_output(render_difference(difference))
-    if not difference["changes"]:
+    file = options.file
+    difference = file.post(options.gateway, "/diff")
+    if not _print_difference(difference):
         return 0
-    edited = file.mark["etag"] if file.mark else difference["onto"]["etag"]
-    version, _ = call_admin(
-        options.url,
-        "PUT",
-        _PATH,
-        content=file.text.encode(),
-        headers={**file.headers, **_author_headers(options), "if-match": f'"{edited}"'},
-        conflict_hint=_conflict_hint(file),
+    etag = difference["onto"]["etag"]
+    hint = "Nothing was changed. Check `paceline policy diff`, then try again."
+    if file.mark:
+        etag = file.mark["etag"]
+        hint = (
+            f"Nothing was changed: {file.name} is based on version {file.mark['version']}. Merge "
+            "the output of `paceline policy show` into the file, including its first line."
+        )
+    headers = {**file.headers, **_edit_headers(options, etag)}
+    content = file.text.encode()
+    version = options.gateway.read(
+        "PUT", _PATH, content=content, headers=headers, conflict_hint=hint
     )
     file.update_mark(version)
     return _print_version(version)
 
 
-def _history(options: argparse.Namespace) -> int:
-    answer, _ = call_admin(options.url, "GET", f"{_PATH}/history")
-    print_output(render_history(answer["versions"]))
-    return 0
-
-
 def _rollback(options: argparse.Namespace) -> int:
-    earlier, _ = call_admin(options.url, "GET", f"{_PATH}/history/{options.version}")
-    difference, _ = call_admin(options.url, "POST", f"{_PATH}/diff", json=earlier["document"])
-    print_output(render_difference(difference))
-    if not difference["changes"]:
+    earlier = options.gateway.read("GET", f"{_PATH}/history/{options.version}")
+    difference = options.gateway.read("POST", f"{_PATH}/diff", json=earlier["document"])
+    if not _print_difference(difference):
         return 0
-    version, _ = call_admin(
-        options.url,
+    version = options.gateway.read(
         "POST",
         f"{_PATH}/rollback",
         json={"version": options.version},
-        headers={**_author_headers(options), "if-match": f'"{difference["onto"]["etag"]}"'},
+        headers=_edit_headers(options, difference["onto"]["etag"]),
         conflict_hint="Nothing was changed. Check `paceline policy history`, then try again.",
     )
     return _print_version(version)
 
 
-def _conflict_hint(file: _PolicyFile) -> str:
-    """Return the advice for an edit that is not based on the active version."""
-    if file.mark is None:
-        return "Nothing was changed. Check `paceline policy diff`, then try again."
-    return (
-        f"Nothing was changed: {file.name} is based on version {file.mark['version']}. Merge the "
-        "output of `paceline policy show` into the file, including its first line."
-    )
+def _print_difference(difference: Mapping[str, Any]) -> bool:
+    """Print a difference; return whether it changes anything."""
+    print_output(render_difference(difference))
+    return bool(difference["changes"])
+
+
+def _edit_headers(options: argparse.Namespace, etag: str) -> dict[str, str]:
+    """Return the author and note of an edit, and the version on which it is based."""
+    return {
+        "x-paceline-author": quote(options.author),
+        "x-paceline-note": quote(options.note),
+        "if-match": f'"{etag}"',
+    }
 
 
 def _print_version(version: Mapping[str, Any]) -> int:
@@ -215,12 +190,14 @@ def _print_version(version: Mapping[str, Any]) -> int:
     return 0
 
 
+def _history(options: argparse.Namespace) -> int:
+    versions = options.gateway.read("GET", f"{_PATH}/history")["versions"]
+    print_output(render_history(versions))
+    return 0
+
+
 def _mark(number: object, etag: str) -> str:
     return f"# policy version {number}, etag {etag}"
-
-
-def _author_headers(options: argparse.Namespace) -> dict[str, str]:
-    return {"x-paceline-author": quote(options.author), "x-paceline-note": quote(options.note)}
 
 
 def _default_author() -> str:

@@ -17,16 +17,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gateway.cli.client import (
-    GatewayUnavailable,
-    add_gateway_url,
-    call_gateway,
-    plain_table,
-    print_json,
-    read_gateway,
-)
+from gateway.cli.client import Gateway, GatewayUnavailable, add_gateway, plain_table, print_json
 
 _WATCH_TIMEOUT_S = 5.0
+_LOAD = ("Busy", "Waiting", "Requests", "Tokens", "Accepted", "Per step")
 _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
     ("starting", "draining", "cordoned", "busy", "probation"), "yellow"
 )
@@ -34,7 +28,8 @@ _STATE_STYLES = {"ready": "green"} | dict.fromkeys(
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `status`."""
-    add_gateway_url(parser)
+    add_gateway(parser)
+    parser.set_defaults(run=_run)
     parser.add_argument("--json", action="store_true", help="print /v1/status unchanged")
     parser.add_argument(
         "--watch",
@@ -46,13 +41,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Print the state of a gateway; return 0 if it is ready, else 1."""
     if options.watch:
         with contextlib.suppress(KeyboardInterrupt):
-            _watch(options.url, options.watch, as_json=options.json)
+            _watch(options.gateway, options.watch, as_json=options.json)
         return 0
-    state = call_gateway(options.url, "GET", "/v1/status")
+    state = options.gateway.read("GET", "/v1/status")
     if options.json:
         print_json(state)
     else:
@@ -62,13 +57,26 @@ def run(options: argparse.Namespace) -> int:
 
 def render(state: Mapping[str, Any]) -> Group:
     """Draw pools above workers, each with the acceptance of its drafts."""
-    problems = (
+    lines = [_headline(state)]
+    mtp = state["mtp"]
+    if mtp["enabled"] and mtp["attempted"]:
+        positions = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance_rate_per_position"])
+        lines.append(
+            Text(
+                f"{mtp['acceptance_rate']:.1%} of drafts accepted (by position: {positions}), "
+                f"{mtp['mean_acceptance_length']:.2f} tokens a step"
+            )
+        )
+    for what, why in (
         ("The policy file is invalid", state["policy"]["file_problem"]),
         ("This gateway does not share all state with others", state["store"]["problem"]),
-    )
-    warnings = [Text(f"{what}: {why}", style="red") for what, why in problems if why]
-    tables = ("", _pools(state["pools"]), "", _workers(state["workers"]))
-    return Group(_headline(state), *_acceptance(state["mtp"]), *warnings, *tables)
+    ):
+        if why:
+            lines.append(Text(f"{what}: {why}", style="red"))
+    pools = plain_table("Pool", "Workers", no_wrap=("Pool",), numbers=_LOAD)
+    for name, pool in state["pools"].items():
+        pools.add_row(name, str(len(pool["workers"])), *_load(pool))
+    return Group(*lines, "", pools, "", _workers(state["workers"]))
 
 
 def _headline(state: Mapping[str, Any]) -> Text:
@@ -83,28 +91,8 @@ def _headline(state: Mapping[str, Any]) -> Text:
     )
 
 
-def _acceptance(mtp: Mapping[str, Any]) -> list[Text]:
-    """Return one line about the drafts of the whole fleet, if there were any."""
-    if not (mtp["enabled"] and mtp["attempted"]):
-        return []
-    positions = ", ".join(f"{rate:.0%}" for rate in mtp["acceptance_rate_per_position"])
-    return [
-        Text(
-            f"{mtp['acceptance_rate']:.1%} of drafts accepted (by position: {positions}), "
-            f"{mtp['mean_acceptance_length']:.2f} tokens a step"
-        )
-    ]
-
-
-def _pools(pools: Mapping[str, Any]) -> Table:
-    table = _load_table("Pool", "Workers")
-    for name, pool in pools.items():
-        table.add_row(name, str(len(pool["workers"])), *_load(pool))
-    return table
-
-
 def _workers(workers: Mapping[str, Any]) -> Table:
-    table = _load_table("Worker", "Lane")
+    table = plain_table("Worker", "Lane", no_wrap=("Lane",), numbers=_LOAD)
     for name, worker in workers.items():
         state = Text(worker["state"], style=_STATE_STYLES.get(worker["state"], "red"))
         # The name stands beside the first lane, the model beside the second.
@@ -112,13 +100,6 @@ def _workers(workers: Mapping[str, Any]) -> Table:
         rows = [(lane_name, *_load(lane)) for lane_name, lane in worker["lanes"].items()]
         for label, row in itertools.zip_longest(labels, rows, fillvalue=()):
             table.add_row(label or "", *row)
-    return table
-
-
-def _load_table(*leading: str) -> Table:
-    table = plain_table(*leading, no_wrap=("Pool", "Lane"))
-    for column in ("Busy", "Waiting", "Requests", "Tokens", "Accepted", "Per step"):
-        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 
@@ -137,13 +118,13 @@ def _load(lane: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _watch(url: str, every_s: float, *, as_json: bool) -> None:
+def _watch(gateway: Gateway, every_s: float, *, as_json: bool) -> None:
     """Print the state until Ctrl-C: one screen on a terminal, one report after another to a pipe.
 
     If the gateway goes away, its last state stays on the screen, marked as old.
     """
     if as_json:
-        for state, problem in _states(url, every_s):
+        for state, problem in _states(gateway, every_s):
             if state is None:
                 sys.stderr.write(f"paceline: {problem}\n")
             else:
@@ -152,18 +133,18 @@ def _watch(url: str, every_s: float, *, as_json: bool) -> None:
     console = Console(highlight=False)
     if console.is_terminal:
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            for screen in _screens(url, every_s):
+            for screen in _screens(gateway, every_s):
                 live.update(screen, refresh=True)
-    for screen in _screens(url, every_s):
+    for screen in _screens(gateway, every_s):
         console.print(screen, "")
 
 
-def _screens(url: str, every_s: float) -> Iterator[RenderableType]:
+def _screens(gateway: Gateway, every_s: float) -> Iterator[RenderableType]:
     """Draw each state under a line with its time."""
     last: tuple[datetime, Mapping[str, Any]] | None = None
-    for state, problem in _states(url, every_s):
+    for state, problem in _states(gateway, every_s):
         now = datetime.now().astimezone()
-        head = Text(f"{url}  {now:%H:%M:%S}  every {every_s:g} s", style="dim")
+        head = Text(f"{gateway.url}  {now:%H:%M:%S}  every {every_s:g} s", style="dim")
         if state is not None:
             last = now, state
             yield Group(head, render(state))
@@ -174,11 +155,11 @@ def _screens(url: str, every_s: float) -> Iterator[RenderableType]:
             yield Group(head, notice, render(last[1]))
 
 
-def _states(url: str, every_s: float) -> Iterator[tuple[Mapping[str, Any] | None, str]]:
+def _states(gateway: Gateway, every_s: float) -> Iterator[tuple[Mapping[str, Any] | None, str]]:
     """Yield a state, or the reason for its absence, at each interval."""
     while True:
         try:
-            yield read_gateway(url, "GET", "/v1/status", timeout=_WATCH_TIMEOUT_S), ""
+            yield gateway.read("GET", "/v1/status", timeout=_WATCH_TIMEOUT_S), ""
         except GatewayUnavailable as reason:
             yield None, str(reason)
         time.sleep(every_s)
