@@ -163,6 +163,12 @@ MTP_LANE = "text-mtp"
 """The lane with speculative decoding."""
 
 
+_LANE_COUNTS = (
+    *("speculation", "bypass_counts", "spec_prefill", "prefix", "time_saved"),
+    *("requests", "prompt_tokens", "completion_tokens"),
+)
+
+
 class LaneReport(Record):
     """State and counts of one lane."""
 
@@ -196,6 +202,11 @@ class LaneReport(Record):
     """Finished requests since boot, including cancelled and failed ones."""
     prompt_tokens: NonNegativeInt = 0
     completion_tokens: NonNegativeInt = 0
+
+    def __add__(self, later: LaneReport) -> LaneReport:
+        """Return the later report with the sums of the counts."""
+        sums = {name: _add(getattr(self, name), getattr(later, name)) for name in _LANE_COUNTS}
+        return later.model_copy(update=sums)
 
     def drafting_pays(self, rows: int) -> bool:
         """Return whether drafts speed up a batch of this size; True before any measurement."""

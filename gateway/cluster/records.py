@@ -46,16 +46,13 @@ local revision = redis.call('HGET', KEYS[1], '') or ''
 if revision ~= '' and revision == ARGV[1] then return {revision, {}} end
 return {revision, redis.call('HGETALL', KEYS[1])}
 """
-_ADD = f"""{_REVISE}
-if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 1 then return 0 end
-redis.call('HSET', KEYS[1], ARGV[1], '[' .. revise() .. ',' .. ARGV[2] .. ']')
-return 1
-"""
-_REPLACE = f"""{_REVISE}
-local stored = redis.call('HGET', KEYS[1], ARGV[1])
+_WRITE = f"""{_REVISE}
+local name, record, edit = ARGV[1], ARGV[2], ARGV[3]
+local stored = redis.call('HGET', KEYS[1], name)
+if stored and edit == 'add' then return 0 end
 local order = stored and string.match(stored, '^%[(%d+),')
 local revision = revise()
-redis.call('HSET', KEYS[1], ARGV[1], '[' .. (order or revision) .. ',' .. ARGV[2] .. ']')
+redis.call('HSET', KEYS[1], name, '[' .. (order or revision) .. ',' .. record .. ']')
 return 1
 """
 _REMOVE = f"""{_REVISE}
@@ -97,14 +94,11 @@ class RedisRecords:
 
     def __init__(self, redis: RedisClient, folder: Path) -> None:
         self._redis = redis
-        self._read, self._add, self._replace, self._remove, self._restore = (
-            redis.script(lua) for lua in (_READ, _ADD, _REPLACE, _REMOVE, _RESTORE)
+        self._read, self._write, self._remove, self._restore = (
+            redis.script(lua) for lua in (_READ, _WRITE, _REMOVE, _RESTORE)
         )
         self._file = folder / f"shared-{redis.address_digest}.json"
-        self._copies = defaultdict(
-            lambda: _Copy({}),
-            {kind: _from_file(texts) for kind, texts in _read_copy(self._file).items()},
-        )
+        self._copies = defaultdict(lambda: _Copy({}), _read_copies(self._file))
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._writing: asyncio.Task[None] | None = None
         self._file_is_outdated = False
@@ -125,11 +119,11 @@ class RedisRecords:
 
     async def add(self, kind: str, name: str, text: str) -> bool:
         """Store a new record; return False if the name exists."""
-        return bool(await self._redis.write(lambda: self._add([_key(kind)], [name, text])))
+        return bool(await self._redis.write(lambda: self._write([_key(kind)], [name, text, "add"])))
 
     async def replace(self, kind: str, name: str, text: str) -> None:
         """Store a record in place of the one of that name."""
-        await self._redis.write(lambda: self._replace([_key(kind)], [name, text]))
+        await self._redis.write(lambda: self._write([_key(kind)], [name, text, "replace"]))
 
     async def remove(self, kind: str, name: str) -> None:
         """Remove a record."""
@@ -157,7 +151,9 @@ class RedisRecords:
         # Valid from here on, even if the restore fails.
         self._copies[kind] = _Copy(records, "", copy.connections, current=True)
         if lost:
-            pairs = [text for name, one in lost.items() for text in (name, _to_redis(one))]
+            pairs: list[str] = []
+            for name, record in lost.items():
+                pairs += [name, f"[{record.order},{record.text}]"]
             await self._redis.call(part, lambda: self._restore([_key(kind)], pairs))
             log.warning("redis.records_restored kind=%s records=%d", kind, len(lost))
         self._copies[kind] = _Copy(records, revision, connections, current=True)
@@ -198,24 +194,20 @@ def _key(kind: str) -> str:
     return f"paceline:{{{kind}}}:records"
 
 
-def _to_redis(record: _Record) -> str:
-    return f"[{record.order},{record.text}]"
-
-
 def _from_redis(text: str) -> _Record:
     """Parse a value; a foreign one becomes a JSON string, which is no valid record of any kind."""
     match = _RECORD.fullmatch(text)
     return _Record(int(match[1]), match[2]) if match else _Record(0, json.dumps(text))
 
 
-def _from_file(texts: Texts) -> _Copy:
-    return _Copy({name: _Record(order, text) for order, (name, text) in enumerate(texts.items())})
-
-
-def _read_copy(file: Path) -> TextsByKind:
-    """Read the file; an unreadable one counts as empty."""
+def _read_copies(file: Path) -> dict[str, _Copy]:
+    """Read the copies from the file; an unreadable one counts as empty."""
     try:
-        return read_file(file)
+        kinds = read_file(file)
     except (OSError, ValueError):
         log.warning("redis.copy_unreadable file=%s", file)
-        return {}
+        kinds = {}
+    return {
+        kind: _Copy({name: _Record(order, texts[name]) for order, name in enumerate(texts)})
+        for kind, texts in kinds.items()
+    }

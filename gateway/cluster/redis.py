@@ -11,26 +11,15 @@ import asyncio
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
+from redis import exceptions
 from redis.asyncio import Redis
 from redis.asyncio.connection import AbstractConnection, ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
-from redis.exceptions import (
-    AuthenticationError,
-    AuthorizationError,
-    BusyLoadingError,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    RedisError,
-    ResponseError,
-)
-from redis.exceptions import ConnectionError as RedisUnreachable
-from redis.exceptions import TimeoutError as RedisTimeout
 from redis.maint_notifications import MaintNotificationsConfig
 
 from gateway.errors import RecordsUnwritable, StartupError, WriteUnconfirmed
@@ -45,21 +34,21 @@ _MAX_CONNECTIONS = 16
 # A reply that has arrived is parsed within so many iterations of the event loop.
 _PARSE_ITERATIONS = 4
 # uvloop raises RuntimeError for a connection that is closed during a call.
-_UNREACHABLE = (RedisUnreachable, RedisTimeout, OSError, RuntimeError)
-_FAILURES = (RedisError, ValueError, *_UNREACHABLE)
+_UNREACHABLE = (exceptions.ConnectionError, exceptions.TimeoutError, OSError, RuntimeError)
+_FAILURES = (exceptions.RedisError, ValueError, *_UNREACHABLE)
+_REFUSALS = (
+    exceptions.AuthenticationError,
+    exceptions.AuthorizationError,
+    exceptions.NoPermissionError,
+)
 # Redis' own messages may hold names and addresses. The first that fits:
-_PROBLEMS: tuple[tuple[type[Exception], str], ...] = (
-    (AuthenticationError, "Redis does not accept the user or password."),
-    (AuthorizationError, "Redis does not accept the user or password."),
-    (NoPermissionError, "Redis does not accept the user or password."),
-    (BusyLoadingError, "Redis is still loading its data."),
-    (OutOfMemoryError, "Redis is full."),
-    (ReadOnlyError, "Redis is read-only."),
-    (RedisTimeout, "Redis does not answer in time."),
-    (TimeoutError, "Redis does not answer in time."),
-    (RedisUnreachable, "Redis cannot be reached."),
-    (OSError, "Redis cannot be reached."),
-    (RuntimeError, "Redis cannot be reached."),
+_PROBLEMS = (
+    (_REFUSALS, "Redis does not accept the user or password."),
+    (exceptions.BusyLoadingError, "Redis is still loading its data."),
+    (exceptions.OutOfMemoryError, "Redis is full."),
+    (exceptions.ReadOnlyError, "Redis is read-only."),
+    ((exceptions.TimeoutError, TimeoutError), "Redis does not answer in time."),
+    (_UNREACHABLE, "Redis cannot be reached."),
     (ValueError, "A Redis key of Paceline holds data that Paceline did not write."),
 )
 Reply = TypeVar("Reply")
@@ -104,13 +93,8 @@ class RedisClient:
 
     @property
     def problem(self) -> str:
-        """Return the latest problem as a sentence, or an empty string."""
+        """Return the latest problem as a sentence; empty if the last call of each part worked."""
         return next(reversed(self._problems.values()), "")
-
-    @property
-    def degraded(self) -> bool:
-        """Return whether the last call of any part failed."""
-        return bool(self._problems)
 
     def script(self, lua: str) -> AsyncScript:
         """Return a script, which is loaded into Redis when it is missing there."""
@@ -132,14 +116,14 @@ class RedisClient:
         self._set_problem(part, "")
         return reply
 
-    async def write(self, command: Callable[[], Awaitable[Reply]]) -> Reply:
+    async def write(self, command: Callable[[], Coroutine[Any, Any, Reply]]) -> Reply:
         """Run an admin's edit; raise `RecordsUnwritable`.
 
         An edit without a reply in time may be stored all the same: raise `WriteUnconfirmed`.
         """
         if self.unreachable:
             raise RecordsUnwritable
-        writing = asyncio.create_task(_as_coroutine(command), name="write records")
+        writing = asyncio.create_task(command(), name="write records")
         try:
             replied = await self.wait_for_admin(writing)
         finally:
@@ -206,12 +190,8 @@ class RedisClient:
             log.info("redis.recovered part=%s", part)
 
 
-async def _as_coroutine(command: Callable[[], Awaitable[Reply]]) -> Reply:
-    return await command()
-
-
 def _problem_of(error: BaseException) -> str:
-    if isinstance(error, ResponseError) and "WRONGTYPE" in str(error):
+    if isinstance(error, exceptions.ResponseError) and "WRONGTYPE" in str(error):
         return "A Redis key of Paceline has another type."
     fitting = (problem for kind, problem in _PROBLEMS if isinstance(error, kind))
     return next(fitting, "Redis rejects a command.")

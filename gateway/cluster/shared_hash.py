@@ -137,7 +137,10 @@ class SharedHash(Generic[Value]):
             if hash_.startswith(f"{created} ") and not hash_.endswith(f" {folds}"):
                 folded = frozenset(missing)
             elif missing:
-                folded = await self._put_back(missing)
+                texts = [text for name, one in missing.items() for text in (name, one.text)]
+                folded = frozenset(
+                    await self._redis.call(self._part, lambda: self._run(self._restore, texts))
+                )
                 hash_ = ""  # another gateway may have restored other text: read all again
             values = {**missing, **updated}
             self.values = {name: one for name, one in values.items() if name not in folded}
@@ -174,13 +177,6 @@ class SharedHash(Generic[Value]):
             elif text and name not in _HASH_FIELDS and (value := self._parse(text)) is not None:
                 updated[name] = value
         return now_ms, hash_, bool(whole), updated, result
-
-    async def _put_back(self, missing: Mapping[str, Value]) -> frozenset[str]:
-        """Restore fields that Redis has lost; return those that are folded instead."""
-        pairs = [text for name, value in missing.items() for text in (name, value.text)]
-        return frozenset(
-            await self._redis.call(self._part, lambda: self._run(self._restore, pairs))
-        )
 
     def _run(
         self, script: AsyncScript, arguments: Sequence[str], last_read_ms: str = ""

@@ -14,7 +14,7 @@ from gateway.cluster.counters import SharedCounters
 from gateway.cluster.prefix_claims import SharedPrefixClaims
 from gateway.cluster.rate_limits import SharedRateLimits
 from gateway.cluster.redis import RedisClient
-from gateway.cluster.worker_reports import SharedWorkerReports
+from gateway.cluster.worker_reports import SharedWorkerReports, boot_name
 from gateway.fleet.health import ReportClient
 from gateway.fleet.registry import WorkerRegistry
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S
@@ -80,7 +80,7 @@ class PeerWorkers:
             if age_s is not None:
                 if self._fleet.merge_remote(report, age_s):
                     self._prefixes.record_report(report)
-            elif self._has_boot(report):
+            elif boot_name(report) in {boot_name(one.report) for one in self._fleet.workers()}:
                 self._fleet.remove(report.worker_id)
 
     async def probe_silent(self) -> None:
@@ -91,12 +91,6 @@ class PeerWorkers:
             if not worker.local and self._fleet.heartbeat_age_s(worker) > _PROBE_AFTER_S
         ]
         await asyncio.gather(*(self._report_client.probe(worker.report) for worker in silent))
-
-    def _has_boot(self, report: WorkerReport) -> bool:
-        return any(
-            worker.report.worker_id == report.worker_id and worker.report.boot_id == report.boot_id
-            for worker in self._fleet.workers()
-        )
 
 
 class ClusterSync:
@@ -123,7 +117,7 @@ class ClusterSync:
         if self._shared is None:
             return {"kind": "memory", "state": "ok", "problem": "", "gateways": 1}
         redis, gateways = self._shared.redis, self._shared.rate_limits.gateways
-        state = "degraded" if redis.degraded else "ok"
+        state = "degraded" if redis.problem else "ok"
         return {"kind": "redis", "state": state, "problem": redis.problem, "gateways": gateways}
 
     @property

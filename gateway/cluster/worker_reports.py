@@ -77,7 +77,7 @@ class SharedWorkerReports:
 
     def store(self, report: WorkerReport) -> None:
         """Store a report unless a later one of that boot is stored, or the boot is folded."""
-        name = _name(report)
+        name = boot_name(report)
         stored = self._pending.get(name)
         if name not in self._folded and (stored is None or progress(report) >= progress(stored)):
             self._pending[name] = report
@@ -96,12 +96,12 @@ class SharedWorkerReports:
         """Write heartbeats with their ages, departures and pending reports; return all updates."""
         sent = dict(self._pending)
         updates: dict[str, dict[str, Any]] = {}
-        for name, report in {**{_name(one): one for one, _ in heartbeats}, **sent}.items():
+        for name, report in {**{boot_name(one): one for one, _ in heartbeats}, **sent}.items():
             updates[name] = {"report": report.model_dump_json(), "progress": progress(report)}
         for report, age_s in heartbeats:
-            updates[_name(report)]["heartbeat_age_ms"] = int(age_s * 1000)
+            updates[boot_name(report)]["heartbeat_age_ms"] = int(age_s * 1000)
         for report in departures:
-            updates.setdefault(_name(report), {})["left"] = True
+            updates.setdefault(boot_name(report), {})["left"] = True
         exchanged = await self._shared.exchange([json.dumps(updates)])
         for name, report in sent.items():
             if self._pending.get(name) is report:
@@ -148,7 +148,8 @@ class SharedWorkerReports:
             self._folded[oldest] = None
 
 
-def _name(report: WorkerReport) -> str:
+def boot_name(report: WorkerReport) -> str:
+    """Return the name of a boot, unique among all workers."""
     return f"{report.worker_id}/{report.boot_id}"
 
 

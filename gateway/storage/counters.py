@@ -59,7 +59,14 @@ class MemoryCounters:
         if kept is None or progress(report) >= progress(kept):
             boots[report.boot_id] = report
         if len(boots) > MAX_BOOTS:
-            self._folded.append((report.worker_id, _fold_oldest(boots)))
+            # A crash loop must not fill memory.
+            oldest = next(boot for boot in boots if not boot.startswith(EARLIER_BOOTS))
+            folded = boots.pop(oldest)
+            name = f"{EARLIER_BOOTS}:{folded.model}"
+            summed = sum_reports(boots.pop(name, None), folded, name)
+            # Put first, so that the order stays the order of boots.
+            self._boots[report.worker_id] = {name: summed, **boots}
+            self._folded.append((report.worker_id, oldest))
 
     async def reports(self) -> tuple[WorkerReport, ...]:
         """Return the last report of every boot, also of workers that are gone."""
@@ -83,20 +90,6 @@ def progress(report: WorkerReport) -> int:
     )
 
 
-def _fold_oldest(boots: dict[str, WorkerReport]) -> str:
-    """Fold the oldest boot into the sum of earlier ones: a crash loop must not fill memory."""
-    oldest = next(boot for boot in boots if not boot.startswith(EARLIER_BOOTS))
-    report = boots.pop(oldest)
-    name = f"{EARLIER_BOOTS}:{report.model}"
-    summed = sum_reports(boots.pop(name, None), report, name)
-    # Put first, so that the order stays the order of boots.
-    rest = dict(boots)
-    boots.clear()
-    boots[name] = summed
-    boots.update(rest)
-    return oldest
-
-
 def sum_reports(earlier: WorkerReport | None, report: WorkerReport, name: str) -> WorkerReport:
     """Return the sum of earlier boots and another one, under this boot id."""
     lanes = report.lanes if earlier is None else sum_lanes((*earlier.lanes, *report.lanes))
@@ -107,25 +100,7 @@ def sum_reports(earlier: WorkerReport | None, report: WorkerReport, name: str) -
 
 def sum_lanes(lanes: Iterable[LaneReport]) -> tuple[LaneReport, ...]:
     """Return sums of lanes by name; fields that are no counters come from the last one."""
-    found: dict[str, LaneReport] = {}
+    sums: dict[str, LaneReport] = {}
     for lane in lanes:
-        kept = found.get(lane.name)
-        found[lane.name] = lane if kept is None else _sum(kept, lane)
-    return tuple(found.values())
-
-
-def _sum(kept: LaneReport, later: LaneReport) -> LaneReport:
-    bypass = Counter(kept.bypass_counts)
-    bypass.update(later.bypass_counts)
-    return later.model_copy(
-        update={
-            "speculation": kept.speculation + later.speculation,
-            "bypass_counts": dict(bypass),
-            "spec_prefill": kept.spec_prefill + later.spec_prefill,
-            "prefix": kept.prefix + later.prefix,
-            "time_saved": kept.time_saved + later.time_saved,
-            "requests": kept.requests + later.requests,
-            "prompt_tokens": kept.prompt_tokens + later.prompt_tokens,
-            "completion_tokens": kept.completion_tokens + later.completion_tokens,
-        }
-    )
+        sums[lane.name] = sums[lane.name] + lane if lane.name in sums else lane
+    return tuple(sums.values())

@@ -196,4 +196,4 @@ async def test_a_life_that_nobody_wrote_is_a_failure_and_no_count(
     assert opened.link.problem == "A Redis key of Paceline holds data that Paceline did not write."
     redis.client.hdel(COUNTS, "odd")
     assert await opened.counts() == {DONE: 1}
-    assert not opened.link.degraded
+    assert not opened.link.problem

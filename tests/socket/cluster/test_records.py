@@ -69,13 +69,13 @@ async def test_a_redis_that_lost_everything_gets_it_back_and_nobody_forgets_mean
 
     private_redis.kill()
     assert await records.all("keys") == kept
-    assert link.degraded
+    assert link.problem
     assert link.problem == "Redis cannot be reached."
     private_redis.start()
     await answers(link)
     assert await records.all("keys") == kept
 
-    assert not link.degraded
+    assert not link.problem
     assert await open_records(private_redis)[0].all("keys") == kept
 
 
@@ -101,7 +101,7 @@ async def test_a_start_without_redis_knows_what_the_copy_tells_and_that_it_is_ol
     assert await later.all("keys") == kept
     assert later.is_current("keys")
     assert await later.add("keys", "c", "3")
-    assert not link.degraded
+    assert not link.problem
 
 
 async def test_an_older_state_of_redis_does_not_bring_back_a_revoked_key(
@@ -129,7 +129,7 @@ async def test_a_value_that_nobody_wrote_means_nothing_and_breaks_nothing(
     told = await records.all("keys")
     assert told["a"] == "1"
     assert told["odd"].startswith('"')
-    assert not link.degraded
+    assert not link.problem
 
 
 async def test_a_key_of_another_type_is_a_failure_and_no_empty_answer(
@@ -144,7 +144,7 @@ async def test_a_key_of_another_type_is_a_failure_and_no_empty_answer(
     assert link.problem == "A Redis key of Paceline has another type."
     redis.client.delete("paceline:{keys}:records")
     assert await records.all("keys") == {"a": "1"}
-    assert not link.degraded
+    assert not link.problem
     assert redis.client.hexists("paceline:{keys}:records", "a")
 
 
