@@ -129,19 +129,20 @@ def _network_host() -> str:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `up`."""
     serve.add_options(parser)
+    parser.set_defaults(run=_run)
     parser.add_argument(
         "--model", help="folder or Hugging Face name of an MLX model (default: a toy model)"
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:
     """Run until Ctrl-C or SIGTERM; return 1 if the worker cannot run."""
     settings = ensure_join_token(serve.settings_from(options))
     settle_collector()
-    return run_loop(_run(settings, options))
+    return run_loop(_serve(settings, options))
 
 
-async def _run(settings: Settings, options: argparse.Namespace) -> int:
+async def _serve(settings: Settings, options: argparse.Namespace) -> int:
     shutdown = Shutdown()
     with shutdown.on_signals():
         terminal = _Terminal()
