@@ -1,4 +1,4 @@
-"""Who may use which route: every one of them, by every kind of key."""
+"""Authentication of every route, with every kind of key."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ JOINING = (
 )
 
 
-def every_route(state_dir: Path) -> set[tuple[str, str]]:
+def all_routes(state_dir: Path) -> set[tuple[str, str]]:
     app = asyncio.run(create_app(make_settings(state_dir)))
     return route_paths(app) | {("POST", path) for path in WIRE_FORMATS}
 
@@ -74,7 +74,9 @@ def settings_with_keys(state_dir: Path, **changes: Any) -> Settings:
     return make_settings(state_dir, **keys, **changes)
 
 
-def asked(gateway: RunningGateway, method: str, path: str, secret: str | None) -> httpx.Response:
+def request_with_key(
+    gateway: RunningGateway, method: str, path: str, secret: str | None
+) -> httpx.Response:
     headers = {"authorization": f"Bearer {secret}"} if secret else {}
     body = chat_body() if "chat" in path or "explain" in path else {}
     with httpx.Client(base_url=gateway.url, headers=headers, timeout=30) as client:
@@ -82,42 +84,46 @@ def asked(gateway: RunningGateway, method: str, path: str, secret: str | None) -
 
 
 @pytest.mark.parametrize("admin_port", [None, 0], ids=["one port", "a port for admins"])
-def test_every_route_is_public_by_list_or_wants_a_key(
+def test_every_route_is_in_the_public_list_or_requires_a_key(
     tmp_path: Path, worker: ScriptedWorker, admin_port: int | None
 ) -> None:
-    """S11, S17, S52 (CVE-2026-12795, CVE-2025-62727, vllm-mlx #68): no route was forgotten, with
-    whatever method and on whichever port, and none hands out files."""
+    """S11, S17, S52 (CVE-2026-12795, CVE-2025-62727, vllm-mlx #68): every route, method and port
+    returns 401 without a key unless the route is public, and no route serves files."""
     settings = settings_with_keys(tmp_path, admin_port=admin_port)
     app = asyncio.run(create_app(settings))
-    every = every_route(tmp_path)
-    assert len(every) > 12
-    assert every > PUBLIC
+    expected_routes = all_routes(tmp_path)
+    assert len(expected_routes) > 12
+    assert expected_routes > PUBLIC
     with RunningGateway(settings) as gateway:
         gateway.send_heartbeat(worker)
-        doors = {gateway.url: route_paths(app) | {("POST", path) for path in WIRE_FORMATS}}
+        routes_by_url = {gateway.url: route_paths(app) | {("POST", path) for path in WIRE_FORMATS}}
         if app.admin_app is not None:
-            doors[gateway.admin_url] = route_paths(app.admin_app)
-        assert set().union(*doors.values()) == every
-        for url, here in doors.items():
+            routes_by_url[gateway.admin_url] = route_paths(app.admin_app)
+        assert set().union(*routes_by_url.values()) == expected_routes
+        for url, port_routes in routes_by_url.items():
             with httpx.Client(base_url=url, timeout=30) as client:
-                for path in {path for _, path in every}:
-                    found = {method: client.request(method, path) for method in METHODS}
-                    for method, response in found.items():
-                        asked_for = f"{method} {path}: {response.text}"
-                        assert response.status_code == expected(method, path, here), asked_for
+                for path in {path for _, path in expected_routes}:
+                    responses = {method: client.request(method, path) for method in METHODS}
+                    for method, response in responses.items():
+                        context = f"{method} {path}: {response.text}"
+                        assert response.status_code == expected_status(method, path, port_routes), (
+                            context
+                        )
                         if response.status_code == 405:
-                            methods = {one for one, where in here if where == path}
+                            methods = {
+                                allowed for allowed, route_path in port_routes if route_path == path
+                            }
                             assert response.headers["allow"] == ", ".join(sorted(methods))
                         if response.status_code == 401:
                             assert response.json()["error"]["code"] == "invalid_api_key"
                             assert response.headers["www-authenticate"] == "Bearer"
 
 
-def expected(method: str, path: str, here: set[tuple[str, str]]) -> int:
-    """Tell what must come where nobody shows a key."""
-    if (method, path) in here:
+def expected_status(method: str, path: str, port_routes: set[tuple[str, str]]) -> int:
+    """Return the status of a request without a key."""
+    if (method, path) in port_routes:
         return 200 if (method, path) in PUBLIC else 401
-    return 405 if path in {path for _, path in here} else 404
+    return 405 if path in {path for _, path in port_routes} else 404
 
 
 @pytest.mark.parametrize(
@@ -128,97 +134,103 @@ def expected(method: str, path: str, here: set[tuple[str, str]]) -> int:
         *("/v1/chat/completions/", "/docs", "/tokenize", "/invocations", "/pause"),
     ],
 )
-def test_no_other_spelling_of_a_path_opens_anything(
-    gateway_with_keys: RunningGateway, path: str
-) -> None:
-    """S01, S02, S03, S51 (CVE-2026-48710, CVE-2026-49468, CVE-2026-48746): the raw path decides,
-    and there are no side doors."""
+def test_misspelled_paths_grant_no_access(gateway_with_keys: RunningGateway, path: str) -> None:
+    """S01, S02, S03, S51 (CVE-2026-48710, CVE-2026-49468, CVE-2026-48746): the gateway
+    authorizes the raw path and serves no undocumented routes."""
     url = httpx.URL(gateway_with_keys.url).copy_with(raw_path=path.encode())
     for method in ("GET", "POST"):
         assert httpx.request(method, url).status_code in {401, 404, 405}
 
 
-def test_the_lists_below_name_every_route(tmp_path: Path) -> None:
-    named = {
+def test_the_route_lists_of_this_file_are_complete(tmp_path: Path) -> None:
+    listed = {
         (method, path.replace("key-000000000000", "{name}").replace("fake-a", "{worker_id}"))
         for method, path, _ in (*DATA_PLANE, *ADMIN_PLANE)
     }
-    named -= {("GET", "/v1/models/demo"), ("GET", "/admin/v1/policy/history/1")}
-    named |= {("GET", "/v1/models/{name:path}"), ("GET", "/admin/v1/policy/history/{number}")}
-    named |= PUBLIC
-    named |= {
+    listed -= {("GET", "/v1/models/demo"), ("GET", "/admin/v1/policy/history/1")}
+    listed |= {("GET", "/v1/models/{name:path}"), ("GET", "/admin/v1/policy/history/{number}")}
+    listed |= PUBLIC
+    listed |= {
         ("PUT", "/admin/v1/workers/{worker_id}"),
         ("DELETE", "/admin/v1/workers/{worker_id}"),
         ("GET", "/admin/v1/workers/{worker_id}/joined"),
     }
-    named.add(("GET", "/v1/status/events"))  # it has no end; its own tests show it keys
-    assert named == every_route(tmp_path)
+    listed.add(
+        ("GET", "/v1/status/events")
+    )  # the stream never ends; tests/socket/status tests its keys
+    assert listed == all_routes(tmp_path)
 
 
-def test_where_admins_have_a_port_what_only_they_may_do_is_there_and_nowhere_else(
+def test_an_admin_port_serves_all_admin_routes_and_the_data_port_none(
     tmp_path: Path,
 ) -> None:
-    apart = asyncio.run(create_app(make_settings(tmp_path, admin_port=0)))
-    assert apart.admin_app is not None
-    here, there = route_paths(apart), route_paths(apart.admin_app)
-    assert here & there == {OPENAPI_ROUTE}, "each tells of itself"
-    assert here | there | {("POST", path) for path in WIRE_FORMATS} == every_route(tmp_path)
-    assert len(there) == len(ADMIN_PLANE) + len(ADMIN_PAGE) + 1
+    app = asyncio.run(create_app(make_settings(tmp_path, admin_port=0)))
+    assert app.admin_app is not None
+    data_routes, admin_routes = route_paths(app), route_paths(app.admin_app)
+    assert data_routes & admin_routes == {OPENAPI_ROUTE}, "each port publishes its own document"
+    assert data_routes | admin_routes | {("POST", path) for path in WIRE_FORMATS} == all_routes(
+        tmp_path
+    )
+    assert len(admin_routes) == len(ADMIN_PLANE) + len(ADMIN_PAGE) + 1
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [*DATA_PLANE, *ADMIN_PLANE, *JOINING])
-def test_each_kind_of_key_opens_its_own_routes_and_no_other(
+def test_each_kind_of_key_authorizes_only_its_own_routes(
     gateway_with_keys: RunningGateway, method: str, path: str, status: int
 ) -> None:
-    """S08, S10 (CVE-2026-42271, CVE-2026-47101): roles by routes, and denied by default."""
-    made = gateway_with_keys.create_key(name="made")
-    gone = gateway_with_keys.create_key(name="gone")
-    gateway_with_keys.admin.delete(f"/admin/v1/keys/{gone['id']}")
+    """S08, S10 (CVE-2026-42271, CVE-2026-47101): a route authorizes one role and denies all
+    other keys."""
+    active = gateway_with_keys.create_key(name="active")
+    revoked = gateway_with_keys.create_key(name="revoked")
+    gateway_with_keys.admin.delete(f"/admin/v1/keys/{revoked['id']}")
     secrets = {
         "static": "static-key",
-        "made": made["secret"],
-        "revoked": gone["secret"],
-        "id": made["id"],
+        "active": active["secret"],
+        "revoked": revoked["secret"],
+        "id": active["id"],
         "admin": "admin-key",
         "join": JOIN_TOKEN,
     }
-    opened = {
+    authorized = {
         kind
         for kind, secret in secrets.items()
-        if asked(gateway_with_keys, method, path, secret).status_code != 401
+        if request_with_key(gateway_with_keys, method, path, secret).status_code != 401
     }
-    right = (
-        {"static", "made"}
+    expected = (
+        {"static", "active"}
         if (method, path, status) in DATA_PLANE
         else {"admin"}
         if (method, path, status) in ADMIN_PLANE
         else {"join"}
     )
-    assert opened == right
-    assert asked(gateway_with_keys, method, path, secrets[next(iter(right))]).status_code == status
+    assert authorized == expected
+    assert (
+        request_with_key(gateway_with_keys, method, path, secrets[next(iter(expected))]).status_code
+        == status
+    )
 
 
 @pytest.mark.parametrize(("method", "path", "status"), ADMIN_PLANE)
-def test_without_an_admin_key_this_machine_needs_none_but_another_kind_opens_nothing(
+def test_without_an_admin_key_loopback_needs_no_key_and_other_keys_are_rejected(
     gateway_with_worker: RunningGateway, method: str, path: str, status: int
 ) -> None:
-    made = gateway_with_worker.create_key()
-    assert asked(gateway_with_worker, method, path, None).status_code == status
-    assert asked(gateway_with_worker, method, path, made["secret"]).status_code == 401
-    assert asked(gateway_with_worker, method, path, JOIN_TOKEN).status_code == 401
+    key = gateway_with_worker.create_key()
+    assert request_with_key(gateway_with_worker, method, path, None).status_code == status
+    assert request_with_key(gateway_with_worker, method, path, key["secret"]).status_code == 401
+    assert request_with_key(gateway_with_worker, method, path, JOIN_TOKEN).status_code == 401
 
 
-def test_where_nobody_needs_a_key_the_planes_are_apart_all_the_same(
+def test_without_any_key_heartbeats_still_require_the_join_token(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    assert asked(gateway_with_worker, "GET", "/v1/models", None).status_code == 200
-    beat: dict[str, Any] = {}
-    assert gateway_with_worker.client.put(WORKER, json=beat).status_code == 401
-    assert asked(gateway_with_worker, "GET", f"{WORKER}/joined", None).status_code == 401
+    assert request_with_key(gateway_with_worker, "GET", "/v1/models", None).status_code == 200
+    heartbeat: dict[str, Any] = {}
+    assert gateway_with_worker.client.put(WORKER, json=heartbeat).status_code == 401
+    assert request_with_key(gateway_with_worker, "GET", f"{WORKER}/joined", None).status_code == 401
 
 
-def test_no_answer_invites_a_page_of_another_site(gateway_with_keys: RunningGateway) -> None:
-    """S22: no CORS, on the admin plane neither."""
+def test_no_response_has_cors_headers(gateway_with_keys: RunningGateway) -> None:
+    """S22: neither the data plane nor the admin plane allows cross-origin requests."""
     headers = {
         "origin": "https://evil.example",
         "access-control-request-method": "POST",
@@ -231,28 +243,33 @@ def test_no_answer_invites_a_page_of_another_site(gateway_with_keys: RunningGate
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://localhost:1"])
-def test_a_form_on_another_page_makes_no_key(
+def test_a_cross_origin_form_cannot_create_a_key(
     gateway_with_worker: RunningGateway, origin: str
 ) -> None:
-    """S22: a browser sends such a form from this machine, and asks nobody before."""
+    """S22: a browser sends such a form from this machine without a preflight request."""
     headers = {"origin": origin, "content-type": "text/plain"}
-    sent = gateway_with_worker.admin.post(
+    cross_origin = gateway_with_worker.admin.post(
         "/admin/v1/keys", content=b'{"name": "drive-by"}', headers=headers
     )
-    assert (sent.status_code, sent.json()["error"]["code"]) == (403, "permission_denied")
+    assert (cross_origin.status_code, cross_origin.json()["error"]["code"]) == (
+        403,
+        "permission_denied",
+    )
     assert gateway_with_worker.admin.get("/admin/v1/keys").json() == {"keys": []}
-    own = gateway_with_worker.admin.post(
+    same_origin = gateway_with_worker.admin.post(
         "/admin/v1/keys", json={"name": "own"}, headers={"origin": gateway_with_worker.url}
     )
-    assert own.status_code == 201, "a page that the gateway itself serves"
+    assert same_origin.status_code == 201, "a page of the gateway may create keys"
 
 
-def test_no_decision_is_made_on_a_path_that_a_host_header_can_shift() -> None:
-    """S02 (CVE-2026-49468): such a path is never looked at."""
+def test_no_module_reads_url_path_which_a_host_header_can_change() -> None:
+    """S02 (CVE-2026-49468): the gateway reads only the raw path."""
     for file in (ROOT / "gateway").rglob("*.py"):
         assert ".url.path" not in file.read_text(), file
 
 
-def test_a_worker_that_nobody_knows_has_not_joined(gateway_with_keys: RunningGateway) -> None:
-    response = asked(gateway_with_keys, "GET", "/admin/v1/workers/nobody/joined", JOIN_TOKEN)
+def test_joined_returns_404_for_an_unknown_worker(gateway_with_keys: RunningGateway) -> None:
+    response = request_with_key(
+        gateway_with_keys, "GET", "/admin/v1/workers/unknown/joined", JOIN_TOKEN
+    )
     assert (response.status_code, response.json()["error"]["code"]) == (404, "worker_not_found")

@@ -1,4 +1,4 @@
-"""The published OpenAPI: it names all that is served, and what comes is what it says."""
+"""The published OpenAPI documents list all routes, and responses conform to them."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ CHECKS = [
     *(response_schema_conformance, allow_header_conformance),
 ]
 EXAMPLES = 12
-"""Of each route, good and bad ones each."""
-CAN_BE_WRONG = {"parameters", "requestBody", "security"}
-BODILESS = ("/cordon", "/drain")
+"""Requests of each kind, valid and invalid, to each route."""
+INVALIDATABLE = {"parameters", "requestBody", "security"}
+ROUTES_WITHOUT_BODY = ("/cordon", "/drain")
 KEYS = {"dataKey": "static-key", "adminKey": "admin-key", "joinToken": JOIN_TOKEN}
 
 
@@ -59,7 +59,7 @@ def documents(gateway: RunningGateway) -> list[tuple[str, dict[str, Any]]]:
     return [(url, httpx.get(f"{url}/openapi.json").json()) for url in urls]
 
 
-def named(document: dict[str, Any]) -> set[tuple[str, str]]:
+def routes_of(document: dict[str, Any]) -> set[tuple[str, str]]:
     return {
         (method.upper(), path) for path, methods in document["paths"].items() for method in methods
     }
@@ -71,45 +71,49 @@ def operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, A
             yield method.upper(), path, operation
 
 
-def test_each_port_publishes_what_it_serves(
+def test_each_port_documents_the_routes_that_it_serves(
     gateway_with_keys: RunningGateway, tmp_path: Path
 ) -> None:
     app = asyncio.run(create_app(make_settings(tmp_path, admin_port=0)))
     assert app.admin_app is not None
     (_, data), (_, admin) = documents(gateway_with_keys)
     relayed = {("POST", path) for path in WIRE_FORMATS}
-    here = {(method, path.replace(":path", "")) for method, path in route_paths(app)} | relayed
-    assert named(data) == here - PAGE
-    assert named(admin) == route_paths(app.admin_app) - PAGE, "a page is for people"
+    data_routes = {
+        (method, path.replace(":path", "")) for method, path in route_paths(app)
+    } | relayed
+    assert routes_of(data) == data_routes - PAGE
+    assert routes_of(admin) == route_paths(app.admin_app) - PAGE, "pages are not part of the API"
     for document in (data, admin):
         for method, path, operation in operations(document):
             assert bool(operation.get("security")) == ((method, path) not in PUBLIC)
-            takes_body = "requestBody" in operation
-            expected = method in {"POST", "PUT", "PATCH"} and not path.endswith(BODILESS)
-            assert takes_body == expected, path
+            has_body = "requestBody" in operation
+            body_expected = method in {"POST", "PUT", "PATCH"} and not path.endswith(
+                ROUTES_WITHOUT_BODY
+            )
+            assert has_body == body_expected, path
             assert {"400", "421", "431"} <= set(operation["responses"])
-            assert not takes_body or "413" in operation["responses"]
+            assert not has_body or "413" in operation["responses"]
             assert ("401" in operation["responses"]) == bool(operation.get("security"))
 
 
-def test_every_schema_that_is_pointed_to_is_there(gateway_with_keys: RunningGateway) -> None:
+def test_every_referenced_schema_is_defined(gateway_with_keys: RunningGateway) -> None:
     for _, document in documents(gateway_with_keys):
         assert document["openapi"].startswith("3.1")
-        pointed = set(pointers(document))
-        assert pointed <= {
+        referenced = set(references(document))
+        assert referenced <= {
             f"#/components/schemas/{name}" for name in document["components"]["schemas"]
         }
         assert "HTTPValidationError" not in json.dumps(document)
 
 
-def pointers(value: Any) -> Iterator[str]:
+def references(value: Any) -> Iterator[str]:
     if isinstance(value, dict):
         if isinstance(value.get("$ref"), str):
             yield value["$ref"]
         value = list(value.values())
     if isinstance(value, list):
-        for one in value:
-            yield from pointers(one)
+        for item in value:
+            yield from references(item)
 
 
 VALUES = st.one_of(
@@ -124,7 +128,7 @@ CHAT_SCHEMA = validator_for(request_schema(Endpoint.CHAT))
 
 
 @given(fields=FIELDS)
-def test_what_the_reader_takes_its_schema_takes(fields: dict[str, Any]) -> None:
+def test_the_schema_accepts_every_body_that_the_parser_accepts(fields: dict[str, Any]) -> None:
     body = {**chat_body(), **fields}
     try:
         read_profile(body, Endpoint.CHAT)
@@ -134,7 +138,7 @@ def test_what_the_reader_takes_its_schema_takes(fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("endpoint", Endpoint)
-def test_the_schema_of_a_body_names_every_field_and_its_bounds(endpoint: Endpoint) -> None:
+def test_the_schema_of_a_body_lists_every_field_and_its_bounds(endpoint: Endpoint) -> None:
     schema = request_schema(endpoint)
     assert set(schema["properties"]) == KNOWN_FIELDS[endpoint]
     assert schema["properties"]["n"] == {"type": ["integer", "null"], "minimum": 1, "maximum": 16}
@@ -144,29 +148,33 @@ def test_the_schema_of_a_body_names_every_field_and_its_bounds(endpoint: Endpoin
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
-@pytest.mark.parametrize("door", ["data", "admin"])
-def test_whatever_is_sent_the_answer_is_one_that_is_published(
-    gateway_with_keys: RunningGateway, worker: ScriptedWorker, door: str, mode: GenerationMode
+@pytest.mark.parametrize("port", ["data", "admin"])
+def test_valid_and_invalid_requests_get_documented_responses(
+    gateway_with_keys: RunningGateway, worker: ScriptedWorker, port: str, mode: GenerationMode
 ) -> None:
-    url = gateway_with_keys.url if door == "data" else gateway_with_keys.admin_url
+    url = gateway_with_keys.url if port == "data" else gateway_with_keys.admin_url
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
-    for found in schema.get_all_operations():
-        assert isinstance(found, Ok)
-        operation = found.ok()
-        told = operation.definition.raw
-        if mode is GenerationMode.NEGATIVE and told.keys().isdisjoint(CAN_BE_WRONG):
+    for result in schema.get_all_operations():
+        assert isinstance(result, Ok)
+        operation = result.ok()
+        definition = operation.definition.raw
+        if mode is GenerationMode.NEGATIVE and definition.keys().isdisjoint(INVALIDATABLE):
             continue
-        if told["responses"].get("200", {}).get("content", {}).keys() == {"text/event-stream"}:
-            continue  # it has no end to wait for
-        gateway_with_keys.send_heartbeat(worker)  # a worker that is silent for seconds is out
-        prove(operation, mode)
+        if definition["responses"].get("200", {}).get("content", {}).keys() == {
+            "text/event-stream"
+        }:
+            continue  # the stream never ends
+        gateway_with_keys.send_heartbeat(
+            worker
+        )  # a worker without heartbeats leaves the pool within seconds
+        check_operation(operation, mode)
 
 
-def prove(operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode) -> None:
-    """Ask one route, with the kind of key that it says it needs."""
+def check_operation(operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode) -> None:
+    """Send generated requests to one route with the kind of key that its document requires."""
     security = operation.definition.raw.get("security") or [{}]
     kind = next(iter(security[0]), "")
-    shown = {"Authorization": f"Bearer {KEYS[kind]}"} if kind else {}
+    headers = {"Authorization": f"Bearer {KEYS[kind]}"} if kind else {}
 
     @seed(5)
     @settings(
@@ -176,7 +184,7 @@ def prove(operation: APIOperation[Any, Any, Any, Any], mode: GenerationMode) -> 
         suppress_health_check=list(HealthCheck),
     )
     @given(case=operation.as_strategy(generation_mode=mode))
-    def published(case: schemathesis.Case[Any]) -> None:
-        case.call_and_validate(headers=shown, checks=CHECKS, timeout=30)
+    def conforms(case: schemathesis.Case[Any]) -> None:
+        case.call_and_validate(headers=headers, checks=CHECKS, timeout=30)
 
-    published()
+    conforms()

@@ -1,4 +1,4 @@
-"""Whom a secret belongs to, and what its holder may see and use."""
+"""Authentication by secret, and the models, pools and priorities that a key may use."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ def keyring(*terms: KeyTerms, static: str | None = None) -> tuple[ApiKeys, list[
         used_on_day=lambda _key, _unix_s: 0,
         on_end=lambda _key_ids: None,
     )
-    made = [new_key(one, datetime.fromtimestamp(0, UTC)) for one in terms]
-    ring.replace([record for record, _ in made])
-    return ring, [secret for _, secret in made]
+    created = [new_key(key_terms, datetime.fromtimestamp(0, UTC)) for key_terms in terms]
+    ring.replace([record for record, _ in created])
+    return ring, [secret for _, secret in created]
 
 
-def test_two_keys_that_begin_alike_are_two_callers() -> None:
-    """S05 (CVE-2026-35030): nothing is remembered under a part of a secret."""
+def test_a_secret_that_shares_a_prefix_with_a_key_is_rejected() -> None:
+    """S05 (CVE-2026-35030): the gateway looks up whole secrets, never a part of one."""
     ring, (secret,) = keyring(KeyTerms(name="a"))
-    found = ring.authenticate(f"Bearer {secret}".encode())
+    authenticated = ring.authenticate(f"Bearer {secret}".encode())
     for other in (secret[:40], secret[:20], secret + "x", secret[:-1] + "!", secret.upper()):
         with pytest.raises(KeyRefused):
             ring.authenticate(f"Bearer {other}".encode())
-    assert found.caller.key.startswith("key-")
+    assert authenticated.caller.key.startswith("key-")
 
 
 @given(st.binary(max_size=200))
-def test_no_other_bytes_open_anything(offered: bytes) -> None:
-    """S04, S06, S14 (CVE-2026-42208, CVE-2026-59822): all is 401, none an identity."""
+def test_arbitrary_bytes_authenticate_no_caller(offered: bytes) -> None:
+    """S04, S06, S14 (CVE-2026-42208, CVE-2026-59822): every invalid header returns 401."""
     ring, _ = keyring(KeyTerms(name="a"), static="static-secret")
     for authorization in (offered, b"Bearer " + offered, b"bearer\t" + offered):
         if authorization.strip() != b"Bearer static-secret":
@@ -58,16 +58,17 @@ def test_no_other_bytes_open_anything(offered: bytes) -> None:
                 ring.authenticate(authorization)
 
 
-def test_unknown_wrong_expired_and_revoked_keys_get_one_answer(
+def test_unknown_malformed_and_revoked_keys_get_identical_responses(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    """S13 (CVE-2025-59425, CVE-2026-23996): the same words for all, and the same way there."""
-    made = gateway_with_worker.create_key()
-    gateway_with_worker.admin.delete(f"/admin/v1/keys/{made['id']}")
+    """S13 (CVE-2025-59425, CVE-2026-23996): the gateway returns the same body and headers for
+    every invalid key, along the same code path."""
+    revoked = gateway_with_worker.create_key()
+    gateway_with_worker.admin.delete(f"/admin/v1/keys/{revoked['id']}")
     offered = (
         None,
         "Bearer x",
-        f"Bearer {made['secret']}",
+        f"Bearer {revoked['secret']}",
         "Basic x",
         "Bearer",
         "Bearer \xe9\x80",
@@ -83,18 +84,23 @@ def test_unknown_wrong_expired_and_revoked_keys_get_one_answer(
     assert next(iter(responses))[0] == 401
 
 
-def test_the_static_key_stays_a_key_without_limits(tmp_path: Path, worker: ScriptedWorker) -> None:
+def test_the_static_key_has_no_limits_beside_limited_keys(
+    tmp_path: Path, worker: ScriptedWorker
+) -> None:
     settings = make_settings(tmp_path, api_key=SecretStr("static-secret"))
     with RunningGateway(settings) as gateway:
         gateway.send_heartbeat(worker)
-        made = gateway.create_key(requests_a_minute=1)
+        limited = gateway.create_key(requests_a_minute=1)
         gateway.use_key("static-secret")
         for _ in range(3):
             assert gateway.chat().status_code == 200
-        gateway.use_key(made["secret"])
+        gateway.use_key(limited["secret"])
         assert [gateway.chat().status_code for _ in range(2)] == [200, 429]
-        used = gateway.admin.get("/admin/v1/usage").json()["keys"]
-        assert {key: row["requests"] for key, row in used.items()} == {"static": 3, made["id"]: 1}
+        usage = gateway.admin.get("/admin/v1/usage").json()["keys"]
+        assert {key: row["requests"] for key, row in usage.items()} == {
+            "static": 3,
+            limited["id"]: 1,
+        }
 
 
 @pytest.fixture
@@ -107,36 +113,36 @@ def two_model_gateway(
     return gateway_with_worker
 
 
-def test_a_model_that_a_key_may_not_use_does_not_exist_for_it(
+def test_a_model_outside_a_keys_scope_looks_like_an_unknown_model(
     two_model_gateway: RunningGateway,
 ) -> None:
-    line = two_model_gateway
-    line.use_key(line.create_key(models=["demo"])["secret"])
-    assert line.chat().status_code == 200
-    assert line.chat(model="gpt-4o-mini").status_code == 200, "an alias of it"
-    barred, unknown = line.chat(model="other"), line.chat(model="no-such-model")
-    assert status_and_code(barred) == status_and_code(unknown) == (404, "model_not_found")
-    assert barred.text.replace("other", "X") == unknown.text.replace("no-such-model", "X")
-    listed = [entry["id"] for entry in line.client.get("/v1/models").json()["data"]]
+    gateway = two_model_gateway
+    gateway.use_key(gateway.create_key(models=["demo"])["secret"])
+    assert gateway.chat().status_code == 200
+    assert gateway.chat(model="gpt-4o-mini").status_code == 200, "an alias of it"
+    forbidden, unknown = gateway.chat(model="other"), gateway.chat(model="no-such-model")
+    assert status_and_code(forbidden) == status_and_code(unknown) == (404, "model_not_found")
+    assert forbidden.text.replace("other", "X") == unknown.text.replace("no-such-model", "X")
+    listed = [entry["id"] for entry in gateway.client.get("/v1/models").json()["data"]]
     assert "demo" in listed
     assert "other" not in listed
-    assert status_and_code(line.client.get("/v1/models/other")) == (404, "model_not_found")
-    explained = line.client.post("/v1/route/explain", json=chat_body(model="other"))
+    assert status_and_code(gateway.client.get("/v1/models/other")) == (404, "model_not_found")
+    explained = gateway.client.post("/v1/route/explain", json=chat_body(model="other"))
     assert status_and_code(explained) == (404, "model_not_found")
-    assert status_and_code(line.client.get("/v1/status")) == (403, "permission_denied")
+    assert status_and_code(gateway.client.get("/v1/status")) == (403, "permission_denied")
 
 
-def test_pools_that_a_key_may_not_use_are_left_out(gateway_with_worker: RunningGateway) -> None:
+def test_routing_skips_pools_outside_a_keys_scope(gateway_with_worker: RunningGateway) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key(pools=["vlm"])["secret"])
     greedy = gateway_with_worker.chat(temperature=0)
     assert greedy.headers["x-paceline-pool"] == "vlm"
     explained = gateway_with_worker.client.post(
         "/v1/route/explain", json=chat_body(temperature=0)
     ).json()
-    assert {one["pool"] for one in explained["candidates"]} == {"vlm"}
+    assert {candidate["pool"] for candidate in explained["candidates"]} == {"vlm"}
 
 
-def test_a_key_with_no_pool_of_the_route_is_told_so(
+def test_a_key_without_any_pool_of_the_route_gets_403(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.use_key(
@@ -151,29 +157,29 @@ def test_a_key_with_no_pool_of_the_route_is_told_so(
     assert len(worker.requests) == 1
 
 
-def test_no_request_ever_spills_to_a_pool_of_others(
+def test_a_queued_request_never_spills_to_a_pool_outside_the_keys_scope(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    """The key's pools hold in the waiting line too, where a request is decided on anew."""
+    """The key's pools also apply when the scheduler decides again on a queued request."""
     gateway_with_worker.use_key(gateway_with_worker.create_key(pools=["text-mtp"])["secret"])
     worker.script = Script(hang_after=2)
     with ThreadPoolExecutor(8) as pool:
 
-        def ask(_: int) -> str:
+        def send_request(_: int) -> str:
             with gateway_with_worker.stream(temperature=0) as response:
                 response.read()
                 return response.headers["x-paceline-pool"]
 
-        asked = [pool.submit(ask, one) for one in range(6)]
+        requests = [pool.submit(send_request, index) for index in range(6)]
         wait_until(lambda: worker.in_flight == 4)
         pools = gateway_with_worker.client.get("/metrics").text
         assert 'paceline_pool_waiting{pool="text-mtp"} 2.0' in pools
         worker.resume.set()
-        assert {one.result(30) for one in asked} == {"text-mtp"}
+        assert {request.result(30) for request in requests} == {"text-mtp"}
 
 
 @pytest.mark.parametrize(
-    ("highest", "asked", "status"),
+    ("highest", "requested", "status"),
     [
         (Priority.INTERACTIVE, Priority.INTERACTIVE, 200),
         (Priority.DEFAULT, Priority.INTERACTIVE, 400),
@@ -182,15 +188,15 @@ def test_no_request_ever_spills_to_a_pool_of_others(
         (Priority.BULK, Priority.BULK, 200),
     ],
 )
-def test_a_request_asks_for_no_more_priority_than_its_key_has(
-    gateway_with_worker: RunningGateway, highest: Priority, asked: Priority, status: int
+def test_a_priority_above_the_maximum_of_the_key_returns_400(
+    gateway_with_worker: RunningGateway, highest: Priority, requested: Priority, status: int
 ) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key(priority=highest)["secret"])
-    headers = {"x-paceline-priority": asked}
+    headers = {"x-paceline-priority": requested}
     response = gateway_with_worker.client.post(
         "/v1/chat/completions", json=chat_body(), headers=headers
     )
     assert response.status_code == status
     if status == 400:
         assert response.json()["error"]["param"] == "x-paceline-priority"
-        assert asked not in response.json()["error"]["message"].partition(": ")[2].split(", ")
+        assert requested not in response.json()["error"]["message"].partition(": ")[2].split(", ")

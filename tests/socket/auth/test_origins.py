@@ -1,9 +1,8 @@
-"""Under which names a gateway answers, and which headers cross it: none.
+"""Allowed hosts and origins, and the headers that the gateway does not forward.
 
-S22: a page of another site, open in a browser on this machine, gets nothing out of a gateway.
-
-A browser sends a form, or what looks like one, to any address and asks nobody before; where no key
-is asked for, the headers that no page can choose are all that tells.
+S22: a page of another site, open in a browser on this machine, gets no access to a gateway. A
+browser sends forms, and requests that look like forms, to any address without a preflight request;
+without keys, only headers that a page cannot set identify such requests.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ ROUTES = ("/livez", "/v1/models", "/v1/status", "/admin/v1/workers", "/nothing")
     [
         *("localhost", "localhost:8000", "LocalHost.", "127.0.0.1:1", "[::1]:8000", "192.168.1.5"),
         *(socket.gethostname(), f"{socket.gethostname().partition('.')[0]}.local:8000"),
-        *("line.example", "LINE.example:443"),
+        *("gateway.example", "GATEWAY.example:443"),
     ],
 )
-def test_addresses_and_own_names_are_answered(host: str) -> None:
-    hosts = Hosts(Settings(allowed_hosts=("line.example",)))
+def test_ip_addresses_and_allowed_hosts_are_accepted(host: str) -> None:
+    hosts = Hosts(Settings(allowed_hosts=("gateway.example",)))
     for _ in range(2):
         hosts.check([(b"accept", b"*/*"), (b"host", host.encode())])
 
@@ -52,19 +51,19 @@ def test_addresses_and_own_names_are_answered(host: str) -> None:
         *("evil.example@localhost", "localhost@evil.example", "0x7f.1", "\xe9"),
     ],
 )
-def test_other_names_are_refused(host: str) -> None:
+def test_other_hosts_are_rejected(host: str) -> None:
     with pytest.raises(HostRefused):
         Hosts(Settings()).check([(b"host", host.encode("latin-1"))])
 
 
-def test_no_name_and_two_names_are_refused() -> None:
+def test_missing_and_duplicate_host_headers_are_rejected() -> None:
     hosts = Hosts(Settings())
     for headers in ([], [(b"host", b"localhost"), (b"host", b"localhost")]):
         with pytest.raises(HostRefused):
             hosts.check(headers)
 
 
-def test_a_foreign_name_opens_no_route(
+def test_an_unknown_host_returns_421_on_every_route(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     headers = {"host": "evil.example"}
@@ -79,16 +78,16 @@ def test_a_foreign_name_opens_no_route(
     assert not worker.requests
 
 
-def test_names_are_configured_with_commas(
+def test_allowed_hosts_are_separated_by_commas(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: ScriptedWorker
 ) -> None:
-    monkeypatch.setenv("PACELINE_ALLOWED_HOSTS", "line.example, other.example")
+    monkeypatch.setenv("PACELINE_ALLOWED_HOSTS", "gateway.example, other.example")
     with RunningGateway(make_settings(tmp_path)) as gateway:
         response = gateway.client.get("/livez", headers={"host": "other.example:8000"})
         assert response.status_code == 200
 
 
-def test_no_header_of_the_client_reaches_a_worker(
+def test_no_client_header_reaches_a_worker(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     sent = {
@@ -111,19 +110,19 @@ def test_no_header_of_the_client_reaches_a_worker(
         "/v1/chat/completions", json=chat_body(temperature=0), headers=sent
     )
     assert response.status_code == 200
-    (heard,) = worker.requests
-    assert "canary" not in repr(heard)
-    assert heard.headers["authorization"] == f"Bearer {JOIN_TOKEN}"
-    assert heard.headers["x-paceline-lane"] == "text-mtp"
-    assert heard.headers["x-request-id"] == response.headers["x-request-id"]
-    assert set(heard.headers) <= {
+    (received,) = worker.requests
+    assert "canary" not in repr(received)
+    assert received.headers["authorization"] == f"Bearer {JOIN_TOKEN}"
+    assert received.headers["x-paceline-lane"] == "text-mtp"
+    assert received.headers["x-request-id"] == response.headers["x-request-id"]
+    assert set(received.headers) <= {
         *("host", "accept", "authorization", "content-type", "content-length", "x-request-id"),
         *("x-paceline-lane", "x-paceline-prefix-key"),
     }
 
 
 @pytest.mark.parametrize("status", [200, 400, 500])
-def test_no_header_of_a_worker_reaches_the_client(
+def test_no_worker_header_reaches_the_client(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, status: int
 ) -> None:
     canaries = ("set-cookie", "server", "x-secret", "www-authenticate", "location", "keep-alive")
@@ -142,83 +141,96 @@ def test_no_header_of_a_worker_reaches_the_client(
 
 
 ORIGINS = ("https://evil.example", "null", "http://localhost:1", "http://127.0.0.1", "file://", "")
-KINDS = ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x")
-FOLLOWED = {
+FORM_CONTENT_TYPES = (
+    "text/plain",
+    "application/x-www-form-urlencoded",
+    "multipart/form-data; boundary=x",
+)
+NAVIGATION = {
     "sec-fetch-site": "cross-site",
     "sec-fetch-mode": "navigate",
     "sec-fetch-dest": "document",
 }
-ROUTES_test_foreign_pages = {
+BODIES = {
     "/v1/chat/completions": chat_body(),
     "/v1/completions": {"model": "demo", "prompt": "x"},
     "/v1/route/explain": chat_body(),
 }
 
 
-def blind(
-    gateway: RunningGateway, path: str, kind: str = "text/plain", **headers: str
+def post_simple(
+    gateway: RunningGateway, path: str, content_type: str = "text/plain", **headers: str
 ) -> tuple[int, str, httpx.Headers]:
-    """Send what a page can send to another site; headers are named with underscores."""
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    named["content-type"] = kind
+    """Send a "simple request" (CORS): browsers send it cross-site without a preflight request.
+
+    Header names use underscores.
+    """
+    request_headers = {name.replace("_", "-"): value for name, value in headers.items()}
+    request_headers["content-type"] = content_type
     response = httpx.post(
-        gateway.url + path, content=json.dumps(ROUTES_test_foreign_pages[path]), headers=named
+        gateway.url + path, content=json.dumps(BODIES[path]), headers=request_headers
     )
-    told = response.json()
-    return response.status_code, told.get("error", {}).get("code", ""), response.headers
+    body = response.json()
+    return response.status_code, body.get("error", {}).get("code", ""), response.headers
 
 
-@pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
+@pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_where_no_key_is_asked_for_a_page_of_another_site_is_refused(
+def test_without_keys_a_cross_origin_request_returns_403(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, origin: str
 ) -> None:
-    for kind in KINDS:
-        status, code, headers = blind(gateway_with_worker, path, kind, origin=origin)
+    for content_type in FORM_CONTENT_TYPES:
+        status, code, headers = post_simple(gateway_with_worker, path, content_type, origin=origin)
         assert (status, code) == (403, "permission_denied")
         assert not [name for name in headers if name.startswith("access-control")]
     assert not worker.requests
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-@pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
-def test_a_page_that_hides_its_origin_is_refused_too(
+@pytest.mark.parametrize("path", BODIES)
+def test_a_cross_site_request_without_an_origin_returns_403(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, site: str
 ) -> None:
-    assert blind(gateway_with_worker, path, sec_fetch_site=site, sec_fetch_mode="no-cors")[0] == 403
+    assert (
+        post_simple(gateway_with_worker, path, sec_fetch_site=site, sec_fetch_mode="no-cors")[0]
+        == 403
+    )
     assert not worker.requests
 
 
-@pytest.mark.parametrize("path", ROUTES_test_foreign_pages)
-def test_programs_and_own_pages_are_served_as_ever(
+@pytest.mark.parametrize("path", BODIES)
+def test_programs_and_pages_of_the_gateway_are_served(
     gateway_with_worker: RunningGateway, path: str
 ) -> None:
-    assert blind(gateway_with_worker, path)[0] == 200
-    assert blind(gateway_with_worker, path, sec_fetch_mode="cors")[0] == 200, "as Node's fetch says"
+    assert post_simple(gateway_with_worker, path)[0] == 200
+    assert post_simple(gateway_with_worker, path, sec_fetch_mode="cors")[0] == 200, (
+        "Node's fetch sends this header"
+    )
     for site in ("same-origin", "none"):
         assert (
-            blind(gateway_with_worker, path, sec_fetch_site=site, sec_fetch_mode="cors")[0] == 200
+            post_simple(gateway_with_worker, path, sec_fetch_site=site, sec_fetch_mode="cors")[0]
+            == 200
         )
-    own = blind(
+    same_origin = post_simple(
         gateway_with_worker, path, origin=gateway_with_worker.url, sec_fetch_site="same-origin"
     )
-    assert own[0] == 200
+    assert same_origin[0] == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/status"])
-def test_a_link_may_be_followed_from_anywhere_and_a_page_may_not_look(
+def test_cross_site_navigation_is_allowed_and_cross_site_fetch_is_not(
     gateway_with_worker: RunningGateway, path: str
 ) -> None:
-    assert gateway_with_worker.client.get(path, headers=FOLLOWED).status_code == 200
-    looked = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
-    assert status_and_code(gateway_with_worker.client.get(path, headers=looked)) == (
+    assert gateway_with_worker.client.get(path, headers=NAVIGATION).status_code == 200
+    fetch_headers = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
+    assert status_and_code(gateway_with_worker.client.get(path, headers=fetch_headers)) == (
         403,
         "permission_denied",
     )
 
 
 @pytest.mark.parametrize(
-    "marks",
+    "fetch_headers",
     [
         {"origin": "http://evil.example", "sec-fetch-mode": "cors", "sec-fetch-dest": "empty"},
         {"sec-fetch-mode": "no-cors", "sec-fetch-dest": "image"},
@@ -226,17 +238,17 @@ def test_a_link_may_be_followed_from_anywhere_and_a_page_may_not_look(
         {"sec-fetch-mode": "navigate", "sec-fetch-dest": "object"},
     ],
 )
-def test_no_page_of_another_site_can_hold_a_stream_of_the_state_open(
-    gateway_with_worker: RunningGateway, marks: dict[str, str]
+def test_a_cross_site_page_cannot_open_the_event_stream(
+    gateway_with_worker: RunningGateway, fetch_headers: dict[str, str]
 ) -> None:
-    """An EventSource tells its origin, a picture or a frame only that it is of another site."""
-    headers = {"sec-fetch-site": "cross-site", **marks}
-    refused = gateway_with_worker.client.get("/v1/status/events", headers=headers)
-    assert status_and_code(refused) == (403, "permission_denied")
+    """An EventSource sends its origin; an image or a frame sends only `Sec-Fetch-Site`."""
+    headers = {"sec-fetch-site": "cross-site", **fetch_headers}
+    response = gateway_with_worker.client.get("/v1/status/events", headers=headers)
+    assert status_and_code(response) == (403, "permission_denied")
 
 
-def test_who_shows_a_key_may_come_from_anywhere(gateway_with_worker: RunningGateway) -> None:
-    """An extension of a browser has an origin of its own, and a key that was typed into it."""
+def test_a_request_with_a_key_may_have_any_origin(gateway_with_worker: RunningGateway) -> None:
+    """A browser extension has its own origin and a key that its user entered."""
     headers = {
         "origin": "chrome-extension://abc",
         **bearer_headers(gateway_with_worker.create_key()),
@@ -244,7 +256,7 @@ def test_who_shows_a_key_may_come_from_anywhere(gateway_with_worker: RunningGate
     assert (
         gateway_with_worker.client.post("/v1/chat/completions", json=chat_body()).status_code == 401
     )
-    assert blind(gateway_with_worker, "/v1/chat/completions", **headers)[0] == 200
+    assert post_simple(gateway_with_worker, "/v1/chat/completions", **headers)[0] == 200
 
 
 @pytest.fixture(params=[None, 0], ids=["one port", "a port for admins"])
@@ -265,31 +277,36 @@ EDITS = (
 
 
 @pytest.mark.parametrize("origin", ORIGINS)
-def test_nothing_of_the_admin_plane_opens_to_a_page_of_another_site(
+def test_a_cross_site_page_cannot_read_or_edit_the_admin_plane(
     unkeyed_gateway: RunningGateway, origin: str
 ) -> None:
-    marks = ({"origin": origin}, {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"})
-    for headers in marks:
+    header_sets = (
+        {"origin": origin},
+        {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"},
+    )
+    for headers in header_sets:
         for method, path in EDITS:
-            sent = headers | {"content-type": "text/plain"}
-            refused = unkeyed_gateway.admin.request(
-                method, path, content=b'{"name": "x"}', headers=sent
+            form_headers = headers | {"content-type": "text/plain"}
+            response = unkeyed_gateway.admin.request(
+                method, path, content=b'{"name": "x"}', headers=form_headers
             )
-            assert status_and_code(refused) == (403, "permission_denied")
-        looked = unkeyed_gateway.admin.get("/admin/v1/keys", headers=headers)
-        assert status_and_code(looked) == (403, "permission_denied")
+            assert status_and_code(response) == (403, "permission_denied")
+        read = unkeyed_gateway.admin.get("/admin/v1/keys", headers=headers)
+        assert status_and_code(read) == (403, "permission_denied")
     assert unkeyed_gateway.admin.get("/admin/v1/keys").json() == {"keys": []}
-    (told,) = unkeyed_gateway.admin.get("/admin/v1/workers").json()["workers"]
-    assert told["state"] == "ready"
+    (entry,) = unkeyed_gateway.admin.get("/admin/v1/workers").json()["workers"]
+    assert entry["state"] == "ready"
 
 
-def test_the_page_for_admins_opens_by_a_link_and_asks_its_own_gateway(
+def test_the_admin_page_opens_from_a_link_and_may_call_its_own_gateway(
     unkeyed_gateway: RunningGateway,
 ) -> None:
-    assert unkeyed_gateway.admin.get("/admin", headers=FOLLOWED).status_code == 200
-    own = {
+    assert unkeyed_gateway.admin.get("/admin", headers=NAVIGATION).status_code == 200
+    same_origin = {
         "origin": str(unkeyed_gateway.admin.base_url).rstrip("/"),
         "sec-fetch-site": "same-origin",
     }
-    made = unkeyed_gateway.admin.post("/admin/v1/keys", json={"name": "own"}, headers=own)
-    assert made.status_code == 201
+    created = unkeyed_gateway.admin.post(
+        "/admin/v1/keys", json={"name": "own"}, headers=same_origin
+    )
+    assert created.status_code == 201

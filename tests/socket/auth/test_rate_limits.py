@@ -1,4 +1,4 @@
-"""Limits at the socket: who gets 429, what is told of them, and what costs nothing."""
+"""Rate limits: 429 responses, rate-limit headers, reservation and settlement of tokens."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.scripted_worker import DONE, USAGE, Script, ScriptedWorker, l
 USED_TOKENS = sum(cast("int", USAGE[name]) for name in ("prompt_tokens", "completion_tokens"))
 
 
-def test_a_limit_answers_in_openais_shape_and_says_when_to_come_back(
+def test_a_429_has_openais_error_format_and_retry_after(
     gateway_with_worker: RunningGateway,
 ) -> None:
     gateway_with_worker.use_key(
@@ -44,7 +44,7 @@ def test_a_limit_answers_in_openais_shape_and_says_when_to_come_back(
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
 
 
-def test_a_stream_and_an_error_tell_of_limits_too(
+def test_streams_and_errors_carry_rate_limit_headers(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key(requests_a_minute=9)["secret"])
@@ -58,18 +58,20 @@ def test_a_stream_and_an_error_tell_of_limits_too(
     assert broken.headers["x-ratelimit-remaining-requests"] == "7"
 
 
-def test_without_limits_nothing_is_told_of_them(gateway_with_worker: RunningGateway) -> None:
+def test_a_key_without_limits_gets_no_rate_limit_headers(
+    gateway_with_worker: RunningGateway,
+) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key()["secret"])
     assert not [
         name for name in gateway_with_worker.chat().headers if name.startswith("x-ratelimit")
     ]
 
 
-def left_tokens(response: httpx.Response) -> int:
+def remaining_tokens(response: httpx.Response) -> int:
     return int(response.headers["x-ratelimit-remaining-tokens"])
 
 
-def test_f52_tokens_are_reserved_before_and_settled_after_with_what_the_worker_told(
+def test_f52_tokens_are_reserved_before_and_settled_with_the_workers_usage(
     gateway_with_worker: RunningGateway,
 ) -> None:
     # A day, because a minute refills while the test runs.
@@ -79,41 +81,41 @@ def test_f52_tokens_are_reserved_before_and_settled_after_with_what_the_worker_t
         gateway_with_worker.chat(max_tokens=500),
         gateway_with_worker.chat(max_tokens=500),
     )
-    assert left_tokens(first) == 2000 - reserved
-    assert left_tokens(second) == 2000 - USED_TOKENS - reserved
+    assert remaining_tokens(first) == 2000 - reserved
+    assert remaining_tokens(second) == 2000 - USED_TOKENS - reserved
 
 
 @pytest.mark.parametrize(
-    "refused",
+    "fields",
     [
         {"temperature": 9},
-        {"model": "nobody-has-this"},
+        {"model": "unknown-model"},
         {"max_tokens": 10_000},
         {"nonsense": True},
     ],
 )
-def test_a_refused_request_costs_nothing(
-    gateway_with_worker: RunningGateway, refused: dict[str, Any]
+def test_a_rejected_request_consumes_no_limit(
+    gateway_with_worker: RunningGateway, fields: dict[str, Any]
 ) -> None:
     gateway_with_worker.use_key(
         gateway_with_worker.create_key(tokens_a_day=2000, requests_a_minute=50)["secret"]
     )
-    response = gateway_with_worker.chat(**refused)
+    response = gateway_with_worker.chat(**fields)
     assert response.status_code in {400, 404}
-    assert left_tokens(response) == 2000
+    assert remaining_tokens(response) == 2000
     assert response.headers["x-ratelimit-remaining-requests"] == "50"
 
 
-def test_a_request_that_found_no_worker_costs_nothing(gateway: RunningGateway) -> None:
+def test_a_request_without_a_worker_consumes_no_limit(gateway: RunningGateway) -> None:
     gateway.use_key(gateway.create_key(tokens_a_day=2000, requests_a_minute=50)["secret"])
     for _ in range(2):
         response = gateway.chat(max_tokens=10)
         assert status_and_code(response) == (503, "no_worker")
-        assert left_tokens(response) == 2000
+        assert remaining_tokens(response) == 2000
         assert response.headers["x-ratelimit-remaining-requests"] == "50"
 
 
-def test_a_request_that_a_worker_broke_is_not_paid_by_guess(
+def test_a_request_that_a_worker_failed_consumes_no_tokens(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key(tokens_a_day=2000)["secret"])
@@ -121,10 +123,10 @@ def test_a_request_that_a_worker_broke_is_not_paid_by_guess(
     with gateway_with_worker.stream(max_tokens=100) as response:
         assert b"worker_lost" in response.read()
     worker.script = Script(status=500)
-    assert left_tokens(gateway_with_worker.chat(max_tokens=100)) == 2000
+    assert remaining_tokens(gateway_with_worker.chat(max_tokens=100)) == 2000
 
 
-def test_who_leaves_early_pays_the_reservation(
+def test_a_client_that_disconnects_early_is_charged_the_reservation(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key(tokens_a_day=2000)["secret"])
@@ -135,10 +137,10 @@ def test_who_leaves_early_pays_the_reservation(
     worker.script = Script()
     reserved = 4 + 100
     wait_until(lambda: gateway_with_worker.status()["gateway"]["requests_in_flight"] == 0)
-    assert left_tokens(gateway_with_worker.chat(max_tokens=100)) == 2000 - 2 * reserved
+    assert remaining_tokens(gateway_with_worker.chat(max_tokens=100)) == 2000 - 2 * reserved
 
 
-def test_who_leaves_before_any_worker_began_pays_nothing(
+def test_a_client_that_disconnects_while_queued_is_charged_nothing(
     gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     first, second = gateway.create_key(), gateway.create_key(tokens_a_day=2000)
@@ -151,24 +153,27 @@ def test_who_leaves_before_any_worker_began_pays_nothing(
         worker.script = Script(status=503)
         gateway.send_heartbeat(worker)
         gateway.use_key(second["secret"])
-        # Asked of one that has no time, then in line for one that is full.
+        # The first worker returns 503; the request then queues for a second, busy worker.
         with pytest.raises(httpx.ReadTimeout):
             gateway.client.post("/v1/chat/completions", json=chat_body(), timeout=1.0)
         assert len(worker.requests) == 1
         wait_until(lambda: gateway.status()["gateway"]["requests_in_flight"] == 1)
-        assert left_tokens(gateway.chat(temperature=9)) == 2000
+        assert remaining_tokens(gateway.chat(temperature=9)) == 2000
         second_worker.resume.set()
         assert running.result().status_code == 200
 
 
-def test_requests_at_a_time_are_counted_to_the_last_byte(
+def test_a_request_counts_as_concurrent_until_its_last_byte(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key(concurrent_requests=2)["secret"])
     worker.script = Script(hang_after=2)
     with gateway_with_worker.stream() as first, gateway_with_worker.stream() as second:
-        pieces = first.iter_raw(), second.iter_raw()  # kept: a dropped iterator leaves
-        assert all(next(of_one) for of_one in pieces)
+        streams = (
+            first.iter_raw(),
+            second.iter_raw(),
+        )  # a variable: a collected iterator closes its stream
+        assert all(next(stream) for stream in streams)
         refused = gateway_with_worker.chat()
         assert status_and_code(refused) == (429, "concurrent_requests_exceeded")
         assert refused.headers["retry-after"] == "1"
@@ -177,7 +182,7 @@ def test_requests_at_a_time_are_counted_to_the_last_byte(
     wait_until(lambda: gateway_with_worker.chat().status_code == 200)
 
 
-def test_many_at_once_never_get_more_than_the_limit(
+def test_concurrent_requests_do_not_exceed_the_limit(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     key = gateway_with_worker.create_key(requests_a_minute=7)
@@ -192,11 +197,11 @@ def test_many_at_once_never_get_more_than_the_limit(
             )
         )
     assert responses.count(200) == len(worker.requests)
-    assert 7 <= responses.count(200) <= 8, "one more where the test took eight seconds"
+    assert 7 <= responses.count(200) <= 8, "the limit refills once in eight seconds"
     assert set(responses) == {200, 429}
 
 
-def test_a_budget_for_a_day_survives_a_restart(tmp_path: Path, worker: ScriptedWorker) -> None:
+def test_a_daily_limit_survives_a_restart(tmp_path: Path, worker: ScriptedWorker) -> None:
     with RunningGateway(make_settings(tmp_path)) as first:
         first.send_heartbeat(worker)
         secret = first.create_key(tokens_a_day=2000)["secret"]
@@ -205,4 +210,4 @@ def test_a_budget_for_a_day_survives_a_restart(tmp_path: Path, worker: ScriptedW
     with RunningGateway(make_settings(tmp_path)) as second:
         second.send_heartbeat(worker)
         second.use_key(secret)
-        assert left_tokens(second.chat(max_tokens=10)) == 2000 - USED_TOKENS - 14
+        assert remaining_tokens(second.chat(max_tokens=10)) == 2000 - USED_TOKENS - 14

@@ -1,4 +1,4 @@
-"""What keys and teams have used: counted once, kept over restarts, told by day."""
+"""Usage by key and team: exact sums over restarts, reported by day."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def usage_store(life: str, records: MemoryRecords | None = None) -> UsageStore:
     return UsageStore(records or MemoryRecords(), lambda: TODAY * DAY_S, life)
 
 
-def kept_by(entries: list[tuple[str, Caller, int, int]]) -> dict[str, str]:
-    """What all lives keep of requests so many days ago."""
+def stored_records(entries: list[tuple[str, Caller, int, int]]) -> dict[str, str]:
+    """Return the usage records that all processes store for requests of so many days ago."""
     ledgers = {life: usage_store(life) for life in ("life-1", "life-2", "life-3")}
     for life, caller, tokens, days_ago in entries:
         at_unix_s = (TODAY - days_ago) * DAY_S
@@ -95,14 +95,14 @@ def test_all_lives_add_up(entries: list[tuple[str, Caller, int, int]]) -> None:
             place = (TODAY - days_ago, caller.key)
             requests, so_far = sums.get(place, (0, 0))
             sums[place] = (requests + 1, so_far + tokens + 1)
-    assert totals(kept_by(entries)) == sums
+    assert totals(stored_records(entries)) == sums
 
 
 @given(ENTRIES, st.data())
 def test_folding_days_counts_nothing_twice_wherever_it_stops(
     entries: list[tuple[str, Caller, int, int]], data: st.DataObject
 ) -> None:
-    texts = kept_by(entries)
+    texts = stored_records(entries)
     before = totals(texts)
     for _ in range(2):
         kept, over = compacted(texts, TODAY)
@@ -120,9 +120,9 @@ def test_folding_days_counts_nothing_twice_wherever_it_stops(
 
 def test_a_day_is_folded_once_no_process_writes_it_any_more() -> None:
     for days_ago in (0, 1):
-        open_day = kept_by([("life-1", ANN, 4, days_ago), ("life-2", BOB, 5, days_ago)])
+        open_day = stored_records([("life-1", ANN, 4, days_ago), ("life-2", BOB, 5, days_ago)])
         assert compacted(open_day, TODAY) == ({}, ())
-    past_day = kept_by([("life-1", ANN, 4, 2), ("life-2", BOB, 5, 2)])
+    past_day = stored_records([("life-1", ANN, 4, 2), ("life-2", BOB, 5, 2)])
     kept, over = compacted(past_day, TODAY)
     assert len(kept) == 1
     assert set(over) == set(past_day)
@@ -157,7 +157,7 @@ async def test_a_past_day_is_dropped_from_memory_once_it_is_stored() -> None:
 
 
 def test_a_record_that_cannot_be_read_counts_nothing_and_stops_nothing() -> None:
-    good = kept_by([("life-1", ANN, 4, 0)])
+    good = stored_records([("life-1", ANN, 4, 0)])
     bad = {"2026-13-40/x": "{}", "nonsense": "1", f"{date_of(TODAY)}/y": '{"rows": [[1]]}'}
     assert totals(good | bad) == totals(good)
 
@@ -165,7 +165,7 @@ def test_a_record_that_cannot_be_read_counts_nothing_and_stops_nothing() -> None
 async def test_used_today_is_of_this_life_and_of_those_before() -> None:
     records = MemoryRecords()
     ledger = usage_store("life-2", records)
-    records.shelves["usage"] = kept_by(
+    records.shelves["usage"] = stored_records(
         [("life-1", ANN, 9, 0), ("life-3", ANN, 1, 0), ("life-1", ANN, 100, 1)]
     )
     await ledger.open()

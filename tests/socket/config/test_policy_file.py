@@ -1,4 +1,5 @@
-"""The policy file: taken at the start and when it is edited, or refused aloud; edits survive it."""
+"""The policy file: read at the start and on every change; invalid content is rejected and
+logged."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from workers.lifecycle import Shutdown
 
 @pytest.fixture(autouse=True)
 def short_file_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let gateways look at their files more often than people edit them."""
+    """Check policy files more often than a person edits them."""
     monkeypatch.setattr("gateway.assembly._POLICY_FILE_CHECK_S", 0.05)
 
 
@@ -38,77 +39,77 @@ def running(file: Path | None, folder: Path, **settings: Any) -> RunningGateway:
 
 
 def start(settings: Settings) -> None:
-    """Start a gateway that ends at once."""
+    """Start a gateway that shuts down at once."""
     shutdown = Shutdown()
     shutdown.request()
     run(serve(settings, shutdown=shutdown))
 
 
-def in_force(gateway: RunningGateway) -> tuple[int, list[str], str]:
-    """Tell version, pools and source of what is in force."""
+def active_policy(gateway: RunningGateway) -> tuple[int, list[str], str]:
+    """Return version, pools and source of the active policy."""
     status = gateway.status()
     return status["policy"]["version"], list(status["pools"]), status["policy"]["source"]
 
 
-def says(gateway: RunningGateway, *expected: object) -> Callable[[], bool]:
-    return lambda: in_force(gateway) == expected
+def is_active(gateway: RunningGateway, *expected: object) -> Callable[[], bool]:
+    return lambda: active_policy(gateway) == expected
 
 
-def problem(gateway: RunningGateway) -> str:
+def file_problem(gateway: RunningGateway) -> str:
     return str(gateway.status()["policy"].get("file_problem", ""))
 
 
-def tells(gateway: RunningGateway, sentence: str) -> bool:
-    return sentence in problem(gateway)
+def reports(gateway: RunningGateway, message: str) -> bool:
+    return message in file_problem(gateway)
 
 
 def test_an_edit_of_an_admin_survives_a_restart(file: Path, tmp_path: Path) -> None:
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
-        assert in_force(gateway) == (1, ["a"], "file")
+        assert active_policy(gateway) == (1, ["a"], "file")
         admin.put(single_pool_policy("b"))
     for _ in range(2):
         with running(file, tmp_path) as gateway:
-            assert in_force(gateway) == (2, ["b"], "admin")
+            assert active_policy(gateway) == (2, ["b"], "admin")
 
 
 def test_an_edit_of_an_admin_survives_restart_and_upgrade_without_a_file(tmp_path: Path) -> None:
     with running(None, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
-        assert in_force(gateway) == (1, ["text-mtp", "vlm"], "shipped")
+        assert active_policy(gateway) == (1, ["text-mtp", "vlm"], "shipped")
         admin.put(single_pool_policy("b"))
     with running(None, tmp_path) as gateway:
-        assert in_force(gateway) == (2, ["b"], "admin")
+        assert active_policy(gateway) == (2, ["b"], "admin")
 
 
-def test_an_edit_of_the_file_while_the_gateway_was_off_is_taken(file: Path, tmp_path: Path) -> None:
+def test_a_file_edited_between_two_runs_is_loaded_at_the_start(file: Path, tmp_path: Path) -> None:
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
         admin.put(single_pool_policy("b"))
     file.write_text(to_yaml(single_pool_policy("c")))
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
-        assert in_force(gateway) == (3, ["c"], "file")
-        reasons = [one["reason"] for one in admin.get("/history").json()["versions"]]
+        assert active_policy(gateway) == (3, ["c"], "file")
+        reasons = [version["reason"] for version in admin.get("/history").json()["versions"]]
         assert reasons == ["file", "edit", "file"]
         admin.edit("POST", {"version": 2}, "/rollback")
     with running(file, tmp_path) as gateway:
-        assert in_force(gateway) == (4, ["b"], "admin")
+        assert active_policy(gateway) == (4, ["b"], "admin")
 
 
-def test_another_comment_in_the_file_is_no_edit_of_the_policy(file: Path, tmp_path: Path) -> None:
+def test_a_changed_comment_in_the_file_creates_no_version(file: Path, tmp_path: Path) -> None:
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
         admin.put(single_pool_policy("b"))
     file.write_text(f"# as agreed on Monday\n{file.read_text()}")
     with running(file, tmp_path) as gateway:
-        assert in_force(gateway) == (2, ["b"], "admin")
+        assert active_policy(gateway) == (2, ["b"], "admin")
 
 
-def test_without_a_file_what_was_in_force_stays_in_force(file: Path, tmp_path: Path) -> None:
+def test_without_a_file_a_restart_loads_the_last_active_policy(file: Path, tmp_path: Path) -> None:
     with running(file, tmp_path):
         pass
     with running(None, tmp_path) as gateway:
-        assert in_force(gateway) == (1, ["a"], "file")
+        assert active_policy(gateway) == (1, ["a"], "file")
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("version: 1\nroutes: []\npools: {a: {lanes: [x]}}", r"line 2: routes: "),
         ("version: 1\n\ncolour: red", r"line 3: colour: unknown field"),
@@ -116,18 +117,18 @@ def test_without_a_file_what_was_in_force_stays_in_force(file: Path, tmp_path: P
         ("", r"it must be a mapping"),
     ],
 )
-def test_f45_a_bad_file_stops_the_start_with_file_line_and_field(
-    file: Path, tmp_path: Path, text: str, sentence: str
+def test_f45_an_invalid_file_fails_the_start_with_file_line_and_field(
+    file: Path, tmp_path: Path, text: str, message: str
 ) -> None:
     with running(file, tmp_path):
-        pass  # what is kept is good, and is not taken in its place
+        pass  # the stored policy is valid, and does not replace an invalid file
     file.write_text(text)
-    with pytest.raises(StartupError, match=rf"policy\.yaml is invalid: .*{sentence}"):
+    with pytest.raises(StartupError, match=rf"policy\.yaml is invalid: .*{message}"):
         start(make_settings(tmp_path, policy=file))
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "changes",
     [
         {"host": "0.0.0.0"},
         {"host": "0.0.0.0", "admin_port": 0},
@@ -137,19 +138,19 @@ def test_f45_a_bad_file_stops_the_start_with_file_line_and_field(
     ],
     ids=str,
 )
-def test_a_start_that_is_refused_changes_no_policy(
-    file: Path, tmp_path: Path, wrong: dict[str, Any]
+def test_a_failed_start_changes_no_policy(
+    file: Path, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         settings = make_settings(tmp_path, policy=file)
-        changes = {name: port if value is None else value for name, value in wrong.items()}
+        resolved = {name: port if value is None else value for name, value in changes.items()}
         with pytest.raises(StartupError, match=r"Set PACELINE_|Cannot listen on"):
-            start(settings.model_copy(update=changes))
+            start(settings.model_copy(update=resolved))
     assert not (tmp_path / "state.json").exists()
 
 
-def test_a_file_that_is_missing_or_no_text_or_huge_stops_the_start(
+def test_a_file_that_is_missing_or_binary_or_too_large_fails_the_start(
     file: Path, tmp_path: Path
 ) -> None:
     settings = make_settings(tmp_path, policy=file)
@@ -164,7 +165,7 @@ def test_a_file_that_is_missing_or_no_text_or_huge_stops_the_start(
         start(settings)
 
 
-def test_a_state_that_cannot_be_written_or_read_stops_the_start(file: Path, tmp_path: Path) -> None:
+def test_unreadable_and_damaged_state_fails_the_start(file: Path, tmp_path: Path) -> None:
     blocked = tmp_path / "blocked"
     blocked.write_text("no folder")
     settings = make_settings(blocked / "state", policy=file)
@@ -175,115 +176,116 @@ def test_a_state_that_cannot_be_written_or_read_stops_the_start(file: Path, tmp_
         start(make_settings(tmp_path, policy=file))
 
 
-def test_an_edit_of_the_file_is_taken_while_the_gateway_runs(
+def test_a_changed_file_is_loaded_at_run_time(
     file: Path, tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
         gateway.send_heartbeat(worker)
         assert gateway.chat().headers["x-paceline-pool"] == "a"
         file.write_text(to_yaml(single_pool_policy("b")))
-        wait_until(says(gateway, 2, ["b"], "file"))
+        wait_until(is_active(gateway, 2, ["b"], "file"))
         assert gateway.chat().headers["x-paceline-pool"] == "b"
-        replacing = file.with_suffix(".new")
-        replacing.write_text(to_yaml(single_pool_policy("c")))
-        replacing.replace(file)
-        wait_until(says(gateway, 3, ["c"], "file"))
+        replacement = file.with_suffix(".new")
+        replacement.write_text(to_yaml(single_pool_policy("c")))
+        replacement.replace(file)
+        wait_until(is_active(gateway, 3, ["c"], "file"))
         admin.put(single_pool_policy("d"))
         file.write_text(to_yaml(single_pool_policy("c")) + "# saved again\n")
         file.write_text(to_yaml(single_pool_policy("e")))
-        wait_until(says(gateway, 5, ["e"], "file"))
+        wait_until(is_active(gateway, 5, ["e"], "file"))
 
 
-def test_f45_f46_a_bad_edit_of_the_file_is_refused_aloud_and_what_was_good_stays(
+def test_f45_f46_an_invalid_file_is_rejected_and_logged_and_the_policy_stays_active(
     file: Path, tmp_path: Path, worker: ScriptedWorker, caplog: pytest.LogCaptureFixture
 ) -> None:
-    good = to_yaml(single_pool_policy("a"))
+    valid = to_yaml(single_pool_policy("a"))
     with running(file, tmp_path) as gateway:
-        bad = {
+        invalid = {
             "version: 1\nroutes: [": "it is not valid YAML",
-            good[: len(good) // 2]: "routes",
-            good + "colour: red\n": "colour: unknown field",
-            good.replace("- a", "- b"): "there is no pool 'b'",
+            valid[: len(valid) // 2]: "routes",
+            valid + "colour: red\n": "colour: unknown field",
+            valid.replace("- a", "- b"): "there is no pool 'b'",
             "!!python/object:os.system {}": "it is not valid YAML",
         }
-        for text, sentence in bad.items():
+        for text, message in invalid.items():
             caplog.clear()
             file.write_text(text)
-            wait_until(functools.partial(tells, gateway, sentence))
-            assert "line " in problem(gateway)
+            wait_until(functools.partial(reports, gateway, message))
+            assert "line " in file_problem(gateway)
             assert str(file) not in gateway.client.get("/v1/status").text
-            (refused,) = [one for one in caplog.records if "policy_file.rejected" in one.message]
-            assert (refused.levelno, str(file) in refused.message) == (logging.ERROR, True)
-            assert sentence in refused.message
-            assert in_force(gateway) == (1, ["a"], "file")
+            (rejection,) = [
+                record for record in caplog.records if "policy_file.rejected" in record.message
+            ]
+            assert (rejection.levelno, str(file) in rejection.message) == (logging.ERROR, True)
+            assert message in rejection.message
+            assert active_policy(gateway) == (1, ["a"], "file")
             gateway.send_heartbeat(worker)
             assert gateway.chat().headers["x-paceline-pool"] == "a"
         assert "paceline_policy_file_refused 1.0" in gateway.client.get("/metrics").text
         file.unlink()
-        wait_until(lambda: problem(gateway) == "the file cannot be read")
-        file.write_text(good)
-        wait_until(lambda: not problem(gateway))
-        assert in_force(gateway) == (1, ["a"], "file")
+        wait_until(lambda: file_problem(gateway) == "the file cannot be read")
+        file.write_text(valid)
+        wait_until(lambda: not file_problem(gateway))
+        assert active_policy(gateway) == (1, ["a"], "file")
         assert "paceline_policy_file_refused 0.0" in gateway.client.get("/metrics").text
         file.write_text(to_yaml(single_pool_policy("b")))
-        wait_until(says(gateway, 2, ["b"], "file"))
+        wait_until(is_active(gateway, 2, ["b"], "file"))
 
 
-def test_a_file_that_says_what_an_admin_said_is_remembered_as_read(
-    file: Path, tmp_path: Path
-) -> None:
+def test_a_file_equal_to_an_admins_edit_is_loaded_only_once(file: Path, tmp_path: Path) -> None:
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
         admin.put(single_pool_policy("b"))
         file.write_text(to_yaml(single_pool_policy("b")))
-        wait_until(says(gateway, 3, ["b"], "file"))
+        wait_until(is_active(gateway, 3, ["b"], "file"))
         admin.put(single_pool_policy("c"))
     with running(file, tmp_path) as gateway:
-        assert in_force(gateway) == (4, ["c"], "admin")
+        assert active_policy(gateway) == (4, ["c"], "admin")
 
 
-def test_f47_gateways_that_share_their_state_come_to_the_same_version(
-    file: Path, tmp_path: Path
-) -> None:
-    with running(file, tmp_path) as here, running(file, tmp_path) as there:
-        assert in_force(here) == in_force(there) == (1, ["a"], "file")
-        with PolicyAdmin(here.url) as admin:
+def test_f47_gateways_with_shared_state_converge_on_one_version(file: Path, tmp_path: Path) -> None:
+    with running(file, tmp_path) as first, running(file, tmp_path) as second:
+        assert active_policy(first) == active_policy(second) == (1, ["a"], "file")
+        with PolicyAdmin(first.url) as admin:
             admin.put(single_pool_policy("b"))
-        wait_until(says(there, 2, ["b"], "admin"))
-        with PolicyAdmin(there.url) as admin:
+        wait_until(is_active(second, 2, ["b"], "admin"))
+        with PolicyAdmin(second.url) as admin:
             admin.put(single_pool_policy("c"))
-        wait_until(says(here, 3, ["c"], "admin"))
+        wait_until(is_active(first, 3, ["c"], "admin"))
         file.write_text(to_yaml(single_pool_policy("d")))
-        wait_until(says(here, 4, ["d"], "file"))
-        wait_until(says(there, 4, ["d"], "file"))
-        with PolicyAdmin(here.url) as admin:
+        wait_until(is_active(first, 4, ["d"], "file"))
+        wait_until(is_active(second, 4, ["d"], "file"))
+        with PolicyAdmin(first.url) as admin:
             assert len(admin.get("/history").json()["versions"]) == 4
 
 
-LISTED = {"id": "studio", "kind": "openai", "url": "http://127.0.0.1:9", "models": ["demo"]}
+STATIC_WORKER = {"id": "studio", "kind": "openai", "url": "http://127.0.0.1:9", "models": ["demo"]}
 
 
-def listing(pool: str) -> dict[str, Any]:
-    return {"workers": Settings(workers=[{**LISTED, "pools": [pool], "slots": 1}]).workers}  # type: ignore[arg-type]
+def worker_settings(pool: str) -> dict[str, Any]:
+    return {"workers": Settings(workers=[{**STATIC_WORKER, "pools": [pool], "slots": 1}]).workers}  # type: ignore[arg-type]
 
 
-def test_a_policy_that_would_stop_the_next_start_is_not_taken(file: Path, tmp_path: Path) -> None:
-    with running(file, tmp_path, **listing("a")) as gateway, PolicyAdmin(gateway.url) as admin:
+def test_a_policy_that_would_fail_the_next_start_is_rejected(file: Path, tmp_path: Path) -> None:
+    with (
+        running(file, tmp_path, **worker_settings("a")) as gateway,
+        PolicyAdmin(gateway.url) as admin,
+    ):
         for response in (admin.put(single_pool_policy("b")), admin.patch({"pools": {"a": None}})):
             assert response.status_code == 400
         assert "'studio' is configured for the pool 'a'" in admin.put(single_pool_policy("b")).text
         assert not admin.post("/validate", single_pool_policy("b"))["valid"]
         file.write_text(to_yaml(single_pool_policy("b")))
-        wait_until(lambda: "'studio' is configured for the pool 'a'" in problem(gateway))
-        assert in_force(gateway) == (1, ["a"], "file")
+        wait_until(lambda: "'studio' is configured for the pool 'a'" in file_problem(gateway))
+        assert active_policy(gateway) == (1, ["a"], "file")
 
 
-def test_listed_workers_are_held_against_what_is_in_force_and_not_against_the_file(
+def test_static_workers_are_checked_against_the_active_policy_not_the_file(
     file: Path, tmp_path: Path
 ) -> None:
     with running(file, tmp_path) as gateway, PolicyAdmin(gateway.url) as admin:
         admin.put(single_pool_policy("b"))
-    with running(file, tmp_path, **listing("b")) as gateway:
-        assert in_force(gateway) == (2, ["b"], "admin")
-    settings = make_settings(tmp_path, policy=file, **listing("a"))
+    with running(file, tmp_path, **worker_settings("b")) as gateway:
+        assert active_policy(gateway) == (2, ["b"], "admin")
+    settings = make_settings(tmp_path, policy=file, **worker_settings("a"))
     with pytest.raises(StartupError, match="'studio' is configured for the pool 'a'"):
         start(settings)

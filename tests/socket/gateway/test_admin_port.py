@@ -1,4 +1,4 @@
-"""A port of its own for admins: what is served there, and no longer where requests come in."""
+"""The admin port: it serves the admin routes, and the data port no longer does."""
 
 from __future__ import annotations
 
@@ -21,52 +21,57 @@ from workers.lifecycle import Shutdown
 
 @pytest.fixture
 def split_gateway(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
-    """A gateway with a port for admins, that the fake worker has joined."""
+    """Return a gateway with an admin port and one joined worker."""
     with RunningGateway(make_settings(tmp_path, admin_port=0)) as gateway:
         assert gateway.send_heartbeat(worker).status_code == 200
         yield gateway
 
 
-def test_what_only_admins_may_do_is_on_their_port_alone(split_gateway: RunningGateway) -> None:
-    with PolicyAdmin(split_gateway.url) as outside, PolicyAdmin(split_gateway.admin_url) as admin:
+def test_policy_routes_are_only_on_the_admin_port(split_gateway: RunningGateway) -> None:
+    with (
+        PolicyAdmin(split_gateway.url) as data_client,
+        PolicyAdmin(split_gateway.admin_url) as admin,
+    ):
         for method, path in ROUTES:
-            assert status_and_code(outside.request(method, path)) == (404, "path_not_found")
+            assert status_and_code(data_client.request(method, path)) == (404, "path_not_found")
             assert admin.request(method, path).status_code != 404
         assert admin.put(single_pool_policy("moved")).status_code == 200
     assert split_gateway.chat().headers["x-paceline-pool"] == "moved"
 
 
-def test_keys_are_made_on_their_port_and_open_the_other(split_gateway: RunningGateway) -> None:
-    refused = split_gateway.client.post("/admin/v1/keys", json={"name": "ann"})
-    assert status_and_code(refused) == (404, "path_not_found")
-    made = split_gateway.create_key()
+def test_keys_created_on_the_admin_port_authorize_the_data_port(
+    split_gateway: RunningGateway,
+) -> None:
+    rejected = split_gateway.client.post("/admin/v1/keys", json={"name": "ann"})
+    assert status_and_code(rejected) == (404, "path_not_found")
+    created = split_gateway.create_key()
     assert status_and_code(split_gateway.client.get("/v1/models")) == (401, "invalid_api_key")
-    split_gateway.use_key(made["secret"])
+    split_gateway.use_key(created["secret"])
     assert split_gateway.chat().status_code == 200
     for path in ("/admin/v1/usage", "/admin/v1/workers", "/admin", "/admin/page/main.js"):
         assert status_and_code(split_gateway.client.get(path)) == (404, "path_not_found")
         assert split_gateway.admin.get(path).status_code == 200
 
 
-def test_nothing_else_is_on_the_port_of_admins(split_gateway: RunningGateway) -> None:
+def test_the_admin_port_serves_only_admin_routes(split_gateway: RunningGateway) -> None:
     with httpx.Client(base_url=split_gateway.admin_url) as client:
         for path in ("/v1/models", "/v1/status", "/metrics", "/livez", "/v1/route/explain"):
             assert status_and_code(client.get(path)) == (404, "path_not_found")
         response = client.post("/v1/chat/completions", json=chat_body())
         assert status_and_code(response) == (404, "path_not_found")
-        assert [one["worker_id"] for one in client.get("/admin/v1/workers").json()["workers"]] == [
-            "fake-a"
-        ]
+        assert [
+            entry["worker_id"] for entry in client.get("/admin/v1/workers").json()["workers"]
+        ] == ["fake-a"]
 
 
-def test_a_foreign_name_opens_no_route_there_either(split_gateway: RunningGateway) -> None:
+def test_the_admin_port_rejects_unknown_hosts(split_gateway: RunningGateway) -> None:
     response = httpx.get(
         f"{split_gateway.admin_url}/admin/v1/policy", headers={"host": "evil.example"}
     )
     assert status_and_code(response) == (421, "host_not_allowed")
 
 
-def test_a_head_without_an_end_is_refused_there_too(split_gateway: RunningGateway) -> None:
+def test_the_admin_port_rejects_oversized_headers(split_gateway: RunningGateway) -> None:
     url = httpx.URL(split_gateway.admin_url)
     with socket.create_connection((url.host, url.port or 0)) as connection:
         connection.settimeout(10)
@@ -74,7 +79,7 @@ def test_a_head_without_an_end_is_refused_there_too(split_gateway: RunningGatewa
         assert connection.recv(100).startswith(b"HTTP/1.1 431 ")
 
 
-def test_commands_find_the_gateway_by_its_own_settings(
+def test_commands_use_the_gateways_settings_to_find_its_ports(
     split_gateway: RunningGateway,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -95,21 +100,21 @@ def test_commands_find_the_gateway_by_its_own_settings(
     assert "PACELINE_ADMIN_PORT" in capsys.readouterr().err
 
 
-async def test_admins_beyond_this_machine_need_their_key(tmp_path: Path) -> None:
+async def test_an_admin_port_beyond_loopback_requires_the_admin_key(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, admin_port=0, admin_host="0.0.0.0")
     with pytest.raises(StartupError, match="Set PACELINE_ADMIN_KEY first"):
         await serve(settings, shutdown=Shutdown())
     shutdown = Shutdown()
     shutdown.request()
-    keyed = settings.model_copy(update={"admin_key": SecretStr("k")})
+    settings_with_key = settings.model_copy(update={"admin_key": SecretStr("k")})
     addresses: list[str] = []
-    await serve(keyed, shutdown=shutdown, admin_started=addresses.append)
+    await serve(settings_with_key, shutdown=shutdown, admin_started=addresses.append)
     assert addresses[0].startswith("http://0.0.0.0:")
 
 
-async def test_a_port_of_admins_that_is_taken_is_one_clear_sentence(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+async def test_an_occupied_admin_port_fails_the_start_with_one_message(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         settings = make_settings(tmp_path, admin_port=port)
         with pytest.raises(
             StartupError, match=rf"Cannot listen on 127\.0\.0\.1 port {port}.*PACELINE_ADMIN_PORT"

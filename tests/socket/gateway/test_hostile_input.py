@@ -1,13 +1,7 @@
-"""Advisories about what a request, or a worker, brings along: each a test that carries its number.
+"""Published advisories about gateways and inference engines, one test per advisory number.
 
-Those about what a request may say are in test_advisories.py.
-
-Advisories about gateways and engines like these, each a test that carries its number.
-
-Those about keys, routes and secrets are in test_guards.py, test_foreign_pages.py,
-test_key_reach.py, test_key_endings.py and test_canary.py, those about what comes along with a
-request in test_hostile_input.py, S40 and S50 where control tokens and system prompts are; here are
-those about what a request may say.
+The tests of api, auth and test_secret_leaks.py cover advisories about keys, routes and secrets;
+tests of the worker cover S40 and S50.
 """
 
 from __future__ import annotations
@@ -48,24 +42,25 @@ from tests.support.running_gateway import (
 from tests.support.scripted_worker import Script, ScriptedWorker, event, stream_events
 
 _BOUND = 1000
-"""Of repetitions; `*` and `+` have none."""
+"""Repetitions with at most this maximum are bounded; `*` and `+` are not."""
 
 
-def picturing(url: str) -> list[dict[str, Any]]:
+def messages_with_image(url: str) -> list[dict[str, Any]]:
     parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": url}}]
     return [{"role": "user", "content": parts}]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
-def test_s32_no_redirect_of_a_worker_is_followed(
+def test_s32_the_gateway_follows_no_redirect_of_a_worker(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     canary_listener: CanaryListener,
     status: int,
     stream: bool,
 ) -> None:
-    """vllm-mlx #318: a redirect leads wherever its sender likes, with all that is sent along."""
+    """vllm-mlx #318: a followed redirect would send the request, with its headers, to any
+    address."""
     location = (b"location", f"{canary_listener.url}/latest/meta-data".encode())
     worker.script = Script(status=status, headers=(location,))
     response = gateway_with_worker.chat(stream=stream)
@@ -74,26 +69,26 @@ def test_s32_no_redirect_of_a_worker_is_followed(
     assert canary_listener.has_no_connections()
 
 
-def test_s32_no_redirect_is_followed_where_a_worker_is_asked_how_it_is(
+def test_s32_health_checks_follow_no_redirect(
     gateway: RunningGateway, canary_listener: CanaryListener
 ) -> None:
-    async def elsewhere(link: ServerConnection, _request: Request) -> None:
+    async def redirect(link: ServerConnection, _request: Request) -> None:
         await link.send_head(307, ((b"location", canary_listener.url.encode()),), length=0)
 
-    fake = ScriptedWorker()
-    with running_server(elsewhere, sockets=[fake.socket]):
-        gateway.send_heartbeat(fake)
+    worker = ScriptedWorker()
+    with running_server(redirect, sockets=[worker.socket]):
+        gateway.send_heartbeat(worker)
         assert gateway.client.get("/metrics").status_code == 200
         assert gateway.status()["workers"]["fake-a"]["state"] == "ready"
     assert canary_listener.has_no_connections()
 
 
-def test_s32_what_is_unsafe_is_refused_before_a_stream_begins(
+def test_s32_an_unsafe_url_is_rejected_before_a_stream_begins(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    """vllm-mlx PR 490: within a stream an error looks like an answer."""
+    """vllm-mlx PR 490: clients mistake an error within a stream for generated text."""
     response = gateway_with_worker.chat(
-        stream=True, messages=picturing("http://169.254.169.254/latest")
+        stream=True, messages=messages_with_image("http://169.254.169.254/latest")
     )
     assert error_fields(response)[:2] == (400, "invalid_value")
     assert response.headers["content-type"] == "application/json"
@@ -104,33 +99,33 @@ def test_s32_what_is_unsafe_is_refused_before_a_stream_begins(
     ("path", "status"),
     [("/v1/chat/completions", 400), ("/v1/route/explain", 400), ("/admin/v1/keys", 400)],
 )
-def test_s35_nothing_that_is_packed_is_unpacked(
+def test_s35_compressed_bodies_are_not_decompressed(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, status: int
 ) -> None:
-    """Twenty megabytes fit into twenty kilobytes: here they stay there."""
-    packed = gzip.compress(b" " * 20_000_000 + json.dumps(chat_body()).encode())
+    """Twenty kilobytes of gzip would decompress to twenty megabytes."""
+    compressed = gzip.compress(b" " * 20_000_000 + json.dumps(chat_body()).encode())
     headers = {"content-encoding": "gzip", "content-type": "application/json"}
-    response = gateway_with_worker.client.post(path, content=packed, headers=headers)
+    response = gateway_with_worker.client.post(path, content=compressed, headers=headers)
     assert status_and_code(response) == (status, "invalid_json")
     assert not worker.requests
 
 
-def test_s35_media_without_an_end_are_cut_where_their_bound_is(
+def test_s35_an_endless_chunked_body_is_cut_at_the_body_limit(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
-    """A length that is declared proves nothing, and one that is not may never come."""
+    """The gateway counts received bytes and does not rely on a declared length."""
     limit_bytes = 100_000
-    piece = b"A" * 16_384
-    with RunningGateway(make_settings(tmp_path, body_limit_bytes=limit_bytes)) as small:
-        small.send_heartbeat(worker)
-        with socket.create_connection(("127.0.0.1", httpx.URL(small.url).port or 0)) as raw:
+    chunk = b"A" * 16_384
+    with RunningGateway(make_settings(tmp_path, body_limit_bytes=limit_bytes)) as gateway:
+        gateway.send_heartbeat(worker)
+        with socket.create_connection(("127.0.0.1", httpx.URL(gateway.url).port or 0)) as raw:
             raw.settimeout(30)
             raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n")
             raw.sendall(b"transfer-encoding: chunked\r\n\r\n")
-            begun = b'{"messages": [{"content": [{"image_url": "data:image/png;base64,'
-            raw.sendall(b"%x\r\n%b\r\n" % (len(begun), begun))
-            for _ in range(limit_bytes // len(piece) + 1):
-                raw.sendall(b"%x\r\n%b\r\n" % (len(piece), piece))
+            start = b'{"messages": [{"content": [{"image_url": "data:image/png;base64,'
+            raw.sendall(b"%x\r\n%b\r\n" % (len(start), start))
+            for _ in range(limit_bytes // len(chunk) + 1):
+                raw.sendall(b"%x\r\n%b\r\n" % (len(chunk), chunk))
             assert raw.recv(100).startswith(b"HTTP/1.1 413 ")
     assert not worker.requests
 
@@ -152,60 +147,62 @@ OTHER_FORMATS = {
 
 @pytest.mark.parametrize("name", OTHER_FORMATS)
 @pytest.mark.parametrize("kind", ["png", "jpeg", "jp2", "svg+xml"])
-def test_s36_only_four_formats_are_pictures_whatever_they_are_called(
+def test_s36_unsupported_image_formats_are_rejected_under_any_media_type(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, name: str, kind: str
 ) -> None:
-    """CVE-2026-22778: decoders that hardly anybody needs are those that break."""
-    response = gateway_with_worker.chat(messages=picturing(data_url(OTHER_FORMATS[name], kind)))
+    """CVE-2026-22778: rarely used decoders have the most vulnerabilities."""
+    response = gateway_with_worker.chat(
+        messages=messages_with_image(data_url(OTHER_FORMATS[name], kind))
+    )
     assert error_fields(response) == (400, "invalid_value", "messages[0].content[1].image_url")
     assert not worker.requests
 
 
 @pytest.mark.parametrize(("width_px", "height_px"), [(0, 5), (5, 0), (0, 0), (2**31, 1), (1, 201)])
-def test_s37_a_picture_of_no_size_or_of_hardly_a_width_reaches_no_engine(
+def test_s37_images_of_zero_size_or_extreme_ratio_are_rejected(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, width_px: int, height_px: int
 ) -> None:
-    """CVE-2026-22773; what our own engine does with one pixel is in tests/workers."""
+    """CVE-2026-22773; tests of the worker cover images of one pixel."""
     response = gateway_with_worker.chat(
-        messages=picturing(data_url(png_header(width_px, height_px)))
+        messages=messages_with_image(data_url(png_header(width_px, height_px)))
     )
     assert error_fields(response) == (400, "invalid_value", "messages[0].content[1].image_url")
     assert not worker.requests
 
 
 def patterns() -> Iterator[tuple[str, str | bytes]]:
-    """List every regular expression that is written in the gateway and the policy."""
+    """Yield every regular expression in the source of the gateway and the policies."""
     for package in (gateway, policies):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            module = importlib.import_module(found.name)
+        for package_module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            module = importlib.import_module(package_module.name)
             for call in ast.walk(ast.parse(inspect.getsource(module))):
                 if isinstance(call, ast.Call) and ast.unparse(call.func).startswith("re."):
-                    written = call.args[0]
-                    told = vars(module)[written.id] if isinstance(written, ast.Name) else None
-                    yield found.name, told or ast.literal_eval(written)
+                    argument = call.args[0]
+                    constant = vars(module)[argument.id] if isinstance(argument, ast.Name) else None
+                    yield package_module.name, constant or ast.literal_eval(argument)
 
 
-def test_s45_no_regular_expression_repeats_what_already_repeats() -> None:
-    """CVE-2025-48887, CVE-2025-3933: within one that does, a text of a line takes for ever."""
+def test_s45_no_regular_expression_has_nested_unbounded_repetition() -> None:
+    """CVE-2025-48887, CVE-2025-3933: nested repetition backtracks for exponential time."""
     parser = importlib.import_module("re._parser")
-    assert repeats_within(parser.parse("(?:a+)+b"))
-    assert repeats_within(parser.parse("x(a|b*)*"))
-    found = list(patterns())
-    assert len(found) > 10
-    for where, pattern in found:
-        assert not repeats_within(parser.parse(pattern)), f"{where}: {pattern!r}"
+    assert has_nested_repetition(parser.parse("(?:a+)+b"))
+    assert has_nested_repetition(parser.parse("x(a|b*)*"))
+    found_patterns = list(patterns())
+    assert len(found_patterns) > 10
+    for module_name, pattern in found_patterns:
+        assert not has_nested_repetition(parser.parse(pattern)), f"{module_name}: {pattern!r}"
 
 
-def repeats_within(parsed: Any, repeating: bool = False) -> bool:
-    """Say whether a part that repeats without a bound holds another one that does."""
+def has_nested_repetition(parsed: Any, repeating: bool = False) -> bool:
+    """Return whether an unbounded repetition contains another unbounded repetition."""
     for operator, argument in parsed:
-        endless = str(operator) in {"MAX_REPEAT", "MIN_REPEAT"} and int(argument[1]) > _BOUND
-        if endless and repeating:
+        unbounded = str(operator) in {"MAX_REPEAT", "MIN_REPEAT"} and int(argument[1]) > _BOUND
+        if unbounded and repeating:
             return True
         for part in argument if isinstance(argument, tuple) else (argument,):
             for inner in part if isinstance(part, list) else [part]:
-                if type(inner).__name__ == "SubPattern" and repeats_within(
-                    inner, repeating or endless
+                if type(inner).__name__ == "SubPattern" and has_nested_repetition(
+                    inner, repeating or unbounded
                 ):
                     return True
     return False
@@ -220,7 +217,7 @@ HOSTILE = (
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: text[:12])
-def test_s45_a_long_text_of_almost_matches_takes_its_way_like_any_other(
+def test_s45_long_texts_of_near_matches_are_relayed(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, text: str
 ) -> None:
     worker.script = Script(tokens=(text, " end"))
@@ -236,23 +233,23 @@ def test_s45_a_long_text_of_almost_matches_takes_its_way_like_any_other(
         assert "data: [DONE]" in list(streamed.iter_lines())
 
 
-def test_s46_schemas_leave_nothing_behind(
+def test_s46_schemas_of_requests_are_not_stored(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
-    """GHSA-mgrm-fgjv-mhv8: who sends a schema of its own each time fills no disk."""
+    """GHSA-mgrm-fgjv-mhv8: requests with ever new schemas do not fill the disk."""
 
-    def kept() -> dict[str, int]:
+    def file_sizes() -> dict[str, int]:
         return {str(file): file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()}
 
     with PolicyAdmin(gateway_with_worker.url) as admin:
         admin.patch({"limits": {}})
-    before = kept()
+    before = file_sizes()
     for number in range(50):
         schema = {"type": "object", "properties": {f"canary-{number}": {"type": "string"}}}
         form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
         assert gateway_with_worker.chat(response_format=form).status_code == 200
     assert len(worker.requests) == 50
-    assert kept() == before
+    assert file_sizes() == before
 
 
 ROOT = Path(__file__).parents[3]
@@ -269,7 +266,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
         *("best_of", "chat_template", "documents", "add_generation_prompt", "prompt_embeds"),
     ],
 )
-def test_s07_s43_s48_no_body_says_where_or_with_what_a_model_runs(
+def test_s07_s43_s48_fields_that_select_servers_or_model_files_are_rejected(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     canary_listener: CanaryListener,
@@ -284,7 +281,7 @@ def test_s07_s43_s48_no_body_says_where_or_with_what_a_model_runs(
     assert not worker.requests
 
 
-def test_s08_an_address_that_comes_without_a_key_is_never_asked(
+def test_s08_the_gateway_connects_to_no_unauthenticated_worker(
     gateway_with_worker: RunningGateway, canary_listener: CanaryListener
 ) -> None:
     """CVE-2026-42271, CVE-2026-30623."""
@@ -303,10 +300,10 @@ TEMPLATES = ("{{7*7}}", "${7*7}", "{% for x in range(9) %}x{% endfor %}", "%(x)s
 
 
 @pytest.mark.parametrize("text", TEMPLATES)
-def test_s09_s47_text_is_no_template_and_arguments_are_no_code(
+def test_s09_s47_templates_in_text_and_arguments_are_relayed_verbatim(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, text: str
 ) -> None:
-    """CVE-2026-42203, CVE-2024-2952, CVE-2025-9141: what is said goes on as it was said."""
+    """CVE-2026-42203, CVE-2024-2952, CVE-2025-9141: the gateway evaluates no text."""
     call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": text}}
     messages = [
         {"role": "system", "content": text},
@@ -323,11 +320,11 @@ def test_s09_s47_text_is_no_template_and_arguments_are_no_code(
         assert admin.get("/history").json()["versions"][0]["note"] == text
 
 
-def test_s09_s16_s21_s49_the_gateway_loads_nothing_that_runs_or_unpacks_what_it_reads() -> None:
+def test_s09_s16_s21_s49_the_gateway_imports_no_template_engine_and_evaluates_no_input() -> None:
     """CVE-2026-42203, CVE-2024-8984, CVE-2024-47874, CVE-2024-4264, CVE-2025-32444."""
-    listed = "import gateway.cli, gateway.server, sys; print(*sys.modules)"
+    script = "import gateway.cli, gateway.server, sys; print(*sys.modules)"
     loaded = subprocess.run(
-        [sys.executable, "-c", listed], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.split()
     assert "gateway.app" in loaded
     assert "jinja2" not in loaded
@@ -335,17 +332,17 @@ def test_s09_s16_s21_s49_the_gateway_loads_nothing_that_runs_or_unpacks_what_it_
     assert not re.search(
         r"^(jinja2==|python-multipart==|h11==0\.1[0-5]\.)", installed, re.MULTILINE
     )
-    runs = re.compile(
+    evaluation = re.compile(
         r"(?<![\w.])(?:eval|exec|compile|__import__)\(|pickle|literal_eval|yaml\.load\("
     )
     for file in (*(ROOT / "gateway").rglob("*.py"), *(ROOT / "policies").rglob("*.py")):
-        assert not runs.search(file.read_text()), file
+        assert not evaluation.search(file.read_text()), file
     rules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
     assert "S" in rules["select"]
     assert not [glob for glob in rules["per-file-ignores"] if glob.startswith(("gateway", "polic"))]
 
 
-def test_s15_a_megabyte_of_headers_is_refused_before_it_is_all_read(
+def test_s15_oversized_headers_are_rejected_before_they_are_read_completely(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """CVE-2025-48956."""
@@ -358,7 +355,7 @@ def test_s15_a_megabyte_of_headers_is_refused_before_it_is_all_read(
             for _ in range(64):
                 raw.sendall(b"a" * 16_384)
         except ConnectionError:
-            pass  # it has heard enough
+            pass  # the gateway closed the connection
         else:
             assert raw.recv(100).startswith(b"HTTP/1.1 431 ")
     assert gateway_with_worker.chat().status_code == 200
@@ -366,15 +363,17 @@ def test_s15_a_megabyte_of_headers_is_refused_before_it_is_all_read(
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/admin/v1/keys", "/admin/v1/policy/validate"])
-@pytest.mark.parametrize("kind", ["multipart/form-data; boundary=x", "text/plain"])
-def test_s16_a_form_is_refused_and_none_of_its_parts_is_read(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, kind: str
+@pytest.mark.parametrize("content_type", ["multipart/form-data; boundary=x", "text/plain"])
+def test_s16_a_form_is_rejected_and_not_parsed(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, path: str, content_type: str
 ) -> None:
     """CVE-2024-8984, CVE-2025-54121."""
     form = (
         b"--x" + b"-" * 100_000 + b'\r\ncontent-disposition: form-data; name="a"\r\n\r\n1\r\n--x--'
     )
-    response = gateway_with_worker.client.post(path, content=form, headers={"content-type": kind})
+    response = gateway_with_worker.client.post(
+        path, content=form, headers={"content-type": content_type}
+    )
     assert response.status_code in {400, 413, 415}
     assert not worker.requests
 
@@ -393,26 +392,26 @@ def test_s16_a_form_is_refused_and_none_of_its_parts_is_read(
         b"content-length: 2, 2\r\n\r\n{}",
     ],
 )
-def test_s18_a_body_whose_end_is_in_doubt_hides_no_second_request(
+def test_s18_ambiguous_body_framing_smuggles_no_second_request(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, body: bytes
 ) -> None:
     """CVE-2025-43859."""
-    hidden = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    smuggled = b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n"
     with socket.create_connection(
         ("127.0.0.1", int(gateway_with_worker.url.rpartition(":")[2]))
     ) as raw:
         raw.settimeout(10)
-        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + body + hidden)
+        raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n" + body + smuggled)
         raw.shutdown(socket.SHUT_WR)
-        told = b""
+        received = b""
         while part := raw.recv(65_536):
-            told += part
-    assert b"alive" not in told
-    assert not told or told.startswith(b"HTTP/1.1 400 ")
+            received += part
+    assert b"alive" not in received
+    assert not received or received.startswith(b"HTTP/1.1 400 ")
     assert not worker.requests
 
 
-REMOTE = (
+REMOTE_SOURCES = (
     *("http://127.0.0.1:{port}/", "http://localhost.:{port}/", "http://[::1]:{port}/"),
     *("http://2130706433:{port}/", "http://0x7f000001:{port}/", "http://[::ffff:7f00:1]:{port}/"),
     *("http://169.254.169.254/latest", "http://100.64.0.1/", "http://[64:ff9b::7f00:1]/"),
@@ -421,18 +420,18 @@ REMOTE = (
     *("/etc/passwd", "file:///etc/passwd", "../x.png", "~/.ssh/id_rsa", "\\\\host\\share\\x.png"),
     "DATA:",
 )
-NO_PICTURES = ("data:text/html;base64,PGI+", "data:video/jpeg;base64,AA==,AA==", "data:,x")
-PICTURES = ("image_url", "input_image", "image")
+NON_IMAGE_SOURCES = ("data:text/html;base64,PGI+", "data:video/jpeg;base64,AA==,AA==", "data:,x")
+IMAGE_KINDS = ("image_url", "input_image", "image")
 
 
 @pytest.mark.parametrize(
     ("kind", "source"),
     [
-        *itertools.product((*PICTURES, "video_url", "audio_url"), REMOTE),
-        *itertools.product(PICTURES, NO_PICTURES),
+        *itertools.product((*IMAGE_KINDS, "video_url", "audio_url"), REMOTE_SOURCES),
+        *itertools.product(IMAGE_KINDS, NON_IMAGE_SOURCES),
     ],
 )
-def test_s30_s31_s33_s34_nothing_is_fetched_for_a_client(
+def test_s30_s31_s33_s34_the_gateway_fetches_no_url_of_a_request(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     canary_listener: CanaryListener,
@@ -441,8 +440,8 @@ def test_s30_s31_s33_s34_nothing_is_fetched_for_a_client(
 ) -> None:
     """GHSA-3f6c-7fw2-ppm4, CVE-2026-24779, vllm-mlx #320, CVE-2025-3777."""
     url = source.format(port=canary_listener.port)
-    for told in (url, {"url": url}):
-        content = [{"type": "text", "text": "x"}, {"type": kind, kind: told}]
+    for value in (url, {"url": url}):
+        content = [{"type": "text", "text": "x"}, {"type": kind, kind: value}]
         response = gateway_with_worker.chat(messages=[{"role": "user", "content": content}])
         status, code, param = error_fields(response)
         assert (status, code) == (400, "invalid_value")
@@ -451,7 +450,7 @@ def test_s30_s31_s33_s34_nothing_is_fetched_for_a_client(
     assert not worker.requests
 
 
-def test_s38_s39_pictures_are_counted_before_any_is_decoded(
+def test_s38_s39_image_counts_and_sizes_are_checked_before_decoding(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """CVE-2026-34755, CVE-2026-5497."""
@@ -486,20 +485,20 @@ def test_s38_s39_pictures_are_counted_before_any_is_decoded(
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_s41_s42_s43_s44_s49_what_would_break_an_engine_stops_here(
+def test_s41_s42_s43_s44_s49_values_that_would_crash_an_engine_are_rejected(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     fields: dict[str, Any],
     param: str | None,
 ) -> None:
     """CVE-2026-34756, CVE-2024-8768, CVE-2025-62426, CVE-2025-48944, CVE-2025-62164."""
-    status, code, named = error_fields(gateway_with_worker.chat(**fields))
+    status, code, error_param = error_fields(gateway_with_worker.chat(**fields))
     assert (status, code) == (400, "invalid_value")
-    assert param is None or named in {param, "max_completion_tokens"}
+    assert param is None or error_param in {param, "max_completion_tokens"}
     assert not worker.requests
 
 
-def test_s42_a_prompt_without_a_word_reaches_no_engine(
+def test_s42_an_empty_prompt_is_rejected(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     """CVE-2024-8768."""

@@ -1,4 +1,4 @@
-"""The gateway's own machine: clocks that jump, and files that run out."""
+"""Limits of the gateway's machine: clock jumps and file descriptors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from tests.support.running_gateway import chat_body, wait_until
 from tests.support.scripted_worker import ScriptedWorker
 
 GATEWAY = Path(__file__).parents[3] / "gateway"
-DATES = {
-    "http/upstream.py": "reads the date of a Retry-After",
-    "assembly.py": "for what is a date by itself: a key's expiry, the day of a budget, the week",
-    "cli/bench.py": "dates its record",
-    "cli/keys.py": "makes an expiry of a time from now",
-    "cli/status.py": "shows the time of each look",
+WALL_CLOCK_READERS = {
+    "http/upstream.py": "parses dates of Retry-After",
+    "assembly.py": "needs calendar dates: a key's expiry, the day of a limit, the week",
+    "cli/bench.py": "writes the date of a record",
+    "cli/keys.py": "computes an expiry date",
+    "cli/status.py": "prints the time of each refresh",
 }
-"""Who reads the wall clock, and for what; nothing else is measured by it."""
+"""Modules that read the wall clock, and why."""
 
 
-def test_f37_no_limit_ejection_or_wait_is_measured_by_the_wall_clock() -> None:
+def test_f37_only_listed_modules_read_the_wall_clock() -> None:
     found = set()
     for module in GATEWAY.rglob("*.py"):
         for node in ast.walk(ast.parse(module.read_text())):
@@ -37,30 +37,32 @@ def test_f37_no_limit_ejection_or_wait_is_measured_by_the_wall_clock() -> None:
                     found.add(str(module.relative_to(GATEWAY)))
                 case ast.Attribute(attr="now" | "utcnow" | "today"):
                     found.add(str(module.relative_to(GATEWAY)))
-    assert found == set(DATES)
+    assert found == set(WALL_CLOCK_READERS)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no other system limits a running process")
-def test_f55_a_gateway_that_runs_out_of_files_answers_again_once_it_has_some(
+def test_f55_a_gateway_without_file_descriptors_recovers_once_some_are_closed(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     with running_gateway_process(tmp_path, worker) as (gateway, client):
         assert client.post("/v1/chat/completions", json=chat_body()).status_code == 200
         pid = gateway.process.pid
-        files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        open_files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
         _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (files + 8, hard))
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (open_files + 8, hard))
         address = urlsplit(str(client.base_url))
-        with ExitStack() as crowd:
+        with ExitStack() as connections:
             for _ in range(40):
-                crowd.enter_context(socket.create_connection((address.hostname, address.port)))
-            wait_until(lambda: len(list(Path(f"/proc/{pid}/fd").iterdir())) >= files + 7)
-        # The crowd is gone; the limit stays.
-        wait_until(lambda: _answers(str(client.base_url)), within_s=30)
+                connections.enter_context(
+                    socket.create_connection((address.hostname, address.port))
+                )
+            wait_until(lambda: len(list(Path(f"/proc/{pid}/fd").iterdir())) >= open_files + 7)
+        # The connections are closed; the limit stays.
+        wait_until(lambda: _serves_chat(str(client.base_url)), within_s=30)
         assert gateway.process.poll() is None
 
 
-def _answers(url: str) -> bool:
+def _serves_chat(url: str) -> bool:
     try:
         response = httpx.post(f"{url}/v1/chat/completions", json=chat_body(), timeout=2)
     except httpx.HTTPError:

@@ -1,4 +1,4 @@
-"""Periodic jobs: each runs by itself, and a failure is logged once."""
+"""Periodic jobs: they run independently, and a repeated error is logged once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings
 
 
-class Work:
-    """Fails by a plan: an error, or None, for each turn; then well for ever."""
+class PlannedWork:
+    """Work with a planned outcome per run, an error or success, and success afterwards."""
 
     def __init__(self, *plan: Exception | None) -> None:
         self._plan = list(plan)
         self.done = asyncio.Event()
 
-    async def turn(self) -> None:
+    async def run(self) -> None:
         if not self._plan:
             self.done.set()
         elif (fault := self._plan.pop(0)) is not None:
@@ -32,38 +32,38 @@ class Work:
 
 
 @pytest.mark.parametrize(
-    ("fault", "told"),
+    ("fault", "message"),
     [
-        (RuntimeError("odd"), "job.failed job=Work.turn"),
-        (RecordsUnwritable(), "records.unwritable job=Work.turn"),
+        (RuntimeError("odd"), "job.failed job=PlannedWork.run"),
+        (RecordsUnwritable(), "records.unwritable job=PlannedWork.run"),
     ],
 )
-async def test_a_fault_is_told_once_until_it_is_well_again(
-    caplog: pytest.LogCaptureFixture, fault: Exception, told: str
+async def test_a_repeated_error_is_logged_once_until_a_run_succeeds(
+    caplog: pytest.LogCaptureFixture, fault: Exception, message: str
 ) -> None:
-    work = Work(*[fault] * 3, None, *[fault] * 3)
-    async with periodic_tasks([Job(work=work.turn, period_s=0.001)]):
+    work = PlannedWork(*[fault] * 3, None, *[fault] * 3)
+    async with periodic_tasks([Job(work=work.run, period_s=0.001)]):
         await asyncio.wait_for(work.done.wait(), 10)
-    assert [one.getMessage() for one in caplog.records] == [told] * 2
+    assert [record.getMessage() for record in caplog.records] == [message] * 2
 
 
-async def test_what_is_told_elsewhere_is_not_told_again(caplog: pytest.LogCaptureFixture) -> None:
-    work = Work(RecordsUnwritable())
-    job = Job(work=work.turn, period_s=0.001, silent_errors=(RecordsUnwritable,))
+async def test_silent_errors_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    work = PlannedWork(RecordsUnwritable())
+    job = Job(work=work.run, period_s=0.001, silent_errors=(RecordsUnwritable,))
     async with periodic_tasks([job]):
         await asyncio.wait_for(work.done.wait(), 10)
     assert not caplog.records
 
 
-async def test_a_work_that_hangs_holds_up_no_other() -> None:
-    work = Work()
-    jobs = [Job(work=one, period_s=0.001) for one in (work.hang, work.turn)]
+async def test_a_hanging_job_does_not_delay_other_jobs() -> None:
+    work = PlannedWork()
+    jobs = [Job(work=method, period_s=0.001) for method in (work.hang, work.run)]
     async with periodic_tasks(jobs):
         await asyncio.wait_for(work.done.wait(), 10)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["in a file", "over Redis"])
-def test_nothing_is_asked_twice_of_what_gateways_share(
+def test_a_gateway_has_one_job_for_each_shared_record(
     tmp_path: Path, redis: RedisServer, shared: bool
 ) -> None:
     url = SecretStr(redis.url) if shared else None

@@ -1,7 +1,4 @@
-"""How a gateway starts, or refuses to, and how it ends.
-
-What signals do to a real gateway process.
-"""
+"""Starting and shutting down: settings, startup errors, draining and signals."""
 
 from __future__ import annotations
 
@@ -24,68 +21,68 @@ from tests.support.scripted_worker import DONE, ScriptedWorker
 from workers.lifecycle import Shutdown
 
 
-def test_f35_an_ending_gateway_lets_streams_finish_and_takes_nothing_new(
+def test_f35_a_draining_gateway_finishes_streams_and_rejects_new_requests(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 3
     with gateway_with_worker.stream() as response:
-        pieces = response.iter_raw()
-        received = next(pieces)
+        chunks = response.iter_raw()
+        received = next(chunks)
         gateway_with_worker.request_shutdown()
         wait_until(lambda: httpx.get(f"{gateway_with_worker.url}/readyz").status_code == 503)
-        refused = httpx.post(f"{gateway_with_worker.url}/v1/chat/completions", json={})
-        assert refused.json()["error"]["code"] == "shutting_down"
+        rejected = httpx.post(f"{gateway_with_worker.url}/v1/chat/completions", json={})
+        assert rejected.json()["error"]["code"] == "shutting_down"
         worker.resume.set()
-        received += b"".join(pieces)
+        received += b"".join(chunks)
     assert received.endswith(DONE)
     gateway_with_worker.wait_closed()
 
 
-def test_f36_a_hurried_end_gives_running_streams_an_error_event(
+def test_f36_a_second_shutdown_request_ends_streams_with_an_error_event(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 3
     with gateway_with_worker.stream() as response:
-        pieces = response.iter_raw()
-        received = next(pieces)
+        chunks = response.iter_raw()
+        received = next(chunks)
         gateway_with_worker.request_shutdown()
         gateway_with_worker.request_shutdown()
-        received += b"".join(pieces)
+        received += b"".join(chunks)
     assert b'"code":"shutting_down"' in received
     assert b"[DONE]" not in received
     gateway_with_worker.wait_closed()
 
 
-def test_f35_the_end_is_bounded_when_a_stream_does_not_finish(
+def test_f35_the_drain_timeout_ends_a_hanging_stream(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 3
     with RunningGateway(make_settings(tmp_path, drain_timeout_s=0.1)) as gateway:
         gateway.send_heartbeat(worker)
         with gateway.stream() as response:
-            pieces = response.iter_raw()
-            received = next(pieces)
+            chunks = response.iter_raw()
+            received = next(chunks)
             gateway.request_shutdown()
-            received += b"".join(pieces)
+            received += b"".join(chunks)
         assert b'"code":"shutting_down"' in received
         gateway.wait_closed()
 
 
-async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+async def test_an_occupied_port_fails_the_start_with_one_message(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
         settings = make_settings(tmp_path).model_copy(update={"port": port})
         with pytest.raises(StartupError, match=f"Cannot listen on 127.0.0.1 port {port}"):
             await serve(settings, shutdown=Shutdown())
 
 
-async def test_listening_beyond_loopback_needs_a_key(tmp_path: Path) -> None:
+async def test_listening_beyond_loopback_requires_a_key(tmp_path: Path) -> None:
     settings = make_settings(tmp_path).model_copy(update={"host": "0.0.0.0"})
     with pytest.raises(StartupError, match="Set PACELINE_API_KEY first"):
         await serve(settings, shutdown=Shutdown())
 
 
-async def test_with_a_key_it_listens_beyond_loopback(tmp_path: Path) -> None:
+async def test_with_a_key_the_gateway_listens_beyond_loopback(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, api_key=SecretStr("k")).model_copy(
         update={"host": "0.0.0.0"}
     )
@@ -101,17 +98,17 @@ async def test_with_a_key_it_listens_beyond_loopback(tmp_path: Path) -> None:
     assert addresses[0].startswith("http://0.0.0.0:")
 
 
-async def test_a_bad_policy_stops_the_start_and_names_file_and_field(tmp_path: Path) -> None:
-    policy = tmp_path / "mine.yaml"
+async def test_an_invalid_policy_fails_the_start_with_file_and_field(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
     policy.write_text(
         "version: 1\nroutes: [{name: a, to: [nowhere]}]\npools: {vlm: {lanes: [vlm]}}"
     )
     settings = make_settings(tmp_path, policy=policy)
-    with pytest.raises(StartupError, match=r"mine\.yaml .*line 2: routes\.0\.to\.0: there is no"):
+    with pytest.raises(StartupError, match=r"policy\.yaml .*line 2: routes\.0\.to\.0: there is no"):
         await serve(settings, shutdown=Shutdown())
 
 
-def test_flags_come_before_environment_before_file_before_defaults(
+def test_flags_override_environment_which_overrides_file_which_overrides_defaults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "paceline.yaml").write_text("host: 127.0.0.2\nport: 1\nidle_timeout_s: 5\n")
@@ -123,7 +120,7 @@ def test_flags_come_before_environment_before_file_before_defaults(
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "message"),
     [
         ("prot: 1", "'prot' in the configuration file: unknown setting"),
         ("port: many", "'port' in the configuration file: "),
@@ -132,37 +129,41 @@ def test_flags_come_before_environment_before_file_before_defaults(
         ("1: 2", "is not a YAML mapping"),
     ],
 )
-def test_a_wrong_file_is_named_with_its_field(tmp_path: Path, text: str, sentence: str) -> None:
+def test_an_invalid_settings_file_is_named_with_its_field(
+    tmp_path: Path, text: str, message: str
+) -> None:
     file = tmp_path / "other.yaml"
     file.write_text(text)
-    with pytest.raises(StartupError, match=sentence):
+    with pytest.raises(StartupError, match=message):
         load_settings(file)
 
 
-def test_a_wrong_variable_is_named_and_its_value_is_not_repeated(
+def test_an_invalid_environment_variable_is_named_without_its_value(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PACELINE_PORT", "a-secret-by-mistake")
-    with pytest.raises(StartupError, match="PACELINE_PORT: ") as refused:
+    with pytest.raises(StartupError, match="PACELINE_PORT: ") as error:
         load_settings()
-    assert "a-secret-by-mistake" not in str(refused.value)
+    assert "a-secret-by-mistake" not in str(error.value)
 
 
-def test_a_named_file_must_exist(tmp_path: Path) -> None:
+def test_a_missing_settings_file_fails_the_start(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match="does not exist"):
         load_settings(tmp_path / "nothing.yaml")
 
 
-def test_the_join_token_survives_a_restart_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+def test_the_join_token_survives_a_restart_and_is_readable_by_its_owner_only(
+    tmp_path: Path,
+) -> None:
     settings = Settings(state_dir=tmp_path / "state")
     first = ensure_join_token(settings)
     second = ensure_join_token(settings)
     assert first.join_token is not None
     assert first.join_token == second.join_token
     assert len(first.join_token.get_secret_value()) >= 32
-    kept = tmp_path / "state" / "join-token"
-    assert kept.stat().st_mode & 0o777 == 0o600
-    assert {path.name for path in kept.parent.iterdir()} == {"join-token", ".join-token.lock"}
+    token_file = tmp_path / "state" / "join-token"
+    assert token_file.stat().st_mode & 0o777 == 0o600
+    assert {path.name for path in token_file.parent.iterdir()} == {"join-token", ".join-token.lock"}
     assert first.join_token.get_secret_value() not in repr(first)
 
 
@@ -170,54 +171,52 @@ def ready(client: httpx.Client) -> bool:
     return client.get("/readyz").status_code == 200
 
 
-def test_f35_sigterm_is_told_at_once_and_new_requests_are_served_until_that_is_noticed(
+def test_f35_after_sigterm_readyz_returns_503_and_requests_succeed_during_lame_duck(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
     with running_gateway_process(tmp_path, worker, LAME_DUCK_S="3") as (gateway, client):
         assert ready(client)
-        with client.stream(
-            "POST", "/v1/chat/completions", json=chat_body(stream=True)
-        ) as before_the_signal:
-            pieces = before_the_signal.iter_raw()
-            received = next(pieces)
+        with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as response:
+            chunks = response.iter_raw()
+            received = next(chunks)
             gateway.process.send_signal(signal.SIGTERM)
             wait_until(lambda: not ready(client))
             assert client.post("/v1/chat/completions", json=chat_body()).status_code == 200
             worker.resume.set()
-            received += b"".join(pieces)
+            received += b"".join(chunks)
         assert received.endswith(DONE)
         assert gateway.wait_for_end() == 0
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_f36_a_second_signal_ends_it_now(
+def test_f36_a_second_signal_ends_the_gateway_at_once(
     tmp_path: Path, worker: ScriptedWorker, second: signal.Signals
 ) -> None:
     worker.script.hang_after = 2
     with running_gateway_process(tmp_path, worker, LAME_DUCK_S="600") as (gateway, client):
         with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as response:
-            pieces = response.iter_raw()
-            received = next(pieces)
+            chunks = response.iter_raw()
+            received = next(chunks)
             gateway.process.send_signal(signal.SIGTERM)
             wait_until(lambda: not ready(client))
             gateway.process.send_signal(second)
-            received += b"".join(pieces)
+            received += b"".join(chunks)
         assert b'"code":"shutting_down"' in received
         assert b"[DONE]" not in received
         assert gateway.wait_for_end() == 0
 
 
-def test_f35_what_does_not_finish_in_time_gets_the_error_event(
+def test_f35_a_stream_beyond_the_drain_timeout_gets_an_error_event(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
     bounds = {"LAME_DUCK_S": "0", "DRAIN_TIMEOUT_S": "0.2"}
     with running_gateway_process(tmp_path, worker, **bounds) as (gateway, client):
         with client.stream("POST", "/v1/chat/completions", json=chat_body(stream=True)) as response:
-            pieces = response.iter_raw()
-            received = next(pieces)
+            chunks = response.iter_raw()
+            received = next(chunks)
             gateway.process.send_signal(signal.SIGTERM)
-            received += b"".join(pieces)
+            received += b"".join(chunks)
         assert b'"code":"shutting_down"' in received
         assert gateway.wait_for_end() == 0
