@@ -1,7 +1,4 @@
-"""Rows of the fault matrix about workers that fail again and again, at the socket, by id.
-
-Workers that ask for time, fail again and again, or come and go: who is asked then.
-"""
+"""Workers that fail repeatedly, ask for time, or leave: rows of the fault matrix, by id."""
 
 from __future__ import annotations
 
@@ -20,17 +17,17 @@ from tests.support.scripted_worker import DONE, JOIN_TOKEN, Script, ScriptedWork
 BROKEN = Script(status=500, body=b'{"error": {"message": "Traceback", "type": "x"}}')
 
 
-def state(gateway: RunningGateway, worker_id: str) -> dict[str, Any]:
-    shown: dict[str, Any] = gateway.status()["workers"][worker_id]
-    return shown
+def worker_status(gateway: RunningGateway, worker_id: str) -> dict[str, Any]:
+    status: dict[str, Any] = gateway.status()["workers"][worker_id]
+    return status
 
 
 def ejected(gateway: RunningGateway, worker_id: str) -> bool:
-    return bool(state(gateway, worker_id)["state"] == "ejected")
+    return bool(worker_status(gateway, worker_id)["state"] == "ejected")
 
 
-def ask_until_ejected(gateway: RunningGateway, worker_id: str) -> None:
-    """Ask as often as chance wants it; the test's own time limit ends it otherwise."""
+def chat_until_ejected(gateway: RunningGateway, worker_id: str) -> None:
+    """Send requests until the worker is ejected; the test's time limit bounds the loop."""
     while not ejected(gateway, worker_id):
         gateway.chat()
 
@@ -48,7 +45,7 @@ def ask_until_ejected(gateway: RunningGateway, worker_id: str) -> None:
     ],
 )
 @pytest.mark.parametrize("status", [429, 503])
-def test_f19_retry_after_is_heeded_within_reason_and_ejects_nobody(
+def test_f19_retry_after_is_bounded_and_ejects_no_worker(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     status: int,
@@ -59,12 +56,12 @@ def test_f19_retry_after_is_heeded_within_reason_and_ejects_nobody(
     response = gateway_with_worker.chat()
     assert (response.status_code, response.headers["retry-after"]) == (503, seconds)
     assert response.json()["error"]["code"] == "workers_busy"
-    shown = state(gateway_with_worker, "fake-a")
-    assert shown["state"] in {"busy", "ready"}
-    assert shown["ejection"] == {"remaining_s": 0, "reason": "", "count": 0}
+    status_of_worker = worker_status(gateway_with_worker, "fake-a")
+    assert status_of_worker["state"] in {"busy", "ready"}
+    assert status_of_worker["ejection"] == {"remaining_s": 0, "reason": "", "count": 0}
 
 
-def test_f19_while_a_worker_is_busy_the_other_is_asked_and_it_alone(
+def test_f19_requests_go_to_the_second_worker_while_the_first_is_busy(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     worker.script = Script(status=429, headers=((b"retry-after", b"30"),))
@@ -75,64 +72,72 @@ def test_f19_while_a_worker_is_busy_the_other_is_asked_and_it_alone(
     second_worker.script = Script(status=503, headers=((b"retry-after", b"7"),))
     response = gateway_with_worker.chat()
     assert response.status_code == 503
-    assert int(response.headers["retry-after"]) <= 7, "the sooner of the two"
-    heard = len(worker.requests) + len(second_worker.requests)
+    assert int(response.headers["retry-after"]) <= 7, "the shorter of the two times"
+    attempts = len(worker.requests) + len(second_worker.requests)
     again = gateway_with_worker.chat()
     assert again.json()["error"]["code"] == "workers_busy"
-    assert len(worker.requests) + len(second_worker.requests) == heard, "who asks for time gets it"
+    assert len(worker.requests) + len(second_worker.requests) == attempts, (
+        "busy workers get no requests"
+    )
 
 
-def test_f20_f24_an_ejected_worker_comes_back_by_real_answers_and_not_by_its_heartbeat(
+def test_f20_f24_an_ejected_worker_recovers_by_responses_and_not_by_heartbeats(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    stays_broken = ScriptedWorker(worker_id="fake-c", script=BROKEN)
+    failing = ScriptedWorker(worker_id="fake-c", script=BROKEN)
     worker.script = BROKEN
-    with running_server(stays_broken, sockets=[stays_broken.socket]):
-        workers = (worker, second_worker, stays_broken)
-        for one in workers:
-            gateway_with_worker.send_heartbeat(one)
-        ask_until_ejected(gateway_with_worker, "fake-a")
-        ask_until_ejected(gateway_with_worker, "fake-c")
-        assert (len(worker.requests), len(stays_broken.requests)) == (5, 5)
+    with running_server(failing, sockets=[failing.socket]):
+        workers = (worker, second_worker, failing)
+        for member in workers:
+            gateway_with_worker.send_heartbeat(member)
+        chat_until_ejected(gateway_with_worker, "fake-a")
+        chat_until_ejected(gateway_with_worker, "fake-c")
+        assert (len(worker.requests), len(failing.requests)) == (5, 5)
         worker.script = Script()
         gateway_with_worker.send_heartbeat(worker)
-        assert ejected(gateway_with_worker, "fake-a"), "a heartbeat proves nothing"
+        assert ejected(gateway_with_worker, "fake-a"), "a heartbeat does not end an ejection"
 
-        def back() -> bool:
-            for one in workers:
-                gateway_with_worker.send_heartbeat(one)
-            states = [state(gateway_with_worker, name)["state"] for name in ("fake-a", "fake-c")]
+        def both_on_probation() -> bool:
+            for member in workers:
+                gateway_with_worker.send_heartbeat(member)
+            states = [
+                worker_status(gateway_with_worker, name)["state"] for name in ("fake-a", "fake-c")
+            ]
             return states == ["probation", "probation"]
 
-        wait_until(back, within_s=30)
-        ask_until_ejected(gateway_with_worker, "fake-c")
-        assert len(stays_broken.requests) == 6, "one real request showed that nothing is better"
-        assert 12 < state(gateway_with_worker, "fake-c")["ejection"]["remaining_s"] <= 24, (
-            "the next time is longer"
+        wait_until(both_on_probation, within_s=30)
+        chat_until_ejected(gateway_with_worker, "fake-c")
+        assert len(failing.requests) == 6, "one failed request ejects it again"
+        assert 12 < worker_status(gateway_with_worker, "fake-c")["ejection"]["remaining_s"] <= 24, (
+            "the second ejection lasts longer"
         )
         for _ in range(40):
             assert gateway_with_worker.chat().status_code == 200
-            if state(gateway_with_worker, "fake-a")["state"] == "ready":
+            if worker_status(gateway_with_worker, "fake-a")["state"] == "ready":
                 break
-        assert state(gateway_with_worker, "fake-a")["state"] == "ready", (
-            "good answers gave it all its slots"
+        assert worker_status(gateway_with_worker, "fake-a")["state"] == "ready", (
+            "successful responses restore all its slots"
         )
 
 
-def test_f22_when_all_fail_the_last_one_is_still_asked_and_without_any_it_is_said_at_once(
+def test_f22_the_last_worker_is_never_ejected_and_no_worker_returns_503_at_once(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.send_heartbeat(second_worker)
     worker.script = second_worker.script = BROKEN
     codes = {gateway_with_worker.chat().json()["error"]["code"] for _ in range(20)}
     assert codes == {"worker_failed"}
-    states = sorted(state(gateway_with_worker, name)["state"] for name in ("fake-a", "fake-b"))
+    states = sorted(
+        worker_status(gateway_with_worker, name)["state"] for name in ("fake-a", "fake-b")
+    )
     assert states == ["ejected", "ready"]
-    still_in = "fake-b" if ejected(gateway_with_worker, "fake-a") else "fake-a"
+    remaining = "fake-b" if ejected(gateway_with_worker, "fake-a") else "fake-a"
     worker.script = second_worker.script = Script()
     bearer = {"authorization": f"Bearer {JOIN_TOKEN}"}
-    gateway_with_worker.client.delete(f"/admin/v1/workers/{still_in}", headers=bearer)
-    assert gateway_with_worker.chat().status_code == 200, "an ejected worker is better than none"
+    gateway_with_worker.client.delete(f"/admin/v1/workers/{remaining}", headers=bearer)
+    assert gateway_with_worker.chat().status_code == 200, (
+        "without others, an ejected worker gets requests"
+    )
     for name in ("fake-a", "fake-b"):
         gateway_with_worker.client.delete(f"/admin/v1/workers/{name}", headers=bearer)
     response = gateway_with_worker.chat()
@@ -140,28 +145,30 @@ def test_f22_when_all_fail_the_last_one_is_still_asked_and_without_any_it_is_sai
     assert gateway_with_worker.status()["pools"]["vlm"]["waiting"] == 0
 
 
-def test_f28_no_more_than_a_fifth_and_three_are_tried_again_when_all_refuse(
+def test_f28_each_worker_is_tried_at_most_once_when_all_refuse_connections(
     gateway: RunningGateway,
 ) -> None:
-    gone = [ScriptedWorker(worker_id=f"gone-{number}") for number in range(6)]
-    for one in gone:
-        one.socket.close()
-        gateway.send_heartbeat(one)
+    closed = [ScriptedWorker(worker_id=f"gone-{number}") for number in range(6)]
+    for member in closed:
+        member.socket.close()
+        gateway.send_heartbeat(member)
     with ThreadPoolExecutor(20) as executor:
-        responses = [one.result() for one in [executor.submit(gateway.chat) for _ in range(40)]]
+        responses = [
+            future.result() for future in [executor.submit(gateway.chat) for _ in range(40)]
+        ]
     assert {response.status_code for response in responses} == {503}
     assert all(int(response.headers["retry-after"]) >= 1 for response in responses)
-    most = max(int(response.headers.get("x-paceline-attempts", "1")) for response in responses)
-    assert most <= len(gone), "each worker is asked at most once"
+    attempts = max(int(response.headers.get("x-paceline-attempts", "1")) for response in responses)
+    assert attempts <= len(closed), "each worker is tried at most once"
 
 
-def test_f49_a_worker_that_is_removed_finishes_its_stream_and_gets_nothing_new(
+def test_f49_the_only_worker_finishes_its_stream_after_its_removal(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
     with gateway_with_worker.stream() as response:
-        pieces = response.iter_raw()
-        received = next(pieces)
+        chunks = response.iter_raw()
+        received = next(chunks)
         bearer = {"authorization": f"Bearer {JOIN_TOKEN}"}
         assert (
             gateway_with_worker.client.delete(
@@ -171,14 +178,14 @@ def test_f49_a_worker_that_is_removed_finishes_its_stream_and_gets_nothing_new(
         )
         assert gateway_with_worker.chat().status_code == 503
         worker.resume.set()
-        received += b"".join(pieces)
+        received += b"".join(chunks)
     assert received.endswith(b"data: [DONE]\n\n")
     assert len(worker.requests) == 1
 
 
-def state_test_ejection(gateway: RunningGateway, worker: ScriptedWorker) -> str:
-    told: str = gateway.status()["workers"][worker.worker_id]["state"]
-    return told
+def worker_state(gateway: RunningGateway, worker: ScriptedWorker) -> str:
+    state: str = gateway.status()["workers"][worker.worker_id]["state"]
+    return state
 
 
 def busy(retry_after: str | None, status: int = 429) -> Script:
@@ -188,7 +195,7 @@ def busy(retry_after: str | None, status: int = 429) -> Script:
 
 @pytest.mark.parametrize("status", [429, 503])
 @pytest.mark.parametrize(
-    ("told", "within_s"),
+    ("retry_after", "within_s"),
     [
         (None, (1, 1)),
         ("0", (1, 1)),
@@ -203,38 +210,38 @@ def busy(retry_after: str | None, status: int = 429) -> Script:
         (-86_400, (1, 1)),
     ],
 )
-def test_f19_a_worker_that_asks_for_time_gets_it_within_reason_and_the_client_is_told(
+def test_f19_retry_after_pauses_the_worker_within_bounds_and_reaches_the_client(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
-    told: str | int | None,
+    retry_after: str | int | None,
     within_s: tuple[int, int],
     status: int,
 ) -> None:
-    """A number stands for a date so many seconds from now."""
-    if isinstance(told, int):
-        told = formatdate(time.time() + told, usegmt=True)
-    worker.script = busy(told, status)
-    began_s = time.monotonic()
+    """An integer parameter is a date that many seconds from now."""
+    if isinstance(retry_after, int):
+        retry_after = formatdate(time.time() + retry_after, usegmt=True)
+    worker.script = busy(retry_after, status)
+    started_s = time.monotonic()
     for _ in range(3):
         response = gateway_with_worker.chat()
         assert (response.status_code, response.json()["error"]["code"]) == (503, "workers_busy")
         assert within_s[0] <= int(response.headers["retry-after"]) <= within_s[1]
-    took_s = time.monotonic() - began_s
-    assert len(worker.requests) <= 1 + took_s // within_s[0], "it is left alone for that time"
-    assert state_test_ejection(gateway_with_worker, worker) != "ejected"
+    elapsed_s = time.monotonic() - started_s
+    assert len(worker.requests) <= 1 + elapsed_s // within_s[0], "a paused worker gets no requests"
+    assert worker_state(gateway_with_worker, worker) != "ejected"
     wait_for_outcomes(gateway_with_worker, unserved=3)
 
 
-def test_f19_when_all_are_busy_the_client_is_told_the_least_time(
+def test_f19_when_all_are_busy_retry_after_is_the_shortest_time(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.send_heartbeat(second_worker)
     worker.script, second_worker.script = busy("50"), busy("20")
-    told = [int(gateway_with_worker.chat().headers["retry-after"]) for _ in range(3)]
-    assert all(19 <= seconds <= 20 for seconds in told)
+    retry_after = [int(gateway_with_worker.chat().headers["retry-after"]) for _ in range(3)]
+    assert all(19 <= seconds <= 20 for seconds in retry_after)
 
 
-def test_f20_a_worker_that_fails_five_times_in_a_row_gets_nothing_more(
+def test_f20_a_worker_with_five_consecutive_failures_gets_no_requests(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.send_heartbeat(second_worker)
@@ -243,11 +250,11 @@ def test_f20_a_worker_that_fails_five_times_in_a_row_gets_nothing_more(
     codes = [response.status_code for response in responses]
     assert codes.count(502) == 5
     assert set(codes) == {200, 502}
-    assert state_test_ejection(gateway_with_worker, worker) == "ejected"
+    assert worker_state(gateway_with_worker, worker) == "ejected"
     wait_for_outcomes(gateway_with_worker, completed=35, failed=5)
 
 
-def test_f22_when_none_can_be_connected_to_it_is_a_503_that_says_when_to_come_back(
+def test_f22_refused_connections_return_503_with_retry_after(
     gateway_behind_proxy: RunningGateway, proxy: FaultProxy
 ) -> None:
     proxy.refuse()
@@ -258,12 +265,12 @@ def test_f22_when_none_can_be_connected_to_it_is_a_503_that_says_when_to_come_ba
     assert gateway_behind_proxy.chat().status_code == 200
 
 
-def test_f25_a_worker_that_was_restarted_begins_with_a_clean_record(
+def test_f25_a_restarted_worker_has_no_ejection(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.send_heartbeat(second_worker)
     worker.script = Script(status=500)
-    while state_test_ejection(gateway_with_worker, worker) != "ejected":
+    while worker_state(gateway_with_worker, worker) != "ejected":
         gateway_with_worker.chat()
     worker.script = Script()
     gateway_with_worker.send_heartbeat(worker, boot_id="boot-2")
@@ -273,19 +280,19 @@ def test_f25_a_worker_that_was_restarted_begins_with_a_clean_record(
     }
 
 
-@pytest.mark.parametrize("goodbye", [True, False])
-def test_f49_a_worker_that_is_removed_finishes_its_streams_and_gets_nothing_new(
+@pytest.mark.parametrize("deregisters", [True, False])
+def test_f49_a_removed_worker_finishes_its_stream_and_gets_no_requests(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
     second_worker: ScriptedWorker,
-    goodbye: bool,
+    deregisters: bool,
 ) -> None:
     worker.script.hang_after = 2
     with gateway_with_worker.stream() as response:
-        pieces = response.iter_raw()
-        received = next(pieces)
+        chunks = response.iter_raw()
+        received = next(chunks)
         gateway_with_worker.send_heartbeat(second_worker)
-        if goodbye:
+        if deregisters:
             gateway_with_worker.remove_worker(worker)
         else:
             gateway_with_worker.send_heartbeat(worker, draining=True)
@@ -293,7 +300,7 @@ def test_f49_a_worker_that_is_removed_finishes_its_streams_and_gets_nothing_new(
             "fake-b"
         }
         worker.resume.set()
-        received += b"".join(pieces)
+        received += b"".join(chunks)
     assert received.endswith(DONE)
     wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway_with_worker, completed=9)

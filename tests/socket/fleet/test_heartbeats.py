@@ -1,4 +1,4 @@
-"""Heartbeats: who may send them, what is refused in them, and who is given work by them."""
+"""Heartbeats: authentication, validation, and the requests that workers get because of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ BEARER = {"authorization": f"Bearer {JOIN_TOKEN}"}
 
 
 def lane_with(**counts: Any) -> dict[str, Any]:
-    """Lanes of a report, with counts that need not be possible."""
+    """Return lanes of a report, with counts that may be inconsistent."""
     return {"lanes": [{"name": "vlm", "speculation": counts}]}
 
 
-def test_a_heartbeat_needs_the_join_token(gateway: RunningGateway, worker: ScriptedWorker) -> None:
+def test_a_heartbeat_requires_the_join_token(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
     report = worker.report().model_dump(mode="json")
     for headers in ({}, {"authorization": "Bearer wrong"}):
         response = gateway.client.put("/admin/v1/workers/fake-a", headers=headers, json=report)
@@ -27,7 +29,7 @@ def test_a_heartbeat_needs_the_join_token(gateway: RunningGateway, worker: Scrip
     assert response.json() == {"interval_s": 2.0}
 
 
-def test_a_heartbeat_with_a_wrong_field_names_it(
+def test_an_invalid_field_of_a_heartbeat_is_named(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     report = worker.report().model_dump(mode="json")
@@ -50,12 +52,12 @@ def test_a_heartbeat_with_a_wrong_field_names_it(
         assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_a_heartbeat_is_bounded(gateway: RunningGateway) -> None:
+def test_a_heartbeat_over_the_size_limit_is_rejected(gateway: RunningGateway) -> None:
     response = gateway.client.put("/admin/v1/workers/a", headers=BEARER, content=b" " * 300_000)
     assert response.status_code == 413
 
 
-def test_a_worker_that_says_goodbye_gets_nothing_more(gateway_with_worker: RunningGateway) -> None:
+def test_a_deregistered_worker_gets_no_requests(gateway_with_worker: RunningGateway) -> None:
     assert (
         gateway_with_worker.client.delete("/admin/v1/workers/fake-a", headers=BEARER).status_code
         == 204
@@ -65,7 +67,7 @@ def test_a_worker_that_says_goodbye_gets_nothing_more(gateway_with_worker: Runni
     assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "gone"
 
 
-def test_a_second_live_worker_with_the_same_id_is_a_409(
+def test_a_second_live_worker_with_the_same_id_gets_409(
     gateway_with_worker: RunningGateway,
 ) -> None:
     other = ScriptedWorker(worker_id="fake-a", boot_id="boot-2")
@@ -74,7 +76,7 @@ def test_a_second_live_worker_with_the_same_id_is_a_409(
     assert (response.status_code, response.json()["error"]["code"]) == (409, "worker_id_taken")
 
 
-def test_starting_and_draining_workers_get_nothing_new(
+def test_starting_and_draining_workers_get_no_requests(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.send_heartbeat(worker, ready=False)
@@ -91,7 +93,7 @@ def test_two_workers_share_the_load(
     gateway_with_worker.send_heartbeat(second_worker)
     worker.script.hang = second_worker.script.hang = True
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(gateway_with_worker.chat) for _ in range(8)]
+        responses = [pool.submit(gateway_with_worker.chat) for _ in range(8)]
         while len(worker.requests) + len(second_worker.requests) < 8:
             worker.request_received.wait(0.05)
         assert (len(worker.requests), len(second_worker.requests)) == (4, 4)
@@ -103,11 +105,11 @@ def test_two_workers_share_the_load(
         )
         worker.resume.set()
         second_worker.resume.set()
-        assert {response.result().status_code for response in asked} == {200}
+        assert {response.result().status_code for response in responses} == {200}
     assert gateway_with_worker.status()["pools"]["vlm"]["in_flight"] == 0
 
 
-def test_without_an_mtp_worker_greedy_text_runs_on_vlm_and_says_so(
+def test_without_an_mtp_worker_greedy_text_runs_on_vlm_with_its_reason(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.lanes = ("vlm",)
@@ -117,10 +119,12 @@ def test_without_an_mtp_worker_greedy_text_runs_on_vlm_and_says_so(
     assert response.headers["x-paceline-reason"] == "no_mtp_worker"
 
 
-def test_probes_tell_alive_from_ready(gateway: RunningGateway, worker: ScriptedWorker) -> None:
+def test_livez_and_readyz_report_liveness_and_readiness(
+    gateway: RunningGateway, worker: ScriptedWorker
+) -> None:
     assert gateway.client.get("/livez").status_code == 200
     assert gateway.client.get("/readyz").status_code == 503
     assert gateway.client.get("/health").status_code == 503
     gateway.send_heartbeat(worker)
     assert gateway.client.get("/readyz").status_code == 200
-    assert gateway.client.get("/health").status_code == 200, "where tools made for vLLM ask"
+    assert gateway.client.get("/health").status_code == 200, "the path that clients of vLLM probe"
