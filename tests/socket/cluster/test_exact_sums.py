@@ -1,7 +1,7 @@
-"""To the token: sum over answers == worker == fleet == Prometheus, whatever happens on the way.
+"""Exact token sums: responses == workers == fleet == Prometheus.
 
-A fleet is simulated with the real parts of gateways on a real Redis: workers answer, restart and
-crash, their reports come late, twice and out of order, gateways restart, and clocks jump.
+The tests simulate a fleet with the real parts of gateways on a real Redis: workers serve, restart
+and crash, reports arrive late, twice and out of order, gateways restart, and clocks jump.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVENTS = st.lists(
         ["answer"] * 6
         + ["beat"] * 3
         + ["deliver"] * 3
-        + ["restart worker", "turn", "restart gateway", "jump"]
+        + ["restart worker", "sync", "restart gateway", "jump"]
     ),
     max_size=60,
 )
@@ -43,21 +43,21 @@ async def test_sums_are_exact_over_restarts_of_workers_and_gateways(
     redis.client.flushall()
     async with AsyncExitStack() as stack:
 
-        def begin() -> SimulatedGateway:
+        def start_gateway() -> SimulatedGateway:
             gateway = SimulatedRedisGateway(redis, lambda: simulation.unix_s)
             stack.push_async_callback(gateway.close)
             return gateway
 
         simulation = Simulation([], seed)
-        simulation.gateways += [begin(), begin()]
+        simulation.gateways += [start_gateway(), start_gateway()]
         for event in events:
             match event:
-                case "turn":
+                case "sync":
                     await simulation.dice.choice(simulation.gateways).sync()
                 case "restart gateway":
                     number = simulation.dice.randrange(2)
-                    await simulation.gateways[number].sync()  # its last words
-                    simulation.gateways[number] = begin()
+                    await simulation.gateways[number].sync()  # its last sync
+                    simulation.gateways[number] = start_gateway()
                 case _:
                     await simulation.play(event)
         await simulation.settle()
@@ -70,21 +70,19 @@ async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], se
     simulation = Simulation([], seed)
     simulation.gateways.append(SimulatedGateway(lambda: simulation.unix_s))
     for event in events:
-        if event not in ("turn", "restart gateway"):  # of a gateway with Redis
+        if event not in ("sync", "restart gateway"):  # only with Redis
             await simulation.play(event)
     await simulation.settle()
     await simulation.check()
     (gateway,) = simulation.gateways
-    figures = list(gateway.accounting.lane_totals().items())
-    for place, total in (
-        ("drafts", sum(one.drafts for _, one in figures)),
-        ("attempted", sum(one.drafted for _, one in figures)),
-        ("accepted", sum(one.accepted for _, one in figures)),
-        ("completion", sum(one.completion_tokens for _, one in figures)),
+    totals = list(gateway.accounting.lane_totals().items())
+    for name, total in (
+        ("drafts", sum(lane.drafts for _, lane in totals)),
+        ("attempted", sum(lane.drafted for _, lane in totals)),
+        ("accepted", sum(lane.accepted for _, lane in totals)),
+        ("completion", sum(lane.completion_tokens for _, lane in totals)),
     ):
-        assert total == simulation.expected_counts["fleet", place], (
-            "windows are computed from the same counters"
-        )
+        assert total == simulation.expected_counts["fleet", name], "windows use the same counters"
     text = exposition(GatewayMetrics(gateway.accounting)).decode()
     scraped = {
         (sample.labels["model_name"], sample.labels["kind"]): sample.value
@@ -97,27 +95,27 @@ async def test_sums_of_one_gateway_without_redis_are_exact(events: list[str], se
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_a_report_that_comes_after_its_boot_was_folded_counts_nothing_again(
+async def test_a_report_after_its_boot_was_folded_is_not_counted_again(
     redis: RedisServer, shared: bool
 ) -> None:
     simulation = Simulation([], 7)
     wall = lambda: simulation.unix_s  # noqa: E731
-    begin = (
+    start_gateway = (
         (lambda: SimulatedRedisGateway(redis, wall)) if shared else lambda: SimulatedGateway(wall)
     )
-    simulation.gateways += [begin()] if not shared else [begin(), begin()]
+    simulation.gateways += [start_gateway()] if not shared else [start_gateway(), start_gateway()]
     simulation.workers = simulation.workers[:1]
-    first, *others = simulation.gateways
+    first, *rest = simulation.gateways
     for _ in range(MAX_BOOTS + 4):
         simulation.answer()
         await first.store.store_report(simulation.workers[0].report())
         await first.sync()
         simulation.restart_worker()
-    for gateway in (first, *others):
+    for gateway in (first, *rest):
         for _ in range(8):
             await gateway.sync()
-        for letter in simulation.pending_reports:
-            await gateway.store.store_report(letter)
+        for report in simulation.pending_reports:
+            await gateway.store.store_report(report)
         await gateway.sync()
     simulation.pending_reports.clear()
     await simulation.settle()

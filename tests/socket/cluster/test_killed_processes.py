@@ -1,4 +1,4 @@
-"""Two gateways and three workers under load, each killed once with SIGKILL: the sums add up."""
+"""Two gateways and three workers under load, each killed once with SIGKILL: sums stay exact."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ from tests.support.scripted_worker_process import ScriptedWorkerProcess, scripte
 
 CLIENTS = 4
 """Each has one request at a time."""
-# A gateway tells the others twice a second what it did, a worker with its next heartbeat; the rest
-# is for a machine on which much else runs.
-UNTOLD_S = {"gateway": 2.5, "worker": 4.0}
+# A gateway writes its counts twice a second, a worker with its next heartbeat; the rest is a margin
+# for a busy machine.
+UNREPORTED_S = {"gateway": 2.5, "worker": 4.0}
 
 
-class Answered(NamedTuple):
-    """One good answer as its client saw it."""
+class SuccessfulResponse(NamedTuple):
+    """One successful response as its client saw it."""
 
     at_s: float
     gateway: str
     worker: str
 
 
-class Line:
+class Cluster:
     """Gateways and workers by name; each may be killed and started again under its name."""
 
-    def __init__(self, redis: RedisServer, folder: Path, running: contextlib.ExitStack) -> None:
-        self._redis, self._folder, self._running = redis, folder, running
+    def __init__(self, redis: RedisServer, folder: Path, stack: contextlib.ExitStack) -> None:
+        self._redis, self._folder, self._stack = redis, folder, stack
         self._gateways: dict[str, PacelineProcess] = {}
         self._workers: dict[str, ScriptedWorkerProcess] = {}
         self._ports: dict[str, int] = {}
         self.urls: dict[str, str] = {}
         self.killed_s: dict[str, float] = {}
-        self.good: list[Answered] = []
-        self.bad: Counter[str] = Counter()
-        self._ending = threading.Event()
+        self.successes: list[SuccessfulResponse] = []
+        self.failures: Counter[str] = Counter()
+        self._stop = threading.Event()
 
     def start_gateway(self, name: str) -> None:
-        """Start it where it was before, if it was: its workers beat there and nowhere else."""
+        """Start a gateway; a restarted one keeps its port, where its workers join."""
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         port = str(self._ports.get(name, 0))
         environment = {"PACELINE_JOIN_TOKEN": JOIN_TOKEN, "PACELINE_REDIS_URL": self._redis.url}
         process = start_paceline("gateway", "--port", port, environment=environment, folder=folder)
-        gateway = PacelineProcess(self._running.enter_context(process))
+        gateway = PacelineProcess(self._stack.enter_context(process))
         self._gateways[name], self.urls[name] = gateway, gateway.wait_for(LISTENS)[1]
         self._ports[name] = _port(self.urls[name])
 
     def start_worker(self, name: str, joins: str) -> None:
-        """Start it where it was before, if it was: another place is another worker's."""
+        """Start a worker; a restarted one keeps its port, which identifies it."""
         worker = scripted_worker_process(
             name, joins=self.urls[joins], port=self._ports.get(name, 0)
         )
-        self._workers[name] = self._running.enter_context(worker)
+        self._workers[name] = self._stack.enter_context(worker)
         self._ports[name] = _port(self._workers[name].url)
 
     def kill(self, name: str) -> None:
@@ -79,69 +79,70 @@ class Line:
             gateway.wait_for_end()
 
     def status(self, name: str) -> dict[str, Any]:
-        told: dict[str, Any] = httpx.get(f"{self.urls[name]}/v1/status", timeout=TIMEOUT_S).json()
-        return told
+        status: dict[str, Any] = httpx.get(f"{self.urls[name]}/v1/status", timeout=TIMEOUT_S).json()
+        return status
 
-    def ask(self, client: httpx.Client, name: str) -> None:
-        """Ask one gateway, and note what came of it."""
+    def send_request(self, client: httpx.Client, name: str) -> None:
+        """Send a request to one gateway and record its outcome."""
         try:
             response = client.post(f"{self.urls[name]}/v1/chat/completions", json=chat_body())
         except (httpx.HTTPError, KeyError):
-            self.bad["gateway"] += 1
+            self.failures["gateway"] += 1
             return
         if response.is_success:
             worker = response.headers["x-paceline-worker"]
-            self.good.append(Answered(time.monotonic(), name, worker))
+            self.successes.append(SuccessfulResponse(time.monotonic(), name, worker))
         else:
-            self.bad[response.json()["error"]["code"]] += 1
+            self.failures[response.json()["error"]["code"]] += 1
 
     def load(self) -> None:
-        """Be one client of both gateways, until the end is asked for."""
+        """Send requests to both gateways, one at a time, until stopped."""
         with httpx.Client(timeout=TIMEOUT_S) as client:
-            while not self._ending.is_set():
+            while not self._stop.is_set():
                 for name in ("a", "b"):
-                    self.ask(client, name)
-                self._ending.wait(0.02)
+                    self.send_request(client, name)
+                self._stop.wait(0.02)
 
     @contextlib.contextmanager
     def loaded(self) -> Iterator[None]:
         with ThreadPoolExecutor(CLIENTS) as clients:
-            asking = [clients.submit(self.load) for _ in range(CLIENTS)]
+            loads = [clients.submit(self.load) for _ in range(CLIENTS)]
             try:
                 yield
             finally:
-                self._ending.set()
-                for one in asking:
-                    one.result()
+                self._stop.set()
+                for load in loads:
+                    load.result()
 
-    def goes_on(self, kind: str, *names: str) -> None:
-        """Wait until each of these has answered a few from now on."""
-        begun = len(self.good)
+    def wait_for_progress(self, kind: str, *names: str) -> None:
+        """Wait until each named process has served a few more requests."""
+        before = len(self.successes)
 
-        def all_answer() -> bool:
-            since = Counter(getattr(one, kind) for one in self.good[begun:])
-            return all(since[name] > 5 for name in names)
+        def all_serve() -> bool:
+            counts = Counter(getattr(response, kind) for response in self.successes[before:])
+            return all(counts[name] > 5 for name in names)
 
-        wait_until(all_answer, within_s=60)
+        wait_until(all_serve, within_s=60)
 
-    def untold(self, kind: str) -> int:
-        """Count the answers that nobody may have heard of before their maker was killed."""
+    def unreported(self, kind: str) -> int:
+        """Return the number of responses that a killed process may not have reported."""
         return sum(
-            -UNTOLD_S[kind] < one.at_s - self.killed_s[getattr(one, kind)] <= 1 for one in self.good
+            -UNREPORTED_S[kind] < response.at_s - self.killed_s[getattr(response, kind)] <= 1
+            for response in self.successes
         )
 
 
 @pytest.fixture
-def cluster(redis: RedisServer, tmp_path: Path) -> Iterator[Line]:
-    with contextlib.ExitStack() as running:
-        made = Line(redis, tmp_path, running)
+def cluster(redis: RedisServer, tmp_path: Path) -> Iterator[Cluster]:
+    with contextlib.ExitStack() as stack:
+        started = Cluster(redis, tmp_path, stack)
         for name in "ab":
-            made.start_gateway(name)
+            started.start_gateway(name)
         for name, joins in (("x", "a"), ("y", "b"), ("z", "a")):
-            made.start_worker(name, joins)
+            started.start_worker(name, joins)
         for name in "ab":
-            wait_until(lambda name=name: len(made.status(name)["pools"]["vlm"]["workers"]) == 3)  # type: ignore[misc]
-        yield made
+            wait_until(lambda name=name: len(started.status(name)["pools"]["vlm"]["workers"]) == 3)  # type: ignore[misc]
+        yield started
 
 
 def _port(url: str) -> int:
@@ -153,50 +154,50 @@ def completed(status: dict[str, Any]) -> int:
     return count
 
 
-def answered_by_workers(status: dict[str, Any]) -> int:
-    return sum(one["lanes"]["vlm"]["requests"] for one in status["workers"].values())
+def served_by_workers(status: dict[str, Any]) -> int:
+    return sum(worker["lanes"]["vlm"]["requests"] for worker in status["workers"].values())
 
 
 def boots(status: dict[str, Any]) -> dict[str, int]:
-    return {name: one["boots"] for name, one in status["workers"].items()}
+    return {name: worker["boots"] for name, worker in status["workers"].items()}
 
 
-def test_two_gateways_and_three_workers_each_killed_once_and_the_sums_add_up(cluster: Line) -> None:
+def test_sums_are_exact_after_each_gateway_and_worker_was_killed_once(cluster: Cluster) -> None:
     with cluster.loaded():
-        cluster.goes_on("worker", "x", "y", "z")
+        cluster.wait_for_progress("worker", "x", "y", "z")
         for worker, gateway in (("x", "a"), ("y", "b"), ("z", "")):
             cluster.kill(worker)
-            cluster.goes_on("gateway", "a", "b")
+            cluster.wait_for_progress("gateway", "a", "b")
             cluster.start_worker(worker, joins=gateway or "a")
-            cluster.goes_on("worker", worker)
+            cluster.wait_for_progress("worker", worker)
             if gateway:
                 cluster.kill(gateway)
-                cluster.goes_on("gateway", "b" if gateway == "a" else "a")
+                cluster.wait_for_progress("gateway", "b" if gateway == "a" else "a")
                 cluster.start_gateway(gateway)
-                cluster.goes_on("gateway", "a", "b")
+                cluster.wait_for_progress("gateway", "a", "b")
 
-    # A worker whose gateway was killed before it told of this boot beats there again.
+    # If a gateway was killed before it reported a boot, the worker's next heartbeat reports it.
     for name in "ab":
         wait_until(lambda name=name: boots(cluster.status(name)) == dict.fromkeys("xyz", 2))  # type: ignore[misc]
     wait_until(lambda: completed(cluster.status("a")) == completed(cluster.status("b")))
     wait_until(
-        lambda: answered_by_workers(cluster.status("a")) == answered_by_workers(cluster.status("b"))
+        lambda: served_by_workers(cluster.status("a")) == served_by_workers(cluster.status("b"))
     )
-    told = cluster.status("a")
-    known, good = completed(told), len(cluster.good)
-    # What a gateway had counted and not told is lost with it; what was on its way to a client when
-    # it was killed was counted, and not seen. Nothing else is.
-    assert good - cluster.untold("gateway") <= known <= good + 2 * CLIENTS
-    # The same of workers: their boots are added up, and none twice.
-    generated = answered_by_workers(told)
-    bad = cluster.bad.total()
-    assert good - cluster.untold("worker") <= generated <= good + bad
-    assert boots(told) == dict.fromkeys("xyz", 2)
+    status = cluster.status("a")
+    reported, successes = completed(status), len(cluster.successes)
+    # A killed gateway loses counts that it had not written; it counted responses that it could not
+    # deliver any more. No other difference is permitted.
+    assert successes - cluster.unreported("gateway") <= reported <= successes + 2 * CLIENTS
+    # The same holds for workers; each of their boots counts once.
+    generated = served_by_workers(status)
+    failures = cluster.failures.total()
+    assert successes - cluster.unreported("worker") <= generated <= successes + failures
+    assert boots(status) == dict.fromkeys("xyz", 2)
 
-    with httpx.Client(timeout=TIMEOUT_S) as client:  # and from here on all is counted exactly
+    with httpx.Client(timeout=TIMEOUT_S) as client:  # all later requests are counted exactly
         for name in "aabbb":
-            cluster.ask(client, name)
-    assert len(cluster.good) == good + 5
+            cluster.send_request(client, name)
+    assert len(cluster.successes) == successes + 5
     for name in "ab":
-        wait_until(lambda name=name: completed(cluster.status(name)) == known + 5)  # type: ignore[misc]
-        assert answered_by_workers(cluster.status(name)) == generated + 5
+        wait_until(lambda name=name: completed(cluster.status(name)) == reported + 5)  # type: ignore[misc]
+        assert served_by_workers(cluster.status(name)) == generated + 5

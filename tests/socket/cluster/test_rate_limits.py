@@ -15,7 +15,7 @@ from gateway.errors import RecordsUnwritable
 from tests.support.rate_limit_model import ALL_LIMITS, NOON, START_S
 from tests.support.redis_server import RedisServer
 
-Opens = Callable[..., "Gateway"]
+OpenGateway = Callable[..., "Gateway"]
 
 
 class Gateway:
@@ -29,7 +29,7 @@ class Gateway:
         )
 
     def use(self, requests: int, tokens: int) -> None:
-        """Let requests of so many tokens run and end."""
+        """Reserve and settle requests of so many tokens each."""
         for _ in range(requests):
             reservation = self.limiter.reserve(tokens, START_S, NOON)
             self.limiter.settle(reservation, 1, tokens, START_S, NOON)
@@ -47,19 +47,19 @@ class Gateway:
 
 
 @pytest.fixture
-async def open_gateway() -> AsyncIterator[Opens]:
+async def open_gateway() -> AsyncIterator[OpenGateway]:
     async with AsyncExitStack() as stack:
 
-        def one(server: RedisServer, used_today: int = 0) -> Gateway:
+        def open_one(server: RedisServer, used_today: int = 0) -> Gateway:
             gateway = Gateway(server.url, used_today=used_today)
             stack.push_async_callback(gateway.redis.close)
             return gateway
 
-        yield one
+        yield open_one
 
 
-async def test_each_gateway_charges_what_the_other_admits_once(
-    redis: RedisServer, open_gateway: Opens
+async def test_each_gateway_charges_requests_of_the_other_once(
+    redis: RedisServer, open_gateway: OpenGateway
 ) -> None:
     first, second = open_gateway(redis), open_gateway(redis)
     await first.shared.exchange()
@@ -74,12 +74,12 @@ async def test_each_gateway_charges_what_the_other_admits_once(
     await second.shared.exchange()
     await first.shared.exchange()
     assert second.remaining() == first.remaining() == (3, 350)
-    assert first.limiter.admitted()[:4] == (2, 200, day_of(NOON), 200), "its own alone"
+    assert first.limiter.admitted()[:4] == (2, 200, day_of(NOON), 200), "only its own requests"
     assert first.shared.gateways == second.shared.gateways == 2
 
 
-async def test_running_requests_count_everywhere_and_a_refund_comes_back(
-    redis: RedisServer, open_gateway: Opens
+async def test_running_requests_count_at_both_gateways_and_are_refunded(
+    redis: RedisServer, open_gateway: OpenGateway
 ) -> None:
     first, second = open_gateway(redis), open_gateway(redis)
     await second.shared.exchange()
@@ -97,8 +97,8 @@ async def test_running_requests_count_everywhere_and_a_refund_comes_back(
     assert second.limiter._remote_running == 0
 
 
-async def test_a_gateway_that_leaves_has_nothing_running(
-    redis: RedisServer, open_gateway: Opens
+async def test_running_requests_of_a_gateway_that_leaves_are_refunded(
+    redis: RedisServer, open_gateway: OpenGateway
 ) -> None:
     first, second = open_gateway(redis), open_gateway(redis)
     first.limiter.reserve(300, START_S, NOON)
@@ -112,25 +112,25 @@ async def test_a_gateway_that_leaves_has_nothing_running(
     assert second.shared.gateways == 1
 
 
-async def test_a_gateway_that_starts_has_earlier_use_in_its_budget_already(
-    redis: RedisServer, open_gateway: Opens
+async def test_a_started_gateway_charges_earlier_usage_once(
+    redis: RedisServer, open_gateway: OpenGateway
 ) -> None:
     first = open_gateway(redis)
     first.use(2, 100)
     await first.shared.exchange()
-    late = open_gateway(redis, used_today=200)
-    await late.shared.exchange()
-    assert late.remaining() == (6, 600)
-    assert late.remaining_today() == 1800
+    started = open_gateway(redis, used_today=200)
+    await started.shared.exchange()
+    assert started.remaining() == (6, 600)
+    assert started.remaining_today() == 1800
     first.use(1, 100)
     await first.shared.exchange()
-    await late.shared.exchange()
-    assert late.remaining() == (5, 500)
-    assert late.remaining_today() == 1700
+    await started.shared.exchange()
+    assert started.remaining() == (5, 500)
+    assert started.remaining_today() == 1700
 
 
 async def test_after_an_outage_the_day_is_charged_and_the_minute_is_not(
-    private_redis: RedisServer, open_gateway: Opens
+    private_redis: RedisServer, open_gateway: OpenGateway
 ) -> None:
     first, second = open_gateway(private_redis), open_gateway(private_redis)
     for gateway in (first, second, first):
@@ -145,12 +145,12 @@ async def test_after_an_outage_the_day_is_charged_and_the_minute_is_not(
     private_redis.start()
     for gateway in (first, second, first):
         await gateway.shared.exchange()
-    assert second.remaining()[0] == 3, "it refills to the whole limit from its share"
+    assert second.remaining()[0] == 3, "the limit refills from the gateway's share"
     assert first.remaining_today() == second.remaining_today() == 1800
 
 
 async def test_without_any_exchange_a_gateway_assumes_another_one(
-    private_redis: RedisServer, open_gateway: Opens
+    private_redis: RedisServer, open_gateway: OpenGateway
 ) -> None:
     private_redis.kill()
     alone = open_gateway(private_redis)

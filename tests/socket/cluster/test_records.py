@@ -1,4 +1,4 @@
-"""Records that gateways share over Redis: followed, never lost, and known while it is away."""
+"""Records that gateways share over Redis: synchronized, durable, and readable during an outage."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ from gateway.cluster.redis import RedisClient
 from gateway.errors import RecordsUnwritable, WriteUnconfirmed
 from tests.support.redis_server import RedisServer
 
-Opens = Callable[[RedisServer], tuple[RedisRecords, RedisClient]]
+OpenRecords = Callable[[RedisServer], tuple[RedisRecords, RedisClient]]
 
 
 @pytest.fixture
-async def open_records(tmp_path: Path) -> AsyncIterator[Opens]:
+async def open_records(tmp_path: Path) -> AsyncIterator[OpenRecords]:
     """Open the records as one gateway does; all share a state folder."""
     async with AsyncExitStack() as stack:
 
-        def one(server: RedisServer) -> tuple[RedisRecords, RedisClient]:
-            link = RedisClient(server.url)
-            stack.push_async_callback(link.close)
-            return RedisRecords(link, tmp_path), link
+        def open_one(server: RedisServer) -> tuple[RedisRecords, RedisClient]:
+            client = RedisClient(server.url)
+            stack.push_async_callback(client.close)
+            return RedisRecords(client, tmp_path), client
 
-        yield one
-
-
-async def answers(link: RedisClient) -> None:
-    """Ask as the turns of sharing do."""
-    await link.call("turns", link.script("return 1"))
+        yield open_one
 
 
-async def test_what_another_gateway_changes_is_seen_at_the_next_look(
-    redis: RedisServer, open_records: Opens
+async def check_redis(client: RedisClient) -> None:
+    """Call Redis as the periodic exchanges do."""
+    await client.call("exchange", client.script("return 1"))
+
+
+async def test_a_change_of_another_gateway_is_in_the_next_read(
+    redis: RedisServer, open_records: OpenRecords
 ) -> None:
-    (here, _), (there, _) = open_records(redis), open_records(redis)
-    assert await here.all("keys") == {}
-    await there.add("keys", "a", '{"n":1}')
-    await there.add("keys", "b", '{"n":2}')
-    assert await here.all("keys") == {"a": '{"n":1}', "b": '{"n":2}'}
-    await there.replace("keys", "a", '{"n":3}')
-    await there.remove("keys", "b")
-    assert await here.all("keys") == {"a": '{"n":3}'}
+    (first, _), (second, _) = open_records(redis), open_records(redis)
+    assert await first.all("keys") == {}
+    await second.add("keys", "a", '{"n":1}')
+    await second.add("keys", "b", '{"n":2}')
+    assert await first.all("keys") == {"a": '{"n":1}', "b": '{"n":2}'}
+    await second.replace("keys", "a", '{"n":3}')
+    await second.remove("keys", "b")
+    assert await first.all("keys") == {"a": '{"n":3}'}
 
 
-async def test_of_many_that_add_one_name_one_wins(redis: RedisServer, open_records: Opens) -> None:
-    gateways, links = zip(*(open_records(redis) for _ in range(4)), strict=True)
-    # As in a gateway that serves: an edit does not wait until connections are made.
-    await asyncio.gather(*(answers(link) for link in links for _ in range(3)))
+async def test_one_of_many_concurrent_adds_of_a_name_succeeds(
+    redis: RedisServer, open_records: OpenRecords
+) -> None:
+    gateways, clients = zip(*(open_records(redis) for _ in range(4)), strict=True)
+    # As in a running gateway, connections exist before the first edit.
+    await asyncio.gather(*(check_redis(client) for client in clients for _ in range(3)))
     await gateways[0].add("policy", "6", "{}")
     added = await asyncio.gather(
         *(gateways[i % 4].add("policy", "7", f'{{"by":{i}}}') for i in range(12))
@@ -59,53 +61,52 @@ async def test_of_many_that_add_one_name_one_wins(redis: RedisServer, open_recor
     assert sum(added) == 1
 
 
-async def test_a_redis_that_lost_everything_gets_it_back_and_nobody_forgets_meanwhile(
-    private_redis: RedisServer, open_records: Opens
+async def test_records_stay_readable_and_are_restored_after_redis_loses_its_data(
+    private_redis: RedisServer, open_records: OpenRecords
 ) -> None:
-    records, link = open_records(private_redis)
+    records, client = open_records(private_redis)
     await records.add("keys", "a", '{"n":1}')
     await records.add("keys", "a/revoked", '{"at":2}')
-    kept = await records.all("keys")
+    expected = await records.all("keys")
 
     private_redis.kill()
-    assert await records.all("keys") == kept
-    assert link.problem
-    assert link.problem == "Redis cannot be reached."
+    assert await records.all("keys") == expected
+    assert client.problem == "Redis cannot be reached."
     private_redis.start()
-    await answers(link)
-    assert await records.all("keys") == kept
+    await check_redis(client)
+    assert await records.all("keys") == expected
 
-    assert not link.problem
-    assert await open_records(private_redis)[0].all("keys") == kept
+    assert not client.problem
+    assert await open_records(private_redis)[0].all("keys") == expected
 
 
-async def test_a_start_without_redis_knows_what_the_copy_tells_and_that_it_is_old(
-    private_redis: RedisServer, open_records: Opens
+async def test_a_start_without_redis_reads_the_local_copy_and_marks_it_outdated(
+    private_redis: RedisServer, open_records: OpenRecords
 ) -> None:
     records, _ = open_records(private_redis)
     await records.add("keys", "b", "1")
     await records.add("keys", "a", "2")
-    kept = await records.all("keys")
+    expected = await records.all("keys")
     assert records._writing is not None
     await records._writing
     private_redis.kill()
 
-    later, link = open_records(private_redis)
-    assert list(await later.all("keys")) == list(kept) == ["b", "a"]
+    later, client = open_records(private_redis)
+    assert list(await later.all("keys")) == list(expected) == ["b", "a"]
     assert not later.is_current("keys")
     with pytest.raises(RecordsUnwritable):
         await later.add("keys", "c", "3")
 
     private_redis.start()
-    await answers(link)
-    assert await later.all("keys") == kept
+    await check_redis(client)
+    assert await later.all("keys") == expected
     assert later.is_current("keys")
     assert await later.add("keys", "c", "3")
-    assert not link.problem
+    assert not client.problem
 
 
-async def test_an_older_state_of_redis_does_not_bring_back_a_revoked_key(
-    private_redis: RedisServer, open_records: Opens
+async def test_an_older_redis_state_does_not_reactivate_a_revoked_key(
+    private_redis: RedisServer, open_records: OpenRecords
 ) -> None:
     records, _ = open_records(private_redis)
     await records.add("keys", "a", "1")
@@ -120,36 +121,36 @@ async def test_an_older_state_of_redis_does_not_bring_back_a_revoked_key(
 
 
 @pytest.mark.parametrize("value", ["not one of ours", "[7,half", "[]"])
-async def test_a_value_that_nobody_wrote_means_nothing_and_breaks_nothing(
-    redis: RedisServer, open_records: Opens, value: str
+async def test_a_foreign_value_is_returned_as_a_string_and_breaks_no_record(
+    redis: RedisServer, open_records: OpenRecords, value: str
 ) -> None:
-    records, link = open_records(redis)
+    records, client = open_records(redis)
     await records.add("keys", "a", "1")
     redis.client.hset("paceline:{keys}:records", "odd", value)
-    told = await records.all("keys")
-    assert told["a"] == "1"
-    assert told["odd"].startswith('"')
-    assert not link.problem
+    records_read = await records.all("keys")
+    assert records_read["a"] == "1"
+    assert records_read["odd"].startswith('"')
+    assert not client.problem
 
 
-async def test_a_key_of_another_type_is_a_failure_and_no_empty_answer(
-    redis: RedisServer, open_records: Opens
+async def test_a_key_of_another_type_is_a_failure_and_not_an_empty_table(
+    redis: RedisServer, open_records: OpenRecords
 ) -> None:
-    records, link = open_records(redis)
+    records, client = open_records(redis)
     await records.add("keys", "a", "1")
     await records.all("keys")
     redis.client.set("paceline:{keys}:records", "a string")
 
     assert await records.all("keys") == {"a": "1"}
-    assert link.problem == "A Redis key of Paceline has another type."
+    assert client.problem == "A Redis key of Paceline has another type."
     redis.client.delete("paceline:{keys}:records")
     assert await records.all("keys") == {"a": "1"}
-    assert not link.problem
+    assert not client.problem
     assert redis.client.hexists("paceline:{keys}:records", "a")
 
 
-async def test_a_full_redis_refuses_an_edit_and_is_still_read(
-    private_redis: RedisServer, open_records: Opens
+async def test_a_full_redis_rejects_edits_and_stays_readable(
+    private_redis: RedisServer, open_records: OpenRecords
 ) -> None:
     records, _ = open_records(private_redis)
     await records.add("keys", "a", "1")
@@ -161,32 +162,32 @@ async def test_a_full_redis_refuses_an_edit_and_is_still_read(
     assert await records.add("keys", "b", "2")
 
 
-async def test_nobody_waits_for_an_edit_that_redis_is_slow_to_answer_and_it_may_be_kept(
-    private_redis: RedisServer, open_records: Opens
+async def test_an_edit_of_a_frozen_redis_is_unconfirmed_and_may_be_stored(
+    private_redis: RedisServer, open_records: OpenRecords
 ) -> None:
-    records, link = open_records(private_redis)
+    records, client = open_records(private_redis)
     await records.add("keys", "a", "1")
     assert await records.all("keys") == {"a": "1"}
     private_redis.freeze()
     with pytest.raises(WriteUnconfirmed):
         await records.add("keys", "b", "2")
-    assert link.unreachable
-    with pytest.raises(RecordsUnwritable) as refused:
-        await records.remove("keys", "a")  # of which Redis never hears
-    assert refused.type is RecordsUnwritable, "that is certain"
+    assert client.unreachable
+    with pytest.raises(RecordsUnwritable) as error:
+        await records.remove("keys", "a")  # the gateway does not send it
+    assert error.type is RecordsUnwritable, "an unsent edit is not unconfirmed"
     assert await records.all("keys") == {"a": "1"}
 
     private_redis.resume()
-    await answers(link)
+    await check_redis(client)
     async with asyncio.timeout(10):
         while await records.all("keys") != {"a": "1", "b": "2"}:
             await asyncio.sleep(0.05)
 
 
-async def test_an_edit_waits_for_a_redis_that_is_slow(
-    private_redis: RedisServer, open_records: Opens
+async def test_an_edit_waits_for_a_slow_redis(
+    private_redis: RedisServer, open_records: OpenRecords
 ) -> None:
-    records, link = open_records(private_redis)
+    records, client = open_records(private_redis)
     await records.add("keys", "a", "1")
     assert await records.all("keys") == {"a": "1"}
     private_redis.freeze()
@@ -195,4 +196,4 @@ async def test_an_edit_waits_for_a_redis_that_is_slow(
     assert not edit.done()
     private_redis.resume()
     assert await edit
-    assert not link.unreachable
+    assert not client.unreachable

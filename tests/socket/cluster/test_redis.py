@@ -1,4 +1,4 @@
-"""The link to Redis: what the library under it must not do."""
+"""The Redis client: deadlines, cancellation and lost connections."""
 
 from __future__ import annotations
 
@@ -14,70 +14,70 @@ from gateway.server import run
 from tests.support.redis_server import RedisServer
 
 
-async def test_no_question_waits_in_a_way_that_may_swallow_the_end_of_its_task(
+async def test_calls_use_no_wait_for_which_may_swallow_a_cancellation(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def swallows(*_: object, **__: object) -> NoReturn:
+    def fail(*_: object, **__: object) -> NoReturn:
         raise AssertionError("before Python 3.12 wait_for may swallow a cancellation")
 
-    link = RedisClient(redis.url)
-    monkeypatch.setattr(asyncio, "wait_for", swallows)
+    client = RedisClient(redis.url)
+    monkeypatch.setattr(asyncio, "wait_for", fail)
     try:
-        assert await link.call("tests", link.redis.ping)
-        assert await link.call("tests", lambda: link.script("return 7")([], [])) == 7
+        assert await client.call("tests", client.redis.ping)
+        assert await client.call("tests", lambda: client.script("return 7")([], [])) == 7
     finally:
-        await link.close()
+        await client.close()
 
 
-def test_an_edit_that_redis_answered_while_this_process_stood_still_is_answered(
+def test_a_reply_received_while_the_process_was_suspended_confirms_the_edit(
     redis: RedisServer,
 ) -> None:
-    async def asks(link: RedisClient) -> bool:
-        # Between question and answer the machine sleeps; it wakes up behind every deadline.
+    async def call_while_suspended(client: RedisClient) -> bool:
+        # The machine sleeps between call and reply and wakes up after every deadline.
         asyncio.get_running_loop().call_later(0.01, time.sleep, DEADLINE_S + 0.2)
-        await link.redis.blpop(["nothing is there"], 0.03)
+        await client.redis.blpop(["empty list"], 0.03)
         return True
 
     async def main() -> None:
-        link = RedisClient(redis.url)
+        client = RedisClient(redis.url)
         try:
-            connect = link.script("return 1")
-            assert await link.write(connect), "the connection is there"
-            assert await link.write(lambda: asks(link))
+            connect = client.script("return 1")
+            assert await client.write(connect), "the connection is open"
+            assert await client.write(lambda: call_while_suspended(client))
         finally:
-            await link.close()
+            await client.close()
 
     run(main())
 
 
-async def test_an_edit_that_nobody_waits_for_any_more_does_not_go_on_for_ever(
+async def test_an_unconfirmed_edit_is_cancelled_later(
     redis: RedisServer,
 ) -> None:
     ended = asyncio.Event()
 
-    async def hangs() -> None:
+    async def hang() -> None:
         try:
             await asyncio.sleep(600)
         finally:
             ended.set()
 
-    link = RedisClient(redis.url)
+    client = RedisClient(redis.url)
     with pytest.raises(WriteUnconfirmed):
-        await link.write(hangs)
+        await client.write(hang)
     async with asyncio.timeout(60):
         await ended.wait()
-    await link.close()
+    await client.close()
 
 
-async def test_a_connection_that_is_closed_under_a_question_is_a_redis_that_is_away(
+async def test_a_connection_closed_during_a_call_means_redis_is_unreachable(
     redis: RedisServer,
 ) -> None:
-    async def asks_uvloop() -> NoReturn:
+    async def raise_like_uvloop() -> NoReturn:
         raise RuntimeError("unable to perform operation on <TCPTransport>; the handler is closed")
 
-    link = RedisClient(redis.url)
+    client = RedisClient(redis.url)
     with pytest.raises(RecordsUnwritable):
-        await link.call("tests", asks_uvloop)
-    assert link.unreachable
-    assert link.problem == "Redis cannot be reached."
-    await link.close()
+        await client.call("tests", raise_like_uvloop)
+    assert client.unreachable
+    assert client.problem == "Redis cannot be reached."
+    await client.close()

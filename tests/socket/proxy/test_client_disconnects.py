@@ -1,4 +1,5 @@
-"""Clients that leave, or half leave, at every stage: the worker is freed and nobody is blamed."""
+"""Clients that disconnect or half-close at every stage: the gateway frees the worker and ejects
+none."""
 
 from __future__ import annotations
 
@@ -17,29 +18,29 @@ from tests.support.raw_client import (
 from tests.support.running_gateway import RunningGateway, wait_until
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker, chunk, stream_events
 
-LEAVING: dict[str, Callable[[RawClient], None]] = {
+DISCONNECTS: dict[str, Callable[[RawClient], None]] = {
     "close": RawClient.close,
     "reset": RawClient.reset,
 }
-leaving = pytest.mark.parametrize("leave", LEAVING.values(), ids=LEAVING)
+each_disconnect = pytest.mark.parametrize("disconnect", DISCONNECTS.values(), ids=DISCONNECTS)
 
 
-@leaving
+@each_disconnect
 @pytest.mark.parametrize("events", range(1, 6))
-def test_f07_a_client_that_leaves_in_a_stream_frees_the_worker_and_blames_nobody(
+def test_f07_a_disconnect_during_a_stream_frees_the_worker_and_ejects_none(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
-    leave: Callable[[RawClient], None],
+    disconnect: Callable[[RawClient], None],
     events: int,
 ) -> None:
     worker.script.hang_after = events
     sent = stream_events(worker.script.tokens)[:events]
-    # The usage that nobody asked for is held back, so the mark is the event before it.
+    # The gateway removes the usage chunk that was not requested; the mark is the event before it.
     mark = sent[min(events, 5) - 1].strip()
     with raw_client(gateway_with_worker) as client:
         client.send_chat(stream=True)
         client.read_until(mark)
-        leave(client)
+        disconnect(client)
         wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway_with_worker, client_left=1)
     assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "ready"
@@ -47,54 +48,56 @@ def test_f07_a_client_that_leaves_in_a_stream_frees_the_worker_and_blames_nobody
     assert gateway_with_worker.chat().status_code == 200
 
 
-@leaving
+@each_disconnect
 @pytest.mark.parametrize("stream", [False, True])
-def test_f08_a_client_that_leaves_before_the_first_byte_frees_the_worker(
+def test_f08_a_disconnect_before_the_first_byte_frees_the_worker(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
-    leave: Callable[[RawClient], None],
+    disconnect: Callable[[RawClient], None],
     stream: bool,
 ) -> None:
     worker.script.hang = True
     with raw_client(gateway_with_worker) as client:
         client.send_chat(stream=stream)
         assert worker.request_received.wait(10)
-        leave(client)
+        disconnect(client)
         wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway_with_worker, client_left=1)
 
 
-@leaving
-def test_f08_a_client_that_leaves_behind_the_head_of_a_whole_answer_frees_the_worker(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, leave: Callable[[RawClient], None]
+@each_disconnect
+def test_f08_a_disconnect_after_the_response_headers_frees_the_worker(
+    gateway_with_worker: RunningGateway,
+    worker: ScriptedWorker,
+    disconnect: Callable[[RawClient], None],
 ) -> None:
     worker.script = Script(events=(b'{"choices": [',), hang_after=1)
     with raw_client(gateway_with_worker) as client:
         client.send_chat(stream=True)
         assert worker.request_received.wait(10)
-        leave(client)
+        disconnect(client)
         wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway_with_worker, client_left=1)
 
 
-@leaving
-@pytest.mark.parametrize("part", [0.0, 0.3, 0.99])
-def test_f08_a_client_that_leaves_in_its_own_request_reaches_no_worker(
+@each_disconnect
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.99])
+def test_f08_a_disconnect_within_the_request_reaches_no_worker(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
-    leave: Callable[[RawClient], None],
-    part: float,
+    disconnect: Callable[[RawClient], None],
+    fraction: float,
 ) -> None:
-    whole = request_bytes(b'{"model":"demo","messages":[{"role":"user","content":"x"}]}')
+    request = request_bytes(b'{"model":"demo","messages":[{"role":"user","content":"x"}]}')
     with raw_client(gateway_with_worker) as client:
-        client.send(whole[: int(len(whole) * part)])
-        leave(client)
+        client.send(request[: int(len(request) * fraction)])
+        disconnect(client)
     wait_until(lambda: in_flight(gateway_with_worker) == 0)
     assert gateway_with_worker.chat().status_code == 200
     assert len(worker.requests) == 1
 
 
-def test_f08_many_that_leave_at_once_leave_nothing_behind(
+def test_f08_many_simultaneous_disconnects_leave_no_request_in_flight(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
@@ -106,28 +109,28 @@ def test_f08_many_that_leave_at_once_leave_nothing_behind(
         client.close()
     wait_until(lambda: worker.in_flight == 0)
     wait_until(lambda: in_flight(gateway_with_worker) == 0)
-    # Whole answers do not hang in this script, so some were given before their client left.
+    # This script delays streams only, so some other responses complete before the disconnect.
     outcomes = gateway_with_worker.status()["outcomes"]
     assert sum(outcomes.values()) == 24
     assert set(outcomes) <= {"client_left", "completed"}
 
 
-def test_f09_a_reader_that_stalls_is_cut_and_its_neighbour_gets_every_word(
+def test_f09_a_stalled_reader_is_disconnected_and_a_concurrent_stream_completes(
     make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
     gateway = make_gateway(worker, write_timeout_s=0.3)
     worker.scripts_by_message["flood"] = Script(events=(chunk({"content": "x" * 60_000}),) * 2_000)
     worker.script = Script(tokens=("word ",) * 40, pause_s=0.02)
-    with raw_client(gateway) as stalled, gateway.stream() as neighbour:
+    with raw_client(gateway) as stalled, gateway.stream() as concurrent:
         stalled.send_chat(stream=True, messages=[{"role": "user", "content": "flood"}])
-        received = neighbour.read()
+        received = concurrent.read()
         assert received.count(b"word ") == 40
         assert received.endswith(DONE)
         wait_until(lambda: worker.in_flight == 0)
     wait_for_outcomes(gateway, client_left=1, completed=1)
 
 
-def test_f12_a_client_that_half_closes_behind_its_request_counts_as_gone(
+def test_f12_a_half_close_after_the_request_counts_as_a_disconnect(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang = True

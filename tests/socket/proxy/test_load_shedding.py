@@ -1,4 +1,4 @@
-"""What a gateway refuses when it has all it can carry."""
+"""Load shedding: requests that an overloaded gateway rejects."""
 
 from __future__ import annotations
 
@@ -15,31 +15,33 @@ from tests.support.running_gateway import RunningGateway, make_settings, wait_un
 from tests.support.scripted_worker import DONE, ScriptedWorker
 
 
-def test_f27_one_request_too_many_is_shed_and_those_that_run_finish(
+def test_f27_a_request_over_the_limit_is_shed_and_running_requests_complete(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
     with RunningGateway(make_settings(tmp_path, requests_limit=1)) as gateway:
         gateway.send_heartbeat(worker)
         with gateway.stream() as running:
-            pieces = running.iter_raw()
-            received = next(pieces)
+            chunks = running.iter_raw()
+            received = next(chunks)
             shed = httpx.post(f"{gateway.url}/v1/chat/completions", json={})
             assert (shed.status_code, shed.headers["retry-after"]) == (503, "1")
             assert shed.json()["error"]["code"] == "gateway_overloaded"
             worker.resume.set()
-            received += b"".join(pieces)
+            received += b"".join(chunks)
         assert received.endswith(DONE)
         wait_until(lambda: gateway.status()["gateway"]["requests_in_flight"] == 0)
         assert gateway.chat().status_code == 200
 
 
-def test_f38_the_lag_of_the_event_loop_is_shown(gateway_with_worker: RunningGateway) -> None:
+def test_f38_status_and_metrics_show_the_event_loop_lag(
+    gateway_with_worker: RunningGateway,
+) -> None:
     assert gateway_with_worker.status()["gateway"]["event_loop_lag_s"] >= 0
     assert "paceline_event_loop_lag_seconds " in gateway_with_worker.client.get("/metrics").text
 
 
-def test_f38_one_long_pause_is_no_overload_but_being_late_all_the_time_is() -> None:
+def test_f38_repeated_lag_is_an_overload_and_one_long_pause_is_not() -> None:
     lag = LoopLag()
     lag.note(5.0)
     assert not lag.too_late
@@ -54,7 +56,7 @@ def test_f38_one_long_pause_is_no_overload_but_being_late_all_the_time_is() -> N
     assert lag.worst_s == 0.0
 
 
-def test_f26_bodies_are_held_up_to_a_bound_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f26_buffered_bodies_are_limited_and_released(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overload, "BODIES_LIMIT_BYTES", 100)
     load = Load(limit_requests=1)
     load.hold(100)
@@ -64,7 +66,7 @@ def test_f26_bodies_are_held_up_to_a_bound_and_given_back(monkeypatch: pytest.Mo
     load.hold(100)
 
 
-def test_f38_a_gateway_that_stood_still_ejects_nobody_and_serves_at_once(
+def test_f38_after_a_blocked_event_loop_workers_stay_ready(
     gateway_with_worker: RunningGateway,
 ) -> None:
     gateway_with_worker.loop.call_soon_threadsafe(

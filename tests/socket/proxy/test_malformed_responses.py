@@ -1,4 +1,4 @@
-"""What a worker may write, however odd, and what it must not."""
+"""Malformed worker responses: unusual but valid ones are relayed, invalid ones become errors."""
 
 from __future__ import annotations
 
@@ -19,76 +19,78 @@ from tests.support.scripted_worker import (
 )
 
 FIRST = chunk({"role": "assistant", "content": ""})
-WORD = chunk({"content": "wörd 🐎"})
+TEXT = chunk({"content": "wörd 🐎"})
 STOP = chunk({}, "stop")
-WHOLE = (FIRST, WORD, STOP, DONE)
+COMPLETE = (FIRST, TEXT, STOP, DONE)
 HTML = b"<html><body>502 Bad Gateway nginx</body></html>"
 
 
-def streamed(line: RunningGateway) -> tuple[int, bytes]:
-    with line.stream() as response:
+def read_stream(gateway: RunningGateway) -> tuple[int, bytes]:
+    with gateway.stream() as response:
         return response.status_code, response.read()
 
 
-def crlf(pieces: tuple[bytes, ...]) -> tuple[bytes, ...]:
-    return tuple(piece.replace(b"\n", b"\r\n") for piece in pieces)
+def crlf(events: tuple[bytes, ...]) -> tuple[bytes, ...]:
+    return tuple(event.replace(b"\n", b"\r\n") for event in events)
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "case",
     {
-        "comments": (b": ping\n\n", FIRST, b": ping\n: ping\n\n", WORD, STOP, DONE, b": bye\n\n"),
-        "comment inside an event": (FIRST, b": x\n" + WORD, STOP, DONE),
-        "crlf": crlf(WHOLE),
-        "cr": tuple(piece.replace(b"\n", b"\r") for piece in WHOLE),
-        "crlf and lf": (*crlf(WHOLE[:2]), *WHOLE[2:]),
-        "no space behind the colon": tuple(p.replace(b"data: ", b"data:") for p in WHOLE),
+        "comments": (b": ping\n\n", FIRST, b": ping\n: ping\n\n", TEXT, STOP, DONE, b": bye\n\n"),
+        "comment inside an event": (FIRST, b": x\n" + TEXT, STOP, DONE),
+        "crlf": crlf(COMPLETE),
+        "cr": tuple(event.replace(b"\n", b"\r") for event in COMPLETE),
+        "crlf and lf": (*crlf(COMPLETE[:2]), *COMPLETE[2:]),
+        "no space behind the colon": tuple(p.replace(b"data: ", b"data:") for p in COMPLETE),
         "data in several lines": (
             FIRST,
-            WORD.replace(b',"delta"', b',\ndata: "delta"'),
+            TEXT.replace(b',"delta"', b',\ndata: "delta"'),
             STOP,
             DONE,
         ),
-        "other fields": (FIRST, b"event: message\nid: 7\nretry: 10\n" + WORD, STOP, DONE),
-        "unknown field": (FIRST, b"colour: red\n" + WORD, STOP, DONE),
-        "blank lines": (b"\n\n", FIRST, b"\n\n\n", WORD, STOP, b"\n", DONE),
-        "all in one piece": (b"".join(WHOLE),),
-        "byte by byte": tuple(b"".join(WHOLE)[i : i + 1] for i in range(len(b"".join(WHOLE)))),
-        "cr and lf apart": tuple(
-            piece[i : i + 1] for piece in crlf(WHOLE) for i in range(len(piece))
+        "other fields": (FIRST, b"event: message\nid: 7\nretry: 10\n" + TEXT, STOP, DONE),
+        "unknown field": (FIRST, b"colour: red\n" + TEXT, STOP, DONE),
+        "blank lines": (b"\n\n", FIRST, b"\n\n\n", TEXT, STOP, b"\n", DONE),
+        "all in one piece": (b"".join(COMPLETE),),
+        "byte by byte": tuple(
+            b"".join(COMPLETE)[i : i + 1] for i in range(len(b"".join(COMPLETE)))
         ),
-        "byte order mark": (b"\xef\xbb\xbf" + FIRST, WORD, STOP, DONE),
-        "two finish reasons": (FIRST, WORD, STOP, STOP, DONE),
-        "usage twice": (FIRST, WORD, STOP, usage_chunk(), usage_chunk(), DONE),
+        "cr and lf apart": tuple(
+            event[i : i + 1] for event in crlf(COMPLETE) for i in range(len(event))
+        ),
+        "byte order mark": (b"\xef\xbb\xbf" + FIRST, TEXT, STOP, DONE),
+        "two finish reasons": (FIRST, TEXT, STOP, STOP, DONE),
+        "usage twice": (FIRST, TEXT, STOP, usage_chunk(), usage_chunk(), DONE),
         "nul in a string": (FIRST, chunk({"content": "a\x00b"}), STOP, DONE),
         "a long event": (FIRST, chunk({"content": "x" * 900_000}), STOP, DONE),
     }.items(),
     ids=lambda case: case[0].replace(" ", "_"),
 )
-def test_f15_odd_but_legal_events_are_relayed(
+def test_f15_unusual_but_valid_events_are_relayed(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
-    pieces: tuple[str, tuple[bytes, ...]],
+    case: tuple[str, tuple[bytes, ...]],
 ) -> None:
-    sent = pieces[1]
-    worker.script.events = sent
-    status, received = streamed(gateway_with_worker)
+    events = case[1]
+    worker.script.events = events
+    status, received = read_stream(gateway_with_worker)
     assert status == 200
     assert b"[DONE]" in received
-    assert words_of(received) == words_of(b"".join(sent))
+    assert text_of(received) == text_of(b"".join(events))
     wait_for_outcomes(gateway_with_worker, completed=1)
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "case",
     {
         "no json": (FIRST, b"data: {oops\n\n", STOP, DONE),
         "no object": (FIRST, b"data: 7\n\n", STOP, DONE),
-        "half an event": (FIRST, WORD[:20]),
+        "half an event": (FIRST, TEXT[:20]),
         "html": (FIRST, b"data: " + HTML + b"\n\n", STOP, DONE),
         "broken utf-8": (
             FIRST,
-            WORD.replace("ö".encode().hex().encode(), b"\xff"),
+            TEXT.replace("ö".encode().hex().encode(), b"\xff"),
             b'data: "\xff"\n\n',
         ),
         "a line without end": (FIRST, b"data: " + b"x" * 3_000_000),
@@ -101,19 +103,19 @@ def test_f15_odd_but_legal_events_are_relayed(
 def test_f15_a_broken_event_ends_the_stream_in_an_error_event(
     gateway_with_worker: RunningGateway,
     worker: ScriptedWorker,
-    pieces: tuple[str, tuple[bytes, ...]],
+    case: tuple[str, tuple[bytes, ...]],
 ) -> None:
-    worker.script.events = pieces[1]
-    status, received = streamed(gateway_with_worker)
+    worker.script.events = case[1]
+    status, received = read_stream(gateway_with_worker)
     assert status == 200
-    assert received.startswith(FIRST), "what was good was passed on"
+    assert received.startswith(FIRST), "events before the error are relayed"
     assert stream_error_code(received) in {"worker_failed", "worker_lost"}
     wait_for_outcomes(gateway_with_worker, failed=1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("body", [HTML, b"", b"{}", b"[]", b"null", b'{"choices":[]}', b"{"])
-def test_f16_a_200_that_is_no_answer_is_a_502(
+def test_f16_a_200_without_a_valid_body_becomes_a_502(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, body: bytes, stream: bool
 ) -> None:
     worker.script = Script(body=body, headers=((b"x-note", b"html"),))
@@ -124,15 +126,15 @@ def test_f16_a_200_that_is_no_answer_is_a_502(
     wait_for_outcomes(gateway_with_worker, failed=1)
 
 
-def test_f16_a_whole_answer_to_a_stream_is_not_passed_off_as_one(
+def test_f16_an_unstreamed_response_to_a_stream_request_becomes_a_502(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.body = json.dumps(chat_completion("all at once")).encode()
-    status, _ = streamed(gateway_with_worker)
+    status, _ = read_stream(gateway_with_worker)
     assert status == 502
 
 
-def test_f18_an_error_with_status_200_is_not_an_answer(
+def test_f18_an_error_with_status_200_becomes_a_502(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.body = b'{"error": {"message": "/Users/me/model exploded"}}'
@@ -141,11 +143,11 @@ def test_f18_an_error_with_status_200_is_not_an_answer(
     assert b"exploded" not in response.content
 
 
-def test_f21_a_404_of_the_worker_is_its_failure_and_its_words_stay_here(
+def test_f21_a_404_of_a_worker_becomes_a_502_without_its_message(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    told = b'{"error": "[Errno 2] No such file: /Users/me/models/demo"}'
-    worker.script = Script(status=404, body=told)
+    body = b'{"error": "[Errno 2] No such file: /Users/me/models/demo"}'
+    worker.script = Script(status=404, body=body)
     response = gateway_with_worker.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
     assert b"/Users" not in response.content
@@ -164,7 +166,7 @@ def test_f21_a_404_of_the_worker_is_its_failure_and_its_words_stay_here(
         (200, b"[]"),
     ],
 )
-def test_f21_nonsense_of_a_worker_is_a_502_in_our_words(
+def test_f21_an_unexpected_worker_response_becomes_a_502_with_a_fixed_message(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, status: int, body: bytes
 ) -> None:
     worker.script = Script(status=status, body=body)
@@ -178,7 +180,7 @@ def test_f21_nonsense_of_a_worker_is_a_502_in_our_words(
     }
 
 
-def test_f21_a_400_in_openais_shape_is_the_requests_fault_and_is_relayed(
+def test_f21_a_400_in_openais_error_format_is_relayed(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script = Script(
@@ -201,20 +203,20 @@ def test_f57_an_http_1_0_worker_is_relayed(
 ) -> None:
     worker.script.http_1_0 = True
     for _ in range(3):
-        status, received = streamed(gateway_with_worker)
+        status, received = read_stream(gateway_with_worker)
         assert (status, received[-len(DONE) :]) == (200, DONE)
         assert gateway_with_worker.chat().status_code == 200
 
 
 @pytest.mark.parametrize(
-    "before", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early\r\n\r\n"]
+    "informational", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 103 Early\r\n\r\n"]
 )
-def test_f57_an_informational_answer_is_passed_over(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, before: bytes
+def test_f57_informational_responses_are_skipped(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, informational: bytes
 ) -> None:
     body = json.dumps(chat_completion("here")).encode()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    worker.script.raw = before + head % len(body) + body
+    worker.script.raw = informational + head % len(body) + body
     response = gateway_with_worker.chat()
     assert response.json()["choices"][0]["message"]["content"] == "here"
 
@@ -247,7 +249,7 @@ def test_f57_trailers_do_not_reach_the_client(
     ids="nothing ssh no_status bad_length two_lengths bad_chunk long_header upgrade".split(),
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_f57_what_is_no_http_is_a_502(
+def test_f57_invalid_http_becomes_a_502(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, raw: bytes, stream: bool
 ) -> None:
     worker.script.raw = raw
@@ -257,15 +259,15 @@ def test_f57_what_is_no_http_is_a_502(
     wait_for_outcomes(gateway_with_worker, failed=1)
 
 
-def words_of(stream: bytes) -> str:
-    """Read a stream as the WHATWG's rules say, and join its words."""
-    said = ""
-    lines = stream.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-    for event in lines.split(b"\n\n"):
+def text_of(stream: bytes) -> str:
+    """Parse an event stream by the WHATWG rules and return its text."""
+    text = ""
+    normalized = stream.removeprefix(b"\xef\xbb\xbf").replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+    for event in normalized.split(b"\n\n"):
         values = [
             line[5:].removeprefix(b" ") for line in event.split(b"\n") if line[:5] == b"data:"
         ]
         if values and values != [b"[DONE]"]:
             for choice in json.loads(b"\n".join(values))["choices"]:
-                said += choice["delta"].get("content", "")
-    return said
+                text += choice["delta"].get("content", "")
+    return text

@@ -1,7 +1,4 @@
-"""What stands in the policy is what happens at the socket, field by field.
-
-Each answer can tell what drafting did for it: to whom is a matter of the policy.
-"""
+"""Fields of the policy, each tested at the socket, and the metrics in responses."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from tests.support.scripted_worker import METRICS, USAGE, Script, ScriptedWorker
 from tests.support.static_workers import static_worker
 
 
-def refused(response: httpx.Response) -> tuple[int, str, str]:
+def error_of(response: httpx.Response) -> tuple[int, str, str]:
     error = response.json()["error"]
     return response.status_code, error["param"], error["message"]
 
@@ -36,19 +33,19 @@ def pool_of(response: httpx.Response) -> str:
     return response.headers["x-paceline-pool"]
 
 
-def picture(width_px: int, height_px: int) -> dict[str, Any]:
-    """The first bytes of a PNG, which is all that the gateway reads."""
+def image(width_px: int, height_px: int) -> dict[str, Any]:
+    """Return an image part with the first bytes of a PNG; the gateway parses no others."""
     head = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sII", 13, b"IHDR", width_px, height_px)
     url = f"data:image/png;base64,{base64.b64encode(head + bytes(5)).decode()}"
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def with_pictures(*pictures: dict[str, Any]) -> dict[str, Any]:
-    content = [*pictures, {"type": "text", "text": "What is it?"}]
+def with_images(*images: dict[str, Any]) -> dict[str, Any]:
+    content = [*images, {"type": "text", "text": "What is it?"}]
     return {"messages": [{"role": "user", "content": content}]}
 
 
-def words(text: str, count: int = 1) -> dict[str, Any]:
+def messages_of(text: str, count: int = 1) -> dict[str, Any]:
     roles = ("user", "assistant")
     messages = [{"role": roles[index % 2], "content": text} for index in range(count)]
     return {"messages": messages}
@@ -58,10 +55,10 @@ TOOL = {"type": "function", "function": {"name": "look"}}
 
 
 @pytest.mark.parametrize(
-    ("when", "asked"),
+    ("when", "fields"),
     [
-        ({"media": True}, with_pictures(picture(2, 2))),
-        ({"media": "image"}, with_pictures(picture(2, 2))),
+        ({"media": True}, with_images(image(2, 2))),
+        ({"media": "image"}, with_images(image(2, 2))),
         ({"mtp_eligible": True}, {"temperature": 0}),
         ({"greedy": True}, {"temperature": 0, "n": 2}),
         ({"stream": True}, {"stream": True}),
@@ -71,28 +68,28 @@ TOOL = {"type": "function", "function": {"name": "look"}}
         ({"features": {"multiple_choices": True}}, {"n": 2}),
         ({"features": {"logits_processors": True}}, {"presence_penalty": 1}),
         ({"features": {"thinking_budget": True}}, {"thinking_budget": 9}),
-        ({"prompt_chars": {"at_least": 50}}, words("x" * 50)),
-        ({"prompt_chars": {"at_most": 3}}, words("x")),
+        ({"prompt_chars": {"at_least": 50}}, messages_of("x" * 50)),
+        ({"prompt_chars": {"at_most": 3}}, messages_of("x")),
         ({"max_tokens": {"at_most": 9}}, {"max_tokens": 9}),
-        ({"messages": {"at_least": 3}}, words("x" * 20, 3)),
+        ({"messages": {"at_least": 3}}, messages_of("x" * 20, 3)),
         ({"model": "other"}, {"model": "other"}),
     ],
 )
-def test_a_route_takes_the_requests_for_which_its_conditions_hold(
-    tmp_path: Path, worker: ScriptedWorker, when: dict[str, Any], asked: dict[str, Any]
+def test_a_route_matches_requests_that_meet_its_conditions(
+    tmp_path: Path, worker: ScriptedWorker, when: dict[str, Any], fields: dict[str, Any]
 ) -> None:
     routes = [{"name": "special", "when": when, "to": "special"}, DEFAULT_ROUTE]
     pools = {"special": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
-    both = (static_worker(url=worker.url, models=["demo", "other"], pools=["vlm"]),)
-    with gateway_with_policy(tmp_path, by_hand=both, routes=routes, pools=pools) as gateway:
-        response = gateway.chat(**asked)
+    static_workers = (static_worker(url=worker.url, models=["demo", "other"], pools=["vlm"]),)
+    with gateway_with_policy(
+        tmp_path, by_hand=static_workers, routes=routes, pools=pools
+    ) as gateway:
+        response = gateway.chat(**fields)
         assert pool_of(response) == "special"
         assert pool_of(gateway.chat()) == "vlm"
 
 
-def test_a_route_takes_the_requests_with_the_header_that_it_names(
-    tmp_path: Path, worker: ScriptedWorker
-) -> None:
+def test_a_route_matches_requests_with_its_header(tmp_path: Path, worker: ScriptedWorker) -> None:
     routes = [
         {"name": "batch", "when": {"header": {"x-batch": ["yes", "please"]}}, "to": "batch"},
         DEFAULT_ROUTE,
@@ -100,22 +97,22 @@ def test_a_route_takes_the_requests_with_the_header_that_it_names(
     pools = {"batch": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
     with gateway_with_policy(tmp_path, worker, routes=routes, pools=pools) as gateway:
 
-        def asked(**headers: str) -> str:
+        def pool_for(**headers: str) -> str:
             gateway.client.headers = httpx.Headers(headers)
             return pool_of(gateway.chat())
 
-        assert [asked(), asked(**{"X-Batch": "please"}), asked(**{"x-batch": "no"})] == [
+        assert [pool_for(), pool_for(**{"X-Batch": "please"}), pool_for(**{"x-batch": "no"})] == [
             *("vlm", "batch", "vlm")
         ]
 
 
-def test_a_route_takes_the_requests_of_its_hours_and_days(
+def test_a_route_matches_requests_in_its_hours_and_days(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     now = time.localtime()
     around = f"{(now.tm_hour - 2) % 24:02}:00-{(now.tm_hour + 2) % 24:02}:59"
     before = f"{(now.tm_hour - 4) % 24:02}:00-{(now.tm_hour - 3) % 24:02}:59"
-    today = [DAYS[now.tm_wday], DAYS[(now.tm_wday + 1) % 7]]  # it may be midnight in a moment
+    today = [DAYS[now.tm_wday], DAYS[(now.tm_wday + 1) % 7]]  # the test may run over midnight
     routes = [
         {"name": "past", "when": {"hours": before}, "to": "past"},
         {"name": "another-day", "when": {"days": [*{*DAYS} - {*today}]}, "to": "past"},
@@ -129,7 +126,7 @@ def test_a_route_takes_the_requests_of_its_hours_and_days(
         assert pool_of(gateway.chat()) == "today"
 
 
-def test_a_pool_takes_only_the_workers_that_it_names_and_status_shows_them(
+def test_a_pool_contains_only_workers_with_its_labels(
     tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     pools = {"vlm": {"lanes": "vlm", "workers": {"labels": ["fake-b"]}}}
@@ -144,7 +141,7 @@ def test_a_pool_takes_only_the_workers_that_it_names_and_status_shows_them(
         assert 'paceline_pool_slots{pool="vlm"} 4.0' in gateway.client.get("/metrics").text
 
 
-def test_a_heavier_worker_gets_more_of_the_requests(
+def test_a_worker_with_more_weight_gets_more_requests(
     tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
@@ -154,7 +151,7 @@ def test_a_heavier_worker_gets_more_of_the_requests(
     assert (len(worker.requests), len(second_worker.requests)) in ((10, 0), (9, 1))
 
 
-def test_a_pool_has_no_more_requests_than_its_own_slots(
+def test_a_pool_runs_no_more_requests_than_its_slots(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     pools = {"vlm": {"lanes": "vlm", "slots": 2}}
@@ -163,61 +160,57 @@ def test_a_pool_has_no_more_requests_than_its_own_slots(
         gateway_with_policy(tmp_path, worker, pools=pools) as gateway,
         ThreadPoolExecutor(3) as executor,
     ):
-        asked = [executor.submit(gateway.chat) for _ in range(3)]
+        responses = [executor.submit(gateway.chat) for _ in range(3)]
         wait_until(lambda: gateway.status()["pools"]["vlm"]["waiting"] == 1)
         assert worker.in_flight == 2
         assert gateway.status()["pools"]["vlm"]["slots"] == 2
         assert gateway.status()["pools"]["vlm"]["in_flight"] == 2
         worker.resume.set()
-        assert {response.result().status_code for response in asked} == {200}
+        assert {response.result().status_code for response in responses} == {200}
 
 
-def test_an_answer_gets_no_more_tokens_than_the_policy_lets_it_have(
-    tmp_path: Path, worker: ScriptedWorker
-) -> None:
+def test_max_tokens_of_the_policy_limits_requests(tmp_path: Path, worker: ScriptedWorker) -> None:
     with gateway_with_policy(tmp_path, worker, limits={"max_tokens": 99}) as gateway:
-        assert refused(gateway.chat(max_tokens=100)) == (
+        assert error_of(gateway.chat(max_tokens=100)) == (
             *(400, "max_tokens", "'max_tokens' may be at most 99."),
         )
-        assert refused(gateway.chat(max_completion_tokens=100))[:2] == (400, "max_tokens")
+        assert error_of(gateway.chat(max_completion_tokens=100))[:2] == (400, "max_tokens")
         assert gateway.chat().status_code == 200
         assert gateway.chat(max_completion_tokens=7).status_code == 200
-    assert [heard.body.get("max_tokens") for heard in worker.requests] == [99, None]
+    assert [received.body.get("max_tokens") for received in worker.requests] == [99, None]
 
 
-def test_a_prompt_is_no_longer_than_the_policy_lets_it_be(
-    tmp_path: Path, worker: ScriptedWorker
-) -> None:
+def test_prompt_chars_of_the_policy_limits_requests(tmp_path: Path, worker: ScriptedWorker) -> None:
     with gateway_with_policy(tmp_path, worker, limits={"prompt_chars": 20}) as gateway:
-        assert gateway.chat(**words("x" * 20)).status_code == 200
-        status, param, message = refused(gateway.chat(**words("x" * 11, 2)))
+        assert gateway.chat(**messages_of("x" * 20)).status_code == 200
+        status, param, message = error_of(gateway.chat(**messages_of("x" * 11, 2)))
         assert (status, param) == (400, "messages")
         assert "at most 20 characters" in message
         prompt = gateway.client.post("/v1/completions", json={"model": "demo", "prompt": "x" * 21})
-        assert refused(prompt)[:2] == (400, "prompt")
+        assert error_of(prompt)[:2] == (400, "prompt")
 
 
 @pytest.mark.parametrize(
-    ("media", "pictures", "why"),
+    ("media", "images", "expected"),
     [
-        ({"kinds": []}, [picture(2, 2)], "'image' content is not allowed, only: text."),
-        ({"kinds": ["audio"]}, [picture(2, 2)], "only: text, audio."),
-        ({"pictures": 1}, [picture(2, 2)] * 2, "at most 1 pictures"),
-        ({"pixels": 99}, [picture(10, 10)], "at most 99 pixels"),
+        ({"kinds": []}, [image(2, 2)], "'image' content is not allowed, only: text."),
+        ({"kinds": ["audio"]}, [image(2, 2)], "only: text, audio."),
+        ({"pictures": 1}, [image(2, 2)] * 2, "at most 1 pictures"),
+        ({"pixels": 99}, [image(10, 10)], "at most 99 pixels"),
     ],
 )
-def test_media_that_the_policy_does_not_take_are_refused(
-    tmp_path: Path, worker: ScriptedWorker, media: dict[str, Any], pictures: list[Any], why: str
+def test_media_outside_the_policys_limits_are_rejected(
+    tmp_path: Path, worker: ScriptedWorker, media: dict[str, Any], images: list[Any], expected: str
 ) -> None:
     with gateway_with_policy(tmp_path, worker, media=media) as gateway:
-        status, param, message = refused(gateway.chat(**with_pictures(*pictures)))
+        status, param, message = error_of(gateway.chat(**with_images(*images)))
         assert (status, param) == (400, "messages")
-        assert why in message
+        assert expected in message
         assert gateway.chat().status_code == 200
     assert len(worker.requests) == 1
 
 
-def test_a_request_takes_no_longer_than_the_policy_lets_it_take(
+def test_request_timeout_of_the_policy_limits_requests(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script = Script(hang=True)
@@ -226,20 +219,22 @@ def test_a_request_takes_no_longer_than_the_policy_lets_it_take(
         assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
 
 
-def test_a_policy_without_retries_has_none(
+def test_a_policy_without_retries_denies_them(
     tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     worker.script = Script(status=503, headers=((b"retry-after", b"1"),))
     pools = {"vlm": {"lanes": "vlm", "weights": {"fake-a": 1000}}}
-    none = {"share": 0, "at_least": 0}
-    with gateway_with_policy(tmp_path, worker, second_worker, pools=pools, retries=none) as gateway:
+    no_retries = {"share": 0, "at_least": 0}
+    with gateway_with_policy(
+        tmp_path, worker, second_worker, pools=pools, retries=no_retries
+    ) as gateway:
         response = gateway.chat()
         assert (response.status_code, response.headers["x-paceline-attempts"]) == (503, "1")
         assert gateway.status()["retries_denied"] == 1
     assert second_worker.requests == []
 
 
-def test_a_listed_worker_has_the_labels_that_the_list_gives_it(
+def test_a_static_worker_has_the_labels_of_its_entry(
     tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     pools = {"vlm": {"lanes": "vlm", "workers": {"labels": "big"}}, "rest": {"lanes": "vlm"}}
@@ -253,7 +248,7 @@ def test_a_listed_worker_has_the_labels_that_the_list_gives_it(
         assert responses == {"large"}
 
 
-def test_a_policy_does_not_fit_a_listed_worker_that_no_pool_takes() -> None:
+def test_a_static_worker_outside_every_pool_is_a_problem_of_the_policy() -> None:
     policy = read_policy(
         {
             "version": 1,
@@ -267,44 +262,44 @@ def test_a_policy_does_not_fit_a_listed_worker_that_no_pool_takes() -> None:
     assert "the pool 'vlm', but the policy allows it only in: none" in problem
 
 
-def test_an_explanation_shows_who_the_policy_thinks_is_asking(
+def test_an_explanation_shows_the_caller_that_the_policy_evaluated(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     routes = [{"name": "batch", "when": {"header": {"x-batch": "yes"}}, "to": "vlm"}, DEFAULT_ROUTE]
     with gateway_with_policy(tmp_path, worker, routes=routes) as gateway:
-        body = {"model": "demo", **words("Hi")}
-        told = gateway.client.post(
+        body = {"model": "demo", **messages_of("Hi")}
+        explanation = gateway.client.post(
             "/v1/route/explain", json=body, headers={"x-batch": "yes", "x-other": "z"}
         ).json()
-        assert told["route"] == "batch"
-        assert told["caller"]["headers"] == {"x-batch": "yes"}
+        assert explanation["route"] == "batch"
+        assert explanation["caller"]["headers"] == {"x-batch": "yes"}
 
 
-ASKED = {"metrics": "summary"}
+WITH_METRICS = {"metrics": "summary"}
 WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
-def trailing(gateway: RunningGateway, **fields: Any) -> dict[str, Any]:
-    """Return the last chunk of a stream if it is one that has no choices, else nothing."""
+def last_chunk(gateway: RunningGateway, **fields: Any) -> dict[str, Any]:
+    """Return the last chunk of a stream if it has no choices, else an empty dictionary."""
     with gateway.stream(**fields) as response:
         text = response.read().decode()
     events = [event.removeprefix("data: ") for event in text.strip().split("\n\n")]
     assert events[-1] == "[DONE]"
-    last: dict[str, Any] = json.loads(events[-2])
-    return {} if last["choices"] else last
+    chunk: dict[str, Any] = json.loads(events[-2])
+    return {} if chunk["choices"] else chunk
 
 
 @pytest.mark.parametrize(
     ("include", "fields", "expected"),
     [
         ("on_request", {}, False),
-        ("on_request", ASKED, True),
+        ("on_request", WITH_METRICS, True),
         ("with_usage", {}, True),
-        ("with_usage", ASKED, True),
+        ("with_usage", WITH_METRICS, True),
         ("always", {}, True),
     ],
 )
-def test_a_whole_answer_tells_when_asked_or_when_the_policy_says_so(
+def test_a_response_has_metrics_on_request_or_by_policy(
     tmp_path: Path, worker: ScriptedWorker, include: str, fields: dict[str, Any], expected: bool
 ) -> None:
     with gateway_with_policy(tmp_path, worker, metrics={"include": include}) as gateway:
@@ -312,49 +307,53 @@ def test_a_whole_answer_tells_when_asked_or_when_the_policy_says_so(
         assert response.get("metrics") == (METRICS if expected else None)
         assert ("metrics" in response, response["usage"]) == (expected, USAGE)
         assert response["choices"][0]["message"]["content"] == "one two three"
-        assert gateway.status()["recent"]["mtp"]["accepted"] == 1, "counted all the same"
+        assert gateway.status()["recent"]["mtp"]["accepted"] == 1, (
+            "the gateway always counts drafts"
+        )
 
 
 @pytest.mark.parametrize(
     ("include", "fields", "expected"),
     [
         ("on_request", {}, (False, False)),
-        ("on_request", ASKED, (True, True)),
+        ("on_request", WITH_METRICS, (True, True)),
         ("on_request", WITH_USAGE, (True, False)),
-        ("on_request", {**ASKED, **WITH_USAGE}, (True, True)),
+        ("on_request", {**WITH_METRICS, **WITH_USAGE}, (True, True)),
         ("with_usage", {}, (False, False)),
-        ("with_usage", ASKED, (True, True)),
+        ("with_usage", WITH_METRICS, (True, True)),
         ("with_usage", WITH_USAGE, (True, True)),
         ("always", {}, (True, True)),
     ],
 )
-def test_a_stream_tells_in_its_last_chunk_when_asked_or_when_the_policy_says_so(
+def test_the_last_chunk_has_metrics_on_request_or_by_policy(
     tmp_path: Path,
     worker: ScriptedWorker,
     include: str,
     fields: dict[str, Any],
     expected: tuple[bool, bool],
 ) -> None:
-    """Expected are usage, and metrics beside it."""
+    """The expected pair is usage and metrics."""
     usage, metrics = expected
     with gateway_with_policy(tmp_path, worker, metrics={"include": include}) as gateway:
-        last = trailing(gateway, **fields)
+        last = last_chunk(gateway, **fields)
         assert last.get("usage") == (USAGE if usage else None)
         assert last.get("metrics") == (METRICS if metrics else None)
-        assert gateway.status()["recent"]["mtp"]["accepted"] == 1, "counted all the same"
+        assert gateway.status()["recent"]["mtp"]["accepted"] == 1, (
+            "the gateway always counts drafts"
+        )
 
 
-def test_the_shipped_policy_tells_wherever_it_tells_usage(
+def test_the_shipped_policy_includes_metrics_with_usage(
     gateway_with_worker: RunningGateway,
 ) -> None:
     assert MetricsRules().include == "with_usage"
     assert gateway_with_worker.chat().json()["metrics"] == METRICS
-    assert trailing(gateway_with_worker) == {}
-    assert trailing(gateway_with_worker, **WITH_USAGE)["metrics"] == METRICS
+    assert last_chunk(gateway_with_worker) == {}
+    assert last_chunk(gateway_with_worker, **WITH_USAGE)["metrics"] == METRICS
 
 
 @pytest.mark.parametrize(
-    "nonsense",
+    "invalid_metrics",
     [
         5,
         {"speculative_decoding": 5},
@@ -363,12 +362,12 @@ def test_the_shipped_policy_tells_wherever_it_tells_usage(
         {"speculative_decoding": {"num_spec_steps": 10**30, "acceptance_histogram": [None, "x"]}},
     ],
 )
-def test_nonsense_of_a_worker_breaks_no_answer_and_no_count(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, nonsense: Any
+def test_invalid_metrics_of_a_worker_are_relayed_and_corrupt_no_sum(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, invalid_metrics: Any
 ) -> None:
     worker.script.body = json.dumps(
-        {"choices": [{"message": {"content": "x"}}], "usage": USAGE, "metrics": nonsense}
+        {"choices": [{"message": {"content": "x"}}], "usage": USAGE, "metrics": invalid_metrics}
     ).encode()
-    assert gateway_with_worker.chat(temperature=0).json()["metrics"] == nonsense
+    assert gateway_with_worker.chat(temperature=0).json()["metrics"] == invalid_metrics
     mtp = gateway_with_worker.status()["recent"]["mtp"]
     assert mtp["attempted"] == mtp["accepted"] + mtp["rejected"] + mtp["errors"]

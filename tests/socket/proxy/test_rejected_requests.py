@@ -1,4 +1,4 @@
-"""What is refused before any worker is troubled, and how the refusal reads."""
+"""Requests that the gateway rejects before it contacts a worker, and their errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.running_gateway import RunningGateway, chat_body, make_settin
 from tests.support.scripted_worker import ScriptedWorker
 
 
-def refusal(response: Any) -> tuple[int, str, str | None]:
+def error_of(response: Any) -> tuple[int, str, str | None]:
     error = response.json()["error"]
     return response.status_code, error["code"], error["param"]
 
@@ -36,11 +36,11 @@ def refusal(response: Any) -> tuple[int, str, str | None]:
     ],
     ids=lambda body: repr(body[:24]),
 )
-def test_f42_what_is_no_strict_json_object_is_a_400(
+def test_f42_a_body_that_is_no_strict_json_object_returns_400(
     gateway_with_worker: RunningGateway, body: bytes
 ) -> None:
     response = gateway_with_worker.client.post("/v1/chat/completions", content=body)
-    assert refusal(response) == (400, "invalid_json", None)
+    assert error_of(response) == (400, "invalid_json", None)
 
 
 @pytest.mark.parametrize(
@@ -58,40 +58,42 @@ def test_f42_what_is_no_strict_json_object_is_a_400(
         ({"model": None}, "model"),
     ],
 )
-def test_f44_a_wrong_field_is_a_400_that_names_it(
+def test_f44_an_invalid_field_returns_400_and_is_named(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, fields: dict[str, Any], param: str
 ) -> None:
-    assert refusal(gateway_with_worker.chat(**fields)) == (400, "invalid_value", param)
+    assert error_of(gateway_with_worker.chat(**fields)) == (400, "invalid_value", param)
     assert not worker.requests
 
 
-def test_an_unknown_model_is_a_404(gateway_with_worker: RunningGateway) -> None:
-    assert refusal(gateway_with_worker.chat(model="gpt-9")) == (404, "model_not_found", "model")
+def test_an_unknown_model_returns_404(gateway_with_worker: RunningGateway) -> None:
+    assert error_of(gateway_with_worker.chat(model="gpt-9")) == (404, "model_not_found", "model")
 
 
-def test_an_empty_fleet_calls_no_model_unknown(gateway: RunningGateway) -> None:
+def test_without_workers_any_model_returns_503(gateway: RunningGateway) -> None:
     response = gateway.chat(model="Qwen/Qwen3.5-4B")
-    assert refusal(response) == (503, "no_worker", None)
+    assert error_of(response) == (503, "no_worker", None)
     assert int(response.headers["retry-after"]) >= 1
 
 
-def test_a_wrong_method_is_a_405_that_names_the_right_one(
+def test_a_wrong_method_returns_405_with_the_allowed_one(
     gateway_with_worker: RunningGateway,
 ) -> None:
     response = gateway_with_worker.client.get("/v1/chat/completions")
-    assert refusal(response) == (405, "method_not_allowed", None)
+    assert error_of(response) == (405, "method_not_allowed", None)
     assert response.headers["allow"] == "POST"
     response = gateway_with_worker.client.delete("/v1/status")
-    assert refusal(response) == (405, "method_not_allowed", None)
+    assert error_of(response) == (405, "method_not_allowed", None)
     assert response.headers["allow"] == "GET"
 
 
-def test_an_unknown_path_is_a_404_in_openais_shape(gateway_with_worker: RunningGateway) -> None:
+def test_an_unknown_path_returns_404_in_openais_error_format(
+    gateway_with_worker: RunningGateway,
+) -> None:
     for path in ("/v1/chat/completions/", "//v1/chat/completions", "/nothing", "/docs"):
-        assert refusal(gateway_with_worker.client.post(path, json=chat_body()))[0] == 404
+        assert error_of(gateway_with_worker.client.post(path, json=chat_body()))[0] == 404
 
 
-def test_f39_a_declared_body_that_is_too_large_is_refused_unread(
+def test_f39_an_oversized_content_length_is_rejected_before_the_body(
     gateway_with_worker: RunningGateway,
 ) -> None:
     with socket.create_connection(
@@ -104,14 +106,14 @@ def test_f39_a_declared_body_that_is_too_large_is_refused_unread(
         assert raw.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
-def test_f39_a_body_is_counted_while_it_is_read(tmp_path: Path) -> None:
+def test_f39_an_oversized_chunked_body_is_rejected(tmp_path: Path) -> None:
     with RunningGateway(make_settings(tmp_path, body_limit_bytes=1000)) as gateway:
         chunked = (b"x" * 100 for _ in range(20))
         response = gateway.client.post("/v1/chat/completions", content=chunked)
-        assert refusal(response) == (413, "body_too_large", None)
+        assert error_of(response) == (413, "body_too_large", None)
 
 
-def test_f11_a_body_that_never_ends_is_a_408(tmp_path: Path) -> None:
+def test_f11_a_body_that_never_ends_returns_408(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, body_timeout_s=0.05)
     with RunningGateway(settings) as gateway:
         port = int(gateway.url.rpartition(":")[2])
@@ -122,7 +124,7 @@ def test_f11_a_body_that_never_ends_is_a_408(tmp_path: Path) -> None:
             assert raw.recv(4096).startswith(b"HTTP/1.1 408 ")
 
 
-def test_f41_a_repeated_key_means_one_thing_to_gateway_and_worker(
+def test_f41_gateway_and_worker_use_the_same_value_of_a_duplicate_key(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     body = json.dumps(chat_body())[:-1] + ', "temperature": 1.0, "temperature": 0}'
@@ -144,7 +146,7 @@ def gateway_with_keys(tmp_path: Path) -> Any:
     "authorization",
     [None, "", "Bearer", "Bearer wrong", "Basic data-key", "Bearer \xe9", "data-key"],
 )
-def test_without_the_key_nothing_of_the_data_plane_answers(
+def test_without_a_valid_key_every_route_returns_401(
     gateway_with_keys: RunningGateway, authorization: str | None
 ) -> None:
     headers = [(b"authorization", authorization.encode("latin-1"))] if authorization else []
@@ -158,10 +160,10 @@ def test_without_the_key_nothing_of_the_data_plane_answers(
         client.get("/v1/status", headers=headers),
         client.get("/admin/v1/workers", headers=headers),
     ]
-    assert {refusal(response) for response in responses} == {(401, "invalid_api_key", None)}
+    assert {error_of(response) for response in responses} == {(401, "invalid_api_key", None)}
 
 
-def test_each_key_opens_its_own_plane(
+def test_each_key_authorizes_its_own_plane(
     gateway_with_keys: RunningGateway, worker: ScriptedWorker
 ) -> None:
     assert gateway_with_keys.send_heartbeat(worker).status_code == 200
@@ -173,16 +175,16 @@ def test_each_key_opens_its_own_plane(
     assert gateway_with_keys.client.get("/v1/status", headers=admin).status_code == 401
     assert gateway_with_keys.client.get("/admin/v1/workers", headers=admin).status_code == 200
     assert gateway_with_keys.client.get("/admin/v1/workers", headers=data).status_code == 401
-    beat = gateway_with_keys.client.put("/admin/v1/workers/x", headers=admin, json={})
-    assert beat.status_code == 401
+    heartbeat = gateway_with_keys.client.put("/admin/v1/workers/x", headers=admin, json={})
+    assert heartbeat.status_code == 401
 
 
 @pytest.mark.parametrize(
     "headers", [{"x-forwarded-for": "127.0.0.1"}, {"forwarded": "for=x"}, {"host": "192.168.1.5"}]
 )
-def test_without_an_admin_key_only_this_machine_sees_the_admin_plane(
+def test_without_an_admin_key_only_loopback_may_use_the_admin_plane(
     gateway_with_worker: RunningGateway, headers: dict[str, str]
 ) -> None:
     assert gateway_with_worker.client.get("/admin/v1/workers").status_code == 200
     response = gateway_with_worker.client.get("/admin/v1/workers", headers=headers)
-    assert refusal(response) == (403, "permission_denied", None)
+    assert error_of(response) == (403, "permission_denied", None)

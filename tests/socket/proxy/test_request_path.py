@@ -1,4 +1,4 @@
-"""The files of the gateway that one request runs, so that a reader can follow it."""
+"""The files of the gateway that one request runs, as documented in `docs/architecture.md`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES_LIMIT = 30
 
 
 def run_on_loop(gateway: RunningGateway, function: Callable[[], object]) -> None:
-    """Run a function in the thread of the gateway, and wait for it."""
+    """Run a function in the gateway's thread and wait for it."""
     done = threading.Event()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a client gets when all is well: whole answers, streams, headers, lists."""
+"""Successful responses: bodies, streams, headers and lists of models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.scripted_worker import (
 )
 
 
-def test_a_sampled_question_goes_to_vlm_and_says_why(gateway_with_worker: RunningGateway) -> None:
+def test_a_sampled_request_runs_on_vlm_with_its_reason(gateway_with_worker: RunningGateway) -> None:
     response = gateway_with_worker.chat()
     assert response.status_code == 200
     assert response.json()["choices"][0]["message"]["content"] == "one two three"
@@ -36,7 +36,7 @@ def test_a_sampled_question_goes_to_vlm_and_says_why(gateway_with_worker: Runnin
     assert response.headers["x-request-id"].startswith("req-")
 
 
-def test_a_greedy_text_question_speculates(
+def test_a_greedy_text_request_runs_on_the_mtp_lane(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     response = gateway_with_worker.chat(temperature=0)
@@ -46,22 +46,26 @@ def test_a_greedy_text_question_speculates(
     assert worker.requests[0].headers["x-paceline-lane"] == "text-mtp"
 
 
-def test_a_picture_goes_to_the_lane_that_sees(gateway_with_worker: RunningGateway) -> None:
-    picture = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
-    messages = [{"role": "user", "content": [picture]}]
+def test_a_request_with_an_image_runs_on_vlm(gateway_with_worker: RunningGateway) -> None:
+    image = {"type": "image_url", "image_url": {"url": data_url(png_header(8, 8))}}
+    messages = [{"role": "user", "content": [image]}]
     response = gateway_with_worker.chat(temperature=0, messages=messages)
     assert response.headers["x-paceline-pool"] == "vlm"
     assert response.headers["x-paceline-reason"] == "media"
 
 
-def test_the_worker_gets_effective_values_and_nothing_of_the_clients_headers(
+def test_the_worker_gets_effective_values_and_no_client_headers(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     body = chat_body(model="gpt-4o-mini", top_k=None, seed=5, stream=True)
-    headers = {"authorization": "Bearer secret-of-client", "cookie": "a=b", "x-request-id": "mine"}
+    headers = {
+        "authorization": "Bearer secret-of-client",
+        "cookie": "a=b",
+        "x-request-id": "client-id",
+    }
     gateway_with_worker.client.post("/v1/chat/completions", json=body, headers=headers)
-    heard = worker.requests[0]
-    assert heard.body == {
+    received = worker.requests[0]
+    assert received.body == {
         "model": "demo",
         "messages": body["messages"],
         "seed": 5,
@@ -72,52 +76,54 @@ def test_the_worker_gets_effective_values_and_nothing_of_the_clients_headers(
         "top_k": 0,
         "min_p": 0.0,
     }
-    assert heard.headers["authorization"] == f"Bearer {JOIN_TOKEN}"
-    assert heard.headers["x-request-id"] == "mine"
-    assert "cookie" not in heard.headers
+    assert received.headers["authorization"] == f"Bearer {JOIN_TOKEN}"
+    assert received.headers["x-request-id"] == "client-id"
+    assert "cookie" not in received.headers
 
 
-def test_a_stream_passes_byte_for_byte_without_the_usage_nobody_asked_for(
+def test_a_stream_is_relayed_byte_for_byte_without_unrequested_usage(
     gateway_with_worker: RunningGateway,
 ) -> None:
     with gateway_with_worker.stream() as response:
         received = response.read()
     expected = stream_events(("one", " two", " three"))
-    assert received == b"".join(piece for piece in expected if piece != usage_chunk())
+    assert received == b"".join(event for event in expected if event != usage_chunk())
     assert response.headers["content-type"].startswith("text/event-stream")
     assert response.headers["x-paceline-pool"] == "vlm"
 
 
-def test_a_stream_shows_usage_and_metrics_to_who_asks(gateway_with_worker: RunningGateway) -> None:
+def test_a_stream_with_include_usage_has_usage_and_metrics(
+    gateway_with_worker: RunningGateway,
+) -> None:
     with gateway_with_worker.stream(stream_options={"include_usage": True}) as response:
         received = response.read()
     assert received == b"".join(stream_events(("one", " two", " three")))
 
 
-def test_the_first_event_arrives_before_the_last_is_made(
+def test_the_first_event_arrives_before_the_last_is_generated(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
     with gateway_with_worker.stream() as response:
-        pieces = response.iter_raw()
-        received = next(pieces)
+        chunks = response.iter_raw()
+        received = next(chunks)
         while chunk({"content": "one"}) not in received:
-            received += next(pieces)
+            received += next(chunks)
         assert DONE not in received
         worker.resume.set()
-        assert b"".join(pieces).endswith(DONE)
+        assert b"".join(chunks).endswith(DONE)
 
 
-def test_a_large_picture_arrives_whole(
+def test_a_large_image_is_relayed_unchanged(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    picture = {"url": data_url(png_header(8, 8) + b"ABC" * 1_000_000)}
-    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": picture}]}]
+    image = {"url": data_url(png_header(8, 8) + b"ABC" * 1_000_000)}
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": image}]}]
     assert gateway_with_worker.chat(messages=messages).status_code == 200
     assert worker.requests[0].body["messages"] == messages
 
 
-def test_completions_are_relayed_too(
+def test_completions_are_relayed(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     response = gateway_with_worker.client.post(
@@ -128,7 +134,7 @@ def test_completions_are_relayed_too(
     assert worker.requests[0].body["prompt"] == "Say"
 
 
-def test_models_lists_what_is_served_and_its_other_names(
+def test_models_lists_served_models_and_their_aliases(
     gateway_with_worker: RunningGateway,
 ) -> None:
     names = {entry["id"] for entry in gateway_with_worker.client.get("/v1/models").json()["data"]}
@@ -137,7 +143,7 @@ def test_models_lists_what_is_served_and_its_other_names(
     assert gateway_with_worker.client.get("/v1/models/other").status_code == 404
 
 
-def test_default_means_the_only_model_of_the_fleet(
+def test_default_is_an_alias_of_the_only_model(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.model = "Qwen/Qwen3.5-4B"
@@ -148,33 +154,37 @@ def test_default_means_the_only_model_of_the_fleet(
     assert names == {"Qwen/Qwen3.5-4B", "default"}
 
 
-def test_the_explanation_names_the_lane_and_runs_nothing(
+def test_explain_returns_the_decision_without_running_the_request(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    told = gateway_with_worker.client.post(
+    explanation = gateway_with_worker.client.post(
         "/v1/route/explain", json=chat_body(temperature=0, n=2)
     ).json()
-    assert told["bypass"] == ["multiple_choices"]
-    assert told["route"] == "everything-else"
-    assert (told["pool"], told["worker"], told["reason"]) == ("vlm", "fake-a", "multiple_choices")
-    assert told["candidates"][0]["load"] == 0.0
-    assert told["profile"]["sampling"]["temperature"] == 0.0
+    assert explanation["bypass"] == ["multiple_choices"]
+    assert explanation["route"] == "everything-else"
+    assert (explanation["pool"], explanation["worker"], explanation["reason"]) == (
+        "vlm",
+        "fake-a",
+        "multiple_choices",
+    )
+    assert explanation["candidates"][0]["load"] == 0.0
+    assert explanation["profile"]["sampling"]["temperature"] == 0.0
     assert not worker.requests
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_unmodified_openai_client_reads_answers_and_streams(
+def test_the_openai_client_reads_responses_and_streams(
     gateway_with_worker: RunningGateway, temperature: float
 ) -> None:
     with openai.OpenAI(
         base_url=f"{gateway_with_worker.url}/v1", api_key="unused", max_retries=0
     ) as client:
-        whole = client.chat.completions.create(
+        completion = client.chat.completions.create(
             model="default",
             messages=[{"role": "user", "content": "Hi"}],
             temperature=temperature,
         )
-        assert whole.choices[0].message.content == "one two three"
+        assert completion.choices[0].message.content == "one two three"
         stream = client.chat.completions.create(
             model="default",
             messages=[{"role": "user", "content": "Hi"}],
@@ -183,12 +193,15 @@ def test_the_unmodified_openai_client_reads_answers_and_streams(
             stream_options={"include_usage": True},
         )
         chunks = list(stream)
-    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "one two three"
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        == "one two three"
+    )
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.total_tokens == 10
 
 
-def test_the_access_headers_open_nothing_to_foreign_pages(
+def test_a_preflight_request_gets_no_cors_headers(
     gateway_with_worker: RunningGateway,
 ) -> None:
     response = gateway_with_worker.client.options(
@@ -199,17 +212,17 @@ def test_the_access_headers_open_nothing_to_foreign_pages(
     assert not [name for name in response.headers if name.startswith("access-control")]
 
 
-def test_error_text_is_json_in_openais_shape(gateway_with_worker: RunningGateway) -> None:
+def test_an_error_body_has_openais_format(gateway_with_worker: RunningGateway) -> None:
     response = gateway_with_worker.client.post("/v1/chat/completions", content=b"{")
     assert json.loads(response.content)["error"].keys() == {"message", "type", "param", "code"}
 
 
-def test_a_whole_answer_without_an_end_does_not_fill_the_memory(
+def test_an_oversized_response_becomes_a_502(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    whole = b'{"choices": [{"message": {"content": "one"}}]}'
-    worker.script.body = whole + b" " * 64 * 1024 * 1024
+    body = b'{"choices": [{"message": {"content": "one"}}]}'
+    worker.script.body = body + b" " * 64 * 1024 * 1024
     response = gateway_with_worker.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
-    worker.script.body = whole
+    worker.script.body = body
     assert gateway_with_worker.chat().status_code == 200

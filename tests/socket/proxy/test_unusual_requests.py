@@ -1,4 +1,4 @@
-"""Requests and answers that lie: too deep, told twice, or counted wrongly."""
+"""Requests nested too deeply, invalid usage, and idempotency keys."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.scripted_worker import (
 
 @pytest.mark.parametrize("depth", [201, 100_000])
 @pytest.mark.parametrize("closed", [False, True])
-def test_f40_a_body_that_is_too_deep_is_a_400_and_reaches_no_worker(
+def test_f40_a_body_nested_too_deeply_returns_400_and_reaches_no_worker(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, depth: int, closed: bool
 ) -> None:
     nested = b"[" * depth + (b"]" * depth if closed else b"")
@@ -32,7 +32,7 @@ def test_f40_a_body_that_is_too_deep_is_a_400_and_reaches_no_worker(
     assert worker.requests == []
 
 
-LIES: dict[str, Any] = {
+INVALID_USAGE: dict[str, Any] = {
     "missing": None,
     "negative": {"prompt_tokens": -7, "completion_tokens": -3},
     "text": {"prompt_tokens": "many", "completion_tokens": True},
@@ -41,16 +41,16 @@ LIES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("told", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("usage", INVALID_USAGE.values(), ids=INVALID_USAGE)
 @pytest.mark.parametrize("stream", [False, True])
-def test_f53_usage_that_is_missing_or_makes_no_sense_fails_no_answer_and_no_sum(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, told: Any, stream: bool
+def test_f53_missing_or_invalid_usage_fails_no_response_and_no_sum(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, usage: Any, stream: bool
 ) -> None:
     *events, _usage, done = stream_events(("one",))
-    trailing = [event({"choices": [], "usage": told})] if told is not None else []
+    trailing = [event({"choices": [], "usage": usage})] if usage is not None else []
     worker.script.events = (*events, *trailing, done)
     if not stream:
-        worker.script.body = json.dumps(chat_completion("one") | {"usage": told}).encode()
+        worker.script.body = json.dumps(chat_completion("one") | {"usage": usage}).encode()
     response = gateway_with_worker.chat(stream=stream)
     assert response.status_code == 200
     assert not stream or response.content.endswith(DONE)
@@ -59,10 +59,10 @@ def test_f53_usage_that_is_missing_or_makes_no_sense_fails_no_answer_and_no_sum(
     assert all(count >= 0 for count in tokens.values())
 
 
-def test_f58_two_requests_under_one_idempotency_key_are_two_requests(
+def test_f58_requests_with_one_idempotency_key_are_not_deduplicated(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    def ask(_: int) -> int:
+    def send_request(_: int) -> int:
         headers = {"idempotency-key": "the-same"}
         response = gateway_with_worker.client.post(
             "/v1/chat/completions", json=chat_body(), headers=headers
@@ -70,6 +70,6 @@ def test_f58_two_requests_under_one_idempotency_key_are_two_requests(
         return response.status_code
 
     with ThreadPoolExecutor(2) as executor:
-        assert list(executor.map(ask, range(2))) == [200, 200]
+        assert list(executor.map(send_request, range(2))) == [200, 200]
     assert len(worker.requests) == 2
     assert "idempotency-key" not in worker.requests[0].headers

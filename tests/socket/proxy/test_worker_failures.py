@@ -1,4 +1,4 @@
-"""Workers that die, fall silent or crawl, before their answer and in it."""
+"""Workers that crash, hang or slow down before and during their responses."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ HEAD = stream_events(())[0]
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_f02_a_worker_killed_before_its_answer_is_a_502_and_nobody_else_is_asked(
+def test_f02_a_worker_killed_before_its_response_returns_502_without_a_retry(
     gateway: RunningGateway, worker: ScriptedWorker, stream: bool
 ) -> None:
-    with scripted_worker_process() as killable, raw_client(gateway) as client:
-        killable.fault(hang=True)
-        killable.join(gateway)
+    with scripted_worker_process() as process, raw_client(gateway) as client:
+        process.fault(hang=True)
+        process.join(gateway)
         client.send_chat(stream=stream)
-        wait_until(lambda: killable.answering() == 1)
+        wait_until(lambda: process.answering() == 1)
         gateway.send_heartbeat(worker)
-        killable.kill()
+        process.kill()
         received = client.read_until(b'"code":"worker_lost"')
     assert received.startswith(b"HTTP/1.1 502")
     assert b"x-paceline-attempts: 1" in received
-    assert worker.requests == [], "what may have started is not started again"
+    assert worker.requests == [], "a request that may have started is not retried"
     wait_for_outcomes(gateway, failed=1)
 
 
-def test_f03_a_worker_killed_in_a_stream_ends_it_in_an_error_event_without_done(
+def test_f03_a_worker_killed_during_a_stream_ends_it_in_an_error_event_without_done(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    with scripted_worker_process() as killable, raw_client(gateway) as client:
-        killable.fault(hang_after=3)
-        killable.join(gateway)
+    with scripted_worker_process() as process, raw_client(gateway) as client:
+        process.fault(hang_after=3)
+        process.join(gateway)
         client.send_chat(stream=True)
         client.read_until(b" two")
         gateway.send_heartbeat(worker)
-        killable.kill()
+        process.kill()
         rest = client.read_until(b"\r\n0\r\n\r\n")
     assert b'"code":"worker_lost"' in rest
     assert b"[DONE]" not in rest
@@ -52,7 +52,7 @@ def test_f03_a_worker_killed_in_a_stream_ends_it_in_an_error_event_without_done(
     wait_for_outcomes(gateway, failed=1)
 
 
-def test_f03_a_reset_in_a_stream_keeps_what_was_said_and_tells_the_rest_is_missing(
+def test_f03_after_a_reset_the_stream_has_its_events_and_an_error_event(
     gateway_behind_proxy: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
 ) -> None:
     worker.script = Script(tokens=("word ",) * 200)
@@ -61,13 +61,13 @@ def test_f03_a_reset_in_a_stream_keeps_what_was_said_and_tells_the_rest_is_missi
         received = response.read()
     assert response.status_code == 200
     assert stream_error_code(received) == "worker_lost"
-    *said, _ = received.removesuffix(b"\n\n").split(b"\n\n")
-    assert all(json.loads(piece.removeprefix(b"data: "))["choices"] for piece in said)
+    *events, _ = received.removesuffix(b"\n\n").split(b"\n\n")
+    assert all(json.loads(frame.removeprefix(b"data: "))["choices"] for frame in events)
     wait_for_outcomes(gateway_behind_proxy, failed=1)
 
 
 @pytest.mark.parametrize("events", range(1, 6))
-def test_f03_a_stream_cut_anywhere_is_never_a_whole_answer(
+def test_f03_a_stream_cut_at_any_event_ends_in_an_error_event(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, events: int
 ) -> None:
     worker.script.cut_after = events
@@ -78,7 +78,7 @@ def test_f03_a_stream_cut_anywhere_is_never_a_whole_answer(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_f04_a_worker_that_never_answers_is_a_504_and_is_let_go(
+def test_f04_a_worker_that_never_responds_returns_504_and_is_disconnected(
     make_gateway: MakeGateway, worker: ScriptedWorker, stream: bool
 ) -> None:
     worker.script.hang = True
@@ -89,7 +89,7 @@ def test_f04_a_worker_that_never_answers_is_a_504_and_is_let_go(
     wait_for_outcomes(gateway, failed=1)
 
 
-def test_f04_a_head_without_a_body_is_no_answer_either(
+def test_f04_response_headers_without_a_body_return_504(
     make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 0
@@ -112,11 +112,11 @@ def test_f05_a_stalled_stream_ends_in_an_error_event_and_frees_the_worker(
     wait_for_outcomes(gateway, failed=1)
 
 
-def test_f05_comments_keep_a_slow_stream_alive(
+def test_f05_comments_reset_the_idle_timeout_of_a_stream(
     make_gateway: MakeGateway, worker: ScriptedWorker
 ) -> None:
-    waiting = (b": keepalive\n\n",) * 20
-    worker.script = Script(events=(*waiting, *stream_events(("late",))), pause_s=0.1)
+    comments = (b": keepalive\n\n",) * 20
+    worker.script = Script(events=(*comments, *stream_events(("late",))), pause_s=0.1)
     gateway = make_gateway(worker, idle_timeout_s=1.5)
     with gateway.stream() as response:
         received = response.read()
@@ -125,7 +125,7 @@ def test_f05_comments_keep_a_slow_stream_alive(
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_f06_a_crawling_stream_is_relayed_byte_by_byte_as_it_is(
+def test_f06_a_slow_stream_is_relayed_unchanged(
     gateway_behind_proxy: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy, size: int
 ) -> None:
     worker.script = Script(tokens=("größer", " 🐎", " fin"))
@@ -136,7 +136,7 @@ def test_f06_a_crawling_stream_is_relayed_byte_by_byte_as_it_is(
 
 
 @pytest.mark.parametrize("events", range(1, 6))
-def test_f17_a_clean_end_without_finish_and_done_is_an_error(
+def test_f17_a_stream_closed_without_finish_reason_and_done_is_an_error(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, events: int
 ) -> None:
     worker.script.end_after = events
@@ -147,7 +147,7 @@ def test_f17_a_clean_end_without_finish_and_done_is_an_error(
 
 
 @pytest.mark.parametrize("events", range(1, 6))
-def test_f17_a_dead_http_1_0_worker_looks_like_a_clean_end_and_is_an_error(
+def test_f17_a_stream_cut_by_an_http_1_0_worker_is_an_error(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, events: int
 ) -> None:
     worker.script = Script(http_1_0=True, cut_after=events)
@@ -156,7 +156,7 @@ def test_f17_a_dead_http_1_0_worker_looks_like_a_clean_end_and_is_an_error(
     assert stream_error_code(received) == "worker_lost"
 
 
-def test_f17_done_without_a_finish_reason_is_not_passed_on(
+def test_f17_done_without_a_finish_reason_is_an_error(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.events = (HEAD, chunk({"content": "half"}), DONE)
@@ -165,7 +165,7 @@ def test_f17_done_without_a_finish_reason_is_not_passed_on(
     assert stream_error_code(received) == "worker_failed"
 
 
-def test_f17_a_worker_lost_before_its_first_event_is_a_502_that_says_so(
+def test_f17_a_worker_lost_before_its_first_event_returns_502(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.cut_after = 0
@@ -174,7 +174,7 @@ def test_f17_a_worker_lost_before_its_first_event_is_a_502_that_says_so(
     assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_lost")
 
 
-def test_f17_a_worker_that_dies_behind_done_has_answered(
+def test_f17_a_worker_lost_after_done_has_completed_the_stream(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.cut_after = len(stream_events(worker.script.tokens))
@@ -184,7 +184,7 @@ def test_f17_a_worker_that_dies_behind_done_has_answered(
     wait_for_outcomes(gateway_with_worker, completed=1)
 
 
-def test_f17_a_whole_answer_cut_in_its_body_is_a_502(
+def test_f17_a_response_cut_in_its_body_returns_502(
     gateway_behind_proxy: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
 ) -> None:
     worker.script = Script(tokens=("word ",) * 1000)
@@ -195,7 +195,7 @@ def test_f17_a_whole_answer_cut_in_its_body_is_a_502(
         assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_lost")
 
 
-def test_f18_an_error_frame_becomes_our_event_without_the_workers_words(
+def test_f18_an_error_frame_becomes_an_error_event_without_the_workers_message(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     for frame in (
@@ -211,7 +211,7 @@ def test_f18_an_error_frame_becomes_our_event_without_the_workers_words(
     wait_for_outcomes(gateway_with_worker, failed=3)
 
 
-def test_f18_an_error_frame_that_comes_first_is_a_plain_502(
+def test_f18_an_error_frame_as_the_first_event_returns_502(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.events = (event({"error": {"message": "out of memory"}}), DONE)
@@ -220,26 +220,26 @@ def test_f18_an_error_frame_that_comes_first_is_a_plain_502(
     assert (response.status_code, response.json()["error"]["code"]) == (502, "worker_failed")
 
 
-def test_f25_all_answers_of_a_worker_that_aborts_are_told_and_its_slots_come_back(
+def test_f25_all_streams_of_a_killed_worker_end_in_an_error_event(
     gateway: RunningGateway,
 ) -> None:
-    with scripted_worker_process() as killable:
-        killable.fault(hang_after=2)
-        killable.join(gateway)
+    with scripted_worker_process() as process:
+        process.fault(hang_after=2)
+        process.join(gateway)
         clients = [raw_client(gateway) for _ in range(4)]
-        asked = [client.__enter__() for client in clients]
-        for client in asked:
+        opened = [client.__enter__() for client in clients]
+        for client in opened:
             client.send_chat(stream=True)
             client.read_until(b"one")
         assert in_flight(gateway) == 8, "four requests, four slots"
-        killable.kill()
-        for client in asked:
+        process.kill()
+        for client in opened:
             assert b'"code":"worker_lost"' in client.read_until(b"\r\n0\r\n\r\n")
             client.close()
     wait_for_outcomes(gateway, failed=4)
 
 
-def test_f25_a_worker_killed_and_replaced_takes_requests_again(
+def test_f25_a_replacement_worker_gets_409_until_the_old_boot_expires(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     first = ScriptedWorker(worker_id="fake-a", boot_id="boot-0")
@@ -248,11 +248,11 @@ def test_f25_a_worker_killed_and_replaced_takes_requests_again(
         assert gateway.chat().status_code == 200
     assert gateway.chat().status_code == 503
     assert gateway.send_heartbeat(worker).status_code == 409, (
-        "the id is held until the old boot is silent"
+        "the old boot owns the id until its heartbeats expire"
     )
 
 
-def test_f17_a_worker_that_does_not_end_its_stream_behind_done_is_not_waited_for(
+def test_f17_the_gateway_does_not_wait_for_a_worker_after_done(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = len(stream_events(worker.script.tokens))
