@@ -63,22 +63,22 @@ class SwitchableRecords(MemoryRecords):
         self.shelves.setdefault(kind, {})[name] = text
 
 
-def usage_store(life: str, records: MemoryRecords | None = None) -> UsageStore:
+def usage_store(process: str, records: MemoryRecords | None = None) -> UsageStore:
     """Return the usage of one process on the day `TODAY`."""
-    return UsageStore(records or MemoryRecords(), lambda: TODAY * DAY_S, life)
+    return UsageStore(records or MemoryRecords(), lambda: TODAY * DAY_S, process)
 
 
 def stored_records(entries: list[tuple[str, Caller, int, int]]) -> dict[str, str]:
     """Return the usage records that all processes store for requests of so many days ago."""
-    ledgers = {life: usage_store(life) for life in ("life-1", "life-2", "life-3")}
-    for life, caller, tokens, days_ago in entries:
+    ledgers = {process: usage_store(process) for process in ("life-1", "life-2", "life-3")}
+    for process, caller, tokens, days_ago in entries:
         at_unix_s = (TODAY - days_ago) * DAY_S
-        ledgers[life].add(caller, Usage(tokens, 1, 0), Spent(1, tokens + 1), at_unix_s)
-    return {name: text for one in ledgers.values() for name, text in one.records().items()}
+        ledgers[process].add(caller, Usage(tokens, 1, 0), Spent(1, tokens + 1), at_unix_s)
+    return {name: text for ledger in ledgers.values() for name, text in ledger.records().items()}
 
 
 def totals(texts: dict[str, str]) -> dict[tuple[int, str], tuple[int, int]]:
-    """Requests and tokens, by day and key, of the days that are not forgotten."""
+    """Return requests and tokens by day and key, for days within the retention."""
     return {
         (day, row.key): (row.requests, row.tokens)
         for day, rows in rows_by_day(texts).items()
@@ -88,45 +88,45 @@ def totals(texts: dict[str, str]) -> dict[tuple[int, str], tuple[int, int]]:
 
 
 @given(ENTRIES)
-def test_all_lives_add_up(entries: list[tuple[str, Caller, int, int]]) -> None:
+def test_usage_of_all_processes_adds_up(entries: list[tuple[str, Caller, int, int]]) -> None:
     sums: dict[tuple[int, str], tuple[int, int]] = {}
     for _, caller, tokens, days_ago in entries:
         if days_ago < RETENTION_DAYS:
-            place = (TODAY - days_ago, caller.key)
-            requests, so_far = sums.get(place, (0, 0))
-            sums[place] = (requests + 1, so_far + tokens + 1)
+            day_and_key = (TODAY - days_ago, caller.key)
+            requests, tokens_so_far = sums.get(day_and_key, (0, 0))
+            sums[day_and_key] = (requests + 1, tokens_so_far + tokens + 1)
     assert totals(stored_records(entries)) == sums
 
 
 @given(ENTRIES, st.data())
-def test_folding_days_counts_nothing_twice_wherever_it_stops(
+def test_an_interrupted_compaction_counts_no_request_twice(
     entries: list[tuple[str, Caller, int, int]], data: st.DataObject
 ) -> None:
     texts = stored_records(entries)
     before = totals(texts)
     for _ in range(2):
-        kept, over = compacted(texts, TODAY)
-        texts |= kept
-        for name in over[: data.draw(st.integers(0, len(over)))]:
+        merged, obsolete = compacted(texts, TODAY)
+        texts |= merged
+        for name in obsolete[: data.draw(st.integers(0, len(obsolete)))]:
             del texts[name]
         assert totals(texts) == before
-    kept, over = compacted(texts, TODAY)
-    texts = {name: text for name, text in (texts | kept).items() if name not in over}
+    merged, obsolete = compacted(texts, TODAY)
+    texts = {name: text for name, text in (texts | merged).items() if name not in obsolete}
     assert totals(texts) == before
-    assert compacted(texts, TODAY) == ({}, ()), "nothing is left to do"
+    assert compacted(texts, TODAY) == ({}, ()), "a second compaction changes nothing"
     days = {name.partition("/")[0] for name in texts}
-    assert len(texts) <= len(days) + 2 * 2, "one record for a day, but for the last two"
+    assert len(texts) <= len(days) + 2 * 2, "only the last two days have more than one record"
 
 
-def test_a_day_is_folded_once_no_process_writes_it_any_more() -> None:
+def test_compaction_skips_today_and_yesterday() -> None:
     for days_ago in (0, 1):
         open_day = stored_records([("life-1", ANN, 4, days_ago), ("life-2", BOB, 5, days_ago)])
         assert compacted(open_day, TODAY) == ({}, ())
     past_day = stored_records([("life-1", ANN, 4, 2), ("life-2", BOB, 5, 2)])
-    kept, over = compacted(past_day, TODAY)
-    assert len(kept) == 1
-    assert set(over) == set(past_day)
-    assert totals(kept) == totals(past_day)
+    merged, obsolete = compacted(past_day, TODAY)
+    assert len(merged) == 1
+    assert set(obsolete) == set(past_day)
+    assert totals(merged) == totals(past_day)
 
 
 async def test_a_stored_day_is_written_again_only_after_a_change() -> None:
@@ -156,13 +156,13 @@ async def test_a_past_day_is_dropped_from_memory_once_it_is_stored() -> None:
     assert totals(records.shelves["usage"]) == {(TODAY - 9, "key-a"): (1, 7)}
 
 
-def test_a_record_that_cannot_be_read_counts_nothing_and_stops_nothing() -> None:
+def test_an_unreadable_record_is_skipped() -> None:
     good = stored_records([("life-1", ANN, 4, 0)])
     bad = {"2026-13-40/x": "{}", "nonsense": "1", f"{date_of(TODAY)}/y": '{"rows": [[1]]}'}
     assert totals(good | bad) == totals(good)
 
 
-async def test_used_today_is_of_this_life_and_of_those_before() -> None:
+async def test_tokens_used_today_include_earlier_processes() -> None:
     records = MemoryRecords()
     ledger = usage_store("life-2", records)
     records.shelves["usage"] = stored_records(
@@ -175,16 +175,16 @@ async def test_used_today_is_of_this_life_and_of_those_before() -> None:
 
 
 def usage_of(gateway: RunningGateway, query: str = "") -> dict[str, Any]:
-    told: dict[str, Any] = gateway.admin.get(f"/admin/v1/usage{query}").json()
-    return told
+    usage: dict[str, Any] = gateway.admin.get(f"/admin/v1/usage{query}").json()
+    return usage
 
 
-def row(told: dict[str, Any], key: str) -> dict[str, Any]:
-    (found,) = [one for one in told["rows"] if one["key"] == key]
-    return dict(found)
+def row_of(usage: dict[str, Any], key: str) -> dict[str, Any]:
+    (match,) = [entry for entry in usage["rows"] if entry["key"] == key]
+    return dict(match)
 
 
-def test_usage_is_told_by_key_and_by_team(
+def test_usage_is_reported_by_key_and_by_team(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     ann = gateway_with_worker.create_key(name="Ann", team="lab")
@@ -195,8 +195,8 @@ def test_usage_is_told_by_key_and_by_team(
         for _ in range(times):
             assert gateway_with_worker.chat().status_code == 200
     assert gateway_with_worker.chat(temperature=9).status_code == 400
-    told = usage_of(gateway_with_worker)
-    assert row(told, ann["id"]) == {
+    usage = usage_of(gateway_with_worker)
+    assert row_of(usage, ann["id"]) == {
         "day": str(datetime.now(UTC).date()),
         "key": ann["id"],
         "name": "Ann",
@@ -207,12 +207,12 @@ def test_usage_is_told_by_key_and_by_team(
         "cached_tokens": 4,
         "guessed_tokens": 0,
     }
-    assert told["teams"]["lab"]["requests"] == 3
-    assert told["teams"][""]["completion_tokens"] == 3
-    assert told["keys"][eve["id"]]["requests"] == 1
+    assert usage["teams"]["lab"]["requests"] == 3
+    assert usage["teams"][""]["completion_tokens"] == 3
+    assert usage["keys"][eve["id"]]["requests"] == 1
 
 
-def test_streams_count_and_who_leaves_is_counted_as_guessed(
+def test_an_aborted_stream_is_reported_with_guessed_tokens(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     key = gateway_with_worker.create_key()
@@ -222,17 +222,19 @@ def test_streams_count_and_who_leaves_is_counted_as_guessed(
     worker.script = Script(hang_after=2)
     with gateway_with_worker.stream(max_tokens=50) as response:
         next(response.iter_raw())
-    wait_until(lambda: row(usage_of(gateway_with_worker), key["id"])["requests"] == 2)
-    told = row(usage_of(gateway_with_worker), key["id"])
-    assert (told["prompt_tokens"], told["guessed_tokens"]) == (7, 4 + 50)
+    wait_until(lambda: row_of(usage_of(gateway_with_worker), key["id"])["requests"] == 2)
+    usage = row_of(usage_of(gateway_with_worker), key["id"])
+    assert (usage["prompt_tokens"], usage["guessed_tokens"]) == (7, 4 + 50)
 
 
-def test_nobody_is_counted_where_no_key_is_needed(gateway_with_worker: RunningGateway) -> None:
+def test_requests_without_keys_are_not_in_the_usage(gateway_with_worker: RunningGateway) -> None:
     assert gateway_with_worker.chat().status_code == 200
     assert usage_of(gateway_with_worker)["rows"] == []
 
 
-def test_usage_comes_as_csv_by_name_or_by_wish(gateway_with_worker: RunningGateway) -> None:
+def test_usage_is_returned_as_csv_by_format_or_accept_header(
+    gateway_with_worker: RunningGateway,
+) -> None:
     key = gateway_with_worker.create_key(name="Ann", team="lab")
     gateway_with_worker.use_key(key["secret"])
     gateway_with_worker.chat()
@@ -241,10 +243,10 @@ def test_usage_comes_as_csv_by_name_or_by_wish(gateway_with_worker: RunningGatew
         gateway_with_worker.admin.get("/admin/v1/usage", headers={"accept": "text/csv"}),
     ):
         assert response.headers["content-type"] == "text/csv; charset=utf-8"
-        (told,) = csv.DictReader(io.StringIO(response.text))
-        assert (told["key"], told["name"], told["team"]) == (key["id"], "Ann", "lab")
-        assert tuple(told)[4:] == UsageRow._fields[2:]
-        assert told["prompt_tokens"] == "7"
+        (entry,) = csv.DictReader(io.StringIO(response.text))
+        assert (entry["key"], entry["name"], entry["team"]) == (key["id"], "Ann", "lab")
+        assert tuple(entry)[4:] == UsageRow._fields[2:]
+        assert entry["prompt_tokens"] == "7"
     assert gateway_with_worker.admin.get("/admin/v1/usage?format=json").json()["rows"]
 
 
@@ -257,42 +259,42 @@ def test_usage_comes_as_csv_by_name_or_by_wish(gateway_with_worker: RunningGatew
         ("?from=2026-02-02&to=2026-02-01", "from"),
     ],
 )
-def test_a_wrong_question_is_named(gateway: RunningGateway, query: str, param: str) -> None:
+def test_an_invalid_query_parameter_is_named(
+    gateway: RunningGateway, query: str, param: str
+) -> None:
     response = gateway.admin.get(f"/admin/v1/usage{query}")
     assert status_and_code(response) == (400, "invalid_value")
     assert response.json()["error"]["param"] == param
 
 
-def test_days_outside_the_question_are_left_out(gateway_with_worker: RunningGateway) -> None:
+def test_usage_contains_only_the_requested_days(gateway_with_worker: RunningGateway) -> None:
     gateway_with_worker.use_key(gateway_with_worker.create_key()["secret"])
     gateway_with_worker.chat()
     assert usage_of(gateway_with_worker, "?from=2020-01-01&to=2020-12-31")["rows"] == []
     assert usage_of(gateway_with_worker, "?from=2020-01-01")["rows"]
 
 
-def test_usage_survives_a_restart_and_goes_on(tmp_path: Path, worker: ScriptedWorker) -> None:
+def test_usage_accumulates_over_restarts(tmp_path: Path, worker: ScriptedWorker) -> None:
     settings = make_settings(tmp_path, api_key=SecretStr("static-key"))
     for times in (1, 2, 3):
         with RunningGateway(settings) as gateway:
             gateway.send_heartbeat(worker)
             gateway.use_key("static-key")
             assert gateway.chat().status_code == 200
-            assert row(usage_of(gateway), "static")["requests"] == times
+            assert row_of(usage_of(gateway), "static")["requests"] == times
 
 
-def test_usage_is_kept_while_it_runs_so_that_a_crash_costs_seconds(
-    gateway_with_worker: RunningGateway, tmp_path: Path
-) -> None:
+def test_usage_is_saved_at_run_time(gateway_with_worker: RunningGateway, tmp_path: Path) -> None:
     key = gateway_with_worker.create_key()
     gateway_with_worker.use_key(key["secret"])
     gateway_with_worker.chat()
     wait_until(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
-    kept = json.loads((tmp_path / "state.json").read_text())["usage"]
-    ((_, record),) = kept.items()
+    stored = json.loads((tmp_path / "state.json").read_text())["usage"]
+    ((_, record),) = stored.items()
     assert record["rows"] == [[key["id"], "", 1, 7, 3, 2, 0]]
 
 
-def test_f54_a_disk_that_takes_nothing_stops_no_request_and_is_caught_up_with(
+def test_f54_requests_succeed_while_the_disk_fails_and_usage_is_saved_later(
     gateway_with_worker: RunningGateway, tmp_path: Path
 ) -> None:
     key = gateway_with_worker.create_key()
@@ -307,13 +309,13 @@ def test_f54_a_disk_that_takes_nothing_stops_no_request_and_is_caught_up_with(
         "state_unavailable",
     )
     assert gateway_with_worker.chat().status_code == 200
-    assert row(usage_of(gateway_with_worker), key["id"])["requests"] == 1
+    assert row_of(usage_of(gateway_with_worker), key["id"])["requests"] == 1
     lock.rmdir()
     assert gateway_with_worker.chat().status_code == 200
     wait_until(lambda: "usage" in json.loads((tmp_path / "state.json").read_text()))
 
 
-def test_a_team_keeps_what_its_key_used_before_it_changed_teams(
+def test_usage_before_a_team_change_stays_with_the_former_team(
     gateway_with_worker: RunningGateway,
 ) -> None:
     key = gateway_with_worker.create_key(team="lab")
@@ -323,5 +325,5 @@ def test_a_team_keeps_what_its_key_used_before_it_changed_teams(
         assert response.status_code == 200
         gateway_with_worker.use_key(key["secret"])
         assert gateway_with_worker.chat().status_code == 200
-    told = usage_of(gateway_with_worker)["teams"]
-    assert {team: sums["requests"] for team, sums in told.items()} == {"lab": 1, "shop": 1}
+    teams = usage_of(gateway_with_worker)["teams"]
+    assert {team: sums["requests"] for team, sums in teams.items()} == {"lab": 1, "shop": 1}
