@@ -65,7 +65,7 @@ def test_a_killed_worker_is_restarted_and_its_counts_are_preserved(tmp_path: Pat
         before = httpx.get(f"{up.url}/v1/status").json()
         os.kill(up.worker_pid(), signal.SIGKILL)
         up.wait_for(READY_AGAIN)
-        assert up.worker_pid(life=2) != up.worker_pid(life=1)
+        assert up.worker_pid(boot=2) != up.worker_pid(boot=1)
         assert httpx.post(f"{up.url}/v1/chat/completions", json=body, timeout=60).is_success
         after = httpx.get(f"{up.url}/v1/status").json()
     assert after["pools"]["text-mtp"]["requests"] == before["pools"]["text-mtp"]["requests"] + 1

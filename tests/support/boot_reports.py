@@ -7,7 +7,7 @@ from workers.protocol import WorkerReport
 
 
 def boot_report(boot_id: str, requests: int, model: str = "demo") -> WorkerReport:
-    """Return the report of a boot with so many requests, each with two accepted drafts."""
+    """Return the report of a boot with this number of requests, each with two accepted drafts."""
     lane = lane_report(
         "text-mtp",
         requests=requests,
@@ -15,6 +15,6 @@ def boot_report(boot_id: str, requests: int, model: str = "demo") -> WorkerRepor
         bypass_counts={"media": requests},
         speculation=speculation(steps=requests, one=0, two=requests),
     )
-    fake = ScriptedWorker(boot_id=boot_id, model=model)
-    fake.socket.close()
-    return fake.report(lanes=[lane.model_dump()])
+    worker = ScriptedWorker(boot_id=boot_id, model=model)
+    worker.socket.close()
+    return worker.report(lanes=[lane.model_dump()])

@@ -1,4 +1,4 @@
-"""A tab of the browser that notes what a page must not do."""
+"""A browser tab that records errors of a page."""
 
 from __future__ import annotations
 
@@ -15,37 +15,39 @@ from playwright.async_api import (
     Request,
 )
 
-# The browser notes each refusal of the gateway; those are told on the page, and tested there.
+# The console reports each error response; the tests check the message on the page instead.
 _REFUSED = "Failed to load resource: the server responded with a status of "
 
 
 class BrowserTab:
-    """One tab: where it asks, what it complains of, and short words for what a person does."""
+    """A browser tab with its requests and errors, and shortcuts for actions of a user."""
 
     def __init__(self, context: BrowserContext, page: Page) -> None:
         self.context = context
         self.page = page
         self.errors: list[str] = []
         self.requested_urls: list[str] = []
-        """Every address that the page asked for."""
+        """Every URL that the page requested."""
         self._origin = ""
-        page.on("request", self._hear)
-        page.on("console", self._read)
+        page.on("request", self._record_request)
+        page.on("console", self._record_message)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
-        page.on("dialog", self._leave)
+        page.on("dialog", self._accept_dialog)
 
     @classmethod
     async def open(cls, browser: Browser, **context: Any) -> BrowserTab:
-        made = await browser.new_context(viewport={"width": 1280, "height": 800}, **context)
-        made.set_default_timeout(20_000)
-        return cls(made, await made.new_page())
+        browser_context = await browser.new_context(
+            viewport={"width": 1280, "height": 800}, **context
+        )
+        browser_context.set_default_timeout(20_000)
+        return cls(browser_context, await browser_context.new_page())
 
     async def open_admin(self, url: str, section: str = "") -> None:
         """Open the page for admins of a gateway."""
         await self._go(url, f"/admin{section}")
 
     async def open_dashboard(self, url: str) -> None:
-        """Open the page that shows what a gateway does."""
+        """Open the dashboard of a gateway."""
         await self._go(url, "/dashboard")
 
     async def _go(self, url: str, path: str) -> None:
@@ -60,15 +62,15 @@ class BrowserTab:
     def button(self, name: str) -> Locator:
         return self.page.get_by_role("button", name=name, exact=True)
 
-    def _hear(self, request: Request) -> None:
+    def _record_request(self, request: Request) -> None:
         self.requested_urls.append(request.url)
         if not request.url.startswith((self._origin + "/", "blob:", "data:")):
             self.errors.append(f"left its origin: {request.url}")
 
-    def _read(self, message: ConsoleMessage) -> None:
+    def _record_message(self, message: ConsoleMessage) -> None:
         if message.type in {"error", "warning"} and not message.text.startswith(_REFUSED):
             self.errors.append(message.text)
 
     @staticmethod
-    async def _leave(dialog: Dialog) -> None:
+    async def _accept_dialog(dialog: Dialog) -> None:
         await dialog.accept()

@@ -1,4 +1,4 @@
-"""An address that must never be asked, and what those are told who name one."""
+"""A listener that must receive no connection, and the fields of an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import httpx
 
 
 class CanaryListener:
-    """A listening socket at which nobody must ever ask for anything."""
+    """A listening socket to which no process may connect."""
 
     def __init__(self, listener: socket.socket) -> None:
         self._listener = listener
@@ -17,7 +17,7 @@ class CanaryListener:
         self.url = f"http://127.0.0.1:{self.port}"
 
     def has_no_connections(self) -> bool:
-        """Say whether nobody has connected to it."""
+        """Return whether no process has connected."""
         try:
             self._listener.accept()
         except BlockingIOError:
@@ -25,10 +25,10 @@ class CanaryListener:
         return False
 
 
-def error_fields(answer: httpx.Response) -> tuple[int, str, str | None]:
-    """Read status, code and field of an error, whose words tell nothing of the process."""
-    error = answer.json()["error"]
+def error_fields(response: httpx.Response) -> tuple[int, str, str | None]:
+    """Return status, code and field of an error; check that its message shows no address."""
+    error = response.json()["error"]
     assert not re.search(r"0x[0-9a-f]{4,}", error["message"]), (
         "CVE-2026-22778: no address of memory"
     )
-    return answer.status_code, error["code"], error["param"]
+    return response.status_code, error["code"], error["param"]

@@ -1,4 +1,4 @@
-"""Bodies of requests by what a test changes in them, and the reading of them."""
+"""Request bodies that differ in chosen fields, and their profiles."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ PICTURE = data_url(png_header(20, 10))
 
 
 def make_tool(parameters: Any) -> dict[str, Any]:
-    """A tool whose arguments are of this schema."""
+    """Return a tool with these parameters as its schema."""
     return {"type": "function", "function": {"name": "f", "parameters": parameters}}
 
 
 def nested_json(levels: int) -> Any:
-    """A schema that is so many levels deep."""
+    """Return a schema with this number of levels."""
     schema: Any = "string"
     for _ in range(levels - 1):
         schema = {"items": schema}
@@ -26,11 +26,11 @@ def nested_json(levels: int) -> Any:
 
 
 def read_chat(**fields: Any) -> RequestProfile:
-    """Read a chat request that has these fields beside the two that each one needs."""
+    """Parse a minimal chat request with these additional fields."""
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], **fields}
     return read_profile(body, Endpoint.CHAT)
 
 
 def read_content_parts(*parts: Any) -> RequestProfile:
-    """Read a chat request whose one message is of these parts."""
+    """Parse a chat request with a single message of these parts."""
     return read_chat(messages=[{"role": "user", "content": list(parts)}])

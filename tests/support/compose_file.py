@@ -1,4 +1,4 @@
-"""docker-compose.yml as Docker reads it: services, with what is left to the environment put in."""
+"""docker-compose.yml as Docker reads it, with variables substituted."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ SECRETS = {
 _VARIABLE = re.compile(r"\$\{(?P<name>\w+):(?P<kind>[-?])(?P<rest>[^}]*)\}")
 
 
-def read_compose(given: Mapping[str, str]) -> dict[str, Any]:
-    """Read the whole file with these variables; fail on one that is missing."""
+def read_compose(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Return the file with these variables; fail if a required one is missing."""
 
-    def put_in(found: re.Match[str]) -> str:
-        value = given.get(found["name"])
-        if found["kind"] == "?":
-            assert value, found["rest"]
-        return value or found["rest"]
+    def substitute(match: re.Match[str]) -> str:
+        value = variables.get(match["name"])
+        if match["kind"] == "?":
+            assert value, match["rest"]
+        return value or match["rest"]
 
-    whole: dict[str, Any] = yaml.safe_load(_VARIABLE.sub(put_in, FILE.read_text()))
-    return whole
+    document: dict[str, Any] = yaml.safe_load(_VARIABLE.sub(substitute, FILE.read_text()))
+    return document
 
 
 def required_variables() -> set[str]:
-    """Name the variables that have no default."""
-    return {found["name"] for found in _VARIABLE.finditer(FILE.read_text()) if found["kind"] == "?"}
+    """Return the names of the variables without a default."""
+    return {match["name"] for match in _VARIABLE.finditer(FILE.read_text()) if match["kind"] == "?"}
 
 
 SERVICES: dict[str, Any] = read_compose(SECRETS)["services"]

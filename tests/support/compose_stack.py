@@ -1,4 +1,4 @@
-"""The compose stack, run as processes from docker-compose.yml."""
+"""The services of docker-compose.yml, run as local processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AS_CLIENT = {"authorization": f"Bearer {SECRETS['PACELINE_API_KEY']}"}
 
 
 class Stack:
-    """Services as processes of this machine: the names of containers stand for ports here."""
+    """Services as local processes: ports replace the names of containers."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -28,7 +28,7 @@ class Stack:
 
     @contextlib.contextmanager
     def running(self, name: str) -> Iterator[PacelineProcess]:
-        """Run a service whose command is `start_paceline ...` on a free port."""
+        """Run a service with a `paceline` command on a free port."""
         service = SERVICES[name]
         program, *arguments = service["command"]
         assert program == "paceline"
@@ -42,18 +42,18 @@ class Stack:
 
     @contextlib.contextmanager
     def gateway(self, name: str) -> Iterator[PacelineProcess]:
-        """Run a gateway until it listens, and know its port."""
+        """Run a gateway until it listens, and record its port."""
         with self.running(name) as running:
             self.ports[name] = httpx.URL(running.wait_for(LISTENS)[1]).port or 0
             yield running
 
     @contextlib.contextmanager
     def redis(self) -> Iterator[None]:
-        """Run Redis with its own command."""
+        """Run Redis with the command of the file."""
         port = self.ports["redis"] = free_port()
-        here = ("--port", str(port), "--bind", "127.0.0.1", "--dir", str(self.folder))
+        local_options = ("--port", str(port), "--bind", "127.0.0.1", "--dir", str(self.folder))
         with subprocess.Popen(
-            [*SERVICES["redis"]["command"], *here], stdout=subprocess.DEVNULL
+            [*SERVICES["redis"]["command"], *local_options], stdout=subprocess.DEVNULL
         ) as process:
             try:
                 wait_until(lambda: answers(port))
@@ -70,15 +70,15 @@ class Stack:
     def _environment(self, service: dict[str, Any]) -> dict[str, str]:
         volumes = {volume.split(":")[1] for volume in service.get("volumes", ())}
         return {
-            name: f"{self.folder}{value}" if value in volumes else self._addressed(value)
+            name: f"{self.folder}{value}" if value in volumes else self._with_local_ports(value)
             for name, value in service["environment"].items()
         }
 
-    def _addressed(self, value: str) -> str:
-        def here(found: re.Match[str]) -> str:
-            return f"//127.0.0.1:{self.ports[found[1]]}"
+    def _with_local_ports(self, value: str) -> str:
+        def local_address(match: re.Match[str]) -> str:
+            return f"//127.0.0.1:{self.ports[match[1]]}"
 
-        return re.sub(r"//([\w-]+):\d+", here, value)
+        return re.sub(r"//([\w-]+):\d+", local_address, value)
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""Lanes of the engine that a test steps itself, and the events of their rows."""
+"""Lanes of the engine that a test runs step by step, and the events of their rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class RowEvents:
     end: Finished | EngineError | None = None
 
     def on_event(self, event: Event | EngineError) -> None:
-        assert self.end is None, "an event follows the end"
+        assert self.end is None, "no event follows the end"
         if isinstance(event, Delta):
             self.text += event.text
             self.logprobs += event.logprobs

@@ -17,21 +17,21 @@ import mlx.core as mx
 from workers.server.main import main
 
 
-def fail_while_file_exists(evaluate: Callable[..., None], broken: Path) -> Callable[..., None]:
-    """Return the same function, but raising while the file exists."""
+def fail_while_file_exists(evaluate: Callable[..., None], fault_file: Path) -> Callable[..., None]:
+    """Return a function that raises while the file exists, and else evaluates."""
 
-    def evaluate_or_die(*results: Any) -> None:
-        if broken.exists():
+    def evaluate_or_fail(*results: Any) -> None:
+        if fault_file.exists():
             raise RuntimeError("[METAL] Command buffer execution failed: Internal Error (0000000e)")
         evaluate(*results)
 
-    return evaluate_or_die
+    return evaluate_or_fail
 
 
 if __name__ == "__main__":
-    broken = Path(sys.argv[1])
+    fault_file = Path(sys.argv[1])
     mx.eval, mx.async_eval = (
-        fail_while_file_exists(mx.eval, broken),
-        fail_while_file_exists(mx.async_eval, broken),
+        fail_while_file_exists(mx.eval, fault_file),
+        fail_while_file_exists(mx.async_eval, fault_file),
     )
     sys.exit(main(sys.argv[2:]))

@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that raise in chosen calls, and the check of answers beside them."""
+"""Parts of a checkpoint that raise in chosen calls, and a check of the other rows' answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from workers.engine.model import Checkpoint
 
 
 class FailingPart:
-    """A part of a checkpoint that raises in the calls `when` selects by method and number."""
+    """A part of a checkpoint that raises in the calls that `when` selects by method and number."""
 
     def __init__(self, part: Any, when: Callable[[str, int], bool]) -> None:
         self._part = part
@@ -23,11 +23,11 @@ class FailingPart:
         if name not in ("forward", "draft"):
             return attribute
 
-        def call(*arguments: Any, **named: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
             number = self._calls[name] = self._calls.get(name, 0) + 1
             if self._when(name, number):
                 raise RuntimeError(f"{name} number {number}")
-            return attribute(*arguments, **named)
+            return attribute(*arguments, **keywords)
 
         return call
 
@@ -35,5 +35,5 @@ class FailingPart:
 def assert_matches_reference(checkpoint: Checkpoint, result: RowEvents) -> None:
     """Compare the answer of a row with the reference answer to its prompt."""
     prompt, answer = result.row.prompt.tokens, result.row.answer
-    alone = reference_greedy(checkpoint, prompt, result.row.max_tokens)
-    assert answer == alone or is_near_tie(checkpoint, prompt, answer, alone)
+    expected = reference_greedy(checkpoint, prompt, result.row.max_tokens)
+    assert answer == expected or is_near_tie(checkpoint, prompt, answer, expected)

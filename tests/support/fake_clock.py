@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 START_S = 1_000_000.0
-"""Far from zero, so that a sign or an operand that is wrong shows."""
+"""Far from zero, so that a wrong sign or operand changes a result."""
 
 
 class FakeClock:
-    """Returns the same time until a test sets another."""
+    """A clock that returns the same time until a test changes it."""
 
     def __init__(self) -> None:
         self.now_s = START_S

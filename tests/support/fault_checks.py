@@ -1,4 +1,4 @@
-"""What must be true behind any schedule of faults, and how the end of an answer is read."""
+"""Invariants under any schedule of faults, and the classification of responses."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from tests.support.fault_schedule import COMPLETION_TOKENS, PlannedRequest
 from tests.support.scripted_worker import DONE, Script, ScriptedWorker
 
-COMPLETE = "a whole answer"
-DISCONNECTED = "left"
+COMPLETE = "complete"
+DISCONNECTED = "disconnected"
 
 
 def classify_response(received: bytes, plan: PlannedRequest) -> str:
-    """Name how an answer ended; fail where it did not end as one of the ways there are."""
+    """Return how an answer ended; fail if it ended in no known way."""
     head, _, rest = received.partition(b"\r\n\r\n")
     status = int(head.split()[1])
     if b"transfer-encoding: chunked" in head.lower():
@@ -23,40 +23,40 @@ def classify_response(received: bytes, plan: PlannedRequest) -> str:
     if status != 200:
         return str(json.loads(rest)["error"]["code"])
     if not plan.stream:
-        assert json.loads(rest)["choices"], "a whole answer with status 200 is an answer"
+        assert json.loads(rest)["choices"], "a response with status 200 has choices"
         return COMPLETE
-    *_, last, behind = rest.split(b"\n\n")
-    assert behind == b"", "no half event is passed on"
+    *_, last, remainder = rest.split(b"\n\n")
+    assert remainder == b"", "the gateway sends no partial event"
     if last + b"\n\n" == DONE or (last.startswith(b":") and DONE in rest):
         assert b'"error":' not in rest
         return COMPLETE
-    assert DONE not in rest, "an error event never follows the end, nor the end an error event"
+    assert DONE not in rest, "an error event neither follows nor precedes the end"
     return str(json.loads(last.removeprefix(b"data: "))["error"]["code"])
 
 
 def _unchunked(chunked: bytes) -> bytes:
-    whole = b""
+    body = b""
     while chunked:
         size, _, chunked = chunked.partition(b"\r\n")
         length = int(size, 16)
-        whole, chunked = whole + chunked[:length], chunked[length + 2 :]
+        body, chunked = body + chunked[:length], chunked[length + 2 :]
         if not length:
-            return whole
+            return body
     raise AssertionError("the answer has no end")
 
 
 def check_responses(planned: list[PlannedRequest], ends: dict[str, str]) -> None:
-    """I4: every client saw one of the ends there are, and an answer is whole only if it was."""
+    """I4: every client received a known end, and only complete answers look complete."""
     errors = {
         *("worker_lost", "worker_failed", "worker_timeout", "worker_stalled"),
         *("worker_unreachable", "workers_busy", "no_worker", "queue_full", "queue_timeout"),
-        "gateway_overloaded",  # where the machine is too slow for all of this at once
+        "gateway_overloaded",  # if the machine is too slow for this load
     }
     assert set(ends.values()) <= errors | {COMPLETE, DISCONNECTED}, Counter(ends.values())
-    whole = [plan for plan in planned if ends[plan.identity] == COMPLETE]
-    assert len(whole) > len(ends) / 10, Counter(ends.values())
-    lying = [plan for plan in whole if not plan.at_one and _cannot_answer(plan.script)]
-    assert lying == []
+    complete = [plan for plan in planned if ends[plan.identity] == COMPLETE]
+    assert len(complete) > len(ends) / 10, Counter(ends.values())
+    wrong = [plan for plan in complete if not plan.at_one_worker and _cannot_answer(plan.script)]
+    assert wrong == []
 
 
 def _cannot_answer(script: Script) -> bool:
@@ -64,28 +64,32 @@ def _cannot_answer(script: Script) -> bool:
 
 
 def check_counts(status: dict[str, Any], ends: dict[str, str]) -> None:
-    """I2: every request is settled exactly once, as its client saw it, and the tokens add up."""
+    """I2: each request is settled exactly once, with the outcome at its client; tokens add up."""
     outcomes, errors = status["outcomes"], status["errors"]
-    told = Counter(ends.values())
+    expected = Counter(ends.values())
     assert sum(outcomes.values()) == len(ends)
-    left = told[DISCONNECTED]
-    # Who left did not see the end; it may have been any.
-    assert 0 <= outcomes["completed"] - told[COMPLETE] <= left
-    assert outcomes.get("client_left", 0) <= left
+    disconnected = expected[DISCONNECTED]
+    # A disconnected client did not receive its end, which may have been any.
+    assert 0 <= outcomes["completed"] - expected[COMPLETE] <= disconnected
+    assert outcomes.get("client_left", 0) <= disconnected
     for code, count in errors.items():
-        assert 0 <= count - told[code] <= left, code
+        assert 0 <= count - expected[code] <= disconnected, code
     tokens = status["models"]["demo"]["tokens"]["completion"]
     assert tokens % COMPLETION_TOKENS == 0
     assert outcomes["completed"] <= tokens / COMPLETION_TOKENS <= len(ends)
 
 
 def check_generations(workers: Sequence[ScriptedWorker]) -> None:
-    """I3: no request is generated by two workers, and what one dropped is asked of no other."""
-    at: defaultdict[str, set[str]] = defaultdict(set)
+    """I3: no two workers generate one request, and no dropped request is sent again."""
+    workers_by_request: defaultdict[str, set[str]] = defaultdict(set)
     for worker in workers:
-        for heard in worker.requests:
-            identity = heard.body["messages"][-1]["content"]
+        for received in worker.requests:
+            identity = received.body["messages"][-1]["content"]
             script = worker.scripts_by_message.get(identity, worker.script)
-            if heard.generated or script.drop or script.hang:
-                at[identity].add(worker.worker_id)
-    assert {identity: found for identity, found in at.items() if len(found) > 1} == {}
+            if received.generated or script.drop or script.hang:
+                workers_by_request[identity].add(worker.worker_id)
+    assert {
+        identity: worker_ids
+        for identity, worker_ids in workers_by_request.items()
+        if len(worker_ids) > 1
+    } == {}

@@ -1,4 +1,4 @@
-"""A TCP proxy that breaks what it carries: between a gateway and a worker, in this process."""
+"""A TCP proxy in this process that injects faults between a gateway and a worker."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ RESET_AT_ONCE = (1).to_bytes(4, "little") + (0).to_bytes(4, "little")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens to a connection; bytes are counted on the way back, from the worker."""
+    """A fault of a connection; byte counts refer to the direction from the worker."""
 
     reset_at_connect: bool = False
-    """Take the connection and reset it."""
+    """Accept the connection and reset it."""
     blackhole: bool = False
-    """Take the connection and all that is sent, and carry none of it."""
+    """Accept the connection and drop all bytes of the client."""
     reset_after_bytes: int | None = None
-    """Reset the connection behind so many bytes, as when the worker's process is killed."""
+    """Reset the connection after this number of bytes, as when the worker is killed."""
     end_after_bytes: int | None = None
-    """Close this direction behind so many bytes, as if all had been said."""
+    """Close this direction after this number of bytes, as at the end of an answer."""
     stall_after_bytes: int | None = None
-    """Carry nothing more behind so many bytes, and leave the connection open."""
+    """Stop forwarding after this number of bytes, with the connection open."""
     drip_bytes: int | None = None
-    """Carry so many bytes at a time, each with a pause before it."""
+    """Forward this number of bytes at a time, each after a pause."""
     drip_pause_s: float = 0.001
 
 
@@ -38,34 +38,34 @@ NO_FAULT = Fault()
 
 
 class FaultProxy:
-    """A port that leads to another one. Set `fault` for the connections that come from then on."""
+    """A port that forwards to another one. `fault` applies to new connections."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, target_port: int) -> None:
         self.fault = NO_FAULT
         self.connections = 0
-        """How many were made so far."""
+        """Number of connections so far."""
         self._loop = loop
         self._target_port = target_port
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._bound = _bound(0)
-        """Holds the port, also while it refuses connections: then it does not listen."""
+        """Bound also while the port refuses connections: then it does not listen."""
         self._address = self._bound.getsockname()
         self.listen()
         self.url = f"http://127.0.0.1:{self._address[1]}"
 
     @property
     def open_connections(self) -> int:
-        """Count the connections that are being carried now."""
+        """Return the number of open connections."""
         return len(self._tasks)
 
     def listen(self) -> None:
-        """Take connections, again on the same port where `refuse` had closed it."""
+        """Accept connections, on the same port after `refuse`."""
         self._run(self._listen())
 
     def refuse(self) -> None:
-        """Close the port and reset what is open: the machine is there, the process is not."""
+        """Close the port and reset open connections, as if the worker's process had ended."""
         self._run(self._close())
 
     def reset_all(self) -> None:
@@ -73,7 +73,7 @@ class FaultProxy:
         self._run(self._reset_all())
 
     async def _listen(self) -> None:
-        self._server = await asyncio.start_server(self._take, sock=self._bound)
+        self._server = await asyncio.start_server(self._accept, sock=self._bound)
 
     async def _close(self) -> None:
         if self._server is not None:
@@ -87,44 +87,46 @@ class FaultProxy:
         for writer in tuple(self._open):
             _reset(writer)
 
-    def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
         if self.fault.reset_at_connect or self._server is None:
             _reset(writer)
             return
         self._open.add(writer)
-        carrying = self._loop.create_task(self._carry(reader, writer, self.fault))
-        self._tasks.add(carrying)
-        carrying.add_done_callback(self._tasks.discard)
+        forwarding = self._loop.create_task(self._forward(reader, writer, self.fault))
+        self._tasks.add(forwarding)
+        forwarding.add_done_callback(self._tasks.discard)
 
-    async def _carry(
+    async def _forward(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
     ) -> None:
-        there = here = None
+        requests = responses = None
         try:
-            answers, onward = await asyncio.open_connection("127.0.0.1", self._target_port)
-            self._open.add(onward)
+            upstream_reader, upstream_writer = await asyncio.open_connection(
+                "127.0.0.1", self._target_port
+            )
+            self._open.add(upstream_writer)
             try:
-                there = asyncio.create_task(_forward_requests(reader, onward, fault))
-                here = asyncio.create_task(_forward_responses(answers, writer, fault))
-                # Either end that is gone takes the other along; a half-closed one does not.
-                await asyncio.wait((there, here), return_when=asyncio.FIRST_COMPLETED)
-                if not there.done():
-                    await there
+                requests = asyncio.create_task(_forward_requests(reader, upstream_writer, fault))
+                responses = asyncio.create_task(_forward_responses(upstream_reader, writer, fault))
+                # The end of either side ends the other; a half-closed side does not.
+                await asyncio.wait((requests, responses), return_when=asyncio.FIRST_COMPLETED)
+                if not requests.done():
+                    await requests
             finally:
-                self._open.discard(onward)
-                onward.close()
+                self._open.discard(upstream_writer)
+                upstream_writer.close()
         except OSError:
             _reset(writer)
         finally:
-            for task in (there, here):
+            for task in (requests, responses):
                 if task is not None:
                     task.cancel()
             self._open.discard(writer)
             writer.close()
 
     def close(self) -> None:
-        """Give the port back."""
+        """Release the port."""
         self.refuse()
         self._bound.close()
 
@@ -134,19 +136,19 @@ class FaultProxy:
 
 @contextlib.contextmanager
 def running_proxy(target_url: str) -> Iterator[FaultProxy]:
-    """Run a proxy to this address, in a thread, while the context lasts."""
+    """Run a proxy to this address in a thread while the context lasts."""
     loop = asyncio.new_event_loop()
-    running: Future[None] = Future()
-    loop.call_soon(running.set_result, None)
+    started: Future[None] = Future()
+    loop.call_soon(started.set_result, None)
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    running.result(timeout=10)
+    started.result(timeout=10)
     proxy = FaultProxy(loop, int(target_url.rpartition(":")[2]))
     try:
         yield proxy
     finally:
         proxy.close()
-        asyncio.run_coroutine_threadsafe(_all_ended(), loop).result(timeout=10)
+        asyncio.run_coroutine_threadsafe(_cancel_tasks(), loop).result(timeout=10)
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()
@@ -154,46 +156,46 @@ def running_proxy(target_url: str) -> Iterator[FaultProxy]:
 
 @contextlib.contextmanager
 def unresponsive_port() -> Iterator[str]:
-    """Give the address of a port where no connection is ever made, and none is refused."""
-    with contextlib.ExitStack() as held:
-        listener = held.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
-        for _ in range(8):  # what the kernel keeps although nobody accepts
-            waiting = held.enter_context(socket.socket())
+    """Yield the URL of a port that neither accepts nor refuses connections."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(8):  # the kernel queues some connections without an accept
+            waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(listener.getsockname())
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
 async def _forward_requests(
-    reader: asyncio.StreamReader, onward: asyncio.StreamWriter, fault: Fault
+    reader: asyncio.StreamReader, upstream_writer: asyncio.StreamWriter, fault: Fault
 ) -> None:
     with contextlib.suppress(OSError):
         while piece := await reader.read(_PIECE_BYTES):
             if not fault.blackhole:
-                onward.write(piece)
-                await onward.drain()
+                upstream_writer.write(piece)
+                await upstream_writer.drain()
 
 
 async def _forward_responses(
-    answers: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
+    upstream_reader: asyncio.StreamReader, writer: asyncio.StreamWriter, fault: Fault
 ) -> None:
-    """Carry what comes back, up to where the fault strikes."""
+    """Forward bytes of the worker up to the fault."""
     limits = (fault.reset_after_bytes, fault.end_after_bytes, fault.stall_after_bytes)
-    left = min((limit for limit in limits if limit is not None), default=None)
+    remaining = min((limit for limit in limits if limit is not None), default=None)
     size = fault.drip_bytes or _PIECE_BYTES
     with contextlib.suppress(OSError):
-        while left != 0:
-            piece = await answers.read(size if left is None else min(size, left))
+        while remaining != 0:
+            piece = await upstream_reader.read(size if remaining is None else min(size, remaining))
             if not piece:
                 break
-            left = None if left is None else left - len(piece)
+            remaining = None if remaining is None else remaining - len(piece)
             if fault.drip_bytes:
                 await asyncio.sleep(fault.drip_pause_s)
             writer.write(piece)
             await writer.drain()
-        if left == 0 and fault.stall_after_bytes is not None:
+        if remaining == 0 and fault.stall_after_bytes is not None:
             await asyncio.Event().wait()
-        if left == 0 and fault.reset_after_bytes is not None:
+        if remaining == 0 and fault.reset_after_bytes is not None:
             _reset(writer)
         elif writer.can_write_eof():
             writer.write_eof()
@@ -207,17 +209,17 @@ def _bound(port: int) -> socket.socket:
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
-    """Close with a reset in place of an end."""
+    """Close a connection with a reset."""
     connection = writer.get_extra_info("socket")
     if connection is not None and not writer.transport.is_closing():
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_ONCE)
     writer.transport.abort()
 
 
-async def _all_ended() -> None:
-    """Wait for the tasks of this loop."""
+async def _cancel_tasks() -> None:
+    """Cancel all tasks of this loop and wait for their end."""
     current = asyncio.current_task()
-    others = [task for task in asyncio.all_tasks() if task is not current]
-    for task in others:
+    tasks = [task for task in asyncio.all_tasks() if task is not current]
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,4 +1,4 @@
-"""A seeded schedule of faults: what requests meet, what their clients do, what befalls the wire."""
+"""A seeded schedule of faults of workers and connections, and of disconnects of clients."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tests.support.scripted_worker import DONE, Script, chunk, event, stream_eve
 
 WORDS = ("one", " two", " three")
 COMPLETION_TOKENS = 3
-"""Told by every answer of the fake worker that tells usage at all."""
+"""In the usage of every answer of the scripted worker that has one."""
 _EVENTS = len(stream_events(WORDS))
 _HEAD = stream_events(())[0]
-# A worker that asks to be left alone is, for a second at least: with more, nobody would be asked.
+# A busy worker receives no request for at least a second; with more, no worker would be left.
 _BUSY_SHARE = 0.01
 _RETRY_AFTER = (
     b"0",
@@ -28,65 +28,67 @@ _RETRY_AFTER = (
 
 
 class ClientBehavior(Enum):
-    """What a client does."""
+    """The behavior of a client."""
 
-    STAYS = auto()
-    LEAVES_AT_ONCE = auto()
-    """It sends its request and closes the connection."""
-    LEAVES_LATER = auto()
-    LEAVES_IN_THE_ANSWER = auto()
-    """It closes the connection behind the first bytes that it got."""
+    WAITS = auto()
+    DISCONNECTS_AT_ONCE = auto()
+    """The client sends its request and closes the connection."""
+    DISCONNECTS_LATER = auto()
+    DISCONNECTS_DURING_THE_ANSWER = auto()
+    """The client closes the connection after the first bytes of the answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRequest:
-    """One request: its identity is the text of its message."""
+    """One planned request; the text of its message identifies it."""
 
     identity: str
     stream: bool
     temperature: int
-    manners: ClientBehavior
-    patience_s: float
+    behavior: ClientBehavior
+    disconnect_after_s: float
     script: Script
-    at_one: bool
-    """Only one worker answers so, the others well."""
+    at_one_worker: bool
+    """Only one worker follows the script; the others answer normally."""
 
 
 def plan_requests(rng: Random, count: int) -> list[PlannedRequest]:
-    """Plan so many requests; the same generator gives the same ones."""
+    """Return planned requests; the same generator gives the same ones."""
     return [_plan(rng, number) for number in range(count)]
 
 
 def _plan(rng: Random, number: int) -> PlannedRequest:
-    manners = ClientBehavior.STAYS
+    behavior = ClientBehavior.WAITS
     if rng.random() < 0.2:
-        manners = rng.choice([each for each in ClientBehavior if each is not ClientBehavior.STAYS])
+        behavior = rng.choice(
+            [behavior_ for behavior_ in ClientBehavior if behavior_ is not ClientBehavior.WAITS]
+        )
     script = _script(rng)
     return PlannedRequest(
         identity=f"request {number}",
         stream=rng.random() < 0.7,
         temperature=rng.randrange(2),
-        manners=manners,
-        patience_s=rng.uniform(0.0, 0.1),
+        behavior=behavior,
+        disconnect_after_s=rng.uniform(0.0, 0.1),
         script=script,
-        at_one=script.status in (429, 503),
+        at_one_worker=script.status in (429, 503),
     )
 
 
 def _script(rng: Random) -> Script:
-    """Choose how a worker answers: mostly well, else failing or odd."""
+    """Return a script for a worker: mostly a normal answer, else a fault."""
     chance = rng.random()
     if chance < _BUSY_SHARE:
-        told = ((b"retry-after", rng.choice(_RETRY_AFTER)),)
-        return Script(status=rng.choice((429, 503)), headers=told)
+        headers = ((b"retry-after", rng.choice(_RETRY_AFTER)),)
+        return Script(status=rng.choice((429, 503)), headers=headers)
     if chance < 0.7:
         return Script(tokens=WORDS)
-    place = rng.randrange(_EVENTS + 1)
-    ways = (
-        Script(tokens=WORDS, cut_after=place),
-        Script(tokens=WORDS, end_after=place),
-        Script(tokens=WORDS, hang_after=place),
-        Script(tokens=WORDS, http_1_0=True, cut_after=place),
+    event_count = rng.randrange(_EVENTS + 1)
+    scripts = (
+        Script(tokens=WORDS, cut_after=event_count),
+        Script(tokens=WORDS, end_after=event_count),
+        Script(tokens=WORDS, hang_after=event_count),
+        Script(tokens=WORDS, http_1_0=True, cut_after=event_count),
         Script(tokens=WORDS, http_1_0=True),
         Script(tokens=WORDS, pause_s=rng.uniform(0.0, 0.03)),
         Script(tokens=WORDS, drop_reused=True),
@@ -104,36 +106,36 @@ def _script(rng: Random) -> Script:
         Script(events=(_HEAD, chunk({}, "stop"), chunk({}, "length"), usage_chunk(), DONE)),
         Script(events=(b"".join(stream_events(WORDS)),)),
     )
-    return rng.choice(ways)
+    return rng.choice(scripts)
 
 
 class WorkerFault(Enum):
-    """What befalls one worker."""
+    """A fault of one worker."""
 
     NONE = auto()
     REFUSES = auto()
     RESET = auto()
-    """All its connections are reset at once."""
+    """All its connections are reset."""
     WIRE = auto()
     """Its next connections have a fault."""
     LEAVES = auto()
-    """It says goodbye, while its answers go on."""
+    """The worker leaves the fleet, and finishes its answers."""
     RESTARTS = auto()
-    """Its process ends with all its answers, and a new one is there at once."""
+    """Its process ends with all its answers, and a new one starts at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultEvent:
-    """One blow, and how long it lasts."""
+    """A fault of one worker, and its duration."""
 
-    place: int
-    blow: WorkerFault
-    lasts_s: float
+    worker_index: int
+    kind: WorkerFault
+    duration_s: float
     fault: Fault = NO_FAULT
 
 
 def draw_fault(rng: Random, workers: Sequence[object]) -> FaultEvent:
-    """Choose what happens next."""
+    """Return a random fault event."""
     size = rng.randrange(1, 2000)
     faults = (
         Fault(reset_after_bytes=size),
@@ -144,8 +146,8 @@ def draw_fault(rng: Random, workers: Sequence[object]) -> FaultEvent:
         Fault(reset_at_connect=True),
     )
     return FaultEvent(
-        place=rng.randrange(len(workers)),
-        blow=rng.choice(list(WorkerFault)),
-        lasts_s=rng.uniform(0.05, 0.3),
+        worker_index=rng.randrange(len(workers)),
+        kind=rng.choice(list(WorkerFault)),
+        duration_s=rng.uniform(0.05, 0.3),
         fault=rng.choice(faults),
     )

@@ -1,4 +1,4 @@
-"""A fleet as a decision sees it: its workers, and how many requests each has."""
+"""Views of a fleet for decisions: its workers, and the number of requests at each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.support.scripted_worker import lane_report
 
 
 def worker_view(name: str, model: str = "demo", **in_flight: int) -> WorkerView:
-    """A worker of four rows a lane; `text_mtp=2` means two requests run there."""
+    """Return a worker with four rows per lane; `text_mtp=2` means two requests run there."""
     busy = {"text_mtp": 0, "vlm": 0, **in_flight}
     lanes = tuple(
         LaneView.of(lane_report(lane.replace("_", "-")), count) for lane, count in busy.items()
@@ -16,5 +16,5 @@ def worker_view(name: str, model: str = "demo", **in_flight: int) -> WorkerView:
 
 
 def fleet_view(*workers: WorkerView) -> FleetView:
-    """These workers, and no model that none of them has."""
-    return FleetView.of(workers, frozenset(model for one in workers for model in one.models))
+    """Return a fleet of these workers, which knows only their models."""
+    return FleetView.of(workers, frozenset(model for worker in workers for model in worker.models))

@@ -1,4 +1,4 @@
-"""A gateway and a worker that does as it is told, both behind real sockets."""
+"""Fixtures of gateways and scripted workers on real sockets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MakeClusterGateway = Callable[[], RunningGateway]
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No setting of the machine reaches a test."""
+    """Run without any Paceline setting of this machine."""
     for name in tuple(os.environ):
         if name.startswith("PACELINE_"):
             monkeypatch.delenv(name)
@@ -38,13 +38,13 @@ def clean_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def long_status_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a worker told is waited for, on a machine that is busy with other tests too."""
+    """Lengthen the timeout of worker reports for a machine that runs other tests too."""
     monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 5.0)
 
 
 @pytest.fixture(scope="session")
 def session_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """A redis-server for the whole session; tests take `redis`, which is empty."""
+    """Run a redis-server for the whole session; tests use `redis`, which is empty."""
     server = RedisServer(tmp_path_factory.mktemp("redis"))
     server.start()
     yield server
@@ -53,14 +53,14 @@ def session_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisSer
 
 @pytest.fixture
 def redis(session_redis: RedisServer) -> RedisServer:
-    """An empty Redis that nobody breaks."""
+    """Return an empty Redis that tests share and must not stop."""
     session_redis.client.flushall()
     return session_redis
 
 
 @pytest.fixture
 def private_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis that the test may break."""
+    """Run a Redis that the test may stop."""
     server = RedisServer(tmp_path)
     server.start()
     yield server
@@ -69,87 +69,87 @@ def private_redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def worker() -> Iterator[ScriptedWorker]:
-    fake = ScriptedWorker()
-    with running_server(fake, sockets=[fake.socket]):
-        yield fake
+    scripted = ScriptedWorker()
+    with running_server(scripted, sockets=[scripted.socket]):
+        yield scripted
 
 
 @pytest.fixture
 def keep_joined(worker: ScriptedWorker) -> Iterator[Callable[[RunningGateway], None]]:
-    """Let the worker join a gateway and beat there until the test ends."""
-    with contextlib.ExitStack() as beats:
-        yield lambda gateway: beats.enter_context(send_heartbeats(gateway, worker))
+    """Return a function that makes the worker join and send heartbeats until the test ends."""
+    with contextlib.ExitStack() as stack:
+        yield lambda gateway: stack.enter_context(send_heartbeats(gateway, worker))
 
 
 @pytest.fixture
 def second_worker() -> Iterator[ScriptedWorker]:
-    fake = ScriptedWorker(worker_id="fake-b")
-    with running_server(fake, sockets=[fake.socket]):
-        yield fake
+    scripted = ScriptedWorker(worker_id="fake-b")
+    with running_server(scripted, sockets=[scripted.socket]):
+        yield scripted
 
 
 @pytest.fixture
 def gateway(tmp_path: Path) -> Iterator[RunningGateway]:
-    """A gateway that nobody has joined."""
+    """Run a gateway without workers."""
     with RunningGateway(make_settings(tmp_path)) as running:
         yield running
 
 
 @pytest.fixture
 def gateway_with_worker(gateway: RunningGateway, worker: ScriptedWorker) -> RunningGateway:
-    """A gateway that the fake worker has joined."""
+    """Return a gateway that the scripted worker has joined."""
     assert gateway.send_heartbeat(worker).status_code == 200
     return gateway
 
 
 @pytest.fixture
 def admin(gateway: RunningGateway) -> Iterator[PolicyAdmin]:
-    """An admin of the gateway, who needs no key."""
-    with PolicyAdmin(gateway.url) as one:
-        yield one
+    """Yield an admin of the gateway, which needs no key."""
+    with PolicyAdmin(gateway.url) as policy_admin:
+        yield policy_admin
 
 
 @pytest.fixture
 def gateway_with_traffic(gateway: RunningGateway, worker: ScriptedWorker) -> RunningGateway:
-    """A gateway that has something to tell of every figure: a wait, a retry, a limit, drafts."""
+    """Return a gateway with traffic in every metric: a wait, a retry, a limit, drafts."""
     lane = lane_report("text-mtp", slots=1, speculation=speculation(steps=4, one=1, two=1))
     worker.status_report = worker.report(lanes=[lane.model_dump()])
     gateway.send_heartbeat(worker, lanes=[lane.model_dump()])
     worker.script.hang = True
-    with ThreadPoolExecutor(2) as aside:
-        asked = [aside.submit(gateway.chat, temperature=0, stream=True) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        responses = [pool.submit(gateway.chat, temperature=0, stream=True) for _ in range(2)]
         wait_until(lambda: bool(gateway.status()["pools"]["text-mtp"]["waiting"]))
         worker.resume.set()
-        assert [answer.result().status_code for answer in asked] == [200, 200]
+        assert [response.result().status_code for response in responses] == [200, 200]
     gateway.chat(temperature=9)
     return gateway
 
 
 @pytest.fixture
 def make_cluster_gateway(redis: RedisServer, tmp_path: Path) -> Iterator[MakeClusterGateway]:
-    """Start a gateway with a state folder of its own, as on a machine of its own."""
+    """Return a function that starts a gateway with a new state folder, as on another machine."""
     with contextlib.ExitStack() as running:
-        made: list[RunningGateway] = []
+        gateways: list[RunningGateway] = []
 
-        def one() -> RunningGateway:
-            folder = tmp_path / f"gateway-{len(made)}"
+        def start() -> RunningGateway:
+            folder = tmp_path / f"gateway-{len(gateways)}"
             settings = make_settings(folder, redis_url=SecretStr(redis.url))
-            made.append(running.enter_context(RunningGateway(settings)))
-            return made[-1]
+            gateways.append(running.enter_context(RunningGateway(settings)))
+            return gateways[-1]
 
-        yield one
+        yield start
 
 
 @pytest.fixture
 def log_capture() -> Iterator[LogCapture]:
-    """What is logged while the test runs, but by its own clients."""
+    """Capture the log of all threads but that of the test."""
     with capture_logs() as handler:
         yield handler
 
 
 @pytest.fixture
 def canary_listener() -> Iterator[CanaryListener]:
-    """A trap for as long as the test runs."""
+    """Run a listener that must receive no connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         yield CanaryListener(listener)
@@ -163,7 +163,7 @@ BreakRedis = Callable[[RedisServer], None]
 
 @pytest.fixture
 def proxy(worker: ScriptedWorker) -> Iterator[FaultProxy]:
-    """A proxy before the first worker, which says that it listens there."""
+    """Run a proxy in front of the first worker, whose reports name its address."""
     with running_proxy(worker.url) as running:
         worker.url = running.url
         yield running
@@ -173,32 +173,32 @@ def proxy(worker: ScriptedWorker) -> Iterator[FaultProxy]:
 def gateway_behind_proxy(
     gateway: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
 ) -> RunningGateway:
-    """A gateway that reaches its only worker through the proxy."""
+    """Return a gateway that reaches its only worker through the proxy."""
     assert gateway.send_heartbeat(worker).status_code == 200
     return gateway
 
 
 @pytest.fixture
 def make_gateway(tmp_path: Path) -> Iterator[MakeGateway]:
-    """Make a gateway with settings of the test's own; it ends with the test."""
+    """Return a function that starts a gateway with given settings until the end of the test."""
     with ExitStack() as running:
 
         def make(*workers: ScriptedWorker, **settings: object) -> RunningGateway:
-            made = running.enter_context(RunningGateway(make_settings(tmp_path, **settings)))
-            for each in workers:
-                assert made.send_heartbeat(each).status_code == 200
-            return made
+            started = running.enter_context(RunningGateway(make_settings(tmp_path, **settings)))
+            for worker_ in workers:
+                assert started.send_heartbeat(worker_).status_code == 200
+            return started
 
         yield make
 
 
 @pytest.fixture
 def start_gateway(private_redis: RedisServer, tmp_path: Path) -> Iterator[StartGateway]:
-    """Start a gateway by the name of its state folder; the same name is the same machine."""
+    """Return a function that starts a gateway with a named state folder."""
     with ExitStack() as running:
 
-        def one(name: str = "a", url: str = private_redis.url) -> RunningGateway:
+        def start(name: str = "a", url: str = private_redis.url) -> RunningGateway:
             settings = make_settings(tmp_path / name, redis_url=SecretStr(url))
             return running.enter_context(RunningGateway(settings))
 
-        yield one
+        yield start

@@ -1,4 +1,4 @@
-"""A gateway as a process of its own, so that a test can send it signals, kill it or starve it."""
+"""A gateway in a process, which a test can signal, kill or stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers that stay: on a slow machine a test takes longer than a worker may be silent."""
+"""Heartbeats of scripted workers during a test, which may last longer than the timeout."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import httpx
 from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import ScriptedWorker
 
-_BEAT_S = 1.0
+_INTERVAL_S = 1.0
 
 
 @contextlib.contextmanager
 def send_heartbeats(gateway: RunningGateway, worker: ScriptedWorker) -> Iterator[None]:
-    """Let a worker join, and beat for as long as the context lasts."""
+    """Let a worker join and send heartbeats while the context lasts."""
     assert gateway.send_heartbeat(worker).status_code == 200
     ended = threading.Event()
 
-    def beat() -> None:
-        while not ended.wait(_BEAT_S):
-            with contextlib.suppress(httpx.TransportError, RuntimeError):  # it may be at its end
+    def send_until_ended() -> None:
+        while not ended.wait(_INTERVAL_S):
+            with contextlib.suppress(httpx.TransportError, RuntimeError):  # the gateway may stop
                 gateway.send_heartbeat(worker)
 
-    thread = threading.Thread(target=beat)
+    thread = threading.Thread(target=send_until_ended)
     thread.start()
     try:
         yield

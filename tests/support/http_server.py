@@ -1,4 +1,4 @@
-"""The server side of HTTP/1.x, byte by byte: a test needs what a framework refuses to send."""
+"""An HTTP/1.x server that sends given bytes, also those that a framework would not send."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Headers = tuple[tuple[bytes, bytes], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One request as it came."""
+    """A received request."""
 
     method: str
     path: str
@@ -25,25 +25,25 @@ class Request:
     body: bytes
 
     def json(self) -> dict[str, Any]:
-        read: dict[str, Any] = json.loads(self.body or b"{}")
-        return read
+        parsed: dict[str, Any] = json.loads(self.body or b"{}")
+        return parsed
 
 
 class ServerConnection(asyncio.StreamReaderProtocol):
-    """One connection of a client: its requests in turn, and the bytes that answer them."""
+    """A connection of a client: its requests one after another, and the bytes of the answers."""
 
     def __init__(self, answer: Callable[[ServerConnection, Request], Awaitable[None]]) -> None:
         self._answer = answer
         self.request_count = 0
-        """Requests that came on this connection, the one being answered included."""
+        """Requests of this connection, including the current one."""
         self.client_closed = asyncio.Event()
         """The client closed the connection."""
         self.closed = False
         self._chunked = False
-        super().__init__(asyncio.StreamReader(), self._converse)
+        super().__init__(asyncio.StreamReader(), self._serve)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Else a body written behind its head would wait 40 ms for the head to be acknowledged.
+        # Without it, a body after its head waits 40 ms for the acknowledgement of the head.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         super().connection_made(transport)
 
@@ -59,7 +59,7 @@ class ServerConnection(asyncio.StreamReaderProtocol):
     async def send_head(
         self, status: int, headers: Headers, *, length: int | None, http_1_0: bool = False
     ) -> None:
-        """Send the head; a body without a length is chunked, or in HTTP/1.0 ends with the link."""
+        """Send the head; a body without a length is chunked, or ends with the connection."""
         self._chunked = length is None and not http_1_0
         framing = [(b"content-length", b"%d" % length)] if length is not None else []
         if self._chunked:
@@ -69,7 +69,7 @@ class ServerConnection(asyncio.StreamReaderProtocol):
         await self.send(b"\r\n".join(lines) + b"\r\n\r\n")
 
     async def send_body(self, piece: bytes) -> None:
-        """Send a piece of a body that was begun."""
+        """Send a part of the body."""
         await self.send(b"%x\r\n%b\r\n" % (len(piece), piece) if self._chunked else piece)
 
     async def end_body(self) -> None:
@@ -80,13 +80,13 @@ class ServerConnection(asyncio.StreamReaderProtocol):
             self.close()
 
     async def send(self, raw: bytes) -> None:
-        """Send bytes as they are, and let them out before the next ones."""
+        """Send bytes unchanged, and let the loop transmit them before the next ones."""
         self._writer.write(raw)
         await self._writer.drain()
         await asyncio.sleep(0)
 
     def close(self) -> None:
-        """Close the connection behind what was sent, without a word."""
+        """Close the connection after the sent bytes."""
         self._writer.close()
 
     def abort(self) -> None:
@@ -97,7 +97,7 @@ class ServerConnection(asyncio.StreamReaderProtocol):
         )
         self._writer.transport.abort()
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writer = writer
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while not writer.is_closing():
@@ -111,22 +111,24 @@ class ServerConnection(asyncio.StreamReaderProtocol):
 async def serve_connections(
     listener: socket.socket, answer: Callable[[ServerConnection, Request], Awaitable[None]]
 ) -> AsyncIterator[None]:
-    """Answer on a listening socket while the context lasts; what is open then is cut."""
-    links: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
+    """Serve connections of a listening socket; close open ones at the end of the context."""
+    connections: weakref.WeakSet[ServerConnection] = weakref.WeakSet()
 
-    def link() -> ServerConnection:
-        made = ServerConnection(answer)
-        links.add(made)
-        return made
+    def make_connection() -> ServerConnection:
+        connection = ServerConnection(answer)
+        connections.add(connection)
+        return connection
 
-    server = await asyncio.get_running_loop().create_server(link, sock=listener, backlog=1024)
+    server = await asyncio.get_running_loop().create_server(
+        make_connection, sock=listener, backlog=1024
+    )
     try:
         yield
     finally:
         server.close()
-        for open_link in tuple(links):
-            if not open_link.closed:
-                open_link.close()
+        for connection in tuple(connections):
+            if not connection.closed:
+                connection.close()
         await asyncio.sleep(0)
 
 

@@ -1,4 +1,4 @@
-"""Pictures for requests: real ones, and headers that claim anything."""
+"""Pictures for requests, and headers with any size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def data_url(content: bytes, kind: str = "png") -> str:
 
 
 def png_header(width_px: int, height_px: int) -> bytes:
-    """Write a PNG that claims a size and has no pixels."""
+    """Return a PNG header that claims this size, without pixels."""
     ihdr = b"IHDR" + struct.pack(">IIBBBBB", width_px, height_px, 8, 2, 0, 0, 0)
     checksum = struct.pack(">I", zlib.crc32(ihdr))
     return b"\x89PNG\r\n\x1a\n\0\0\0\x0d" + ihdr + checksum + b"\0\0\0\x0aIDAT"

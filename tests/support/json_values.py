@@ -1,4 +1,4 @@
-"""Values of any shape, as a document may hold them."""
+"""Values of any shape that a document may contain."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab"), inner, max_size=3),
     max_leaves=10,
 )
-"""Without null, which in a patch takes a field away."""
+"""Without null, which removes a field in a patch."""

@@ -1,7 +1,7 @@
-"""Random schedules of a lane: every row is compared with a replay alone, and every step counted.
+"""Random schedules of a lane: each row is compared with a replay, and each step is counted.
 
-Rows join at any step, leave at any step, end at a stop string, the end token or their limit inside
-a draft or outside, name a draft length or use the lane's, are greedy, sampled or penalised, start
+Rows join and leave at any step, end at a stop string, the end token or their limit inside a draft
+or outside, name a draft length or use that of the lane, are greedy, sampled or penalised, and start
 from a cached prefix or not; sometimes the MTP head raises an error. The answer of every row must be
 that of its prompt alone, and its counts must add up after every step.
 """
@@ -31,7 +31,7 @@ from workers.engine.tokenizer import PreparedPrompt, PromptRenderer
 from workers.engine.types import Finished, FinishReason, Generation, LaneName, Prompt
 from workers.protocol import LaneReport
 
-LONGEST_ANSWER = 40
+MAX_ANSWER_TOKENS = 40
 GREEDY = Sampling(temperature=0)
 RULES = (
     Sampling(temperature=0.8, top_p=0.95),
@@ -71,7 +71,7 @@ class ScheduleRunner:
         self._pool += [
             self._chat(system, question) for system in ("", *SYSTEMS) for question in QUESTIONS
         ]
-        self._alone: dict[tuple[object, ...], list[int]] = {}
+        self._replays: dict[tuple[object, ...], list[int]] = {}
         self._calls_to_failure: int | None = None
         self._lanes = [self._make_lane(**settings) for settings in SETTINGS]
 
@@ -85,10 +85,10 @@ class ScheduleRunner:
         before = lane.counters.report()
         self._calls_to_failure = rng.randrange(12) if rng.random() < 0.25 else None
         schedule: list[ScheduledRow] = []
-        to_come, eagerness = rng.randint(1, 12), rng.choice([0.1, 0.4, 1.0])
-        while to_come or lane.busy:
-            while to_come and rng.random() < eagerness:
-                to_come -= 1
+        remaining, join_probability = rng.randint(1, 12), rng.choice([0.1, 0.4, 1.0])
+        while remaining or lane.busy:
+            while remaining and rng.random() < join_probability:
+                remaining -= 1
                 schedule.append(self._submit(lane, rng))
             running = [
                 scheduled
@@ -109,20 +109,20 @@ class ScheduleRunner:
     def _check(self, scheduled: ScheduledRow) -> None:
         row, stats = scheduled.row, self.stats
         answer = row.answer
-        alone, text, reason = self._expected(scheduled)
+        expected, text, reason = self._expected(scheduled)
         if row.cancelled and scheduled.end is None:
             stats.cancelled += 1
-            alone = alone[: len(answer)]
+            expected = expected[: len(answer)]
         else:
             assert isinstance(scheduled.end, Finished), scheduled.end
-        if answer == alone:
+        if answer == expected:
             if scheduled.end is not None:
                 assert (scheduled.text, scheduled.end.reason) == (text, reason)
         else:
             assert row.generation.sampling == GREEDY, (
                 "a row with sampling rules differs from its replay"
             )
-            assert is_near_tie(self._checkpoint, row.prompt.tokens, answer, alone)
+            assert is_near_tie(self._checkpoint, row.prompt.tokens, answer, expected)
             stats.near_ties += 1
         stats.rows += 1
         stats.with_rules += row.generation.sampling != GREEDY
@@ -148,25 +148,25 @@ class ScheduleRunner:
         assert (after.running, after.waiting) == (0, 0)
 
     def _expected(self, scheduled: ScheduledRow) -> tuple[list[int], str, FinishReason]:
-        """Return the tokens, text and finish reason that the replay and the row's rules imply."""
+        """Return the tokens, text and finish reason that the replay and the rules imply."""
         stream = TextStream(self._prompts.decode, scheduled.stop)
-        taken: list[int] = []
+        tokens: list[int] = []
         text = ""
         for token in self._replay(scheduled.row):
-            taken.append(token)
+            tokens.append(token)
             if token in self._checkpoint.eos:
-                return taken, text + stream.flush(), FinishReason.STOP
+                return tokens, text + stream.flush(), FinishReason.STOP
             text += stream.push(token)
             if stream.stopped:
-                return taken, text, FinishReason.STOP
-            if len(taken) == scheduled.row.max_tokens:
-                return taken, text + stream.flush(), FinishReason.LENGTH
+                return tokens, text, FinishReason.STOP
+            if len(tokens) == scheduled.row.max_tokens:
+                return tokens, text + stream.flush(), FinishReason.LENGTH
         raise AssertionError("the replay is longer than any limit")
 
     def _replay(self, row: Row) -> list[int]:
         sampling, prompt = row.generation.sampling, row.prompt.tokens
         key = (prompt,) if sampling == GREEDY else (prompt, sampling, row.seed)
-        if key not in self._alone:
+        if key not in self._replays:
 
             def pick(scores: mx.array, answer: Sequence[int]) -> int:
                 rules = SamplingContext(
@@ -177,8 +177,8 @@ class ScheduleRunner:
                 )
                 return int(choose(scores, [rules]).item())
 
-            self._alone[key] = reference_decode(self._checkpoint, prompt, LONGEST_ANSWER, pick)
-        return self._alone[key]
+            self._replays[key] = reference_decode(self._checkpoint, prompt, MAX_ANSWER_TOKENS, pick)
+        return self._replays[key]
 
     def _submit(self, lane: LaneScheduler, rng: random.Random) -> ScheduledRow:
         plain = rng.random() < 0.7
@@ -191,7 +191,7 @@ class ScheduleRunner:
             ),
             prompt=rng.choice(self._pool),
             seed=rng.randrange(2),
-            max_tokens=rng.randint(1, LONGEST_ANSWER),
+            max_tokens=rng.randint(1, MAX_ANSWER_TOKENS),
             draft_tokens=rng.randint(0, 4),
             draft_tokens_fixed=rng.random() < 0.8,
             text=TextStream(self._prompts.decode),

@@ -1,4 +1,4 @@
-"""All that is logged, in whatever words."""
+"""All text of log records."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from collections.abc import Iterator
 
 
 class LogCapture(logging.Handler):
-    """Every record, in every word that any formatter could write of it."""
+    """A handler that stores every text that a formatter could write of a record."""
 
     def __init__(self) -> None:
         super().__init__(level=logging.NOTSET)
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        told = [record.getMessage(), repr(record.__dict__)]
+        texts = [record.getMessage(), repr(record.__dict__)]
         if record.exc_info:
-            told += traceback.format_exception(*record.exc_info)
-        self.texts += told
+            texts += traceback.format_exception(*record.exc_info)
+        self.texts += texts
 
 
 @contextlib.contextmanager
 def capture_logs() -> Iterator[LogCapture]:
-    """Hear all that is logged meanwhile, but by the thread of a test: it has its own clients."""
+    """Capture the log of all threads but the current one, which has HTTP clients of its own."""
     handler, root = LogCapture(), logging.getLogger()
-    own = threading.get_ident()
-    handler.addFilter(lambda record: record.thread != own)
-    before = root.level
+    thread_id = threading.get_ident()
+    handler.addFilter(lambda record: record.thread != thread_id)
+    level = root.level
     root.addHandler(handler)
     root.setLevel(logging.NOTSET)
     try:
         yield handler
     finally:
         root.removeHandler(handler)
-        root.setLevel(before)
+        root.setLevel(level)

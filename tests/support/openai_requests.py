@@ -1,4 +1,4 @@
-"""Questions of the demo model's world, and answers as the `openai` package gives them."""
+"""Questions for the demo model, and answers that the `openai` package returns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatResult:
-    """What came back, whole or streamed: the same things are known of both."""
+    """An answer, streamed or not, in the same fields."""
 
     text: str
     finish_reason: str
@@ -31,8 +31,8 @@ class ChatResult:
     @property
     def speculation(self) -> Mapping[str, Any]:
         assert self.metrics is not None
-        found: Mapping[str, Any] = self.metrics["speculative_decoding"]
-        return found
+        speculation: Mapping[str, Any] = self.metrics["speculative_decoding"]
+        return speculation
 
 
 def text_body(model: str, question: str = TEXT, **fields: Any) -> dict[str, Any]:
@@ -42,12 +42,12 @@ def text_body(model: str, question: str = TEXT, **fields: Any) -> dict[str, Any]
 def picture_body(
     model: str, colour: str, question: str = PICTURE_QUESTION, *, size: int = 256, **fields: Any
 ) -> dict[str, Any]:
-    """Ask about a circle, drawn as anybody would draw one to try."""
+    """Return a request about the colour of a circle."""
     picture = Image.new("RGB", (size, size), "gray")
     ImageDraw.Draw(picture).ellipse([size // 5, size // 5, size * 4 // 5, size * 4 // 5], colour)
-    held = io.BytesIO()
-    picture.save(held, "PNG")
-    url = "data:image/png;base64," + base64.b64encode(held.getvalue()).decode()
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    url = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
     content = [
         {"type": "image_url", "image_url": {"url": url}},
         {"type": "text", "text": question},
@@ -56,7 +56,7 @@ def picture_body(
 
 
 def send_chat(client: OpenAI, body: Mapping[str, Any], *, stream: bool = False) -> ChatResult:
-    """Send one request and take in the whole answer."""
+    """Send one request and read the complete answer."""
     create: Any = client.chat.completions.with_raw_response.create
     if not stream:
         raw = create(**body)
@@ -68,7 +68,7 @@ def send_chat(client: OpenAI, body: Mapping[str, Any], *, stream: bool = False) 
 async def send_chat_async(
     client: AsyncOpenAI, body: Mapping[str, Any], *, stream: bool = False
 ) -> ChatResult:
-    """Send one request among others and take in the whole answer."""
+    """Send one of several concurrent requests and read the complete answer."""
     create: Any = client.chat.completions.with_raw_response.create
     if not stream:
         raw = await create(**body)

@@ -1,4 +1,4 @@
-"""Real `start_paceline` processes for tests: started, listened to, and ended."""
+"""`paceline` processes for tests: started, read and stopped."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ TIMEOUT_S = 120.0
 
 
 class PacelineProcess:
-    """One running `start_paceline` command and everything that it has said so far."""
+    """A running `paceline` command and its output so far."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.lines: list[str] = []
-        self._heard = threading.Condition()
+        self._output_changed = threading.Condition()
         self._ended = False
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def wait_for(self, pattern: str, *, times: int = 1) -> re.Match[str]:
-        """Return the match in the first line that holds it (or the nth one), once it is said."""
-        with self._heard:
-            found: list[re.Match[str]] = []
-            self._heard.wait_for(
-                lambda: len(self._matches(pattern, found)) >= times or self._ended, TIMEOUT_S
+        """Return the first (or nth) match of the pattern in a line of output; wait for it."""
+        with self._output_changed:
+            matches: list[re.Match[str]] = []
+            self._output_changed.wait_for(
+                lambda: len(self._matches(pattern, matches)) >= times or self._ended, TIMEOUT_S
             )
-        assert len(found) >= times, f"never said {pattern!r}:\n" + "\n".join(self.lines)
-        return found[times - 1]
+        assert len(matches) >= times, f"no line matches {pattern!r}:\n" + "\n".join(self.lines)
+        return matches[times - 1]
 
     def wait_for_end(self) -> int:
-        """Return the exit code, once the process has ended and all it said is read."""
+        """Return the exit code after the process has ended and all output is read."""
         exit_code = self.process.wait(TIMEOUT_S)
         self._reader.join(TIMEOUT_S)
         return exit_code
 
-    def _matches(self, pattern: str, found: list[re.Match[str]]) -> list[re.Match[str]]:
-        found[:] = [match for line in self.lines if (match := re.search(pattern, line))]
-        return found
+    def _matches(self, pattern: str, matches: list[re.Match[str]]) -> list[re.Match[str]]:
+        matches[:] = [match for line in self.lines if (match := re.search(pattern, line))]
+        return matches
 
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            with self._heard:
+            with self._output_changed:
                 self.lines.append(line.rstrip("\n"))
-                self._heard.notify_all()
-        with self._heard:
+                self._output_changed.notify_all()
+        with self._output_changed:
             self._ended = True
-            self._heard.notify_all()
+            self._output_changed.notify_all()
 
 
 class UpProcess(PacelineProcess):
-    """A `start_paceline up` whose worker takes requests."""
+    """A running `paceline up` whose worker is ready."""
 
     def __init__(self, process: subprocess.Popen[str], state_dir: Path) -> None:
         super().__init__(process)
@@ -75,20 +75,20 @@ class UpProcess(PacelineProcess):
         ready = self.wait_for(READY)
         self.url, self.model = ready[1], ready[2]
 
-    def worker_pid(self, life: int = 1) -> int:
-        return int(self.wait_for(STARTED, times=life)[1])
+    def worker_pid(self, boot: int = 1) -> int:
+        return int(self.wait_for(STARTED, times=boot)[1])
 
     def workers(self) -> list[dict[str, str]]:
-        answer = httpx.get(f"{self.url}/admin/v1/workers").raise_for_status()
-        found: list[dict[str, str]] = answer.json()["workers"]
-        return found
+        response = httpx.get(f"{self.url}/admin/v1/workers").raise_for_status()
+        workers: list[dict[str, str]] = response.json()["workers"]
+        return workers
 
 
 @contextlib.contextmanager
 def start_paceline(
     *arguments: str, environment: Mapping[str, str], folder: Path
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start `paceline ARGUMENTS` in a folder of its own; make sure that it is gone afterwards."""
+    """Start `paceline ARGUMENTS` in a new folder; stop it at the end of the context."""
     process = subprocess.Popen(
         [sys.executable, "-m", "gateway", *arguments],
         stdin=subprocess.DEVNULL,
@@ -101,7 +101,7 @@ def start_paceline(
     with process:
         try:
             yield process
-            process.send_signal(signal.SIGINT)  # SIGTERM would serve on for a while
+            process.send_signal(signal.SIGINT)  # SIGTERM would drain for a while
             process.wait(TIMEOUT_S)
         finally:
             process.kill()  # before the wait for its end, which may follow a failed test
@@ -109,14 +109,14 @@ def start_paceline(
 
 @contextlib.contextmanager
 def running_up(folder: Path) -> Iterator[UpProcess]:
-    """Run `start_paceline up` on a free port: without a model it takes the demo."""
+    """Run `paceline up` on a free port with the demo model."""
     with start_paceline("up", "--port", "0", environment={}, folder=folder) as process:
         yield UpProcess(process, _state_dir(folder))
 
 
 @contextlib.contextmanager
 def running_gateway_only(folder: Path, *, token: str) -> Iterator[PacelineProcess]:
-    """Run `start_paceline gateway` alone on a free port."""
+    """Run `paceline gateway` on a free port."""
     environment = {"PACELINE_JOIN_TOKEN": token}
     with start_paceline(
         "gateway", "--port", "0", environment=environment, folder=folder
@@ -125,7 +125,7 @@ def running_gateway_only(folder: Path, *, token: str) -> Iterator[PacelineProces
 
 
 def process_environment(folder: Path) -> dict[str, str]:
-    """Return this environment without the settings of a Paceline that its owner may run."""
+    """Return this environment without Paceline settings of this machine."""
     root = str(Path(__file__).parents[2])
     return environment_without_paceline() | {
         "PACELINE_STATE_DIR": str(_state_dir(folder)),
@@ -139,7 +139,7 @@ def _state_dir(folder: Path) -> Path:
 
 @contextlib.contextmanager
 def connection_to(url: str) -> Iterator[socket.socket]:
-    """Hold a connection to a process; reading from it returns nothing once the process ends."""
+    """Open a connection to a process; a read returns nothing after the process has ended."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname or "", address.port or 0)) as connection:
         connection.settimeout(TIMEOUT_S)

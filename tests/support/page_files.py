@@ -1,4 +1,4 @@
-"""The files of the pages for people, as they lie in the repository."""
+"""The files of the admin page and the dashboard in the repository."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from pathlib import Path
 
 PAGES = Path(__file__).parents[2] / "gateway" / "pages"
 FOLDERS = {"admin": ("admin", "shared"), "dashboard": ("dashboard", "shared", "vendor/uplot")}
-"""By page; what pages share lies beside each."""
+"""Folders by page, including the shared files."""
 
 
 def page_files(page: str) -> list[Path]:
-    """List all that a page loads."""
+    """Return all files that a page loads."""
     return [file for folder in FOLDERS[page] for file in (PAGES / folder).iterdir()]

@@ -1,4 +1,4 @@
-"""Small policies for tests, a book of them, a gateway that goes by one, and an admin of it."""
+"""Small policies, policy stores, gateways with a policy, and an admin client."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from tests.support.scripted_worker import ScriptedWorker
 AUTHOR_ANN = Attribution("ann", "a test", Reason.EDIT)
 AUTHOR_BOB = Attribution("bob", "another test", Reason.EDIT)
 DEFAULT_ROUTE = {"name": "rest", "to": "vlm"}
-"""The route that takes what no other one takes."""
+"""The route of all requests without another one."""
 
 
 def single_pool_policy(
     pool: str = "vlm", *, lanes: tuple[str, ...] = ("vlm",), **queue: Any
 ) -> Any:
-    """A policy that sends everything to one pool."""
+    """Return a policy that routes every request to one pool."""
     return {
         "version": 1,
         "routes": [{"name": "all", "to": [pool]}],
@@ -36,8 +36,8 @@ def single_pool_policy(
     }
 
 
-def to_yaml(written: Any) -> str:
-    return str(yaml.safe_dump(written, sort_keys=False))
+def to_yaml(document: Any) -> str:
+    return str(yaml.safe_dump(document, sort_keys=False))
 
 
 def proposal(pool: str = "vlm") -> Proposal:
@@ -45,30 +45,33 @@ def proposal(pool: str = "vlm") -> Proposal:
 
 
 async def make_policy_store(records: Records | None = None, pool: str = "vlm") -> PolicyStore:
-    """A book that begins with one pool, or goes on where the records end."""
+    """Return a store that starts with a one-pool policy, or where the records end."""
     source = proposal(pool), AUTHOR_ANN._replace(reason=Reason.START)
     return await open_policy_store(records or MemoryRecords(), (), source, lambda: 0.0)
 
 
 @contextlib.contextmanager
 def gateway_with_policy(
-    folder: Path, *workers: ScriptedWorker, by_hand: tuple[StaticWorker, ...] = (), **policy: Any
+    folder: Path,
+    *workers: ScriptedWorker,
+    static_workers: tuple[StaticWorker, ...] = (),
+    **policy: Any,
 ) -> Iterator[RunningGateway]:
-    """A gateway with this policy; these workers have joined, each labelled with its own name."""
-    written = {
+    """Run a gateway with this policy; each worker has joined with its name as its label."""
+    document = {
         "version": 1,
         "routes": [DEFAULT_ROUTE],
         "pools": {"vlm": {"lanes": "vlm"}},
         **policy,
     }
     file = folder / "policy.yaml"
-    file.write_text(to_yaml(written))
-    with RunningGateway(make_settings(folder, policy=file, workers=by_hand)) as gateway:
+    file.write_text(to_yaml(document))
+    with RunningGateway(make_settings(folder, policy=file, workers=static_workers)) as gateway:
         for worker in workers:
             worker.status_report = worker.report(labels=[worker.worker_id])
             assert gateway.send_heartbeat(worker, labels=[worker.worker_id]).status_code == 200
-        if by_hand:
-            wait_until(lambda: len(gateway.status()["workers"]) == len(by_hand))
+        if static_workers:
+            wait_until(lambda: len(gateway.status()["workers"]) == len(static_workers))
         yield gateway
 
 
@@ -82,11 +85,11 @@ ROUTES = (
     ("GET", "/history/1"),
     ("POST", "/rollback"),
 )
-"""Of the policy, behind `/admin/v1/policy`."""
+"""Routes below `/admin/v1/policy`."""
 
 
 class PolicyAdmin:
-    """An admin of a running gateway, who edits its policy over HTTP."""
+    """An admin of a running gateway, which edits its policy over HTTP."""
 
     def __init__(self, url: str, key: str = "") -> None:
         headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -99,7 +102,7 @@ class PolicyAdmin:
         self.client.close()
 
     def request(self, method: str, path: str = "", **request: Any) -> httpx.Response:
-        """Ask a route of the policy."""
+        """Send a request to a route of the policy."""
         return self.client.request(method, f"/admin/v1/policy{path}", **request)
 
     def get(self, path: str = "", **request: Any) -> httpx.Response:
@@ -112,23 +115,23 @@ class PolicyAdmin:
         return self.get().json()
 
     def edit(
-        self, method: str, written: Any, path: str = "", note: str = "a test", **headers: str
+        self, method: str, document: Any, path: str = "", note: str = "a test", **headers: str
     ) -> httpx.Response:
-        """Edit what is in force now, unless the headers say otherwise."""
-        given = {name.replace("_", "-"): value for name, value in headers.items()}
-        sent = {"if-match": self.etag(), "x-paceline-note": note, **given}
-        if isinstance(written, str):
-            sent.setdefault("content-type", "application/yaml")
-            return self.request(method, path, content=written, headers=sent)
-        return self.request(method, path, json=written, headers=sent)
+        """Edit the active version, unless the headers name another one."""
+        overrides = {name.replace("_", "-"): value for name, value in headers.items()}
+        request_headers = {"if-match": self.etag(), "x-paceline-note": note, **overrides}
+        if isinstance(document, str):
+            request_headers.setdefault("content-type", "application/yaml")
+            return self.request(method, path, content=document, headers=request_headers)
+        return self.request(method, path, json=document, headers=request_headers)
 
-    def put(self, written: Any, **headers: str) -> httpx.Response:
-        return self.edit("PUT", written, **headers)
+    def put(self, document: Any, **headers: str) -> httpx.Response:
+        return self.edit("PUT", document, **headers)
 
-    def patch(self, written: Any, **headers: str) -> httpx.Response:
-        return self.edit("PATCH", written, **headers)
+    def patch(self, document: Any, **headers: str) -> httpx.Response:
+        return self.edit("PATCH", document, **headers)
 
-    def post(self, path: str, written: Any, kind: str = "application/json") -> Any:
-        content = written if isinstance(written, str) else json.dumps(written)
+    def post(self, path: str, document: Any, kind: str = "application/json") -> Any:
+        content = document if isinstance(document, str) else json.dumps(document)
         headers = {"content-type": kind}
         return self.request("POST", path, content=content, headers=headers).json()

@@ -1,4 +1,4 @@
-"""Policies whose routes are the conditions that a test names."""
+"""Policies with given conditions as their routes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 from policies.document import PolicyDocument, read_policy
 
 DAY = 24 * 60
-"""In minutes."""
+"""One day in minutes."""
 
 
-def policy_with_conditions(*whens: dict[str, Any]) -> PolicyDocument:
-    """A policy with a route for each condition, and one that takes the rest."""
+def policy_with_conditions(*conditions: dict[str, Any]) -> PolicyDocument:
+    """Return a policy with a route for each condition, and a last route for the rest."""
     routes = [
-        {"name": f"route-{index}", "when": when, "to": ["vlm"]} for index, when in enumerate(whens)
+        {"name": f"route-{index}", "when": condition, "to": ["vlm"]}
+        for index, condition in enumerate(conditions)
     ]
     return read_policy(
         {

@@ -8,9 +8,9 @@ from policies.sections import PrefixPolicy
 
 RULES = PrefixPolicy()
 STUDIO, LAPTOP = ("studio", "1"), ("laptop", "1")
-"""Two workers, each by the life that it is in."""
+"""Two workers, each with the id of its boot."""
 
 
 def prefix_holders(prefixes: PrefixIndex, name: str = "p") -> set[tuple[str, str]]:
-    """Tell who is thought to hold a system prompt."""
+    """Return the workers and boots that are believed to have a system prompt cached."""
     return set(prefixes.annotate(FleetView.of((), frozenset()), name).prefix_boots)

@@ -1,7 +1,4 @@
-"""What a client sees and does at the socket, and what is left of it when it is gone.
-
-A client of the gateway that writes and reads plain bytes.
-"""
+"""Clients of the gateway on raw sockets, and checks of its state after them."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from tests.support.scripted_worker import DONE
 
 
 class RawClient:
-    """A client that sends what it likes, when it likes, and leaves as it likes."""
+    """A client that sends any bytes at any time and may disconnect at any time."""
 
     def __init__(self, gateway: RunningGateway) -> None:
         port = int(gateway.url.rpartition(":")[2])
@@ -28,25 +25,25 @@ class RawClient:
         self._socket.sendall(raw)
 
     def send_chat(self, **fields: Any) -> None:
-        """Send a whole chat request."""
+        """Send a complete chat request."""
         self.send(request_bytes(json.dumps(chat_body(**fields)).encode()))
 
     def read_until(self, mark: bytes) -> bytes:
-        """Read up to a mark, or to the end if it never comes."""
+        """Return received bytes up to a mark, or up to the end of the connection."""
         received = b""
         while mark not in received and (piece := self._socket.recv(65536)):
             received += piece
         return received
 
     def read_to_end(self) -> bytes:
-        """Read until the gateway closes the connection."""
+        """Return all bytes until the gateway closes the connection."""
         received = b""
         while piece := self._socket.recv(65536):
             received += piece
         return received
 
     def half_close(self) -> None:
-        """Say that nothing more will be sent, and go on reading."""
+        """Close the sending direction and continue to read."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
@@ -67,33 +64,33 @@ def raw_client(gateway: RunningGateway) -> Iterator[RawClient]:
 
 
 def request_bytes(body: bytes, *, path: str = "/v1/chat/completions", close: bool = False) -> bytes:
-    """Write a whole request; `close` asks for the end of the connection behind its answer."""
-    end = "connection: close\r\n" if close else ""
-    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\n{end}content-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    """Return a complete request; `close` requests the end of the connection after its answer."""
+    close_header = "connection: close\r\n" if close else ""
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}\r\n"
+    return f"{head}{close_header}\r\n".encode() + body
 
 
 def stream_error_code(received: bytes) -> str:
-    """The code of the error event that ends a stream; fails if the stream ends otherwise."""
+    """Return the code of the error event that ends a stream; fail if it ends otherwise."""
     assert DONE not in received
     *_, last, rest = received.split(b"\n\n")
-    assert rest == b"", "the last event is whole"
+    assert rest == b"", "the last event is complete"
     error = json.loads(last.removeprefix(b"data: "))["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     return str(error["code"])
 
 
 def in_flight(gateway: RunningGateway) -> int:
-    """Count what the gateway holds: its own requests, and the slots of all workers."""
+    """Return the number of requests at the gateway plus that of used slots of all workers."""
     status = gateway.status()
     count: int = status["gateway"]["requests_in_flight"]
-    for one in status["workers"].values():
-        count += sum(lane["in_flight"] for lane in one["lanes"].values())
+    for worker in status["workers"].values():
+        count += sum(lane["in_flight"] for lane in worker["lanes"].values())
     return count
 
 
 def wait_for_outcomes(gateway: RunningGateway, **outcomes: int) -> None:
-    """Wait until nothing is held any more and every request is in the books, just so."""
+    """Wait until no request is in flight; then compare the counted outcomes."""
     wait_until(lambda: in_flight(gateway) == 0)
     assert gateway.status()["outcomes"] == outcomes
 
@@ -115,7 +112,7 @@ def chat_request(**fields: Any) -> bytes:
 
 
 def read_stream(raw: socket.socket) -> bytes:
-    """All that comes, to the end of a stream or of the connection."""
+    """Return all bytes up to the end of a stream or of the connection."""
     received = b""
     while not received.endswith(b"0\r\n\r\n") and (piece := raw.recv(1_000_000)):
         received += piece
@@ -123,7 +120,7 @@ def read_stream(raw: socket.socket) -> bytes:
 
 
 def read_error(raw: socket.socket) -> tuple[int, str, bool]:
-    """Status and error code of the answer, and whether the connection ends after it."""
+    """Return status and code of an error, and whether the connection ends after it."""
     received = b""
     while piece := raw.recv(65536):
         received += piece

@@ -1,4 +1,4 @@
-"""A real redis-server on a free port, which tests stop, freeze, fill and start again."""
+"""A redis-server on a free port, which tests stop, freeze, fill and restart."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from redis.exceptions import RedisError
 
 
 class RedisServer:
-    """One redis-server without persistence."""
+    """A redis-server without persistence."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -26,7 +26,7 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it, empty, and wait until it answers."""
+        """Start an empty server and wait until it replies."""
         program = shutil.which("redis-server")
         assert program, "the tests need redis-server: scripts/setup dev installs it"
         options = ["--port", str(self.port), "--save", "", "--appendonly", "no", "--bind"]
@@ -43,7 +43,7 @@ class RedisServer:
                 time.sleep(0.02)
 
     def kill(self) -> None:
-        """End it as a crash does; all that it held is lost."""
+        """Kill the server; all its data is lost."""
         self.client.close()
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
@@ -52,7 +52,7 @@ class RedisServer:
             self._process = None
 
     def freeze(self) -> None:
-        """Stop its process: connections stay open without replies."""
+        """Stop the process: connections stay open without replies."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
@@ -62,7 +62,7 @@ class RedisServer:
         self._process.send_signal(signal.SIGCONT)
 
     def configure(self, name: str, value: str) -> None:
-        """Change a setting while it runs."""
+        """Change a setting of the running server."""
         self.client.config_set(name, value)
 
 

@@ -7,8 +7,8 @@ from tests.support.running_gateway import RunningGateway
 
 def redis_status(gateway: RunningGateway) -> dict[str, object]:
     """Return the part `store` of the status."""
-    told: dict[str, object] = gateway.status()["store"]
-    return told
+    status: dict[str, object] = gateway.status()["store"]
+    return status
 
 
 def is_degraded(gateway: RunningGateway) -> bool:

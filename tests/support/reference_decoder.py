@@ -10,7 +10,7 @@ import mlx.core as mx
 from workers.engine.model import Checkpoint
 
 Pick = Callable[[mx.array, Sequence[int]], int]
-"""Chooses a token by the scores [1, 1, vocabulary] and the answer so far."""
+"""Function of the scores [1, 1, vocabulary] and the answer so far that returns a token."""
 
 
 def reference_greedy(checkpoint: Checkpoint, prompt: Sequence[int], max_tokens: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Requests as a policy sees them: one that is sampled, and one that is greedy."""
+"""A sampled and a greedy request, as policies see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a random schedule, checked after every step, and the statistics of schedules."""
+"""Rows of a random schedule, checked after every step, and statistics of schedules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from workers.protocol import Speculation
 
 @dataclass(slots=True)
 class ScheduleStats:
-    """Statistics of the schedules, which show what they covered."""
+    """Statistics that show what the schedules covered."""
 
     schedules: int = 0
     rows: int = 0
@@ -32,27 +32,30 @@ class ScheduleStats:
 
 @dataclass(eq=False, kw_only=True)
 class ScheduledRow(RowEvents):
-    """One row of a schedule, with its counts after the last step."""
+    """A row of a schedule, with its counts after the last step."""
 
     stop: tuple[str, ...]
     k: int
-    counted_tokens: int = 0
-    counted: Speculation = field(default_factory=Speculation)
+    last_tokens: int = 0
+    last_total: Speculation = field(default_factory=Speculation)
     ended_in_draft: bool = False
 
     def check_step(self) -> None:
         """Check that the counts of the last step add up."""
         total = self.row.speculation.total()
-        new = len(self.row.answer) - self.counted_tokens
-        if self.counted_tokens == 0 and new:
-            new -= 1  # chosen by the prefill, in no step
-        steps, drafted = total.steps - self.counted.steps, total.drafted - self.counted.drafted
-        accepted, errors = (
-            total.accepted - self.counted.accepted,
-            total.errors - self.counted.errors,
+        new = len(self.row.answer) - self.last_tokens
+        if self.last_tokens == 0 and new:
+            new -= 1  # the prefill chose it, and no step
+        steps, drafted = (
+            total.steps - self.last_total.steps,
+            total.drafted - self.last_total.drafted,
         )
-        new_steps = self.row.speculation.steps[self.counted.steps :]
-        self.counted_tokens, self.counted = len(self.row.answer), total
+        accepted, errors = (
+            total.accepted - self.last_total.accepted,
+            total.errors - self.last_total.errors,
+        )
+        new_steps = self.row.speculation.steps[self.last_total.steps :]
+        self.last_tokens, self.last_total = len(self.row.answer), total
         assert total.drafted == total.accepted + total.rejected + total.errors
         assert sum(total.histogram) == total.steps
         assert sum(count * n for count, n in enumerate(total.histogram)) == total.accepted

@@ -1,4 +1,4 @@
-"""A dispatch over one fleet in this process, the worker behind it, and those who wait."""
+"""A scheduler over a fleet in this process, and its waiting requests."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from workers.protocol import WorkerReport
 
 
 class SchedulerHarness:
-    """A dispatch over one fleet, and a short way to ask it."""
+    """A scheduler over one fleet, with shortcuts to acquire slots."""
 
     def __init__(self, policy: PolicyDocument) -> None:
         self.policy = policy
-        """Of those who ask from now on."""
+        """The policy of new requests."""
         self.clock = FakeClock()
         self.fleet = WorkerRegistry(self.clock, jitter=lambda: 0.0)
         self.dispatch = Scheduler(self.fleet, PrefixIndex(self.clock), self.clock, Random(0))
@@ -39,28 +39,28 @@ class SchedulerHarness:
         tried: frozenset[str] = frozenset(),
         attributes: CallerAttributes = ANONYMOUS,
     ) -> asyncio.Task[Lease]:
-        """Ask for a slot, and for what the policy decides of it."""
-        case = RoutingRequest(self.policy, profile, attributes)
+        """Start a task that acquires a slot."""
+        request = RoutingRequest(self.policy, profile, attributes)
         caller = self.caller(client, priority)
-        return asyncio.create_task(self.dispatch.acquire(case, caller, tried))
+        return asyncio.create_task(self.dispatch.acquire(request, caller, tried))
 
     @staticmethod
     def caller(client: str, priority: Priority = Priority.DEFAULT) -> Caller:
-        """Name who asks."""
+        """Return a caller."""
         return Caller(client, priority)
 
     async def queue_length(self, pool: str = "vlm") -> int:
-        """Count who waits for a pool, once everybody who can has moved on."""
+        """Return the number of requests in the queue of a pool, after all ready tasks have run."""
         await run_ready_tasks()
         return self.dispatch.waiting(pool)
 
     def slots_in_use(self) -> int:
-        """Count the slots that are taken."""
-        return sum(sum(member.in_flight.values()) for member in self.fleet.workers())
+        """Return the number of used slots."""
+        return sum(sum(worker.in_flight.values()) for worker in self.fleet.workers())
 
 
 def worker_report(worker_id: str = "mac", *, slots: int = 1, **changes: Any) -> WorkerReport:
-    """Tell of a worker with both lanes and so many slots in each."""
+    """Return the report of a worker with both lanes and this number of slots in each."""
     values = {
         "worker_id": worker_id,
         "boot_id": "1",
@@ -73,13 +73,13 @@ def worker_report(worker_id: str = "mac", *, slots: int = 1, **changes: Any) -> 
 
 
 async def run_ready_tasks() -> None:
-    """Let every task that can run come to its next wait."""
+    """Run every ready task until its next wait."""
     for _ in range(10):
         await asyncio.sleep(0)
 
 
 async def cancel_all(tasks: list[asyncio.Task[Lease]]) -> None:
-    """Let all who wait leave the line, and wait until they have."""
+    """Cancel waiting tasks and wait for their end."""
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)

@@ -1,4 +1,4 @@
-"""An engine that plays a script, for faults that a real engine does not produce on demand."""
+"""An engine that follows a script, for faults that a real engine does not produce on demand."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class StubPrompts:
 
 @dataclass
 class ScriptedEngine:
-    """Plays `script` for every generation: events are yielded, errors raised, gates awaited."""
+    """An engine that runs `script` for every generation: yields, raises or waits."""
 
     script: Sequence[Event | Exception | asyncio.Event] = ()
     card: ModelCard = CARD

@@ -1,4 +1,4 @@
-"""A worker that does what a test tells it, down to the bytes, behind a real socket."""
+"""A worker on a real socket that follows a script, down to the bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from workers.protocol import LaneReport, Speculation, WorkerReport
 
 JOIN_TOKEN = "join-token-of-the-tests"
 FAULT_PATH = "/_fault"
-"""POST a script here; no script stands in its way."""
+"""POST a script here; no script affects this path."""
 
 USAGE: dict[str, Any] = {
     "prompt_tokens": 7,
@@ -31,51 +31,51 @@ METRICS = {"speculative_decoding": DRAFTS.as_request_metrics()}
 
 @dataclass(kw_only=True)
 class Script:
-    """How the next answers go."""
+    """A script of the next answers."""
 
     status: int = 200
     body: bytes | None = None
-    """Sent as it is in place of an answer."""
+    """Sent unchanged instead of an answer."""
     headers: Headers = ()
     tokens: tuple[str, ...] = ("one", " two", " three")
     events: tuple[bytes, ...] | None = None
     """Stream exactly these pieces."""
     pause_s: float = 0.0
-    """Wait so long before each stream event."""
+    """Pause before each stream event."""
     cut_after: int | None = None
-    """Break the connection after so many stream events, without an end."""
+    """Close the connection after this number of stream events, without an end."""
     end_after: int | None = None
-    """End the answer cleanly after so many stream events, as a dead HTTP/1.0 worker seems to."""
+    """End the answer cleanly after this number of events, like a crashed HTTP/1.0 worker."""
     hang_after: int | None = None
-    """Say nothing more after so many stream events, until the client leaves or `resume` is set."""
+    """Stop after this number of events until the client disconnects or `resume` is set."""
     hang: bool = False
-    """Say nothing at all."""
+    """Send no byte until the client disconnects or `resume` is set."""
     drop: bool = False
-    """Close the connection in place of an answer."""
+    """Close the connection instead of an answer."""
     drop_reused: bool = False
-    """Close a connection that is used a second time, in place of an answer."""
+    """Reset a reused connection instead of an answer."""
     http_1_0: bool = False
-    """Speak HTTP/1.0 as mlx_lm does: a stream ends where the connection does, however it ends."""
+    """Use HTTP/1.0 as mlx_lm does: any end of the connection ends a stream."""
     raw: bytes | None = None
     """Send exactly these bytes, the head included, and close."""
     rotation: tuple[Script, ...] = ()
-    """Answer by each of these in turn, again and again: a flaky worker."""
+    """Answer by these scripts in rotation, as a flaky worker."""
 
 
 @dataclass
 class ReceivedRequest:
-    """One request as the worker got it."""
+    """A request that the worker received."""
 
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
     generated: bool = False
-    """An answer was begun: from here on a second one elsewhere would be a duplicate."""
+    """The answer has begun: an answer of another worker would be a duplicate."""
 
 
 @dataclass
 class ScriptedWorker:
-    """A worker with two lanes of four rows; run it with `serving`, or as a process of its own."""
+    """A worker with two lanes of four rows; `running_server` serves it in a thread."""
 
     worker_id: str = "fake-a"
     boot_id: str = "boot-1"
@@ -83,23 +83,23 @@ class ScriptedWorker:
     lanes: tuple[str, ...] = ("text-mtp", "vlm")
     script: Script = field(default_factory=Script)
     scripts_by_message: dict[str, Script] = field(default_factory=dict)
-    """By the words of the request's last message; the others go by `script`."""
+    """Scripts by the text of the last message; `script` applies to other requests."""
     requests: list[ReceivedRequest] = field(default_factory=list)
     request_received: threading.Event = field(default_factory=threading.Event)
     """Set with every request."""
     in_flight: int = 0
-    """Requests being answered now: the rows that are taken."""
+    """Current requests, which are the used rows."""
     client_disconnected: threading.Event = field(default_factory=threading.Event)
     resume: threading.Event = field(default_factory=threading.Event)
     status_report: WorkerReport | None = None
-    """Given out by /v1/status; None answers with `report()`."""
+    """The report in /v1/status; None means `report()`."""
     port: int = 0
-    """0 takes any free one."""
+    """0 means any free port."""
 
     def __post_init__(self) -> None:
         self.socket = socket.create_server(("127.0.0.1", self.port), backlog=1024)
         self.url = f"http://127.0.0.1:{self.socket.getsockname()[1]}"
-        self._turn = itertools.count()
+        self._answers = itertools.count()
 
     def report(self, **changes: Any) -> WorkerReport:
         report = WorkerReport(
@@ -112,94 +112,97 @@ class ScriptedWorker:
         )
         return WorkerReport.model_validate({**report.model_dump(), **changes})
 
-    async def __call__(self, link: ServerConnection, request: Request) -> None:
+    async def __call__(self, connection: ServerConnection, request: Request) -> None:
         """Answer one request."""
         if request.path == FAULT_PATH:
             self.script = parse_script(request.json())
-            await _send_response(link, 200, b"{}")
+            await _send_response(connection, 200, b"{}")
         elif request.method == "GET":
             report = self.status_report or self.report()
-            told = {"report": report.model_dump(mode="json"), "answering": self.in_flight}
-            await _send_response(link, 200, json.dumps(told).encode())
+            status = {"report": report.model_dump(mode="json"), "answering": self.in_flight}
+            await _send_response(connection, 200, json.dumps(status).encode())
         else:
-            await self._generate(link, request)
+            await self._generate(connection, request)
 
-    async def _generate(self, link: ServerConnection, request: Request) -> None:
-        heard = ReceivedRequest(request.path, request.headers, request.json())
-        script = self._script(heard)
-        if script.drop_reused and link.request_count > 1:
-            return link.abort()  # as if the request had crossed the closing of an idle connection
-        self.requests.append(heard)
+    async def _generate(self, connection: ServerConnection, request: Request) -> None:
+        received = ReceivedRequest(request.path, request.headers, request.json())
+        script = self._script(received)
+        if script.drop_reused and connection.request_count > 1:
+            # As if the worker had closed the idle connection at that time.
+            return connection.abort()
+        self.requests.append(received)
         self.request_received.set()
         self.in_flight += 1
         try:
-            await self._answer(link, heard, script)
+            await self._answer(connection, received, script)
         finally:
             self.in_flight -= 1
-            if link.client_closed.is_set():
+            if connection.client_closed.is_set():
                 self.client_disconnected.set()
 
-    def _script(self, heard: ReceivedRequest) -> Script:
-        messages = heard.body.get("messages") or [{}]
-        words = messages[-1].get("content")
+    def _script(self, received: ReceivedRequest) -> Script:
+        messages = received.body.get("messages") or [{}]
+        text = messages[-1].get("content")
         script = (
-            self.scripts_by_message.get(words, self.script)
-            if isinstance(words, str)
-            else self.script
+            self.scripts_by_message.get(text, self.script) if isinstance(text, str) else self.script
         )
         return (
-            script.rotation[next(self._turn) % len(script.rotation)] if script.rotation else script
+            script.rotation[next(self._answers) % len(script.rotation)]
+            if script.rotation
+            else script
         )
 
-    async def _answer(self, link: ServerConnection, heard: ReceivedRequest, script: Script) -> None:
+    async def _answer(
+        self, connection: ServerConnection, received: ReceivedRequest, script: Script
+    ) -> None:
         if script.hang:
-            await self._hang(link)
+            await self._hang(connection)
         if script.drop:
-            return link.close()
-        heard.generated = script.status == 200
+            return connection.close()
+        received.generated = script.status == 200
         if script.raw is not None:
-            await link.send(script.raw)
-            return link.close()
+            await connection.send(script.raw)
+            return connection.close()
         if script.body is not None or script.status != 200:
             body = b"{}" if script.body is None else script.body
-            return await _send_response(link, script.status, body, script)
-        if heard.body.get("stream"):
-            return await self._stream(link, script)
-        whole = json.dumps(chat_completion("".join(script.tokens))).encode()
-        return await _send_response(link, 200, whole, script)
+            return await _send_response(connection, script.status, body, script)
+        if received.body.get("stream"):
+            return await self._stream(connection, script)
+        completion = json.dumps(chat_completion("".join(script.tokens))).encode()
+        return await _send_response(connection, 200, completion, script)
 
-    async def _stream(self, link: ServerConnection, script: Script) -> None:
-        named = ((b"content-type", b"text/event-stream"), *script.headers)
-        await link.send_head(200, named, length=None, http_1_0=script.http_1_0)
+    async def _stream(self, connection: ServerConnection, script: Script) -> None:
+        headers = ((b"content-type", b"text/event-stream"), *script.headers)
+        await connection.send_head(200, headers, length=None, http_1_0=script.http_1_0)
         pieces = script.events if script.events is not None else stream_events(script.tokens)
         for sent, piece in enumerate([*pieces, None]):
             if script.pause_s:
                 await asyncio.sleep(script.pause_s)
             if script.hang_after == sent:
-                await self._hang(link)
+                await self._hang(connection)
             if script.cut_after == sent:
-                return link.close()
+                return connection.close()
             if script.end_after == sent or piece is None:
                 break
-            await link.send_body(piece)
-        return await link.end_body()
+            await connection.send_body(piece)
+        return await connection.end_body()
 
-    async def _hang(self, link: ServerConnection) -> None:
-        while not (link.client_closed.is_set() or self.resume.is_set()):
+    async def _hang(self, connection: ServerConnection) -> None:
+        while not (connection.client_closed.is_set() or self.resume.is_set()):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(link.client_closed.wait(), 0.005)
+                await asyncio.wait_for(connection.client_closed.wait(), 0.005)
 
 
-def parse_script(told: Mapping[str, Any]) -> Script:
-    """Read a script as `POST /_fault` takes it: the fields of `Script`, bytes as text."""
-    values = dict(told)
+def parse_script(fields: Mapping[str, Any]) -> Script:
+    """Return the script of a request to `FAULT_PATH`: the fields of `Script`, bytes as text."""
+    values = dict(fields)
     for name in ("body", "raw"):
         if values.get(name) is not None:
             values[name] = values[name].encode()
     if values.get("events") is not None:
         values["events"] = tuple(piece.encode() for piece in values["events"])
     values["headers"] = tuple((k.encode(), v.encode()) for k, v in values.get("headers", ()))
-    values["rotation"] = tuple(parse_script(one) for one in values.get("rotation", ()))
+    values["rotation"] = tuple(parse_script(rotated) for rotated in values.get("rotation", ()))
     return Script(**values)
 
 
@@ -216,7 +219,7 @@ def lane_report(name: str, **changes: Any) -> LaneReport:
 
 
 def speculation(*, steps: int, one: int, two: int) -> Speculation:
-    """Counts at k = 2 of so many steps, of which `one` accepted one token and `two` both."""
+    """Return the counts of steps at k = 2; `one` accepted one token and `two` both."""
     return Speculation(
         num_spec_tokens=2,
         steps=steps,
@@ -265,10 +268,10 @@ def usage_chunk() -> bytes:
 DONE = b"data: [DONE]\n\n"
 
 
-def stream_events(words: Iterable[str]) -> tuple[bytes, ...]:
+def stream_events(tokens: Iterable[str]) -> tuple[bytes, ...]:
     return (
         chunk({"role": "assistant", "content": ""}),
-        *(chunk({"content": word}) for word in words),
+        *(chunk({"content": token}) for token in tokens),
         chunk({}, "stop"),
         usage_chunk(),
         DONE,
@@ -276,8 +279,8 @@ def stream_events(words: Iterable[str]) -> tuple[bytes, ...]:
 
 
 async def _send_response(
-    link: ServerConnection, status: int, body: bytes, script: Script | None = None
+    connection: ServerConnection, status: int, body: bytes, script: Script | None = None
 ) -> None:
-    named = ((b"content-type", b"application/json"), *(script.headers if script else ()))
-    await link.send_head(status, named, length=len(body))
-    await link.send_body(body)
+    headers = ((b"content-type", b"application/json"), *(script.headers if script else ()))
+    await connection.send_head(status, headers, length=len(body))
+    await connection.send_body(body)

@@ -1,4 +1,4 @@
-"""A fake worker as a process of its own, so that a test can kill it. Faults come by its port."""
+"""A scripted worker in a process that a test can kill; its port accepts scripts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ScriptedWorkerProcess:
         self.url = process.stdout.readline().strip()
 
     def fault(self, **script: Any) -> None:
-        """Set the fields of `Script` for the answers from now on."""
+        """Set the fields of `Script` for further answers."""
         httpx.post(f"{self.url}{FAULT_PATH}", json=script).raise_for_status()
 
     def join(self, gateway: RunningGateway) -> None:
@@ -42,21 +42,21 @@ class ScriptedWorkerProcess:
         assert gateway.send_heartbeat(report, url=self.url).status_code == 200
 
     def answering(self) -> int:
-        """Count the rows that are taken, as the worker sees it."""
+        """Return the number of used rows, as reported by the worker."""
         count: int = httpx.get(f"{self.url}/v1/status").json()["answering"]
         return count
 
     def kill(self) -> None:
-        """End the process as a failed allocation on Metal does: at once, with all its answers."""
+        """Kill the process, as a failed Metal allocation does, with all its answers."""
         self._process.kill()
         self._process.wait()
 
 
 class CountingWorker(ScriptedWorker):
-    """A fake worker that reports what it has answered in this life of it."""
+    """A scripted worker that reports the counts of the answers of its boot."""
 
     def report(self, **changes: Any) -> WorkerReport:
-        answers = sum(heard.generated for heard in self.requests)
+        answers = sum(request.generated for request in self.requests)
         lane = lane_report(
             "vlm",
             slots=64,
@@ -72,9 +72,9 @@ class CountingWorker(ScriptedWorker):
 def scripted_worker_process(
     worker_id: str = "killable", joins: str = "", port: int = 0
 ) -> Iterator[ScriptedWorkerProcess]:
-    """Run a fake worker until the context ends, or the test kills it.
+    """Run a scripted worker until the context ends or the test kills it.
 
-    With `joins`, the URL of a gateway, it beats there as a real one does.
+    With `joins`, the URL of a gateway, it sends heartbeats there.
     """
     with subprocess.Popen(
         [

@@ -27,7 +27,7 @@ from tests.support.scripted_worker import lane_report
 from workers.protocol import LaneReport, PrefixCounts, Speculation, WorkerReport
 
 K = 2
-"""Tokens that are drafted in a step."""
+"""Draft tokens per step."""
 MODELS = {"a": "demo", "b": "demo", "c": "other"}
 PROFILES = {
     model: Inspected(model, RequestProfile(Endpoint.CHAT, model), {}) for model in ("demo", "other")
@@ -52,7 +52,7 @@ class SimulatedWorker:
         """Answer one request and count it."""
         accepted = [dice.randint(0, K) for _ in range(dice.randint(0, 5))]
         histogram = tuple(accepted.count(count) for count in range(K + 1))
-        own = Speculation(
+        speculation = Speculation(
             num_spec_tokens=K,
             steps=len(accepted),
             drafted=K * len(accepted),
@@ -60,16 +60,18 @@ class SimulatedWorker:
             histogram=histogram,
         )
         usage = Usage(dice.randint(1, 90), 1 + len(accepted) + sum(accepted), dice.randint(0, 40))
-        counted = {
+        changes = {
             "requests": self.lane.requests + 1,
             "prompt_tokens": self.lane.prompt_tokens + usage.prompt_tokens,
             "completion_tokens": self.lane.completion_tokens + usage.completion_tokens,
-            "speculation": self.lane.speculation + own,
+            "speculation": self.lane.speculation + speculation,
             "prefix": self.lane.prefix + PrefixCounts(hits=1, cached_tokens=usage.cached_tokens),
             "bypass_counts": Counter(self.lane.bypass_counts) + Counter(media=1),
         }
-        self.lane = LaneReport.model_validate({**dict(self.lane), **counted})
-        return usage, Drafts(own.steps, own.drafted, own.accepted, histogram)
+        self.lane = LaneReport.model_validate({**dict(self.lane), **changes})
+        return usage, Drafts(
+            speculation.steps, speculation.drafted, speculation.accepted, histogram
+        )
 
     def report(self) -> WorkerReport:
         """Return the report of this boot."""
@@ -167,18 +169,18 @@ class Simulation:
                 drafts=drafts,
             )
         )
-        for place in (("fleet",), ("worker", worker.worker_id), ("model", worker.model)):
-            self.expected_counts[*place, "drafts"] += drafts.steps
-            self.expected_counts[*place, "attempted"] += drafts.drafted
-            self.expected_counts[*place, "accepted"] += drafts.accepted
-            self.expected_counts[*place, "bypass"] += 1
-            self.expected_counts[*place, "requests"] += 1
-            self.expected_counts[*place, "prompt"] += usage.prompt_tokens
-            self.expected_counts[*place, "completion"] += usage.completion_tokens
-            self.expected_counts[*place, "cached"] += usage.cached_tokens
+        for group in (("fleet",), ("worker", worker.worker_id), ("model", worker.model)):
+            self.expected_counts[*group, "drafts"] += drafts.steps
+            self.expected_counts[*group, "attempted"] += drafts.drafted
+            self.expected_counts[*group, "accepted"] += drafts.accepted
+            self.expected_counts[*group, "bypass"] += 1
+            self.expected_counts[*group, "requests"] += 1
+            self.expected_counts[*group, "prompt"] += usage.prompt_tokens
+            self.expected_counts[*group, "completion"] += usage.completion_tokens
+            self.expected_counts[*group, "cached"] += usage.cached_tokens
             for position in range(K):
                 above = sum(drafts.histogram[position + 1 :])
-                self.expected_counts[*place, f"position {position}"] += above
+                self.expected_counts[*group, f"position {position}"] += above
 
     def queue_report(self) -> None:
         """Queue the report of a worker for a later delivery."""
@@ -199,15 +201,15 @@ class Simulation:
         worker.restart()
 
     def set_clock(self) -> None:
-        """Set the clock of the day to anything."""
+        """Set the wall clock to any time."""
         self.unix_s = self.dice.choice([0.0, 1e9, 4e9, self.unix_s - 3600])
 
     async def settle(self) -> None:
         """Deliver every report twice and in any order, and synchronise all gateways."""
-        letters = 2 * [*self.pending_reports, *(worker.report() for worker in self.workers)]
-        self.dice.shuffle(letters)
-        for letter in letters:
-            await self.dice.choice(self.gateways).store.store_report(letter)
+        deliveries = 2 * [*self.pending_reports, *(worker.report() for worker in self.workers)]
+        self.dice.shuffle(deliveries)
+        for report in deliveries:
+            await self.dice.choice(self.gateways).store.store_report(report)
         for _ in range(3):
             for gateway in self.gateways:
                 await gateway.sync()
@@ -224,8 +226,8 @@ class Simulation:
             assert self._prometheus_counts(text) == self._expected(prometheus=True)
             for model in ("demo", "other"):
                 for kind in ("prompt", "completion", "cached"):
-                    said = self.expected_counts["model", model, kind]
-                    assert counts.get(("tokens", model, kind), 0) == said, "counts"
+                    expected = self.expected_counts["model", model, kind]
+                    assert counts.get(("tokens", model, kind), 0) == expected, "counts"
             assert (
                 counts.get(("outcomes", "completed"), 0)
                 == self.expected_counts["fleet", "requests"]
@@ -234,36 +236,36 @@ class Simulation:
     def _expected(self, *, prometheus: bool = False) -> Counter[tuple[str, ...]]:
         names = {"drafts", "attempted", "accepted", *(f"position {i}" for i in range(K))}
         names |= set() if prometheus else {"requests", "prompt", "completion", "cached", "bypass"}
-        places = {"worker"} if prometheus else {"worker", "model", "fleet"}
+        groups = {"worker"} if prometheus else {"worker", "model", "fleet"}
         return +Counter(
             {
                 key: count
                 for key, count in self.expected_counts.items()
-                if key[-1] in names and key[0] in places
+                if key[-1] in names and key[0] in groups
             }
         )
 
     def _status_counts(self, reports: tuple[WorkerReport, ...]) -> Counter[tuple[str, ...]]:
         found: Counter[tuple[str, ...]] = Counter()
-        groups: dict[tuple[str, ...], list[LaneReport]] = {}
+        lanes_by_group: dict[tuple[str, ...], list[LaneReport]] = {}
         for report in reports:
-            groups.setdefault(("fleet",), []).extend(report.lanes)
-            groups.setdefault(("worker", report.worker_id), []).extend(report.lanes)
-            groups.setdefault(("model", report.model), []).extend(report.lanes)
-        for place, lanes in groups.items():
+            lanes_by_group.setdefault(("fleet",), []).extend(report.lanes)
+            lanes_by_group.setdefault(("worker", report.worker_id), []).extend(report.lanes)
+            lanes_by_group.setdefault(("model", report.model), []).extend(report.lanes)
+        for group, lanes in lanes_by_group.items():
             mtp = mtp_status(tuple(lanes))
             assert mtp.enabled
             assert mtp.attempted == mtp.accepted + mtp.rejected + mtp.errors
-            found[*place, "drafts"] = mtp.drafts
-            found[*place, "attempted"] = mtp.attempted
-            found[*place, "accepted"] = mtp.accepted
-            found[*place, "bypass"] = mtp.bypass_counts.get("media", 0)
+            found[*group, "drafts"] = mtp.drafts
+            found[*group, "attempted"] = mtp.attempted
+            found[*group, "accepted"] = mtp.accepted
+            found[*group, "bypass"] = mtp.bypass_counts.get("media", 0)
             for position, share in enumerate(mtp.acceptance_rate_per_position):
-                found[*place, f"position {position}"] = round(share * mtp.drafts)
-            found[*place, "requests"] = sum(lane.requests for lane in lanes)
-            found[*place, "prompt"] = sum(lane.prompt_tokens for lane in lanes)
-            found[*place, "completion"] = sum(lane.completion_tokens for lane in lanes)
-            found[*place, "cached"] = sum(lane.prefix.cached_tokens for lane in lanes)
+                found[*group, f"position {position}"] = round(share * mtp.drafts)
+            found[*group, "requests"] = sum(lane.requests for lane in lanes)
+            found[*group, "prompt"] = sum(lane.prompt_tokens for lane in lanes)
+            found[*group, "completion"] = sum(lane.completion_tokens for lane in lanes)
+            found[*group, "cached"] = sum(lane.prefix.cached_tokens for lane in lanes)
         return +found
 
     def _prometheus_counts(self, text: str) -> Counter[tuple[str, ...]]:

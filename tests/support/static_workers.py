@@ -1,4 +1,4 @@
-"""A worker as an admin lists it by hand."""
+"""A static worker, as an admin configures it."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ ENTRY: dict[str, Any] = {
 
 
 def static_worker(**changes: Any) -> StaticWorker:
-    """The worker of the entry, but for what a test changes."""
+    """Return the static worker of `ENTRY` with these changes."""
     return StaticWorker.model_validate({**ENTRY, **changes})

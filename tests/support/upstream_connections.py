@@ -1,4 +1,4 @@
-"""Connections to a worker over a real socket, and servers that answer on them piece by piece."""
+"""Connections to a worker on a real socket, and servers that send given pieces."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ CHUNKED = (
     b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\none\r\n4;x=y\r\n two\r\n"
     b"0\r\ntrailer: x\r\n\r\n"
 )
-"""All of an answer that says 'one two', with an extension and a trailer."""
+"""A complete answer 'one two', with a chunk extension and a trailer."""
 
 
 @contextlib.asynccontextmanager
 async def upstream_connection(
     serve: Serve,
 ) -> AsyncIterator[tuple[UpstreamConnection, list[UpstreamConnection]]]:
-    """A link to a server, and the list of those that were given back for the next request."""
-    kept: list[UpstreamConnection] = []
+    """Yield a connection to a server, and the list of connections released for reuse."""
+    released: list[UpstreamConnection] = []
     loop = asyncio.get_running_loop()
     served = asyncio.Event()
 
@@ -37,18 +37,18 @@ async def upstream_connection(
     server = await asyncio.start_server(serve_and_close, "127.0.0.1", 0)
     async with server:
         port = server.sockets[0].getsockname()[1]
-        _, link = await loop.create_connection(
-            lambda: UpstreamConnection(loop, kept.append), "127.0.0.1", port
+        _, connection = await loop.create_connection(
+            lambda: UpstreamConnection(loop, released.append), "127.0.0.1", port
         )
         try:
-            yield link, kept
+            yield connection, released
         finally:
-            link.abort()
+            connection.abort()
             await asyncio.wait_for(served.wait(), TIMEOUT_S)
 
 
 def serve_pieces(*pieces: bytes) -> Serve:
-    """Answer each request with these pieces, each a packet of its own, and keep the connection."""
+    """Answer each request with these pieces, one packet each, on the same connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while await reader.readuntil(BODY):
@@ -61,7 +61,7 @@ def serve_pieces(*pieces: bytes) -> Serve:
 
 
 def serve_once(*pieces: bytes) -> Serve:
-    """Answer one request with these pieces, and close the connection behind them."""
+    """Answer one request with these pieces, and close the connection."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(BODY)
@@ -71,6 +71,6 @@ def serve_once(*pieces: bytes) -> Serve:
     return serve
 
 
-async def send_request(link: UpstreamConnection) -> UpstreamResponse:
-    """Send a request, and wait for the head of its answer."""
-    return await link.request(REQUEST, BODY, TIMEOUT_S)
+async def send_request(connection: UpstreamConnection) -> UpstreamResponse:
+    """Send a request and return the head of its answer."""
+    return await connection.request(REQUEST, BODY, TIMEOUT_S)

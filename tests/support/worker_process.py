@@ -15,11 +15,11 @@ from workers.protocol import READY_PREFIX
 
 STOP_TIMEOUT_S = 60
 SUPPRESS_END_TOKENS = {"0": -100, "2": -100}
-"""A logit_bias: without these tokens the demo checkpoint never ends a completion by itself."""
+"""A logit_bias: without these tokens the demo model ends no completion before its limit."""
 
 
 def byte_token(byte: int) -> int:
-    """Return the demo checkpoint's token for one byte, of 0xA1 and above."""
+    """Return the token of the demo checkpoint for one byte of 0xA1 or above."""
     vocabulary = json.loads((CHECKPOINT / "tokenizer.json").read_text())["model"]["vocab"]
     return int(vocabulary[chr(byte)])
 
@@ -40,7 +40,7 @@ class RunningWorker:
 def running_worker(
     *flags: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[RunningWorker]:
-    """Start `python -m workers` on the demo checkpoint and a free port; end it afterwards."""
+    """Run `python -m workers` with the demo checkpoint on a free port."""
     with worker_process(
         "--model", str(CHECKPOINT), "--port", "0", *flags, environment=environment
     ) as process:
@@ -91,7 +91,7 @@ def wait_until_ready(process: subprocess.Popen[str]) -> RunningWorker:
 
 
 def run_worker(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m workers` until it ends by itself; capture its output."""
+    """Run `python -m workers` until it exits; capture its output."""
     return subprocess.run(
         [sys.executable, "-m", "workers", *arguments],
         stdin=subprocess.DEVNULL,

@@ -82,7 +82,7 @@ def test_a_route_matches_requests_that_meet_its_conditions(
     pools = {"special": {"lanes": "vlm"}, "vlm": {"lanes": "vlm"}}
     static_workers = (static_worker(url=worker.url, models=["demo", "other"], pools=["vlm"]),)
     with gateway_with_policy(
-        tmp_path, by_hand=static_workers, routes=routes, pools=pools
+        tmp_path, static_workers=static_workers, routes=routes, pools=pools
     ) as gateway:
         response = gateway.chat(**fields)
         assert pool_of(response) == "special"
@@ -238,11 +238,11 @@ def test_a_static_worker_has_the_labels_of_its_entry(
     tmp_path: Path, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     pools = {"vlm": {"lanes": "vlm", "workers": {"labels": "big"}}, "rest": {"lanes": "vlm"}}
-    by_hand = (
+    static_workers = (
         static_worker(id="small", url=worker.url, pools=["vlm"]),
         static_worker(id="large", url=second_worker.url, pools=["vlm"], labels=["big"]),
     )
-    with gateway_with_policy(tmp_path, by_hand=by_hand, pools=pools) as gateway:
+    with gateway_with_policy(tmp_path, static_workers=static_workers, pools=pools) as gateway:
         assert gateway.status()["pools"]["rest"]["workers"] == ["large", "small"]
         responses = {gateway.chat().headers["x-paceline-worker"] for _ in range(5)}
         assert responses == {"large"}

@@ -122,7 +122,7 @@ def _fleet(planned: list[PlannedRequest]) -> Iterator[_Fleet]:
         ]
         for index, worker in enumerate(workers):
             for plan in planned:
-                if not (plan.at_one and index):
+                if not (plan.at_one_worker and index):
                     worker.scripts_by_message[plan.identity] = plan.script
         proxies = []
         for worker in workers:
@@ -152,9 +152,9 @@ async def _send_heartbeats(gateway: RunningGateway, fleet: _Fleet) -> None:
 async def _inject_faults(rng: Random, gateway: RunningGateway, fleet: _Fleet) -> None:
     while True:
         fault = draw_fault(rng, fleet.workers)
-        proxy = fleet.proxies[fault.place]
+        proxy = fleet.proxies[fault.worker_index]
         try:
-            match fault.blow:
+            match fault.kind:
                 case WorkerFault.REFUSES:
                     await asyncio.to_thread(proxy.refuse)
                 case WorkerFault.RESET:
@@ -163,16 +163,18 @@ async def _inject_faults(rng: Random, gateway: RunningGateway, fleet: _Fleet) ->
                     proxy.fault = fault.fault
                 case WorkerFault.RESTARTS:
                     await asyncio.to_thread(proxy.reset_all)
-                    fleet.workers[fault.place].boot_id = f"boot-{rng.random()}"
+                    fleet.workers[fault.worker_index].boot_id = f"boot-{rng.random()}"
                 case WorkerFault.LEAVES:
-                    fleet.deregistered.add(fault.place)
-                    await asyncio.to_thread(gateway.remove_worker, fleet.workers[fault.place])
-            await asyncio.sleep(fault.lasts_s)
+                    fleet.deregistered.add(fault.worker_index)
+                    await asyncio.to_thread(
+                        gateway.remove_worker, fleet.workers[fault.worker_index]
+                    )
+            await asyncio.sleep(fault.duration_s)
         finally:
-            if fault.blow is WorkerFault.REFUSES:
+            if fault.kind is WorkerFault.REFUSES:
                 await asyncio.shield(asyncio.to_thread(proxy.listen))
             proxy.fault = NO_FAULT
-            fleet.deregistered.discard(fault.place)
+            fleet.deregistered.discard(fault.worker_index)
 
 
 async def _watch_slots(gateway: RunningGateway) -> int:
@@ -211,14 +213,14 @@ async def _send(gateway: RunningGateway, plan: PlannedRequest) -> str:
     try:
         writer.write(request_bytes(body, close=True))
         await writer.drain()
-        if plan.manners is ClientBehavior.LEAVES_AT_ONCE:
+        if plan.behavior is ClientBehavior.DISCONNECTS_AT_ONCE:
             return DISCONNECTED
-        if plan.manners is ClientBehavior.LEAVES_IN_THE_ANSWER:
+        if plan.behavior is ClientBehavior.DISCONNECTS_DURING_THE_ANSWER:
             await reader.read(1)
             return DISCONNECTED
         response = asyncio.ensure_future(reader.read(-1))
-        if plan.manners is ClientBehavior.LEAVES_LATER:
-            done, _ = await asyncio.wait((response,), timeout=plan.patience_s)
+        if plan.behavior is ClientBehavior.DISCONNECTS_LATER:
+            done, _ = await asyncio.wait((response,), timeout=plan.disconnect_after_s)
             if not done:
                 response.cancel()
                 return DISCONNECTED
