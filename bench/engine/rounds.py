@@ -30,7 +30,7 @@ from bench.harness.tables import Grid
 from policies.request.profile import Sampling
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
-from workers.engine.engine import LoadedEngine, load_engine
+from workers.engine.engine import Engine, load_engine
 from workers.engine.kv_cache import RowCache, capacity
 from workers.engine.model import KVCache, Target
 from workers.engine.row import Row, SpeculationCounter
@@ -93,7 +93,7 @@ def _compared(rows: int, runs: Sequence[tuple[int | None, Round]]) -> tuple[str,
     return (f"{rows} rows", *(f"{speed:.0f}" for speed in speeds.values()), *gains)
 
 
-def _assemble(model: Path) -> LoadedEngine:
+def _assemble(model: Path) -> Engine:
     return load_engine(
         EngineSettings(
             model=model,
@@ -104,7 +104,7 @@ def _assemble(model: Path) -> LoadedEngine:
     )
 
 
-def _run(assembly: LoadedEngine, rows: int, k: int | None) -> Round:
+def _run(assembly: Engine, rows: int, k: int | None) -> Round:
     """Run rounds of so many rows that draft k tokens, or what the lane chooses where k is None."""
     (lane,) = assembly.lanes
     live = [_row(assembly, lane, number, k) for number in range(rows)]
@@ -133,7 +133,7 @@ def _run(assembly: LoadedEngine, rows: int, k: int | None) -> Round:
     )
 
 
-def _row(assembly: LoadedEngine, lane: LaneScheduler, number: int, k: int | None) -> Row:
+def _row(assembly: Engine, lane: LaneScheduler, number: int, k: int | None) -> Row:
     longest = max(DRAFT_LENGTHS) if k is None else k
     prompt = Prompt(text=assembly.prompts.chat(LONG[number % len(LONG)]))
     return Row(

@@ -32,11 +32,8 @@ from tools.demo_model.tokenizer import SPECIAL_TOKENS
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import measure_memory
-from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, Target, load_checkpoint
-from workers.engine.prefill_budget import PrefillBudget
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prompt_scorer import PromptScorer
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.sparse_prefill import SparsePrefill
@@ -85,16 +82,14 @@ class Bench:
             LaneName.TEXT_MTP,
             checkpoint,
             self.prompts,
-            LaneCounters(LaneName.TEXT_MTP, slots=1, draft_tokens=self._draft_tokens),
             prefix_cache=PrefixCache(0),
             draft_tokens=self._draft_tokens,
             max_rows=1,
-            prefill_budget=PrefillBudget(
-                _SETTINGS.prefill_chunk_tokens, _SETTINGS.prefill_budget_s
-            ),
+            prefill_chunk_tokens=_SETTINGS.prefill_chunk_tokens,
+            prefill_budget_s=_SETTINGS.prefill_budget_s,
             memory=measure_memory(checkpoint.target, checkpoint.head),
             sparse_prefill=SparsePrefill(
-                SpecPrefillSettings(draft=Path()), PromptScorer(draft, checkpoint.context_tokens)
+                SpecPrefillSettings(draft=Path()), draft, checkpoint.context_tokens
             ),
         )
 

@@ -20,9 +20,7 @@ from tests.support.worker_process import RunningWorker, running_worker
 from workers.demo import CHECKPOINT
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
-from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint, load_checkpoint
-from workers.engine.prefill_budget import PrefillBudget
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.scheduler import LaneScheduler
@@ -68,11 +66,11 @@ def make_lane(
             name,
             replace(checkpoint, **parts),
             prompt_renderer,
-            LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens),
             prefix_cache=PrefixCache(1 << 30) if prefix_cache is None else prefix_cache,
             draft_tokens=draft_tokens,
             max_rows=max_rows,
-            prefill_budget=PrefillBudget(chunk_tokens, budget_s=60.0),
+            prefill_chunk_tokens=chunk_tokens,
+            prefill_budget_s=60.0,
             memory=memory or UNLIMITED_MEMORY,
             sparse_prefill=sparse_prefill,
             clock=clock,

@@ -157,7 +157,7 @@ async def test_an_answer_ends_before_a_single_row_exceeds_the_memory(
     generation = make_generation(engine, max_tokens=None, sampling=ENDLESS)
     prompt_tokens = len(engine.prompts.prepare(generation.prompt).tokens)
     estimate = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=256)
-    monkeypatch.setattr(engine, "_memory", estimate)
+    monkeypatch.setattr(engine, "memory", estimate)
 
     _, end = await collect(engine, generation)
 
@@ -170,7 +170,7 @@ async def test_a_prompt_larger_than_the_memory_is_rejected_before_prefill(
 ) -> None:
     generation = make_generation(engine, prompt=Prompt(text="story " * 300))
     estimate = MemoryEstimate(token_bytes=1, row_bytes=0, room_bytes=256)
-    monkeypatch.setattr(engine, "_memory", estimate)
+    monkeypatch.setattr(engine, "memory", estimate)
 
     with pytest.raises(InvalidGeneration) as raised:
         await collect(engine, generation)

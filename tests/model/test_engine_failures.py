@@ -210,7 +210,7 @@ def test_a_failing_engine_ends_new_requests_and_then_rejects_all(
     submit(lane, "Tell me a story.", max_tokens=5)
     thread: EngineThread[None] = EngineThread(lambda: (None, (lane,)))
     late_lane = SimpleNamespace(
-        has_head=lane.has_head, name=lane.name, add=lambda row: thread.submit(lane.name, row)
+        has_head=lane.has_head, name=lane.name, add=lambda row: thread.submit(lane, row)
     )
     thread.start()
     thread._thread.join(30)

@@ -7,9 +7,10 @@ import mlx.core as mx
 import pytest
 
 from tests.support.engine_lane import RowEvents, run_until_idle
-from workers.engine.model import Checkpoint
+from tests.support.failing_model import FailingPart
+from workers.engine.model import Checkpoint, Target
 from workers.engine.prefix_cache import PrefixCache
-from workers.engine.prompt_scorer import PromptScorer, PromptScoring
+from workers.engine.prompt_scorer import PromptScoring
 from workers.engine.scheduler import LaneScheduler
 from workers.engine.sparse_prefill import SparsePrefill, load_sparse_prefill
 from workers.engine.spec_prefill import (
@@ -34,21 +35,19 @@ def settings(tmp_path) -> SpecPrefillSettings:
 
 
 @pytest.fixture
-def scorer(checkpoint: Checkpoint) -> PromptScorer:
-    """Return a scorer that uses the model as its own draft model: the best possible one."""
-    return PromptScorer(checkpoint.target, checkpoint.context_tokens)
-
-
-@pytest.fixture
 def sparse_lane(
-    make_lane: Callable[..., LaneScheduler], settings: SpecPrefillSettings, scorer: PromptScorer
+    make_lane: Callable[..., LaneScheduler], settings: SpecPrefillSettings, checkpoint: Checkpoint
 ) -> Callable[..., LaneScheduler]:
     """Return a function that makes a lane with sparse prefill from 400 tokens on."""
 
     def make(
-        *name: LaneName, scorer: PromptScorer | None = scorer, **settings_: Any
+        *name: LaneName,
+        draft: Target | None = checkpoint.target,
+        draft_context_tokens: int = checkpoint.context_tokens,
+        **settings_: Any,
     ) -> LaneScheduler:
-        return make_lane(*name, sparse_prefill=SparsePrefill(settings, scorer), **settings_)
+        sparse_prefill = SparsePrefill(settings, draft, draft_context_tokens)
+        return make_lane(*name, sparse_prefill=sparse_prefill, **settings_)
 
     return make
 
@@ -74,13 +73,14 @@ def greedy_after(
 
 @pytest.mark.parametrize("draft_tokens", [0, 2])
 def test_selected_tokens_are_read_at_their_true_positions(
-    checkpoint, sparse_lane, submit, scorer, draft_tokens
+    checkpoint, sparse_lane, submit, draft_tokens
 ) -> None:
     lane = sparse_lane(draft_tokens=draft_tokens)
     results = submit(lane, LONG, draft_tokens=draft_tokens)
     run_until_idle(lane)
     prompt = results.row.prompt.tokens
-    scoring = scorer.begin(prompt, ScoringRange(begin=0, end=len(prompt), keep_share=0.3))
+    scope = ScoringRange(begin=0, end=len(prompt), keep_share=0.3)
+    scoring = PromptScoring(checkpoint.target, prompt, scope)
     while scoring.selected is None:
         scoring.advance(512)
 
@@ -206,35 +206,29 @@ def test_a_sparse_prefix_is_never_cached(make_lane, sparse_lane, submit) -> None
     assert second.row.answer == plain.row.answer
 
 
-class FailingScorer(PromptScorer):
-    """A scorer whose draft model fails in the middle of a prompt."""
-
-    def begin(self, prompt: Sequence[int], scope: ScoringRange) -> PromptScoring:
-        scoring = super().begin(prompt, scope)
-        scoring._draft = None  # type: ignore[assignment]
-        return scoring
-
-
 @pytest.mark.parametrize(
     "case",
     [
-        (SpecPrefillOptions(sparse=False), PromptScorer, FullPrefillReason.SWITCHED_OFF),
-        (SpecPrefillOptions(keep_share=1.0), PromptScorer, FullPrefillReason.KEEPS_ALL),
-        (SpecPrefillOptions(), lambda *_: None, FullPrefillReason.NO_DRAFT),
+        (SpecPrefillOptions(sparse=False), lambda _: {}, FullPrefillReason.SWITCHED_OFF),
+        (SpecPrefillOptions(keep_share=1.0), lambda _: {}, FullPrefillReason.KEEPS_ALL),
+        (SpecPrefillOptions(), lambda _: {"draft": None}, FullPrefillReason.NO_DRAFT),
         (
             SpecPrefillOptions(),
-            lambda target, _: PromptScorer(target, 500),
+            lambda _: {"draft_context_tokens": 500},
             FullPrefillReason.TOO_LONG_FOR_DRAFT,
         ),
-        (SpecPrefillOptions(), FailingScorer, FullPrefillReason.DRAFT_FAILED),
+        (
+            SpecPrefillOptions(),
+            lambda target: {"draft": FailingPart(target, lambda _, number: number == 1)},
+            FullPrefillReason.DRAFT_FAILED,
+        ),
     ],
 )
 def test_each_reason_for_a_full_prefill_gives_the_full_answer_and_is_counted(
     checkpoint, make_lane, sparse_lane, submit, case
 ) -> None:
-    options, scorer_of, reason = case
-    scorer = scorer_of(checkpoint.target, checkpoint.context_tokens)
-    lane, plain = sparse_lane(scorer=scorer), make_lane()
+    options, draft_of, reason = case
+    lane, plain = sparse_lane(**draft_of(checkpoint.target)), make_lane()
     result, expected = submit(lane, LONG, spec_prefill=options), submit(plain, LONG)
     run_until_idle(lane)
     run_until_idle(plain)

@@ -20,9 +20,7 @@ from tests.support.reference_decoder import is_near_tie, reference_decode
 from tests.support.schedule_rows import ScheduledRow, ScheduleStats
 from workers.engine.detokenizer import TextStream
 from workers.engine.memory import MemoryEstimate
-from workers.engine.metrics import LaneCounters
 from workers.engine.model import Checkpoint
-from workers.engine.prefill_budget import PrefillBudget
 from workers.engine.prefix_cache import PrefixCache
 from workers.engine.row import Row, SpeculationCounter
 from workers.engine.sampler import SamplingContext, choose
@@ -241,10 +239,10 @@ class ScheduleRunner:
             LaneName.TEXT_MTP,
             replace(self._checkpoint, head=head),  # type: ignore[arg-type]  # it acts as the head
             self._prompts,
-            LaneCounters(LaneName.TEXT_MTP, slots=max_rows, draft_tokens=draft_tokens),
             prefix_cache=PrefixCache(prefix_cache_bytes),
             draft_tokens=draft_tokens,
             max_rows=max_rows,
-            prefill_budget=PrefillBudget(chunk_tokens, budget_s=60.0),
+            prefill_chunk_tokens=chunk_tokens,
+            prefill_budget_s=60.0,
             memory=MemoryEstimate(token_bytes=1, row_bytes=1, room_bytes=1 << 30),
         )

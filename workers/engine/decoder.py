@@ -24,7 +24,7 @@ from workers.engine.batch import Batch
 from workers.engine.draft_head import DraftHead
 from workers.engine.draft_length import DraftLength
 from workers.engine.metrics import LaneCounters
-from workers.engine.model import MtpHead, Target
+from workers.engine.model import Target
 from workers.engine.prefill import Prefill, seed_head
 from workers.engine.row import Row
 from workers.engine.sampler import choose, token_logprobs
@@ -57,7 +57,6 @@ class Decoder:
         counters: LaneCounters,
         *,
         draft_tokens: int,
-        max_rows: int,
         eos: frozenset[int],
         token_bytes: Callable[[int], bytes],
         clock: Callable[[], float],
@@ -68,7 +67,6 @@ class Decoder:
         self._graph = StepGraph(target, head.usable) if target.explicit_positions else None
         self._counters = counters
         self._draft_length = DraftLength(draft_tokens)
-        self._max_rows = max_rows
         self._eos = eos
         self._token_bytes = token_bytes
         self._clock = clock
@@ -106,7 +104,7 @@ class Decoder:
         """Remove and return the cancelled rows."""
         cancelled = [row for row in self.rows if row.cancelled]
         for batch in self._batches:
-            batch.select([i for i, row in enumerate(batch.rows) if not row.cancelled])
+            batch.select([i for i, row in enumerate(batch.rows) if row not in cancelled])
         return cancelled
 
     def preempt(self) -> Row:
@@ -127,7 +125,11 @@ class Decoder:
         row, token = prefill.row, prefill.row.answer[-1]
         head, seed, outcome = self._head.for_row(row), None, Outcome()
         if head is not None:
-            outcome = self._read_backlog(head)
+            try:  # the head's caches in the batch must hold as much as those of the row
+                self._drafting.read_backlog(head)
+            except Exception as error:  # noqa: BLE001  # only the head's caches are lost
+                self._head.record_error(error)
+                outcome = self._requeue(self._drafting, error)
             try:
                 seed = seed_head(prefill, head, token)
             except Exception as error:  # noqa: BLE001  # the target needs no head to go on
@@ -158,7 +160,10 @@ class Decoder:
         k, representative = self._choose_k(batch) if drafting else (0, False)
         begun_s = self._clock()
         try:
-            result = self._run(batch, k)
+            if self._graph is None:
+                result = run_uncompiled_step(batch, self._target)
+            else:
+                result = run_step(batch, self._graph, k)
         except Exception as error:  # noqa: BLE001  # it may be any row's: requeueing isolates it
             if drafting:
                 self._head.record_error(error)
@@ -170,19 +175,13 @@ class Decoder:
         self._counters.record_decode(sum(map(len, result.tokens)) / len(rows), duration_s)
         if drafting:
             self._head.record_success()
-            self._record_cost(rows, result, k if representative else None, duration_s)
-            self._record_saving(rows, result, appended, duration_s)
+            self._record_cost(result, k if representative else None, appended, duration_s)
             if k == 0 and self._draft_length.best(len(rows)) == 0:
                 for row in rows:
                     row.drafting_skipped = True
         ended = [*outcome.finished, *outcome.failed]
         batch.select([i for i, row in enumerate(rows) if row not in ended])
         return outcome
-
-    def _run(self, batch: Batch, k: int) -> StepResult:
-        if self._graph is None:
-            return run_uncompiled_step(batch, self._target)
-        return run_step(batch, self._graph, k)
 
     def _choose_k(self, batch: Batch) -> tuple[int, bool]:
         """Return the draft length of the next step, and whether its duration is representative.
@@ -226,36 +225,23 @@ class Decoder:
         return appended
 
     def _record_cost(
-        self, rows: list[Row], result: StepResult, k: int | None, duration_s: float
+        self, result: StepResult, k: int | None, appended: int, duration_s: float
     ) -> None:
         """Record the cost of a step of draft length k, including that of appending its tokens.
 
         k is None if the cost is not representative. A step in which rows have draft lengths of
-        their own is no sample either.
+        their own is no sample either. A drafted step saves the difference to the plain steps that
+        it replaced.
         """
-        if k is None or max(result.drafted) != k:
-            return
-        self._draft_length.observe_cost(len(rows), k, duration_s)
-        self._counters.set_draft_tokens(
-            [self._draft_length.best(size) for size in range(1, self._max_rows + 1)]
-        )
-
-    def _record_saving(
-        self, rows: list[Row], result: StepResult, appended: int, duration_s: float
-    ) -> None:
-        """Record the time that a drafted step saved against the plain steps that it replaced."""
-        plain_s = self._draft_length.plain_step_s(len(rows))
+        rows = len(result.drafted)
+        if max(result.drafted) == k:
+            self._draft_length.observe_cost(rows, k, duration_s)
+            self._counters.set_draft_tokens(
+                [self._draft_length.best(size) for size in range(1, self._counters.slots + 1)]
+            )
+        plain_s = self._draft_length.plain_step_s(rows)
         if plain_s is not None and any(result.drafted):
-            self._counters.record_decode_saving(plain_s * appended / len(rows) - duration_s)
-
-    def _read_backlog(self, head: MtpHead) -> Outcome:
-        """Let the head read the backlog of the drafting batch, so that another row can join it."""
-        try:
-            self._drafting.read_backlog(head)
-        except Exception as error:  # noqa: BLE001  # only the head's caches are lost
-            self._head.record_error(error)
-            return self._requeue(self._drafting, error)
-        return Outcome()
+            self._counters.record_decode_saving(plain_s * appended / rows - duration_s)
 
     def _requeue(self, batch: Batch, error: Exception) -> Outcome:
         """Empty a batch whose caches are invalid; requeue its rows degraded, fail a suspect one."""

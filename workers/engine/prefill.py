@@ -165,10 +165,8 @@ def _prefill_head(prefill: Prefill, head: MtpHead, hidden: mx.array, begin: int,
         )
 
 
-def make_cached_prefix(prefill: Prefill) -> CachedPrefix | None:
-    """Return the cache entry of the shared prefix if it has just been read."""
-    if not prefill.prefix_tokens or prefill.read_count != prefill.prefix_tokens:
-        return None
+def make_cached_prefix(prefill: Prefill) -> CachedPrefix:
+    """Return the cache entry of the shared prefix, which has just been read."""
     prefill.prefix_tokens = 0
     entry = CachedPrefix(
         tokens=prefill.row.prompt.tokens[: prefill.read_count],

@@ -49,18 +49,6 @@ def _vocabulary(checkpoint: Checkpoint) -> dict[str, int]:
     return dict(getattr(processor, "tokenizer", processor).get_vocab())
 
 
-class PromptScorer:
-    """A draft model that scores prompts."""
-
-    def __init__(self, draft: Target, context_tokens: int) -> None:
-        self._draft = draft
-        self.context_tokens = context_tokens - LOOK_AHEAD_TOKENS
-
-    def begin(self, prompt: Sequence[int], scope: ScoringRange) -> PromptScoring:
-        """Create the caches to score a part of a prompt."""
-        return PromptScoring(self._draft, prompt, scope)
-
-
 class PromptScoring:
     """Scoring of one prompt."""
 
@@ -77,20 +65,18 @@ class PromptScoring:
         """Read up to `chunk_tokens` more tokens of the scope, or look back from its end."""
         question = len(self._tokens) - QUESTION_TOKENS
         if self._read_count < question:
-            self._read(self._read_count, min(self._read_count + chunk_tokens, question))
+            begin, end = self._read_count, min(self._read_count + chunk_tokens, question)
+            self._draft.forward(
+                mx.array([self._tokens[begin:end]], dtype=mx.int32),
+                self._caches,
+                mx.arange(begin, end, dtype=mx.int32)[None],
+            )
+            mx.eval([cache.state for cache in self._caches])
+            self._read_count = end
             return
         selected = select(self._look_back(), self.scope.keep_share)
         begin = self.scope.begin
         self.selected = (*range(begin), *(begin + at for at in selected))
-
-    def _read(self, begin: int, end: int) -> None:
-        self._draft.forward(
-            mx.array([self._tokens[begin:end]], dtype=mx.int32),
-            self._caches,
-            mx.arange(begin, end, dtype=mx.int32)[None],
-        )
-        mx.eval([cache.state for cache in self._caches])
-        self._read_count = end
 
     def _look_back(self) -> TokenScores:
         """Score the scope by the attention of its last tokens and of the draft's own answer."""

@@ -8,24 +8,14 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from policies.request.profile import Bypass
+from workers.engine import types
 from workers.engine.detokenizer import TextStream
 from workers.engine.prefix_cache_files import HostPrefix
 from workers.engine.sampler import SamplingContext
 from workers.engine.tokenizer import PreparedPrompt
-from workers.engine.types import (
-    Delta,
-    DraftStep,
-    EngineError,
-    Event,
-    Finished,
-    FinishReason,
-    Generation,
-    TokenLogprob,
-    Usage,
-)
 from workers.protocol import Speculation
 
-EventSink = Callable[[Event | EngineError], None]
+EventSink = Callable[[types.Event | types.EngineError], None]
 DELTA_INTERVAL_S = 0.01
 """Minimum time between two deltas of an answer. A delta costs the worker, the gateway and the
 client more than a token costs a small model, and no reader needs a hundred in a second."""
@@ -36,7 +26,7 @@ class SpeculationCounter:
     """Draft and verify counts of one row, step by step."""
 
     draft_tokens: int
-    steps: list[DraftStep] = field(default_factory=list)
+    steps: list[types.DraftStep] = field(default_factory=list)
     """Verified drafts, in order."""
     errors: int = 0
     """Tokens of the drafts that failed."""
@@ -60,7 +50,7 @@ class SpeculationCounter:
 class Row:
     """A generation in a lane: its request, its answer so far, and the sink of its events."""
 
-    generation: Generation
+    generation: types.Generation
     prompt: PreparedPrompt
     seed: int
     max_tokens: int
@@ -75,7 +65,7 @@ class Row:
     sink: EventSink
     answer: list[int] = field(default_factory=list)
     """Tokens of the answer so far."""
-    finish_reason: FinishReason | None = None
+    finish_reason: types.FinishReason | None = None
     cancelled: bool = False
     drafting_skipped: bool = False
     """Whether the lane drafted nothing at some step, since drafting did not pay."""
@@ -91,7 +81,7 @@ class Row:
     """Difference from token number to text position: pictures take fewer positions than tokens."""
     _last_delta_s: float = -inf
     _pending_text: str = ""
-    _pending_logprobs: list[TokenLogprob] = field(default_factory=list)
+    _pending_logprobs: list[types.TokenLogprob] = field(default_factory=list)
 
     @property
     def context_tokens(self) -> int:
@@ -124,9 +114,9 @@ class Row:
             answer=self.answer,
         )
 
-    def usage(self) -> Usage:
+    def usage(self) -> types.Usage:
         """Return the token counts so far, the end token included, as vLLM does."""
-        return Usage(
+        return types.Usage(
             prompt_tokens=len(self.prompt.tokens),
             completion_tokens=len(self.answer),
             cached_tokens=self.cached_tokens,
@@ -137,7 +127,7 @@ class Row:
         self,
         tokens: Sequence[int],
         ends: Iterable[int],
-        logprobs: Sequence[TokenLogprob] = (),
+        logprobs: Sequence[types.TokenLogprob] = (),
         *,
         now_s: float,
     ) -> int:
@@ -155,13 +145,13 @@ class Row:
             appended += 1
             self.answer.append(token)
             if token in ends:
-                self.finish_reason = FinishReason.STOP
+                self.finish_reason = types.FinishReason.STOP
             else:
                 text += self.text.push(token)
                 if self.text.stopped:
-                    self.finish_reason = FinishReason.STOP
+                    self.finish_reason = types.FinishReason.STOP
                 elif len(self.answer) >= self.max_tokens:
-                    self.finish_reason = FinishReason.LENGTH
+                    self.finish_reason = types.FinishReason.LENGTH
             if self.finish_reason:
                 text += self.text.flush()
                 break
@@ -170,10 +160,10 @@ class Row:
             self._emit_delta(now_s)
         return appended
 
-    def finished_event(self) -> Finished:
+    def finished_event(self) -> types.Finished:
         """Return the event that ends the answer."""
         assert self.finish_reason is not None
-        return Finished(
+        return types.Finished(
             reason=self.finish_reason,
             usage=self.usage(),
             speculation=self.speculation.total(),
@@ -182,5 +172,5 @@ class Row:
 
     def _emit_delta(self, now_s: float) -> None:
         if self._pending_text or self._pending_logprobs:
-            self.sink(Delta(text=self._pending_text, logprobs=tuple(self._pending_logprobs)))
+            self.sink(types.Delta(text=self._pending_text, logprobs=tuple(self._pending_logprobs)))
             self._last_delta_s, self._pending_text, self._pending_logprobs = now_s, "", []

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from policies.request.profile import Bypass
+from workers.engine import types
 from workers.engine.decoder import Decoder, Outcome, check_device
 from workers.engine.draft_head import DraftHead
 from workers.engine.memory import GROWTH_TOKENS, MemoryEstimate
@@ -25,21 +26,14 @@ from workers.engine.row import Row
 from workers.engine.sampler import choose
 from workers.engine.sparse_prefill import NO_SPARSE_PREFILL, SparsePrefill
 from workers.engine.tokenizer import PromptRenderer
-from workers.engine.types import (
-    EngineError,
-    Generation,
-    GenerationFailed,
-    InvalidGeneration,
-    LaneName,
-)
 
 logger = logging.getLogger(__name__)
 
 DRAFTABLE_BYPASSES = {
-    LaneName.TEXT_MTP: frozenset(
+    types.LaneName.TEXT_MTP: frozenset(
         {Bypass.NON_GREEDY_SAMPLING, Bypass.LOGITS_PROCESSORS, Bypass.LOGPROBS}
     ),
-    LaneName.VLM: frozenset({Bypass.MEDIA}),
+    types.LaneName.VLM: frozenset({Bypass.MEDIA}),
 }
 """Bypass reasons by which a gateway avoids the text-mtp lane, but which a lane can draft for.
 
@@ -53,29 +47,29 @@ class LaneScheduler:
 
     def __init__(
         self,
-        name: LaneName,
+        name: types.LaneName,
         checkpoint: Checkpoint,
         prompts: PromptRenderer,
-        counters: LaneCounters,
         *,
         prefix_cache: PrefixCache,
         siblings: Sequence[LaneScheduler] = (),
         draft_tokens: int,
         max_rows: int,
-        prefill_budget: PrefillBudget,
+        prefill_chunk_tokens: int,
+        prefill_budget_s: float,
         memory: MemoryEstimate,
         sparse_prefill: SparsePrefill = NO_SPARSE_PREFILL,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.name = name
-        self.counters = counters
+        self.counters = LaneCounters(name, slots=max_rows, draft_tokens=draft_tokens)
         self._target = checkpoint.target
-        self._head = DraftHead(checkpoint.head if draft_tokens else None, counters)
+        self._head = DraftHead(checkpoint.head if draft_tokens else None, self.counters)
         self._clock = clock
         self._prefix_cache = prefix_cache
         self._siblings = siblings
         self._max_rows = max_rows
-        self._prefill_budget = prefill_budget
+        self._prefill_budget = PrefillBudget(prefill_chunk_tokens, prefill_budget_s)
         self._memory = memory
         self._sparse_prefill = sparse_prefill
         self._waiting: deque[Row] = deque()
@@ -83,9 +77,8 @@ class LaneScheduler:
         self._decoder = Decoder(
             checkpoint.target,
             self._head,
-            counters,
+            self.counters,
             draft_tokens=draft_tokens,
-            max_rows=max_rows,
             eos=checkpoint.eos,
             token_bytes=prompts.raw,
             clock=clock,
@@ -125,7 +118,7 @@ class LaneScheduler:
             return None
         return prefill.row.prompt.prefix.key
 
-    def bypass_reasons(self, generation: Generation) -> tuple[Bypass, ...]:
+    def bypass_reasons(self, generation: types.Generation) -> tuple[Bypass, ...]:
         """Return why a generation must not speculate in this lane; safe from any thread."""
         if not self._head.exists:
             return generation.bypass
@@ -155,7 +148,7 @@ class LaneScheduler:
             self._apply(outcome)
         self._update_occupancy()
 
-    def close(self, reason: EngineError) -> None:
+    def close(self, reason: types.EngineError) -> None:
         """End every row with this error."""
         rows = [*self._waiting, *self.rows_in_memory]
         self._waiting.clear()
@@ -183,7 +176,8 @@ class LaneScheduler:
         prefix = row.prompt.prefix
         if prefix and any(lane.prefill_prefix_key == prefix.key for lane in self._siblings):
             return  # in a few steps the prefix cache will have it
-        if not self._fits(row):
+        # A row alone always fits: the engine has rejected prompts that exceed the memory.
+        if self._rows_in_all_lanes and self._free_bytes(row, growth_tokens=GROWTH_TOKENS) < 0:
             return  # rows that end will free memory
         self._waiting.popleft()
         try:
@@ -194,13 +188,6 @@ class LaneScheduler:
             self._sparse_prefill.start_scoring(self._prefill, self.counters)
         except Exception as error:  # noqa: BLE001  # one bad prompt must not end the lane
             self._fail([row], error)
-
-    def _fits(self, newcomer: Row) -> bool:
-        # A row alone always fits: the engine has rejected prompts that exceed the memory.
-        return (
-            not self._rows_in_all_lanes
-            or self._free_bytes(newcomer, growth_tokens=GROWTH_TOKENS) >= 0
-        )
 
     @property
     def _rows_in_all_lanes(self) -> int:
@@ -274,8 +261,7 @@ class LaneScheduler:
             prefill.prefix_tokens = 0
             return
         self._prefix_cache.evict_to(free_bytes)
-        if (cached := make_cached_prefix(prefill)) is not None:
-            self._prefix_cache.store(prefix.key, cached)
+        self._prefix_cache.store(prefix.key, make_cached_prefix(prefill))
 
     def _apply(self, outcome: Outcome) -> None:
         """Finish and fail the rows that ended; requeue the others first in the queue."""
@@ -294,10 +280,10 @@ class LaneScheduler:
     def _fail(self, rows: list[Row], error: Exception) -> None:
         """End rows with an error; raise if the device can compute nothing any more."""
         logger.error("lane.failed lane=%s rows=%d", self.name, len(rows), exc_info=error)
-        failed = GenerationFailed("The engine failed while it generated this answer.")
+        failed = types.GenerationFailed("The engine failed while it generated this answer.")
         for row in rows:
             self.counters.record_finish(row)
-            row.sink(error if isinstance(error, InvalidGeneration) else failed)
+            row.sink(error if isinstance(error, types.InvalidGeneration) else failed)
         check_device(self._target)
 
     def _update_occupancy(self) -> None:

@@ -10,45 +10,37 @@ prompt or the draft model ends in a full prefill, counted by its reason.
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from workers.engine.metrics import LaneCounters
-from workers.engine.model import Checkpoint, load_checkpoint
+from workers.engine.model import Checkpoint, Target, load_checkpoint
 from workers.engine.prefill import Prefill
-from workers.engine.prompt_scorer import PromptScorer, draft_incompatibility
-from workers.engine.spec_prefill import (
-    FullPrefillReason,
-    SpecPrefillSettings,
-    UncachedPrompt,
-    choose_scoring_range,
-)
+from workers.engine.prompt_scorer import LOOK_AHEAD_TOKENS, PromptScoring, draft_incompatibility
+from workers.engine.spec_prefill import FullPrefillReason, SpecPrefillSettings, choose_scoring_range
 
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
 class SparsePrefill:
     """Settings and draft model of the sparse prefill."""
 
-    def __init__(
-        self,
-        settings: SpecPrefillSettings | None,
-        scorer: PromptScorer | None,
-        reason: str | None = None,
-    ) -> None:
-        """Take no scorer, but the reason, if the draft model is unusable."""
-        self._settings = settings
-        self._scorer = scorer
-        self._reason = reason
+    settings: SpecPrefillSettings | None = None
+    draft: Target | None = None
+    draft_context_tokens: int = 0
+    reason: str | None = None
+    """Why there is no draft model although the settings name one."""
 
     @property
     def description(self) -> str | None:
         """Return a phrase on how long prompts are read; None if no draft model is configured."""
-        if self._settings is None:
+        if self.settings is None:
             return None
-        if self._scorer is None:
-            return f"long prompts are read in full: {self._reason}"
+        if self.draft is None:
+            return f"long prompts are read in full: {self.reason}"
         return (
-            f"from {self._settings.threshold_tokens} tokens on, "
-            f"{self._settings.keep_share:.0%} of a prompt are read"
+            f"from {self.settings.threshold_tokens} tokens on, "
+            f"{self.settings.keep_share:.0%} of a prompt are read"
         )
 
     def start_scoring(self, prefill: Prefill, counters: LaneCounters) -> None:
@@ -58,21 +50,23 @@ class SparsePrefill:
             row.skipped_tokens = 0  # a requeued row is read in full
             return
         options = row.generation.spec_prefill
-        if self._settings is None or self._scorer is None:
-            if options.sparse or (self._settings and options.sparse is None):
+        if self.settings is None or self.draft is None:
+            if options.sparse or (self.settings and options.sparse is None):
                 counters.record_full_prefill(FullPrefillReason.NO_DRAFT)
             return
-        prompt = UncachedPrompt(
+        scope = choose_scoring_range(
+            self.settings,
+            options,
+            draft_context_tokens=self.draft_context_tokens - LOOK_AHEAD_TOKENS,
             prompt_tokens=len(row.prompt.tokens),
             cached_tokens=row.cached_tokens,
             prefix_tokens=prefill.prefix_tokens,
             pictures=prefill.prompt_embedding is not None,
         )
-        scope = choose_scoring_range(self._settings, self._scorer.context_tokens, options, prompt)
         if isinstance(scope, FullPrefillReason):
             counters.record_full_prefill(scope)
         else:
-            prefill.scoring = self._scorer.begin(row.prompt.tokens, scope)
+            prefill.scoring = PromptScoring(self.draft, row.prompt.tokens, scope)
 
     def score_chunk(self, prefill: Prefill, chunk_tokens: int, counters: LaneCounters) -> None:
         """Let the draft model read one more chunk; apply its selection at the end."""
@@ -98,7 +92,7 @@ class SparsePrefill:
         counters.record_sparse_prefill(scored=scored, selected=scored - row.skipped_tokens)
 
 
-NO_SPARSE_PREFILL = SparsePrefill(None, None)
+NO_SPARSE_PREFILL = SparsePrefill()
 """For a worker without a draft model."""
 
 
@@ -112,9 +106,9 @@ def load_sparse_prefill(
         draft = load_checkpoint(settings.draft)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         logger.warning("spec_prefill.draft_unusable", exc_info=error)
-        return SparsePrefill(settings, None, "the draft model cannot be loaded")
+        return SparsePrefill(settings, reason="the draft model cannot be loaded")
     reason = draft_incompatibility(checkpoint, draft)
     if reason is not None:
         logger.warning("spec_prefill.draft_unusable reason=%s", reason)
-        return SparsePrefill(settings, None, reason)
-    return SparsePrefill(settings, PromptScorer(draft.target, draft.context_tokens))
+        return SparsePrefill(settings, reason=reason)
+    return SparsePrefill(settings, draft.target, draft.context_tokens)

@@ -68,40 +68,33 @@ class ScoringRange:
     keep_share: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UncachedPrompt:
-    """Properties of a prompt before its prefill."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    """Tokens that the prefix cache already holds."""
-    prefix_tokens: int
-    """Length of a shared prefix that is to be cached; 0 if there is none."""
-    pictures: bool
-
-
 def choose_scoring_range(
     settings: SpecPrefillSettings,
-    draft_context_tokens: int,
     options: SpecPrefillOptions,
-    prompt: UncachedPrompt,
+    *,
+    draft_context_tokens: int,
+    prompt_tokens: int,
+    cached_tokens: int,
+    prefix_tokens: int,
+    pictures: bool,
 ) -> ScoringRange | FullPrefillReason:
     """Return the part of a prompt to score, or the reason to read it in full.
 
-    A shared prefix is read in full the first time, since other requests use its cache entry; only a
-    request that asks for sparse prefill reads the prefix sparsely too.
+    The prefix cache already holds `cached_tokens`. A shared prefix of `prefix_tokens` that it does
+    not hold yet is read in full, since other requests use its cache entry; only a request that asks
+    for sparse prefill reads the prefix sparsely too.
     """
     keep_share = settings.keep_share if options.keep_share is None else options.keep_share
-    begin = prompt.cached_tokens
+    begin = cached_tokens
     if not options.sparse:
-        begin = max(begin, prompt.prefix_tokens)
-    tokens = prompt.prompt_tokens - begin
+        begin = max(begin, prefix_tokens)
+    tokens = prompt_tokens - begin
     least = (
         MIN_SCORED_TOKENS if options.sparse else max(settings.threshold_tokens, MIN_SCORED_TOKENS)
     )
     reasons = (
         (options.sparse is False, FullPrefillReason.SWITCHED_OFF),
-        (prompt.pictures, FullPrefillReason.PICTURES),
+        (pictures, FullPrefillReason.PICTURES),
         (tokens < least, FullPrefillReason.TOO_SHORT),
         (tokens > draft_context_tokens, FullPrefillReason.TOO_LONG_FOR_DRAFT),
         (keep_share >= 1, FullPrefillReason.KEEPS_ALL),
@@ -109,7 +102,7 @@ def choose_scoring_range(
     for applies, reason in reasons:
         if applies:
             return reason
-    return ScoringRange(begin=begin, end=prompt.prompt_tokens, keep_share=keep_share)
+    return ScoringRange(begin=begin, end=prompt_tokens, keep_share=keep_share)
 
 
 def select(scores: TokenScores, keep_share: float) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ import mlx.core as mx
 
 from workers.engine.row import Row
 from workers.engine.scheduler import LaneScheduler
-from workers.engine.types import EngineStopped, LaneName
+from workers.engine.types import EngineStopped
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class EngineThread(Generic[T]):
 
     def __init__(self, load: Callable[[], tuple[T, Sequence[LaneScheduler]]]) -> None:
         self._load = load
-        self._lanes: dict[LaneName, LaneScheduler] = {}
+        self._lanes: Sequence[LaneScheduler] = ()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-mlx", daemon=True)
         self._submit_lock = threading.Lock()
@@ -48,41 +48,29 @@ class EngineThread(Generic[T]):
         """Return whether the thread runs."""
         return self._thread.is_alive()
 
-    def submit(self, lane: LaneName, row: Row) -> None:
+    def submit(self, lane: LaneScheduler, row: Row) -> None:
         """Queue a row for a lane; raise `EngineStopped` if the thread has ended."""
         with self._submit_lock:
             if not self._accepting:
                 raise EngineStopped(_STOPPED)
-            self._commands.put(lambda: self._lanes[lane].add(row))
-
-    def cancel(self, row: Row) -> None:
-        """Drop a row before the next step."""
-
-        def mark() -> None:
-            row.cancelled = True
-
-        self._commands.put(mark)
+            self._commands.put(lambda: lane.add(row))
 
     def stop(self, timeout_s: float) -> None:
         """End the thread after its current step; running rows fail with `EngineStopped`."""
-
-        def mark() -> None:
-            self._stopping = True
-
-        self._commands.put(mark)
+        self._stopping = True
+        self._commands.put(lambda: None)  # the thread may be waiting for a command
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
         try:
-            result, lanes = self._load()
+            result, self._lanes = self._load()
         except BaseException as error:  # noqa: BLE001  # start() raises it
             self._loaded.set_exception(error)
             return
-        self._lanes = {lane.name: lane for lane in lanes}
         self._loaded.set_result(result)
         try:
             while self._run_commands():
-                for lane in lanes:
+                for lane in self._lanes:
                     if lane.busy:
                         lane.step()
         except Exception:  # the thread ends, and the worker's process with it
@@ -92,14 +80,14 @@ class EngineThread(Generic[T]):
                 self._accepting = False
             while not self._commands.empty():  # submitted during the last step
                 self._commands.get()()
-            for lane in lanes:
+            for lane in self._lanes:
                 lane.close(EngineStopped(_STOPPED))
             mx.clear_streams()  # MLX aborts the process if a thread ends with streams of its own
 
     def _run_commands(self) -> bool:
         """Run the queued commands, waiting for one while no lane is busy; return False to stop."""
         while not self._stopping:
-            idle = not any(lane.busy for lane in self._lanes.values())
+            idle = not any(lane.busy for lane in self._lanes)
             try:
                 command = self._commands.get(block=idle)
             except queue.Empty:
