@@ -17,9 +17,8 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 
 from gateway.cli import CommandError
-from gateway.cli.up import on_this_machine
+from gateway.cli.up import local_url
 from gateway.config.settings import load_settings
-from gateway.config.startup_checks import base_url
 from gateway.types import fits_header
 
 # A diff of the policy replays the last ten thousand requests.
@@ -156,4 +155,4 @@ def _own_address(*, admin: bool) -> str:
         host, port = settings.admin_host, settings.admin_port
     if not port:
         raise CommandError("the settings let the gateway take any free port; name it with --url.")
-    return on_this_machine(base_url(host, port))
+    return local_url(host, port)

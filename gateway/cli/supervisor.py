@@ -12,77 +12,51 @@ import re
 import time
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from workers.protocol import READY_PREFIX, ExitCode
 
 REFUSALS = frozenset((ExitCode.SETTINGS, ExitCode.MODEL))
 """Exit codes of a worker that would fail again: invalid settings, an unusable model."""
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 30.0
+RESET_AFTER_S = 60.0
+"""A process that ran this long resets the delay."""
+GIVE_UP_AFTER = 5
+"""The supervisor gives up after this many exits in a row if the worker was never ready."""
 STOP_GRACE_S = 10.0
 OUTPUT_GRACE_S = 1.0
 _LINE_ENDS = re.compile(rb"[\r\n]+")  # progress bars end their lines with a return
 _CHUNK_BYTES = 8192
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """Delays and bounds of restarts."""
-
-    first_wait_s: float = 0.5
-    growth: float = 2.0
-    longest_wait_s: float = 30.0
-    reset_after_s: float = 60.0
-    """A process that ran this long resets the delay."""
-    give_up_after: int = 5
-    """The supervisor gives up after this many exits in a row if the worker was never ready."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerExit:
-    """The end of one worker process."""
-
-    started_mono_s: float
-    ended_mono_s: float
-    exit_code: int
-    """Negative: the number of the signal, as in `subprocess`."""
-    was_ready: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restart:
-    """Restart the worker after this delay."""
-
-    wait_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GiveUp:
-    """Do not restart the worker."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Supervision:
-    """The exits so far; each exit returns a new value."""
+    """The exits so far, and the decision: a restart, or the end."""
 
-    policy: RestartPolicy = field(default_factory=RestartPolicy)
     exits_in_a_row: int = 0
     ever_ready: bool = False
+    give_up_reason: str = ""
+    """Not empty: the worker is not restarted."""
 
-    def after(self, exit_: WorkerExit) -> tuple[Supervision, Restart | GiveUp]:
-        """Return the next state and the decision: a restart with a doubling delay, or the end."""
-        ever_ready = self.ever_ready or exit_.was_ready
-        settled = exit_.ended_mono_s - exit_.started_mono_s >= self.policy.reset_after_s
-        exits = 1 if settled and exit_.was_ready else self.exits_in_a_row + 1
-        state = Supervision(policy=self.policy, exits_in_a_row=exits, ever_ready=ever_ready)
-        if not ever_ready and exit_.exit_code in REFUSALS:
-            return state, GiveUp(reason="the worker cannot start; its message is above")
-        if not ever_ready and exits >= self.policy.give_up_after:
-            return state, GiveUp(reason=f"the worker exited {exits} times before it was ready")
-        wait_s = self.policy.first_wait_s * self.policy.growth ** (exits - 1)
-        return state, Restart(wait_s=min(wait_s, self.policy.longest_wait_s))
+    @property
+    def wait_s(self) -> float:
+        """Return the delay of the next restart; it doubles with each exit in a row."""
+        doublings = min(self.exits_in_a_row - 1, 10)  # later ones exceed the longest delay
+        return min(FIRST_WAIT_S * 2.0**doublings, LONGEST_WAIT_S)
+
+    def record_exit(self, exit_code: int, *, uptime_s: float, was_ready: bool) -> None:
+        """Count an exit; a negative code is the number of a signal, as in `subprocess`."""
+        self.ever_ready |= was_ready
+        settled = was_ready and uptime_s >= RESET_AFTER_S
+        self.exits_in_a_row = 1 if settled else self.exits_in_a_row + 1
+        if not self.ever_ready and exit_code in REFUSALS:
+            self.give_up_reason = "the worker cannot start; its message is above"
+        elif not self.ever_ready and self.exits_in_a_row >= GIVE_UP_AFTER:
+            self.give_up_reason = (
+                f"the worker exited {self.exits_in_a_row} times before it was ready"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,23 +73,25 @@ class Supervisor:
     print_line: Callable[[str], None]
     print_worker_line: Callable[[str], None]
     """Called for every other line of the worker's output."""
-    supervision: Supervision = field(default_factory=Supervision)
 
-    async def run(self) -> GiveUp:
-        """Run and restart the worker until `GiveUp`; cancellation stops the worker first."""
-        supervision = self.supervision
+    async def run(self) -> str:
+        """Run and restart the worker; return the reason why it is not restarted.
+
+        Cancellation stops the worker first.
+        """
+        supervision = Supervision()
         while True:
-            exit_ = await self._run_once()
-            supervision, next_step = supervision.after(exit_)
-            if isinstance(next_step, GiveUp):
-                return next_step
-            self.print_line(
-                f"The worker {_cause(exit_.exit_code)}; it restarts in {next_step.wait_s:g} s."
-            )
+            exit_code = await self._run_once(supervision)
+            if supervision.give_up_reason:
+                return supervision.give_up_reason
+            cause = f"ended with code {exit_code}"
+            if exit_code < 0:
+                cause = f"was killed by signal {-exit_code}"
+            self.print_line(f"The worker {cause}; it restarts in {supervision.wait_s:g} s.")
             await self.on_exit()
-            await asyncio.sleep(next_step.wait_s)
+            await asyncio.sleep(supervision.wait_s)
 
-    async def _run_once(self) -> WorkerExit:
+    async def _run_once(self, supervision: Supervision) -> int:
         started_mono_s = time.monotonic()
         process = await asyncio.create_subprocess_exec(
             *self.command,
@@ -134,12 +110,12 @@ class Supervisor:
             # The rest of its output; bounded, because a grandchild may keep the pipe open.
             finished, _ = await asyncio.wait({output}, timeout=OUTPUT_GRACE_S)
             output.cancel()
-        return WorkerExit(
-            started_mono_s=started_mono_s,
-            ended_mono_s=time.monotonic(),
-            exit_code=exit_code,
+        supervision.record_exit(
+            exit_code,
+            uptime_s=time.monotonic() - started_mono_s,
             was_ready=bool(finished) and output.result(),
         )
+        return exit_code
 
     async def _follow(self, output: asyncio.StreamReader | None) -> bool:
         """Forward the worker's output until it ends; return whether the worker was ever ready."""
@@ -159,10 +135,6 @@ class Supervisor:
             if greeting is not None:
                 greeting.cancel()
         return greeting is not None
-
-
-def _cause(exit_code: int) -> str:
-    return f"was killed by signal {-exit_code}" if exit_code < 0 else f"ended with code {exit_code}"
 
 
 async def _stop(process: Process) -> None:

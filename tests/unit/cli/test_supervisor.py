@@ -4,64 +4,73 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.cli.supervisor import GiveUp, Restart, RestartPolicy, Supervision, WorkerExit
-
-POLICY = RestartPolicy(first_wait_s=0.5, growth=2, longest_wait_s=4, reset_after_s=60)
+from gateway.cli.supervisor import GIVE_UP_AFTER, LONGEST_WAIT_S, Supervision
 
 
-def worker_exit(*, uptime_s: float = 1, exit_code: int = -9, was_ready: bool = True) -> WorkerExit:
-    return WorkerExit(
-        started_mono_s=100, ended_mono_s=100 + uptime_s, exit_code=exit_code, was_ready=was_ready
-    )
+class Exits:
+    """A supervision, and the delay after each exit that the test records."""
+
+    def __init__(self) -> None:
+        self.supervision = Supervision()
+        self.waits_s: list[float] = []
+
+    def record(
+        self, *, uptime_s: float = 1, exit_code: int = -9, was_ready: bool = True, count: int = 1
+    ) -> None:
+        for _ in range(count):
+            self.supervision.record_exit(exit_code, uptime_s=uptime_s, was_ready=was_ready)
+            self.waits_s.append(self.supervision.wait_s)
+
+    @property
+    def given_up(self) -> bool:
+        return bool(self.supervision.give_up_reason)
 
 
-def restart_waits(*exits: WorkerExit) -> list[float]:
-    supervision, waits = Supervision(policy=POLICY), []
-    for exit_ in exits:
-        supervision, step = supervision.after(exit_)
-        assert isinstance(step, Restart)
-        waits.append(step.wait_s)
-    return waits
+@pytest.fixture
+def exits() -> Exits:
+    return Exits()
 
 
-def test_waits_double_up_to_the_maximum() -> None:
-    assert restart_waits(*[worker_exit()] * 6) == [0.5, 1, 2, 4, 4, 4]
+def test_waits_double_up_to_the_maximum(exits: Exits) -> None:
+    exits.record(count=9)
+    assert exits.waits_s == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    exits.record(count=2000)
+    assert exits.waits_s[-1] == LONGEST_WAIT_S
 
 
-def test_a_long_uptime_resets_the_wait() -> None:
-    assert restart_waits(worker_exit(), worker_exit(), worker_exit(uptime_s=61), worker_exit()) == [
-        0.5,
-        1,
-        0.5,
-        1,
-    ]
+def test_a_long_uptime_resets_the_wait(exits: Exits) -> None:
+    exits.record(count=2)
+    exits.record(uptime_s=60)
+    exits.record(uptime_s=59)
+    assert exits.waits_s == [0.5, 1, 0.5, 1]
 
 
-def test_a_long_loading_time_does_not_reset_the_wait() -> None:
-    assert restart_waits(worker_exit(), worker_exit(uptime_s=600, was_ready=False)) == [0.5, 1]
+def test_a_long_loading_time_does_not_reset_the_wait(exits: Exits) -> None:
+    exits.record()
+    exits.record(uptime_s=600, was_ready=False)
+    assert exits.waits_s == [0.5, 1]
 
 
 @pytest.mark.parametrize("exit_code", [2, 3])
-def test_a_worker_that_rejects_its_settings_is_not_restarted(exit_code: int) -> None:
-    _, step = Supervision(policy=POLICY).after(worker_exit(exit_code=exit_code, was_ready=False))
-    assert isinstance(step, GiveUp)
+def test_a_worker_that_rejects_its_settings_is_not_restarted(exits: Exits, exit_code: int) -> None:
+    exits.record(exit_code=exit_code, was_ready=False)
+    assert exits.given_up
 
 
-def test_a_worker_that_was_ready_before_is_restarted_after_a_rejection() -> None:
-    supervision, _ = Supervision(policy=POLICY).after(worker_exit())
-    _, step = supervision.after(worker_exit(exit_code=3, was_ready=False))
-    assert isinstance(step, Restart)
+def test_a_worker_that_was_ready_before_is_restarted_after_a_rejection(exits: Exits) -> None:
+    exits.record()
+    exits.record(exit_code=3, was_ready=False)
+    assert not exits.given_up
 
 
-def test_the_supervisor_gives_up_a_worker_that_is_never_ready() -> None:
-    supervision, steps = Supervision(policy=POLICY), []
-    for _ in range(POLICY.give_up_after):
-        supervision, step = supervision.after(worker_exit(exit_code=1, was_ready=False))
-        steps.append(type(step))
-    assert steps == [Restart] * (POLICY.give_up_after - 1) + [GiveUp]
+def test_the_supervisor_gives_up_a_worker_that_is_never_ready(exits: Exits) -> None:
+    exits.record(exit_code=1, was_ready=False, count=GIVE_UP_AFTER - 1)
+    assert not exits.given_up
+    exits.record(exit_code=1, was_ready=False)
+    assert exits.given_up
 
 
-def test_the_supervisor_never_gives_up_a_worker_that_was_ready_once() -> None:
-    assert (
-        len(restart_waits(worker_exit(), *[worker_exit(exit_code=1, was_ready=False)] * 20)) == 21
-    )
+def test_the_supervisor_never_gives_up_a_worker_that_was_ready_once(exits: Exits) -> None:
+    exits.record()
+    exits.record(exit_code=1, was_ready=False, count=20)
+    assert not exits.given_up
