@@ -9,11 +9,7 @@ from typing import TypeVar
 
 import yaml
 from pydantic import ValidationError
-from pydantic_settings import (
-    BaseSettings,
-    PydanticBaseSettingsSource,
-    YamlConfigSettingsSource,
-)
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, YamlConfigSettingsSource
 
 _DEFAULT_FILE = Path("paceline.yaml")
 _NO_ALIASES: Mapping[str, str] = {}
@@ -52,8 +48,7 @@ def load_layered(
             settings_cls: type[BaseSettings],  # noqa: ARG003
             init_settings: PydanticBaseSettingsSource,
             env_settings: PydanticBaseSettingsSource,
-            dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-            file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
+            **_: PydanticBaseSettingsSource,
         ) -> tuple[PydanticBaseSettingsSource, ...]:
             return init_settings, env_settings, *file
 

@@ -38,11 +38,6 @@ class Membership:
     changed: asyncio.Event
     """Set to send the next heartbeat at once."""
 
-    @property
-    def path(self) -> str:
-        """The resource of this worker at the gateway."""
-        return f"/admin/v1/workers/{self.worker_id}"
-
 
 @contextlib.asynccontextmanager
 async def joined(membership: Membership) -> AsyncIterator[None]:
@@ -59,7 +54,7 @@ async def send_heartbeats(membership: Membership) -> None:
     """Send heartbeats until cancelled, through any outage of the gateway; then leave it."""
     token = membership.token
     async with httpx.AsyncClient(
-        base_url=membership.gateway_url,
+        base_url=f"{membership.gateway_url}/admin/v1/workers",
         headers={"authorization": f"Bearer {token.get_secret_value()}"} if token else {},
         timeout=REQUEST_TIMEOUT_S,
         trust_env=False,  # a proxy to the internet cannot reach the local network
@@ -94,7 +89,7 @@ async def _send_heartbeat(client: httpx.AsyncClient, membership: Membership) -> 
         with attempt:
             membership.changed.clear()
             report = membership.report()
-            response = await client.put(membership.path, json=report.model_dump(mode="json"))
+            response = await client.put(membership.worker_id, json=report.model_dump(mode="json"))
             if response.is_error:
                 raise HeartbeatRejected(response.status_code)
     if attempt.retry_state.attempt_number > 1:
@@ -107,7 +102,7 @@ async def _send_heartbeat(client: httpx.AsyncClient, membership: Membership) -> 
 
 async def _leave(client: httpx.AsyncClient, membership: Membership) -> None:
     try:
-        response = await client.delete(membership.path)
+        response = await client.delete(membership.worker_id)
         log.info("worker.left gateway=%s status=%d", membership.gateway_url, response.status_code)
     except httpx.HTTPError as error:
         # The gateway removes the worker anyway, once its heartbeats are missing.

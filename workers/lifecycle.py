@@ -8,6 +8,7 @@ import functools
 import signal
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any
 
 import uvicorn
 
@@ -79,7 +80,7 @@ class Server(uvicorn.Server):
 
 
 async def first_of(
-    *awaited: asyncio.Task[None] | Coroutine[object, object, object],
+    *awaited: asyncio.Task[Any] | Coroutine[object, object, object],
     timeout_s: float | None = None,
 ) -> None:
     """Wait for the first one, or for the timeout; cancel the coroutines, not the tasks."""

@@ -65,7 +65,7 @@ def membership(
     return Membership(
         gateway_url=gateway_url,
         token=SecretStr("secret"),
-        worker_id=worker.identity.worker_id,
+        worker_id=worker.worker_id,
         report=report or worker.report,
         changed=worker.changed,
     )

@@ -25,7 +25,7 @@ from workers.engine.types import (
 from workers.lifecycle import Server
 from workers.protocol import LaneReport, Speculation
 from workers.server.app import create_app
-from workers.server.runtime import Identity, Worker
+from workers.server.runtime import Worker
 
 CARD = ModelCard(
     model="scripted",
@@ -129,7 +129,9 @@ def text_events(*texts: str, speculation: Speculation | None = None) -> list[Eve
 def make_worker(engine: ScriptedEngine, clock: Callable[[], float] = lambda: 1000.0) -> Worker:
     """Wrap a worker around a scripted engine."""
     return Worker(
-        identity=Identity(worker_id="scripted-1", boot_id="b1", url="http://127.0.0.1:1"),
+        worker_id="scripted-1",
+        boot_id="b1",
+        url="http://127.0.0.1:1",
         engine=engine,
         clock=clock,
         started_s=clock(),

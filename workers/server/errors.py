@@ -7,7 +7,7 @@ RequestError             any request without a completion, with its status and O
 +-- BodyTooLarge         413
 +-- WorkerDraining       503 with Retry-After
 +-- ClientLeft           499, only logged: the client has disconnected
-+-- ClientStalled        499, only logged: the client stopped reading a stream
+    +-- ClientStalled    499, only logged: the client stopped reading a stream
 
 `as_request_error` translates errors of the engine (`workers.engine.types`) and of the parser
 (`policies.request.fields.FieldError`), so that no response contains the text of a library.
@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Mapping
 from http import HTTPStatus
+from types import MappingProxyType
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -32,20 +34,19 @@ log = logging.getLogger(__name__)
 
 
 class RequestError(Exception):
-    """A request that gets an error response instead of a completion."""
+    """A request that gets an error response instead of a completion; itself, a failure."""
 
     status = 500
     kind = "server_error"
-    code: str | None = "internal_error"
+    code: str | None = "generation_failed"
+    message = "The worker failed while it generated this completion."
+    headers: Mapping[str, str] = MappingProxyType({})
+    retry_after_s: float | None = None
 
-    def __init__(
-        self, message: str, *, param: str | None = None, retry_after_s: float | None = None
-    ) -> None:
-        super().__init__(message)
-        self.message = message
+    def __init__(self, message: str | None = None, *, param: str | None = None) -> None:
+        super().__init__(message or self.message)
+        self.message = message or self.message
         self.param = param
-        self.retry_after_s = retry_after_s
-        self.headers: dict[str, str] = {}
 
     def body(self) -> Json:
         """Return OpenAI's error object."""
@@ -71,10 +72,8 @@ class NotAuthorised(RequestError):
     status = 401
     kind = "authentication_error"
     code = "invalid_token"
-
-    def __init__(self) -> None:
-        super().__init__("Send the join token of this worker as a bearer token.")
-        self.headers = {"www-authenticate": "Bearer"}
+    message = "Send the join token of this worker as a bearer token."
+    headers = MappingProxyType({"www-authenticate": "Bearer"})
 
 
 class UnknownModel(RequestError):
@@ -106,11 +105,9 @@ class WorkerDraining(RequestError):
     """The worker is shutting down and accepts no new requests."""
 
     status = 503
-    kind = "server_error"
     code = "worker_draining"
-
-    def __init__(self) -> None:
-        super().__init__("This worker is shutting down.", retry_after_s=1)
+    message = "This worker is shutting down."
+    retry_after_s = 1
 
 
 class ClientLeft(RequestError):
@@ -119,35 +116,30 @@ class ClientLeft(RequestError):
     status = 499
     kind = "invalid_request_error"
     code = "client_left"
-
-    def __init__(self) -> None:
-        super().__init__("The client closed the connection.")
+    message = "The client closed the connection."
 
 
-class ClientStalled(RequestError):
+class ClientStalled(ClientLeft):
     """The client stopped reading while other requests waited for its row of the batch."""
 
-    status = 499
-    kind = "invalid_request_error"
     code = "client_stalled"
-
-    def __init__(self) -> None:
-        super().__init__("The client stopped reading.")
+    message = "The client stopped reading."
 
 
-class _EngineStopped(RequestError):
-    status = 503
+class _EngineStopped(WorkerDraining):
     code = "engine_stopped"
+    message = "The engine of this worker has stopped."
 
 
 class _Busy(RequestError):
     status = 429
     kind = "rate_limit_error"
     code = "queue_full"
+    message = "The queue of this worker is full."
 
-
-class _GenerationFailed(RequestError):
-    code = "generation_failed"
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__()
+        self.retry_after_s = retry_after_s
 
 
 class _HttpError(RequestError):
@@ -157,7 +149,7 @@ class _HttpError(RequestError):
     def __init__(self, error: HTTPException) -> None:
         super().__init__(f"{HTTPStatus(error.status_code).phrase}.")
         self.status = error.status_code
-        self.headers = dict(error.headers or {})
+        self.headers = error.headers or {}
 
 
 def as_request_error(error: Exception, request_id: str = "") -> RequestError:
@@ -171,16 +163,14 @@ def as_request_error(error: Exception, request_id: str = "") -> RequestError:
         case InvalidGeneration():
             translated = BadRequest(error.message, param=error.param, code=error.code)
         case EngineBusy():
-            translated = _Busy(
-                "The queue of this worker is full.", retry_after_s=error.retry_after_s
-            )
+            translated = _Busy(error.retry_after_s)
         case EngineStopped():
-            translated = _EngineStopped("The engine of this worker has stopped.", retry_after_s=1)
+            translated = _EngineStopped()
         case HTTPException():
             translated = _HttpError(error)
         case _:
             log.error("request.failed request_id=%s", request_id, exc_info=error)
-            translated = _GenerationFailed("The worker failed while it generated this completion.")
+            translated = RequestError()
     return translated
 
 

@@ -22,13 +22,9 @@ from workers.lifecycle import Shutdown
 from workers.protocol import READY_PREFIX, ExitCode
 from workers.server.model_source import ModelSource, resolve_model
 from workers.server.ports import ServingEngine
-from workers.server.runtime import Identity, Worker
+from workers.server.runtime import Worker
 from workers.server.server import cannot_listen, serve, watch_leash
-from workers.server.settings import (
-    WorkerSettings,
-    advertised_url,
-    default_worker_id,
-)
+from workers.server.settings import WorkerSettings, advertised_url, default_worker_id
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -108,12 +104,10 @@ async def _serve(
 ) -> bool:
     host, port = listener.getsockname()[:2]
     worker = Worker(
-        identity=Identity(
-            worker_id=settings.id or default_worker_id(socket.gethostname(), port),
-            boot_id=secrets.token_hex(8),
-            url=advertised_url(host, port, settings.join or None),
-            labels=settings.labels,
-        ),
+        worker_id=settings.id or default_worker_id(socket.gethostname(), port),
+        boot_id=secrets.token_hex(8),
+        url=advertised_url(host, port, settings.join or None),
+        labels=settings.labels,
         engine=engine,
         clock=time.time,
         started_s=time.time(),
@@ -137,31 +131,32 @@ async def _serve(
 
 def _announce(worker: Worker, source: ModelSource) -> None:
     """Print the start lines for people, then the ready line for programs."""
-    card, identity = worker.engine.card, worker.identity
+    card = worker.engine.card
     if source.toy:
         _print(
             "This is a toy model that ships with Paceline. To serve a real one, start the worker "
             "with --model FOLDER_OR_REPOSITORY, for example --model Qwen/Qwen3.5-4B"
         )
-    _print(_start_line(card, identity, worker.engine.memory_bytes()))
+    _print(_start_line(worker, card))
     ready = {
-        "url": identity.url,
-        "worker_id": identity.worker_id,
+        "url": worker.url,
+        "worker_id": worker.worker_id,
         "model": card.model,
         "lanes": list(card.lanes),
     }
     _print(READY_PREFIX + json.dumps(ready))
 
 
-def _start_line(card: ModelCard, identity: Identity, memory_bytes: int) -> str:
+def _start_line(worker: Worker, card: ModelCard) -> str:
     """Return one line with the model, lanes, memory, requested and effective draft tokens."""
     lanes = " and ".join(card.lanes)
     shared = "share one copy of the weights" if len(card.lanes) > 1 else "is the only lane"
     reason = f" ({card.mtp_unavailable_reason.rstrip('.')})" if card.mtp_unavailable_reason else ""
     sparse = f"; {card.spec_prefill}" if card.spec_prefill else ""
     return (
-        f"Worker {identity.worker_id} serves {card.model} at {identity.url}: {lanes} {shared}, "
-        f"{card.weights_bytes / 1e6:.1f} MB of weights, {memory_bytes / 1e6:.1f} MB in use; "
+        f"Worker {worker.worker_id} serves {card.model} at {worker.url}: {lanes} {shared}, "
+        f"{card.weights_bytes / 1e6:.1f} MB of weights, "
+        f"{worker.engine.memory_bytes() / 1e6:.1f} MB in use; "
         f"draft tokens: {card.draft_tokens_requested} requested, "
         f"{card.draft_tokens_effective} effective{reason}{sparse}."
     )

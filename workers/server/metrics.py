@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter
+from typing import Any
 
-from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
@@ -37,6 +37,10 @@ _GAUGES = {
     "waiting": "Requests in the queue.",
     "slots": "Maximum number of rows in a batch.",
 }
+_MEMORY_GAUGES = {
+    "memory_bytes": "Memory in use by MLX.",
+    "prefix_cache_bytes": "Memory in use by the prefix cache.",
+}
 _COUNTERS_BY_REASON = {
     "bypass_counts": ("bypasses", "Requests without speculative decoding, by reason."),
     "spec_prefill.full_prefills": (
@@ -45,12 +49,14 @@ _COUNTERS_BY_REASON = {
     ),
 }
 
+_Family = type[CounterMetricFamily | GaugeMetricFamily]
+_Samples = Iterable[tuple[Any, ...]]
+"""Of each sample the values of its labels, then its number."""
+
 
 def exposition(report: WorkerReport) -> bytes:
-    """Return the report in Prometheus' text format; every call has a registry of its own."""
-    registry = CollectorRegistry(auto_describe=False)
-    registry.register(_ReportCollector(report))
-    return generate_latest(registry)
+    """Return the report in Prometheus' text format."""
+    return generate_latest(_ReportCollector(report))
 
 
 class _ReportCollector(Collector):
@@ -58,15 +64,20 @@ class _ReportCollector(Collector):
         self._report = report
 
     def collect(self) -> Iterator[Metric]:
-        yield from _speculation(self._report)
+        yield from self._speculation()
         for path, text in _COUNTERS.items():
-            yield self._per_lane(
-                CounterMetricFamily, path.replace(".", "_"), text, attrgetter(path)
+            name = path.replace(".", "_")
+            yield self._per_lane(CounterMetricFamily, name, text, attrgetter(path))
+        for name, text in _GAUGES.items():
+            yield self._per_lane(GaugeMetricFamily, name, text, attrgetter(name))
+        for path, (short, text) in _COUNTERS_BY_REASON.items():
+            counts = (
+                (lane.name, reason, count)
+                for lane in self._report.lanes
+                for reason, count in sorted(attrgetter(path)(lane).items())
             )
-        for path, text in _GAUGES.items():
-            yield self._per_lane(GaugeMetricFamily, path, text, attrgetter(path))
-        for path, (name, text) in _COUNTERS_BY_REASON.items():
-            yield self._by_reason(name, text, attrgetter(path))
+            name = f"paceline_worker_{short}"
+            yield self._metric(CounterMetricFamily, name, text, counts, "lane", "reason")
         yield self._per_lane(
             CounterMetricFamily,
             "prefix_saved_seconds",
@@ -79,46 +90,29 @@ class _ReportCollector(Collector):
             "Decode time saved by speculative decoding, less its cost.",
             lambda lane: lane.time_saved.decode_ms / 1000,
         )
-        yield self._gauge("memory_bytes", "Memory in use by MLX.")
-        yield self._gauge("prefix_cache_bytes", "Memory in use by the prefix cache.")
+        for name, text in _MEMORY_GAUGES.items():
+            number = getattr(self._report, name)
+            yield self._metric(GaugeMetricFamily, f"paceline_worker_{name}", text, [(number,)])
 
-    def _gauge(self, name: str, text: str) -> Metric:
-        gauge = GaugeMetricFamily(f"paceline_worker_{name}", text, labels=("model_name",))
-        gauge.add_metric((self._report.model,), getattr(self._report, name))
-        return gauge
+    def _speculation(self) -> Iterator[Metric]:
+        """Yield vLLM's counters, summed over all lanes because readers sum samples."""
+        total = sum((lane.speculation for lane in self._report.lanes), Speculation())
+        for field, (name, text) in VLLM_COUNTERS.items():
+            yield self._metric(CounterMetricFamily, name, text, [(getattr(total, field),)])
+        name, text = VLLM_ACCEPTED_PER_POSITION
+        counts = ((str(at), count) for at, count in enumerate(total.accepted_per_position))
+        yield self._metric(CounterMetricFamily, name, text, counts, "position")
 
     def _per_lane(
-        self,
-        family: type[CounterMetricFamily | GaugeMetricFamily],
-        name: str,
-        text: str,
-        value: Callable[[LaneReport], float],
+        self, family: _Family, name: str, text: str, read: Callable[[LaneReport], float]
     ) -> Metric:
-        metric = family(f"paceline_worker_{name}", text, labels=("model_name", "lane"))
-        for lane in self._report.lanes:
-            metric.add_metric((self._report.model, lane.name), value(lane))
-        return metric
+        numbers = ((lane.name, read(lane)) for lane in self._report.lanes)
+        return self._metric(family, f"paceline_worker_{name}", text, numbers, "lane")
 
-    def _by_reason(
-        self, name: str, text: str, counts: Callable[[LaneReport], Mapping[str, int]]
+    def _metric(
+        self, family: _Family, name: str, text: str, samples: _Samples, *labels: str
     ) -> Metric:
-        labels = ("model_name", "lane", "reason")
-        metric = CounterMetricFamily(f"paceline_worker_{name}", text, labels=labels)
-        for lane in self._report.lanes:
-            for reason, count in sorted(counts(lane).items()):
-                metric.add_metric((self._report.model, lane.name, reason), count)
+        metric = family(name, text, labels=("model_name", *labels))
+        for *values, number in samples:
+            metric.add_metric((self._report.model, *values), number)
         return metric
-
-
-def _speculation(report: WorkerReport) -> Iterator[Metric]:
-    """Yield vLLM's counters, summed over all lanes because readers sum samples."""
-    total = sum((lane.speculation for lane in report.lanes), Speculation())
-    for field, (name, text) in VLLM_COUNTERS.items():
-        counter = CounterMetricFamily(name, text, labels=("model_name",))
-        counter.add_metric((report.model,), getattr(total, field))
-        yield counter
-    name, text = VLLM_ACCEPTED_PER_POSITION
-    per_position = CounterMetricFamily(name, text, labels=("model_name", "position"))
-    for position, count in enumerate(total.accepted_per_position):
-        per_position.add_metric((report.model, str(position)), count)
-    yield per_position

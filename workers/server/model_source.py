@@ -43,31 +43,18 @@ def resolve_model(named: str) -> ModelSource:
 
 def _download(repository: str) -> Path:
     # Imported late: a worker with a local folder does not need it.
-    from huggingface_hub import snapshot_download  # noqa: PLC0415
-    from huggingface_hub.errors import (  # noqa: PLC0415
-        GatedRepoError,
-        HfHubHTTPError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors, snapshot_download  # noqa: PLC0415
 
     try:
         return Path(snapshot_download(repository, allow_patterns=_FILES))
-    except GatedRepoError as error:
-        raise _download_error(
-            repository, "accept the terms on the model's page, then run `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise _download_error(
-            repository, "there is no such folder and no such public repository"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise _download_error(
-            repository, "it is not in the local cache, and Hugging Face cannot be reached"
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise _download_error(repository, "the download failed") from error
-
-
-def _download_error(repository: str, reason: str) -> ModelUnusable:
-    return ModelUnusable(f"Cannot download the model '{repository}': {reason}.")
+    except (errors.HfHubHTTPError, OSError) as error:
+        match error:
+            case errors.GatedRepoError():
+                reason = "accept the terms on the model's page, then run `hf auth login`"
+            case errors.RepositoryNotFoundError():
+                reason = "there is no such folder and no such public repository"
+            case errors.LocalEntryNotFoundError():
+                reason = "it is not in the local cache, and Hugging Face cannot be reached"
+            case _:
+                reason = "the download failed"
+        raise ModelUnusable(f"Cannot download the model '{repository}': {reason}.") from error

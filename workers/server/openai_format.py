@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from workers.engine.types import Delta, Finished, FinishReason, ScoredToken, TokenLogprob
 from workers.server.ports import Json
@@ -13,118 +13,96 @@ _LOWEST_LOGPROB = -9999.0
 """JSON has no minus infinity; vLLM writes this number instead."""
 
 
-class ChoiceWriter(Protocol):
-    """Renders the events of one choice as entries of `choices`, for a stream or as a whole."""
+class _Choice:
+    """One choice; it renders entries of `choices`, for the chunks of a stream or as a whole."""
 
-    def begin(self) -> Sequence[Json]:
-        """Return the entries of the chunks before any text."""
+    def __init__(self, index: int, render_logprobs: Callable[[list[Any]], Json] | None) -> None:
+        self._index = index
+        self._render_logprobs = render_logprobs
+        self._text = ""
+        self._logprobs: list[Any] = []
+        self._pending_logprobs: list[Any] = []
+        self._finish_reason: str | None = None
 
-    def add(self, delta: Delta) -> Sequence[Json]:
-        """Return the entries of the chunks for new text."""
+    def _entry(self, name: str, value: Json) -> Json:
+        """Return the entry of a chunk, with the log probabilities since the last one."""
+        logprobs, self._pending_logprobs = self._pending_logprobs, []
+        self._logprobs += logprobs
+        return self._render(name, value, logprobs or None)
 
-    def finish(self, finished: Finished) -> Sequence[Json]:
-        """Return the entries of the chunks for the remaining text and the finish reason."""
+    def _render(self, name: str, value: Json, logprobs: list[Any] | None) -> Json:
+        rendered = None
+        if self._render_logprobs is not None and logprobs is not None:
+            rendered = self._render_logprobs(logprobs)
+        return {
+            "index": self._index,
+            name: value,
+            "logprobs": rendered,
+            "finish_reason": self._finish_reason,
+        }
 
-    def build(self) -> Json:
-        """Return the entry of the whole choice, after `finish`."""
 
-
-class ChatChoice:
+class ChatChoice(_Choice):
     """One choice of a chat completion."""
 
     def __init__(self, index: int, *, splitter: ToolCallSplitter | None, logprobs: bool) -> None:
-        self._index = index
+        super().__init__(index, _render_chat_logprobs if logprobs else None)
         self._splitter = splitter
-        self._with_logprobs = logprobs
-        self._pending_logprobs: list[Json] = []
-        self._content = ""
-        self._logprobs: list[Json] = []
-        self._tool_calls: list[Json] = []
-        self._finish_reason = ""
+        self._tool_calls: list[ToolCall] = []
 
     def begin(self) -> Sequence[Json]:
         """Return the role, as OpenAI's first chunk does."""
-        return (self._entry({"role": "assistant", "content": ""}),)
+        return (self._entry("delta", {"role": "assistant", "content": ""}),)
 
     def add(self, delta: Delta) -> Sequence[Json]:
         """Return the new text and tool calls, except text that may begin a tool call."""
-        self._pending_logprobs += [_render_logprob(token) for token in delta.logprobs]
+        self._pending_logprobs += map(_render_logprob, delta.logprobs)
         if not self._splitter:
             return self._write([delta.text] if delta.text else [])
         return self._write(self._splitter.feed(delta.text))
 
     def finish(self, finished: Finished) -> Sequence[Json]:
         """Return the remaining text, then the finish reason."""
-        entries = list(self._write(self._splitter.close() if self._splitter else []))
+        entries = self._write(self._splitter.close() if self._splitter else [])
         called = self._tool_calls and finished.reason is FinishReason.STOP
         self._finish_reason = "tool_calls" if called else finished.reason.value
-        entries.append(self._entry({}, self._finish_reason))
-        return entries
+        return [*entries, self._entry("delta", {})]
 
     def build(self) -> Json:
-        """Return the whole message."""
+        """Return the whole message, after `finish`."""
         message: dict[str, Json] = {
             "role": "assistant",
-            "content": self._content if self._content or not self._tool_calls else None,
+            "content": self._text if self._text or not self._tool_calls else None,
             "refusal": None,
         }
         if self._tool_calls:
             message["tool_calls"] = self._tool_calls
-        return {
-            "index": self._index,
-            "message": message,
-            "logprobs": self._render_logprobs(self._logprobs),
-            "finish_reason": self._finish_reason,
-        }
+        return self._render("message", message, self._logprobs)
 
     def _write(self, pieces: Sequence[str | ToolCall]) -> Sequence[Json]:
         entries = []
         for piece in pieces:
             if isinstance(piece, str):
-                self._content += piece
-                entries.append(self._entry({"content": piece}))
+                self._text += piece
+                delta: Json = {"content": piece}
             else:
-                call = {
-                    "id": piece.call_id,
-                    "type": "function",
-                    "function": {"name": piece.name, "arguments": piece.arguments},
-                }
-                index = len(self._tool_calls)
-                self._tool_calls.append(call)
-                entries.append(self._entry({"tool_calls": [{"index": index, **call}]}))
+                delta = {"tool_calls": [{"index": len(self._tool_calls), **piece}]}
+                self._tool_calls.append(piece)
+            entries.append(self._entry("delta", delta))
         return entries
 
-    def _entry(self, delta: Json, finish_reason: str | None = None) -> Json:
-        logprobs: list[Json] = []
-        if "role" not in delta:
-            logprobs, self._pending_logprobs = self._pending_logprobs, []
-            self._logprobs += logprobs
-        return {
-            "index": self._index,
-            "delta": delta,
-            "logprobs": self._render_logprobs(logprobs) if logprobs else None,
-            "finish_reason": finish_reason,
-        }
 
-    def _render_logprobs(self, content: list[Json]) -> Json:
-        return {"content": content, "refusal": None} if self._with_logprobs else None
-
-
-class CompletionChoice:
+class CompletionChoice(_Choice):
     """One choice of a text completion."""
 
     def __init__(self, index: int, *, echo: str, top_logprobs: int | None) -> None:
-        self._index = index
+        super().__init__(index, None if top_logprobs is None else self._render_tokens)
         self._echo = echo
-        self._top_logprobs = top_logprobs
-        self._pending_logprobs: list[TokenLogprob] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._text = ""
-        self._finish_reason = ""
+        self._with_top = bool(top_logprobs)
 
     def begin(self) -> Sequence[Json]:
         """Return the prompt if the request asks for its echo."""
-        return (self._entry(self._echo),) if self._echo else ()
+        return (self._entry("text", self._echo),) if self._echo else ()
 
     def add(self, delta: Delta) -> Sequence[Json]:
         """Return the new text."""
@@ -132,43 +110,23 @@ class CompletionChoice:
         if not delta.text:
             return ()
         self._text += delta.text
-        return (self._entry(delta.text),)
+        return (self._entry("text", delta.text),)
 
     def finish(self, finished: Finished) -> Sequence[Json]:
         """Return the finish reason."""
         self._finish_reason = finished.reason.value
-        return (self._entry("", self._finish_reason),)
+        return (self._entry("text", ""),)
 
     def build(self) -> Json:
-        """Return the whole text."""
-        return {
-            "index": self._index,
-            "text": self._echo + self._text,
-            "logprobs": self._render_logprobs(self._logprobs),
-            "finish_reason": self._finish_reason,
-        }
+        """Return the whole text, after `finish`."""
+        return self._render("text", self._echo + self._text, self._logprobs)
 
-    def _entry(self, text: str, finish_reason: str | None = None) -> Json:
-        logprobs, self._pending_logprobs = self._pending_logprobs, []
-        self._logprobs += logprobs
-        return {
-            "index": self._index,
-            "text": text,
-            "logprobs": self._render_logprobs(logprobs) if logprobs else None,
-            "finish_reason": finish_reason,
-        }
-
-    def _render_logprobs(self, tokens: Sequence[TokenLogprob]) -> Json:
-        if self._top_logprobs is None:
-            return None
+    def _render_tokens(self, tokens: Sequence[TokenLogprob]) -> Json:
+        tops = [{one.text: _finite(one.logprob) for one in token.top} for token in tokens]
         return {
             "tokens": [token.text for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {one.text: _finite(one.logprob) for one in token.top} for token in tokens
-            ]
-            if self._top_logprobs
-            else None,
+            "top_logprobs": tops if self._with_top else None,
             "text_offset": [len(self._echo) + token.offset_chars for token in tokens],
         }
 
@@ -203,6 +161,10 @@ def render_metrics(finished: Sequence[Finished], *, detailed: bool) -> Json:
         counts["per_step_accepted"] = [step.accepted for step in end.steps]
         counts["per_step_drafted"] = [step.drafted for step in end.steps]
     return {"metrics": {"speculative_decoding": counts}}
+
+
+def _render_chat_logprobs(content: list[Json]) -> Json:
+    return {"content": content, "refusal": None}
 
 
 def _render_logprob(token: TokenLogprob) -> Json:

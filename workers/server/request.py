@@ -48,7 +48,6 @@ class CompletionRequest:
     request_id: str
     created_s: int
     """Wall time of the request, in seconds."""
-    model: str
     profile: RequestProfile
     generations: tuple[Generation, ...]
     """One for each choice."""
@@ -105,7 +104,6 @@ async def read_request(
     return CompletionRequest(
         request_id=request_id,
         created_s=created_s,
-        model=profile.model,
         profile=profile,
         generations=_one_per_choice(generation, profile.choices),
         tool_format=tool_format,

@@ -21,14 +21,9 @@ from workers.engine.types import (
     GenerationFailed,
     InvalidGeneration,
 )
+from workers.lifecycle import first_of
 from workers.server.errors import BadRequest, ClientLeft, ClientStalled, as_request_error
-from workers.server.openai_format import (
-    ChatChoice,
-    ChoiceWriter,
-    CompletionChoice,
-    render_metrics,
-    render_usage,
-)
+from workers.server.openai_format import ChatChoice, CompletionChoice, render_metrics, render_usage
 from workers.server.ports import Json, ServingEngine
 from workers.server.request import CompletionRequest
 from workers.server.runtime import Worker
@@ -78,7 +73,7 @@ class CompletionResponse(Response):
                     await JSONResponse(body, headers=headers)(scope, receive, send)
             except InvalidGeneration as error:
                 raise self._name_param(error) from error
-            except (ClientLeft, ClientStalled) as gone:
+            except ClientLeft as gone:
                 # No error response: the server closes the connection.
                 log.info("response.%s request_id=%s", gone.code, self._request.request_id)
 
@@ -143,7 +138,7 @@ class CompletionResponse(Response):
             "id": _ID_PREFIX[endpoint] + self._request.request_id,
             "object": objects[endpoint],
             "created": self._request.created_s,
-            "model": self._request.model,
+            "model": self._request.profile.model,
             "choices": choices,
         }
 
@@ -153,7 +148,7 @@ class CompletionResponse(Response):
         return {"type": "http.response.start", "status": 200, "headers": raw}
 
 
-def _writer(request: CompletionRequest, index: int) -> ChoiceWriter:
+def _writer(request: CompletionRequest, index: int) -> ChatChoice | CompletionChoice:
     top_logprobs = request.profile.top_logprobs
     if request.profile.endpoint is Endpoint.COMPLETIONS:
         return CompletionChoice(index, echo=request.echo, top_logprobs=top_logprobs)
@@ -170,16 +165,14 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, Result]) -
     The body must have been read: the next message from `receive` is then the disconnect.
     """
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_disconnected(receive))
     try:
-        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await first_of(working, _disconnected(receive))
         if not working.done():
             raise ClientLeft
         return working.result()
     finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -201,10 +194,16 @@ async def events_of(
                 yield 0, event
         return
     queue: asyncio.Queue[tuple[int, Event | Exception]] = asyncio.Queue()
-    tasks = [
-        asyncio.create_task(_collect(engine, generation, index, queue))
-        for index, generation in enumerate(generations)
-    ]
+
+    async def collect(index: int, generation: Generation) -> None:
+        try:
+            async with aclosing(_generate(engine, generation)) as events:
+                async for event in events:
+                    queue.put_nowait((index, event))
+        except Exception as error:  # noqa: BLE001 - queued, and raised by the reader
+            queue.put_nowait((index, error))
+
+    tasks = [asyncio.create_task(collect(*choice)) for choice in enumerate(generations)]
     try:
         running = len(tasks)
         while running:
@@ -217,20 +216,6 @@ async def events_of(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _collect(
-    engine: ServingEngine,
-    generation: Generation,
-    index: int,
-    queue: asyncio.Queue[tuple[int, Event | Exception]],
-) -> None:
-    try:
-        async with aclosing(_generate(engine, generation)) as events:
-            async for event in events:
-                queue.put_nowait((index, event))
-    except Exception as error:  # noqa: BLE001 - queued, and raised by the reader
-        queue.put_nowait((index, error))
 
 
 async def _generate(engine: ServingEngine, generation: Generation) -> AsyncGenerator[Event, None]:

@@ -12,16 +12,6 @@ from workers.server.errors import WorkerDraining
 from workers.server.ports import ServingEngine
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
-    """The names of a worker: its id, stable over restarts, and the id of this boot."""
-
-    worker_id: str
-    boot_id: str
-    url: str
-    labels: tuple[str, ...] = ()
-
-
 class Traffic:
     """The number of requests in flight; draining rejects new ones."""
 
@@ -54,7 +44,12 @@ class Traffic:
 class Worker:
     """One running worker, shared by all routes."""
 
-    identity: Identity
+    worker_id: str
+    """Stable over restarts."""
+    boot_id: str
+    """New at every start."""
+    url: str
+    labels: tuple[str, ...] = ()
     engine: ServingEngine
     clock: Callable[[], float]
     """Wall time in seconds."""
@@ -78,11 +73,11 @@ class Worker:
         card = self.engine.card
         prefixes = self.engine.prefixes()
         return WorkerReport(
-            worker_id=self.identity.worker_id,
-            boot_id=self.identity.boot_id,
-            url=self.identity.url,
+            worker_id=self.worker_id,
+            boot_id=self.boot_id,
+            url=self.url,
             model=card.model,
-            labels=self.identity.labels,
+            labels=self.labels,
             context_tokens=card.context_tokens,
             ready=self.ready,
             draining=self.traffic.draining,

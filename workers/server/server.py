@@ -65,7 +65,7 @@ async def serve(
     membership = Membership(
         gateway_url=gateway_url,
         token=token,
-        worker_id=worker.identity.worker_id,
+        worker_id=worker.worker_id,
         report=worker.report,
         changed=worker.changed,
     )
@@ -74,24 +74,17 @@ async def serve(
         joined(membership) if gateway_url else contextlib.nullcontext(),
     ):
         on_ready()
-        await _wait_until_over(worker, shutdown)
+        while worker.engine.alive and not shutdown.requested.is_set():
+            await first_of(shutdown.requested.wait(), timeout_s=_ENGINE_CHECK_S)
         worker.drain()
         if worker.engine.alive:
             log.info("worker.draining")
             await first_of(
                 worker.traffic.wait_idle(), shutdown.forced.wait(), timeout_s=DRAIN_TIMEOUT_S
             )
+        else:
+            log.error("engine.died")
     return worker.engine.alive
-
-
-async def _wait_until_over(worker: Worker, shutdown: Shutdown) -> None:
-    """Return when a shutdown is requested or the engine thread has died."""
-    while worker.engine.alive:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_ENGINE_CHECK_S):
-                await shutdown.requested.wait()
-                return
-    log.error("engine.died")
 
 
 async def watch_leash(shutdown: Shutdown) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from policies.base import Label
@@ -55,20 +55,14 @@ class WorkerSettings(BaseSettings):
     leash: bool = False
     """Shut down when standard input closes, so that no worker outlives its parent process."""
 
-    @field_validator("lanes", mode="before")
+    @field_validator("lanes", "labels", mode="before")
     @classmethod
-    def _split_lanes(cls, value: object) -> object:
-        names = value.split(",") if isinstance(value, str) else value
-        if not isinstance(names, list | tuple) or not names:
-            raise ValueError("name at least one lane")
-        return tuple(dict.fromkeys(str(name).strip() for name in names))
-
-    @field_validator("labels", mode="before")
-    @classmethod
-    def _split_labels(cls, value: object) -> object:
+    def _split_names(cls, value: object, field: ValidationInfo) -> object:
         names = value.split(",") if isinstance(value, str) else value
         if not isinstance(names, list | tuple):
-            raise ValueError("must be a list of labels")
+            raise ValueError(f"must be a list of {field.field_name}")
+        if field.field_name == "lanes" and not names:
+            raise ValueError("name at least one lane")
         return tuple(dict.fromkeys(str(name).strip() for name in names))
 
     @field_validator("join")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 from workers.server.ports import Json
 
@@ -32,13 +29,8 @@ _PARSE_ERRORS = (
 """Errors of mlx-vlm's parsers for text that only looks like a tool call."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolCall:
-    """One call of a function, its arguments as JSON text."""
-
-    call_id: str
-    name: str
-    arguments: str
+ToolCall = dict[str, Json]
+"""One call of a function in OpenAI's format, its arguments as JSON text."""
 
 
 class ToolCallSplitter:
@@ -122,30 +114,17 @@ class ToolFormat:
     """A model's format of tool calls: mlx-vlm's parser of it, for the tools of one request."""
 
     def __init__(self, parser_name: str, tools: Sequence[Mapping[str, Json]]) -> None:
-        self._parser_name = parser_name
-        self._tools = [_simplify_tool(tool) for tool in tools]
-
-    @cached_property
-    def _parser(self) -> Any:
         # Imported late: a worker without requests that use tools does not need it.
         from mlx_vlm.tools import load_tool_module  # noqa: PLC0415
 
-        return load_tool_module(self._parser_name)
-
-    @property
-    def start(self) -> str:
+        self._parser = load_tool_module(parser_name)
+        self._tools = [_simplify_tool(tool) for tool in tools]
+        self.start: str = self._parser.tool_call_start
         """The marker that begins a call."""
-        return str(self._parser.tool_call_start)
-
-    @property
-    def end(self) -> str:
-        """The marker that ends a call; in some formats the end of the line."""
-        return str(self._parser.tool_call_end) or "\n"
-
-    @property
-    def is_closed(self) -> bool:
+        self.is_closed = bool(self._parser.tool_call_end)
         """Whether calls have an end marker; without one, the next call may follow directly."""
-        return bool(self._parser.tool_call_end)
+        self.end: str = self._parser.tool_call_end or "\n"
+        """The marker that ends a call; in some formats the end of the line."""
 
     def parse(self, block: str) -> list[ToolCall]:
         """Return the calls of one block, markers included; empty if it is no call."""
@@ -162,7 +141,11 @@ def _read_call(name: str, arguments: Json) -> ToolCall:
     if not isinstance(arguments, str):
         arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
     arguments.encode()  # raises for half a surrogate pair, which no response can contain
-    return ToolCall(call_id=f"call_{secrets.token_hex(12)}", name=name.strip(), arguments=arguments)
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": name.strip(), "arguments": arguments},
+    }
 
 
 def _simplify_tool(tool: Mapping[str, Json]) -> Mapping[str, Json]:

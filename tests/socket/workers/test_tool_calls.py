@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.scripted_engine import ScriptedEngine, make_worker, serve_worker, text_events
-from workers.server.tool_calls import ToolCall, ToolCallSplitter, ToolFormat
+from workers.server.tool_calls import ToolCallSplitter, ToolFormat
 
 TOOLS: Any = [
     {
@@ -56,8 +56,9 @@ def split(
     splitter = ToolCallSplitter(ToolFormat(parser_name, tools), limit=at_most)
     out: list[str | tuple[str, Any]] = []
     for part in [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]:
-        if isinstance(part, ToolCall):
-            out.append((part.name, json.loads(part.arguments)))
+        if isinstance(part, dict):
+            function = part["function"]
+            out.append((function["name"], json.loads(function["arguments"])))
         elif out and isinstance(out[-1], str):
             out[-1] += part
         else:

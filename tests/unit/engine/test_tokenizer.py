@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from policies.request.profile import Sampling
 from workers.engine.tokenizer import PromptRenderer
 from workers.engine.types import Generation, LaneName, Prompt
-from workers.server.tool_calls import ToolCall, ToolCallSplitter, ToolFormat
+from workers.server.tool_calls import ToolCallSplitter, ToolFormat
 
 # mlx-vlm recognizes Mistral's template by the token that opens a call.
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}[TOOL_CALLS]"
@@ -58,8 +58,9 @@ def test_a_tool_call_marked_by_special_tokens_is_parsed(
     parts = [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]
     *content, call = parts
     assert "".join(map(str, content)) == "Adding ü."
-    assert isinstance(call, ToolCall)
-    assert (call.name, json.loads(call.arguments)) == ("add", {"a": 3})
+    assert isinstance(call, dict)
+    function = call["function"]
+    assert (function["name"], json.loads(function["arguments"])) == ("add", {"a": 3})
 
 
 def test_a_call_without_an_end_mark_ends_where_the_next_begins(renderer: PromptRenderer) -> None:
@@ -68,8 +69,8 @@ def test_a_call_without_an_end_mark_ends_where_the_next_begins(renderer: PromptR
         renderer, f"{NEW_FORMAT}{NEW_FORMAT.replace('3', '4')}</s>", keep_call_tokens=True
     )
     parts = [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]
-    calls = [json.loads(part.arguments) for part in parts if isinstance(part, ToolCall)]
-    assert calls == [{"a": 3}, {"a": 4}]
+    arguments = [part["function"]["arguments"] for part in parts if isinstance(part, dict)]
+    assert [json.loads(text) for text in arguments] == [{"a": 3}, {"a": 4}]
     assert len(parts) == 2
 
 
