@@ -24,13 +24,13 @@ class WorkerState:
     report: WorkerReport
     heartbeat_at_s: float
     backend: Backend
+    cordoned: bool
+    """An admin has stopped new requests."""
     breaker: CircuitBreaker = HEALTHY
     in_flight: Counter[str] = field(default_factory=Counter)
     """Requests of this gateway, by lane."""
     probation_requests: int = 0
     """Requests sent since the last ejection that are not answered yet."""
-    cordoned: bool = False
-    """An admin has stopped new requests."""
     local_heartbeat_at_s: float = float("-inf")
     """Time of the last heartbeat that this gateway received itself."""
     local: bool = True

@@ -111,6 +111,9 @@ async def test_an_old_process_is_folded_and_counts_once(
         assert await second.counts() == {DONE: 5}
     names = set(redis.client.hkeys(COUNTS)) - {"created_ms", "folds"}
     assert names == {"earlier", first.store._id, second.store._id}
+    tombstones = list(redis.client.scan_iter("paceline:{counters}:folded:*"))
+    assert len(tombstones) == 2
+    assert {round(redis.client.ttl(name) / 86_400, 2) for name in tombstones} == {30}
 
 
 async def test_a_process_folded_while_disconnected_continues_and_counts_once(

@@ -81,3 +81,26 @@ async def test_a_connection_closed_during_a_call_means_redis_is_unreachable(
     assert client.unreachable
     assert client.problem == "Redis cannot be reached."
     await client.close()
+        await link.call("tests", asks_uvloop)
+    assert link.unreachable
+    assert link.problem == "Redis cannot be reached."
+    await link.close()
+
+
+async def test_a_call_to_a_redis_that_closes_connections_connects_once() -> None:
+    connections = 0
+
+    async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writer.close()
+
+    server = await asyncio.start_server(close, "127.0.0.1", 0)
+    client = RedisClient(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0")
+    try:
+        with pytest.raises(RecordsUnwritable):
+            await client.call("tests", client.redis.ping)
+        assert connections == 1
+    finally:
+        await client.close()
+        server.close()

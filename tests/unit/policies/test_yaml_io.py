@@ -68,6 +68,16 @@ def test_the_depth_of_nesting_is_bounded(opening: str) -> None:
             read_yaml(opening * levels)
 
 
+def test_aliases_may_nest_as_deeply_as_plain_values() -> None:
+    def chain(levels: int) -> str:
+        aliases = [f"a{n}: &a{n} [*a{n - 1}]" for n in range(1, levels - 1)]
+        return "\n".join(["a0: &a0 []", *aliases])
+
+    assert len(read_yaml(chain(DEPTH_LIMIT))) == DEPTH_LIMIT - 1
+    with pytest.raises(YamlInvalid, match="beyond the limits of a policy"):
+        read_yaml(chain(DEPTH_LIMIT + 1))
+
+
 def test_aliases_that_expand_exponentially_are_rejected() -> None:
     letters = "abcdefghi"
     lines = ["a: &a [x, x, x, x, x, x, x, x, x]"]
