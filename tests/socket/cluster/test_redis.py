@@ -81,10 +81,6 @@ async def test_a_connection_closed_during_a_call_means_redis_is_unreachable(
     assert client.unreachable
     assert client.problem == "Redis cannot be reached."
     await client.close()
-        await link.call("tests", asks_uvloop)
-    assert link.unreachable
-    assert link.problem == "Redis cannot be reached."
-    await link.close()
 
 
 async def test_a_call_to_a_redis_that_closes_connections_connects_once() -> None:

@@ -64,6 +64,16 @@ def test_every_line_of_the_default_policy_has_a_comment() -> None:
     assert [line for line in not_empty if "#" not in line] == []
 
 
+@pytest.mark.parametrize("number", [2, 300])
+def test_the_last_of_any_number_of_routes_may_match_every_request(number: int) -> None:
+    media = [
+        {"name": f"media-{index}", "when": {"media": True}, "to": ["vlm"]}
+        for index in range(1, number)
+    ]
+    rest = {"name": "rest", "to": ["vlm"]}
+    assert len(read_policy(changed("routes", to=[*media, rest]), "test").routes) == number
+
+
 @pytest.mark.parametrize(
     ("document", "field", "message"),
     [
