@@ -1,4 +1,4 @@
-"""`paceline bench`, as a person types it, against a real gateway and a worker behind sockets."""
+"""`paceline bench` as a user runs it, against a real gateway and a worker behind sockets."""
 
 from __future__ import annotations
 
@@ -27,17 +27,23 @@ STEPS = {
     "mean_acceptance_length": 2.1,
     "draft_acceptance_rate": 0.55,
 }
-LAST = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "demo", "choices": []}
+LAST_CHUNK = {
+    "id": "c",
+    "object": "chat.completion.chunk",
+    "created": 1,
+    "model": "demo",
+    "choices": [],
+}
 DRAFTED = Script(
     events=(
         *(chunk({"content": word}) for word in ("one", " two", " three")),
         chunk({}, "stop"),
-        event({**LAST, "usage": USAGE, "metrics": {"speculative_decoding": STEPS}}),
+        event({**LAST_CHUNK, "usage": USAGE, "metrics": {"speculative_decoding": STEPS}}),
         DONE,
     )
 )
 
-VLLM_SAYS = (
+VLLM_LINES = (
     " Serving Benchmark Result ",
     "Successful requests:",
     "Failed requests:",
@@ -70,24 +76,24 @@ VLLM_SAYS = (
 def gateway_with_drafts(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> RunningGateway:
-    """A line whose worker tells of drafts."""
+    """Return a gateway whose worker reports drafts."""
     worker.script = DRAFTED
     return gateway_with_worker
 
 
-def bench(line: RunningGateway, *arguments: str) -> int:
-    return main(["bench", "--url", line.url, *arguments])
+def bench(gateway: RunningGateway, *arguments: str) -> int:
+    return main(["bench", "--url", gateway.url, *arguments])
 
 
-def test_figures_are_printed_written_and_drawn(
+def test_results_are_printed_written_and_plotted(
     gateway_with_drafts: RunningGateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record, picture = tmp_path / "run.json", tmp_path / "run.svg"
-    files = ("--json", str(record), "--plot", str(picture))
+    record, plot = tmp_path / "run.json", tmp_path / "run.svg"
+    files = ("--json", str(record), "--plot", str(plot))
     assert bench(gateway_with_drafts, "--concurrency", "1,3", "--requests", "5", *files) == 0
 
     printed = capsys.readouterr().out
-    shown = [line.split() for line in printed.splitlines()]
+    printed_words = [line.split() for line in printed.splitlines()]
     for line in (
         "Successful requests: 5",
         "Failed requests: 0",
@@ -101,27 +107,27 @@ def test_figures_are_printed_written_and_drawn(
         "Position 0: 70.00",
         "Position 1: 40.00",
     ):
-        assert line.split() in shown, line
+        assert line.split() in printed_words, line
     first_block = printed.partition("=" * 50)[0]
-    assert [line for line in VLLM_SAYS if line not in first_block] == []
-    places = [first_block.index(line) for line in VLLM_SAYS]
-    assert places == sorted(places), "in vLLM's order"
+    assert [line for line in VLLM_LINES if line not in first_block] == []
+    positions = [first_block.index(line) for line in VLLM_LINES]
+    assert positions == sorted(positions), "in vLLM's order"
     assert "3 concurrent" in printed
 
-    told = json.loads(record.read_text())
-    first, second = told["runs"]
+    result = json.loads(record.read_text())
+    first, second = result["runs"]
     body = {"max_tokens": 256, "temperature": 0.0}
-    assert told["endpoints"] == [{"url": gateway_with_drafts.url, "model": "demo", "body": body}]
+    assert result["endpoints"] == [{"url": gateway_with_drafts.url, "model": "demo", "body": body}]
     assert (first["max_concurrency"], second["max_concurrency"]) == (1, 3)
     assert second["max_concurrent_requests"] <= 3
-    assert first["total_input_tokens"] == 5 * 7, "as the worker's usage says"
+    assert first["total_input_tokens"] == 5 * 7, "from the worker's usage"
     assert first["spec_decode_per_position_acceptance_rates"] == [0.7, 0.4]
     assert first["spec_decode_counted_by"] == "answers"
     assert first["median_ttft_ms"] > 0
-    assert ET.parse(picture).getroot().tag.endswith("svg")
+    assert ET.parse(plot).getroot().tag.endswith("svg")
 
 
-def test_two_endpoints_are_measured_in_turn_with_the_same_prompts(
+def test_two_endpoints_are_measured_alternately_with_the_same_prompts(
     gateway_with_drafts: RunningGateway,
     worker: ScriptedWorker,
     tmp_path: Path,
@@ -131,41 +137,40 @@ def test_two_endpoints_are_measured_in_turn_with_the_same_prompts(
     other = ("--compare", f"{gateway_with_drafts.url}/v1", "--compare-body", '{"max_tokens": 7}')
     assert bench(gateway_with_drafts, *other, "--requests", "2", "--json", str(record)) == 0
 
-    measured = worker.requests[4:]  # behind two first tries and two warm-ups
-    assert [heard.body["max_tokens"] for heard in measured] == [256, 256, 7, 7] * 2
-    asked = [heard.body["messages"] for heard in measured]
-    assert asked[:2] == asked[2:4]
-    assert asked[:2] != asked[4:6], "no turn repeats the prompts of the one before"
+    measured = worker.requests[4:]  # after two first requests and two warm-ups
+    assert [received.body["max_tokens"] for received in measured] == [256, 256, 7, 7] * 2
+    messages = [received.body["messages"] for received in measured]
+    assert messages[:2] == messages[2:4]
+    assert messages[:2] != messages[4:6], "each round has new prompts"
 
-    told = json.loads(record.read_text())
-    assert [run["endpoint"] for run in told["runs"]] == ["A", "B", "A", "B"]
-    by_name = {ratio["figure"]: ratio for ratio in told["ratios"]}
+    result = json.loads(record.read_text())
+    assert [run["endpoint"] for run in result["runs"]] == ["A", "B", "A", "B"]
+    by_name = {ratio["figure"]: ratio for ratio in result["ratios"]}
     assert by_name["spec_decode_acceptance_rate"]["ratio"] == 1.0
     printed = capsys.readouterr().out
-    for shown in ("A / B", f"A1: demo on {gateway_with_drafts.url} max_tokens=256", "max_tokens=7"):
-        assert shown in printed
+    for text in ("A / B", f"A1: demo on {gateway_with_drafts.url} max_tokens=256", "max_tokens=7"):
+        assert text in printed
 
 
-def test_requests_that_fail_are_counted_and_named(
+def test_failed_requests_are_counted_and_their_problem_is_printed(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = Script()
-    bad = Script(cut_after=2)
-    worker.script = Script(rotation=(good, good, good, bad))  # first try, warm-up, then these two
+    complete = Script()
+    cut = Script(cut_after=2)
+    # The first request, the warm-up, then the two requests of the run.
+    worker.script = Script(rotation=(complete, complete, complete, cut))
     assert bench(gateway_with_worker, "--requests", "2") == 0
-    said = capsys.readouterr()
-    assert ["Failed", "requests:", "1"] in [
-        gateway_with_worker.split() for gateway_with_worker in said.out.splitlines()
-    ]
-    assert "paceline: failed: broke off:" in said.err
+    output = capsys.readouterr()
+    assert ["Failed", "requests:", "1"] in [line.split() for line in output.out.splitlines()]
+    assert "paceline: failed: broke off:" in output.err
 
 
-def test_an_interrupted_sweep_tells_what_it_has_measured(
+def test_an_interrupted_sweep_prints_and_writes_its_completed_runs(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
-    first_try_warm_up_and_level = 1 + 1 + 2
+    requests_of_one_level = 1 + 1 + 2
     worker.script = Script(
-        rotation=(*[DRAFTED] * first_try_warm_up_and_level, *[Script(hang=True)] * 100)
+        rotation=(*[DRAFTED] * requests_of_one_level, *[Script(hang=True)] * 100)
     )
     record = tmp_path / "run.json"
     command = ("bench", "--url", gateway_with_worker.url, "--concurrency", "1,2", "--requests", "2")
@@ -177,22 +182,27 @@ def test_an_interrupted_sweep_tells_what_it_has_measured(
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     ) as process:
         try:
-            enough = first_try_warm_up_and_level + 1
+            enough = requests_of_one_level + 1
             wait_until(lambda: len(worker.requests) >= enough, within_s=60)
             process.send_signal(signal.SIGINT)
-            printed, said = process.communicate(timeout=60)
+            printed, errors = process.communicate(timeout=60)
         finally:
             process.kill()
-    assert (process.returncode, said) == (130, "")
+    assert (process.returncode, errors) == (130, "")
     assert printed.count("Serving Benchmark Result") == 1
     assert [run["max_concurrency"] for run in json.loads(record.read_text())["runs"]] == [1]
 
 
-def test_without_any_draft_there_is_no_speculative_block(
+def test_without_drafts_no_speculative_block_is_printed(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worker.script = Script(
-        events=(chunk({"content": "one"}), chunk({}, "stop"), event({**LAST, "usage": USAGE}), DONE)
+        events=(
+            chunk({"content": "one"}),
+            chunk({}, "stop"),
+            event({**LAST_CHUNK, "usage": USAGE}),
+            DONE,
+        )
     )
     assert bench(gateway_with_worker, "--requests", "2", "--rate", "100") == 0
     printed = capsys.readouterr().out
@@ -200,7 +210,7 @@ def test_without_any_draft_there_is_no_speculative_block(
     assert "Speculative Decoding" not in printed
 
 
-def test_prompts_of_ones_own_are_asked(
+def test_prompts_of_a_file_are_sent(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
@@ -212,7 +222,7 @@ def test_prompts_of_ones_own_are_asked(
         bench(gateway_with_worker, "--prompts", str(prompts), "--requests", "2", "--body", body)
         == 0
     )
-    bodies = [heard.body for heard in worker.requests[-2:]]
+    bodies = [received.body for received in worker.requests[-2:]]
     assert {body["messages"][-1]["content"]: body["max_tokens"] for body in bodies} == {
         "One?": 9,
         "Two?": 256,
@@ -221,7 +231,7 @@ def test_prompts_of_ones_own_are_asked(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (("--url", "http://127.0.0.1:9"), "nothing answers at http://127.0.0.1:9"),
         (("--url", "nonsense"), "'nonsense' is not a URL"),
@@ -229,15 +239,15 @@ def test_prompts_of_ones_own_are_asked(
         (("--prompts", "none.jsonl"), "none.jsonl cannot be read"),
     ],
 )
-def test_what_cannot_be_measured_is_told_in_one_sentence(
-    gateway_with_worker: RunningGateway, arguments: tuple[str, ...], sentence: str
+def test_an_unusable_endpoint_or_file_is_reported_in_one_message(
+    gateway_with_worker: RunningGateway, arguments: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(SystemExit, match=sentence):
+    with pytest.raises(SystemExit, match=message):
         bench(gateway_with_worker, *arguments)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         (("--plot", "run.pdf"), "ends in .svg"),
         (("--plot", "no/such/folder/run.svg"), "no/such/folder/run.svg cannot be written"),
@@ -247,9 +257,9 @@ def test_what_cannot_be_measured_is_told_in_one_sentence(
         (("--body", "[]"), "must be a JSON object"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused(
-    arguments: tuple[str, ...], sentence: str, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_option_is_rejected(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
         main(["bench", *arguments])
-    assert sentence in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`paceline keys`, as a person types it, against a real gateway."""
+"""`paceline keys` as a user runs it, against a real gateway."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.running_gateway import RunningGateway, make_settings
 from tests.support.scripted_worker import ScriptedWorker
 
 
-def test_a_key_is_made_listed_used_told_of_and_revoked(
+def test_keys_are_created_listed_used_reported_and_revoked(
     gateway_with_worker: RunningGateway,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -22,9 +22,9 @@ def test_a_key_is_made_listed_used_told_of_and_revoked(
     url = ("--url", gateway_with_worker.url)
     limits = ("--requests-a-minute", "30", "--tokens-a-day", "5000", "--expires-in", "30d")
     assert main(["keys", "create", "Ann", "--team", "lab", "--model", "demo", *limits, *url]) == 0
-    shown = capsys.readouterr().out.splitlines()
-    assert "shown only this once" in shown[0]
-    secret, key_id = shown[-1], shown[0].split()[1]
+    printed = capsys.readouterr().out.splitlines()
+    assert "shown only this once" in printed[0]
+    secret, key_id = printed[-1], printed[0].split()[1]
 
     assert main(["keys", "list", *url]) == 0
     listed = capsys.readouterr().out
@@ -62,7 +62,7 @@ def test_the_admin_key_comes_from_the_environment(
         assert main(["status", "--json", "--url", gateway.url]) == 1, "no worker"
 
 
-def test_a_refusal_is_one_sentence_that_names_the_field(
+def test_a_rejection_is_one_message_with_the_field(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     with pytest.raises(SystemExit, match=r"refused: pools\.0: the policy has no pool 'vml'"):
@@ -71,7 +71,7 @@ def test_a_refusal_is_one_sentence_that_names_the_field(
         main(["keys", "revoke", "key-x", "--url", gateway_with_worker.url])
 
 
-def test_a_time_in_no_known_unit_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_duration_with_an_unknown_unit_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["keys", "create", "Ann", "--expires-in", "3w"])
     assert "must be like 90m, 12h or 30d" in capsys.readouterr().err

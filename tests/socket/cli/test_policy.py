@@ -1,4 +1,4 @@
-"""`paceline policy` against a running gateway: what it prints, what it changes, when it refuses."""
+"""`paceline policy` against a running gateway: output, edits and rejections."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Command = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningGateway]:
-    """A gateway with an admin key, which the command finds in its environment."""
+    """Return a gateway with an admin key, which is in the command's environment."""
     monkeypatch.setenv("PACELINE_ADMIN_KEY", KEY)
     with RunningGateway(make_settings(tmp_path, admin_key=SecretStr(KEY))) as running:
         yield running
@@ -32,13 +32,13 @@ def gateway(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Running
 
 @pytest.fixture
 def admin(gateway: RunningGateway) -> Iterator[PolicyAdmin]:
-    with PolicyAdmin(gateway.url, KEY) as one:
-        yield one
+    with PolicyAdmin(gateway.url, KEY) as client:
+        yield client
 
 
 @pytest.fixture
 def run_policy_command(gateway: RunningGateway, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Run `paceline policy`, and return its exit code and what it printed."""
+    """Return a function that runs `paceline policy` and returns its exit code and output."""
 
     def command(name: str, *arguments: str) -> tuple[int, str]:
         code = main(["policy", name, *arguments, "--url", gateway.url])
@@ -49,26 +49,26 @@ def run_policy_command(gateway: RunningGateway, capsys: pytest.CaptureFixture[st
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    file = tmp_path / "mine.yaml"
+    file = tmp_path / "policy.yaml"
     file.write_text(to_yaml(single_pool_policy("b")))
     return file
 
 
-def test_what_is_in_force_is_printed_with_its_version(
+def test_show_prints_the_active_policy_with_its_version(
     run_policy_command: Command, admin: PolicyAdmin
 ) -> None:
     admin.put(single_pool_policy("b"))
-    code, shown = run_policy_command("show")
+    code, printed = run_policy_command("show")
     assert code == 0
-    assert shown.splitlines()[0] == f"# policy version 2, etag {admin.etag()[1:-1]}"
-    assert yaml.safe_load(shown) == single_pool_policy("b")
+    assert printed.splitlines()[0] == f"# policy version 2, etag {admin.etag()[1:-1]}"
+    assert yaml.safe_load(printed) == single_pool_policy("b")
     assert json.loads(run_policy_command("show", "--json")[1]) == single_pool_policy("b")
     earlier = run_policy_command("show", "--version", "1")[1]
     assert earlier.startswith("# policy version 1\n")
     assert "text-mtp" in yaml.safe_load(earlier)["pools"]
 
 
-def test_what_is_shown_is_edited_and_applied(
+def test_the_output_of_show_can_be_edited_and_applied(
     run_policy_command: Command, admin: PolicyAdmin, tmp_path: Path
 ) -> None:
     admin.put(single_pool_policy("b", limit=128))
@@ -89,109 +89,118 @@ def test_what_is_shown_is_edited_and_applied(
     assert file.read_text().startswith(f"# policy version 4, etag {newest['etag']}\n")
 
 
-def test_an_edit_that_was_overtaken_is_told_clearly_and_changes_nothing(
+def test_a_conflicting_edit_is_reported_and_changes_nothing(
     run_policy_command: Command, admin: PolicyAdmin, tmp_path: Path
 ) -> None:
     file = tmp_path / "edited.yaml"
     file.write_text(run_policy_command("show")[1].replace("limit: 128", "limit: 64"))
     admin.put(single_pool_policy("c"), x_paceline_author="bob")
     before = file.read_text()
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         run_policy_command("apply", str(file), "--note", "more room")
-    said = str(ended.value)
-    assert "The policy has changed: version 2, by bob, is active now." in said
-    assert f"{file} is based on version 1." in said
+    message = str(error.value)
+    assert "The policy has changed: version 2, by bob, is active now." in message
+    assert f"{file} is based on version 1." in message
     assert admin.document() == single_pool_policy("c")
     assert file.read_text() == before
 
 
-def test_a_file_of_ones_own_is_applied_onto_what_is_in_force(
+def test_a_file_without_a_version_is_applied_to_the_active_policy(
     run_policy_command: Command, admin: PolicyAdmin, file: Path
 ) -> None:
     code, printed = run_policy_command("apply", str(file), "--note", "a start")
     assert (code, printed.splitlines()[-1]) == (0, "Version 2 is active.")
-    assert file.read_text() == to_yaml(single_pool_policy("b")), "it is its owner's"
+    assert file.read_text() == to_yaml(single_pool_policy("b")), (
+        "the command does not change the file"
+    )
     code, printed = run_policy_command("apply", str(file), "--note", "again")
     assert (code, printed.splitlines()[-1]) == (0, "No change.")
     assert len(admin.get("/history").json()["versions"]) == 2
-    written = file.with_suffix(".json")
-    written.write_text(json.dumps(single_pool_policy("c"), indent="\t"))
-    assert run_policy_command("apply", str(written), "--note", "as JSON")[0] == 0
+    json_file = file.with_suffix(".json")
+    json_file.write_text(json.dumps(single_pool_policy("c"), indent="\t"))
+    assert run_policy_command("apply", str(json_file), "--note", "as JSON")[0] == 0
     assert admin.document() == single_pool_policy("c")
     newest = admin.get("/history").json()["versions"][0]
-    assert "@" in newest["author"], "who is at the terminal"
+    assert "@" in newest["author"], "the user and host of the terminal"
 
 
-def test_a_file_that_cannot_be_marked_is_told_of_and_what_it_says_is_in_force(
+def test_an_unwritable_file_is_reported_and_its_policy_is_applied(
     run_policy_command: Command, admin: PolicyAdmin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "edited.yaml"
     file.write_text(run_policy_command("show")[1].replace("limit: 128", "limit: 64"))
-    said = io.StringIO()
-    monkeypatch.setattr("sys.stderr", said)
+    stderr = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
 
-    def refuse(*_: object, **__: object) -> int:
+    def fail(*_: object, **__: object) -> int:
         raise OSError("the disk is full")
 
-    with monkeypatch.context() as full:
-        full.setattr(Path, "write_text", refuse)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", fail)
         code, printed = run_policy_command("apply", str(file), "--note", "less room")
     assert (code, printed.splitlines()[-1]) == (0, "Version 2 is active.")
-    told = f"paceline: {file} still names the previous version: the disk is full\n"
-    assert told in said.getvalue()
+    expected = f"paceline: {file} still names the previous version: the disk is full\n"
+    assert expected in stderr.getvalue()
     assert admin.document()["pools"]["text-mtp"]["queue"]["limit"] == 64
 
 
-def test_a_key_that_no_header_can_hold_is_refused_before_it_is_sent(
+def test_a_key_invalid_as_a_header_value_is_rejected_before_it_is_sent(
     run_policy_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_ADMIN_KEY", "canary\nkey")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as error:
         run_policy_command("show")
     assert (
-        ended.value.code
+        error.value.code
         == "paceline: PACELINE_ADMIN_KEY contains characters that an HTTP header cannot carry."
     )
 
 
-def test_an_edit_needs_a_note(run_policy_command: Command, file: Path) -> None:
-    with pytest.raises(SystemExit) as ended:
+def test_an_edit_requires_a_note(run_policy_command: Command, file: Path) -> None:
+    with pytest.raises(SystemExit) as error:
         run_policy_command("apply", str(file))
-    assert ended.value.code == 2
+    assert error.value.code == 2
     with pytest.raises(SystemExit, match="An edit needs a note"):
         run_policy_command("apply", str(file), "--note", "")
 
 
-BAD = "version: 1\nroutes:\n- name: all\n  to: [fast]\ncolour: red\npools: {b: {lanes: [vlm]}}\n"
+INVALID_POLICY = (
+    "version: 1\nroutes:\n- name: all\n  to: [fast]\ncolour: red\npools: {b: {lanes: [vlm]}}\n"
+)
 
 
-@pytest.mark.parametrize("where", [(), ("--offline",)])
-def test_a_bad_policy_is_told_by_file_line_and_field(
-    run_policy_command: Command, file: Path, where: tuple[str, ...]
+@pytest.mark.parametrize("options", [(), ("--offline",)])
+def test_an_invalid_policy_is_reported_by_file_line_and_field(
+    run_policy_command: Command, file: Path, options: tuple[str, ...]
 ) -> None:
-    assert run_policy_command("validate", str(file), *where) == (0, f"{file} is a valid policy.\n")
-    file.write_text(BAD)
-    code, printed = run_policy_command("validate", str(file), *where)
+    assert run_policy_command("validate", str(file), *options) == (
+        0,
+        f"{file} is a valid policy.\n",
+    )
+    file.write_text(INVALID_POLICY)
+    code, printed = run_policy_command("validate", str(file), *options)
     assert (code, printed) == (1, f"{file}:5: colour: unknown field\n")
-    file.write_text(BAD.replace("colour: red\n", ""))
-    code, printed = run_policy_command("validate", str(file), *where)
+    file.write_text(INVALID_POLICY.replace("colour: red\n", ""))
+    code, printed = run_policy_command("validate", str(file), *options)
     assert (code, printed) == (1, f"{file}:4: routes.0.to.0: there is no pool 'fast'\n")
     file.write_text("a: [")
-    assert run_policy_command("validate", str(file), *where)[0] == 1
+    assert run_policy_command("validate", str(file), *options)[0] == 1
 
 
 @pytest.mark.parametrize("command", ["diff", "apply"])
-def test_a_bad_policy_is_neither_compared_nor_applied(
+def test_an_invalid_policy_is_neither_compared_nor_applied(
     run_policy_command: Command, admin: PolicyAdmin, file: Path, command: str
 ) -> None:
-    file.write_text(BAD)
+    file.write_text(INVALID_POLICY)
     note = ("--note", "x") if command == "apply" else ()
     with pytest.raises(SystemExit, match="line 5: colour: unknown field"):
         run_policy_command(command, str(file), *note)
     assert len(admin.get("/history").json()["versions"]) == 1
 
 
-def test_a_difference_is_short(run_policy_command: Command, admin: PolicyAdmin, file: Path) -> None:
+def test_diff_prints_only_changed_fields(
+    run_policy_command: Command, admin: PolicyAdmin, file: Path
+) -> None:
     admin.put(single_pool_policy("a"), x_paceline_author="ann")
     code, printed = run_policy_command("diff", str(file))
     assert code == 0
@@ -205,7 +214,7 @@ def test_a_difference_is_short(run_policy_command: Command, admin: PolicyAdmin, 
     assert admin.document() == single_pool_policy("a")
 
 
-def test_the_way_back_is_shown_and_taken(
+def test_rollback_prints_the_changes_and_applies_them(
     run_policy_command: Command, admin: PolicyAdmin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
@@ -226,46 +235,46 @@ def test_the_way_back_is_shown_and_taken(
         run_policy_command("rollback", "9")
 
 
-def test_the_key_is_asked_for_and_never_printed(
+def test_a_wrong_key_is_reported_and_never_printed(
     run_policy_command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_ADMIN_KEY", "wrong-canary")
-    with pytest.raises(SystemExit, match="reads it from PACELINE_ADMIN_KEY") as ended:
+    with pytest.raises(SystemExit, match="reads it from PACELINE_ADMIN_KEY") as error:
         run_policy_command("show")
-    assert "canary" not in str(ended.value)
+    assert "canary" not in str(error.value)
 
 
-def test_what_cannot_be_asked_is_one_sentence(
+def test_a_missing_file_and_a_wrong_url_are_reported_in_one_message(
     run_policy_command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="cannot read"):
         run_policy_command("diff", str(tmp_path / "nothing.yaml"))
-    for url, sentence in (
+    for url, message in (
         ("http://127.0.0.1:9", "no gateway answers"),
         ("http://127.0.0.1:x", "is not a URL"),
     ):
-        with pytest.raises(SystemExit, match=sentence):
+        with pytest.raises(SystemExit, match=message):
             main(["policy", "history", "--url", url])
 
 
-def moved(*moves: tuple[str, str, int]) -> dict[str, Any]:
-    listed = [{"from": old, "to": new, "count": count} for old, new, count in moves]
+def diff_of(*moves: tuple[str, str, int]) -> dict[str, Any]:
+    move_entries = [{"from": old, "to": new, "count": count} for old, new, count in moves]
     onto = {"number": 7, "author": "ann", "note": "[red]x"}
     change = {"field": "routes.all.to", "old": ["x" * 100], "new": 1}
     total = sum(count for _, _, count in moves)
-    told = {"onto": onto, "changes": [change], "decisions": total, "moves": listed}
-    return {**told, "warnings": []}
+    diff = {"onto": onto, "changes": [change], "decisions": total, "moves": move_entries}
+    return {**diff, "warnings": []}
 
 
-def drawn(told: dict[str, Any], *, colours: bool) -> str:
+def render(diff: dict[str, Any], *, colours: bool) -> str:
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=colours, highlight=False, soft_wrap=True, width=80)
-    terminal.print(policy_view.render_difference(told))
+    terminal.print(policy_view.render_difference(diff))
     return out.getvalue()
 
 
-def test_what_would_move_is_counted_and_what_stays_is_not() -> None:
-    lines = drawn(moved(("vlm", "vlm", 7), ("vlm", "mtp", 2), ("a", "none", 1)), colours=False)
+def test_only_requests_that_would_change_pools_are_counted() -> None:
+    lines = render(diff_of(("vlm", "vlm", 7), ("vlm", "mtp", 2), ("a", "none", 1)), colours=False)
     assert lines.splitlines()[0] == "Against version 7, by ann: [red]x"
     assert len(lines.splitlines()[1]) < 100
     assert lines.splitlines()[2:] == [
@@ -273,11 +282,11 @@ def test_what_would_move_is_counted_and_what_stays_is_not() -> None:
         "  vlm -> mtp: 2",
         "  a -> none: 1",
     ]
-    stays = drawn(moved(("vlm", "vlm", 7)), colours=False)
-    assert stays.endswith("Of the last 7 requests none would move.\n")
+    unmoved = render(diff_of(("vlm", "vlm", 7)), colours=False)
+    assert unmoved.endswith("Of the last 7 requests none would move.\n")
 
 
-def test_on_a_terminal_old_is_red_and_new_is_green() -> None:
-    drawing = drawn(moved(("vlm", "mtp", 2)), colours=True)
-    assert "\x1b[31m" in drawing
-    assert "\x1b[32m1\x1b[0m" in drawing
+def test_on_a_terminal_old_values_are_red_and_new_ones_green() -> None:
+    output = render(diff_of(("vlm", "mtp", 2)), colours=True)
+    assert "\x1b[31m" in output
+    assert "\x1b[32m1\x1b[0m" in output

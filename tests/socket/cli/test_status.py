@@ -1,4 +1,4 @@
-"""`paceline status --watch`, in a process of its own, on a terminal and into a pipe."""
+"""`paceline status --watch` in a process of its own, on a terminal and with a pipe."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.support.redis_server import RedisServer
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 
 ROOT = Path(__file__).parents[3]
-ENTERED, LEFT = "\x1b[?1049h", "\x1b[?1049l"
-PATIENCE_S = 60.0
+ENTER_SCREEN, LEAVE_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
+TIMEOUT_S = 60.0
 
 
 class Watch:
-    """A running `paceline status --watch` and all that it has written."""
+    """A running `paceline status --watch` and its output."""
 
     def __init__(self, url: str, *arguments: str, terminal: bool) -> None:
         self._read_fd, write_fd = pty.openpty() if terminal else os.pipe()
@@ -40,21 +40,21 @@ class Watch:
             env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "120"},
         )
         os.close(write_fd)
-        self.written = ""
+        self.output = ""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def wait_for(self, text: str, *, since: int = 0) -> int:
-        """Return how much was written when this text had come."""
-        wait_until(lambda: text in self.written[since:], within_s=PATIENCE_S)
-        return len(self.written)
+        """Wait for a text; return the length of the output then."""
+        wait_until(lambda: text in self.output[since:], within_s=TIMEOUT_S)
+        return len(self.output)
 
     def end(self) -> tuple[int, str]:
-        """Press Ctrl-C; return the exit code and what went to standard error."""
+        """Send SIGINT; return the exit code and the standard error."""
         self.process.send_signal(signal.SIGINT)
-        _, said = self.process.communicate(timeout=PATIENCE_S)
-        self._reader.join(PATIENCE_S)
-        return self.process.returncode, said.decode()
+        _, errors = self.process.communicate(timeout=TIMEOUT_S)
+        self._reader.join(TIMEOUT_S)
+        return self.process.returncode, errors.decode()
 
     def close(self) -> None:
         self.process.kill()
@@ -62,13 +62,14 @@ class Watch:
         os.close(self._read_fd)
 
     def _read(self) -> None:
-        with contextlib.suppress(OSError):  # how a terminal says that nobody writes any more
-            while piece := os.read(self._read_fd, 65536):
-                self.written += piece.decode(errors="replace")
+        # A terminal raises OSError when its last writer closes it.
+        with contextlib.suppress(OSError):
+            while data := os.read(self._read_fd, 65536):
+                self.output += data.decode(errors="replace")
 
 
 @contextlib.contextmanager
-def watching(url: str, *arguments: str, terminal: bool) -> Iterator[Watch]:
+def watch_status(url: str, *arguments: str, terminal: bool) -> Iterator[Watch]:
     watch = Watch(url, *arguments, terminal=terminal)
     try:
         yield watch
@@ -78,47 +79,47 @@ def watching(url: str, *arguments: str, terminal: bool) -> Iterator[Watch]:
 
 @pytest.fixture
 def proxy(gateway_with_worker: RunningGateway) -> Iterator[FaultProxy]:
-    """A way to the gateway that can be closed and opened."""
-    with running_proxy(gateway_with_worker.url) as between:
-        yield between
+    """Return a proxy of the gateway that can refuse connections."""
+    with running_proxy(gateway_with_worker.url) as fault_proxy:
+        yield fault_proxy
 
 
 @pytest.mark.parametrize("terminal", [True, False])
-def test_a_watch_outlives_a_gateway_that_goes_away_and_returns(
+def test_a_watch_continues_after_an_outage_of_the_gateway(
     proxy: FaultProxy, terminal: bool
 ) -> None:
-    with watching(proxy.url, terminal=terminal) as watch:
+    with watch_status(proxy.url, terminal=terminal) as watch:
         watch.wait_for("text-mtp")
         proxy.refuse()
         watch.wait_for("no gateway answers")
-        gone = watch.wait_for("The state at")
+        outage = watch.wait_for("The state at")
         proxy.listen()
-        back = watch.wait_for("every 0.1 s", since=gone)
-        wait_until(lambda: "no gateway answers" not in watch.written[back:][-400:])
-        code, said = watch.end()
-    assert (code, said) == (0, "")
-    assert (ENTERED in watch.written, LEFT in watch.written) == (terminal, terminal)
-    assert ("\x1b" in watch.written) == terminal
+        recovery = watch.wait_for("every 0.1 s", since=outage)
+        wait_until(lambda: "no gateway answers" not in watch.output[recovery:][-400:])
+        code, errors = watch.end()
+    assert (code, errors) == (0, "")
+    assert (ENTER_SCREEN in watch.output, LEAVE_SCREEN in watch.output) == (terminal, terminal)
+    assert ("\x1b" in watch.output) == terminal
 
 
-def test_a_piped_watch_prints_again_and_again(gateway_with_worker: RunningGateway) -> None:
-    with watching(gateway_with_worker.url, terminal=False) as watch:
-        wait_until(lambda: watch.written.count("fake-a") >= 3, within_s=PATIENCE_S)
+def test_a_piped_watch_prints_every_refresh(gateway_with_worker: RunningGateway) -> None:
+    with watch_status(gateway_with_worker.url, terminal=False) as watch:
+        wait_until(lambda: watch.output.count("fake-a") >= 3, within_s=TIMEOUT_S)
         assert watch.end() == (0, "")
 
 
-def test_a_watch_as_json_prints_a_line_each_time(
+def test_a_json_watch_prints_one_line_per_refresh(
     gateway: RunningGateway, keep_joined: KeepJoined
 ) -> None:
     keep_joined(gateway)
-    with watching(gateway.url, "--json", terminal=False) as watch:
-        wait_until(lambda: watch.written.count("\n") >= 2, within_s=PATIENCE_S)
+    with watch_status(gateway.url, "--json", terminal=False) as watch:
+        wait_until(lambda: watch.output.count("\n") >= 2, within_s=TIMEOUT_S)
         assert watch.end() == (0, "")
-    states = [json.loads(told) for told in watch.written.splitlines()]
+    states = [json.loads(line) for line in watch.output.splitlines()]
     assert all(state["gateway"]["ready"] for state in states)
 
 
-def test_the_table_says_what_is_wrong_with_what_gateways_share(
+def test_the_table_reports_a_degraded_store(
     private_redis: RedisServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = make_settings(tmp_path, redis_url=SecretStr(private_redis.url))
@@ -133,7 +134,7 @@ def test_the_table_says_what_is_wrong_with_what_gateways_share(
     )
 
 
-def test_a_reader_that_has_enough_ends_a_watch_without_a_word(
+def test_a_closed_pipe_ends_a_watch_without_an_error(
     gateway_with_worker: RunningGateway,
 ) -> None:
     with subprocess.Popen(
@@ -157,4 +158,4 @@ def test_a_reader_that_has_enough_ends_a_watch_without_a_word(
         assert watch.stdout.readline().startswith(b"{")
         watch.stdout.close()
         assert watch.stderr.read() == b""
-        assert watch.wait(PATIENCE_S) == 128 + signal.SIGPIPE
+        assert watch.wait(TIMEOUT_S) == 128 + signal.SIGPIPE

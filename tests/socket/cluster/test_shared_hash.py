@@ -1,4 +1,4 @@
-"""A hash in Redis that several gateways write: its folds, step by step."""
+"""A shared hash in Redis: folds, step by step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Hash = SharedHash[Text]
 
 @pytest.fixture
 async def two_gateways(redis: RedisServer) -> AsyncIterator[tuple[Hash, Hash]]:
-    """Two copies of one hash, which has the fields x and y."""
+    """Return two copies of one hash, which has the fields x and y."""
     async with AsyncExitStack() as stack:
         hashes = []
         for _ in range(2):
@@ -48,7 +48,7 @@ async def fold(shared: Hash, name: str, total: str) -> bool:
     return await shared.fold(name, "sum", Text(total), tombstone="folded", keep_s=60)
 
 
-async def test_a_fold_is_in_the_copy_at_once_and_everywhere_after_an_exchange(
+async def test_a_fold_is_in_the_own_copy_at_once_and_in_others_after_an_exchange(
     two_gateways: tuple[Hash, Hash],
 ) -> None:
     first, second = two_gateways

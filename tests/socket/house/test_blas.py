@@ -1,4 +1,4 @@
-"""The BLAS under every command on Linux, where MLX's own is many times slower."""
+"""The BLAS library for every command on Linux, where MLX's own BLAS is many times slower."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ pytestmark = pytest.mark.skipif(
 
 
 def kernels(**environment: str) -> str:
-    """Return which kernels OpenBLAS takes in a command that is run with it."""
-    ended = subprocess.run(
+    """Return the kernels that OpenBLAS selects in a command that is run with it."""
+    process = subprocess.run(
         [WITH_BLAS, "true"],
         env={"PATH": "/usr/bin:/bin", "OPENBLAS_VERBOSE": "2", **environment},
         capture_output=True,
         text=True,
         check=True,
     )
-    told = re.search(r"Core: (\w+)", ended.stdout + ended.stderr)
-    assert told is not None, ended
-    return told[1]
+    match = re.search(r"Core: (\w+)", process.stdout + process.stderr)
+    assert match is not None, process
+    return match[1]
 
 
-def test_a_processor_gets_kernels_of_its_kind_also_where_the_library_does_not_know_it() -> None:
+def test_a_processor_unknown_to_openblas_gets_kernels_of_its_instruction_set() -> None:
     assert kernels() in {"SkylakeX", "Haswell"}
 
 
-def test_kernels_that_somebody_named_are_used() -> None:
+def test_kernels_of_the_environment_variable_are_used() -> None:
     assert kernels(OPENBLAS_CORETYPE="Nehalem") == "Nehalem"

@@ -1,4 +1,4 @@
-"""docker-compose.yml and the images: complete, pinned, closed, and with no secret that all know."""
+"""docker-compose.yml and the images: complete, pinned, isolated, and without default secrets."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ OWN_IMAGES = {"paceline-gateway:0.1.0", "paceline-worker:0.1.0"}
 
 @pytest.fixture(scope="module")
 def compose() -> tuple[str, ...]:
-    """The command of Docker Compose, new or old; neither needs a running Docker to check a file."""
+    """Return the command of Docker Compose, new or old; neither needs a daemon to check a file."""
     for command in (("docker", "compose"), ("docker-compose",)):
         if shutil.which(command[0]):
-            asked = subprocess.run([*command, "version"], capture_output=True, check=False)
-            if asked.returncode == 0:
+            version = subprocess.run([*command, "version"], capture_output=True, check=False)
+            if version.returncode == 0:
                 return command
     pytest.skip("neither `docker compose` nor `docker-compose` is installed")
 
 
-def checked(
-    compose: tuple[str, ...], folder: Path, given: dict[str, str]
+def run_config(
+    compose: tuple[str, ...], folder: Path, variables: dict[str, str]
 ) -> subprocess.CompletedProcess[str]:
-    """Run `config` with these variables alone, whatever the clone's own .env says."""
+    """Run `config` with these variables only, without the clone's own .env."""
     file = folder / "env"
-    file.write_text("".join(f"{name}={value}\n" for name, value in given.items()))
+    file.write_text("".join(f"{name}={value}\n" for name, value in variables.items()))
     return subprocess.run(
         [*compose, "--env-file", file, "-f", FILE, "config", "-q"],
         env={name: value for name, value in os.environ.items() if name not in SECRETS},
@@ -50,22 +50,22 @@ def checked(
     )
 
 
-def test_compose_itself_takes_the_file(compose: tuple[str, ...], tmp_path: Path) -> None:
-    ended = checked(compose, tmp_path, SECRETS)
-    assert (ended.returncode, ended.stderr) == (0, "")
+def test_compose_accepts_the_file(compose: tuple[str, ...], tmp_path: Path) -> None:
+    result = run_config(compose, tmp_path, SECRETS)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("missing", SECRETS)
-def test_compose_says_which_secret_is_missing_and_what_makes_it(
+def test_compose_names_a_missing_secret_and_the_script_that_creates_it(
     compose: tuple[str, ...], tmp_path: Path, missing: str
 ) -> None:
-    given = {name: value for name, value in SECRETS.items() if name != missing}
-    ended = checked(compose, tmp_path, given)
-    assert ended.returncode != 0
-    assert f"{missing} is not set, scripts/make-env writes an .env file with it" in ended.stderr
+    variables = {name: value for name, value in SECRETS.items() if name != missing}
+    result = run_config(compose, tmp_path, variables)
+    assert result.returncode != 0
+    assert f"{missing} is not set, scripts/make-env writes an .env file with it" in result.stderr
 
 
-def test_make_env_writes_just_the_secrets_that_are_demanded_and_never_over_old_ones(
+def test_make_env_writes_the_required_secrets_and_never_overwrites_them(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "scripts").mkdir()
@@ -83,27 +83,27 @@ def test_make_env_writes_just_the_secrets_that_are_demanded_and_never_over_old_o
     assert dict(line.split("=") for line in file.read_text().splitlines()) == written
 
 
-def test_no_secret_can_get_into_git_or_into_an_image() -> None:
+def test_secrets_are_excluded_from_git_and_images() -> None:
     assert ".env" in (ROOT / ".gitignore").read_text().split()
     assert (ROOT / ".dockerignore").read_text().splitlines()[1] == "*"
     assert not set(SECRETS) & set(re.findall(r"\w+", DOCKERFILE))
 
 
 @pytest.mark.parametrize("name", SERVICES)
-def test_a_service_is_pinned_and_closed(name: str) -> None:
+def test_a_service_is_pinned_and_isolated(name: str) -> None:
     service = SERVICES[name]
     assert service["image"] in OWN_IMAGES or re.search(r":v?\d+\.\d+\.\d+(-|$)", service["image"])
     assert service["read_only"] is True
     assert service["cap_drop"] == ["ALL"]
     assert "privileged" not in service
     for port in service.get("ports", ()):
-        assert port.startswith("127.0.0.1:"), "opening it to the network is the owner's choice"
+        assert port.startswith("127.0.0.1:"), "ports are published on loopback only"
     for volume in service.get("volumes", ()):
         source = volume.split(":")[0]
         assert not source.startswith("./") or (ROOT / source).is_file(), volume
 
 
-def test_redis_keeps_what_it_has_and_is_reached_by_the_gateways_alone() -> None:
+def test_redis_is_durable_and_reachable_by_the_gateways_only() -> None:
     redis = SERVICES["redis"]
     assert "ports" not in redis
     command = redis["command"]
@@ -116,8 +116,8 @@ def test_redis_keeps_what_it_has_and_is_reached_by_the_gateways_alone() -> None:
     assert read_compose(SECRETS)["networks"][network]["internal"] is True
 
 
-def test_the_front_is_an_nginx_that_knows_what_its_configuration_asks_for() -> None:
-    """It asks for names anew (`resolve`), which nginx does without a licence since 1.27.3."""
+def test_the_nginx_version_supports_its_configuration() -> None:
+    """The configuration uses `resolve` of servers, which open-source nginx has since 1.27.3."""
     configuration = (ROOT / "deploy" / "nginx.conf").read_text()
     servers = re.findall(r"^\s+server (gateway-.*);$", configuration, re.MULTILINE)
     assert servers
@@ -126,12 +126,12 @@ def test_the_front_is_an_nginx_that_knows_what_its_configuration_asks_for() -> N
     assert tuple(map(int, version)) >= (1, 27, 3)
 
 
-def test_the_images_are_made_from_the_locks_by_hash_and_run_as_nobody_special() -> None:
+def test_images_install_locked_hashes_and_run_as_an_unprivileged_user() -> None:
     stages = re.split(r"^FROM ", DOCKERFILE, flags=re.MULTILINE)[1:]
     first_lines = [stage.splitlines()[0] for stage in stages]
-    base, *others = first_lines
+    base, *rest = first_lines
     assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+ AS base", base)
-    assert all(line.startswith("base AS ") for line in others)
+    assert all(line.startswith("base AS ") for line in rest)
     for kind in ("gateway", "worker"):
         (built,) = (stage for stage in stages if stage.startswith(f"base AS built-{kind}"))
         assert f"pip install --require-hashes --requirement /src/locks/{kind}.txt" in built
@@ -145,8 +145,8 @@ def test_the_images_are_made_from_the_locks_by_hash_and_run_as_nobody_special() 
         assert re.findall(r'"([^"]+)"', start) == service["command"]
 
 
-def test_what_the_images_copy_is_there_and_not_ignored() -> None:
-    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
+def test_files_that_the_images_copy_exist_and_are_not_ignored() -> None:
+    included = {line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"}
     copied = [
         source
         for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
@@ -155,4 +155,4 @@ def test_what_the_images_copy_is_there_and_not_ignored() -> None:
     assert copied
     for source in copied:
         assert (ROOT / source).exists(), source
-        assert {source, source.split("/")[0]} & let_in, source
+        assert {source, source.split("/")[0]} & included, source

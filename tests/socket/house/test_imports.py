@@ -1,4 +1,4 @@
-"""A gateway host has no MLX."""
+"""The gateway imports no MLX."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stands in front of the gateways in docker-compose.yml: the same nginx.conf, a real nginx."""
+"""The nginx in front of the gateways: the shipped nginx.conf in a real nginx."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ PATH = "/v1/chat/completions"
 GATEWAYS = ("gateway-1", "gateway-2")
 
 
-class Front:
-    """A client of the front, and what stands behind it."""
+class NginxClient:
+    """A client of nginx, with the gateways and the worker behind it."""
 
     def __init__(
         self, stack: Stack, gateways: dict[str, PacelineProcess], worker: ScriptedWorker
@@ -38,10 +38,10 @@ class Front:
         self.worker = worker
         self.client = httpx.Client(base_url=stack.url("front"), headers=AS_CLIENT, timeout=30)
 
-    def ask(self) -> httpx.Response:
+    def chat(self) -> httpx.Response:
         return self.client.post(PATH, json=chat_body())
 
-    def beat(self) -> httpx.Response:
+    def send_heartbeat(self) -> httpx.Response:
         """Send the worker's heartbeat as `paceline worker --join` does."""
         report = self.worker.report()
         return self.client.put(
@@ -51,37 +51,39 @@ class Front:
         )
 
     def join(self) -> None:
-        """Let the worker join; both gateways hear of it."""
-        assert self.beat().status_code == 200
+        """Register the worker and wait until both gateways are ready."""
+        assert self.send_heartbeat().status_code == 200
         wait_until(lambda: all(self.stack.ready(name) for name in GATEWAYS))
 
     def kill(self, name: str) -> None:
-        """End a gateway with no time for anything."""
+        """Kill a gateway without a shutdown."""
         process = self.gateways[name].process
         process.kill()
         process.wait()
 
-    def carrier(self) -> str:
-        """Name the gateway that carries the one request that runs."""
+    def serving_gateway(self) -> str:
+        """Return the name of the gateway that relays the only running request."""
         for name in GATEWAYS:
-            told = httpx.get(f"{self.stack.url(name)}/metrics").text
-            if "paceline_requests_in_flight 1.0" in told:
+            metrics = httpx.get(f"{self.stack.url(name)}/metrics").text
+            if "paceline_requests_in_flight 1.0" in metrics:
                 return name
         raise AssertionError("no request runs")
 
 
 @contextlib.contextmanager
 def running_nginx(stack: Stack) -> Iterator[None]:
-    """Run nginx with the stack's own file: names of containers, port and folder are put in."""
+    """Run nginx with the shipped file, with names of containers, port and folder replaced."""
     port = stack.ports["front"] = free_port()
-    written = (ROOT / "deploy" / "nginx.conf").read_text()
+    configuration = (ROOT / "deploy" / "nginx.conf").read_text()
     for name in GATEWAYS:
-        # `resolve` is for containers that come back elsewhere, and older nginx does not know it.
-        written = written.replace(f"{name}:8000 resolve", f"127.0.0.1:{stack.ports[name]}")
-    written = written.replace("listen 8000;", f"listen 127.0.0.1:{port};")
-    written = written.replace("/tmp/", f"{stack.folder}/nginx-")
+        # `resolve` is for containers that change their address; older nginx does not support it.
+        configuration = configuration.replace(
+            f"{name}:8000 resolve", f"127.0.0.1:{stack.ports[name]}"
+        )
+    configuration = configuration.replace("listen 8000;", f"listen 127.0.0.1:{port};")
+    configuration = configuration.replace("/tmp/", f"{stack.folder}/nginx-")
     file = stack.folder / "nginx.conf"
-    file.write_text(written)
+    file.write_text(configuration)
     user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(os.getgid()).gr_name
     with subprocess.Popen(["nginx", "-c", file, "-g", f"user {user} {group};"]) as process:
         try:
@@ -92,43 +94,43 @@ def running_nginx(stack: Stack) -> Iterator[None]:
 
 
 @pytest.fixture
-def nginx(tmp_path: Path) -> Iterator[Front]:
-    """nginx, two gateways, and a worker that has not joined yet."""
+def nginx(tmp_path: Path) -> Iterator[NginxClient]:
+    """Return nginx with two gateways and a worker that has not joined yet."""
     if not shutil.which("nginx"):
         pytest.skip("nginx is not installed")
     stack, worker = Stack(tmp_path), ScriptedWorker()
     stack.ports["redis"] = free_port()
-    with contextlib.ExitStack() as running:
-        running.enter_context(running_server(worker, sockets=[worker.socket]))
-        gateways = {name: running.enter_context(stack.gateway(name)) for name in GATEWAYS}
-        running.enter_context(running_nginx(stack))
-        whole = Front(stack, gateways, worker)
-        running.enter_context(whole.client)
-        yield whole
+    with contextlib.ExitStack() as processes:
+        processes.enter_context(running_server(worker, sockets=[worker.socket]))
+        gateways = {name: processes.enter_context(stack.gateway(name)) for name in GATEWAYS}
+        processes.enter_context(running_nginx(stack))
+        client = NginxClient(stack, gateways, worker)
+        processes.enter_context(client.client)
+        yield client
 
 
-def test_a_heartbeat_reaches_both_gateways_and_one_of_them_is_enough(nginx: Front) -> None:
-    assert nginx.ask().json()["error"]["code"]  # of a gateway: nobody can answer yet
+def test_a_heartbeat_reaches_both_gateways_and_either_serves_alone(nginx: NginxClient) -> None:
+    assert nginx.chat().json()["error"]["code"]  # an error of a gateway: no worker has joined yet
     nginx.join()
     nginx.kill("gateway-1")
-    assert nginx.beat().status_code == 200
-    assert nginx.ask().status_code == 200
+    assert nginx.send_heartbeat().status_code == 200
+    assert nginx.chat().status_code == 200
 
 
-def test_a_stream_goes_on_piece_by_piece_as_it_comes(nginx: Front) -> None:
+def test_a_stream_is_relayed_without_buffering(nginx: NginxClient) -> None:
     nginx.join()
     nginx.worker.script.hang_after = 3
     with nginx.client.stream("POST", PATH, json=chat_body(stream=True)) as response:
         lines = response.iter_lines()
-        first = [next(lines) for _ in range(5)]  # while the worker says nothing more
+        first = [next(lines) for _ in range(5)]  # while the worker is paused
         nginx.worker.resume.set()
         rest = list(lines)
     events = [json.loads(line[6:]) for line in first if line.startswith("data: ")]
-    assert "".join(e["choices"][0]["delta"].get("content", "") for e in events) == "one two"
+    assert "".join(event["choices"][0]["delta"].get("content", "") for event in events) == "one two"
     assert "data: [DONE]" in rest
 
 
-def test_a_client_that_leaves_is_gone_for_the_worker_too(nginx: Front) -> None:
+def test_a_client_disconnect_reaches_the_worker(nginx: NginxClient) -> None:
     nginx.join()
     nginx.worker.script.hang_after = 2
     with nginx.client.stream("POST", PATH, json=chat_body(stream=True)) as response:
@@ -136,41 +138,41 @@ def test_a_client_that_leaves_is_gone_for_the_worker_too(nginx: Front) -> None:
     assert nginx.worker.client_disconnected.wait(10)
 
 
-def test_a_gateway_that_ends_loses_no_request_old_or_new(nginx: Front) -> None:
+def test_a_gateway_shutdown_fails_neither_running_nor_new_requests(nginx: NginxClient) -> None:
     nginx.join()
     nginx.worker.scripts_by_message["hold"] = Script(hang_after=2)
     body = chat_body(stream=True, messages=[{"role": "user", "content": "hold"}])
-    with nginx.client.stream("POST", PATH, json=body) as held:
-        lines = held.iter_lines()
+    with nginx.client.stream("POST", PATH, json=body) as running:
+        lines = running.iter_lines()
         next(lines)
-        leaving = nginx.carrier()
-        nginx.gateways[leaving].process.send_signal(signal.SIGINT)  # no serving on: 503 at once
-        wait_until(lambda: not nginx.stack.ready(leaving))
-        assert [nginx.ask().status_code for _ in range(20)] == [200] * 20
+        draining = nginx.serving_gateway()
+        nginx.gateways[draining].process.send_signal(signal.SIGINT)  # no lame duck: 503 at once
+        wait_until(lambda: not nginx.stack.ready(draining))
+        assert [nginx.chat().status_code for _ in range(20)] == [200] * 20
         nginx.worker.resume.set()
         assert "data: [DONE]" in list(lines)
     assert len(nginx.worker.requests) == 21
 
 
-def test_a_gateway_that_is_gone_costs_no_new_request(nginx: Front) -> None:
+def test_a_killed_gateway_fails_no_new_request(nginx: NginxClient) -> None:
     nginx.join()
     nginx.kill("gateway-2")
-    assert [nginx.ask().status_code for _ in range(20)] == [200] * 20
+    assert [nginx.chat().status_code for _ in range(20)] == [200] * 20
     assert len(nginx.worker.requests) == 20
 
 
-def test_a_request_that_a_dying_gateway_had_is_not_asked_twice(nginx: Front) -> None:
+def test_a_request_of_a_killed_gateway_is_not_retried(nginx: NginxClient) -> None:
     nginx.join()
     nginx.worker.script.hang = True
     with ThreadPoolExecutor(1) as executor:
-        asked = executor.submit(nginx.ask)
+        response = executor.submit(nginx.chat)
         assert nginx.worker.request_received.wait(10)
-        nginx.kill(nginx.carrier())
-        assert asked.result().status_code == 502
+        nginx.kill(nginx.serving_gateway())
+        assert response.result().status_code == 502
     nginx.worker.resume.set()
     assert len(nginx.worker.requests) == 1
 
 
-def test_numbers_of_one_gateway_are_not_told_as_those_of_all(nginx: Front) -> None:
+def test_metrics_of_a_single_gateway_are_not_served(nginx: NginxClient) -> None:
     assert nginx.client.get("/metrics").status_code == 404
     assert nginx.client.get("/livez").status_code == 200

@@ -1,4 +1,4 @@
-"""What a stranger meets first: targets, locks, the package, the changelog."""
+"""The repository: make targets, locks, the package, the changelog and links."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SETUP = (ROOT / "scripts/setup").read_text()
 
 
 def pins(lock: Path) -> dict[str, set[str]]:
-    """Read the pinned versions of a lock by distribution."""
-    found: dict[str, set[str]] = {}
-    pinned = re.compile(r"^([a-z0-9.-]+)(?:\[.*\])?==(\S+)", re.MULTILINE)
-    for name, version in pinned.findall(lock.read_text()):
-        found.setdefault(name, set()).add(version)
-    return found
+    """Return the pinned versions of a lock by distribution."""
+    versions: dict[str, set[str]] = {}
+    pin = re.compile(r"^([a-z0-9.-]+)(?:\[.*\])?==(\S+)", re.MULTILINE)
+    for name, version in pin.findall(lock.read_text()):
+        versions.setdefault(name, set()).add(version)
+    return versions
 
 
 def test_make_help_lists_every_target() -> None:
@@ -47,7 +47,7 @@ def test_lock_names_no_host(lock: Path) -> None:
 
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.stem)
 def test_every_pin_of_a_lock_has_a_hash(lock: Path) -> None:
-    """S19 (GHSA-5mg7-485q-xm76): another file under a version that was good is not installed."""
+    """S19 (GHSA-5mg7-485q-xm76): pip rejects a replaced file of a locked version."""
     assert '--require-hashes --requirement "locks/$lock.txt"' in SETUP
     for requirement in lock.read_text().replace("\\\n", "").splitlines():
         assert "--hash=sha256:" in requirement, requirement
@@ -61,22 +61,22 @@ def test_locks_are_nested_at_the_same_versions() -> None:
     assert worker.items() <= dev.items()
 
 
-def test_a_gateway_host_needs_no_mlx_and_nobody_needs_torch() -> None:
+def test_the_gateway_lock_has_no_mlx_and_no_lock_has_torch() -> None:
     assert not [name for name in pins(ROOT / "locks/gateway.txt") if name.startswith("mlx")]
     assert not [name for name in pins(ROOT / "locks/dev.txt") if name.startswith("torch")]
 
 
-def test_locks_hold_every_dependency_of_the_project() -> None:
+def test_locks_contain_every_dependency_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = {"gateway": project["dependencies"], **project["optional-dependencies"]}
-    for kind, requirements in wanted.items():
+    required = {"gateway": project["dependencies"], **project["optional-dependencies"]}
+    for kind, requirements in required.items():
         lock = ROOT / f"locks/{kind}.txt"
-        locked = pins(lock if lock in LOCKS else ROOT / "locks/dev.txt")  # which holds all extras
+        locked = pins(lock if lock in LOCKS else ROOT / "locks/dev.txt")  # with all extras
         names = {re.split(r"[^A-Za-z0-9._-]", text)[0].lower() for text in requirements}
         assert names <= locked.keys(), kind
 
 
-def test_wheel_brings_the_shipped_policies_and_the_demo_model(tmp_path: Path) -> None:
+def test_the_wheel_contains_the_shipped_policies_and_the_demo_model(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
         cwd=ROOT,
@@ -97,7 +97,7 @@ def test_wheel_brings_the_shipped_policies_and_the_demo_model(tmp_path: Path) ->
     }
 
 
-def test_changelog_keeps_its_form() -> None:
+def test_the_changelog_has_its_format() -> None:
     lines = (ROOT / "CHANGELOG.md").read_text().splitlines()
     versions = [line for line in lines if line.startswith("## ")]
     kinds = {line for line in lines if line.startswith("### ")}
@@ -110,7 +110,7 @@ def test_changelog_keeps_its_form() -> None:
     }
 
 
-def test_every_file_that_the_readme_names_exists() -> None:
+def test_every_file_that_the_documentation_links_exists() -> None:
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)|src=\"([^\":]+)\"", page.read_text()):
             assert (page.parent / "".join(target)).exists(), f"{page.name}: {target}"

@@ -1,4 +1,4 @@
-"""What set-up says when it cannot go on: one sentence, and nothing half done."""
+"""scripts/setup reports a failure in one message and leaves nothing half installed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ TOOLS = ("sh", "cat", "cksum", "tr", "dirname", "uname", "ls", "id", "head", "fi
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A clone as far as set-up reads it, on a machine with the barest of tools."""
+    """Return a clone with the files that setup reads, and a PATH with few tools."""
     shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
     shutil.copytree(ROOT / "locks", tmp_path / "locks")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in TOOLS:
-        found = shutil.which(name)
-        assert found is not None
-        (tools / name).symlink_to(found)
+        executable = shutil.which(name)
+        assert executable is not None
+        (tools / name).symlink_to(executable)
     return tmp_path
 
 
@@ -39,44 +39,44 @@ def set_up(clone: Path, lock: str = "dev", **environment: str) -> subprocess.Com
     )
 
 
-def test_no_python_is_one_sentence(clone: Path) -> None:
-    ended = set_up(clone)
-    assert ended.returncode == 1
-    assert ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith("paceline: no Python 3.11 or newer found; install one")
+def test_a_missing_python_is_reported_in_one_message(clone: Path) -> None:
+    result = set_up(clone)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("paceline: no Python 3.11 or newer found; install one")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux needs a compiler")
-def test_no_compiler_and_nobody_to_install_it_is_one_sentence(clone: Path) -> None:
-    ended = set_up(clone, PYTHON=sys.executable)
-    assert ended.returncode == 1
-    assert ended.stderr.count("\n") == 1
-    assert ended.stderr.startswith("paceline: g++ is missing")
+def test_a_missing_compiler_is_reported_in_one_message(clone: Path) -> None:
+    result = set_up(clone, PYTHON=sys.executable)
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("paceline: g++ is missing")
     assert not (clone / ".venv").exists()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux needs a compiler")
-def test_a_gateway_alone_needs_no_compiler(clone: Path) -> None:
-    """It comes as far as to make the environment, which this Python refuses."""
+def test_setup_of_a_gateway_needs_no_compiler(clone: Path) -> None:
+    """Setup proceeds to the virtual environment, whose creation fails with this Python."""
     python = clone / "bin" / "python3"
     python.write_text(f'#!/bin/sh\n[ "$2" != venv ] || exit 1\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
     (clone / "bin" / "rm").symlink_to(shutil.which("rm") or "")
-    ended = set_up(clone, "gateway")
-    assert ended.returncode == 1
-    assert ended.stderr == f"paceline: '{python} -m venv .venv' failed; see above.\n"
+    result = set_up(clone, "gateway")
+    assert result.returncode == 1
+    assert result.stderr == f"paceline: '{python} -m venv .venv' failed; see above.\n"
     assert set_up(clone, "worker").stderr.startswith("paceline: g++ is missing")
 
 
-def test_a_finished_set_up_is_seen_by_its_stamp(clone: Path) -> None:
-    """Nothing is installed here, and nothing is found missing: the stamp of a finished run is."""
+def test_setup_skips_the_installation_when_its_stamp_is_current(clone: Path) -> None:
+    """The clone has no installation: setup succeeds because of the stamp only."""
     (clone / ".venv" / "bin").mkdir(parents=True)
     for program in (clone / ".venv" / "bin" / "paceline", clone / "bin" / "redis-server"):
         program.write_text("#!/bin/sh\n")
         program.chmod(0o755)
-    stamped = "cat locks/dev.txt pyproject.toml scripts/setup | cksum | tr ' ' '-'"
+    digest_command = "cat locks/dev.txt pyproject.toml scripts/setup | cksum | tr ' ' '-'"
     digest = subprocess.run(
-        ["sh", "-c", stamped], cwd=clone, capture_output=True, text=True, check=True
+        ["sh", "-c", digest_command], cwd=clone, capture_output=True, text=True, check=True
     ).stdout
     stamp = clone / ".venv" / ".ready-dev"
     stamp.write_text(digest)

@@ -1,4 +1,4 @@
-"""The edge of the gateway, byte by byte: heads, slow senders, readers that stall."""
+"""HTTP/1.1 to clients, byte by byte: headers, slow senders and stalled readers."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.support.running_gateway import RunningGateway, make_settings, wait_un
 from tests.support.scripted_worker import DONE, ScriptedWorker, chunk, stream_events
 
 
-def test_f43_a_head_that_never_ends_is_a_431(gateway_with_worker: RunningGateway) -> None:
+def test_f43_endless_headers_return_431(gateway_with_worker: RunningGateway) -> None:
     with open_socket(gateway_with_worker) as raw:
         raw.sendall(b"POST / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * HEAD_LIMIT_BYTES)
         assert read_error(raw) == (431, "headers_too_large", True)
 
 
-def test_f43_too_many_headers_are_a_431(gateway_with_worker: RunningGateway) -> None:
+def test_f43_too_many_headers_return_431(gateway_with_worker: RunningGateway) -> None:
     headers = b"".join(b"x-%d: y\r\n" % number for number in range(HEADERS_LIMIT))
     with open_socket(gateway_with_worker) as raw:
         raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n" + headers + b"\r\n")
         assert read_error(raw) == (431, "headers_too_large", True)
 
 
-def test_f10_a_head_that_dribbles_is_a_408_and_its_neighbour_is_served(tmp_path: Path) -> None:
+def test_f10_slow_headers_return_408_while_other_clients_are_served(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, head_timeout_s=0.2)
     with RunningGateway(settings) as gateway, contextlib.ExitStack() as stack:
         slow = [stack.enter_context(open_socket(gateway)) for _ in range(200)]
@@ -39,7 +39,7 @@ def test_f10_a_head_that_dribbles_is_a_408_and_its_neighbour_is_served(tmp_path:
         assert {read_error(raw) for raw in slow} == {(408, "headers_timeout", True)}
 
 
-def test_the_second_head_of_a_connection_is_bounded_too(tmp_path: Path) -> None:
+def test_the_headers_timeout_applies_to_the_second_request_of_a_connection(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, head_timeout_s=0.2)
     with RunningGateway(settings) as gateway, open_socket(gateway) as raw:
         raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
@@ -48,7 +48,7 @@ def test_the_second_head_of_a_connection_is_bounded_too(tmp_path: Path) -> None:
         assert read_error(raw) == (408, "headers_timeout", True)
 
 
-def test_a_connection_that_asks_nothing_is_closed_without_a_word(tmp_path: Path) -> None:
+def test_an_idle_connection_is_closed_without_a_response(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, head_timeout_s=0.2)
     with (
         RunningGateway(settings) as gateway,
@@ -59,7 +59,7 @@ def test_a_connection_that_asks_nothing_is_closed_without_a_word(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "sent",
+    "data",
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: a\r\nbad header\r\n\r\n",
@@ -72,16 +72,16 @@ def test_a_connection_that_asks_nothing_is_closed_without_a_word(tmp_path: Path)
     ],
     ids=["tls", "no-colon", "bare-cr", "two-framings", "two-lengths", "negative-length"],
 )
-def test_f43_what_is_no_clear_http_is_a_400(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, sent: bytes
+def test_f43_malformed_http_returns_400(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, data: bytes
 ) -> None:
     with open_socket(gateway_with_worker) as raw:
-        raw.sendall(sent)
+        raw.sendall(data)
         assert read_error(raw) == (400, "invalid_http", True)
     assert not worker.requests
 
 
-def test_f39_a_client_that_sends_on_can_read_why_its_body_was_refused(tmp_path: Path) -> None:
+def test_f39_a_client_that_continues_to_send_can_read_the_413(tmp_path: Path) -> None:
     settings = make_settings(tmp_path, body_limit_bytes=1000)
     with RunningGateway(settings) as gateway, open_socket(gateway) as raw:
         raw.sendall(
@@ -93,7 +93,7 @@ def test_f39_a_client_that_sends_on_can_read_why_its_body_was_refused(tmp_path: 
         assert read_error(raw) == (413, "body_too_large", True)
 
 
-def test_two_requests_in_one_packet_are_answered_in_turn(
+def test_two_pipelined_requests_get_responses_in_order(
     gateway_with_worker: RunningGateway,
 ) -> None:
     with open_socket(gateway_with_worker) as raw:
@@ -108,16 +108,16 @@ def test_two_requests_in_one_packet_are_answered_in_turn(
     assert received.index(b"one two three") < received.index(DONE) < received.index(b"alive")
 
 
-def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_with_the_connection(
+def test_an_http_1_0_client_gets_an_unchunked_body_until_the_connection_closes(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    worker.script.pause_s = 0.01  # each word comes by itself, in a chunk of its own
+    worker.script.pause_s = 0.01  # each word is one chunk
     for stream in (False, True):
         with open_socket(gateway_with_worker) as raw:
             raw.sendall(chat_request(stream=stream).replace(b"HTTP/1.1", b"HTTP/1.0"))
             received = b""
-            while piece := raw.recv(65536):
-                received += piece
+            while data := raw.recv(65536):
+                received += data
         head, _, body = received.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200 OK")
         assert b"connection: close" in head
@@ -128,20 +128,20 @@ def test_a_client_of_http_1_0_gets_no_chunks_and_the_end_with_the_connection(
             assert json.loads(body)["choices"]
 
 
-def test_a_refusal_of_head_has_no_body(gateway_with_worker: RunningGateway) -> None:
+def test_an_error_response_to_head_has_no_body(gateway_with_worker: RunningGateway) -> None:
     with open_socket(gateway_with_worker) as raw:
         raw.sendall(b"HEAD %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % PATH)
         received = raw.recv(65536)
         raw.sendall(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        while piece := raw.recv(65536):
-            received += piece
+        while data := raw.recv(65536):
+            received += data
     assert received.startswith(b"HTTP/1.1 405 ")
     assert b"content-length: " in received
     assert received.split(b"\r\n\r\n")[1].startswith(b"HTTP/1.1 200 OK")
 
 
 @pytest.mark.parametrize(("word_bytes", "words"), [(60_000, 200), (600, 20_000)])
-def test_a_reader_that_pauses_for_longer_than_a_worker_may_gets_every_word(
+def test_a_reader_that_pauses_longer_than_the_idle_timeout_gets_every_word(
     tmp_path: Path, worker: ScriptedWorker, word_bytes: int, words: int
 ) -> None:
     word = "x" * word_bytes
@@ -159,21 +159,21 @@ def test_a_reader_that_pauses_for_longer_than_a_worker_may_gets_every_word(
         assert gateway.status()["outcomes"] == {"completed": 2}
 
 
-@pytest.mark.parametrize("behind", [b"\r\n", b"GET /livez HTTP/1.1\r\nhost: local"])
-def test_what_comes_behind_a_request_has_its_time_once_that_is_answered(
-    tmp_path: Path, worker: ScriptedWorker, behind: bytes
+@pytest.mark.parametrize("following", [b"\r\n", b"GET /livez HTTP/1.1\r\nhost: local"])
+def test_the_headers_timeout_of_a_pipelined_request_starts_after_the_response(
+    tmp_path: Path, worker: ScriptedWorker, following: bytes
 ) -> None:
-    worker.script.pause_s = 0.6  # of four events: longer than a head may take, and a look besides
+    worker.script.pause_s = 0.6  # per event: longer than the headers timeout and its check interval
     with RunningGateway(make_settings(tmp_path, head_timeout_s=0.3)) as gateway:
         gateway.send_heartbeat(worker)
         with open_socket(gateway) as raw:
             raw.sendall(chat_request(stream=True))
             assert worker.request_received.wait(10)
-            raw.sendall(behind)
+            raw.sendall(following)
             assert DONE in read_stream(raw)
 
 
-def test_garbage_behind_a_running_stream_never_gets_into_it(
+def test_invalid_bytes_after_a_request_do_not_enter_its_stream(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
@@ -182,13 +182,13 @@ def test_garbage_behind_a_running_stream_never_gets_into_it(
         received = raw.recv(65536)
         raw.sendall(b"no HTTP at all\r\n\r\n")
         with contextlib.suppress(ConnectionResetError):
-            while piece := raw.recv(65536):
-                received += piece
+            while data := raw.recv(65536):
+                received += data
     assert b"invalid_http" not in received
     assert worker.client_disconnected.wait(10)
 
 
-def test_f09_a_reader_that_stalls_is_cut_and_frees_the_worker(
+def test_f09_a_stalled_reader_is_disconnected_and_the_worker_freed(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     settings = make_settings(tmp_path, write_timeout_s=0.5)
@@ -198,14 +198,14 @@ def test_f09_a_reader_that_stalls_is_cut_and_frees_the_worker(
         with open_socket(gateway) as raw:
             raw.sendall(chat_request(stream=True))
             assert worker.request_received.wait(10)
-            # Its 80 MB wait for a reader: they stay with the worker, and others are served.
+            # The 80 MB stay at the worker until the client reads; other clients are served.
             assert gateway.client.get("/livez").status_code == 200
             assert worker.client_disconnected.wait(30)
             wait_until(lambda: gateway.status()["gateway"]["requests_in_flight"] == 0)
         assert gateway.status()["outcomes"] == {"client_left": 1}
 
 
-def test_f09_a_slow_reader_that_reads_is_not_cut(tmp_path: Path, worker: ScriptedWorker) -> None:
+def test_f09_a_slow_reader_is_not_disconnected(tmp_path: Path, worker: ScriptedWorker) -> None:
     settings = make_settings(tmp_path, write_timeout_s=3)
     words = tuple("x" * 60_000 for _ in range(200))
     worker.script.tokens = words
@@ -213,13 +213,13 @@ def test_f09_a_slow_reader_that_reads_is_not_cut(tmp_path: Path, worker: Scripte
         gateway.send_heartbeat(worker)
         with gateway.stream() as response:
             received = b""
-            for piece in response.iter_raw():
-                received += piece
+            for data in response.iter_raw():
+                received += data
                 time.sleep(0.001)
     assert received.startswith(b"".join(stream_events(words)[:-2]))
 
 
-def test_a_request_past_its_time_is_a_504(tmp_path: Path, worker: ScriptedWorker) -> None:
+def test_a_request_over_its_timeout_returns_504(tmp_path: Path, worker: ScriptedWorker) -> None:
     worker.script.hang = True
     with RunningGateway(make_settings(tmp_path, request_timeout_s=0.2)) as gateway:
         gateway.send_heartbeat(worker)
@@ -228,7 +228,7 @@ def test_a_request_past_its_time_is_a_504(tmp_path: Path, worker: ScriptedWorker
         assert worker.client_disconnected.wait(10)
 
 
-def test_a_stream_past_its_time_ends_in_an_error_event(
+def test_a_stream_over_its_timeout_ends_in_an_error_event(
     tmp_path: Path, worker: ScriptedWorker
 ) -> None:
     worker.script.hang_after = 2
@@ -242,18 +242,18 @@ def test_a_stream_past_its_time_ends_in_an_error_event(
 
 
 @pytest.mark.parametrize("packets", [1, 2])
-def test_a_request_that_asks_for_another_protocol_is_served_in_this_one(
+def test_an_upgrade_request_is_served_over_http_1_1(
     gateway_with_worker: RunningGateway, packets: int
 ) -> None:
-    asked = chat_request(temperature=0).replace(
+    upgrade = chat_request(temperature=0).replace(
         b"host: localhost\r\n",
         b"Connection: Upgrade, HTTP2-Settings\r\nHost: localhost\r\n"
         b"HTTP2-Settings: AAMAAABk\r\nUpgrade: h2c\r\n",
     )
-    head, _, body = asked.partition(b"\r\n\r\n")
+    head, _, body = upgrade.partition(b"\r\n\r\n")
     with open_socket(gateway_with_worker) as raw:
         if packets == 1:
-            raw.sendall(asked)
+            raw.sendall(upgrade)
         else:
             raw.sendall(head + b"\r\n\r\n")
             raw.sendall(body)
@@ -264,13 +264,13 @@ def test_a_request_that_asks_for_another_protocol_is_served_in_this_one(
         assert raw.recv(65536).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_no_tunnel_is_opened(gateway_with_worker: RunningGateway) -> None:
+def test_connect_returns_400(gateway_with_worker: RunningGateway) -> None:
     with open_socket(gateway_with_worker) as raw:
         raw.sendall(b"CONNECT localhost:22 HTTP/1.1\r\nhost: localhost\r\n\r\n")
         assert read_error(raw) == (400, "invalid_http", True)
 
 
-def test_a_client_that_asks_first_whether_to_send_its_body_is_told_to(
+def test_expect_100_continue_gets_100_continue(
     gateway_with_worker: RunningGateway,
 ) -> None:
     head, _, body = chat_request().partition(b"\r\n\r\n")

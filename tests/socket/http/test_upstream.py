@@ -1,9 +1,4 @@
-"""One connection to a worker, over a real socket: whose bytes are whose, and when it is kept.
-
-HTTP chunks of an answer that pass as they came, over a real socket.
-
-An answer that is poured into a sink as it comes, over a real socket.
-"""
+"""A connection to a worker over a real socket: parsing, reuse, timeouts and relayed chunks."""
 
 from __future__ import annotations
 
@@ -27,38 +22,38 @@ from tests.support.upstream_connections import (
 
 
 @pytest.mark.parametrize("step", [1, 2, 7, 1000])
-async def test_an_answer_is_the_same_however_it_is_split(step: int) -> None:
-    pieces = [CHUNKED[at : at + step] for at in range(0, len(CHUNKED), step)]
-    async with upstream_connection(serve_pieces(*pieces)) as (link, kept):
+async def test_a_response_is_parsed_at_any_split(step: int) -> None:
+    parts = [CHUNKED[at : at + step] for at in range(0, len(CHUNKED), step)]
+    async with upstream_connection(serve_pieces(*parts)) as (connection, reusable):
         for _ in range(2):
-            response = await send_request(link)
+            response = await send_request(connection)
             assert (response.status, await response.read()) == (200, b"one two")
             response.close()
-    assert kept == [link, link]
-    assert link.used
+    assert reusable == [connection, connection]
+    assert connection.used
 
 
-async def test_what_comes_before_the_answer_is_not_the_answer() -> None:
+async def test_informational_responses_are_skipped() -> None:
     early = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n"
     late = b"HTTP/1.1 429 No\r\nRetry-After: 7\r\ncontent-length: 2\r\n\r\nno"
-    for pieces in ((early, late), (early + late,)):
-        async with upstream_connection(serve_pieces(*pieces)) as (link, kept):
-            response = await send_request(link)
+    for parts in ((early, late), (early + late,)):
+        async with upstream_connection(serve_pieces(*parts)) as (connection, reusable):
+            response = await send_request(connection)
             assert (response.status, response.retry_after) == (429, "7")
             assert await response.read() == b"no"
             response.close()
-            assert kept
+            assert reusable
 
 
-async def test_http_1_0_ends_its_answer_with_the_connection() -> None:
+async def test_an_http_1_0_response_ends_with_the_connection() -> None:
     async with upstream_connection(serve_once(b"HTTP/1.0 200 OK\r\n\r\nall ", b"of it")) as (
-        link,
-        kept,
+        connection,
+        reusable,
     ):
-        response = await send_request(link)
+        response = await send_request(connection)
         assert await response.read() == b"all of it"
         response.close()
-    assert not kept
+    assert not reusable
 
 
 @pytest.mark.parametrize(
@@ -68,18 +63,18 @@ async def test_http_1_0_ends_its_answer_with_the_connection() -> None:
         b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\npart\r\n",
     ],
 )
-async def test_a_cut_answer_gives_what_came_and_then_the_loss(cut: bytes) -> None:
-    async with upstream_connection(serve_once(cut)) as (link, kept):
-        response = await send_request(link)
+async def test_a_cut_response_yields_its_bytes_and_then_raises_connection_lost(cut: bytes) -> None:
+    async with upstream_connection(serve_once(cut)) as (connection, reusable):
+        response = await send_request(connection)
         assert await response.chunk() == b"part"
         with pytest.raises(ConnectionLost):
             await response.chunk()
         response.close()
-    assert not kept
+    assert not reusable
 
 
 @pytest.mark.parametrize(
-    "nonsense",
+    "invalid",
     [
         b"<html>\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nupgrade: x\r\nconnection: upgrade\r\n\r\n",
@@ -89,78 +84,76 @@ async def test_a_cut_answer_gives_what_came_and_then_the_loss(cut: bytes) -> Non
     ],
     ids=["html", "upgrade", "length", "long", "nothing"],
 )
-async def test_what_is_no_answer_is_a_loss(nonsense: bytes) -> None:
-    async with upstream_connection(serve_once(nonsense)) as (link, _):
+async def test_an_invalid_response_raises_connection_lost(invalid: bytes) -> None:
+    async with upstream_connection(serve_once(invalid)) as (connection, _):
         with pytest.raises(ConnectionLost):
-            await send_request(link)
-        assert link.received == bool(nonsense)
+            await send_request(connection)
+        assert connection.received == bool(invalid)
 
 
-async def test_a_head_is_bounded_in_however_many_pieces_it_comes() -> None:
-    line = b"x: " + b"y" * 4091 + b"\r\n"
-    status, lines = b"HTTP/1.1 200 OK\r\n", [line] * (HEAD_LIMIT_BYTES // len(line))
-    async with upstream_connection(serve_pieces(status, *lines)) as (link, _):
+async def test_headers_in_many_parts_are_limited() -> None:
+    header = b"x: " + b"y" * 4091 + b"\r\n"
+    status, headers = b"HTTP/1.1 200 OK\r\n", [header] * (HEAD_LIMIT_BYTES // len(header))
+    async with upstream_connection(serve_pieces(status, *headers)) as (connection, _):
         with pytest.raises(ConnectionLost, match="the head of the response is too long"):
-            await send_request(link)
-    async with upstream_connection(serve_pieces(status, *lines[1:], b"\r\n")) as (link, _):
-        assert (await send_request(link)).status == 200
+            await send_request(connection)
+    async with upstream_connection(serve_pieces(status, *headers[1:], b"\r\n")) as (connection, _):
+        assert (await send_request(connection)).status == 200
 
 
 OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 EVIL = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\nevil"
 
 
-@pytest.mark.parametrize("pieces", [(OK, EVIL), (OK + EVIL,)])
-async def test_bytes_that_nobody_asked_for_end_the_connection(pieces: tuple[bytes, ...]) -> None:
-    async with upstream_connection(serve_pieces(*pieces)) as (link, _):
-        response = await send_request(link)
+@pytest.mark.parametrize("parts", [(OK, EVIL), (OK + EVIL,)])
+async def test_unsolicited_bytes_close_the_connection(parts: tuple[bytes, ...]) -> None:
+    async with upstream_connection(serve_pieces(*parts)) as (connection, _):
+        response = await send_request(connection)
         assert await response.read() == b"ok"
         response.close()
         async with asyncio.timeout(TIMEOUT_S):
-            while link.open:
+            while connection.open:
                 await asyncio.sleep(0.001)
         with pytest.raises(ConnectionLost):
-            await send_request(link)
+            await send_request(connection)
 
 
-async def test_an_answer_left_early_ends_the_connection() -> None:
-    left = asyncio.Event()
+async def test_closing_a_response_early_closes_the_connection() -> None:
+    disconnected = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(BODY)
         writer.write(CHUNKED[:60])
         with contextlib.suppress(ConnectionError):
             await reader.read()
-        left.set()
+        disconnected.set()
 
-    async with upstream_connection(serve) as (link, kept):
-        (await send_request(link)).close()
-        await asyncio.wait_for(left.wait(), TIMEOUT_S)
-    assert not kept
+    async with upstream_connection(serve) as (connection, reusable):
+        (await send_request(connection)).close()
+        await asyncio.wait_for(disconnected.wait(), TIMEOUT_S)
+    assert not reusable
 
 
-async def test_an_answer_before_the_request_was_read_is_taken_and_the_connection_is_not_kept() -> (
-    None
-):
-    answered = asyncio.Event()
+async def test_after_a_response_to_a_half_sent_request_the_connection_is_not_reused() -> None:
+    received = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 0\r\n\r\n")
-        await answered.wait()
+        await received.wait()
 
-    async with upstream_connection(serve) as (link, kept):
-        response = await link.request(REQUEST, b"x" * 50_000_000, TIMEOUT_S)
+    async with upstream_connection(serve) as (connection, reusable):
+        response = await connection.request(REQUEST, b"x" * 50_000_000, TIMEOUT_S)
         assert (response.status, await response.read()) == (413, b"")
         response.close()
-        answered.set()
-    assert not kept
+        received.set()
+    assert not reusable
 
 
-async def test_each_wait_is_bounded_and_not_the_whole() -> None:
+async def test_the_read_timeout_applies_to_each_read_and_not_to_the_response() -> None:
     slow = serve_pieces(b"HTTP/1.1 200 OK\r\ncontent-length: 99\r\n\r\n", *[b"x"] * 40)
-    async with upstream_connection(slow) as (link, _):
-        response = await send_request(link)
+    async with upstream_connection(slow) as (connection, _):
+        response = await send_request(connection)
         response.set_read_timeout(0.5)
         received = bytearray()
 
@@ -173,7 +166,7 @@ async def test_each_wait_is_bounded_and_not_the_whole() -> None:
         assert received == b"x" * 40
 
 
-async def test_a_worker_that_is_faster_than_its_reader_waits() -> None:
+async def test_backpressure_pauses_a_worker_that_is_faster_than_its_reader() -> None:
     sent_bytes = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -185,248 +178,262 @@ async def test_a_worker_that_is_faster_than_its_reader_waits() -> None:
             await writer.drain()
             sent_bytes += 100_000
 
-    async with upstream_connection(serve) as (link, _):
-        response = await send_request(link)
+    async with upstream_connection(serve) as (connection, _):
+        response = await send_request(connection)
         before = -1
-        while sent_bytes != before:  # until it can send no more
+        while sent_bytes != before:  # until backpressure stops the worker
             before = sent_bytes
             await asyncio.sleep(0.2)
-        assert sent_bytes < 50_000_000, "what is under way is what sockets hold"
+        assert sent_bytes < 50_000_000, "only socket buffers are in transit"
         assert len(await response.read()) == 100_000_000
 
 
-async def test_a_connection_whose_last_reader_was_slow_reads_for_the_next() -> None:
-    async with upstream_connection(serve_pieces(CHUNKED)) as (link, kept):
-        response = await send_request(link)
+async def test_a_paused_connection_reads_again_for_the_next_request() -> None:
+    async with upstream_connection(serve_pieces(CHUNKED)) as (connection, reusable):
+        response = await send_request(connection)
         assert await response.read() == b"one two"
-        link.pause(True)  # as the last piece does that its client cannot take at once
+        connection.pause(True)  # as the last chunk does when the client is slow
         response.close()
-        assert kept == [link]
-        assert await asyncio.wait_for((await send_request(link)).read(), TIMEOUT_S) == b"one two"
+        assert reusable == [connection]
+        assert (
+            await asyncio.wait_for((await send_request(connection)).read(), TIMEOUT_S) == b"one two"
+        )
 
 
-async def test_a_reader_that_is_pressed_by_a_passing_chunk_is_no_silence_of_the_worker() -> None:
+async def test_a_pause_caused_by_a_relayed_chunk_is_no_read_timeout() -> None:
     head, first, second, end = (
         CHUNKED.partition(b"3\r\n")[0],
         b"3\r\none\r\n",
         b"3\r\ntwo\r\n",
         b"0\r\n\r\n",
     )
-    async with upstream_connection(serve_pieces(head + first, second, end)) as (link, kept):
-        response = await send_request(link)
-        link.set_read_timeout(0.1)
-        passed: list[bytes] = []
+    async with upstream_connection(serve_pieces(head + first, second, end)) as (
+        connection,
+        reusable,
+    ):
+        response = await send_request(connection)
+        connection.set_read_timeout(0.1)
+        relayed: list[bytes] = []
 
-        def through(chunk: bytes) -> bool:
-            passed.append(chunk)
-            link.pause(True)
-            asyncio.get_running_loop().call_later(0.4, link.pause, False)
+        def relay(chunk: bytes) -> bool:
+            relayed.append(chunk)
+            connection.pause(True)
+            asyncio.get_running_loop().call_later(0.4, connection.pause, False)
             return True
 
-        assert await link.pour(lambda _: True, through) == b""
+        assert await connection.pour(lambda _: True, relay) == b""
         response.close()
-    assert passed == [second]
-    assert kept == [link]
+    assert relayed == [second]
+    assert reusable == [connection]
 
 
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 
 
-class Taker:
-    """Takes pieces, and those of the chunks offered to it that it is told to."""
+class ChunkRelay:
+    """A sink for data that also relays all, none or some of the chunks offered to it."""
 
-    def __init__(self, takes: bool = True, random: Random | None = None) -> None:
-        self.passed: list[bytes] = []
+    def __init__(self, accepts: bool = True, random: Random | None = None) -> None:
+        self.relayed: list[bytes] = []
         self.content: list[bytes] = []
-        self._takes = takes
+        self._accepts = accepts
         self._random = random
 
-    def piece(self, piece: bytes) -> bool:
-        self.content.append(piece)
+    def data(self, data: bytes) -> bool:
+        self.content.append(data)
         return True
 
     def chunk(self, chunk: bytes) -> bool:
-        takes = self._random.random() < 0.5 if self._random else self._takes
-        if takes:
-            self.passed.append(chunk)
+        accepts = self._random.random() < 0.5 if self._random else self._accepts
+        if accepts:
+            self.relayed.append(chunk)
             size, _, rest = chunk.partition(b"\r\n")
             assert len(rest) == int(size, 16) + 2
             self.content.append(rest[:-2])
-        return takes
+        return accepts
 
-    async def poured_from(self, link: UpstreamConnection) -> bytes:
-        """Ask, and return all of the answer."""
-        response = await send_request(link)
+    async def read_response(self, connection: UpstreamConnection) -> bytes:
+        """Send a request and return the whole body of the response."""
+        response = await send_request(connection)
         try:
-            last = await response.pour(self.piece, self.chunk)
+            last = await response.pour(self.data, self.chunk)
         finally:
             response.close()
         return b"".join((*self.content, last))
 
 
-async def test_whole_chunks_pass_as_they_came_and_the_answer_goes_on_behind_them() -> None:
+async def test_complete_chunks_are_relayed_unchanged_and_the_response_continues() -> None:
     words = (b"5\r\nfirst\r\n", b"3\r\none\r\n", b"B\r\n, and two!!\r\n", b"2\r\n..\r\n")
-    taker = Taker()
-    async with upstream_connection(serve_pieces(HEAD + words[0], *words[1:], END)) as (link, kept):
-        for number in (1, 2):
-            told = await taker.poured_from(link)
-            assert told == b"firstone, and two!!.." * number
-    assert taker.passed == [*words[1:], *words[1:]]
-    assert kept == [link, link]
-
-
-async def test_a_chunk_that_is_not_taken_comes_as_a_piece() -> None:
-    taker = Taker(takes=False)
-    async with upstream_connection(serve_pieces(HEAD + b"3\r\none\r\n", b"4\r\n two\r\n", END)) as (
-        link,
-        kept,
+    relay = ChunkRelay()
+    async with upstream_connection(serve_pieces(HEAD + words[0], *words[1:], END)) as (
+        connection,
+        reusable,
     ):
-        assert await taker.poured_from(link) == b"one two"
-    assert kept == [link]
+        for number in (1, 2):
+            body = await relay.read_response(connection)
+            assert body == b"firstone, and two!!.." * number
+    assert relay.relayed == [*words[1:], *words[1:]]
+    assert reusable == [connection, connection]
+
+
+async def test_a_chunk_that_is_not_accepted_is_delivered_as_data() -> None:
+    relay = ChunkRelay(accepts=False)
+    async with upstream_connection(serve_pieces(HEAD + b"3\r\none\r\n", b"4\r\n two\r\n", END)) as (
+        connection,
+        reusable,
+    ):
+        assert await relay.read_response(connection) == b"one two"
+    assert reusable == [connection]
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_an_answer_is_the_same_however_it_is_split_and_whatever_passes(seed: int) -> None:
+async def test_a_response_is_the_same_at_any_split_with_any_chunks_relayed(seed: int) -> None:
     random = Random(seed)
     words = [bytes(random.choices(b"0123\r\n: abc", k=random.randint(1, 12))) for _ in range(60)]
     framed = [b"%x\r\n%b\r\n" % (len(word), word) for word in words]
-    pieces = [HEAD + framed[0]]
+    parts = [HEAD + framed[0]]
     for chunk in framed[1:]:
         match random.randrange(4):
-            case 0:  # with what came before
-                pieces[-1] += chunk
+            case 0:  # together with the previous chunk
+                parts[-1] += chunk
             case 1:  # in two
                 cut = random.randrange(1, len(chunk))
-                pieces += [chunk[:cut], chunk[cut:]]
+                parts += [chunk[:cut], chunk[cut:]]
             case _:
-                pieces.append(chunk)
-    taker = Taker(random=random)
-    async with upstream_connection(serve_pieces(*pieces, END)) as (link, kept):
-        assert await taker.poured_from(link) == b"".join(words)
-    assert taker.passed
-    assert kept == [link]
+                parts.append(chunk)
+    relay = ChunkRelay(random=random)
+    async with upstream_connection(serve_pieces(*parts, END)) as (connection, reusable):
+        assert await relay.read_response(connection) == b"".join(words)
+    assert relay.relayed
+    assert reusable == [connection]
 
 
 @pytest.mark.parametrize(
-    "pieces",
+    "parts",
     [
-        (b"10\r\n", b"3\r\nabc\r\n", b"3\r\nabc\r\n\r\n"),  # the words of a chunk look like chunks
+        (b"10\r\n", b"3\r\nabc\r\n", b"3\r\nabc\r\n\r\n"),  # the data of a chunk looks like chunks
         (b"3;x=y\r\nabc\r\n",),
         (b"0003\r\nabc\r\n",),
         (b"3\r\nabc\r\n3\r\nabc\r\n",),
         (b"3\r\nabc\r", b"\n"),
-        (b"1", b"3\r\nabc\r\n", b"fourteen bytes\r\n"),  # the rest of a size looks like one
+        (b"1", b"3\r\nabc\r\n", b"fourteen bytes\r\n"),  # the rest of a size looks like a size
     ],
 )
-async def test_what_is_not_one_whole_plain_chunk_is_not_offered(pieces: tuple[bytes, ...]) -> None:
-    taker = Taker()
-    async with upstream_connection(serve_pieces(HEAD + b"2\r\nok\r\n", *pieces, END)) as (
-        link,
-        kept,
+async def test_only_a_single_complete_plain_chunk_is_offered(parts: tuple[bytes, ...]) -> None:
+    relay = ChunkRelay()
+    async with upstream_connection(serve_pieces(HEAD + b"2\r\nok\r\n", *parts, END)) as (
+        connection,
+        reusable,
     ):
-        await taker.poured_from(link)
-    assert not taker.passed
-    assert kept == [link]
+        await relay.read_response(connection)
+    assert not relay.relayed
+    assert reusable == [connection]
 
 
-async def test_nothing_passes_behind_the_end() -> None:
-    taker = Taker()
+async def test_no_chunk_is_relayed_after_the_last_one() -> None:
+    relay = ChunkRelay()
     end = b"2\r\nok\r\n" + END
     async with upstream_connection(serve_pieces(HEAD, end + b"3\r\nabc\r\n", b"3\r\nabc\r\n")) as (
-        link,
-        kept,
+        connection,
+        reusable,
     ):
-        assert await taker.poured_from(link) == b"ok"
-    assert not taker.passed
-    assert not kept
+        assert await relay.read_response(connection) == b"ok"
+    assert not relay.relayed
+    assert not reusable
 
 
-async def test_a_body_that_is_not_chunked_never_passes_as_chunks() -> None:
-    taker = Taker()
+async def test_a_body_with_a_content_length_is_not_relayed_as_chunks() -> None:
+    relay = ChunkRelay()
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 16\r\n\r\n"
     async with upstream_connection(serve_pieces(head, b"3\r\nabc\r\n", b"3\r\nabc\r\n")) as (
-        link,
-        kept,
+        connection,
+        reusable,
     ):
-        assert await taker.poured_from(link) == b"3\r\nabc\r\n" * 2
-    assert not taker.passed
-    assert kept == [link]
+        assert await relay.read_response(connection) == b"3\r\nabc\r\n" * 2
+    assert not relay.relayed
+    assert reusable == [connection]
 
 
 class Sink:
-    """Takes up to a number of pieces."""
+    """A sink that accepts up to a number of parts."""
 
-    def __init__(self, wanted: int | None = None) -> None:
-        self.taken: list[bytes] = []
-        self._wanted = wanted
+    def __init__(self, limit: int | None = None) -> None:
+        self.parts: list[bytes] = []
+        self._limit = limit
 
-    def __call__(self, piece: bytes) -> bool:
-        self.taken.append(piece)
-        return len(self.taken) != self._wanted
+    def __call__(self, data: bytes) -> bool:
+        self.parts.append(data)
+        return len(self.parts) != self._limit
 
 
-async def poured(link: UpstreamConnection, sink: Sink) -> bytes:
-    """Ask, and return what came with the end."""
-    response = await send_request(link)
+async def pour(connection: UpstreamConnection, sink: Sink) -> bytes:
+    """Send a request and return the bytes that arrived with the end."""
+    response = await send_request(connection)
     try:
         return await response.pour(sink)
     finally:
         response.close()
 
 
-async def test_an_answer_is_poured_as_it_comes_and_what_came_with_the_end_is_left() -> None:
+async def test_a_response_is_written_to_the_sink_and_its_last_bytes_are_returned() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\n"
     sink = Sink()
-    async with upstream_connection(serve_pieces(head + b"on", b"e ", b"tw")) as (link, kept):
-        last = await poured(link, sink)
-    assert b"".join(sink.taken) + last == b"one tw"
+    async with upstream_connection(serve_pieces(head + b"on", b"e ", b"tw")) as (
+        connection,
+        reusable,
+    ):
+        last = await pour(connection, sink)
+    assert b"".join(sink.parts) + last == b"one tw"
     assert last.endswith(b"tw")
-    assert kept == [link]
+    assert reusable == [connection]
 
 
-async def test_an_answer_of_one_packet_is_all_left() -> None:
+async def test_a_response_of_one_packet_is_returned_completely() -> None:
     sink = Sink()
-    async with upstream_connection(serve_pieces(CHUNKED)) as (link, kept):
-        assert await poured(link, sink) == b"one two"
-    assert (sink.taken, kept) == ([], [link])
+    async with upstream_connection(serve_pieces(CHUNKED)) as (connection, reusable):
+        assert await pour(connection, sink) == b"one two"
+    assert (sink.parts, reusable) == ([], [connection])
 
 
-async def test_a_sink_that_wants_no_more_gets_no_more() -> None:
-    sink = Sink(wanted=1)
-    async with upstream_connection(serve_pieces(CHUNKED[:60], b"1\r\n!\r\n" * 20)) as (link, kept):
-        assert await poured(link, sink) == b""
-    assert len(sink.taken) == 1
-    assert not kept
+async def test_a_sink_at_its_limit_gets_no_more_bytes() -> None:
+    sink = Sink(limit=1)
+    async with upstream_connection(serve_pieces(CHUNKED[:60], b"1\r\n!\r\n" * 20)) as (
+        connection,
+        reusable,
+    ):
+        assert await pour(connection, sink) == b""
+    assert len(sink.parts) == 1
+    assert not reusable
 
 
-async def test_a_cut_answer_is_poured_up_to_the_cut() -> None:
+async def test_a_cut_response_is_written_up_to_the_cut() -> None:
     cut = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\npart"
     sink = Sink()
-    async with upstream_connection(serve_once(cut)) as (link, _):
+    async with upstream_connection(serve_once(cut)) as (connection, _):
         with pytest.raises(ConnectionLost):
-            await poured(link, sink)
-    assert b"".join(sink.taken) == b"part"
+            await pour(connection, sink)
+    assert b"".join(sink.parts) == b"part"
 
 
-async def test_what_came_before_it_is_poured_is_poured_and_the_rest_behind_it() -> None:
+async def test_bytes_received_before_pour_are_written_first() -> None:
     size = 1_000_000
     head = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % size
     sink = Sink()
-    async with upstream_connection(serve_pieces(head + b"x" * size)) as (link, kept):
-        response = await send_request(link)
-        await asyncio.sleep(0.1)  # so much waits by now that the worker has to
+    async with upstream_connection(serve_pieces(head + b"x" * size)) as (connection, reusable):
+        response = await send_request(connection)
+        await asyncio.sleep(0.1)  # by now backpressure has stopped the worker
         last = await response.pour(sink)
         response.close()
-    assert sum(map(len, sink.taken)) + len(last) == size
-    assert kept == [link]
+    assert sum(map(len, sink.parts)) + len(last) == size
+    assert reusable == [connection]
 
 
-async def test_a_worker_that_is_made_to_wait_is_not_silent() -> None:
+async def test_a_paused_connection_has_no_read_timeout() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\n"
     sink = Sink()
-    async with upstream_connection(serve_pieces(head, b"on", b"e!")) as (link, kept):
-        response = await send_request(link)
+    async with upstream_connection(serve_pieces(head, b"on", b"e!")) as (connection, reusable):
+        response = await send_request(connection)
         pouring = asyncio.create_task(response.pour(sink))
         await asyncio.sleep(0)
         response.pause(True)
@@ -436,5 +443,5 @@ async def test_a_worker_that_is_made_to_wait_is_not_silent() -> None:
         response.pause(False)
         last = await pouring
         response.close()
-    assert b"".join(sink.taken) + last == b"one!"
-    assert kept == [link]
+    assert b"".join(sink.parts) + last == b"one!"
+    assert reusable == [connection]

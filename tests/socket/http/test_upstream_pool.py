@@ -1,7 +1,4 @@
-"""The way to a worker: closed ports, dead addresses, connections that went stale.
-
-The way to a worker: whose fault it is when there is none, and when it may be tried again.
-"""
+"""The pool of connections to workers: closed ports, dead addresses, stale connections, no files."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from tests.support.running_gateway import RunningGateway
 from tests.support.scripted_worker import Script, ScriptedWorker
 
 
-def test_f01_a_refused_connection_goes_to_another_worker_and_the_client_sees_200(
+def test_f01_after_a_refused_connection_the_request_succeeds_at_another_worker(
     gateway_behind_proxy: RunningGateway, proxy: FaultProxy, second_worker: ScriptedWorker
 ) -> None:
     gateway_behind_proxy.send_heartbeat(second_worker)
@@ -34,11 +31,11 @@ def test_f01_a_refused_connection_goes_to_another_worker_and_the_client_sees_200
     assert {response.headers["x-paceline-worker"] for response in responses} == {"fake-b"}
     attempts = [response.headers["x-paceline-attempts"] for response in responses]
     assert set(attempts) <= {"1", "2"}
-    assert attempts.count("2") <= 3, "after that the worker is out"
+    assert attempts.count("2") <= 3, "after three failures the worker is unavailable"
     wait_for_outcomes(gateway_behind_proxy, completed=20)
 
 
-def test_f01_without_another_worker_it_is_a_503_that_says_when_to_come_back(
+def test_f01_a_refused_connection_to_the_only_worker_returns_503_with_retry_after(
     gateway_behind_proxy: RunningGateway, proxy: FaultProxy
 ) -> None:
     proxy.refuse()
@@ -48,36 +45,36 @@ def test_f01_without_another_worker_it_is_a_503_that_says_when_to_come_back(
     assert int(response.headers["retry-after"]) >= 1
 
 
-def test_f01_a_connection_reset_at_once_is_an_error_that_says_so(
+def test_f01_an_immediate_connection_reset_is_reported_as_a_worker_error(
     gateway_behind_proxy: RunningGateway, worker: ScriptedWorker, proxy: FaultProxy
 ) -> None:
     proxy.fault = Fault(reset_at_connect=True)
     response = gateway_behind_proxy.chat()
-    # Whether the reset is faster than the request is chance; neither is a 500.
-    told = response.status_code, response.json()["error"]["code"]
-    assert told in {(503, "worker_unreachable"), (502, "worker_lost")}
+    # The reset may arrive before or after the request; neither is a 500.
+    status_code = response.status_code, response.json()["error"]["code"]
+    assert status_code in {(503, "worker_unreachable"), (502, "worker_lost")}
     assert worker.requests == []
 
 
-def test_f13_an_address_that_never_answers_costs_the_connect_limit_and_goes_elsewhere(
+def test_f13_after_a_connect_timeout_the_request_goes_to_another_worker(
     make_gateway: MakeGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    with unresponsive_port() as dead:
+    with unresponsive_port() as dead_url:
         gateway = make_gateway(connect_timeout_s=0.2)
-        gateway.send_heartbeat(worker, url=dead)
+        gateway.send_heartbeat(worker, url=dead_url)
         response = gateway.chat()
         assert (response.status_code, response.json()["error"]["code"]) == (
             503,
             "worker_unreachable",
         )
-        gateway.send_heartbeat(worker, url=dead)
+        gateway.send_heartbeat(worker, url=dead_url)
         gateway.send_heartbeat(second_worker)
         responses = [gateway.chat() for _ in range(8)]
     assert {response.status_code for response in responses} == {200}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_f13_a_connection_that_carries_nothing_ends_by_the_first_byte_limit(
+def test_f13_a_silent_connection_ends_at_the_answer_timeout(
     make_gateway: MakeGateway, worker: ScriptedWorker, proxy: FaultProxy, stream: bool
 ) -> None:
     gateway = make_gateway(answer_timeout_s=0.3)
@@ -88,7 +85,7 @@ def test_f13_a_connection_that_carries_nothing_ends_by_the_first_byte_limit(
     wait_for_outcomes(gateway, failed=1)
 
 
-def test_f13_a_pooled_connection_that_died_does_not_fail_the_next_request(
+def test_f13_a_dead_pooled_connection_does_not_fail_the_next_request(
     gateway_behind_proxy: RunningGateway, proxy: FaultProxy
 ) -> None:
     assert gateway_behind_proxy.chat().status_code == 200
@@ -96,7 +93,7 @@ def test_f13_a_pooled_connection_that_died_does_not_fail_the_next_request(
     assert gateway_behind_proxy.chat().status_code == 200
 
 
-def test_f14_a_fresh_connection_that_breaks_is_not_tried_again(
+def test_f14_a_request_on_a_new_connection_that_breaks_is_not_retried(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     gateway_with_worker.send_heartbeat(second_worker)
@@ -106,24 +103,24 @@ def test_f14_a_fresh_connection_that_breaks_is_not_tried_again(
     assert len(worker.requests + second_worker.requests) == 1
 
 
-@pytest.mark.parametrize("junk", [b"nothing like HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
-def test_f14_junk_on_a_used_connection_is_an_answer_and_is_not_asked_for_twice(
-    gateway_with_worker: RunningGateway, worker: ScriptedWorker, junk: bytes
+@pytest.mark.parametrize("invalid", [b"nothing like HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\n"])
+def test_f14_an_invalid_response_on_a_reused_connection_is_not_retried(
+    gateway_with_worker: RunningGateway, worker: ScriptedWorker, invalid: bytes
 ) -> None:
     assert gateway_with_worker.chat().status_code == 200
-    worker.script.raw = junk
+    worker.script.raw = invalid
     response = gateway_with_worker.chat()
     assert response.status_code == 502
     assert len(worker.requests) == 2
 
 
-def test_f56_a_name_that_does_not_resolve_is_a_refused_connection(
+def test_f56_a_host_name_that_does_not_resolve_is_a_refused_connection(
     gateway: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     gateway.send_heartbeat(worker, url="http://worker.invalid:9200")
     response = gateway.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (503, "worker_unreachable")
-    assert b"invalid" not in response.content, "no address reaches a client"
+    assert b"invalid" not in response.content, "errors contain no worker address"
     gateway.send_heartbeat(second_worker)
     assert gateway.chat().status_code == 200
 
@@ -155,17 +152,17 @@ NOW_S = 1_445_412_480.0  # Wed, 21 Oct 2015 07:28:00 GMT
         ("Wed, 21 Oct 99999 07:28:30 GMT", 1),
     ],
 )
-def test_a_retry_after_is_read_within_reason(value: str | None, seconds: float) -> None:
+def test_retry_after_is_parsed_and_bounded(value: str | None, seconds: float) -> None:
     assert retry_after_s(value, NOW_S) == seconds
 
 
 @contextlib.contextmanager
-def no_file_left() -> Iterator[None]:
-    """Let this process open no further file."""
+def no_free_file() -> Iterator[None]:
+    """Prevent this process from opening further files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    next_one = os.dup(0)
-    os.close(next_one)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (next_one, hard))
+    next_fd = os.dup(0)
+    os.close(next_fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next_fd, hard))
     try:
         yield
     finally:
@@ -173,14 +170,14 @@ def no_file_left() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
-def test_f55_a_gateway_without_a_free_file_does_not_blame_the_worker(
+def test_f55_a_gateway_without_a_free_file_raises_overloaded(
     tmp_path: Path, worker: ScriptedWorker, new_loop: Callable[[], asyncio.AbstractEventLoop]
 ) -> None:
-    async def ask() -> None:
+    async def send_request() -> None:
         async with ConnectionPool(connect_timeout_s=10.0, answer_timeout_s=10.0) as connections:
-            with no_file_left(), pytest.raises(Overloaded):
+            with no_free_file(), pytest.raises(Overloaded):
                 await connections.send(f"{worker.url}/v1/chat/completions", b"{}", {}, lambda: None)
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
-        runner.run(ask())
+        runner.run(send_request())
     assert worker.requests == []

@@ -98,13 +98,13 @@ def test_each_event_of_the_engine_becomes_events_of_the_format(
     assert request.body["messages"][0]["content"] == "A poem about a lighthouse."
 
 
-def test_a_whole_answer_is_encoded(gateway_with_worker: RunningGateway) -> None:
+def test_a_response_is_encoded(gateway_with_worker: RunningGateway) -> None:
     response = gateway_with_worker.client.post(PATH, json={"theme": "tea"})
     assert response.json() == {"poem": "one two three"}
     assert response.headers["x-paceline-worker"] == "fake-a"
 
 
-def test_a_stream_that_breaks_ends_with_the_error_event_of_the_format(
+def test_a_broken_stream_ends_with_the_error_event_of_the_format(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script.cut_after = 3

@@ -1,4 +1,4 @@
-"""`/v1/status/events`: the state once a second, for as long as somebody may and wants to see it."""
+"""`/v1/status/events`: a stream of the status, once a second, for authorized clients."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ EVENTS = "/v1/status/events"
 
 
 @contextlib.contextmanager
-def watching(line: RunningGateway, **headers: str) -> Iterator[Iterator[str]]:
-    """Watch as a client of its own; gives the lines that say something."""
+def open_events(gateway: RunningGateway, **headers: str) -> Iterator[Iterator[str]]:
+    """Open the event stream with a client of its own; yield its lines that are not empty."""
     with (
-        httpx.Client(base_url=line.url, timeout=30, headers=headers) as client,
+        httpx.Client(base_url=gateway.url, timeout=30, headers=headers) as client,
         client.stream("GET", EVENTS) as stream,
     ):
         assert stream.status_code == 200
@@ -39,16 +39,16 @@ def watching(line: RunningGateway, **headers: str) -> Iterator[Iterator[str]]:
         yield filter(None, stream.iter_lines())
 
 
-def told(line: str) -> dict[str, Any]:
+def event_data(line: str) -> dict[str, Any]:
     assert line.startswith("data: ")
-    found: dict[str, Any] = json.loads(line.removeprefix("data: "))
-    return found
+    data: dict[str, Any] = json.loads(line.removeprefix("data: "))
+    return data
 
 
-def test_each_event_is_what_the_status_says(gateway_with_worker: RunningGateway) -> None:
+def test_each_event_has_the_content_of_the_status(gateway_with_worker: RunningGateway) -> None:
     assert gateway_with_worker.chat().status_code == 200
-    with watching(gateway_with_worker) as events:
-        first, second = told(next(events)), told(next(events))
+    with open_events(gateway_with_worker) as events:
+        first, second = event_data(next(events)), event_data(next(events))
     status = gateway_with_worker.status()
     assert first.keys() == second.keys() == status.keys()
     assert first["decisions"] == status["decisions"]
@@ -56,103 +56,108 @@ def test_each_event_is_what_the_status_says(gateway_with_worker: RunningGateway)
     assert second["gateway"]["uptime_s"] > first["gateway"]["uptime_s"]
 
 
-def test_all_who_watch_see_the_same_snapshots(gateway_with_worker: RunningGateway) -> None:
-    with watching(gateway_with_worker) as one, watching(gateway_with_worker) as other:
-        seen = [{next(events) for _ in range(4)} for events in (one, other)]
-    assert len(seen[0]) == len(seen[1]) == 4
-    assert seen[0] & seen[1]
+def test_all_viewers_get_the_same_snapshots(gateway_with_worker: RunningGateway) -> None:
+    with (
+        open_events(gateway_with_worker) as first_events,
+        open_events(gateway_with_worker) as second_events,
+    ):
+        snapshots = [{next(events) for _ in range(4)} for events in (first_events, second_events)]
+    assert len(snapshots[0]) == len(snapshots[1]) == 4
+    assert snapshots[0] & snapshots[1]
 
 
-def test_a_viewer_that_leaves_makes_room_for_another(gateway_with_worker: RunningGateway) -> None:
-    with contextlib.ExitStack() as viewers:
-        present = [
-            viewers.enter_context(watching(gateway_with_worker)) for _ in range(VIEWERS_LIMIT)
+def test_a_viewer_over_the_limit_gets_503_until_another_disconnects(
+    gateway_with_worker: RunningGateway,
+) -> None:
+    with contextlib.ExitStack() as stack:
+        streams = [
+            stack.enter_context(open_events(gateway_with_worker)) for _ in range(VIEWERS_LIMIT)
         ]
-        for events in present:
+        for events in streams:
             next(events)
-        refused = gateway_with_worker.client.get(EVENTS)
-        assert status_and_code(refused) == (503, "too_many_viewers")
-        assert refused.headers["retry-after"] == "10"
+        rejected = gateway_with_worker.client.get(EVENTS)
+        assert status_and_code(rejected) == (503, "too_many_viewers")
+        assert rejected.headers["retry-after"] == "10"
         assert gateway_with_worker.client.get("/v1/status").status_code == 200
 
-    def there_is_room() -> bool:
+    def below_limit() -> bool:
         with gateway_with_worker.client.stream("GET", EVENTS) as stream:
             return stream.status_code == 200
 
-    wait_until(there_is_room)
+    wait_until(below_limit)
 
 
-def test_watching_needs_the_right_that_the_status_needs(
+def test_the_event_stream_requires_the_permission_of_the_status(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    everything, some = (
+    unrestricted, restricted = (
         gateway_with_worker.create_key(),
         gateway_with_worker.create_key(models=["demo"]),
     )
     assert status_and_code(gateway_with_worker.client.get(EVENTS)) == (401, "invalid_api_key")
     assert status_and_code(
-        gateway_with_worker.client.get(EVENTS, headers=bearer_headers(some))
+        gateway_with_worker.client.get(EVENTS, headers=bearer_headers(restricted))
     ) == (
         403,
         "permission_denied",
     )
-    with watching(gateway_with_worker, **bearer_headers(everything)) as events:
-        assert "workers" in told(next(events))
+    with open_events(gateway_with_worker, **bearer_headers(unrestricted)) as events:
+        assert "workers" in event_data(next(events))
 
 
-def test_who_loses_the_key_sees_nothing_more(gateway_with_worker: RunningGateway) -> None:
+def test_revoking_a_key_ends_its_event_stream(gateway_with_worker: RunningGateway) -> None:
     key = gateway_with_worker.create_key()
-    with watching(gateway_with_worker, **bearer_headers(key)) as events:
-        assert "workers" in told(next(events))
+    with open_events(gateway_with_worker, **bearer_headers(key)) as events:
+        assert "workers" in event_data(next(events))
         gateway_with_worker.admin.delete(f"/admin/v1/keys/{key['id']}").raise_for_status()
         *_, last = events
-    assert told(last)["error"]["code"] == "invalid_api_key"
+    assert event_data(last)["error"]["code"] == "invalid_api_key"
 
 
-def test_the_first_key_shuts_out_who_watches_without_one(
+def test_creating_the_first_key_ends_unauthenticated_event_streams(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    with watching(gateway_with_worker) as events:
-        assert "workers" in told(next(events))
+    with open_events(gateway_with_worker) as events:
+        assert "workers" in event_data(next(events))
         gateway_with_worker.create_key()
         *_, last = events
-    assert told(last)["error"]["code"] == "invalid_api_key"
+    assert event_data(last)["error"]["code"] == "invalid_api_key"
 
 
-def test_what_breaks_the_state_is_an_event_in_our_words_and_stands_in_the_log(
+def test_an_exception_while_rendering_becomes_an_error_event_and_is_logged(
     gateway_with_worker: RunningGateway,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with watching(gateway_with_worker) as events:
-        assert "workers" in told(next(events))
+    with open_events(gateway_with_worker) as events:
+        assert "workers" in event_data(next(events))
         monkeypatch.setattr("gateway.status.render.mtp_status", lambda _lanes: 1 / 0)
         *_, last = events
-    assert told(last)["error"]["code"] == "internal_error"
+    assert event_data(last)["error"]["code"] == "internal_error"
     assert "ZeroDivisionError" in caplog.text
 
 
-def test_the_end_of_the_gateway_is_an_event_and_comes_after_the_answers(
+def test_shutdown_ends_event_streams_after_all_responses(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     worker.script = Script(hang_after=1)
-    with watching(gateway_with_worker) as events, gateway_with_worker.stream() as response:
-        words = response.iter_lines()
-        next(words)
+    with open_events(gateway_with_worker) as events, gateway_with_worker.stream() as response:
+        response_lines = response.iter_lines()
+        next(response_lines)
         gateway_with_worker.request_shutdown()
-        while not told(next(events))["gateway"]["stopping"]:
+        while not event_data(next(events))["gateway"]["stopping"]:
             pass
         threading.Timer(0.1, worker.resume.set).start()
-        assert "data: [DONE]" in list(words)
+        assert "data: [DONE]" in list(response_lines)
         *_, name, last = events
     assert (name, last) == ("event: end", "data: {}")
     gateway_with_worker.wait_closed()
 
 
-def test_nobody_begins_to_watch_a_gateway_that_has_ended(tmp_path: Path) -> None:
-    """Behind the last event the connection is closed, so that the gateway can end at once."""
+def test_a_gateway_that_has_shut_down_accepts_no_viewer(tmp_path: Path) -> None:
+    """The gateway closes the connection after the last event, so that it can exit at once."""
     settings = make_settings(tmp_path, drain_timeout_s=60, admin_key=SecretStr("admin"))
-    with RunningGateway(settings) as running, watching(running) as events:
+    with RunningGateway(settings) as running, open_events(running) as events:
         next(events)
         running.request_shutdown()
         assert list(events)[-2:] == ["event: end", "data: {}"]
@@ -161,15 +166,15 @@ def test_nobody_begins_to_watch_a_gateway_that_has_ended(tmp_path: Path) -> None
             running.client.get(EVENTS)
 
 
-async def test_who_asks_on_a_kept_connection_behind_the_last_event_is_refused() -> None:
-    async def take() -> BaseModel:
-        raise AssertionError("nobody is to be shown anything")
+async def test_a_request_after_the_feed_was_closed_raises_shutting_down() -> None:
+    async def take_snapshot() -> BaseModel:
+        raise AssertionError("a closed feed takes no snapshot")
 
-    async def allowed() -> None:
+    async def check_permission() -> None:
         pass
 
-    feed = StatusFeed(take)
+    feed = StatusFeed(take_snapshot)
     feed.close()
     with pytest.raises(ShuttingDown):
-        await feed.stream_to({}, allowed)
+        await feed.stream_to({}, check_permission)
     assert feed.viewers == 0

@@ -1,4 +1,4 @@
-"""Numbers that add up: what status and metrics tell of decisions, drafts, tokens and boots."""
+"""Totals of status and metrics are consistent: decisions, drafts, tokens and boots."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ MORE_THAN_DRAFTED: dict[str, Any] = {"steps": 1, "drafted": 1, "accepted": 2}
 MORE_THAN_STEPS: dict[str, Any] = {"steps": 1, "drafted": 4, "accepted": 1, "histogram": [0, 5, 0]}
 
 
-def test_a_worker_whose_counts_do_not_add_up_breaks_nobodys_sums(
+def test_inconsistent_counts_of_a_worker_are_not_added(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    for wrong in (MORE_THAN_DRAFTED, MORE_THAN_STEPS):
-        lane = lane_report("text-mtp").model_copy(update={"speculation": Speculation(**wrong)})
+    for counts in (MORE_THAN_DRAFTED, MORE_THAN_STEPS):
+        lane = lane_report("text-mtp").model_copy(update={"speculation": Speculation(**counts)})
         worker.status_report = worker.report().model_copy(update={"lanes": (lane,)})
-        assert gateway_with_worker.status()["mtp"]["attempted"] == 0, "what it says is not taken"
+        assert gateway_with_worker.status()["mtp"]["attempted"] == 0, (
+            "the gateway rejects the report"
+        )
 
 
-def test_requests_that_stay_plain_since_drafting_does_not_pay_are_named_and_counted(
+def test_requests_without_drafting_because_it_does_not_pay_have_a_reason(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     lane = lane_report(
@@ -42,25 +44,25 @@ def test_requests_that_stay_plain_since_drafting_does_not_pay_are_named_and_coun
     assert response.headers["x-paceline-pool"] == "text-mtp"
     assert status["decisions"]["bypass_counts"] == {"mtp_not_paying": 1}
     assert status["decisions"]["reasons"] == {"mtp_not_paying": 1}
-    assert status["mtp"]["bypass_counts"] == {"mtp_not_paying": 3}, "as the worker counted"
+    assert status["mtp"]["bypass_counts"] == {"mtp_not_paying": 3}, "the worker's own count"
 
 
-def test_what_is_kept_of_system_prompts_is_told_by_lane_and_summed_over_boots(
+def test_prefix_counts_of_a_lane_are_summed_over_boots(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     prefix = {"hits": 3, "misses": 1, "cached_tokens": 600}
     lane = lane_report("text-mtp", prefix=prefix)
     for boot in ("one", "two"):
         worker.boot_id = boot
-        told = {"lanes": [lane.model_dump()], "prefix_cache_bytes": 4096}
-        worker.status_report = worker.report(**told)
-        gateway.send_heartbeat(worker, **told)
+        report = {"lanes": [lane.model_dump()], "prefix_cache_bytes": 4096}
+        worker.status_report = worker.report(**report)
+        gateway.send_heartbeat(worker, **report)
     status = gateway.status()["workers"]["fake-a"]
     assert status["prefix_cache_bytes"] == 4096
     assert status["lanes"]["text-mtp"]["prefix"] == {name: 2 * n for name, n in prefix.items()}
 
 
-def test_decisions_are_counted_by_pool_route_and_every_reason(
+def test_decisions_are_counted_by_pool_route_and_reason(
     gateway_with_worker: RunningGateway,
 ) -> None:
     gateway_with_worker.chat(temperature=0)
@@ -81,7 +83,7 @@ def test_decisions_are_counted_by_pool_route_and_every_reason(
     assert status["pools"]["text-mtp"]["recent"]["duration_s"]["count"] == 2
 
 
-def test_status_asks_the_workers_before_it_adds_up(
+def test_status_fetches_reports_from_workers_before_it_sums(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6), requests=1)
@@ -109,47 +111,47 @@ def test_status_asks_the_workers_before_it_adds_up(
     assert status["pools"]["vlm"]["mtp"] == {"enabled": False}
 
 
-def test_a_worker_that_does_not_answer_keeps_its_last_report_and_holds_nobody_up(
+def test_status_uses_the_last_report_of_an_unresponsive_worker(
     gateway: RunningGateway, worker: ScriptedWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "REPORT_TIMEOUT_S", 0.2)
     lane = lane_report("text-mtp", speculation=speculation(steps=10, one=2, two=6))
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+    with socket.create_server(("127.0.0.1", 0)) as unresponsive:
+        url = f"http://127.0.0.1:{unresponsive.getsockname()[1]}"
         assert gateway.send_heartbeat(worker, url=url, lanes=[lane.model_dump()]).status_code == 200
         assert gateway.status()["mtp"]["drafts"] == 10
 
 
-class Counting(ScriptedWorker):
-    """A worker that has done more each time that it tells of itself."""
+class CountingWorker(ScriptedWorker):
+    """A worker whose counts increase with each report."""
 
-    _times = 0
+    _reports = 0
 
     def report(self, **changes: Any) -> WorkerReport:
-        self._times = done = self._times + 1
+        self._reports = count = self._reports + 1
         counts = {
-            "speculation": speculation(steps=4 * done, one=done, two=done),
-            "prefix": {"hits": done, "misses": 1, "cached_tokens": 9 * done},
-            "requests": done,
+            "speculation": speculation(steps=4 * count, one=count, two=count),
+            "prefix": {"hits": count, "misses": 1, "cached_tokens": 9 * count},
+            "requests": count,
         }
         lanes = [lane_report(name, mtp_enabled=True, **counts) for name in self.lanes]
         return super().report(lanes=[lane.model_dump() for lane in lanes], **changes)
 
 
-def test_every_snapshot_adds_up_while_workers_go_on_counting(gateway: RunningGateway) -> None:
-    workers = [Counting(worker_id=name) for name in ("one", "two")]
-    with contextlib.ExitStack() as running, ThreadPoolExecutor(3) as executor:
+def test_every_snapshot_is_consistent_while_workers_count(gateway: RunningGateway) -> None:
+    workers = [CountingWorker(worker_id=name) for name in ("one", "two")]
+    with contextlib.ExitStack() as stack, ThreadPoolExecutor(3) as executor:
         for worker in workers:
-            running.enter_context(running_server(worker, sockets=[worker.socket]))
+            stack.enter_context(running_server(worker, sockets=[worker.socket]))
             gateway.send_heartbeat(worker)
-        asked = [executor.submit(gateway.status) for _ in range(30)]
+        futures = [executor.submit(gateway.status) for _ in range(30)]
         for _ in range(15):
             for worker in workers:
                 gateway.send_heartbeat(worker)
-        snapshots = [one.result() for one in asked]
+        snapshots = [future.result() for future in futures]
     for status in snapshots:
-        lanes = [lane for told in status["workers"].values() for lane in told["lanes"].values()]
-        for parts in (*(status[by].values() for by in ("workers", "pools", "models")), lanes):
+        lanes = [lane for entry in status["workers"].values() for lane in entry["lanes"].values()]
+        for parts in (*(status[group].values() for group in ("workers", "pools", "models")), lanes):
             for count in ("drafts", "attempted", "accepted", "rejected", "errors"):
                 assert sum(part["mtp"][count] for part in parts) == status["mtp"][count]
             for count in ("decode_steps", "prompt_tokens"):
@@ -174,7 +176,7 @@ def test_counts_survive_the_restart_of_a_worker(
     assert status["workers"]["fake-a"]["boots"] <= 20
 
 
-def test_of_a_life_that_is_over_only_the_counts_are_told(
+def test_an_ended_boot_contributes_only_its_counts(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     counts = {"speculation": speculation(steps=3, one=1, two=1), "requests": 2}
@@ -185,17 +187,22 @@ def test_of_a_life_that_is_over_only_the_counts_are_told(
         worker.status_report = worker.report(lanes=[lane.model_dump()])
         gateway.send_heartbeat(worker, lanes=[lane.model_dump()])
     status = gateway.status()
-    told = status["workers"]["fake-a"]
-    for mtp in (status["mtp"], told["mtp"], status["pools"]["text-mtp"]["mtp"]):
+    entry = status["workers"]["fake-a"]
+    for mtp in (status["mtp"], entry["mtp"], status["pools"]["text-mtp"]["mtp"]):
         assert (mtp["requested_draft_tokens"], mtp["effective_draft_tokens"]) == (1, 0)
         assert (mtp["drafts"], mtp["accepted"]) == (6, 6)
-    lane_told = told["lanes"]["text-mtp"]
-    assert [lane_told[name] for name in ("running", "waiting", "slots", "requests")] == [0, 0, 4, 4]
+    lane_entry = entry["lanes"]["text-mtp"]
+    assert [lane_entry[name] for name in ("running", "waiting", "slots", "requests")] == [
+        0,
+        0,
+        4,
+        4,
+    ]
     gateway.remove_worker(worker)
-    told = gateway.status()["workers"]["fake-a"]
-    assert (told["state"], told["mtp"]["effective_draft_tokens"]) == ("gone", 0)
-    assert told["lanes"]["text-mtp"]["slots"] == 0
-    assert told["mtp"]["drafts"] == 6
+    entry = gateway.status()["workers"]["fake-a"]
+    assert (entry["state"], entry["mtp"]["effective_draft_tokens"]) == ("gone", 0)
+    assert entry["lanes"]["text-mtp"]["slots"] == 0
+    assert entry["mtp"]["drafts"] == 6
 
 
 def test_nothing_in_status_is_null(
@@ -207,17 +214,19 @@ def test_nothing_in_status_is_null(
     assert "null" not in gateway_with_worker.client.get("/v1/status").text
 
 
-def test_metrics_speak_vllms_names_one_line_a_worker_and_model(
+def test_metrics_have_vllms_names_with_one_sample_per_worker_and_model(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
-    for one, steps in ((worker, 4), (second_worker, 6)):
+    for reporting, steps in ((worker, 4), (second_worker, 6)):
         lane = lane_report("text-mtp", speculation=speculation(steps=steps, one=1, two=1))
-        one.status_report = one.report(lanes=[lane.model_dump()])
-        gateway_with_worker.send_heartbeat(one)
+        reporting.status_report = reporting.report(lanes=[lane.model_dump()])
+        gateway_with_worker.send_heartbeat(reporting)
     with gateway_with_worker.stream(temperature=0) as response:
         response.read()
     text = gateway_with_worker.client.get("/metrics").text
-    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     by_name: dict[str, list[float]] = {}
     for sample in samples:
         by_name.setdefault(sample.name, []).append(sample.value)

@@ -1,4 +1,4 @@
-"""The last minutes in `/v1/status`: windows, their bounds, and what is in them."""
+"""Time windows in `/v1/status`: their limits and contents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PUBLISHED = validator_for(json.loads(SCHEMA))
 
 
 def paths(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
-    """List every value of a document, and where it stands."""
+    """Yield every value of a document with its path."""
     if isinstance(node, dict):
         for name, inner in node.items():
             yield from paths(inner, f"{at}/{name}")
@@ -31,44 +31,46 @@ def paths(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         yield at, node
 
 
-def test_the_published_schema_is_the_models() -> None:
+def test_the_published_schema_is_that_of_the_model() -> None:
     assert schema() == SCHEMA, "python -m gateway.status.model > docs/status.schema.json"
 
 
-def test_the_schema_knows_no_null_and_leaves_no_field_out() -> None:
-    written = json.loads(schema())
-    assert "null" not in [value for at, value in paths(written) if at.endswith("/type")]
-    for name, part in written["$defs"].items():
-        if "properties" in part:
-            assert sorted(part["required"]) == sorted(part["properties"]), name
+def test_the_schema_has_no_null_and_requires_every_field() -> None:
+    generated = json.loads(schema())
+    assert "null" not in [value for at, value in paths(generated) if at.endswith("/type")]
+    for name, definition in generated["$defs"].items():
+        if "properties" in definition:
+            assert sorted(definition["required"]) == sorted(definition["properties"]), name
 
 
 @pytest.mark.parametrize(
     "window",
     ["", "5", "5x", "0s", "9s", "16m", "901s", "-5m", "5m ", "1e2s", "5m5s", "\u0665m", "9" * 40],
 )
-def test_a_window_that_is_none_or_not_kept_is_a_400_that_names_it(
+def test_an_invalid_window_returns_400_and_is_named(
     gateway_with_worker: RunningGateway, window: str
 ) -> None:
     response = gateway_with_worker.client.get("/v1/status", params={"window": window})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "window")
 
 
-def test_there_is_one_parameter_once(gateway_with_worker: RunningGateway) -> None:
+def test_unknown_and_duplicate_parameters_return_400(gateway_with_worker: RunningGateway) -> None:
     for query in ("windw=5m", "window=5m&window=5m"):
         assert gateway_with_worker.client.get(f"/v1/status?{query}").status_code == 400
 
 
 @pytest.mark.parametrize(("window", "seconds"), [("10s", 10), ("90s", 90), ("15m", 900)])
-def test_a_window_says_what_was_asked_and_what_it_covers(
+def test_a_window_has_its_length_and_its_coverage(
     gateway_with_worker: RunningGateway, window: str, seconds: float
 ) -> None:
-    told = gateway_with_worker.client.get("/v1/status", params={"window": window}).json()["window"]
-    assert (told["length_s"], told["max_length_s"]) == (seconds, MAX_WINDOW_S)
-    assert told["coverage_s"] <= 10, "the gateway has just begun"
+    covered = gateway_with_worker.client.get("/v1/status", params={"window": window}).json()[
+        "window"
+    ]
+    assert (covered["length_s"], covered["max_length_s"]) == (seconds, MAX_WINDOW_S)
+    assert covered["coverage_s"] <= 10, "the gateway has just started"
 
 
-def test_every_level_tells_what_its_requests_came_to(
+def test_every_level_has_the_figures_of_its_requests(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     lane = lane_report("text-mtp", speculation=speculation(steps=4, one=1, two=1), requests=1)
@@ -80,24 +82,24 @@ def test_every_level_tells_what_its_requests_came_to(
     gateway_with_worker.chat(temperature=9)
     status = gateway_with_worker.status()
     PUBLISHED.validate(status)
-    worker_told = status["workers"]["fake-a"]
-    for told, requests in (
+    worker_entry = status["workers"]["fake-a"]
+    for recent, requests in (
         (status["recent"], 3),
         (status["models"]["demo"]["recent"], 3),
-        (worker_told["recent"], 3),
+        (worker_entry["recent"], 3),
         (status["pools"]["text-mtp"]["recent"], 2),
-        (worker_told["lanes"]["text-mtp"]["recent"], 2),
+        (worker_entry["lanes"]["text-mtp"]["recent"], 2),
     ):
-        assert (told["requests"], told["failures"]) == (requests, 0)
-        assert told["completion_tokens"] == 3 * requests
-        assert told["cached_tokens"] == 2 * requests
-        assert told["prefix"] == {"hit": 0, "miss": 0, "none": requests}
-        assert told["duration_s"]["count"] == requests
-        assert told["first_token_s"]["count"] == told["token_s"]["count"] == 1
-        speed = told["request_tokens_per_s"]
-        assert speed["p50"] == pytest.approx(1 / told["token_s"]["p50"])
-        assert told["tokens_per_s"] > 0
-        mtp = told["mtp"]
+        assert (recent["requests"], recent["failures"]) == (requests, 0)
+        assert recent["completion_tokens"] == 3 * requests
+        assert recent["cached_tokens"] == 2 * requests
+        assert recent["prefix"] == {"hit": 0, "miss": 0, "none": requests}
+        assert recent["duration_s"]["count"] == requests
+        assert recent["first_token_s"]["count"] == recent["token_s"]["count"] == 1
+        speed = recent["request_tokens_per_s"]
+        assert speed["p50"] == pytest.approx(1 / recent["token_s"]["p50"])
+        assert recent["tokens_per_s"] > 0
+        mtp = recent["mtp"]
         assert (mtp["drafts"], mtp["attempted"], mtp["accepted"]) == (
             *(requests, 2 * requests, requests),
         )
@@ -110,7 +112,7 @@ def test_every_level_tells_what_its_requests_came_to(
     assert (point["requests"], point["attempted"], point["acceptance_rate"]) == (3, 6, 0.5)
 
 
-def test_nothing_is_null_or_missing_for_workers_that_are_gone_pools_that_are_empty_and_no_traffic(
+def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(
     gateway: RunningGateway, worker: ScriptedWorker
 ) -> None:
     PUBLISHED.validate(gateway.status())

@@ -1,6 +1,6 @@
-"""What a store keeps of boots and counts: the same in memory and in Redis.
+"""Counter stores: the same behavior in memory and in Redis.
 
-What more there is to several gateways over one Redis is in test_redis_store.py.
+Tests of several gateways over one Redis are in `tests/socket/cluster`.
 """
 
 from __future__ import annotations
@@ -21,89 +21,91 @@ from tests.support.boot_reports import boot_report
 from workers.protocol import LaneReport
 
 
-class Kept(NamedTuple):
+class StoreUnderTest(NamedTuple):
     store: CounterStore
-    turn: Callable[[], Awaitable[None]]
-    """What is done beside requests, twice a second."""
+    sync: Callable[[], Awaitable[None]]
+    """The periodic exchange."""
     pending: Counter[CounterKey]
-    """Counts that the store has not taken yet."""
+    """Counts that the store has not read yet."""
 
 
 @pytest.fixture(params=["memory", "redis"])
-async def store(request: pytest.FixtureRequest) -> AsyncIterator[Kept]:
+async def store(request: pytest.FixtureRequest) -> AsyncIterator[StoreUnderTest]:
     pending: Counter[CounterKey] = Counter()
 
     def take_pending() -> dict[CounterKey, int]:
-        taken = dict(pending)
+        counts = dict(pending)
         pending.clear()
-        return taken
+        return counts
 
     if request.param == "memory":
 
-        async def nothing() -> None:
+        async def no_sync() -> None:
             pass
 
-        yield Kept(MemoryCounters(take_pending), nothing, pending)
+        yield StoreUnderTest(MemoryCounters(take_pending), no_sync, pending)
         return
-    link = RedisClient(request.getfixturevalue("redis").url)
-    boots = SharedWorkerReports(link)
-    store = SharedCounters(link, boots, take_pending)
+    client = RedisClient(request.getfixturevalue("redis").url)
+    boots = SharedWorkerReports(client)
+    store = SharedCounters(client, boots, take_pending)
 
-    async def turn() -> None:
+    async def sync() -> None:
         await store.exchange()
         await boots.exchange((), ())
 
-    yield Kept(store, turn, pending)
-    await link.close()
+    yield StoreUnderTest(store, sync, pending)
+    await client.close()
 
 
-async def test_an_overtaken_report_does_not_turn_counts_back(store: Kept) -> None:
+async def test_an_outdated_report_does_not_decrease_counts(store: StoreUnderTest) -> None:
     for requests in (5, 3):
         await store.store.store_report(boot_report("a", requests))
-        await store.turn()
-    assert [one.lanes[0].requests for one in await store.store.reports()] == [5]
+        await store.sync()
+    assert [report.lanes[0].requests for report in await store.store.reports()] == [5]
 
 
-async def test_a_crash_loop_costs_no_count_and_fills_no_memory(store: Kept) -> None:
+async def test_counts_over_a_crash_loop_are_exact_and_reports_are_bounded(
+    store: StoreUnderTest,
+) -> None:
     for boot in range(40):
         await store.store.store_report(boot_report(f"boot-{boot}", boot))
-        await store.turn()
+        await store.sync()
     for _ in range(30):
-        await store.turn()
+        await store.sync()
     reports = await store.store.reports()
-    assert sum(one.lanes[0].requests for one in reports) == sum(range(40))
+    assert sum(report.lanes[0].requests for report in reports) == sum(range(40))
     assert len(reports) <= 17
 
 
-async def test_pending_counts_are_added_once(store: Kept) -> None:
+async def test_pending_counts_are_added_once(store: StoreUnderTest) -> None:
     store.pending.update({("outcomes", "completed"): 1, ("retries",): 2})
-    await store.turn()
+    await store.sync()
     store.pending.update({("outcomes", "completed"): 1})
     assert await store.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
-    await store.turn()
+    await store.sync()
     assert await store.store.counts() == {("outcomes", "completed"): 2, ("retries",): 2}
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["demo", "other"])), max_size=60))
-async def test_sums_over_any_number_of_boots_are_exact_and_memory_is_bounded(
-    lives: list[tuple[int, str]],
+async def test_sums_over_many_boots_are_exact_and_memory_is_bounded(
+    boots: list[tuple[int, str]],
 ) -> None:
     store = MemoryCounters()
-    for boot, (requests, model) in enumerate(lives):
+    for boot, (requests, model) in enumerate(boots):
         await store.store_report(boot_report(f"boot-{boot}", requests, model))
-    kept = await store.reports()
+    reports = await store.reports()
     for model in ("demo", "other"):
-        lanes = [one.lanes[0] for one in kept if one.model == model]
-        expected = sum(requests for requests, named in lives if named == model)
+        lanes = [report.lanes[0] for report in reports if report.model == model]
+        expected = sum(requests for requests, boot_model in boots if boot_model == model)
         assert sum(lane.requests for lane in lanes) == expected
         assert sum(lane.speculation.accepted for lane in lanes) == 2 * expected
         assert sum(lane.bypass_counts.get("media", 0) for lane in lanes) == expected
-    assert len(kept) <= 18
+    assert len(reports) <= 18
 
 
-def test_every_field_of_a_lane_either_adds_up_or_is_of_the_moment() -> None:
-    """A count that somebody adds to the report must not get lost between two boots."""
-    of_the_moment = {
+def test_every_field_of_a_lane_is_either_summed_or_current() -> None:
+    """A new count of the report must be added up over boots."""
+    current = {
         "name",
         "running",
         "waiting",
@@ -117,7 +119,7 @@ def test_every_field_of_a_lane_either_adds_up_or_is_of_the_moment() -> None:
         "draft_tokens_by_rows",
         "head_healthy",
     }
-    added = {
+    summed = {
         "speculation",
         "bypass_counts",
         "spec_prefill",
@@ -127,4 +129,4 @@ def test_every_field_of_a_lane_either_adds_up_or_is_of_the_moment() -> None:
         "prompt_tokens",
         "completion_tokens",
     }
-    assert set(LaneReport.model_fields) == of_the_moment | added
+    assert set(LaneReport.model_fields) == current | summed

@@ -1,4 +1,4 @@
-"""What an admin makes is kept, whole, whoever else writes and whenever the process ends."""
+"""Records: durable, atomic, and safe with concurrent writers."""
 
 from __future__ import annotations
 
@@ -26,29 +26,31 @@ async def records(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
     elif request.param == "file":
         yield FileRecords(tmp_path / "state.json")
     else:
-        link = RedisClient(request.getfixturevalue("redis").url)
-        yield RedisRecords(link, tmp_path)
-        await link.close()
+        client = RedisClient(request.getfixturevalue("redis").url)
+        yield RedisRecords(client, tmp_path)
+        await client.close()
 
 
-async def test_records_come_back_by_kind_in_the_order_they_were_added(records: Records) -> None:
+async def test_records_are_returned_by_kind_in_the_order_of_their_addition(
+    records: Records,
+) -> None:
     for name in ("b", "a", "c"):
         assert await records.add("keys", name, json.dumps({"name": name}))
     await records.add("versions", "1", "{}")
 
     assert list(await records.all("keys")) == ["b", "a", "c"]
     assert json.loads((await records.all("keys"))["a"]) == {"name": "a"}
-    assert await records.all("nothing of the kind") == {}
+    assert await records.all("unknown kind") == {}
 
 
-async def test_of_two_that_add_one_name_the_first_is_kept(records: Records) -> None:
+async def test_a_second_add_of_a_name_is_rejected(records: Records) -> None:
     assert await records.add("versions", "7", '{"by": "ann"}')
     assert not await records.add("versions", "7", '{"by": "bob"}')
 
     assert json.loads((await records.all("versions"))["7"]) == {"by": "ann"}
 
 
-async def test_a_record_is_replaced_in_its_place_and_removed(records: Records) -> None:
+async def test_replace_preserves_the_order_and_remove_is_idempotent(records: Records) -> None:
     await records.add("keys", "a", "1")
     await records.add("keys", "b", "2")
     await records.replace("keys", "a", "3")
@@ -58,7 +60,9 @@ async def test_a_record_is_replaced_in_its_place_and_removed(records: Records) -
     assert await records.all("keys") == {"a": "3"}
 
 
-async def test_records_survive_the_process_and_are_for_their_owner_alone(tmp_path: Path) -> None:
+async def test_records_survive_the_process_and_are_readable_by_their_owner_only(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "deep" / "state.json"
     await FileRecords(path).add("keys", "a", '{"team": "Prüfer"}')
 
@@ -69,9 +73,9 @@ async def test_records_survive_the_process_and_are_for_their_owner_alone(tmp_pat
     ]
 
 
-def test_writers_of_several_processes_lose_nothing_of_each_other(tmp_path: Path) -> None:
+def test_concurrent_writers_of_several_processes_lose_no_record(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
-    adding = (
+    program = (
         "import asyncio, sys; from pathlib import Path\n"
         "from gateway.storage.records import FileRecords\n"
         "async def add():\n"
@@ -80,7 +84,7 @@ def test_writers_of_several_processes_lose_nothing_of_each_other(tmp_path: Path)
         "asyncio.run(add())"
     )
     writers = [
-        subprocess.Popen([sys.executable, "-c", adding, str(path), name], env=os.environ)
+        subprocess.Popen([sys.executable, "-c", program, str(path), name], env=os.environ)
         for name in ("one", "two", "three")
     ]
     assert [writer.wait() for writer in writers] == [0, 0, 0]
@@ -88,7 +92,9 @@ def test_writers_of_several_processes_lose_nothing_of_each_other(tmp_path: Path)
     assert len(asyncio.run(FileRecords(path).all("keys"))) == 60
 
 
-async def test_a_change_that_cannot_be_kept_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+async def test_a_change_of_a_damaged_file_is_rejected_and_does_not_overwrite_it(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "state.json"
     records = FileRecords(path)
     await records.add("keys", "a", "1")
@@ -96,10 +102,10 @@ async def test_a_change_that_cannot_be_kept_is_refused_and_changes_nothing(tmp_p
 
     with pytest.raises(RecordsUnwritable):
         await records.add("keys", "b", "2")
-    assert path.read_text() == "half a fi", "what a person may still mend is not overwritten"
+    assert path.read_text() == "half a fi", "an operator may still repair the file"
 
 
-def test_a_damaged_file_stops_the_start_by_name(tmp_path: Path) -> None:
+def test_a_damaged_file_fails_the_start_and_is_named(tmp_path: Path) -> None:
     path = tmp_path / "state.json"
     FileRecords(path).check()
     path.write_text("[]")
@@ -108,14 +114,14 @@ def test_a_damaged_file_stops_the_start_by_name(tmp_path: Path) -> None:
         FileRecords(path).check()
 
 
-async def test_what_another_process_writes_is_seen_at_the_next_look(tmp_path: Path) -> None:
-    here, there = (FileRecords(tmp_path / "state.json") for _ in range(2))
-    assert await here.all("keys") == {}
-    await there.add("keys", "a", "1")
-    assert await here.all("keys") == {"a": "1"}
-    await there.replace("keys", "a", "2")
-    assert await here.all("keys") == {"a": "2"}
-    (await here.all("keys")).clear()  # type: ignore[attr-defined]  # a copy, whatever its type
-    assert await here.all("keys") == {"a": "2"}
+async def test_a_write_of_another_process_is_in_the_next_read(tmp_path: Path) -> None:
+    first, second = (FileRecords(tmp_path / "state.json") for _ in range(2))
+    assert await first.all("keys") == {}
+    await second.add("keys", "a", "1")
+    assert await first.all("keys") == {"a": "1"}
+    await second.replace("keys", "a", "2")
+    assert await first.all("keys") == {"a": "2"}
+    (await first.all("keys")).clear()  # type: ignore[attr-defined]  # a copy, whatever its type
+    assert await first.all("keys") == {"a": "2"}
     (tmp_path / "state.json").unlink()
-    assert await here.all("keys") == {}
+    assert await first.all("keys") == {}

@@ -1,4 +1,4 @@
-"""The access log: one line of JSON for each request, whatever became of it, and never its text."""
+"""The access log: one JSON line per request with any outcome, without the request's text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gateway.types import Outcome
 from tests.support.running_gateway import RunningGateway, make_settings, wait_until
 from tests.support.scripted_worker import Script, ScriptedWorker
 
-SECRET_WORDS = "the-words-of-a-user"
+SECRET_TEXT = "the-text-of-a-user"
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def logging_gateway(tmp_path: Path, file: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
-    """A gateway that writes an access log, with a worker."""
+    """Return a gateway that writes an access log, with one worker."""
     file.parent.mkdir()
     with RunningGateway(make_settings(tmp_path, access_log=str(file))) as gateway:
         gateway.send_heartbeat(worker)
@@ -45,23 +45,23 @@ def line_count(file: Path) -> int:
     return file.read_bytes().count(b"\n")
 
 
-def lines(file: Path, count: int) -> list[dict[str, Any]]:
-    """Read the log once it has so many lines."""
+def read_entries(file: Path, count: int) -> list[dict[str, Any]]:
+    """Wait until the log has so many lines, then return them parsed."""
     wait_until(lambda: line_count(file) >= count)
-    read = [json.loads(line) for line in file.read_text().splitlines()]
-    assert len(read) == count
-    return read
+    entries = [json.loads(line) for line in file.read_text().splitlines()]
+    assert len(entries) == count
+    return entries
 
 
-def test_a_line_tells_decision_reason_worker_prefix_times_tokens_and_acceptance(
+def test_a_line_has_decision_reason_worker_prefix_times_tokens_and_acceptance(
     logging_gateway: RunningGateway, file: Path
 ) -> None:
     with logging_gateway.stream(temperature=0) as response:
         response.read()
     logging_gateway.chat(temperature=0.7)
-    streamed, whole = lines(file, 2)
-    assert streamed.keys() == whole.keys(), "every line has all fields"
-    assert None not in [*streamed.values(), *whole.values()]
+    streamed, unstreamed = read_entries(file, 2)
+    assert streamed.keys() == unstreamed.keys(), "every line has all fields"
+    assert None not in [*streamed.values(), *unstreamed.values()]
     assert streamed["request"] == response.headers["x-request-id"]
     expected = {
         "event": "request.done",
@@ -87,75 +87,73 @@ def test_a_line_tells_decision_reason_worker_prefix_times_tokens_and_acceptance(
         "accepted_tokens": 1,
     }
     assert {name: streamed[name] for name in expected} == expected
-    assert whole["reason"] == "non_greedy_sampling"
-    assert whole["bypass"] == ["non_greedy_sampling"]
+    assert unstreamed["reason"] == "non_greedy_sampling"
+    assert unstreamed["bypass"] == ["non_greedy_sampling"]
     assert 0 < streamed["added_latency_s"] <= streamed["first_token_s"] <= streamed["duration_s"]
-    assert whole["first_token_s"] == 0, "of streams alone"
+    assert unstreamed["first_token_s"] == 0, "only streams have a first token time"
 
 
-def test_refused_failed_and_abandoned_requests_have_a_line_too_and_none_has_a_word_of_them(
+def test_rejected_failed_and_aborted_requests_are_logged_without_their_text(
     logging_gateway: RunningGateway, file: Path, worker: ScriptedWorker
 ) -> None:
-    said = [{"role": "user", "content": SECRET_WORDS}]
-    logging_gateway.chat(messages=said, temperature=9)
-    logging_gateway.chat(messages=said, model=SECRET_WORDS)
+    messages = [{"role": "user", "content": SECRET_TEXT}]
+    logging_gateway.chat(messages=messages, temperature=9)
+    logging_gateway.chat(messages=messages, model=SECRET_TEXT)
     worker.script = Script(
-        status=400, body=b'{"error": {"message": "no", "code": "%s"}}' % (SECRET_WORDS.encode())
+        status=400, body=b'{"error": {"message": "no", "code": "%s"}}' % (SECRET_TEXT.encode())
     )
-    logging_gateway.chat(messages=said)
+    logging_gateway.chat(messages=messages)
     worker.script = Script(drop=True)
-    logging_gateway.chat(messages=said)
-    worker.script = Script(hang_after=1)  # so that the client leaves first, however late
-    with logging_gateway.stream(messages=said) as response:
+    logging_gateway.chat(messages=messages)
+    worker.script = Script(hang_after=1)  # the client always disconnects before the worker finishes
+    with logging_gateway.stream(messages=messages) as response:
         next(response.iter_raw())
-    told = lines(file, 5)
-    assert [(line["outcome"], line["status"], line["code"]) for line in told] == [
+    entries = read_entries(file, 5)
+    assert [(entry["outcome"], entry["status"], entry["code"]) for entry in entries] == [
         ("refused", 400, "invalid_value"),
         ("refused", 404, "model_not_found"),
         ("refused", 400, "refused_by_worker"),
         ("failed", 502, "worker_lost"),
         ("client_left", 499, ""),
     ]
-    assert SECRET_WORDS not in file.read_text()
+    assert SECRET_TEXT not in file.read_text()
 
 
-def test_until_a_worker_was_found_a_models_name_is_a_word_of_the_client(
-    tmp_path: Path, file: Path
-) -> None:
+def test_without_a_worker_the_models_name_is_not_logged(tmp_path: Path, file: Path) -> None:
     file.parent.mkdir()
     with RunningGateway(make_settings(tmp_path, access_log=str(file))) as gateway:
-        assert gateway.chat(model=SECRET_WORDS).status_code == 503
-        (told,) = lines(file, 1)
-    assert (told["outcome"], told["code"], told["model"]) == ("unserved", "no_worker", "")
-    assert SECRET_WORDS not in file.read_text()
+        assert gateway.chat(model=SECRET_TEXT).status_code == 503
+        (entry,) = read_entries(file, 1)
+    assert (entry["outcome"], entry["code"], entry["model"]) == ("unserved", "no_worker", "")
+    assert SECRET_TEXT not in file.read_text()
 
 
-def test_a_log_that_was_moved_away_goes_on_in_a_new_file(
+def test_after_a_rotation_the_log_continues_in_a_new_file(
     logging_gateway: RunningGateway, file: Path
 ) -> None:
     logging_gateway.chat()
-    lines(file, 1)
+    read_entries(file, 1)
     file.rename(file.with_suffix(".1"))
     logging_gateway.chat()
     wait_until(file.exists)
-    assert len(lines(file, 1)) == len(lines(file.with_suffix(".1"), 1))
+    assert len(read_entries(file, 1)) == len(read_entries(file.with_suffix(".1"), 1))
 
 
-def test_a_log_that_cannot_be_opened_anew_loses_lines_and_goes_on_once_it_can(
+def test_a_log_that_cannot_be_reopened_counts_lost_lines_and_recovers(
     logging_gateway: RunningGateway, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     logging_gateway.chat()
-    lines(file, 1)
+    read_entries(file, 1)
     file.parent.rename(file.parent.with_name("moved"))
     logging_gateway.chat()
     wait_until(lambda: "access_log.lines_lost lines=1" in caplog.text)
     file.parent.mkdir()
     logging_gateway.chat()
     wait_until(file.exists)
-    assert len(lines(file, 1)) == 1
+    assert len(read_entries(file, 1)) == 1
 
 
-def test_what_is_not_written_yet_is_written_at_the_end(
+def test_pending_lines_are_written_at_shutdown(
     tmp_path: Path, file: Path, worker: ScriptedWorker
 ) -> None:
     file.parent.mkdir()
@@ -163,10 +161,10 @@ def test_what_is_not_written_yet_is_written_at_the_end(
         gateway.send_heartbeat(worker)
         for _ in range(3):
             gateway.chat()
-    assert len(lines(file, 3)) == 3
+    assert len(read_entries(file, 3)) == 3
 
 
-async def test_a_log_that_cannot_be_opened_stops_the_start_before_anything_is_kept(
+async def test_a_log_that_cannot_be_opened_fails_the_start_before_state_is_written(
     tmp_path: Path,
 ) -> None:
     settings = make_settings(tmp_path, access_log=str(tmp_path / "no" / "folder" / "log"))
@@ -175,7 +173,7 @@ async def test_a_log_that_cannot_be_opened_stops_the_start_before_anything_is_ke
     assert not (tmp_path / "state.json").exists()
 
 
-def test_a_dash_is_standard_output() -> None:
+def test_a_dash_means_standard_output() -> None:
     program = """
 import asyncio
 from gateway.telemetry.access_log import AccessLog
@@ -186,11 +184,11 @@ async def main():
         log.write(RequestRecord("req-1", Outcome.REFUSED, 400, 0.1), 0.0)
 asyncio.run(main())
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
-    assert json.loads(ran.stdout)["request"] == "req-1"
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert json.loads(process.stdout)["request"] == "req-1"
 
 
-async def test_each_line_is_written_or_counted_as_lost_when_the_queue_is_full(
+async def test_with_a_full_queue_each_line_is_written_or_counted_as_lost(
     file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(access_log, "_QUEUE_LIMIT", 10)
@@ -205,7 +203,7 @@ async def test_each_line_is_written_or_counted_as_lost_when_the_queue_is_full(
     assert written + sum(map(int, lost)) == 10_000
 
 
-async def test_a_reader_that_reads_nothing_holds_up_neither_requests_nor_the_end(
+async def test_a_stalled_reader_blocks_neither_requests_nor_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(access_log, "_CLOSE_TIMEOUT_S", 0.1)
@@ -214,22 +212,22 @@ async def test_a_reader_that_reads_nothing_holds_up_neither_requests_nor_the_end
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         async with AccessLog(str(pipe)) as log:
-            for number in range(1000):  # more than a pipe holds
+            for number in range(1000):  # more than the capacity of a pipe
                 log.write(RequestRecord(f"req-{number}", Outcome.REFUSED, 400, 0.1), 0.0)
         assert "access_log.close_timeout" in caplog.text
-        whole = b""
-        while whole.count(b"\n") < 1000:  # the thread that hung goes on once it is read
+        received = b""
+        while received.count(b"\n") < 1000:  # the blocked thread continues once the pipe is read
             with contextlib.suppress(BlockingIOError):
-                whole += os.read(reader, 1 << 20)
+                received += os.read(reader, 1 << 20)
             await asyncio.sleep(0.001)
     finally:
         os.close(reader)
-    assert [json.loads(line)["request"] for line in whole.splitlines()] == [
+    assert [json.loads(line)["request"] for line in received.splitlines()] == [
         f"req-{number}" for number in range(1000)
     ]
 
 
-def test_a_process_ends_though_nobody_reads_its_log() -> None:
+def test_a_process_exits_although_its_log_is_not_read() -> None:
     program = """
 import asyncio
 from gateway.telemetry.access_log import AccessLog

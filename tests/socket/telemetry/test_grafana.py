@@ -1,4 +1,4 @@
-"""The dashboard and the alerts ask for figures that a gateway really gives, by their names."""
+"""The dashboard and the alerts use metrics that a gateway exposes."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from tests.support.scripted_worker import ScriptedWorker
 
 FOLDER = Path(__file__).parents[3] / "docs" / "grafana"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
-OF_PROMETHEUS = {"job", "instance", "le"}
-WORDS_OF_PROMQL = frozenset(
+PROMETHEUS_LABELS = {"job", "instance", "le"}
+PROMQL_KEYWORDS = frozenset(
     "absent and by group_left histogram_quantile ignoring increase max min or rate sum".split()
 )
 
 
-class Question(NamedTuple):
-    """One expression, where it stands, and the labels that its texts show."""
+class Query(NamedTuple):
+    """One expression, the place where it is used, and the labels that its texts show."""
 
-    where: str
+    source: str
     expr: str
     shown: frozenset[str]
 
 
 def alerts() -> list[dict[str, Any]]:
     (group,) = yaml.safe_load((FOLDER / "alerts.yml").read_text())["groups"]
-    found: list[dict[str, Any]] = group["rules"]
-    return found
+    rules: list[dict[str, Any]] = group["rules"]
+    return rules
 
 
-def questions() -> list[Question]:
+def queries() -> list[Query]:
     dashboard = json.loads((FOLDER / "paceline.json").read_text())
     panels = [
-        Question(
+        Query(
             panel["title"],
             target["expr"].replace("$__rate_interval", "1m"),
             frozenset(re.findall(r"{{(\w+)}}", target["legendFormat"])),
@@ -50,57 +50,59 @@ def questions() -> list[Question]:
         for panel in dashboard["panels"]
         for target in panel["targets"]
     ]
-    asked = [
-        Question(
+    alert_queries = [
+        Query(
             rule["alert"],
             rule["expr"],
             frozenset(re.findall(r"\$labels\.(\w+)", str(rule["annotations"]))),
         )
         for rule in alerts()
     ]
-    return panels + asked
+    return panels + alert_queries
 
 
-def words(expr: str) -> set[str]:
-    """Name the metrics and labels of an expression."""
+def identifiers(expr: str) -> set[str]:
+    """Return the metrics and labels of an expression."""
     bare = re.sub(r'"[^"]*"|\[\w+\]', "", expr)
-    return set(re.findall(r"[a-z_][a-z0-9_:]*", bare)) - WORDS_OF_PROMQL
+    return set(re.findall(r"[a-z_][a-z0-9_:]*", bare)) - PROMQL_KEYWORDS
 
 
 @pytest.fixture
 def exposed_labels(
     gateway_with_traffic: RunningGateway, worker: ScriptedWorker
 ) -> Mapping[str, set[str]]:
-    """The labels of all that a gateway tells, by name, after some of everything."""
-    gateway_with_traffic.send_heartbeat(worker)  # with a lane for the others
+    """Return the labels of all exposed metrics, by name, after traffic of every kind."""
+    gateway_with_traffic.send_heartbeat(worker)  # with a lane for sampled requests
     assert gateway_with_traffic.chat(temperature=0.5).status_code == 200
-    found: dict[str, set[str]] = {}
+    labels_by_name: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(gateway_with_traffic.client.get("/metrics").text):
-        found |= {family.name + suffix: set() for suffix in SUFFIXES.get(family.type, ())}
+        labels_by_name |= {family.name + suffix: set() for suffix in SUFFIXES.get(family.type, ())}
         for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
-    return found
+            labels_by_name.setdefault(sample.name, set()).update(sample.labels)
+    return labels_by_name
 
 
-def test_every_metric_and_label_of_the_dashboard_and_the_alerts_is_in_the_exposition(
+def test_every_metric_and_label_of_dashboard_and_alerts_is_exposed(
     exposed_labels: Mapping[str, set[str]],
 ) -> None:
     exposed_labels = {
         **exposed_labels,
         "up": {"job", "instance"},
-    }  # which Prometheus adds for each target
-    for question in questions():
-        named = words(question.expr)
-        metrics = named & exposed_labels.keys()
-        labels = {label for metric in metrics for label in exposed_labels[metric]} | OF_PROMETHEUS
-        assert metrics, question
-        assert named - metrics <= labels, question
-        assert question.shown <= labels, question
+    }  # Prometheus adds this metric for each target
+    for query in queries():
+        used = identifiers(query.expr)
+        metrics = used & exposed_labels.keys()
+        labels = {
+            label for metric in metrics for label in exposed_labels[metric]
+        } | PROMETHEUS_LABELS
+        assert metrics, query
+        assert used - metrics <= labels, query
+        assert query.shown <= labels, query
 
 
-def test_the_dashboard_and_the_alerts_show_all_that_operators_ask_for() -> None:
-    asked = " ".join(question.expr for question in questions())
-    for needed in (
+def test_dashboard_and_alerts_show_all_required_metrics() -> None:
+    expressions = " ".join(query.expr for query in queries())
+    for required in (
         *("vllm:spec_decode_num_accepted_tokens_total", "paceline_requests_total"),
         *("paceline_queue_wait_seconds_bucket", "paceline_time_to_first_token_seconds_bucket"),
         *("paceline_added_latency_seconds_bucket", "paceline_prefixes_total"),
@@ -109,33 +111,33 @@ def test_the_dashboard_and_the_alerts_show_all_that_operators_ask_for() -> None:
         *("paceline_bypasses_total", "paceline_errors_total", "paceline_store_degraded"),
         *("paceline_worker_drafting_saved_seconds", "paceline_worker_prefix_saved_seconds_total"),
     ):
-        assert needed in asked
+        assert required in expressions
 
 
-def test_each_alert_that_operators_ask_for_is_there_once_and_says_what_is_wrong() -> None:
+def test_each_required_alert_is_defined_once_with_a_summary() -> None:
     names = [rule["alert"] for rule in alerts()]
     assert sorted(set(names)) == sorted(names)
-    wanted = ("AcceptanceFell", "LaneNotPaying", "WorkerEjected", "RedisDegraded")
-    assert {f"Paceline{name}" for name in wanted} <= set(names)
+    required = ("AcceptanceFell", "LaneNotPaying", "WorkerEjected", "RedisDegraded")
+    assert {f"Paceline{name}" for name in required} <= set(names)
     assert all(rule["annotations"]["summary"].endswith(".") for rule in alerts())
 
 
-def test_a_worker_that_two_gateways_tell_of_counts_once() -> None:
-    for question in questions():
-        for found in re.finditer(r"(?:rate\()?vllm:|paceline_worker_(?!in_flight)", question.expr):
-            before = question.expr[: found.start()]
-            assert re.search(r"(max|min) by \([^)]*worker[^)]*\) \($|absent\($", before), question
+def test_worker_metrics_are_aggregated_over_gateways() -> None:
+    for query in queries():
+        for match in re.finditer(r"(?:rate\()?vllm:|paceline_worker_(?!in_flight)", query.expr):
+            before = query.expr[: match.start()]
+            assert re.search(r"(max|min) by \([^)]*worker[^)]*\) \($|absent\($", before), query
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
-def test_prometheus_own_tool_takes_the_alerts_and_every_expression(tmp_path: Path) -> None:
-    rules = [{"record": f"panel:{i}", "expr": q.expr} for i, q in enumerate(questions())]
+def test_promtool_accepts_the_alerts_and_every_expression(tmp_path: Path) -> None:
+    rules = [{"record": f"panel:{i}", "expr": q.expr} for i, q in enumerate(queries())]
     panels = tmp_path / "panels.yml"
     panels.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
     subprocess.run(["promtool", "check", "rules", FOLDER / "alerts.yml", panels], check=True)
 
 
-GOOD_MIN, IN_ALL_MIN = 1440, 1470
+HEALTHY_MIN, TOTAL_MIN = 1440, 1470
 DRAFTS = 'vllm:spec_decode_num_{}_total{{model_name="demo",worker="a"}}'
 REQUESTS = 'paceline_requests_total{{pool="text-mtp",reason="{}",status="200"}}'
 
@@ -173,29 +175,29 @@ REQUESTS = 'paceline_requests_total{{pool="text-mtp",reason="{}",status="200"}}'
         ),
     ],
 )
-def test_prometheus_raises_what_operators_ask_for_and_only_then(
+def test_each_alert_fires_after_its_condition_and_not_before(
     tmp_path: Path, alert: str, series: Mapping[str, str], labels: str
 ) -> None:
-    """A good day goes by in silence; half an hour of what the alert is for raises it."""
-    raised = f'ALERTS{{alertname="{alert}",alertstate="firing",severity="warning",{labels}}}'
-    world = {
+    """A healthy day fires no alert; half an hour of the alert's condition fires it."""
+    firing = f'ALERTS{{alertname="{alert}",alertstate="firing",severity="warning",{labels}}}'
+    scenario = {
         "interval": "1m",
-        "input_series": [{"series": one, "values": told} for one, told in series.items()],
+        "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "promql_expr_test": [
             {
                 "expr": f'ALERTS{{alertname="{alert}"}}',
                 "eval_time": f"{at_min}m",
-                "exp_samples": due,
+                "exp_samples": expected,
             }
-            for at_min, due in (
-                (GOOD_MIN, []),
-                (IN_ALL_MIN, [{"labels": raised, "value": 1}]),
+            for at_min, expected in (
+                (HEALTHY_MIN, []),
+                (TOTAL_MIN, [{"labels": firing, "value": 1}]),
             )
         ],
     }
     file = tmp_path / "test.yml"
     rules = [str(FOLDER / "alerts.yml")]
     file.write_text(
-        yaml.safe_dump({"rule_files": rules, "evaluation_interval": "1m", "tests": [world]})
+        yaml.safe_dump({"rule_files": rules, "evaluation_interval": "1m", "tests": [scenario]})
     )
     subprocess.run(["promtool", "test", "rules", file], check=True)

@@ -1,4 +1,4 @@
-"""The page on metrics names all metrics that a gateway exposes, and no others."""
+"""The reference page of metrics lists all exposed metrics and no others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.running_gateway import RunningGateway
 PAGE = Path(__file__).parents[3] / "docs/reference/metrics.md"
 
 
-def test_the_page_on_metrics_names_exactly_the_metrics_of_a_gateway(
+def test_the_metrics_page_lists_exactly_the_exposed_metrics(
     gateway_with_traffic: RunningGateway,
 ) -> None:
     text = gateway_with_traffic.client.get("/metrics").text

@@ -1,4 +1,5 @@
-"""`/metrics`: read by Prometheus' own parser, linted by promtool's rules, bounded in its labels."""
+"""`/metrics`: parsed by Prometheus' own parser, checked by promtool's rules, bounded in its
+labels."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from policies.request.profile import Bypass
 from tests.support.running_gateway import RunningGateway, chat_body
 from tests.support.scripted_worker import Script, ScriptedWorker, lane_report, speculation
 
-# As in promlint, which is what `promtool check metrics` runs.
+# From promlint, which `promtool check metrics` runs.
 ABBREVIATED = frozenset("s ms us ns sec b kb mb gb tb pb m h d".split())
 NOT_BASE = re.compile(
     r"(milli|micro|nano|kilo|mega|giga|kibi|mebi|gibi)\w+|minutes?|hours?|days?|weeks?|bits?|fahrenheit"
 )
 KINDS = ("counter", "gauge", "histogram", "summary")
-VLLM = "vllm:"  # its names are not ours to mend
+VLLM = "vllm:"  # vLLM defines these names
 
 
 def families(text: str) -> list[Metric]:
@@ -31,59 +32,70 @@ def families(text: str) -> list[Metric]:
 
 
 def problems(family: Metric) -> list[str]:
-    """Say what promtool would of one family, as the parser has read it."""
+    """Return the problems that promtool would report for one parsed family."""
     name = family.name
-    written = {sample.name for sample in family.samples} or {name}
+    names = {sample.name for sample in family.samples} or {name}
     labels = {label for sample in family.samples for label in sample.labels}
-    words = set(name.split("_"))
-    total = {one.endswith("_total") for one in written}
-    parts = any(one.endswith(("_bucket", "_count", "_sum")) for one in written)
-    found = (
+    name_parts = set(name.split("_"))
+    total_suffixes = {sample_name.endswith("_total") for sample_name in names}
+    histogram_suffix = any(
+        sample_name.endswith(("_bucket", "_count", "_sum")) for sample_name in names
+    )
+    checks = (
         ("no help text", not family.documentation),
         ("the help is no sentence", not re.fullmatch(r"\S.*\.", family.documentation)),
         ("no type", family.type not in KINDS),
         (
             "a counter without _total",
-            family.type == "counter" and family.samples and False in total,
+            family.type == "counter" and family.samples and False in total_suffixes,
         ),
-        ("_total on what is no counter", family.type != "counter" and True in total),
-        ("a suffix of histograms", family.type != "histogram" and parts),
+        ("_total on what is no counter", family.type != "counter" and True in total_suffixes),
+        ("a suffix of histograms", family.type != "histogram" and histogram_suffix),
         ("a label of histograms", family.type != "histogram" and "le" in labels),
         ("capital letters", name != name.lower()),
         ("a reserved character", ":" in name and not name.startswith(VLLM)),
-        ("no base unit", bool(words & ABBREVIATED) or any(map(NOT_BASE.fullmatch, words))),
-        ("its type in its name", bool(words & set(KINDS))),
+        (
+            "no base unit",
+            bool(name_parts & ABBREVIATED) or any(map(NOT_BASE.fullmatch, name_parts)),
+        ),
+        ("its type in its name", bool(name_parts & set(KINDS))),
         ("a bad label", not all(re.fullmatch(r"[a-z][a-z0-9_]*", label) for label in labels)),
     )
-    return [problem for problem, holds in found if holds]
+    return [problem for problem, failed in checks if failed]
 
 
-def test_the_exposition_is_what_promtool_would_praise(gateway_with_traffic: RunningGateway) -> None:
-    told = families(gateway_with_traffic.client.get("/metrics").text)
-    found = {family.name: problems(family) for family in told}
-    assert {name: wrong for name, wrong in found.items() if wrong} == {}
-    assert len(told) == len(found), "a family stands once"
+def test_the_exposition_has_no_lint_problems(gateway_with_traffic: RunningGateway) -> None:
+    exposed = families(gateway_with_traffic.client.get("/metrics").text)
+    problems_by_name = {family.name: problems(family) for family in exposed}
+    assert {name: found for name, found in problems_by_name.items() if found} == {}
+    assert len(exposed) == len(problems_by_name), "each family occurs once"
 
 
-def test_the_lint_finds_what_it_is_for() -> None:
+def test_the_lint_finds_known_problems() -> None:
     text = "# TYPE paceline_wait_ms gauge\npaceline_wait_ms 1\n# TYPE a_total gauge\na_total 1\n"
-    wait, total = families(text)
+    wait, total_suffixes = families(text)
     assert problems(wait) == ["no help text", "the help is no sentence", "no base unit"]
-    assert "_total on what is no counter" in problems(total)
+    assert "_total on what is no counter" in problems(total_suffixes)
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
-def test_promtool_itself_has_nothing_to_say(gateway_with_traffic: RunningGateway) -> None:
+def test_promtool_reports_no_problem(gateway_with_traffic: RunningGateway) -> None:
     text = gateway_with_traffic.client.get("/metrics").text
-    ours = "\n".join(line for line in text.splitlines() if VLLM not in line) + "\n"
-    checked = subprocess.run(
-        ["promtool", "check", "metrics"], input=ours, capture_output=True, text=True, check=False
+    own_metrics = "\n".join(line for line in text.splitlines() if VLLM not in line) + "\n"
+    result = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=own_metrics,
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+    assert (result.returncode, result.stdout + result.stderr) == (0, "")
 
 
-def test_all_that_operators_ask_for_is_told(gateway_with_traffic: RunningGateway) -> None:
-    told = {
+def test_all_required_metrics_are_exposed_with_their_labels(
+    gateway_with_traffic: RunningGateway,
+) -> None:
+    exposed = {
         family.name: family for family in families(gateway_with_traffic.client.get("/metrics").text)
     }
     for name, kind, labels in (
@@ -106,12 +118,14 @@ def test_all_that_operators_ask_for_is_told(gateway_with_traffic: RunningGateway
         ("paceline_store_degraded", "gauge", set()),
         ("vllm:spec_decode_num_drafts", "counter", {"model_name", "worker"}),
     ):
-        assert told[name].type == kind, name
-        assert {label for sample in told[name].samples for label in sample.labels} == labels, name
+        assert exposed[name].type == kind, name
+        assert {label for sample in exposed[name].samples for label in sample.labels} == labels, (
+            name
+        )
 
 
 @pytest.mark.parametrize(
-    ("name", "least_s", "most_s"),
+    ("name", "lowest_s", "highest_s"),
     [
         ("added_latency", 0.00001, 1),
         ("time_per_output_token", 0.0001, 10),
@@ -120,19 +134,19 @@ def test_all_that_operators_ask_for_is_told(gateway_with_traffic: RunningGateway
         ("request_duration", 0.001, 500),
     ],
 )
-def test_buckets_reach_from_the_least_to_the_most_and_are_cumulative(
-    gateway_with_traffic: RunningGateway, name: str, least_s: float, most_s: float
+def test_buckets_cover_the_expected_range_and_are_cumulative(
+    gateway_with_traffic: RunningGateway, name: str, lowest_s: float, highest_s: float
 ) -> None:
-    told = {
+    exposed = {
         family.name: family for family in families(gateway_with_traffic.client.get("/metrics").text)
     }
-    family = told[f"paceline_{name}_seconds"]
+    family = exposed[f"paceline_{name}_seconds"]
     buckets = [sample for sample in family.samples if sample.name.endswith("_bucket")]
     bounds_s = [float(sample.labels["le"]) for sample in buckets]
     counts = [sample.value for sample in buckets]
     (count,) = [sample.value for sample in family.samples if sample.name.endswith("_count")]
     (sum_s,) = [sample.value for sample in family.samples if sample.name.endswith("_sum")]
-    assert (bounds_s[0], bounds_s[-2]) == (least_s, most_s)
+    assert (bounds_s[0], bounds_s[-2]) == (lowest_s, highest_s)
     assert bounds_s == sorted(bounds_s)
     assert bounds_s[-1] == float("inf")
     assert counts == sorted(counts)
@@ -140,10 +154,10 @@ def test_buckets_reach_from_the_least_to_the_most_and_are_cumulative(
     assert sum_s > 0
 
 
-def test_no_client_and_no_worker_can_make_up_a_label(
+def test_neither_clients_nor_workers_can_create_label_values(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    dice = random.Random(7)
+    rng = random.Random(7)
     worker.script = Script(
         rotation=tuple(
             Script(status=400, body=b'{"error": {"message": "no", "code": "%d"}}' % number)
@@ -152,7 +166,7 @@ def test_no_client_and_no_worker_can_make_up_a_label(
     )
 
     def word() -> str:
-        return "".join(dice.choices(string.ascii_letters, k=8))
+        return "".join(rng.choices(string.ascii_letters, k=8))
 
     for _ in range(30):
         gateway_with_worker.client.post(
@@ -165,22 +179,24 @@ def test_no_client_and_no_worker_can_make_up_a_label(
         )
         gateway_with_worker.chat(user=word())
         gateway_with_worker.client.get(f"/{word()}")
-    told = families(gateway_with_worker.client.get("/metrics").text)
-    series = Counter(family.name for family in told for _ in family.samples)
-    labels = {value for family in told for s in family.samples for value in s.labels.values()}
+    exposed = families(gateway_with_worker.client.get("/metrics").text)
+    series = Counter(family.name for family in exposed for _ in family.samples)
+    labels = {
+        value for family in exposed for sample in family.samples for value in sample.labels.values()
+    }
     assert max(series.values()) < 40, series
     reasons = {reason.value for reason in Bypass} | {"eligible", "policy", "spilled", "none"}
-    (errors,) = [family for family in told if family.name == "paceline_errors"]
+    (errors,) = [family for family in exposed if family.name == "paceline_errors"]
     codes = {"invalid_value", "model_not_found", "refused_by_worker"}
-    assert {s.labels["code"] for s in errors.samples} == codes
-    (requests,) = [family for family in told if family.name == "paceline_requests"]
-    assert {s.labels["reason"] for s in requests.samples} <= reasons
-    made_up = re.compile(r"[A-Za-z]{8}")
-    assert {label for label in labels if made_up.fullmatch(label)} <= {"eligible", "text-mtp"}
+    assert {sample.labels["code"] for sample in errors.samples} == codes
+    (requests,) = [family for family in exposed if family.name == "paceline_requests"]
+    assert {sample.labels["reason"] for sample in requests.samples} <= reasons
+    random_word = re.compile(r"[A-Za-z]{8}")
+    assert {label for label in labels if random_word.fullmatch(label)} <= {"eligible", "text-mtp"}
     assert gateway_with_worker.status()["errors"].keys() == codes
 
 
-def test_before_any_worker_has_come_a_name_of_a_model_is_counted_nowhere(
+def test_without_workers_model_names_of_requests_are_not_counted(
     gateway: RunningGateway,
 ) -> None:
     for name in ("one", "two"):
@@ -190,7 +206,7 @@ def test_before_any_worker_has_come_a_name_of_a_model_is_counted_nowhere(
     assert "one" not in re.findall(r'model_name="(\w+)"', text)
 
 
-def test_figures_begin_anew_with_a_gateway_and_vllms_do_not_with_a_worker(
+def test_vllm_counters_continue_over_worker_restarts(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
     for boot in ("one", "two"):

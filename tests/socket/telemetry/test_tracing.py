@@ -1,4 +1,4 @@
-"""Traces: OpenTelemetry's names, the client's trace through to the worker, nothing when off."""
+"""Traces: OpenTelemetry names, context propagation to the worker, no cost when disabled."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 TRACE_ID, SPAN_ID = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 PARENT = f"00-{TRACE_ID}-{SPAN_ID}-01"
 ROOT = Path(__file__).parents[3]
-SECRET_WORDS = "the-words-of-a-user"
+SECRET_TEXT = "the-text-of-a-user"
 
 
 class Collector:
-    """An OpenTelemetry collector that remembers what it gets."""
+    """An OpenTelemetry collector that stores all received spans."""
 
     def __init__(self) -> None:
         self.socket = socket.create_server(("127.0.0.1", 0))
@@ -44,19 +43,18 @@ class Collector:
         self.spans: list[Any] = []
         self.services: set[str] = set()
         self.raw = b""
-        self.got = threading.Event()
 
     async def __call__(self, link: ServerConnection, request: Request) -> None:
         assert request.path == "/v1/traces"
-        sent = ExportTraceServiceRequest.FromString(request.body)
+        export = ExportTraceServiceRequest.FromString(request.body)
         self.raw += request.body
-        for of_resource in sent.resource_spans:
+        for resource_spans in export.resource_spans:
             self.services |= {
-                one.value.string_value
-                for one in of_resource.resource.attributes
-                if one.key == "service.name"
+                attribute.value.string_value
+                for attribute in resource_spans.resource.attributes
+                if attribute.key == "service.name"
             }
-            for scope in of_resource.scope_spans:
+            for scope in resource_spans.scope_spans:
                 self.spans.extend(scope.spans)
         await link.send_head(200, ((b"content-type", b"application/x-protobuf"),), length=0)
 
@@ -68,16 +66,19 @@ SERVER, CLIENT = 2, 3
 
 
 def attributes(span: Any) -> dict[str, Any]:
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in span.attributes}
+    return {
+        attribute.key: getattr(attribute.value, attribute.value.WhichOneof("value"))
+        for attribute in span.attributes
+    }
 
 
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
-    made = Collector()
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", made.url)
+    started = Collector()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", started.url)
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-    with running_server(made, sockets=[made.socket]):
-        yield made
+    with running_server(started, sockets=[started.socket]):
+        yield started
 
 
 @contextlib.contextmanager
@@ -88,14 +89,14 @@ def traced(folder: Path, *workers: ScriptedWorker) -> Iterator[RunningGateway]:
         yield gateway
 
 
-def test_a_clients_trace_goes_on_in_the_gateway_and_in_the_worker(
+def test_a_clients_trace_continues_in_gateway_and_worker(
     tmp_path: Path, collector: Collector, worker: ScriptedWorker
 ) -> None:
     with traced(tmp_path, worker) as gateway:
         response = gateway.client.post(
             "/v1/chat/completions",
             json=chat_body(temperature=0, max_tokens=9),
-            headers={"traceparent": PARENT, "tracestate": "vendor=1", "baggage": SECRET_WORDS},
+            headers={"traceparent": PARENT, "tracestate": "vendor=1", "baggage": SECRET_TEXT},
         )
         assert response.status_code == 200
         wait_until(lambda: len(collector.spans) == 2)
@@ -103,10 +104,10 @@ def test_a_clients_trace_goes_on_in_the_gateway_and_in_the_worker(
     assert server.trace_id.hex() == client.trace_id.hex() == TRACE_ID
     assert server.parent_span_id.hex() == SPAN_ID
     assert client.parent_span_id == server.span_id
-    heard = worker.requests[0].headers
-    assert heard["traceparent"] == f"00-{TRACE_ID}-{client.span_id.hex()}-01"
-    assert heard["tracestate"] == "vendor=1"
-    assert "baggage" not in heard
+    headers = worker.requests[0].headers
+    assert headers["traceparent"] == f"00-{TRACE_ID}-{client.span_id.hex()}-01"
+    assert headers["tracestate"] == "vendor=1"
+    assert "baggage" not in headers
     assert collector.services == {"paceline-gateway"}
 
 
@@ -119,9 +120,9 @@ def test_spans_have_the_names_and_attributes_of_the_conventions(
         wait_until(lambda: len(collector.spans) == 2)
     (server,), (client,) = collector.of(SERVER), collector.of(CLIENT)
     assert (server.name, client.name) == ("POST /v1/chat/completions", "chat demo")
-    told = attributes(client)
-    assert told.pop("gen_ai.response.time_to_first_chunk") > 0
-    assert told == {
+    span_attributes = attributes(client)
+    assert span_attributes.pop("gen_ai.response.time_to_first_chunk") > 0
+    assert span_attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "paceline",
         "gen_ai.request.model": "demo",
@@ -140,13 +141,16 @@ def test_spans_have_the_names_and_attributes_of_the_conventions(
         "paceline.drafted_tokens": 2,
         "paceline.accepted_tokens": 1,
     }
-    way = attributes(server)
-    assert way["http.response.status_code"] == 200
-    assert way["paceline.request"] == response.headers["x-request-id"]
-    assert (way["paceline.pool"], way["paceline.reason"]) == ("text-mtp", "eligible")
+    server_attributes = attributes(server)
+    assert server_attributes["http.response.status_code"] == 200
+    assert server_attributes["paceline.request"] == response.headers["x-request-id"]
+    assert (server_attributes["paceline.pool"], server_attributes["paceline.reason"]) == (
+        "text-mtp",
+        "eligible",
+    )
 
 
-def test_each_attempt_is_a_span_and_an_error_is_named(
+def test_each_attempt_has_a_span_and_errors_have_a_type(
     tmp_path: Path, collector: Collector, worker: ScriptedWorker, second_worker: ScriptedWorker
 ) -> None:
     worker.script = second_worker.script = Script(status=503)
@@ -161,28 +165,28 @@ def test_each_attempt_is_a_span_and_an_error_is_named(
     assert {span.status.code for span in (server, *attempts)} == {2}
 
 
-def test_no_span_has_a_word_of_a_client(
+def test_no_span_contains_text_of_a_request(
     tmp_path: Path, collector: Collector, worker: ScriptedWorker
 ) -> None:
-    said = [{"role": "user", "content": SECRET_WORDS}]
+    messages = [{"role": "user", "content": SECRET_TEXT}]
     with traced(tmp_path, worker) as gateway:
-        gateway.chat(messages=said, user=SECRET_WORDS, stop=[SECRET_WORDS])
-        gateway.chat(messages=said, model=SECRET_WORDS)
+        gateway.chat(messages=messages, user=SECRET_TEXT, stop=[SECRET_TEXT])
+        gateway.chat(messages=messages, model=SECRET_TEXT)
         gateway.client.post(
             "/v1/chat/completions",
-            content=SECRET_WORDS,
-            headers={"traceparent": SECRET_WORDS, "user-agent": SECRET_WORDS},
+            content=SECRET_TEXT,
+            headers={"traceparent": SECRET_TEXT, "user-agent": SECRET_TEXT},
         )
         wait_until(lambda: len(collector.of(SERVER)) == 3)
-    assert SECRET_WORDS.encode() not in collector.raw
+    assert SECRET_TEXT.encode() not in collector.raw
 
 
-def test_a_collector_that_is_away_costs_no_request_and_not_the_end(
+def test_an_unresponsive_collector_fails_no_request_and_no_shutdown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, worker: ScriptedWorker
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
+    with socket.create_server(("127.0.0.1", 0)) as unresponsive:
         monkeypatch.setenv(
-            "OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}"
+            "OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{unresponsive.getsockname()[1]}"
         )
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "1")
         with traced(tmp_path, worker) as gateway:
@@ -191,7 +195,7 @@ def test_a_collector_that_is_away_costs_no_request_and_not_the_end(
             gateway.wait_closed()
 
 
-def test_without_traces_nothing_is_loaded_and_no_context_is_passed_on(
+def test_without_traces_no_tracing_module_is_imported_and_no_context_is_sent(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker, tmp_path: Path
 ) -> None:
     httpx.post(
@@ -213,7 +217,7 @@ assert not [name for name in sys.modules if name.startswith(loaded)]
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True)
 
 
-def test_without_the_extra_the_start_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_extra_the_start_fails_with_the_install_command(tmp_path: Path) -> None:
     program = """
 import asyncio, sys
 sys.modules["opentelemetry.exporter"] = None
@@ -222,10 +226,10 @@ from gateway.errors import StartupError
 from gateway.config.settings import Settings
 try:
     asyncio.run(create_app(Settings(traces="otlp", state_dir=sys.argv[1])))
-except StartupError as refused:
-    sys.stdout.write(str(refused))
+except StartupError as error:
+    sys.stdout.write(str(error))
 """
-    ran = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
     )
-    assert "pip install -e '.[otel]'" in ran.stdout
+    assert "pip install -e '.[otel]'" in process.stdout

@@ -1,4 +1,4 @@
-"""The join token guards every route but /livez."""
+"""The join token protects every route but /livez."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PUBLIC = {"/livez"}
         {b"authorization": b"right"},
     ],
 )
-async def test_every_route_but_livez_wants_the_token(headers: dict[bytes, bytes]) -> None:
+async def test_every_route_but_livez_requires_the_token(headers: dict[bytes, bytes]) -> None:
     worker = make_worker(ScriptedEngine())
-    listed = [*router.routes, *create_app(worker, None).routes]
-    routes = [route for route in listed if isinstance(route, APIRoute)]
+    all_routes = [*router.routes, *create_app(worker, None).routes]
+    routes = [route for route in all_routes if isinstance(route, APIRoute)]
     assert len(routes) > 6
     async with (
         serve_worker(worker, token="right") as url,
@@ -41,7 +41,7 @@ async def test_every_route_but_livez_wants_the_token(headers: dict[bytes, bytes]
     assert unknown.json()["error"]["type"] == "authentication_error"
 
 
-async def test_right_token_opens_every_route() -> None:
+async def test_the_right_token_authorizes_a_request() -> None:
     headers = {"authorization": "Bearer right"}
     async with (
         serve_worker(make_worker(ScriptedEngine()), token="right") as url,
@@ -50,7 +50,7 @@ async def test_right_token_opens_every_route() -> None:
         assert (await client.get("/v1/status")).status_code == 200
 
 
-async def test_path_in_the_host_header_opens_nothing() -> None:
+async def test_a_path_in_the_host_header_grants_no_access() -> None:
     async with (
         serve_worker(make_worker(ScriptedEngine()), token="right") as url,
         httpx.AsyncClient(base_url=url, headers={"host": "x/livez?"}) as client,

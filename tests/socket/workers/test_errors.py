@@ -18,12 +18,12 @@ from workers.engine.types import (
     InvalidGeneration,
 )
 
-QUESTION = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
+CHAT_BODY = {"model": "scripted", "messages": [{"role": "user", "content": "hello"}]}
 
 
 async def post(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
-        return await client.post("/v1/chat/completions", json={**QUESTION, **fields})
+        return await client.post("/v1/chat/completions", json={**CHAT_BODY, **fields})
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -37,7 +37,7 @@ async def post(engine: ScriptedEngine, **fields: Any) -> httpx.Response:
         (RuntimeError("0xdeadbeef in /private/weights"), 500, "generation_failed"),
     ],
 )
-async def test_error_before_the_first_token_gets_a_status_of_its_own(
+async def test_an_error_before_the_first_token_has_its_own_status(
     error: Exception, status: int, code: str, stream: bool
 ) -> None:
     response = await post(ScriptedEngine([error]), stream=stream)
@@ -46,12 +46,12 @@ async def test_error_before_the_first_token_gets_a_status_of_its_own(
     assert "0x" not in response.text
 
 
-async def test_busy_engine_says_when_to_come_again() -> None:
+async def test_a_busy_engine_sets_retry_after() -> None:
     response = await post(ScriptedEngine([EngineBusy(retry_after_s=1.5)]))
     assert response.headers["retry-after"] == "2"
 
 
-async def test_invalid_generation_names_the_field() -> None:
+async def test_an_invalid_generation_names_the_field() -> None:
     response = await post(ScriptedEngine([InvalidGeneration("logit_bias", "No such token.")]))
     assert response.json() == {
         "error": {
@@ -63,19 +63,19 @@ async def test_invalid_generation_names_the_field() -> None:
     }
 
 
-async def test_prompt_that_does_not_fit_is_named_as_the_endpoint_names_it() -> None:
+async def test_a_too_long_prompt_is_named_by_the_endpoints_field() -> None:
     too_long = InvalidGeneration("messages", "Too long.", code="context_length_exceeded")
     body = {"model": "scripted", "prompt": "x"}
     engine = ScriptedEngine([too_long])
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         completion = (await client.post("/v1/completions", json=body)).json()["error"]
-        chat = (await client.post("/v1/chat/completions", json=QUESTION)).json()["error"]
+        chat = (await client.post("/v1/chat/completions", json=CHAT_BODY)).json()["error"]
     assert (completion["param"], chat["param"]) == ("prompt", "messages")
     assert completion["code"] == "context_length_exceeded"
 
 
 @pytest.mark.parametrize("choices", [1, 2])
-async def test_stream_that_breaks_ends_in_an_error_event_without_done(choices: int) -> None:
+async def test_a_broken_stream_ends_in_an_error_event_without_done(choices: int) -> None:
     engine = ScriptedEngine([Delta(text="Once"), GenerationFailed("/private/weights")])
     response = await post(engine, stream=True, n=choices)
     events = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
@@ -86,34 +86,34 @@ async def test_stream_that_breaks_ends_in_an_error_event_without_done(choices: i
     assert engine.all_closed.is_set()
 
 
-async def test_generation_without_an_end_is_an_error_and_not_a_short_answer() -> None:
+async def test_a_generation_without_an_end_is_an_error() -> None:
     response = await post(ScriptedEngine([Delta(text="Once")]))
     assert response.status_code == 500
     response = await post(ScriptedEngine([Delta(text="Once")]), stream=True)
     assert "[DONE]" not in response.text
 
 
-async def test_draining_worker_finishes_what_it_has_and_refuses_the_next() -> None:
+async def test_a_draining_worker_finishes_running_requests_and_rejects_new_ones() -> None:
     gate = asyncio.Event()
     engine = ScriptedEngine([Delta(text="A"), gate, *text_events("B")])
     worker = make_worker(engine)
     async with serve_worker(worker) as url, httpx.AsyncClient(base_url=url) as client:
-        running = asyncio.create_task(client.post("/v1/chat/completions", json=QUESTION))
+        running = asyncio.create_task(client.post("/v1/chat/completions", json=CHAT_BODY))
         await engine.started.wait()
         worker.drain()
-        refused = await client.post("/v1/chat/completions", json=QUESTION)
+        rejected = await client.post("/v1/chat/completions", json=CHAT_BODY)
         unready = await client.get("/readyz")
         report = (await client.get("/v1/status")).json()["report"]
         gate.set()
         finished = await running
         await worker.traffic.wait_idle()
-    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert (rejected.status_code, rejected.headers["retry-after"]) == (503, "1")
     assert unready.status_code == 503
     assert (report["ready"], report["draining"]) == (False, True)
     assert finished.json()["choices"][0]["message"]["content"] == "AB"
 
 
-async def test_dead_engine_makes_the_worker_unready_but_alive() -> None:
+async def test_with_a_dead_engine_the_worker_is_alive_but_not_ready() -> None:
     engine = ScriptedEngine(alive=False)
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         assert (await client.get("/readyz")).status_code == 503

@@ -21,7 +21,7 @@ from workers.engine.types import LaneName
 from workers.server import request
 
 CHAT = "/v1/chat/completions"
-QUESTION: dict[str, Any] = {
+CHAT_BODY: dict[str, Any] = {
     "model": "scripted",
     "messages": [{"role": "user", "content": "hello"}],
 }
@@ -68,47 +68,47 @@ async def client(engine: ScriptedEngine) -> AsyncIterator[httpx.AsyncClient]:
         ),
     ],
 )
-async def test_unsupported_field_is_a_400_that_names_it(
+async def test_an_unsupported_field_returns_400_and_is_named(
     client: httpx.AsyncClient, engine: ScriptedEngine, fields: dict[str, Any], param: str
 ) -> None:
-    response = await client.post(CHAT, json={**QUESTION, **fields})
+    response = await client.post(CHAT, json={**CHAT_BODY, **fields})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
     assert engine.generations == []
 
 
 @pytest.mark.parametrize(("chars", "status"), [(0, 400), (1, 200), (128, 200), (129, 400)])
-async def test_prefix_key_that_no_report_can_hold_is_a_400_that_names_its_header(
+async def test_a_prefix_key_too_long_for_a_report_returns_400_and_names_its_header(
     client: httpx.AsyncClient, engine: ScriptedEngine, chars: int, status: int
 ) -> None:
-    """Such a key would be part of every report, and gateways would reject each of them."""
+    """Reports contain the key, and gateways would reject each report."""
     headers = {"x-paceline-prefix-key": "k" * chars}
-    response = await client.post(CHAT, json=QUESTION, headers=headers)
+    response = await client.post(CHAT, json=CHAT_BODY, headers=headers)
     assert response.status_code == status
     if status == 400:
         assert "'x-paceline-prefix-key'" in response.json()["error"]["message"]
         assert engine.generations == []
 
 
-async def test_echo_with_logprobs_is_a_400_that_names_echo(client: httpx.AsyncClient) -> None:
+async def test_echo_with_logprobs_returns_400_and_names_echo(client: httpx.AsyncClient) -> None:
     body = {"model": "scripted", "prompt": "x", "echo": True, "logprobs": 1}
     response = await client.post("/v1/completions", json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, "echo")
 
 
-async def test_other_model_is_404_and_loads_nothing(client: httpx.AsyncClient) -> None:
-    response = await client.post(CHAT, json={**QUESTION, "model": "/etc"})
+async def test_another_model_returns_404(client: httpx.AsyncClient) -> None:
+    response = await client.post(CHAT, json={**CHAT_BODY, "model": "/etc"})
     assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
-async def test_body_that_is_no_json_object_is_a_400(
+async def test_a_body_that_is_no_json_object_returns_400(
     client: httpx.AsyncClient, content: bytes
 ) -> None:
     response = await client.post(CHAT, content=content)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_json")
 
 
-async def test_body_beyond_the_bound_is_413(
+async def test_a_body_over_the_limit_returns_413(
     client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request, "MAX_BODY_BYTES", 1000)
@@ -125,44 +125,44 @@ async def test_errors_of_method_and_path_have_openais_format(
     assert set(wrong_method.json()["error"]) == {"message", "type", "param", "code"}
 
 
-async def test_lane_follows_eligibility_unless_the_gateway_names_one(
+async def test_the_lane_follows_eligibility_without_a_lane_header(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     for temperature in (0, 1):
-        await client.post(CHAT, json={**QUESTION, "temperature": temperature})
+        await client.post(CHAT, json={**CHAT_BODY, "temperature": temperature})
     greedy, sampled = engine.generations
     assert (greedy.lane, greedy.bypass) == (LaneName.TEXT_MTP, ())
     assert (sampled.lane, sampled.bypass) == (LaneName.VLM, (Bypass.NON_GREEDY_SAMPLING,))
 
 
-async def test_lane_of_the_gateway_is_taken_as_decided(
+async def test_the_lane_header_of_the_gateway_selects_the_lane(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     headers = {"x-paceline-lane": "vlm"}
-    await client.post(CHAT, json={**QUESTION, "temperature": 0}, headers=headers)
+    await client.post(CHAT, json={**CHAT_BODY, "temperature": 0}, headers=headers)
     assert [generation.lane for generation in engine.generations] == [LaneName.VLM]
 
 
 @pytest.mark.parametrize("lane", ["text-mtp", "nonsense", ""])
-async def test_lane_that_does_not_run_here_is_a_400(
+async def test_a_lane_that_the_worker_does_not_run_returns_400(
     client: httpx.AsyncClient, engine: ScriptedEngine, lane: str
 ) -> None:
     engine.card = replace(engine.card, lanes=(LaneName.VLM,))
-    response = await client.post(CHAT, json=QUESTION, headers={"x-paceline-lane": lane})
+    response = await client.post(CHAT, json=CHAT_BODY, headers={"x-paceline-lane": lane})
     assert response.status_code == 400
 
 
-async def test_worker_that_cannot_speculate_counts_that_as_the_reason(
+async def test_a_worker_without_mtp_records_it_as_the_bypass_reason(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     engine.card = replace(engine.card, lanes=(LaneName.VLM,), mtp=False)
-    await client.post(CHAT, json={**QUESTION, "temperature": 0})
+    await client.post(CHAT, json={**CHAT_BODY, "temperature": 0})
     assert engine.generations[0].bypass == (Bypass.NO_MTP_WORKER,)
 
 
-async def test_tools_of_a_model_that_calls_none_are_a_400(
+async def test_tools_for_a_model_without_tool_calls_return_400(
     client: httpx.AsyncClient, engine: ScriptedEngine
 ) -> None:
     engine.prompts = StubPrompts(tool_parser_name=None)
-    response = await client.post(CHAT, json={**QUESTION, "tools": TOOLS})
+    response = await client.post(CHAT, json={**CHAT_BODY, "tools": TOOLS})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")

@@ -1,4 +1,4 @@
-"""Tool calls in generated text become `tool_calls`, however the text is split into pieces."""
+"""Tool calls in generated text become `tool_calls`, independent of chunk boundaries."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TOOLS: Any = [
 ]
 
 
-def written(value: object) -> str:
+def call_text(value: object) -> str:
     return (
         f"<tool_call>\n<function=add>\n<parameter=a>\n{value}\n</parameter>\n"
         "</function>\n</tool_call>"
@@ -34,28 +34,28 @@ def written(value: object) -> str:
 
 
 def tools_of(schema: object) -> Any:
-    """Describe the same tool with another kind of argument."""
-    named = {
+    """Return the tool with another schema of its argument."""
+    definitions = {
         "Count": {"type": "integer"},
         "Name": {"type": "string"},
         "Place/~": {"$ref": "#/$defs/Name"},
         "Loop": {"$ref": "#/$defs/Loop"},
         **{f"Long{n}": {"$ref": f"#/$defs/Long{n + 1}"} for n in range(2000)},
     }
-    parameters = {"type": "object", "properties": {"a": schema}, "$defs": named}
+    parameters = {"type": "object", "properties": {"a": schema}, "$defs": definitions}
     return [{"type": "function", "function": {"name": "add", "parameters": parameters}}]
 
 
 def split(
-    pieces: list[str],
+    chunks: list[str],
     at_most: int | None = None,
     tools: Any = TOOLS,
     parser_name: str = "qwen3_coder",
 ) -> list[str | tuple[str, Any]]:
-    """Feed pieces; join neighbouring text, and drop the random ids."""
+    """Feed chunks to a splitter; join adjacent text and drop the random ids."""
     splitter = ToolCallSplitter(ToolFormat(parser_name, tools), limit=at_most)
     out: list[str | tuple[str, Any]] = []
-    for part in [*(part for piece in pieces for part in splitter.feed(piece)), *splitter.close()]:
+    for part in [*(part for chunk in chunks for part in splitter.feed(chunk)), *splitter.close()]:
         if isinstance(part, dict):
             function = part["function"]
             out.append((function["name"], json.loads(function["arguments"])))
@@ -70,28 +70,28 @@ def split(
     ("text", "expected"),
     [
         ("plain <b>text</b> \n", ["plain <b>text</b> \n"]),
-        (written(3), [("add", {"a": 3})]),
-        ("Adding.\n\n" + written(3), ["Adding.", ("add", {"a": 3})]),
-        (written(3) + "\n" + written(4) + "\n", [("add", {"a": 3}), ("add", {"a": 4})]),
-        (written(3).removesuffix("</tool_call>"), [("add", {"a": 3})]),
+        (call_text(3), [("add", {"a": 3})]),
+        ("Adding.\n\n" + call_text(3), ["Adding.", ("add", {"a": 3})]),
+        (call_text(3) + "\n" + call_text(4) + "\n", [("add", {"a": 3}), ("add", {"a": 4})]),
+        (call_text(3).removesuffix("</tool_call>"), [("add", {"a": 3})]),
         ("<tool_call>nonsense</tool_call>!", ["<tool_call>nonsense</tool_call>!"]),
         ("see <tool_call>", ["see <tool_call>"]),
     ],
 )
-def test_text_and_calls_are_told_apart(text: str, expected: list[Any]) -> None:
+def test_text_and_calls_are_separated(text: str, expected: list[Any]) -> None:
     assert split([text]) == expected
 
 
 @given(cuts=st.sets(st.integers(1, 260)))
-def test_where_the_text_is_cut_changes_nothing(cuts: set[int]) -> None:
-    text = "Let me <think>. " + written(12) + "\n" + written(-5) + "\n"
+def test_chunk_boundaries_do_not_change_the_result(cuts: set[int]) -> None:
+    text = "Let me <think>. " + call_text(12) + "\n" + call_text(-5) + "\n"
     bounds = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
-    pieces = [text[start:end] for start, end in pairwise(bounds)]
-    assert split(pieces) == ["Let me <think>.", ("add", {"a": 12}), ("add", {"a": -5})]
+    chunks = [text[start:end] for start, end in pairwise(bounds)]
+    assert split(chunks) == ["Let me <think>.", ("add", {"a": 12}), ("add", {"a": -5})]
 
 
-def test_no_more_calls_than_asked_for() -> None:
-    assert split([written(1) + written(2)], at_most=1) == [("add", {"a": 1})]
+def test_the_number_of_calls_is_limited() -> None:
+    assert split([call_text(1) + call_text(2)], at_most=1) == [("add", {"a": 1})]
 
 
 @pytest.mark.parametrize(
@@ -124,11 +124,11 @@ def test_no_more_calls_than_asked_for() -> None:
         (True, "Paris", "Paris"),
     ],
 )
-def test_arguments_are_read_by_any_way_to_write_their_type(
+def test_arguments_are_parsed_by_every_notation_of_their_type(
     schema: object, value: str, expected: object
 ) -> None:
-    """OpenAI's strict tools name what may be left out by a list of types."""
-    assert split([written(value)], tools=tools_of(schema)) == [("add", {"a": expected})]
+    """OpenAI's strict tools declare optional arguments by a list of types."""
+    assert split([call_text(value)], tools=tools_of(schema)) == [("add", {"a": expected})]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_arguments_are_read_by_any_way_to_write_their_type(
         {"anyOf": [{"type": "string"}, {"type": "integer"}, {"type": "null"}]},
     ],
 )
-def test_an_argument_that_may_be_null_is_not_always_null(schema: object) -> None:
+def test_a_nullable_argument_has_its_value(schema: object) -> None:
     block = (
         '<minimax:tool_call><invoke name="add"><parameter name="a">Paris</parameter>'
         "</invoke></minimax:tool_call>"
@@ -159,12 +159,12 @@ def test_an_argument_that_may_be_null_is_not_always_null(schema: object) -> None
         pytest.param("object", "-" * 20_000 + "1", id="deep"),
     ],
 )
-def test_arguments_that_json_cannot_carry_are_text(kind: str, value: str) -> None:
-    assert split([written(value)], tools=tools_of({"type": kind})) == [written(value)]
+def test_arguments_that_json_cannot_represent_stay_text(kind: str, value: str) -> None:
+    assert split([call_text(value)], tools=tools_of({"type": kind})) == [call_text(value)]
 
 
-async def test_openai_package_reads_calls_whole_and_streamed() -> None:
-    engine = ScriptedEngine(text_events("Adding.\n<tool", *written(3)[5:], "\n"))
+async def test_the_openai_package_reads_calls_unstreamed_and_streamed() -> None:
+    engine = ScriptedEngine(text_events("Adding.\n<tool", *call_text(3)[5:], "\n"))
     fields: Any = {
         "model": "scripted",
         "messages": [{"role": "user", "content": "3?"}],
@@ -174,10 +174,10 @@ async def test_openai_package_reads_calls_whole_and_streamed() -> None:
         serve_worker(make_worker(engine)) as url,
         openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
-        whole = await client.chat.completions.create(**fields)
+        completion = await client.chat.completions.create(**fields)
         async with client.chat.completions.stream(**fields) as stream:
             streamed = await stream.get_final_completion()
-    for response in (whole.choices[0], streamed.choices[0]):
+    for response in (completion.choices[0], streamed.choices[0]):
         assert response.finish_reason == "tool_calls"
         assert response.message.content == "Adding."
         call: Any = (response.message.tool_calls or [])[0]
@@ -186,15 +186,15 @@ async def test_openai_package_reads_calls_whole_and_streamed() -> None:
         assert call.id.startswith("call_")
 
 
-async def test_answer_of_calls_alone_has_no_content() -> None:
-    engine = ScriptedEngine(text_events(written(3)))
+async def test_a_response_with_calls_only_has_no_content() -> None:
+    engine = ScriptedEngine(text_events(call_text(3)))
     body = {"model": "scripted", "messages": [{"role": "user", "content": "x"}], "tools": TOOLS}
     async with serve_worker(make_worker(engine)) as url, httpx.AsyncClient(base_url=url) as client:
         with_tools = await client.post("/v1/chat/completions", json=body)
         declined = await client.post("/v1/chat/completions", json={**body, "tool_choice": "none"})
     assert [generation.keep_call_tokens for generation in engine.generations] == [True, False]
     assert with_tools.json()["choices"][0]["message"]["content"] is None
-    assert declined.json()["choices"][0]["message"]["content"] == written(3)
+    assert declined.json()["choices"][0]["message"]["content"] == call_text(3)
 
 
 async def test_arguments_of_earlier_calls_reach_the_template_as_a_mapping() -> None:
