@@ -155,9 +155,8 @@ def test_the_route_lists_of_this_file_are_complete(tmp_path: Path) -> None:
         ("DELETE", "/admin/v1/workers/{worker_id}"),
         ("GET", "/admin/v1/workers/{worker_id}/joined"),
     }
-    listed.add(
-        ("GET", "/v1/status/events")
-    )  # the stream never ends; tests/socket/status tests its keys
+    # This stream never ends; tests/socket/status tests its authentication.
+    listed.add(("GET", "/v1/status/events"))
     assert listed == all_routes(tmp_path)
 
 

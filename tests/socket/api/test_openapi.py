@@ -164,9 +164,8 @@ def test_valid_and_invalid_requests_get_documented_responses(
             "text/event-stream"
         }:
             continue  # the stream never ends
-        gateway_with_keys.send_heartbeat(
-            worker
-        )  # a worker without heartbeats leaves the pool within seconds
+        # A worker without heartbeats leaves the pool within seconds.
+        gateway_with_keys.send_heartbeat(worker)
         check_operation(operation, mode)
 
 

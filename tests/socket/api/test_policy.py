@@ -40,7 +40,7 @@ def test_a_client_that_accepts_yaml_gets_the_policy_as_yaml(
 
 @pytest.mark.parametrize("method", ["PUT", "PATCH"])
 @pytest.mark.parametrize(
-    ("written", "param", "message"),
+    ("document", "param", "message"),
     [
         ({"version": 2}, "version", "version: "),
         ({**single_pool_policy("a"), "colour": 1}, "colour", "colour: unknown field"),
@@ -61,11 +61,11 @@ def test_a_client_that_accepts_yaml_gets_the_policy_as_yaml(
     ],
 )
 def test_f45_an_invalid_policy_is_rejected_by_field_and_changes_nothing(
-    gateway: RunningGateway, method: str, written: Any, param: str | None, message: str
+    gateway: RunningGateway, method: str, document: Any, param: str | None, message: str
 ) -> None:
     with PolicyAdmin(gateway.url) as admin:
         before = admin.get()
-        response = admin.edit(method, written)
+        response = admin.edit(method, document)
         after = admin.get()
     assert status_and_code(response) == (400, "invalid_policy")
     error = response.json()["error"]
@@ -122,14 +122,16 @@ def test_validate_reports_problems_without_applying_the_policy(
     }
     patch = {"routes": [{"name": "all", "to": ["vlm"]}]}
     assert admin.post("/validate", patch, "application/merge-patch+json")["valid"]
-    written = "version: 1\nroutes:\n- name: all\n  to: [b]\ncolour: red\npools: {a: {lanes: [x]}}\n"
-    assert admin.post("/validate", written, "application/yaml") == {
+    document = (
+        "version: 1\nroutes:\n- name: all\n  to: [b]\ncolour: red\npools: {a: {lanes: [x]}}\n"
+    )
+    assert admin.post("/validate", document, "application/yaml") == {
         "valid": False,
         "problems": [{"field": "colour", "message": "unknown field", "line": 5}],
         "warnings": [],
     }
-    written = written.replace("colour: red\n", "")
-    assert admin.post("/validate", written, "application/yaml")["problems"] == [
+    document = document.replace("colour: red\n", "")
+    assert admin.post("/validate", document, "application/yaml")["problems"] == [
         {"field": "routes.0.to.0", "message": "there is no pool 'b'", "line": 4}
     ]
     assert admin.post("/validate", "{") == {
@@ -246,12 +248,12 @@ def test_an_edit_applies_to_the_next_request(
 
 
 def test_put_accepts_yaml(gateway: RunningGateway, admin: PolicyAdmin) -> None:
-    written = f"# with a comment\n{to_yaml(single_pool_policy('slow'))}"
-    assert admin.put(written).json()["number"] == 2
+    document = f"# with a comment\n{to_yaml(single_pool_policy('slow'))}"
+    assert admin.put(document).json()["number"] == 2
     assert admin.document() == single_pool_policy("slow")
     content_types = ("application/yaml; charset=utf-8", "Application/YAML")
     for number, content_type in enumerate(content_types, start=3):
-        assert admin.put(written, content_type=content_type).json()["number"] == number
+        assert admin.put(document, content_type=content_type).json()["number"] == number
 
 
 @pytest.mark.parametrize("content_type", ["application/merge-patch+json", "application/json"])
@@ -300,8 +302,8 @@ def test_f47_an_edit_requires_the_etag_of_the_current_version(
         response = admin.edit(method, body, path, if_match=stale)
         assert status_and_code(response) == (412, "version_conflict")
         assert "version 2, by loopback" in response.json()["error"]["message"]
-    for good in (admin.etag(), admin.etag().strip('"'), f'"x", {admin.etag()}', "*"):
-        fresh = good if good == "*" else admin.etag()
+    for current in (admin.etag(), admin.etag().strip('"'), f'"x", {admin.etag()}', "*"):
+        fresh = current if current == "*" else admin.etag()
         assert admin.edit(method, body, path, if_match=fresh).status_code == 200
 
 
@@ -358,8 +360,8 @@ def test_a_rollback_creates_a_new_version(
         (1, "start", "the policy shipped with Paceline"),
     ]
     assert admin.get("/history/2").json()["document"] == single_pool_policy("a")
-    again = admin.edit("POST", {"version": 4}, "/rollback", note="")
-    assert again.json()["note"] == "back to version 4"
+    repeated = admin.edit("POST", {"version": 4}, "/rollback", note="")
+    assert repeated.json()["note"] == "back to version 4"
 
 
 def test_a_rollback_to_an_unknown_version_returns_404(

@@ -40,10 +40,10 @@ def test_a_secret_is_returned_once_and_stored_nowhere(
     assert re.fullmatch(r"pk-[A-Za-z0-9_-]{43}", created["secret"])
     assert created["secret"].startswith(created["prefix"])
     assert created["state"] == "active"
-    shown = gateway_with_worker.admin.get("/admin/v1/keys").json()["keys"]
-    assert shown == [{name: value for name, value in created.items() if name != "secret"}]
-    assert gateway_with_worker.admin.get(f"/admin/v1/keys/{created['id']}").json() == shown[0]
-    assert "digest" not in shown[0]
+    listed = gateway_with_worker.admin.get("/admin/v1/keys").json()["keys"]
+    assert listed == [{name: value for name, value in created.items() if name != "secret"}]
+    assert gateway_with_worker.admin.get(f"/admin/v1/keys/{created['id']}").json() == listed[0]
+    assert "digest" not in listed[0]
     state = (tmp_path / "state.json").read_text()
     assert created["id"] in state
     assert created["secret"] not in state
@@ -267,8 +267,8 @@ def test_a_revoked_key_is_rejected_immediately(gateway_with_worker: RunningGatew
     assert status_and_code(gateway_with_worker.chat()) == (401, "invalid_api_key")
     gateway_with_worker.use_key(other["secret"])
     assert gateway_with_worker.chat().status_code == 200
-    again = gateway_with_worker.admin.delete(f"/admin/v1/keys/{created['id']}").json()
-    assert again == revoked, "a second revocation changes no timestamp"
+    repeated = gateway_with_worker.admin.delete(f"/admin/v1/keys/{created['id']}").json()
+    assert repeated == revoked, "a second revocation changes no timestamp"
 
 
 def test_f51_revoking_a_key_ends_its_running_streams(
@@ -281,18 +281,18 @@ def test_f51_revoking_a_key_ends_its_running_streams(
     with (
         gateway_with_worker.client.stream(
             "POST", path, json=body, headers=bearer_headers(created)
-        ) as ended,
+        ) as revoked_stream,
         gateway_with_worker.client.stream(
             "POST", path, json=body, headers=bearer_headers(other)
-        ) as running,
+        ) as other_stream,
     ):
-        ended_chunks, running_chunks = ended.iter_raw(), running.iter_raw()
-        next(ended_chunks)
-        received = next(running_chunks)
+        revoked_chunks, other_chunks = revoked_stream.iter_raw(), other_stream.iter_raw()
+        next(revoked_chunks)
+        received = next(other_chunks)
         gateway_with_worker.admin.delete(f"/admin/v1/keys/{created['id']}")
-        rest = b"".join(ended_chunks)
+        rest = b"".join(revoked_chunks)
         worker.resume.set()
-        received += b"".join(running_chunks)
+        received += b"".join(other_chunks)
     assert b'"code":"key_revoked"' in rest
     assert b"[DONE]" not in rest
     assert received.endswith(DONE)
@@ -318,8 +318,8 @@ def test_revoking_a_key_ends_a_response_that_has_not_begun(
 def test_an_expired_key_is_rejected_and_its_stream_ends(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    soon = datetime.now(UTC) + timedelta(seconds=1.5)
-    created = gateway_with_worker.create_key(expires_at=soon.isoformat())
+    expires_at = datetime.now(UTC) + timedelta(seconds=1.5)
+    created = gateway_with_worker.create_key(expires_at=expires_at.isoformat())
     gateway_with_worker.use_key(created["secret"])
     worker.script = Script(hang_after=3)
     with gateway_with_worker.stream() as response:
@@ -335,9 +335,9 @@ def test_an_expired_key_is_rejected_and_its_stream_ends(
 def test_a_key_expires_while_the_state_file_is_unreadable(
     gateway_with_worker: RunningGateway, tmp_path: Path
 ) -> None:
-    soon = datetime.now(UTC) + timedelta(seconds=1.5)
+    expires_at = datetime.now(UTC) + timedelta(seconds=1.5)
     gateway_with_worker.use_key(
-        gateway_with_worker.create_key(expires_at=soon.isoformat())["secret"]
+        gateway_with_worker.create_key(expires_at=expires_at.isoformat())["secret"]
     )
     assert gateway_with_worker.chat().status_code == 200
     (tmp_path / "state.json").write_text("{")
@@ -380,8 +380,8 @@ def test_changing_a_revoked_key_does_not_reactivate_it(
         state = json.loads((tmp_path / "state.json").read_text())
         state["keys"][created["id"]] = {**before, "team": "late"}
         (tmp_path / "state.json").write_text(json.dumps(state))
-        late = gateway.admin.get(path).json()
-        assert (late["team"], late["state"]) == ("late", "revoked")
+        stored = gateway.admin.get(path).json()
+        assert (stored["team"], stored["state"]) == ("late", "revoked")
         assert status_and_code(gateway.admin.patch(path, json={"team": "x"})) == (
             409,
             "key_is_revoked",

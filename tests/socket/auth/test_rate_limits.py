@@ -35,13 +35,13 @@ def test_a_429_has_openais_error_format_and_retry_after(
     assert first.headers["x-ratelimit-limit-tokens"] == "5000"
     assert 4894 <= int(first.headers["x-ratelimit-remaining-tokens"]) <= 4896
     assert gateway_with_worker.chat(max_tokens=100).status_code == 200
-    refused = gateway_with_worker.chat(max_tokens=100)
-    assert refused.status_code == 429
-    error = refused.json()["error"]
+    rejected = gateway_with_worker.chat(max_tokens=100)
+    assert rejected.status_code == 429
+    error = rejected.json()["error"]
     assert (error["type"], error["code"]) == ("rate_limit_error", "requests_a_minute_exceeded")
     assert error["message"] == "The rate limit of this API key is reached: 2 requests a minute."
-    assert 0 < int(refused.headers["retry-after"]) <= 30
-    assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert 0 < int(rejected.headers["retry-after"]) <= 30
+    assert rejected.headers["x-ratelimit-remaining-requests"] == "0"
 
 
 def test_streams_and_errors_carry_rate_limit_headers(
@@ -169,14 +169,12 @@ def test_a_request_counts_as_concurrent_until_its_last_byte(
     gateway_with_worker.use_key(gateway_with_worker.create_key(concurrent_requests=2)["secret"])
     worker.script = Script(hang_after=2)
     with gateway_with_worker.stream() as first, gateway_with_worker.stream() as second:
-        streams = (
-            first.iter_raw(),
-            second.iter_raw(),
-        )  # a variable: a collected iterator closes its stream
+        # The variable prevents that a collected iterator closes its stream.
+        streams = first.iter_raw(), second.iter_raw()
         assert all(next(stream) for stream in streams)
-        refused = gateway_with_worker.chat()
-        assert status_and_code(refused) == (429, "concurrent_requests_exceeded")
-        assert refused.headers["retry-after"] == "1"
+        rejected = gateway_with_worker.chat()
+        assert status_and_code(rejected) == (429, "concurrent_requests_exceeded")
+        assert rejected.headers["retry-after"] == "1"
     wait_until(lambda: worker.in_flight == 0)
     worker.script = Script()
     wait_until(lambda: gateway_with_worker.chat().status_code == 200)

@@ -157,9 +157,9 @@ async def test_a_past_day_is_dropped_from_memory_once_it_is_stored() -> None:
 
 
 def test_an_unreadable_record_is_skipped() -> None:
-    good = stored_records([("life-1", ANN, 4, 0)])
-    bad = {"2026-13-40/x": "{}", "nonsense": "1", f"{date_of(TODAY)}/y": '{"rows": [[1]]}'}
-    assert totals(good | bad) == totals(good)
+    valid = stored_records([("life-1", ANN, 4, 0)])
+    invalid = {"2026-13-40/x": "{}", "nonsense": "1", f"{date_of(TODAY)}/y": '{"rows": [[1]]}'}
+    assert totals(valid | invalid) == totals(valid)
 
 
 async def test_tokens_used_today_include_earlier_processes() -> None:

@@ -160,9 +160,9 @@ async def test_an_outdated_report_does_not_decrease_counts(
     await first.sync()
     await second.store.store_report(boot_report("a", 3))
     await second.sync()
-    for each in (first, second, open_counters(redis)):
-        await each.sync()
-        assert [report.lanes[0].requests for report in await each.store.reports()] == [5]
+    for gateway in (first, second, open_counters(redis)):
+        await gateway.sync()
+        assert [report.lanes[0].requests for report in await gateway.store.reports()] == [5]
 
 
 async def test_sums_over_many_boots_are_exact_and_stored_reports_are_bounded(
@@ -176,9 +176,9 @@ async def test_sums_over_many_boots_are_exact_and_stored_reports_are_bounded(
     for _ in range(30):
         await first.sync()
         await second.sync()
-    for each in (first, second, open_counters(redis)):
-        await each.sync()
-        reports = await each.store.reports()
+    for gateway in (first, second, open_counters(redis)):
+        await gateway.sync()
+        reports = await gateway.store.reports()
         assert sum(report.lanes[0].requests for report in reports) == sum(range(40))
         assert sum(report.lanes[0].speculation.accepted for report in reports) == 2 * sum(range(40))
         assert len(reports) <= 17

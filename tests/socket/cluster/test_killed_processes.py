@@ -50,7 +50,7 @@ class Cluster:
         self._stop = threading.Event()
 
     def start_gateway(self, name: str) -> None:
-        """Start a gateway; a restarted one keeps its port, where its workers join."""
+        """Start a gateway; a restarted one has its former port, where its workers join."""
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
         port = str(self._ports.get(name, 0))
@@ -61,7 +61,7 @@ class Cluster:
         self._ports[name] = _port(self.urls[name])
 
     def start_worker(self, name: str, joins: str) -> None:
-        """Start a worker; a restarted one keeps its port, which identifies it."""
+        """Start a worker; a restarted one has its former port, which identifies it."""
         worker = scripted_worker_process(
             name, joins=self.urls[joins], port=self._ports.get(name, 0)
         )

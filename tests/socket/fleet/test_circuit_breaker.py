@@ -74,8 +74,8 @@ def test_f19_requests_go_to_the_second_worker_while_the_first_is_busy(
     assert response.status_code == 503
     assert int(response.headers["retry-after"]) <= 7, "the shorter of the two times"
     attempts = len(worker.requests) + len(second_worker.requests)
-    again = gateway_with_worker.chat()
-    assert again.json()["error"]["code"] == "workers_busy"
+    repeated = gateway_with_worker.chat()
+    assert repeated.json()["error"]["code"] == "workers_busy"
     assert len(worker.requests) + len(second_worker.requests) == attempts, (
         "busy workers get no requests"
     )

@@ -142,8 +142,8 @@ def test_f48_every_request_succeeds_while_pools_change_under_load(
             *(executor.submit(send_requests, seed) for seed in range(16)),
         ]
         try:
-            for number, written in zip(range(30), itertools.cycle(documents), strict=False):
-                assert admin.put(written).status_code == 200
+            for number, document in zip(range(30), itertools.cycle(documents), strict=False):
+                assert admin.put(document).status_code == 200
                 assert admin.post("/diff", documents[number % 2])["decisions"] >= 0
         finally:
             stop.set()

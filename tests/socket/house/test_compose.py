@@ -77,9 +77,9 @@ def test_make_env_writes_the_required_secrets_and_never_overwrites_them(
     assert len(set(written.values())) == len(written)
     assert all(len(value) >= 64 for value in written.values())
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    again = subprocess.run([script], check=False, capture_output=True, text=True)
-    assert again.returncode == 1
-    assert again.stderr == "paceline: .env is there already; delete it to make new secrets.\n"
+    repeated = subprocess.run([script], check=False, capture_output=True, text=True)
+    assert repeated.returncode == 1
+    assert repeated.stderr == "paceline: .env is there already; delete it to make new secrets.\n"
     assert dict(line.split("=") for line in file.read_text().splitlines()) == written
 
 

@@ -28,10 +28,10 @@ def pins(lock: Path) -> dict[str, set[str]]:
 
 
 def test_make_help_lists_every_target() -> None:
-    shown = subprocess.run(
+    output = subprocess.run(
         ["make", "--no-print-directory"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert re.findall(r"^  make (\w+)", shown, re.MULTILINE) == [
+    assert re.findall(r"^  make (\w+)", output, re.MULTILINE) == [
         *("help", "up", "test", "check", "bench", "mutants", "lock")
     ]
 

@@ -69,9 +69,8 @@ def test_f26_buffered_bodies_are_limited_and_released(monkeypatch: pytest.Monkey
 def test_f38_after_a_blocked_event_loop_workers_stay_ready(
     gateway_with_worker: RunningGateway,
 ) -> None:
-    gateway_with_worker.loop.call_soon_threadsafe(
-        time.sleep, 8
-    )  # longer than a worker may be silent
+    # Eight seconds are longer than the heartbeat timeout of a worker.
+    gateway_with_worker.loop.call_soon_threadsafe(time.sleep, 8)
     response = gateway_with_worker.chat()
     assert response.status_code == 200, response.text
     assert gateway_with_worker.status()["workers"]["fake-a"]["state"] == "ready"

@@ -19,16 +19,16 @@ SCHEMA = (Path(__file__).parents[3] / "docs" / "status.schema.json").read_text()
 PUBLISHED = validator_for(json.loads(SCHEMA))
 
 
-def paths(node: Any, at: str = "") -> Iterator[tuple[str, Any]]:
+def paths(node: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value of a document with its path."""
     if isinstance(node, dict):
         for name, inner in node.items():
-            yield from paths(inner, f"{at}/{name}")
+            yield from paths(inner, f"{path}/{name}")
     elif isinstance(node, list):
         for index, inner in enumerate(node):
-            yield from paths(inner, f"{at}/{index}")
+            yield from paths(inner, f"{path}/{index}")
     else:
-        yield at, node
+        yield path, node
 
 
 def test_the_published_schema_is_that_of_the_model() -> None:
@@ -37,7 +37,7 @@ def test_the_published_schema_is_that_of_the_model() -> None:
 
 def test_the_schema_has_no_null_and_requires_every_field() -> None:
     generated = json.loads(schema())
-    assert "null" not in [value for at, value in paths(generated) if at.endswith("/type")]
+    assert "null" not in [value for path, value in paths(generated) if path.endswith("/type")]
     for name, definition in generated["$defs"].items():
         if "properties" in definition:
             assert sorted(definition["required"]) == sorted(definition["properties"]), name
@@ -121,6 +121,6 @@ def test_status_has_no_null_without_traffic_workers_or_after_a_worker_left(
     gateway.remove_worker(worker)
     status = gateway.status()
     PUBLISHED.validate(status)
-    assert [at for at, value in paths(status) if value is None] == []
+    assert [path for path, value in paths(status) if value is None] == []
     assert status["workers"]["fake-a"]["boot_id"] == ""
     assert status["workers"]["fake-a"]["heartbeat_age_s"] == 0

@@ -30,7 +30,7 @@ class Query(NamedTuple):
 
     source: str
     expr: str
-    shown: frozenset[str]
+    legend_labels: frozenset[str]
 
 
 def alerts() -> list[dict[str, Any]]:
@@ -85,10 +85,8 @@ def exposed_labels(
 def test_every_metric_and_label_of_dashboard_and_alerts_is_exposed(
     exposed_labels: Mapping[str, set[str]],
 ) -> None:
-    exposed_labels = {
-        **exposed_labels,
-        "up": {"job", "instance"},
-    }  # Prometheus adds this metric for each target
+    # Prometheus adds the metric `up` for each target.
+    exposed_labels = {**exposed_labels, "up": {"job", "instance"}}
     for query in queries():
         used = identifiers(query.expr)
         metrics = used & exposed_labels.keys()
@@ -97,7 +95,7 @@ def test_every_metric_and_label_of_dashboard_and_alerts_is_exposed(
         } | PROMETHEUS_LABELS
         assert metrics, query
         assert used - metrics <= labels, query
-        assert query.shown <= labels, query
+        assert query.legend_labels <= labels, query
 
 
 def test_dashboard_and_alerts_show_all_required_metrics() -> None:

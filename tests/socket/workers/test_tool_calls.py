@@ -48,12 +48,12 @@ def tools_of(schema: object) -> Any:
 
 def split(
     chunks: list[str],
-    at_most: int | None = None,
+    limit: int | None = None,
     tools: Any = TOOLS,
     parser_name: str = "qwen3_coder",
 ) -> list[str | tuple[str, Any]]:
     """Feed chunks to a splitter; join adjacent text and drop the random ids."""
-    splitter = ToolCallSplitter(ToolFormat(parser_name, tools), limit=at_most)
+    splitter = ToolCallSplitter(ToolFormat(parser_name, tools), limit=limit)
     out: list[str | tuple[str, Any]] = []
     for part in [*(part for chunk in chunks for part in splitter.feed(chunk)), *splitter.close()]:
         if isinstance(part, dict):
@@ -91,7 +91,7 @@ def test_chunk_boundaries_do_not_change_the_result(cuts: set[int]) -> None:
 
 
 def test_the_number_of_calls_is_limited() -> None:
-    assert split([call_text(1) + call_text(2)], at_most=1) == [("add", {"a": 1})]
+    assert split([call_text(1) + call_text(2)], limit=1) == [("add", {"a": 1})]
 
 
 @pytest.mark.parametrize(
