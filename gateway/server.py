@@ -9,7 +9,7 @@ import gc
 import os
 import socket
 from collections.abc import Callable, Coroutine
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import uvicorn
 
@@ -50,19 +50,26 @@ def run(main: Coroutine[object, object, Result]) -> Result:
         return runner.run(main)
 
 
+class Listening(NamedTuple):
+    """The addresses of a gateway that answers requests."""
+
+    url: str
+    """The base address, such as http://127.0.0.1:8000."""
+    admin_url: str
+    """That of the port for admins; empty without such a port."""
+    keyed: bool
+    """Whether clients need an API key."""
+
+
 async def serve(
     settings: Settings,
     *,
     shutdown: Shutdown,
-    started: Callable[[str], None] | None = None,
-    admin_started: Callable[[str], None] | None = None,
-    unkeyed: Callable[[], None] | None = None,
+    started: Callable[[Listening], None] = lambda _listening: None,
 ) -> None:
     """Serve until `shutdown` is requested and running requests have ended; raise `StartupError`.
 
-    `started` is called once, with the base address (http://127.0.0.1:8000), when requests are
-    answered; before that `admin_started`, if admins have a port of their own, and `unkeyed`, if
-    clients need no key.
+    `started` is called once, when requests are answered.
     """
     settings = ensure_join_token(settings)
     check_secrets(settings)
@@ -81,19 +88,17 @@ async def serve(
         await stack.enter_async_context(gateway.started(app))
         if not is_loopback(settings.host):
             gateway.api_keys.require_always()
-        if unkeyed is not None and not gateway.api_keys.required:
-            unkeyed()
+        admin_url = ""
         if app.admin_app is not None and admin_listener is not None:
             admin_server = Server(_config(app.admin_app, settings))
             app.connections.append(admin_server.server_state.connections)
             await stack.enter_async_context(admin_server.on(admin_listener))
-            if admin_started is not None:
-                admin_started(_address(settings.admin_host, admin_listener))
+            admin_url = _address(settings.admin_host, admin_listener)
         server = Server(_config(app, settings))
         app.connections.append(server.server_state.connections)
         await stack.enter_async_context(server.on(listener))
-        if started is not None:
-            started(_address(settings.host, listener))
+        url = _address(settings.host, listener)
+        started(Listening(url, admin_url, keyed=gateway.api_keys.required))
         await gateway.run_until_drained(shutdown, server.serving, app)
 
 

@@ -113,9 +113,15 @@ async def throughput(
     until_s = min(idle_since_s)
     return Throughput(
         elapsed_s=until_s - begun_s,
-        tokens=sum(count_tokens(answer.text_before(until_s)) for answer in given),
+        tokens=sum(count_tokens(_text_before(answer, until_s)) for answer in given),
         answers=tuple(given),
     )
+
+
+def _text_before(answer: Answer, until_s: float) -> str:
+    """Return the text that had arrived by then."""
+    pieces = zip(answer.pieces_s, answer.texts, strict=True)
+    return "".join(text for arrived_s, text in pieces if arrived_s <= until_s)
 
 
 async def arrivals_s(caller: Caller, *, live: int, probes: int, seed: int) -> list[float]:

@@ -114,8 +114,7 @@ def _run(options: argparse.Namespace) -> int:
     interrupted = False
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPED_WIDTH)
     try:
-        with _progress() as progress:
-            run_on_loop(_measure(options, endpoints, measurements, progress, console))
+        run_on_loop(_measure(options, endpoints, measurements, console))
     except MeasurementError as error:
         raise CommandError(str(error)) from None
     except KeyboardInterrupt:  # the measurements so far are reported
@@ -131,7 +130,6 @@ async def _measure(
     options: argparse.Namespace,
     endpoints: list[Endpoint],
     measurements: list[Measurement],
-    progress: ProgressReporter,
     console: Console,
 ) -> None:
     """Add the endpoints and their measurements to the lists, and print each measurement."""
@@ -160,6 +158,7 @@ async def _measure(
             endpoint = await stack.enter_async_context(opened)
             await endpoint.check(plan.prompts[0])
             endpoints.append(endpoint)
+        progress = stack.enter_context(_progress())
         async for measured in measure_all(endpoints, plan, progress):
             measurements.append(measured)
             if len(endpoints) > 1:
@@ -244,10 +243,8 @@ def _write(file: Path, text: str) -> None:
 def _progress() -> Iterator[ProgressReporter]:
     """Show a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     bars = Progress(
-        *columns,
-        TimeElapsedColumn(),
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
         console=console,
         transient=True,
         disable=not console.is_terminal,

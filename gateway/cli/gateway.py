@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import functools
+import sys
 from pathlib import Path
 
 from pydantic import SecretStr
 
 from gateway.config.settings import Settings, load_settings
+from gateway.server import Listening, serve, settle_collector
 from gateway.server import run as run_loop
-from gateway.server import serve, settle_collector
 from workers.lifecycle import Shutdown
 
 _UNKEYED = (
     "No API key exists yet: the gateway serves this machine only, without a key. "
-    "`paceline keys create NAME` creates the first one."
+    "`paceline keys create NAME` creates the first one.\n"
 )
 
 
@@ -43,13 +43,15 @@ def _run(options: argparse.Namespace) -> int:
 
 
 async def _serve(settings: Settings) -> None:
-    show = functools.partial(print, flush=True)
     shutdown = Shutdown()
     with shutdown.on_signals():
-        await serve(
-            settings,
-            shutdown=shutdown,
-            started=lambda address: show(f"Paceline listens on {address}"),
-            unkeyed=lambda: show(_UNKEYED),
-            admin_started=lambda address: show(f"The admin port listens on {address}"),
-        )
+        await serve(settings, shutdown=shutdown, started=_print_addresses)
+
+
+def _print_addresses(listening: Listening) -> None:
+    if not listening.keyed:
+        sys.stdout.write(_UNKEYED)
+    if listening.admin_url:
+        sys.stdout.write(f"The admin port listens on {listening.admin_url}\n")
+    sys.stdout.write(f"Paceline listens on {listening.url}\n")
+    sys.stdout.flush()

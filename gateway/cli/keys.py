@@ -23,7 +23,7 @@ _USAGE_COLUMNS = (
     *("prompt_tokens", "cached_tokens", "completion_tokens", "guessed_tokens"),
 )
 _LIMITS = ("requests_a_minute", "tokens_a_minute", "concurrent_requests", "tokens_a_day")
-_UNITS_S = {"m": 60, "h": 3600, "d": 86_400}
+_UNITS = {"m": "minutes", "h": "hours", "d": "days"}
 _STATE_STYLES = {"active": "green", "expired": "yellow", "revoked": "red"}
 
 
@@ -47,8 +47,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     for limit in _LIMITS:
         create.add_argument(f"--{limit.replace('_', '-')}", type=int, metavar="N")
+    lifetime = "90m, 12h or 30d (default: never)"
     create.add_argument(
-        "--expires-in", type=_duration, metavar="TIME", help="90m, 12h or 30d (default: never)"
+        "--expires-in", dest="expires_at", type=_expiry, metavar="TIME", help=lifetime
     )
     revoke.add_argument("id", help="the id that `paceline keys list` shows")
     usage.add_argument("--from", dest="first", metavar="DAY", help="like 2026-11-01")
@@ -61,13 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _create(options: argparse.Namespace) -> int:
-    fields = {
-        name: getattr(options, name)
-        for name in ("name", "team", "models", "pools", "priority", *_LIMITS)
-    }
-    if options.expires_in is not None:
-        fields["expires_at"] = (datetime.now(UTC) + options.expires_in).isoformat()
-    body = {name: value for name, value in fields.items() if value is not None}
+    fields = ("name", "team", "models", "pools", "priority", "expires_at", *_LIMITS)
+    given = vars(options)
+    body = {name: given[name] for name in fields if given[name] is not None}
     key = options.gateway.read("POST", _PATH, json=body)
     return _print(
         options,
@@ -126,8 +123,9 @@ def _limits(key: Mapping[str, Any]) -> str:
     return ", ".join(limits) or "none"
 
 
-def _duration(text: str) -> timedelta:
+def _expiry(text: str) -> str:
+    """Return the time at which a duration from now ends."""
     match = re.fullmatch(r"([1-9][0-9]{0,5})([mhd])", text)
     if match is None:
         raise argparse.ArgumentTypeError("must be like 90m, 12h or 30d")
-    return timedelta(seconds=int(match[1]) * _UNITS_S[match[2]])
+    return (datetime.now(UTC) + timedelta(**{_UNITS[match[2]]: int(match[1])})).isoformat()

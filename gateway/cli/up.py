@@ -24,9 +24,9 @@ from gateway.cli import gateway as serve
 from gateway.cli.supervisor import Supervisor
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import base_url, ensure_join_token
+from gateway.server import Listening, settle_collector
 from gateway.server import run as run_loop
 from gateway.server import serve as serve_gateway
-from gateway.server import settle_collector
 from workers.lifecycle import Shutdown
 from workers.protocol import is_loopback
 
@@ -82,30 +82,21 @@ def _run(options: argparse.Namespace) -> int:
 async def _serve(settings: Settings, options: argparse.Namespace) -> int:
     shutdown = Shutdown()
     with shutdown.on_signals():
-        address: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        unkeyed = asyncio.Event()
+        started: asyncio.Future[Listening] = asyncio.get_running_loop().create_future()
         gateway = asyncio.create_task(
-            serve_gateway(
-                settings,
-                shutdown=shutdown,
-                started=address.set_result,
-                admin_started=lambda address: _print(f"The admin port listens on {address}."),
-                unkeyed=unkeyed.set,
-            ),
-            name="gateway",
+            serve_gateway(settings, shutdown=shutdown, started=started.set_result), name="gateway"
         )
-        first: set[asyncio.Future[Any]] = {gateway, address}
+        first: set[asyncio.Future[Any]] = {gateway, started}
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        if not address.done():
+        if not started.done():
             await gateway  # raises the error that prevented the start
             return 0
-        _print(f"Gateway listens on {address.result()}.")
-        runner = _WorkerRunner(
-            settings=settings,
-            options=options,
-            port=urlsplit(address.result()).port or 0,
-            keyed=not unkeyed.is_set(),
-        )
+        listening = started.result()
+        if listening.admin_url:
+            _print(f"The admin port listens on {listening.admin_url}.")
+        _print(f"Gateway listens on {listening.url}.")
+        port = urlsplit(listening.url).port or 0
+        runner = _WorkerRunner(settings=settings, options=options, port=port, keyed=listening.keyed)
         worker = asyncio.create_task(runner.run(), name="worker")
         try:
             await asyncio.wait({gateway, worker}, return_when=asyncio.FIRST_COMPLETED)

@@ -80,14 +80,6 @@ class Answer:
         """Return the time from due to the last byte."""
         return self.ended_s - self.due_s
 
-    def text_before(self, moment_s: float) -> str:
-        """Return the text that had arrived at a moment."""
-        return "".join(
-            text
-            for arrived_s, text in zip(self.pieces_s, self.texts, strict=True)
-            if arrived_s <= moment_s
-        )
-
 
 def read_answer(response: RawResponse) -> Answer:
     """Parse the events of a stream; `problem` describes an incomplete answer."""

@@ -17,7 +17,7 @@ import httpx
 from pydantic import SecretStr
 
 from gateway.config.settings import Settings
-from gateway.server import run, serve
+from gateway.server import Listening, run, serve
 from tests.support.http_server import Request, ServerConnection, serve_connections
 from tests.support.scripted_worker import JOIN_TOKEN, ScriptedWorker
 from workers.lifecycle import Shutdown
@@ -65,16 +65,14 @@ class RunningGateway:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._address: Future[str] = Future()
-        self.admin_url = ""
-        """URL of the admin port, if there is one."""
+        self._listening: Future[Listening] = Future()
         self.loop: asyncio.AbstractEventLoop
         self._shutdown: Shutdown
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> RunningGateway:
         self._thread.start()
-        self.url = self._address.result(timeout=30)
+        self.url, self.admin_url, _ = self._listening.result(timeout=30)
         self.client = httpx.Client(base_url=self.url, timeout=30)
         key = self._settings.admin_key
         headers = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
@@ -141,18 +139,13 @@ class RunningGateway:
         async def main() -> None:
             self.loop = asyncio.get_running_loop()
             self._shutdown = Shutdown()
-            await serve(
-                self._settings,
-                shutdown=self._shutdown,
-                started=self._address.set_result,
-                admin_started=lambda url: setattr(self, "admin_url", url),
-            )
+            await serve(self._settings, shutdown=self._shutdown, started=self._listening.set_result)
 
         try:
             run(main())
         except BaseException as error:
-            if not self._address.done():
-                self._address.set_exception(error)
+            if not self._listening.done():
+                self._listening.set_exception(error)
             raise
 
 

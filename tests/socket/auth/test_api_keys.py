@@ -19,7 +19,7 @@ from pydantic import SecretStr
 
 from gateway.cli import main
 from gateway.errors import StartupError
-from gateway.server import serve
+from gateway.server import Listening, serve
 from tests.support.policies import PolicyAdmin, single_pool_policy, to_yaml
 from tests.support.running_gateway import (
     RunningGateway,
@@ -198,32 +198,27 @@ async def test_a_stored_key_permits_listening_beyond_loopback(tmp_path: Path) ->
         gateway.create_key()
     settings = make_settings(tmp_path).model_copy(update={"host": "0.0.0.0"})
     shutdown = Shutdown()
-    calls: list[str] = []
+    calls: list[Listening] = []
 
-    def started(address: str) -> None:
-        calls.append(address)
+    def started(listening: Listening) -> None:
+        calls.append(listening)
         shutdown.request()
 
-    await serve(
-        settings, shutdown=shutdown, started=started, unkeyed=lambda: calls.append("unkeyed")
-    )
-    assert len(calls) == 1
-    assert calls[0].startswith("http://0.0.0.0:")
+    await serve(settings, shutdown=shutdown, started=started)
+    assert [listening.keyed for listening in calls] == [True]
+    assert calls[0].url.startswith("http://0.0.0.0:")
 
 
-async def test_serve_calls_unkeyed_before_started_when_no_key_exists(tmp_path: Path) -> None:
+async def test_serve_reports_that_no_key_exists(tmp_path: Path) -> None:
     shutdown = Shutdown()
-    calls: list[str] = []
+    calls: list[Listening] = []
 
-    def started(address: str) -> None:
-        calls.append("started")
+    def started(listening: Listening) -> None:
+        calls.append(listening)
         shutdown.request()
 
-    settings = make_settings(tmp_path)
-    await serve(
-        settings, shutdown=shutdown, started=started, unkeyed=lambda: calls.append("unkeyed")
-    )
-    assert calls == ["unkeyed", "started"]
+    await serve(make_settings(tmp_path), shutdown=shutdown, started=started)
+    assert [listening.keyed for listening in calls] == [False]
 
 
 @pytest.fixture

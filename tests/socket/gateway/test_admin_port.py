@@ -12,7 +12,7 @@ from pydantic import SecretStr
 
 from gateway.cli import main
 from gateway.errors import StartupError
-from gateway.server import serve
+from gateway.server import Listening, serve
 from tests.support.policies import ROUTES, PolicyAdmin, single_pool_policy
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, status_and_code
 from tests.support.scripted_worker import ScriptedWorker
@@ -107,9 +107,9 @@ async def test_an_admin_port_beyond_loopback_requires_the_admin_key(tmp_path: Pa
     shutdown = Shutdown()
     shutdown.request()
     settings_with_key = settings.model_copy(update={"admin_key": SecretStr("k")})
-    addresses: list[str] = []
-    await serve(settings_with_key, shutdown=shutdown, admin_started=addresses.append)
-    assert addresses[0].startswith("http://0.0.0.0:")
+    started: list[Listening] = []
+    await serve(settings_with_key, shutdown=shutdown, started=started.append)
+    assert started[0].admin_url.startswith("http://0.0.0.0:")
 
 
 async def test_an_occupied_admin_port_fails_the_start_with_one_message(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from gateway.config.settings import Settings, load_settings
 from gateway.config.startup_checks import ensure_join_token
 from gateway.errors import StartupError
-from gateway.server import serve
+from gateway.server import Listening, serve
 from tests.support.gateway_process import running_gateway_process
 from tests.support.running_gateway import RunningGateway, chat_body, make_settings, wait_until
 from tests.support.scripted_worker import DONE, ScriptedWorker
@@ -89,8 +89,8 @@ async def test_with_a_key_the_gateway_listens_beyond_loopback(tmp_path: Path) ->
     shutdown = Shutdown()
     addresses: list[str] = []
 
-    def started(address: str) -> None:
-        addresses.append(address)
+    def started(listening: Listening) -> None:
+        addresses.append(listening.url)
         shutdown.request()
 
     async with asyncio.timeout(30):
