@@ -16,14 +16,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from random import Random
 
-from gateway.errors import (
-    GatewayError,
-    NoWorker,
-    PoolsNotAllowed,
-    QueueFull,
-    QueueTimeout,
-    WorkerBusy,
-)
+from gateway import errors
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.fair_queue import FairQueue
 from gateway.fleet.registry import NO_WORKERS, WorkerRegistry
@@ -105,7 +98,7 @@ class Scheduler:
         if on_decision is not None:
             on_decision(decision)
         if decision.forbidden:
-            raise PoolsNotAllowed
+            raise errors.PoolsNotAllowed
         lease = self._first_free(request, decision)
         if lease is None and not decision.complete:
             decision = self._decide(request, tried)
@@ -189,7 +182,7 @@ class Scheduler:
         preferred = decision.candidates[0].pool
         queue = policy.pools[preferred].queue
         if self.waiting(preferred) >= queue.limit:
-            raise QueueFull(retry_after_s=self.retry_after_s(preferred))
+            raise errors.QueueFull(retry_after_s=self.retry_after_s(preferred))
         assigned: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         # The route of one policy may be another under the same name in the next.
         kind = (id(policy), profile.model, decision.route, bypass_reasons(profile), tried, pools)
@@ -209,7 +202,7 @@ class Scheduler:
             if not assigned.done():
                 await asyncio.wait((assigned,), timeout=left_s)
             if not assigned.done():
-                raise QueueTimeout(retry_after_s=self.retry_after_s(preferred))
+                raise errors.QueueTimeout(retry_after_s=self.retry_after_s(preferred))
             lease = assigned.result()
             lease.waited_s = self._clock() - waiter.queued_at_s
             return lease
@@ -257,12 +250,12 @@ class Scheduler:
             self._pools[name].queue.remove(waiter)
             self._pools[name].last_wait_s = self._clock() - waiter.queued_at_s
 
-    def _no_worker(self, profile: RequestProfile) -> GatewayError:
+    def _no_worker(self, profile: RequestProfile) -> errors.GatewayError:
         """Return the error for a request that no worker can take now."""
         available_in_s = self._fleet.available_in_s(profile.model)
         if available_in_s is not None:
-            return WorkerBusy(retry_after_s=available_in_s)
-        return NoWorker(f"No worker can take requests for the model '{profile.model}' now.")
+            return errors.WorkerBusy(retry_after_s=available_in_s)
+        return errors.NoWorker(f"No worker can take requests for the model '{profile.model}' now.")
 
 
 def _oldest_s(pool: _Pool) -> float:

@@ -21,19 +21,7 @@ from typing import Any, Self
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from gateway.errors import (
-    BodyTooLarge,
-    BodyTooSlow,
-    GatewayError,
-    HeadTooLarge,
-    HeadTooSlow,
-    KeyEnded,
-    NotHttp,
-    RequestRefused,
-    to_body,
-    to_event,
-    to_headers,
-)
+from gateway import errors
 from gateway.types import Header, Headers
 from workers.protocol import REQUEST_ID
 
@@ -73,7 +61,7 @@ class DownstreamProtocol(HttpToolsProtocol):
         self._head_since_s: float | None = None
         self._head_bytes = 0
         self._receiving = False
-        self._rejection: RequestRefused | None = None
+        self._rejection: errors.RequestRefused | None = None
         self._unsent_bytes = 0
         self._sent_at_s = 0.0
         self._buffered: _BufferedTransport
@@ -120,7 +108,7 @@ class DownstreamProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         self._feed(data)
         if self._head_since_s is not None and self._head_bytes > HEAD_LIMIT_BYTES:
-            self._reject(HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT))
+            self._reject(errors.HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT))
 
     def on_message_begin(self) -> None:
         """Start the time of this head, also if it came in one packet with the request before."""
@@ -135,7 +123,7 @@ class DownstreamProtocol(HttpToolsProtocol):
         self._head_since_s = None
         size = sum(len(name) + len(value) for name, value in self.headers) + len(self.url)
         if size > HEAD_LIMIT_BYTES or len(self.headers) > HEADERS_LIMIT:
-            self._rejection = HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT)
+            self._rejection = errors.HeadTooLarge(HEAD_LIMIT_BYTES, HEADERS_LIMIT)
             raise self._rejection
         if self.parser.should_upgrade():
             return  # `_feed` parses the request again without it
@@ -177,7 +165,7 @@ class DownstreamProtocol(HttpToolsProtocol):
         late = now_s - self._head_since_s > self._head_timeout_s
         if late and self._buffered.closing_since_s is None:
             if self._head_bytes:
-                self._reject(HeadTooSlow())
+                self._reject(errors.HeadTooSlow())
             else:
                 self._buffered.abort()
 
@@ -197,7 +185,7 @@ class DownstreamProtocol(HttpToolsProtocol):
         except httptools.HttpParserUpgrade as upgrade:
             method = self.parser.get_method()
             if method == b"CONNECT":
-                self._reject(NotHttp())
+                self._reject(errors.NotHttp())
                 return
             headers = [pair for pair in self.headers if pair[0] not in _UPGRADE_HEADERS]
             lines = [
@@ -207,17 +195,17 @@ class DownstreamProtocol(HttpToolsProtocol):
             self.parser = httptools.HttpRequestParser(self)
             self._feed(b"\r\n".join((*lines, b"", data[upgrade.args[0] :])))
         except httptools.HttpParserError:
-            self._reject(self._rejection or NotHttp())
+            self._reject(self._rejection or errors.NotHttp())
 
-    def _reject(self, error: GatewayError) -> None:
+    def _reject(self, error: errors.GatewayError) -> None:
         """Send an error in place of the application, and read no further request."""
         self._head_since_s = None
         busy = self.cycle is not None and not self.cycle.response_complete
         if self._buffered.is_closing() or busy:
             self._buffered.abort()  # a response that has begun cannot be replaced by another
             return
-        body = to_body(error)
-        headers = (*to_headers(error), (b"content-length", b"%d" % len(body)), _CLOSE)
+        body = errors.to_body(error)
+        headers = (*errors.to_headers(error), (b"content-length", b"%d" % len(body)), _CLOSE)
         self._buffered.write(_encode_head(error.status, headers) + body)
         self._buffered.close()
 
@@ -381,17 +369,17 @@ class ResponseWriter:
 
     async def fail(
         self,
-        error: GatewayError,
+        error: errors.GatewayError,
         headers: Iterable[Header] = (),
         *,
-        error_body: Callable[[GatewayError], bytes] = to_body,
-        error_event: Callable[[GatewayError], bytes] = to_event,
+        error_body: Callable[[errors.GatewayError], bytes] = errors.to_body,
+        error_event: Callable[[errors.GatewayError], bytes] = errors.to_event,
     ) -> None:
         """Respond with an error, or end a stream that has started with an error event."""
         if self.started:
             self.end(error_event(error))
         else:
-            await self.whole(error.status, [*headers, *to_headers(error)], error_body(error))
+            await self.whole(error.status, [*headers, *errors.to_headers(error)], error_body(error))
 
     def attach(self, cancel_scope: CancelScope | None) -> None:
         """Cancel this scope when the client disconnects; None: cancel nothing."""
@@ -539,7 +527,7 @@ class ActiveRequests:
         """Remove a request that has ended."""
         self._scopes.remove(cancel_scope)
 
-    def cancel(self, error: GatewayError) -> None:
+    def cancel(self, error: errors.GatewayError) -> None:
         """Cancel all requests: streams end with an error event."""
         for cancel_scope in tuple(self._scopes):
             cancel_scope.cancel(error)
@@ -548,7 +536,7 @@ class ActiveRequests:
         """Cancel the requests of API keys that have ended."""
         for cancel_scope in tuple(self._scopes):
             if cancel_scope.key_id in key_ids:
-                cancel_scope.cancel(KeyEnded())
+                cancel_scope.cancel(errors.KeyEnded())
 
 
 def header(scope: Mapping[str, Any], name: bytes) -> bytes | None:
@@ -582,7 +570,7 @@ async def read_body(
     """
     declared = header(scope, b"content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
-        raise BodyTooLarge(limit_bytes)
+        raise errors.BodyTooLarge(limit_bytes)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -592,7 +580,7 @@ async def read_body(
         part = message.get("body", b"")
         size += len(part)
         if size > limit_bytes:
-            raise BodyTooLarge(limit_bytes)
+            raise errors.BodyTooLarge(limit_bytes)
         hold(len(part))
         parts.append(part)
         if not message.get("more_body", False):
@@ -607,4 +595,4 @@ async def read_small_body(
         async with asyncio.timeout(timeout_s):
             return await read_body(scope, receive, limit_bytes=limit_bytes)
     except TimeoutError:
-        raise BodyTooSlow from None
+        raise errors.BodyTooSlow from None

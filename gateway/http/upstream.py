@@ -25,16 +25,7 @@ import httptools
 import httpx
 from pydantic_core import from_json
 
-from gateway.errors import (
-    GatewayError,
-    Overloaded,
-    RefusedByWorker,
-    WorkerBusy,
-    WorkerFailed,
-    WorkerLost,
-    WorkerSilent,
-    WorkerUnreachable,
-)
+from gateway import errors
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +69,7 @@ class ReadTimeout(ConnectionLost):
     """Nothing came within the time limit of the reader."""
 
 
-class StaleConnection(WorkerLost):
+class StaleConnection(errors.WorkerLost):
     """An idle connection broke at the write of a request, before any byte of a response."""
 
 
@@ -136,12 +127,12 @@ class ConnectionPool:
             responded = True
             return response
         except ReadTimeout as error:
-            raise WorkerSilent from error
+            raise errors.WorkerSilent from error
         except ConnectionLost as error:
             log.warning("attempt.lost url=%s error=%r", url, error)
             idle_before = connection.used and not connection.received
             stale = idle_before and _never_read(error, self._loop.time() - began_s)
-            raise (StaleConnection if stale else WorkerLost) from error
+            raise (StaleConnection if stale else errors.WorkerLost) from error
         finally:
             if not responded:
                 connection.abort()
@@ -164,9 +155,9 @@ class ConnectionPool:
                 )
         except OSError as error:  # a timeout is one
             if error.errno in _OUT_OF_FILES:
-                raise Overloaded from error  # the gateway's fault, not the worker's
+                raise errors.Overloaded from error  # the gateway's fault, not the worker's
             log.warning("attempt.unreachable address=%s error=%r", address, error)
-            raise WorkerUnreachable from error
+            raise errors.WorkerUnreachable from error
         _set_keepalive(transport.get_extra_info("socket"))
         return connection
 
@@ -556,25 +547,25 @@ class ReadTimer:
             self._set_timer()
 
 
-async def refusal(response: UpstreamResponse, timeout_s: float) -> GatewayError:
+async def refusal(response: UpstreamResponse, timeout_s: float) -> errors.GatewayError:
     """Read a refusal by a worker and return the error for it."""
     if response.status in _BUSY:
-        return WorkerBusy(retry_after_s=retry_after_s(response.retry_after, time.time()))
+        return errors.WorkerBusy(retry_after_s=retry_after_s(response.retry_after, time.time()))
     if response.status not in _REFUSALS:
         log.warning("worker.failed status=%d", response.status)
-        return WorkerFailed()
+        return errors.WorkerFailed()
     try:
         response.set_read_timeout(timeout_s)
         error = from_json(await response.read(_ERROR_LIMIT_BYTES))["error"]
         param, code = error.get("param"), error.get("code")
-        return RefusedByWorker(
+        return errors.RefusedByWorker(
             response.status,
             str(error["message"]),
             param=param if isinstance(param, str) else None,
             code=code if isinstance(code, str) else None,
         )
     except (ValueError, TypeError, KeyError, AttributeError, ConnectionLost):
-        return WorkerFailed()  # not in OpenAI's shape, so not for a client
+        return errors.WorkerFailed()  # not in OpenAI's shape, so not for a client
 
 
 def retry_after_s(value: str | None, now_s: float) -> float:

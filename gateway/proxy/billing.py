@@ -5,15 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
+from gateway import errors
 from gateway.auth.rate_limits import RateLimiter
-from gateway.errors import (
-    GatewayError,
-    KeyEnded,
-    NoWorker,
-    RequestRefused,
-    RequestTooLong,
-    ShuttingDown,
-)
 from gateway.http.downstream import ClientDisconnected
 from gateway.types import Headers, Spent, Usage
 from policies.request.profile import RequestProfile
@@ -23,7 +16,7 @@ ANSWER_TOKENS = 1024
 # Low for prose, so that a reservation is rarely too small.
 _CHARS_A_TOKEN = 3
 # These end a request without a fault of the worker: the key owes what it did until then.
-_CANCELLED = (ClientDisconnected, KeyEnded, RequestTooLong, ShuttingDown)
+_CANCELLED = (ClientDisconnected, errors.KeyEnded, errors.RequestTooLong, errors.ShuttingDown)
 
 NOTHING = Spent()
 
@@ -79,5 +72,7 @@ def reserved_tokens(
 
 def _never_began(failure: BaseException | None) -> bool:
     """Return whether the request was rejected or found no worker, rather than broken."""
-    no_worker = isinstance(failure, GatewayError) and failure.status == NoWorker.status
-    return no_worker or isinstance(failure, RequestRefused)
+    no_worker = (
+        isinstance(failure, errors.GatewayError) and failure.status == errors.NoWorker.status
+    )
+    return no_worker or isinstance(failure, errors.RequestRefused)

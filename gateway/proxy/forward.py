@@ -11,20 +11,8 @@ from collections.abc import Callable
 
 from pydantic_core import from_json, to_json
 
+from gateway import errors
 from gateway.config.settings import Settings
-from gateway.errors import (
-    GatewayError,
-    NoWorker,
-    Quarantined,
-    RefusedByWorker,
-    WorkerBusy,
-    WorkerError,
-    WorkerFailed,
-    WorkerLost,
-    WorkerSilent,
-    WorkerStalled,
-    WorkerUnreachable,
-)
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.worker import Lease
@@ -48,7 +36,7 @@ from gateway.types import UNUSED, Headers
 log = logging.getLogger(__name__)
 
 # After these errors the worker has not begun the request.
-_NEVER_BEGUN = (WorkerUnreachable, WorkerBusy)
+_NEVER_BEGUN = (errors.WorkerUnreachable, errors.WorkerBusy)
 # Far more than any answer has; a worker that never ends one must not fill the memory.
 _WHOLE_LIMIT_BYTES = 64 * 1024 * 1024
 # The end of the stream follows the last event; a worker that does not end it is not waited for.
@@ -85,7 +73,7 @@ class Forwarder:
         # A number too large for a float reads as infinite, and JSON has no literal for that.
         body = to_json(context.inspected.body, inf_nan_mode="null")
         if self.quarantine.holds(body, self._clock()):
-            raise Quarantined
+            raise errors.Quarantined
         self.retries.active += 1
         try:
             await self._try_workers(context, body, writer)
@@ -97,23 +85,25 @@ class Forwarder:
     ) -> None:
         """Try one worker after another, each once, as long as none can have begun the request."""
         tried: frozenset[str] = frozenset()
-        failure: GatewayError | None = None
+        failure: errors.GatewayError | None = None
         while True:
             try:
                 lease = await self._acquire(context, tried)
-            except (NoWorker, WorkerBusy) as none_left:
+            except (errors.NoWorker, errors.WorkerBusy) as none_left:
                 # A busy worker says when to retry, and the scheduler has the earliest such time.
-                raise none_left if isinstance(failure, WorkerBusy | None) else failure from None
+                raise (
+                    none_left if isinstance(failure, errors.WorkerBusy | None) else failure
+                ) from None
             result, retry_after_s = AttemptResult.ABANDONED, 0.0
             try:
                 await self._attempt(lease, body, writer, context)
                 result = AttemptResult.SUCCEEDED
                 self.quarantine.answered(body)
                 return
-            except GatewayError as error:
+            except errors.GatewayError as error:
                 result, retry_after_s = attempt_result(error), error.retry_after_s or 0.0
                 context.begun &= not isinstance(error, _NEVER_BEGUN)
-                if isinstance(error, WorkerLost) and not writer.started:
+                if isinstance(error, errors.WorkerLost) and not writer.started:
                     self.quarantine.lost(body, "/".join(lease.boot), self._clock())
                 tried |= {lease.candidate.worker_id}
                 if not self._retries(error, lease, context):
@@ -148,7 +138,7 @@ class Forwarder:
                 context.prefix_key, lease.boot, usage, expected=expected
             )
 
-    def _retries(self, error: GatewayError, lease: Lease, context: RequestContext) -> bool:
+    def _retries(self, error: errors.GatewayError, lease: Lease, context: RequestContext) -> bool:
         """Return whether to try another worker: never if this one can have begun the request.
 
         A request that probed a worker may always be retried; such requests are few.
@@ -178,9 +168,9 @@ class Forwarder:
                 raise
             try:
                 response = await self._send(lease, body, context, fresh=True)
-            except WorkerUnreachable as error:
+            except errors.WorkerUnreachable as error:
                 # Perhaps the connection was not stale, but the worker died of this request.
-                raise WorkerLost from error
+                raise errors.WorkerLost from error
         try:
             if response.status != 200:
                 raise await refusal(response, self._settings.idle_timeout_s)
@@ -221,15 +211,15 @@ class Forwarder:
             body = await response.read(_WHOLE_LIMIT_BYTES)
             answer = from_json(body) if len(body) < _WHOLE_LIMIT_BYTES else None
         except ReadTimeout as error:
-            raise WorkerStalled from error
+            raise errors.WorkerStalled from error
         except ConnectionLost as error:
-            raise WorkerLost from error
+            raise errors.WorkerLost from error
         except ValueError as error:
-            raise WorkerFailed from error
+            raise errors.WorkerFailed from error
         # Status 200 proves nothing: some engines send their errors with it.
         if not (isinstance(answer, dict) and answer.get("choices")):
             log.warning("answer.broken request=%s", context.request_id)
-            raise WorkerFailed
+            raise errors.WorkerFailed
         context.usage = read_usage(answer) or context.usage
         context.drafts = read_drafts(answer)
         assert context.routing_request is not None
@@ -243,12 +233,12 @@ class Forwarder:
         relay = StreamRelay(response, writer, context, self._settings.idle_timeout_s, self._clock)
         state = relay.state
         last = b""
-        failure: GatewayError = WorkerLost()
+        failure: errors.GatewayError = errors.WorkerLost()
         response.set_read_timeout(self._settings.answer_timeout_s)
         try:
             last = await relay.run([*_STREAM_HEADERS, *context.route_headers()])
         except ReadTimeout:
-            failure = WorkerStalled() if writer.started else WorkerSilent()
+            failure = errors.WorkerStalled() if writer.started else errors.WorkerSilent()
         except ConnectionLost as error:
             log.warning("stream.cut request=%s error=%r", context.request_id, error)
         finally:
@@ -261,7 +251,7 @@ class Forwarder:
             writer.write(last)
         if state.broken:
             log.warning("stream.broken request=%s why=%s", context.request_id, state.broken)
-            raise WorkerFailed
+            raise errors.WorkerFailed
         raise failure
 
 
@@ -326,18 +316,18 @@ class StreamRelay:
         return encoded
 
 
-def attempt_result(error: GatewayError) -> AttemptResult:
+def attempt_result(error: errors.GatewayError) -> AttemptResult:
     """Return what the end of an attempt means for the worker's circuit breaker."""
     match error:
-        case RefusedByWorker():
+        case errors.RefusedByWorker():
             return AttemptResult.SUCCEEDED
-        case WorkerUnreachable():
+        case errors.WorkerUnreachable():
             return AttemptResult.UNREACHABLE
-        case WorkerBusy():
+        case errors.WorkerBusy():
             return AttemptResult.BUSY
-        case WorkerSilent():
+        case errors.WorkerSilent():
             return AttemptResult.TIMED_OUT
-        case WorkerError():
+        case errors.WorkerError():
             return AttemptResult.FAILED
         case _:
             return AttemptResult.ABANDONED

@@ -6,16 +6,9 @@ import asyncio
 import contextlib
 import logging
 
+from gateway import errors
 from gateway.assembly import Gateway
 from gateway.auth.origins import comes_from_foreign_page
-from gateway.errors import (
-    BodyTooSlow,
-    GatewayError,
-    MethodRefused,
-    PageRefused,
-    RequestTooLong,
-    ShuttingDown,
-)
 from gateway.http.downstream import (
     CancelScope,
     ClientDisconnected,
@@ -71,7 +64,7 @@ class ProxyHandler:
 
     def cut(self) -> None:
         """Cancel all running requests: streams end with an error event."""
-        self._gateway.active_requests.cancel(ShuttingDown())
+        self._gateway.active_requests.cancel(errors.ShuttingDown())
 
     async def __call__(self, scope: Scope, receive: Receive, wire_format: WireFormat) -> None:
         """Respond to one request, however it ends, and account for it once."""
@@ -100,11 +93,11 @@ class ProxyHandler:
         except asyncio.CancelledError:
             context.disconnect()
             raise
-        except GatewayError as error:
+        except errors.GatewayError as error:
             await self._fail(context, writer, error, context.route_headers())
         except Exception:
             log.exception("request.broken request=%s", context.request_id)
-            await self._fail(context, writer, GatewayError(), [])
+            await self._fail(context, writer, errors.GatewayError(), [])
         finally:
             self._end(context)
             self._account(context)
@@ -116,17 +109,17 @@ class ProxyHandler:
         gateway = self._gateway
         settings = gateway.settings
         if scope["method"] != "POST":
-            raise MethodRefused("POST")
+            raise errors.MethodRefused("POST")
         if gateway.api_keys.required:
             api_key = gateway.api_keys.authenticate(header(scope, b"authorization"))
             context.api_key, context.caller = api_key, api_key.caller
             cancel_scope.key_id = api_key.caller.key
         elif comes_from_foreign_page(scope["headers"]):
-            raise PageRefused
+            raise errors.PageRefused
         if gateway.drain_state.draining:
-            raise ShuttingDown
+            raise errors.ShuttingDown
         self.load.admit()
-        cancel_scope.limit(settings.body_timeout_s, BodyTooSlow)
+        cancel_scope.limit(settings.body_timeout_s, errors.BodyTooSlow)
 
         def hold(part_bytes: int) -> None:
             context.body_bytes += part_bytes
@@ -134,7 +127,7 @@ class ProxyHandler:
 
         body = await read_body(scope, receive, limit_bytes=settings.body_limit_bytes, hold=hold)
         time_s = context.policy.limits.request_time_s(settings.request_timeout_s)
-        cancel_scope.limit(time_s, RequestTooLong)
+        cancel_scope.limit(time_s, errors.RequestTooLong)
         context.body_read_s = gateway.clock()
         return body
 
@@ -163,7 +156,7 @@ class ProxyHandler:
         self,
         context: RequestContext,
         writer: ResponseWriter,
-        error: GatewayError,
+        error: errors.GatewayError,
         headers: Headers,
     ) -> None:
         """Respond with an error, in the wire format of the request."""
