@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 from collections.abc import Collection, Iterable
@@ -17,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute
+from starlette.types import Receive, Scope, Send
 
 from gateway import errors
 from gateway.api import explain, keys, models, openapi, pages, policy, status, usage, workers
@@ -24,17 +26,10 @@ from gateway.assembly import Gateway, build_gateway
 from gateway.auth.origins import Hosts
 from gateway.config.policy_versions import problems_text
 from gateway.config.settings import Settings
-from gateway.http.downstream import (
-    Receive,
-    Scope,
-    Send,
-    check_connections,
-    response_writer,
-)
+from gateway.http.downstream import response_writer
 from gateway.http.upstream import ConnectionPool
 from gateway.protocols import WIRE_FORMATS
 from gateway.proxy.handler import ProxyHandler
-from gateway.proxy.load_shedding import LoopMonitor
 from gateway.status.events import StatusFeed
 from gateway.status.render import DEFAULT_WINDOW, window_s
 from policies.document import PolicyInvalid
@@ -49,7 +44,6 @@ class GatewayApp:
         self.proxy = ProxyHandler(gateway)
         self.connections: list[Collection[Any]] = []
         """The live connections of each server."""
-        self._loop_monitor = LoopMonitor(self.proxy.load.lag, gateway.fleet.compensate_stall)
         self._hosts = Hosts(gateway.settings)
         take = status.snapshots(gateway, self.proxy)
         self._status_feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
@@ -81,11 +75,14 @@ class GatewayApp:
 
     async def measure_load(self) -> None:
         """Measure the delay of the event loop."""
-        await self._loop_monitor.measure()
+        # Heartbeats may have been processed late by as much.
+        self.gateway.fleet.compensate_stall(self.proxy.load.lag.measure())
 
     async def check_connections(self) -> None:
         """Check the time limits of all client connections."""
-        check_connections(itertools.chain(*self.connections))
+        now_s = asyncio.get_running_loop().time()
+        for connection in tuple(itertools.chain(*self.connections)):
+            connection.check(now_s)
 
     async def drained(self) -> None:
         """Wait until no inference request runs."""

@@ -91,4 +91,5 @@ class Outcome(StrEnum):
 
 UNUSED = Usage()
 """The usage of a request without a report from a worker."""
+NOTHING = Spent()
 NO_PREFIX = "none"

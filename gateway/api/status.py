@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import Receive, Scope, Send
 
 from gateway.api.auth import CurrentKey, check_data_key, data_router
 from gateway.api.gauges import Gauges
@@ -16,7 +17,6 @@ from gateway.api.openapi import FOR_CLIENTS, Responses, failures
 from gateway.assembly import Gateway
 from gateway.config.policy_versions import Reason
 from gateway.errors import FieldInvalid, NotAllowedHere, ShuttingDown, TooManyViewers
-from gateway.http.downstream import Receive, Scope, Send
 from gateway.proxy.handler import ProxyHandler
 from gateway.status.events import StatusFeed
 from gateway.status.model import GatewayStatus, PolicyStatus, Status, StoreStatus

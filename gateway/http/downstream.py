@@ -13,22 +13,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from http import HTTPStatus
-from types import TracebackType
 from typing import Any, Self
 
 import httptools
+from starlette.types import Receive, Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway import errors
 from gateway.types import Header, Headers
 from workers.protocol import REQUEST_ID
-
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 HEAD_LIMIT_BYTES = 32 * 1024
 """As much as nginx takes."""
@@ -74,7 +69,7 @@ class DownstreamProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the time of the first request head."""
         self._head_since_s = self.loop.time()
-        self._buffered = _BufferedTransport(transport, self.loop, unread=lambda: self._receiving)
+        self._buffered = _BufferedTransport(transport, unread=lambda: self._receiving)
         super().connection_made(self._buffered)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -187,11 +182,8 @@ class DownstreamProtocol(HttpToolsProtocol):
             if method == b"CONNECT":
                 self._reject(errors.NotHttp())
                 return
-            headers = [pair for pair in self.headers if pair[0] not in _UPGRADE_HEADERS]
-            lines = [
-                b"%s %s HTTP/1.1" % (method, self.url),
-                *(b"%s: %s" % pair for pair in headers),
-            ]
+            lines = [b"%s %s HTTP/1.1" % (method, self.url)]
+            lines += [b"%s: %s" % pair for pair in self.headers if pair[0] not in _UPGRADE_HEADERS]
             self.parser = httptools.HttpRequestParser(self)
             self._feed(b"\r\n".join((*lines, b"", data[upgrade.args[0] :])))
         except httptools.HttpParserError:
@@ -210,29 +202,16 @@ class DownstreamProtocol(HttpToolsProtocol):
         self._buffered.close()
 
 
-def check_connections(connections: Iterable[Any]) -> None:
-    """Check the time limits of all connections; to be called once a second."""
-    now_s = asyncio.get_running_loop().time()
-    for connection in tuple(connections):
-        connection.check(now_s)
-
-
 class _BufferedTransport(asyncio.Transport):
     """A transport that sends everything written in one iteration of the event loop as one packet.
 
     uvicorn writes a head and its body one by one, and system calls are most of a server's cost.
     """
 
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        unread: Callable[[], bool],
-    ) -> None:
+    def __init__(self, transport: asyncio.Transport, *, unread: Callable[[], bool]) -> None:
         super().__init__()
         self._transport = transport
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._unread = unread
         self._held: list[bytes] = []
         self.closing_since_s: float | None = None
@@ -293,9 +272,8 @@ class _BufferedTransport(asyncio.Transport):
 
     def _send(self) -> None:
         held, self._held = self._held, []
-        if (
-            held and not self._transport.is_closing()
-        ):  # else the client disconnected in this iteration
+        # A client may have disconnected in this iteration.
+        if held and not self._transport.is_closing():
             self._transport.writelines(held)
 
 
@@ -481,12 +459,7 @@ class CancelScope:
         self._writer.attach(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._writer.attach(None)
         if self._reason is not None:
             ours = self._task.uncancel() <= self._cancelling
@@ -513,38 +486,27 @@ class CancelScope:
             self.cancel(self._timeout_error())
 
 
-class ActiveRequests:
+class ActiveRequests(set[CancelScope]):
     """The cancel scopes of all running requests."""
-
-    def __init__(self) -> None:
-        self._scopes: set[CancelScope] = set()
-
-    def add(self, cancel_scope: CancelScope) -> None:
-        """Add a request that begins."""
-        self._scopes.add(cancel_scope)
-
-    def remove(self, cancel_scope: CancelScope) -> None:
-        """Remove a request that has ended."""
-        self._scopes.remove(cancel_scope)
 
     def cancel(self, error: errors.GatewayError) -> None:
         """Cancel all requests: streams end with an error event."""
-        for cancel_scope in tuple(self._scopes):
+        for cancel_scope in tuple(self):
             cancel_scope.cancel(error)
 
     def cancel_keys(self, key_ids: Set[str]) -> None:
         """Cancel the requests of API keys that have ended."""
-        for cancel_scope in tuple(self._scopes):
+        for cancel_scope in tuple(self):
             if cancel_scope.key_id in key_ids:
                 cancel_scope.cancel(errors.KeyEnded())
 
 
 def header(scope: Mapping[str, Any], name: bytes) -> bytes | None:
     """Return the first value of a header; `name` in lower case."""
-    for key, value in scope["headers"]:
+    headers: Headers = scope["headers"]
+    for key, value in headers:
         if key == name:
-            found: bytes = value
-            return found
+            return value
     return None
 
 

@@ -17,7 +17,6 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from functools import cache
 from typing import NamedTuple, Self, cast
 from urllib.parse import urlsplit
 
@@ -106,36 +105,33 @@ class ConnectionPool:
         on_begin: Callable[[], None],
         *,
         fresh: bool = False,
-    ) -> UpstreamResponse:
-        """Send a request and return the response once its head has come; raise a `WorkerError`.
+    ) -> UpstreamConnection:
+        """Send a request and return once the head of its response has come; raise a `WorkerError`.
 
         `on_begin` is called when there is a connection, before anything is written to it. The
-        caller closes the response: if it has not ended, that closes the connection and so frees the
-        worker's row. `fresh` opens a new connection; it is worth an attempt after
+        caller releases the connection: if the response has not ended, that closes the connection
+        and so frees the worker's row. `fresh` opens a new connection; it is worth an attempt after
         `StaleConnection`.
         """
         address, path = _parse_url(url)
+        head = _encode_head(path, address, headers, len(body))
         connection = None if fresh else self._take_idle(address)
         if connection is None:
             connection = await self._connect(address)
         began_s = self._loop.time()
         on_begin()
-        responded = False
         try:
-            head = _encode_head(path, address, headers, len(body))
-            response = await connection.request(head, body, self._answer_timeout_s)
-            responded = True
-            return response
+            await connection.request(head, body, self._answer_timeout_s)
         except ReadTimeout as error:
             raise errors.WorkerSilent from error
         except ConnectionLost as error:
             log.warning("attempt.lost url=%s error=%r", url, error)
-            idle_before = connection.used and not connection.received
-            stale = idle_before and _never_read(error, self._loop.time() - began_s)
+            # The worker cannot have read the request. Timed out: no byte of it was acknowledged.
+            elapsed_s = self._loop.time() - began_s
+            unread = error.errno == errno.ETIMEDOUT or elapsed_s < _STALE_WITHIN_S
+            stale = connection.used and not connection.received and unread
             raise (StaleConnection if stale else errors.WorkerLost) from error
-        finally:
-            if not responded:
-                connection.abort()
+        return connection
 
     async def _connect(self, address: _Address) -> UpstreamConnection:
         """Open a connection; raise `WorkerUnreachable`."""
@@ -186,54 +182,6 @@ class ConnectionPool:
                 del self._idle[address]  # after a restart a worker may have another port
 
 
-class UpstreamResponse:
-    """The response to one request, as it comes in; its reader closes it.
-
-    A connection outlives its responses, and each reader has the one of its own request.
-    """
-
-    def __init__(self, connection: UpstreamConnection) -> None:
-        self._connection = connection
-        self.status = 0
-        self.retry_after: str | None = None
-
-    async def chunk(self) -> bytes:
-        """Return the bytes since the last call, at least one; none at the end.
-
-        Raise `ConnectionLost` if the end is missing, after all bytes before it.
-        """
-        return await self._connection.read()
-
-    async def pour(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> bytes:
-        """Pass each piece to a sink in the iteration of the loop in which it comes, up to the end.
-
-        Data that is one whole chunk is offered to `chunk_sink` first. Return the bytes that came
-        with the end; raise `ConnectionLost` if the end is missing.
-        """
-        return await self._connection.pour(sink, chunk_sink)
-
-    def pause(self, paused: bool) -> None:
-        """Pause or resume reading, and so the worker."""
-        self._connection.pause(paused)
-
-    async def read(self, limit_bytes: int | None = None) -> bytes:
-        """Return the whole rest, or the bytes up to about a limit."""
-        parts = []
-        size = 0
-        while (limit_bytes is None or size < limit_bytes) and (part := await self.chunk()):
-            parts.append(part)
-            size += len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
-
-    def set_read_timeout(self, seconds: float) -> None:
-        """Limit each wait for new bytes from now on."""
-        self._connection.set_read_timeout(seconds)
-
-    def close(self) -> None:
-        """Free the connection for the next request, or close it if the response has not ended."""
-        self._connection.release()
-
-
 def _chunk_starts(limit_bytes: int) -> list[tuple[bytes, ...]]:
     """List how a chunk of each total size starts: with its size in hex, lower or upper case."""
     found: list[tuple[bytes, ...]] = [()] * limit_bytes  # by total size; () matches no data
@@ -249,7 +197,10 @@ _CHUNK_STARTS = _chunk_starts(4096)
 
 
 class UpstreamConnection(asyncio.Protocol):
-    """A connection for one request at a time; `on_free` is called when it is idle again."""
+    """A connection for one request at a time, and the response to it as it comes in.
+
+    `on_free` is called when the connection is idle again.
+    """
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, on_free: Callable[[UpstreamConnection], None]
@@ -270,7 +221,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def _reset(self) -> None:
         """Begin the state of the next response."""
-        self._response = UpstreamResponse(self)
+        self.status = 0
+        self.retry_after: str | None = None
         self._parts: list[bytes] = []
         self._head_bytes = 0
         self._phase = _HEAD
@@ -288,25 +240,44 @@ class UpstreamConnection(asyncio.Protocol):
         """Return whether it can carry a request."""
         return self._error is None and not self._busy
 
-    async def request(self, head: bytes, body: bytes, timeout_s: float) -> UpstreamResponse:
-        """Send a request and return its response after its head; raise `ConnectionLost`."""
+    async def request(self, head: bytes, body: bytes, timeout_s: float) -> None:
+        """Send a request and wait for the head of its response; raise `ConnectionLost`."""
         self._reset()
         self._busy = True
         self._read_timer.limit(timeout_s)
         self._transport.writelines((head, body))
-        while self._phase == _HEAD:
-            await self._wait()
-        return self._response
+        try:
+            while self._phase == _HEAD:
+                await self._wait()
+        except BaseException:
+            self.abort()
+            raise
 
-    async def read(self) -> bytes:
-        """Return the bytes of the body that have come; wait for some, or for the end."""
+    async def chunk(self) -> bytes:
+        """Return the bytes since the last call, at least one; none at the end.
+
+        Raise `ConnectionLost` if the end is missing, after all bytes before it.
+        """
         while not self._parts and self._phase != _END:
             await self._wait()
         self.pause(False)
         return self._take_parts()
 
-    async def pour(self, sink: Sink, chunk_sink: ChunkSink | None) -> bytes:
-        """Pass what comes to a sink, and return what came with the end."""
+    async def read(self, limit_bytes: int | None = None) -> bytes:
+        """Return the whole rest of the body, or the bytes up to about a limit."""
+        parts = []
+        size = 0
+        while (limit_bytes is None or size < limit_bytes) and (part := await self.chunk()):
+            parts.append(part)
+            size += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def pour(self, sink: Sink, chunk_sink: ChunkSink | None = None) -> bytes:
+        """Pass each piece to a sink in the iteration of the loop in which it comes, up to the end.
+
+        Data that is one whole chunk is offered to `chunk_sink` first. Return the bytes that came
+        with the end; raise `ConnectionLost` if the end is missing.
+        """
         self._sink, self._chunk_sink = sink, chunk_sink
         try:
             self.pause(False)
@@ -331,7 +302,7 @@ class UpstreamConnection(asyncio.Protocol):
                 self._read_timer.restart()
 
     def set_read_timeout(self, seconds: float) -> None:
-        """Limit each wait."""
+        """Limit each wait for new bytes from now on."""
         self._read_timer.limit(seconds)
 
     def release(self) -> None:
@@ -414,15 +385,15 @@ class UpstreamConnection(asyncio.Protocol):
         if name in (b"content-length", b"transfer-encoding"):
             self._framed = True
         elif name == b"retry-after":
-            self._response.retry_after = value.decode("latin-1")
+            self.retry_after = value.decode("latin-1")
 
     def on_headers_complete(self) -> None:
         """Return the response to the caller, unless this is an interim one."""
-        self._response.status = self._parser.get_status_code()
-        if self._response.status >= _OK:
+        self.status = self._parser.get_status_code()
+        if self.status >= _OK:
             self._phase = _BODY
             self._keep_alive = self._parser.should_keep_alive()
-        elif self._response.status == _SWITCHING:
+        elif self.status == _SWITCHING:
             raise ConnectionLost("the worker switched to another protocol")
 
     def on_chunk_header(self) -> None:
@@ -547,7 +518,7 @@ class ReadTimer:
             self._set_timer()
 
 
-async def refusal(response: UpstreamResponse, timeout_s: float) -> errors.GatewayError:
+async def refusal(response: UpstreamConnection, timeout_s: float) -> errors.GatewayError:
     """Read a refusal by a worker and return the error for it."""
     if response.status in _BUSY:
         return errors.WorkerBusy(retry_after_s=retry_after_s(response.retry_after, time.time()))
@@ -607,12 +578,6 @@ def _encode_head(
     return head.encode("latin-1")
 
 
-def _never_read(error: ConnectionLost, elapsed_s: float) -> bool:
-    """Return whether the worker cannot have read the request, by how the connection broke."""
-    # Timed out: no byte of it was acknowledged.
-    return error.errno == errno.ETIMEDOUT or elapsed_s < _STALE_WITHIN_S
-
-
 def _set_keepalive(connected: socket.socket) -> None:
     """Let the system detect that the other machine is gone."""
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -623,7 +588,7 @@ def _set_keepalive(connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, option, _UNACKNOWLEDGED_MS)
 
 
-@cache
+@functools.cache
 def certificate_authorities() -> ssl.SSLContext:
     """Return the trusted certificate authorities, read once: reading them takes 40 ms."""
     context = httpx.create_ssl_context()

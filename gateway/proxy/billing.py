@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from gateway import errors
 from gateway.auth.rate_limits import RateLimiter
 from gateway.http.downstream import ClientDisconnected
-from gateway.types import Headers, Spent, Usage
+from gateway.types import NOTHING, Headers, Spent, Usage
 from policies.request.profile import RequestProfile
 
 ANSWER_TOKENS = 1024
@@ -17,8 +17,6 @@ ANSWER_TOKENS = 1024
 _CHARS_A_TOKEN = 3
 # These end a request without a fault of the worker: the key owes what it did until then.
 _CANCELLED = (ClientDisconnected, errors.KeyEnded, errors.RequestTooLong, errors.ShuttingDown)
-
-NOTHING = Spent()
 
 
 def estimate(profile: RequestProfile) -> int:

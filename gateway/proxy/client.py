@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from starlette.types import Scope
+
 from gateway.auth.api_keys import ApiKey
 from gateway.errors import FieldInvalid
-from gateway.http.downstream import Scope, header
+from gateway.http.downstream import header
 from gateway.types import Caller
 from policies.compiler import ANONYMOUS, CallerAttributes
 from policies.document import PolicyDocument, Priority

@@ -7,20 +7,10 @@ from typing import TYPE_CHECKING
 
 from gateway.auth.api_keys import ANONYMOUS, ApiKey
 from gateway.errors import GatewayError, NoWorker, RequestRefused
-from gateway.proxy.billing import NOTHING, cost_of
-from gateway.routing.select import Candidate, Decision, RoutingRequest
+from gateway.proxy.billing import cost_of
+from gateway.routing.select import Decision, RoutingRequest
 from gateway.telemetry.request_record import RequestRecord
-from gateway.types import (
-    NO_PREFIX,
-    UNUSED,
-    Caller,
-    Drafts,
-    Headers,
-    Inspected,
-    Outcome,
-    Spent,
-    Usage,
-)
+from gateway.types import NO_PREFIX, NOTHING, UNUSED, Caller, Headers, Outcome, Spent
 from policies.document import PolicyDocument
 from policies.request.profile import RequestProfile
 
@@ -33,13 +23,12 @@ _CLIENT_CLOSED_REQUEST = 499
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class RequestContext:
-    """One request and what has happened to it so far.
+class RequestContext(RequestRecord):
+    """One request and what has happened to it so far; its record once it has ended.
 
     Each step stores its result here as an immutable value; the times are monotonic seconds.
     """
 
-    request_id: str
     wire_format: WireFormat
     policy: PolicyDocument
     """The active policy when the request began; a later one does not change it."""
@@ -49,23 +38,12 @@ class RequestContext:
     body_bytes: int = 0
     api_key: ApiKey = ANONYMOUS
     body_read_s: float = 0.0
-    inspected: Inspected | None = None
     caller: Caller = ANONYMOUS.caller
     routing_request: RoutingRequest | None = None
-    decision: Decision | None = None
-    """The decision that the first attempt followed."""
-    candidate: Candidate | None = None
-    """The lane of the last attempt."""
-    attempts: int = 0
-    waited_s: float = 0.0
-    """Time in the queue before the first attempt."""
-    dispatched_s: float | None = None
+    dispatched_at_s: float | None = None
     begun: bool = False
     """A worker has the request and may have begun it."""
-    first_token_s: float | None = None
-    usage: Usage = UNUSED
-    drafts: Drafts | None = None
-    outcome: Outcome = Outcome.COMPLETED
+    first_token_at_s: float | None = None
     error: GatewayError | None = None
 
     @property
@@ -80,7 +58,7 @@ class RequestContext:
         return self.routing_request.prefix_key if self.routing_request else ""
 
     @property
-    def prefix(self) -> str:
+    def cache_result(self) -> str:
         """Return the cache result of the system prompt: hit, miss or none.
 
         Before the worker has reported usage, this is the expected result.
@@ -126,44 +104,29 @@ class RequestContext:
             (b"x-paceline-pool", self.candidate.pool.encode()),
             (b"x-paceline-worker", self.candidate.worker_id.encode()),
             (b"x-paceline-reason", self.candidate.reason.encode()),
-            (b"x-paceline-prefix", self.prefix.encode()),
+            (b"x-paceline-prefix", self.cache_result.encode()),
             (b"x-paceline-attempts", str(self.attempts).encode()),
         ]
 
-    def record(self, now_s: float) -> RequestRecord:
-        """Return the immutable record of the finished request."""
-        return RequestRecord(
-            request_id=self.request_id,
-            outcome=self.outcome,
-            status=self._status(),
-            seconds=now_s - self.began_s,
-            code=self.error.counted_as if self.error else "",
-            inspected=self.inspected,
-            decision=self.decision,
-            candidate=self.candidate,
-            attempts=self.attempts,
-            usage=self.usage,
-            waited_s=self.waited_s,
-            added_s=_since(self.body_read_s + self.waited_s, self.dispatched_s),
-            first_token_s=_since(self.body_read_s, self.first_token_s),
-            token_s=self._token_s(now_s),
-            drafts=self.drafts,
-            caller=self.caller,
-            spent=self.cost(self.error) if self.caller.key else NOTHING,
-            prefix=self.prefix,
-        )
-
-    def _status(self) -> int:
+    def finish(self, now_s: float) -> None:
+        """Complete the record of the request, which ends now."""
         if self.error is not None:
-            return self.error.status
-        return _CLIENT_CLOSED_REQUEST if self.outcome is Outcome.CLIENT_LEFT else 200
+            self.status, self.code = self.error.status, self.error.counted_as
+        elif self.outcome is Outcome.CLIENT_LEFT:
+            self.status = _CLIENT_CLOSED_REQUEST
+        self.seconds = now_s - self.began_s
+        self.added_s = _since(self.body_read_s + self.waited_s, self.dispatched_at_s)
+        self.first_token_s = _since(self.body_read_s, self.first_token_at_s)
+        self.token_s = self._token_s(now_s)
+        self.spent = self.cost(self.error) if self.caller.key else NOTHING
+        self.prefix = self.cache_result
 
     def _token_s(self, now_s: float) -> float | None:
         """Return the time for each token after the first one; None if there was none."""
-        more_tokens = self.usage.completion_tokens - 1
-        if self.outcome is not Outcome.COMPLETED or self.first_token_s is None or more_tokens < 1:
+        first_s, more_tokens = self.first_token_at_s, self.usage.completion_tokens - 1
+        if self.outcome is not Outcome.COMPLETED or first_s is None or more_tokens < 1:
             return None
-        return (now_s - self.first_token_s) / more_tokens
+        return (now_s - first_s) / more_tokens
 
 
 def _since(began_s: float, later_s: float | None) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from pydantic_core import from_json, to_json
 
@@ -16,15 +17,8 @@ from gateway.config.settings import Settings
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.worker import Lease
+from gateway.http import upstream
 from gateway.http.downstream import ResponseWriter
-from gateway.http.upstream import (
-    ConnectionLost,
-    ConnectionPool,
-    ReadTimeout,
-    StaleConnection,
-    UpstreamResponse,
-    refusal,
-)
 from gateway.protocols import WORKER_PATHS
 from gateway.protocols.event_stream import StreamScanner, has_facts, read_drafts, read_usage
 from gateway.proxy.context import RequestContext
@@ -35,6 +29,15 @@ from gateway.types import UNUSED, Headers
 
 log = logging.getLogger(__name__)
 
+# What the error of an attempt means for the worker's circuit breaker; the first match counts.
+_ATTEMPT_RESULTS = (
+    (errors.RefusedByWorker, AttemptResult.SUCCEEDED),
+    (errors.WorkerUnreachable, AttemptResult.UNREACHABLE),
+    (errors.WorkerBusy, AttemptResult.BUSY),
+    (errors.WorkerSilent, AttemptResult.TIMED_OUT),
+    (errors.WorkerError, AttemptResult.FAILED),
+    (errors.GatewayError, AttemptResult.ABANDONED),
+)
 # After these errors the worker has not begun the request.
 _NEVER_BEGUN = (errors.WorkerUnreachable, errors.WorkerBusy)
 # Far more than any answer has; a worker that never ends one must not fill the memory.
@@ -63,7 +66,9 @@ class Forwarder:
         self._scheduler = scheduler
         self._prefix_index = prefix_index
         self._clock = clock
-        self.connections = ConnectionPool(settings.connect_timeout_s, settings.answer_timeout_s)
+        self.connections = upstream.ConnectionPool(
+            settings.connect_timeout_s, settings.answer_timeout_s
+        )
         self.retries = RetryBudget()
         self.quarantine = Quarantine()
 
@@ -101,7 +106,8 @@ class Forwarder:
                 self.quarantine.answered(body)
                 return
             except errors.GatewayError as error:
-                result, retry_after_s = attempt_result(error), error.retry_after_s or 0.0
+                result = next(one for kind, one in _ATTEMPT_RESULTS if isinstance(error, kind))
+                retry_after_s = error.retry_after_s or 0.0
                 context.begun &= not isinstance(error, _NEVER_BEGUN)
                 if isinstance(error, errors.WorkerLost) and not writer.started:
                     self.quarantine.lost(body, "/".join(lease.boot), self._clock())
@@ -125,7 +131,7 @@ class Forwarder:
             self._prefix_index.record_dispatch(
                 request.prefix_key, lease.boot, context.policy.prefix
             )
-        if context.dispatched_s is None:
+        if context.dispatched_at_s is None:
             context.waited_s = lease.waited_s
         return lease
 
@@ -163,7 +169,7 @@ class Forwarder:
         body = lease.state.backend.body(body, context.inspected.body)
         try:
             response = await self._send(lease, body, context)
-        except StaleConnection:
+        except upstream.StaleConnection:
             if not self.retries.allows(context.policy.retries):
                 raise
             try:
@@ -173,46 +179,41 @@ class Forwarder:
                 raise errors.WorkerLost from error
         try:
             if response.status != 200:
-                raise await refusal(response, self._settings.idle_timeout_s)
+                raise await upstream.refusal(response, self._settings.idle_timeout_s)
             if context.profile.stream:
                 await self._relay_stream(response, writer, context)
             else:
                 await self._relay_whole(response, writer, context)
         finally:
-            response.close()  # does nothing after the end of the response
+            response.release()
 
     async def _send(
         self, lease: Lease, body: bytes, context: RequestContext, *, fresh: bool = False
-    ) -> UpstreamResponse:
+    ) -> upstream.UpstreamConnection:
         """Send the request; until the response begins, a retry counts against the budget."""
-        headers = self._headers(lease, context)
+        headers = {"content-type": "application/json", "x-request-id": context.request_id}
+        headers |= lease.state.backend.headers(lease.candidate.lane, context.prefix_key)
+        if context.trace is not None:
+            headers |= context.trace.attempt(context.profile, lease.candidate)
         url = lease.report.url + WORKER_PATHS[context.profile.endpoint]
         context.attempts += 1
-        context.dispatched_s = context.dispatched_s or self._clock()
+        context.dispatched_at_s = context.dispatched_at_s or self._clock()
         if context.attempts == 1:
             return await self.connections.send(url, body, headers, context.begin)
         with self.retries.retry():
             return await self.connections.send(url, body, headers, context.begin, fresh=fresh)
 
-    def _headers(self, lease: Lease, context: RequestContext) -> dict[str, str]:
-        """Return the headers of a request to a worker."""
-        headers = {"content-type": "application/json", "x-request-id": context.request_id}
-        headers |= lease.state.backend.headers(lease.candidate.lane, context.prefix_key)
-        if context.trace is not None:
-            headers |= context.trace.attempt(context.profile, lease.candidate)
-        return headers
-
     async def _relay_whole(
-        self, response: UpstreamResponse, writer: ResponseWriter, context: RequestContext
+        self, response: upstream.UpstreamConnection, writer: ResponseWriter, context: RequestContext
     ) -> None:
         """Relay a response that is one JSON object; raise a `WorkerError`."""
         response.set_read_timeout(self._settings.idle_timeout_s)  # the rest is on its way
         try:
             body = await response.read(_WHOLE_LIMIT_BYTES)
             answer = from_json(body) if len(body) < _WHOLE_LIMIT_BYTES else None
-        except ReadTimeout as error:
+        except upstream.ReadTimeout as error:
             raise errors.WorkerStalled from error
-        except ConnectionLost as error:
+        except upstream.ConnectionLost as error:
             raise errors.WorkerLost from error
         except ValueError as error:
             raise errors.WorkerFailed from error
@@ -227,19 +228,21 @@ class Forwarder:
         await writer.whole(200, [*_JSON_HEADERS, *context.route_headers()], encoded)
 
     async def _relay_stream(
-        self, response: UpstreamResponse, writer: ResponseWriter, context: RequestContext
+        self, response: upstream.UpstreamConnection, writer: ResponseWriter, context: RequestContext
     ) -> None:
         """Relay events as they come; raise a `WorkerError` unless the stream is complete."""
-        relay = StreamRelay(response, writer, context, self._settings.idle_timeout_s, self._clock)
-        state = relay.state
-        last = b""
+        assert context.routing_request is not None
+        scanner = StreamScanner(context.wire_format.encoder(context.routing_request))
+        state, last = scanner.state, b""
+        idle_timeout_s = self._settings.idle_timeout_s
+        relay = StreamRelay(response, writer, context, scanner, idle_timeout_s, self._clock)
         failure: errors.GatewayError = errors.WorkerLost()
         response.set_read_timeout(self._settings.answer_timeout_s)
         try:
             last = await relay.run([*_STREAM_HEADERS, *context.route_headers()])
-        except ReadTimeout:
+        except upstream.ReadTimeout:
             failure = errors.WorkerStalled() if writer.started else errors.WorkerSilent()
-        except ConnectionLost as error:
+        except upstream.ConnectionLost as error:
             log.warning("stream.cut request=%s error=%r", context.request_id, error)
         finally:
             context.usage = state.usage or context.usage
@@ -255,48 +258,39 @@ class Forwarder:
         raise failure
 
 
+@dataclass(slots=True, eq=False)
 class StreamRelay:
     """Relays one stream of events from a worker to a client."""
 
-    def __init__(
-        self,
-        response: UpstreamResponse,
-        writer: ResponseWriter,
-        context: RequestContext,
-        idle_timeout_s: float,
-        clock: Callable[[], float],
-    ) -> None:
-        assert context.routing_request is not None
-        self._response = response
-        self._writer = writer
-        self._context = context
-        self._idle_timeout_s = idle_timeout_s
-        self._clock = clock
-        self._begun = False
-        self._scanner = StreamScanner(context.wire_format.encoder(context.routing_request))
-        self._send_chunk: Callable[[bytes], None] | None = None
-        self.state = self._scanner.state
+    response: upstream.UpstreamConnection
+    writer: ResponseWriter
+    context: RequestContext
+    scanner: StreamScanner
+    idle_timeout_s: float
+    clock: Callable[[], float]
+    begun: bool = False
+    send_chunk: Callable[[bytes], None] | None = None
 
     async def run(self, headers: Headers) -> bytes:
         """Relay up to the end, or to the first event that must not be relayed.
 
         Return the last bytes, which go out with the end; raise `ConnectionLost`.
         """
-        await self._writer.open(headers, self._response.pause)
-        last = await self._response.pour(self._relay, self._relay_chunk)
-        return self._scan(last) + self._scanner.close()
+        await self.writer.open(headers, self.response.pause)
+        last = await self.response.pour(self._relay, self._relay_chunk)
+        return self._scan(last) + self.scanner.close()
 
     def _relay(self, piece: bytes) -> bool:
         """Relay a piece; return whether more is wanted."""
-        state = self.state
+        state = self.scanner.state
         if encoded := self._scan(piece):
-            self._writer.write(encoded)
+            self.writer.write(encoded)
         if state.done:
-            self._response.set_read_timeout(_AFTER_DONE_S)
-        elif not self._begun:
-            self._begun = True
-            self._response.set_read_timeout(self._idle_timeout_s)
-        self._send_chunk = self._writer.chunk_sender() if self._scanner.quiet else None
+            self.response.set_read_timeout(_AFTER_DONE_S)
+        elif not self.begun:
+            self.begun = True
+            self.response.set_read_timeout(self.idle_timeout_s)
+        self.send_chunk = self.writer.chunk_sender() if self.scanner.quiet else None
         return not state.broken
 
     def _relay_chunk(self, chunk: bytes) -> bool:
@@ -304,30 +298,13 @@ class StreamRelay:
 
         Nearly every token takes this path, which changes no state.
         """
-        if self._send_chunk is None or not chunk.endswith(b"\n\n\r\n") or has_facts(chunk):
+        if self.send_chunk is None or not chunk.endswith(b"\n\n\r\n") or has_facts(chunk):
             return False
-        self._send_chunk(chunk)
+        self.send_chunk(chunk)
         return True
 
     def _scan(self, piece: bytes) -> bytes:
-        encoded = self._scanner.feed(piece)
-        if self._context.first_token_s is None and self.state.content_seen:
-            self._context.first_token_s = self._clock()
+        encoded = self.scanner.feed(piece)
+        if self.context.first_token_at_s is None and self.scanner.state.content_seen:
+            self.context.first_token_at_s = self.clock()
         return encoded
-
-
-def attempt_result(error: errors.GatewayError) -> AttemptResult:
-    """Return what the end of an attempt means for the worker's circuit breaker."""
-    match error:
-        case errors.RefusedByWorker():
-            return AttemptResult.SUCCEEDED
-        case errors.WorkerUnreachable():
-            return AttemptResult.UNREACHABLE
-        case errors.WorkerBusy():
-            return AttemptResult.BUSY
-        case errors.WorkerSilent():
-            return AttemptResult.TIMED_OUT
-        case errors.WorkerError():
-            return AttemptResult.FAILED
-        case _:
-            return AttemptResult.ABANDONED

@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import logging
 
+from starlette.types import Receive, Scope
+
 from gateway import errors
 from gateway.assembly import Gateway
 from gateway.auth.origins import comes_from_foreign_page
 from gateway.http.downstream import (
     CancelScope,
     ClientDisconnected,
-    Receive,
     ResponseWriter,
-    Scope,
     header,
     read_body,
     response_writer,
@@ -77,7 +77,8 @@ class ProxyHandler:
             began_s=gateway.clock(),
             trace=gateway.traces.begin(scope) if gateway.traces is not None else None,
         )
-        self._begin()
+        self.load.requests += 1
+        self._idle.clear()
         try:
             with CancelScope(writer) as cancel_scope:
                 gateway.active_requests.add(cancel_scope)
@@ -99,8 +100,14 @@ class ProxyHandler:
             log.exception("request.broken request=%s", context.request_id)
             await self._fail(context, writer, errors.GatewayError(), [])
         finally:
-            self._end(context)
-            self._account(context)
+            self.load.requests -= 1
+            self.load.release(context.body_bytes)
+            if not self.load.requests:
+                self._idle.set()
+            context.finish(gateway.clock())
+            gateway.accounting.account(context)
+            if context.trace is not None:
+                context.trace.end(context)
 
     async def _read_body(
         self, scope: Scope, receive: Receive, context: RequestContext, cancel_scope: CancelScope
@@ -171,20 +178,3 @@ class ProxyHandler:
             error_body=context.wire_format.error_body,
             error_event=context.wire_format.error_event,
         )
-
-    def _account(self, context: RequestContext) -> None:
-        """Account for a finished request."""
-        record = context.record(self._gateway.clock())
-        self._gateway.accounting.account(record)
-        if context.trace is not None:
-            context.trace.end(record)
-
-    def _begin(self) -> None:
-        self.load.requests += 1
-        self._idle.clear()
-
-    def _end(self, context: RequestContext) -> None:
-        self.load.requests -= 1
-        self.load.release(context.body_bytes)
-        if not self.load.requests:
-            self._idle.set()

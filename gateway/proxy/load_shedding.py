@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
 
 from gateway.assembly import LOOP_CHECK_S
 from gateway.errors import Overloaded
@@ -18,12 +17,21 @@ _TOO_LATE_S = 0.25
 
 
 class LoopLag:
-    """The delay of the event loop, as `LoopMonitor` measures it."""
+    """The delay of the event loop."""
 
     def __init__(self) -> None:
         self._late_s: deque[float] = deque([0.0], maxlen=int(_REMEMBERED_S / LOOP_CHECK_S))
+        self._due_s = float("inf")
         self.too_late = False
         """The last four measurements were all late."""
+
+    def measure(self) -> float:
+        """Measure the delay since the last call, 0 s at first; call it every `LOOP_CHECK_S`."""
+        now_s = asyncio.get_running_loop().time()
+        late_s = max(0.0, now_s - self._due_s)
+        self._due_s = now_s + LOOP_CHECK_S
+        self.note(late_s)
+        return late_s
 
     def note(self, late_s: float) -> None:
         """Record the delay of one measurement."""
@@ -60,21 +68,3 @@ class Load:
     def release(self, body_bytes: int) -> None:
         """Remove the bytes that `hold` added for one request."""
         self._body_bytes -= body_bytes
-
-
-class LoopMonitor:
-    """Measures the delay of the event loop; `excuse` gets each delay, from 0 s at the start."""
-
-    def __init__(self, lag: LoopLag, excuse: Callable[[float], None]) -> None:
-        self._lag = lag
-        self._excuse = excuse
-        self._due_s = float("inf")
-
-    async def measure(self) -> None:
-        """Measure the delay since the last call; to be called every `LOOP_CHECK_S`."""
-        now_s = asyncio.get_running_loop().time()
-        late_s = max(0.0, now_s - self._due_s)
-        self._due_s = now_s + LOOP_CHECK_S
-        # Heartbeats may have been processed late by as much.
-        self._excuse(late_s)
-        self._lag.note(late_s)

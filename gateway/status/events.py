@@ -8,13 +8,13 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from pydantic import BaseModel
+from starlette.types import Scope
 
 from gateway.errors import GatewayError, ShuttingDown, TooManyViewers
 from gateway.http.downstream import (
     CancelScope,
     ClientDisconnected,
     ResponseWriter,
-    Scope,
     response_writer,
 )
 

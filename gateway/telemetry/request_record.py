@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 from gateway.routing.select import Candidate, Decision
-from gateway.types import Caller, Drafts, Inspected, Outcome, Spent, Usage
+from gateway.types import (
+    NO_PREFIX,
+    NOTHING,
+    UNUSED,
+    Caller,
+    Drafts,
+    Inspected,
+    Outcome,
+    Spent,
+    Usage,
+)
 
 
-class RequestRecord(NamedTuple):
+@dataclass(slots=True, eq=False)
+class RequestRecord:
     """One finished request."""
 
     request_id: str
-    outcome: Outcome
-    status: int
-    seconds: float
+    outcome: Outcome = Outcome.COMPLETED
+    status: int = 200
+    seconds: float = 0.0
     code: str = ""
     """The error code for counters; empty without an error."""
     inspected: Inspected | None = None
     decision: Decision | None = None
     candidate: Candidate | None = None
     attempts: int = 0
-    usage: Usage = Usage()
+    usage: Usage = UNUSED
     waited_s: float = 0.0
     """Time in the queue for a slot."""
     added_s: float | None = None
@@ -32,8 +43,8 @@ class RequestRecord(NamedTuple):
     """For each token after the first one, for complete streams."""
     drafts: Drafts | None = None
     """As the worker reported them; None if it reported none."""
-    caller: Caller = Caller()
-    spent: Spent = Spent()
+    caller: Caller = field(default_factory=Caller)
+    spent: Spent = NOTHING
     """Zero without a key."""
-    prefix: str = "none"
+    prefix: str = NO_PREFIX
     """The cache result of the system prompt: hit, miss or none."""

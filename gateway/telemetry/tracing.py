@@ -18,8 +18,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from starlette.types import Scope
 
-from gateway.http.downstream import Scope, header
+from gateway.http.downstream import header
 from gateway.routing.select import Candidate
 from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Outcome

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from gateway.http.upstream import UpstreamConnection, UpstreamResponse
+from gateway.http.upstream import UpstreamConnection
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 REQUEST = b"POST / HTTP/1.1\r\ncontent-length: 4\r\n\r\n"
@@ -71,6 +71,7 @@ def serve_once(*pieces: bytes) -> Serve:
     return serve
 
 
-async def send_request(connection: UpstreamConnection) -> UpstreamResponse:
-    """Send a request and return the head of its answer."""
-    return await connection.request(REQUEST, BODY, TIMEOUT_S)
+async def send_request(connection: UpstreamConnection) -> UpstreamConnection:
+    """Send a request, and return once the head of its response has come."""
+    await connection.request(REQUEST, BODY, TIMEOUT_S)
+    return connection

@@ -28,7 +28,7 @@ async def test_a_response_is_parsed_at_any_split(step: int) -> None:
         for _ in range(2):
             response = await send_request(connection)
             assert (response.status, await response.read()) == (200, b"one two")
-            response.close()
+            response.release()
     assert reusable == [connection, connection]
     assert connection.used
 
@@ -41,7 +41,7 @@ async def test_informational_responses_are_skipped() -> None:
             response = await send_request(connection)
             assert (response.status, response.retry_after) == (429, "7")
             assert await response.read() == b"no"
-            response.close()
+            response.release()
             assert reusable
 
 
@@ -52,7 +52,7 @@ async def test_an_http_1_0_response_ends_with_the_connection() -> None:
     ):
         response = await send_request(connection)
         assert await response.read() == b"all of it"
-        response.close()
+        response.release()
     assert not reusable
 
 
@@ -69,7 +69,7 @@ async def test_a_cut_response_yields_its_bytes_and_then_raises_connection_lost(c
         assert await response.chunk() == b"part"
         with pytest.raises(ConnectionLost):
             await response.chunk()
-        response.close()
+        response.release()
     assert not reusable
 
 
@@ -110,7 +110,7 @@ async def test_unsolicited_bytes_close_the_connection(parts: tuple[bytes, ...]) 
     async with upstream_connection(serve_pieces(*parts)) as (connection, _):
         response = await send_request(connection)
         assert await response.read() == b"ok"
-        response.close()
+        response.release()
         async with asyncio.timeout(TIMEOUT_S):
             while connection.open:
                 await asyncio.sleep(0.001)
@@ -129,7 +129,7 @@ async def test_closing_a_response_early_closes_the_connection() -> None:
         disconnected.set()
 
     async with upstream_connection(serve) as (connection, reusable):
-        (await send_request(connection)).close()
+        (await send_request(connection)).release()
         await asyncio.wait_for(disconnected.wait(), TIMEOUT_S)
     assert not reusable
 
@@ -143,9 +143,9 @@ async def test_after_a_response_to_a_half_sent_request_the_connection_is_not_reu
         await received.wait()
 
     async with upstream_connection(serve) as (connection, reusable):
-        response = await connection.request(REQUEST, b"x" * 50_000_000, TIMEOUT_S)
-        assert (response.status, await response.read()) == (413, b"")
-        response.close()
+        await connection.request(REQUEST, b"x" * 50_000_000, TIMEOUT_S)
+        assert (connection.status, await connection.read()) == (413, b"")
+        connection.release()
         received.set()
     assert not reusable
 
@@ -193,7 +193,7 @@ async def test_a_paused_connection_reads_again_for_the_next_request() -> None:
         response = await send_request(connection)
         assert await response.read() == b"one two"
         connection.pause(True)  # as the last chunk does when the client is slow
-        response.close()
+        response.release()
         assert reusable == [connection]
         assert (
             await asyncio.wait_for((await send_request(connection)).read(), TIMEOUT_S) == b"one two"
@@ -222,7 +222,7 @@ async def test_a_pause_caused_by_a_relayed_chunk_is_no_read_timeout() -> None:
             return True
 
         assert await connection.pour(lambda _: True, relay) == b""
-        response.close()
+        response.release()
     assert relayed == [second]
     assert reusable == [connection]
 
@@ -259,7 +259,7 @@ class ChunkRelay:
         try:
             last = await response.pour(self.data, self.chunk)
         finally:
-            response.close()
+            response.release()
         return b"".join((*self.content, last))
 
 
@@ -373,7 +373,7 @@ async def pour(connection: UpstreamConnection, sink: Sink) -> bytes:
     try:
         return await response.pour(sink)
     finally:
-        response.close()
+        response.release()
 
 
 async def test_a_response_is_written_to_the_sink_and_its_last_bytes_are_returned() -> None:
@@ -424,7 +424,7 @@ async def test_bytes_received_before_pour_are_written_first() -> None:
         response = await send_request(connection)
         await asyncio.sleep(0.1)  # by now backpressure has stopped the worker
         last = await response.pour(sink)
-        response.close()
+        response.release()
     assert sum(map(len, sink.parts)) + len(last) == size
     assert reusable == [connection]
 
@@ -442,6 +442,6 @@ async def test_a_paused_connection_has_no_read_timeout() -> None:
         response.set_read_timeout(30)
         response.pause(False)
         last = await pouring
-        response.close()
+        response.release()
     assert b"".join(sink.parts) + last == b"one!"
     assert reusable == [connection]

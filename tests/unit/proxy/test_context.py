@@ -11,6 +11,7 @@ from gateway.errors import GatewayError, NoWorker, PageRefused, RequestRefused, 
 from gateway.protocols import CHAT
 from gateway.proxy.context import RequestContext
 from gateway.routing.select import Candidate, Decision, RoutingRequest
+from gateway.telemetry.request_record import RequestRecord
 from gateway.types import Caller, Drafts, Inspected, Outcome, Spent, Usage
 from policies.document import default_policy
 from policies.request.profile import Endpoint, RequestProfile
@@ -41,18 +42,24 @@ def routed_context(prefix_key: str = "", **fields: Any) -> RequestContext:
         "attempts": 1,
         "body_read_s": NOW_S + 0.5,
         "waited_s": 1.0,
-        "dispatched_s": NOW_S + 1.75,
+        "dispatched_at_s": NOW_S + 1.75,
     }
     return new_context(**{**values, **fields})
 
 
+def finished(context: RequestContext, seconds: float = 7.0) -> RequestRecord:
+    """The record of a request that ends after some seconds."""
+    context.finish(NOW_S + seconds)
+    return context
+
+
 def test_the_record_of_a_complete_stream() -> None:
     context = routed_context(
-        first_token_s=NOW_S + 3.0, usage=Usage(5, 5, 1), drafts=Drafts(1, 2, 1, (0, 1))
+        first_token_at_s=NOW_S + 3.0, usage=Usage(5, 5, 1), drafts=Drafts(1, 2, 1, (0, 1))
     )
     context.record_decision(Decision("greedy", (), (CANDIDATE,)))
     context.record_decision(Decision("second attempt", (), ()))
-    record = context.record(NOW_S + 7.0)
+    record = finished(context)
     assert (record.request_id, record.outcome, record.status) == ("r", Outcome.COMPLETED, 200)
     assert (record.code, record.seconds, record.attempts) == ("", 7.0, 1)
     assert record.inspected is context.inspected
@@ -68,7 +75,7 @@ def test_the_record_of_a_complete_stream() -> None:
 def test_the_record_of_a_request_rejected_before_its_body() -> None:
     context = new_context()
     context.fail(PageRefused())
-    record = context.record(NOW_S + 0.25)
+    record = finished(context, 0.25)
     assert (record.outcome, record.status) == (Outcome.REFUSED, 403)
     assert (record.inspected, record.decision, record.candidate) == (None, None, None)
     assert (record.added_s, record.first_token_s, record.token_s) == (None, None, None)
@@ -85,9 +92,9 @@ def test_the_record_of_a_request_rejected_before_its_body() -> None:
     ],
 )
 def test_an_error_decides_outcome_status_and_code(error: GatewayError, outcome: Outcome) -> None:
-    context = routed_context(first_token_s=NOW_S + 3.0, usage=Usage(5, 5, 1))
+    context = routed_context(first_token_at_s=NOW_S + 3.0, usage=Usage(5, 5, 1))
     context.fail(error)
-    record = context.record(NOW_S + 7.0)
+    record = finished(context)
     assert (record.outcome, record.status, record.code) == (outcome, error.status, error.counted_as)
     assert record.token_s is None
     assert record.spent == context.cost(error)
@@ -96,14 +103,14 @@ def test_an_error_decides_outcome_status_and_code(error: GatewayError, outcome: 
 def test_a_disconnected_client_is_logged_as_nginx_does() -> None:
     context = routed_context()
     context.disconnect()
-    record = context.record(NOW_S + 7.0)
+    record = finished(context)
     assert (record.outcome, record.status, record.code) == (Outcome.CLIENT_LEFT, 499, "")
     assert record.spent == Spent(1, 10, 10)
 
 
 def test_a_request_without_a_worker_or_a_key_spends_nothing() -> None:
-    assert routed_context(begun=False).record(NOW_S).spent == Spent()
-    assert routed_context(caller=Caller()).record(NOW_S).spent == Spent()
+    assert finished(routed_context(begun=False)).spent == Spent()
+    assert finished(routed_context(caller=Caller())).spent == Spent()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +127,7 @@ def test_the_cache_result_is_the_expected_one_until_the_worker_reports_it(
     fields: dict[str, Any], expected: str
 ) -> None:
     context = routed_context(**fields)
-    assert context.record(NOW_S).prefix == expected
+    assert finished(context).prefix == expected
     assert (b"x-paceline-prefix", expected.encode()) in context.route_headers()
 
 
