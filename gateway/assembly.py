@@ -135,8 +135,8 @@ class Gateway:
             for part in (self.access_log, self.traces, data_plane.upstream):
                 if part is not None:
                     await stack.enter_async_context(part)
-            await stack.enter_async_context(self.control.connected())
-            await stack.enter_async_context(self.probes.connected())
+            await stack.enter_async_context(self.control.client)
+            await stack.enter_async_context(self.probes.client)
             for work in reversed((self.usage_store.flush, *self.cluster_sync.final_exchanges)):
                 stack.push_async_callback(Job(work=work, period_s=0).run)
             await stack.enter_async_context(periodic_tasks(self._jobs(data_plane)))

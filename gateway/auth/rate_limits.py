@@ -34,12 +34,8 @@ OF_TOKENS: HeaderNames = (
 
 def limit_headers(names: HeaderNames, limit: int, remaining: int, full_in_s: float) -> Headers:
     """Return the headers of a limit, as OpenAI names them."""
-    limit_name, remaining_name, reset_name = names
-    return [
-        (limit_name, b"%d" % limit),
-        (remaining_name, b"%d" % remaining),
-        (reset_name, _duration(full_in_s)),
-    ]
+    values = (b"%d" % limit, b"%d" % remaining, _duration(full_in_s))
+    return list(zip(names, values, strict=True))
 
 
 def _duration(seconds: float) -> bytes:
@@ -150,7 +146,8 @@ class DailyBudget:
     """A budget per day; a request counts on the day on which it ends."""
 
     def __init__(self, limit: int, used: int, day: int) -> None:
-        self._day = day
+        self.day = day
+        """The number of the current day."""
         self.limit = limit
         self.used = used
         self.used_locally = 0
@@ -161,11 +158,6 @@ class DailyBudget:
         self._share: int | None = None
         """The bound of `used` and `reserved` while this gateway is cut off; None: not cut off."""
         self._gateways = 1
-
-    @property
-    def day(self) -> int:
-        """Return the number of the current day."""
-        return self._day
 
     @property
     def remaining(self) -> int:
@@ -185,8 +177,8 @@ class DailyBudget:
 
     def roll_over(self, unix_s: float) -> None:
         """Begin the day of this moment if it is later; a clock set back gives no second budget."""
-        if (day := day_of(unix_s)) > self._day:
-            self._day, self.used, self.used_locally = day, 0, 0
+        if (day := day_of(unix_s)) > self.day:
+            self.day, self.used, self.used_locally = day, 0, 0
             if self._share is not None:
                 self._share = self.reserved + self.limit // self._gateways
 
@@ -199,10 +191,9 @@ class Reservation(NamedTuple):
     """The reservations of one admitted request."""
 
     tokens: int
-    of_requests: TokenBucket | None
-    requests_ticket: float
-    of_tokens: TokenBucket | None
-    tokens_ticket: float
+    of_requests: tuple[TokenBucket, float] | None
+    """With the ticket for `settle`."""
+    of_tokens: tuple[TokenBucket, float] | None
     of_day: DailyBudget | None
 
 
@@ -282,12 +273,10 @@ class RateLimiter:
         self, requests: int, tokens: int, day: int, day_tokens: int, now_s: float
     ) -> None:
         """Charge what other gateways have admitted since the last exchange."""
-        if self._requests is not None:
-            self._requests.refill(now_s)
-            self._requests.charge(requests)
-        if self._tokens is not None:
-            self._tokens.refill(now_s)
-            self._tokens.charge(tokens)
+        for bucket, amount in ((self._requests, requests), (self._tokens, tokens)):
+            if bucket is not None:
+                bucket.refill(now_s)
+                bucket.charge(amount)
         if self._day is not None and day == self._day.day:
             self._day.used += day_tokens
 
@@ -329,10 +318,8 @@ class RateLimiter:
             day.reserved += tokens
         return Reservation(
             tokens,
-            requests,
-            requests.take(1) if requests is not None else 0.0,
-            minute,
-            minute.take(tokens) if minute is not None else 0.0,
+            (requests, requests.take(1)) if requests is not None else None,
+            (minute, minute.take(tokens)) if minute is not None else None,
             day,
         )
 
@@ -340,16 +327,15 @@ class RateLimiter:
         self, taken: Reservation, requests: int, tokens: int, now_s: float, unix_s: float
     ) -> None:
         """Charge the cost of an admitted request; 0 and 0 refunds all of it."""
-        reserved, of_requests, requests_ticket, of_tokens, tokens_ticket, of_day = taken
+        reserved, of_requests, of_tokens, of_day = taken
         self.running -= 1
         self._admitted_requests += requests - 1
         self._admitted_tokens += tokens - reserved
-        if of_requests is not None:
-            of_requests.refill(now_s)
-            of_requests.settle(requests_ticket, 1, requests)
-        if of_tokens is not None:
-            of_tokens.refill(now_s)
-            of_tokens.settle(tokens_ticket, reserved, tokens)
+        for of_minute, amount, cost in ((of_requests, 1, requests), (of_tokens, reserved, tokens)):
+            if of_minute is not None:
+                bucket, ticket = of_minute
+                bucket.refill(now_s)
+                bucket.settle(ticket, amount, cost)
         if of_day is not None:
             of_day.roll_over(unix_s)
             of_day.reserved -= reserved

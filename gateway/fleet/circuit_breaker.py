@@ -71,18 +71,14 @@ class CircuitBreaker:
 
     def record_success(self, now_s: float, slots: int) -> CircuitBreaker:
         """Record a success; on probation, the limit doubles until it reaches all slots."""
+        if self.probation_limit is None and not self.failures:
+            return self
+        recovered = replace(self, connect_failures=0, failures=0)
         if self.probation_limit is None:
-            if not self.failures:
-                return self
-            return replace(self, connect_failures=0, failures=0)
+            return recovered
         more = self.probation_limit * 2
-        return replace(
-            self,
-            connect_failures=0,
-            failures=0,
-            probation_limit=more if more < slots else None,
-            healthy_since_s=now_s,
-        )
+        limit = more if more < slots else None
+        return replace(recovered, probation_limit=limit, healthy_since_s=now_s)
 
     def record_busy(self, now_s: float, retry_after_s: float) -> CircuitBreaker:
         """Record that the worker asks for a pause."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import httpx
 from pydantic_core import from_json
@@ -29,7 +28,7 @@ _RETRY_DELAY_S = 0.05
 
 
 class HealthChecker:
-    """Probes static workers within `connected`; a successful probe counts as a heartbeat."""
+    """Probes static workers within `client`; a successful probe counts as a heartbeat."""
 
     def __init__(
         self, backends: Sequence[OpenAIBackend], fleet: WorkerRegistry, store: CounterStore
@@ -38,14 +37,9 @@ class HealthChecker:
         self._fleet = fleet
         self._store = store
         self._unhealthy: set[str] = set()
-
-    @contextlib.asynccontextmanager
-    async def connected(self) -> AsyncIterator[None]:
-        """Open the connections within the context."""
-        async with httpx.AsyncClient(
+        self.client = httpx.AsyncClient(
             timeout=PROBE_TIMEOUT_S, verify=certificate_authorities(), trust_env=False
-        ) as self._client:
-            yield
+        )
 
     def jobs(self) -> list[Job]:
         """Return the periodic job of each worker, so that none delays another."""
@@ -82,7 +76,7 @@ class HealthChecker:
         url = backend.report.url + backend.probe_path
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S * MAX_ATTEMPTS):
-                response = await _get_with_retry(self._client, url, backend.authorization)
+                response = await _get_with_retry(self.client, url, backend.authorization)
         except (httpx.TimeoutException, TimeoutError) as error:
             # A server with one thread answers no probe while it answers a request; the timeouts of
             # requests show whether it still works on that.
@@ -93,7 +87,7 @@ class HealthChecker:
 
 
 class ReportClient:
-    """Requests reports from the workers that send heartbeats, within `connected`."""
+    """Requests reports from the workers that send heartbeats, within `client`."""
 
     def __init__(
         self, backend: PacelineBackend, fleet: WorkerRegistry, store: CounterStore
@@ -101,19 +95,14 @@ class ReportClient:
         self._backend = backend
         self._fleet = fleet
         self._store = store
-
-    @contextlib.asynccontextmanager
-    async def connected(self) -> AsyncIterator[None]:
-        """Open the connections within the context."""
-        async with httpx.AsyncClient(
-            headers=self._backend.authorization,
+        self.client = httpx.AsyncClient(
+            headers=backend.authorization,
             timeout=REPORT_TIMEOUT_S,
             # No task reads an idle connection, so the end of one would go unnoticed.
             limits=httpx.Limits(max_keepalive_connections=0),
             verify=certificate_authorities(),
             trust_env=False,
-        ) as self._client:
-            yield
+        )
 
     async def refresh_all(self) -> None:
         """Update the reports of all live workers; one that times out keeps its last report."""
@@ -144,7 +133,7 @@ class ReportClient:
         url = worker.url + self._backend.probe_path
         try:
             async with asyncio.timeout(REPORT_TIMEOUT_S):
-                response = await _get_with_retry(self._client, url)
+                response = await _get_with_retry(self.client, url)
             response.raise_for_status()
             report = WorkerReport.model_validate(from_json(response.content)["report"])
         # The client library raises arbitrary errors, such as AttributeError for a connection that
@@ -169,7 +158,4 @@ async def _get_with_retry(
         retry=retry_if_exception_type(httpx.TransportError),
         reraise=True,
     )
-    async for attempt in retrying:
-        with attempt:
-            response = await client.get(url, headers=headers)
-    return response
+    return await retrying(client.get, url, headers=headers)

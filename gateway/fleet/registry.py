@@ -62,47 +62,22 @@ class WorkerRegistry:
 
     def heartbeat(self, report: WorkerReport, backend: Backend | None = None) -> None:
         """Record a heartbeat; raise `WorkerIdTaken` if another live worker has the id."""
-        now_s = self._clock()
-        worker = self._workers.get(report.worker_id)
-        if worker is not None and worker.report.boot_id == report.boot_id:
-            before = worker.report
-            worker.update(report, now_s)
-            worker.heartbeat_at_s = now_s
-            worker.local = True
-            if same_routing(before, report):
-                self._views.add_changed(worker)
-            else:
-                self._views.invalidate()
-        elif worker is None or worker.report.url == report.url or not worker.is_live(now_s):
-            worker = self._add(report, now_s, backend)
-        else:
+        worker = self._record(report, self._clock(), backend)
+        if worker is None:
             raise WorkerIdTaken
-        worker.local_heartbeat_at_s = now_s
-        self._known_models |= {*worker.models}
-        self._on_capacity()
+        worker.local = True
+        worker.local_heartbeat_at_s = worker.heartbeat_at_s
 
     def merge_remote(self, report: WorkerReport, age_s: float) -> bool:
         """Record a heartbeat that another gateway received; return whether it is news."""
-        now_s = self._clock()
-        heartbeat_at_s = now_s - age_s
+        heartbeat_at_s = self._clock() - age_s
         worker = self._workers.get(report.worker_id)
-        if age_s > HEARTBEAT_TIMEOUT_S:
+        if age_s > HEARTBEAT_TIMEOUT_S or (
+            worker is not None
+            and (not worker.backend.sends_reports or heartbeat_at_s <= worker.heartbeat_at_s)
+        ):
             return False
-        if worker is None:
-            worker = self._add(report, heartbeat_at_s, local=False)
-        elif not worker.backend.sends_reports or heartbeat_at_s <= worker.heartbeat_at_s:
-            return False
-        elif worker.report.boot_id == report.boot_id:
-            worker.update(report, now_s)
-            worker.heartbeat_at_s = heartbeat_at_s
-        elif worker.report.url == report.url or not worker.is_live(now_s):
-            worker = self._add(report, heartbeat_at_s, local=False)
-        else:
-            return False  # of two live workers with one id the registry keeps the first
-        self._views.invalidate()
-        self._known_models |= {*worker.models}
-        self._on_capacity()
-        return True
+        return self._record(report, heartbeat_at_s) is not None
 
     def probe_succeeded(self, report: WorkerReport) -> None:
         """Record a worker's answer to a probe as a heartbeat at this gateway."""
@@ -236,9 +211,8 @@ class WorkerRegistry:
     def total_requests(self, worker_id: str) -> int:
         """Return how many requests of all gateways a worker has, as of its last report."""
         worker = self._workers.get(worker_id)
-        if worker is None:
-            return 0
-        return worker.in_flight.total() + sum(worker.remote_requests.values())
+        remote = {} if worker is None else worker.remote_requests
+        return self.local_requests(worker_id) + sum(remote.values())
 
     def heartbeat_age_s(self, worker: WorkerState) -> float:
         """Return the time since a worker's last heartbeat."""
@@ -252,24 +226,36 @@ class WorkerRegistry:
         """Return how long a worker stays busy by its own Retry-After; 0 if it is not."""
         return max(0.0, worker.breaker.busy_until_s - self._clock())
 
-    def _add(
-        self,
-        report: WorkerReport,
-        heartbeat_at_s: float,
-        backend: Backend | None = None,
-        *,
-        local: bool = True,
-    ) -> WorkerState:
-        """Add a new boot, without requests or failures; requests of an earlier one count there."""
-        worker = WorkerState(
-            report,
-            heartbeat_at_s,
-            backend or self._backend,
-            cordoned=report.worker_id in self._cordoned,
-            local=local,
-        )
-        self._workers[report.worker_id] = worker
-        self._views.invalidate()
+    def _record(
+        self, report: WorkerReport, heartbeat_at_s: float, backend: Backend | None = None
+    ) -> WorkerState | None:
+        """Record a heartbeat; return None, and keep the first, for two live workers with one id.
+
+        A new boot begins without requests or failures; requests of an earlier one count there.
+        """
+        now_s = self._clock()
+        worker = self._workers.get(report.worker_id)
+        if worker is not None and worker.report.boot_id == report.boot_id:
+            before = worker.report
+            worker.update(report, now_s)
+            worker.heartbeat_at_s = heartbeat_at_s
+            if same_routing(before, report):
+                self._views.add_changed(worker)
+            else:
+                self._views.invalidate()
+        elif worker is None or worker.report.url == report.url or not worker.is_live(now_s):
+            worker = WorkerState(
+                report,
+                heartbeat_at_s,
+                backend or self._backend,
+                cordoned=report.worker_id in self._cordoned,
+            )
+            self._workers[report.worker_id] = worker
+            self._views.invalidate()
+        else:
+            return None
+        self._known_models |= {*worker.models}
+        self._on_capacity()
         return worker
 
     def _rebuild_views(self, now_s: float) -> None:

@@ -25,7 +25,7 @@ from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.routing.select import Candidate, Decision, RoutingRequest, decide
 from gateway.types import Caller
 from policies.document import PolicyDocument
-from policies.request.profile import RequestProfile, bypass_reasons
+from policies.request.profile import bypass_reasons
 
 _RETRY_AFTER_RANGE_S = (1.0, 60.0)
 
@@ -106,7 +106,10 @@ class Scheduler:
         if lease is not None:
             return lease
         if not decision.candidates:
-            raise self._no_worker(request.profile)
+            model = request.profile.model
+            if (available_in_s := self._fleet.available_in_s(model)) is not None:
+                raise errors.WorkerBusy(retry_after_s=available_in_s)
+            raise errors.NoWorker(f"No worker can take requests for the model '{model}' now.")
         return await self._wait(request, decision, caller, tried)
 
     def _decide(
@@ -249,13 +252,6 @@ class Scheduler:
         for name in waiter.pools:
             self._pools[name].queue.remove(waiter)
             self._pools[name].last_wait_s = self._clock() - waiter.queued_at_s
-
-    def _no_worker(self, profile: RequestProfile) -> errors.GatewayError:
-        """Return the error for a request that no worker can take now."""
-        available_in_s = self._fleet.available_in_s(profile.model)
-        if available_in_s is not None:
-            return errors.WorkerBusy(retry_after_s=available_in_s)
-        return errors.NoWorker(f"No worker can take requests for the model '{profile.model}' now.")
 
 
 def _oldest_s(pool: _Pool) -> float:

@@ -33,7 +33,7 @@ class WorkerState:
     """Requests sent since the last ejection that are not answered yet."""
     local_heartbeat_at_s: float = float("-inf")
     """Time of the last heartbeat that this gateway received itself."""
-    local: bool = True
+    local: bool = False
     """The worker sends its heartbeats to this gateway, as far as is known."""
     peak_in_flight: dict[str, int] = field(default_factory=dict)
     """Most requests of this gateway since the last report, by lane."""

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from pydantic_core import from_json, to_json
 
 from gateway import errors
-from gateway.config.settings import Settings
+from gateway.assembly import Gateway
 from gateway.fleet.circuit_breaker import AttemptResult
-from gateway.fleet.scheduler import Scheduler
 from gateway.fleet.worker import Lease
 from gateway.http import upstream
 from gateway.http.downstream import ResponseWriter
@@ -24,7 +23,6 @@ from gateway.protocols.event_stream import StreamScanner, has_facts, read_drafts
 from gateway.proxy.context import RequestContext
 from gateway.proxy.quarantine import Quarantine
 from gateway.proxy.retry_budget import RetryBudget
-from gateway.routing.prefix_affinity import PrefixIndex
 from gateway.types import UNUSED, Headers
 
 log = logging.getLogger(__name__)
@@ -55,17 +53,11 @@ _STREAM_HEADERS = (
 class Forwarder:
     """Forwards requests to workers within the settings' limits on time."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        scheduler: Scheduler,
-        prefix_index: PrefixIndex,
-        clock: Callable[[], float],
-    ) -> None:
-        self._settings = settings
-        self._scheduler = scheduler
-        self._prefix_index = prefix_index
-        self._clock = clock
+    def __init__(self, gateway: Gateway) -> None:
+        self._settings = settings = gateway.settings
+        self._scheduler = gateway.scheduler
+        self._prefix_index = gateway.prefix_index
+        self._clock = gateway.clock
         self.connections = upstream.ConnectionPool(
             settings.connect_timeout_s, settings.answer_timeout_s
         )

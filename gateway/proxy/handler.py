@@ -48,12 +48,7 @@ class ProxyHandler:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self.forwarder = Forwarder(
-            gateway.settings,
-            gateway.scheduler,
-            gateway.prefix_index,
-            gateway.clock,
-        )
+        self.forwarder = Forwarder(gateway)
         self.load = Load(gateway.settings.requests_limit)
         self._idle = asyncio.Event()
         self._idle.set()
