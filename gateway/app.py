@@ -86,11 +86,11 @@ class GatewayApp:
 
     async def drained(self) -> None:
         """Wait until no inference request runs."""
-        await self.proxy.drained()
+        await self.proxy.idle.wait()
 
     def cut(self) -> None:
         """Cancel the requests that still run: streams end with an error event."""
-        self.proxy.cut()
+        self.gateway.active_requests.cancel(errors.ShuttingDown())
         self._status_feed.close()
 
 

@@ -9,14 +9,7 @@ from gateway.fleet.backend import Backend, PacelineBackend
 from gateway.fleet.circuit_breaker import HEALTHY, AttemptResult
 from gateway.fleet.worker import HEARTBEAT_TIMEOUT_S, Lease, WorkerState, same_routing
 from gateway.routing.select import Candidate
-from gateway.routing.view import (
-    FleetView,
-    LaneCosts,
-    LanePositions,
-    WorkerView,
-    costs_by_lane,
-    lane_positions,
-)
+from gateway.routing.view import FleetView, WorkerView
 from policies.sections import Pool
 from workers.protocol import LaneReport, WorkerReport
 
@@ -183,11 +176,13 @@ class WorkerRegistry:
             self._rebuild_views(now_s)
         else:
             self._views.replace_changed()
-        views = self._views
+        fleet = self._views.fleet
         if without:
-            rest = [one for one in views.workers if one.worker_id not in without]
+            rest = [one for one in fleet.workers if one.worker_id not in without]
             return FleetView.of(tuple(rest), self._known_models, now_s)
-        return FleetView(views.workers, self._known_models, views.costs, views.positions, now_s)
+        return FleetView(
+            fleet.workers, self._known_models, fleet.lane_costs, fleet.positions, now_s
+        )
 
     def is_available(self, worker: WorkerState) -> bool:
         """Return whether a worker gets new requests now."""
@@ -316,10 +311,8 @@ class _ViewCache:
 
     def __init__(self, workers: Iterable[WorkerView] = (), expires_at_s: float = NEVER_S) -> None:
         self.expires_at_s = expires_at_s
-        self.workers = tuple(workers)
-        self.costs: LaneCosts = costs_by_lane(self.workers)
-        self.positions: LanePositions = lane_positions(self.costs)
-        self._indexes = {worker.worker_id: index for index, worker in enumerate(self.workers)}
+        self.fleet = FleetView.of(tuple(workers), frozenset())
+        self._indexes = {worker.worker_id: at for at, worker in enumerate(self.fleet.workers)}
         self._changed: set[WorkerState] = set()
 
     def invalidate(self) -> None:
@@ -334,7 +327,8 @@ class _ViewCache:
         """Replace the views of the workers that have changed."""
         if not self._changed:
             return
-        workers, costs = list(self.workers), dict(self.costs)
+        positions = self.fleet.positions
+        workers, costs = list(self.fleet.workers), dict(self.fleet.lane_costs)
         for changed in self._changed:
             index = self._indexes.get(changed.report.worker_id)
             if index is None:
@@ -344,7 +338,7 @@ class _ViewCache:
                 for model in view.models:
                     key = model, cost.ref.lane.name
                     group = list(costs[key])
-                    group[self.positions[key][view.worker_id]] = cost
+                    group[positions[key][view.worker_id]] = cost
                     costs[key] = tuple(group)
         self._changed.clear()
-        self.workers, self.costs = tuple(workers), costs
+        self.fleet = FleetView(tuple(workers), frozenset(), costs, positions)

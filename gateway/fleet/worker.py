@@ -125,14 +125,14 @@ class WorkerState:
 
     def _new_view(self) -> WorkerView:
         report = self.report
-        lanes = [
+        lanes = tuple(
             LaneView.of(lane, self.occupied(lane.name), self.remote_requests.get(lane.name, 0))
             for lane in report.lanes
-        ]
+        )
         return WorkerView.of(
             report.worker_id,
             self.models,
-            tuple(lanes),
+            lanes,
             report.labels,
             report.boot_id,
             throughput=self.throughput,
@@ -153,14 +153,9 @@ class Lease:
     """Time that the request spent in the queue."""
 
     @property
-    def report(self) -> WorkerReport:
-        """Return the last report of the worker."""
-        return self.state.report
-
-    @property
     def boot(self) -> WorkerBoot:
         """Return the worker's id and boot."""
-        return self.report.worker_id, self.report.boot_id
+        return self.candidate.worker_id, self.state.report.boot_id
 
 
 def same_routing(one: WorkerReport, other: WorkerReport) -> bool:

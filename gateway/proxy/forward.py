@@ -147,7 +147,7 @@ class Forwarder:
         log.warning(
             "attempt.failed request=%s worker=%s code=%s again=%s",
             context.request_id,
-            lease.report.worker_id,
+            lease.candidate.worker_id,
             error.code,
             again,
         )
@@ -187,7 +187,7 @@ class Forwarder:
         headers |= lease.state.backend.headers(lease.candidate.lane, context.prefix_key)
         if context.trace is not None:
             headers |= context.trace.attempt(context.profile, lease.candidate)
-        url = lease.report.url + WORKER_PATHS[context.profile.endpoint]
+        url = lease.state.report.url + WORKER_PATHS[context.profile.endpoint]
         context.attempts += 1
         context.dispatched_at_s = context.dispatched_at_s or self._clock()
         if context.attempts == 1:

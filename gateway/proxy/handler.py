@@ -50,16 +50,9 @@ class ProxyHandler:
         self._gateway = gateway
         self.forwarder = Forwarder(gateway)
         self.load = Load(gateway.settings.requests_limit)
-        self._idle = asyncio.Event()
-        self._idle.set()
-
-    async def drained(self) -> None:
-        """Wait until no request runs."""
-        await self._idle.wait()
-
-    def cut(self) -> None:
-        """Cancel all running requests: streams end with an error event."""
-        self._gateway.active_requests.cancel(errors.ShuttingDown())
+        self.idle = asyncio.Event()
+        """Set while no request runs."""
+        self.idle.set()
 
     async def __call__(self, scope: Scope, receive: Receive, wire_format: WireFormat) -> None:
         """Respond to one request, however it ends, and account for it once."""
@@ -73,7 +66,7 @@ class ProxyHandler:
             trace=gateway.traces.begin(scope) if gateway.traces is not None else None,
         )
         self.load.requests += 1
-        self._idle.clear()
+        self.idle.clear()
         try:
             with CancelScope(writer) as cancel_scope:
                 gateway.active_requests.add(cancel_scope)
@@ -98,7 +91,7 @@ class ProxyHandler:
             self.load.requests -= 1
             self.load.release(context.body_bytes)
             if not self.load.requests:
-                self._idle.set()
+                self.idle.set()
             context.finish(gateway.clock())
             gateway.accounting.account(context)
             if context.trace is not None:

@@ -7,7 +7,8 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
@@ -70,9 +71,9 @@ class LaneCost:
     """Delay by the requests that the worker has, and the delay that one more causes them."""
     prefill_token_s: float
     """Prefill time of one prompt token."""
-    prefill_until_s: float
+    prefill_until_s: float = 0.0
     """Time at which the worker finishes the prefill of the prompts that it has."""
-    answered_at_s: float
+    answered_at_s: float = 0.0
     """Time of the last answer."""
 
 
@@ -105,8 +106,6 @@ class WorkerView:
         boot_id: str = "",
         *,
         throughput: Throughput = UNMEASURED,
-        prefill_until_s: float = 0.0,
-        answered_at_s: float = 0.0,
     ) -> Self:
         """Return the view of a worker; its lanes share one machine."""
         busy_rows = sum([lane.busy_rows for lane in lanes])
@@ -121,8 +120,6 @@ class WorkerView:
                     drafting_pays=lane.drafting_pays,
                 ),
                 prefill_token_s=throughput.prefill_token_s,
-                prefill_until_s=prefill_until_s,
-                answered_at_s=answered_at_s,
             )
             for lane in lanes
         ]
@@ -163,8 +160,17 @@ class FleetView:
         cls, workers: tuple[WorkerView, ...], known_models: frozenset[str], now_s: float = 0.0
     ) -> Self:
         """Return the view of these workers."""
-        costs = costs_by_lane(workers)
-        return cls(workers, known_models, costs, lane_positions(costs), now_s)
+        grouped: defaultdict[LaneKey, list[LaneCost]] = defaultdict(list)
+        for worker in workers:
+            for model in worker.models:
+                for cost in worker.lane_costs:
+                    grouped[model, cost.ref.lane.name].append(cost)
+        costs = {key: tuple(group) for key, group in grouped.items()}
+        positions = {
+            key: {cost.ref.worker_id: index for index, cost in enumerate(group)}
+            for key, group in costs.items()
+        }
+        return cls(workers, known_models, costs, positions, now_s)
 
     def with_prefix(self, boots: frozenset[WorkerBoot], tokens: int) -> FleetView:
         """Return the same fleet with the boots that have a request's system prompt cached."""
@@ -182,21 +188,3 @@ class FleetView:
     def served_models(self) -> frozenset[str]:
         """Return the models that a worker serves now."""
         return frozenset([model for model, _ in self.lane_costs])
-
-
-def costs_by_lane(workers: Iterable[WorkerView]) -> LaneCosts:
-    """Group the lanes of workers by model and name."""
-    costs: dict[LaneKey, list[LaneCost]] = {}
-    for worker in workers:
-        for model in worker.models:
-            for cost in worker.lane_costs:
-                costs.setdefault((model, cost.ref.lane.name), []).append(cost)
-    return {key: tuple(group) for key, group in costs.items()}
-
-
-def lane_positions(costs: LaneCosts) -> LanePositions:
-    """Return the index of each worker in each group; it changes only when workers come or go."""
-    return {
-        key: {cost.ref.worker_id: index for index, cost in enumerate(group)}
-        for key, group in costs.items()
-    }

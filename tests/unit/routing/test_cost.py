@@ -56,9 +56,9 @@ def worker(
     """Return the view of a worker with `busy` requests and `prefill_left_s` of pending prefill."""
     worker_report = report(name, **measured)
     lanes = tuple(LaneView.of(lane, busy) for lane in worker_report.lanes)
-    return WorkerView.of(name, ("demo",), lanes, (), "1", throughput=throughput_of(worker_report),
-                         answered_at_s=answered_at_s,
-                         prefill_until_s=NOW_S + prefill_left_s)  # fmt: skip
+    throughput = throughput_of(worker_report)
+    view = WorkerView.of(name, ("demo",), lanes, (), "1", throughput=throughput)
+    return view.at_time(NOW_S + prefill_left_s, answered_at_s)
 
 
 def fleet_of(*workers: WorkerView, holders: str = "", shared_tokens: int = 0) -> FleetView:
