@@ -206,11 +206,7 @@ async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> 
     join_token = settings.join_token.get_secret_value() if settings.join_token else ""
     paceline = PacelineBackend(join_token)
     listed_models = frozenset(model for worker in settings.workers for model in worker.models)
-
-    def wake() -> None:
-        scheduler.wake()
-
-    fleet = WorkerRegistry(clock, rng.random, listed_models, wake, paceline)
+    fleet = WorkerRegistry(clock, rng.random, listed_models, paceline)
     prefix_index = PrefixIndex(clock)
     scheduler = Scheduler(fleet, prefix_index, clock, rng)
     # Gateways that share the token give one system prompt one name.

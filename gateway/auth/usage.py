@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from datetime import UTC, date, datetime, timedelta
+from datetime import date, timedelta
 from operator import add, attrgetter
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
-
-from gateway.auth.rate_limits import DAY_S
 
 RETENTION_DAYS = 93
 _FOLDED = "folded"
@@ -93,7 +91,7 @@ def sum_by(rows: Iterable[UsageRow], *names: str) -> dict[Any, UsageRow]:
 
 def date_of(day: int) -> date:
     """Return the date of a day."""
-    return (datetime.fromtimestamp(0, UTC) + timedelta(seconds=day * DAY_S)).date()
+    return date(1970, 1, 1) + timedelta(days=day)
 
 
 def _read(texts: Mapping[str, str]) -> dict[tuple[int, str], DayRecord]:

@@ -78,8 +78,3 @@ class OpenAIBackend(Backend):
     def body(self, body: bytes, fields: Mapping[str, Any]) -> bytes:  # noqa: ARG002
         """Return the body without the fields that only Paceline's workers read."""
         return to_json(for_openai(fields), inf_nan_mode="null")
-
-    def probe_failure(self, status: int) -> str:
-        """Return why a probe with this status has failed; empty if it has not."""
-        # Not every server lists its models, but a rejected API key fails every request.
-        return f"status {status}" if status >= 500 or status in (401, 403) else ""

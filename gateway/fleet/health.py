@@ -83,7 +83,9 @@ class HealthChecker:
             return "" if self._fleet.local_requests(backend.worker_id) else repr(error)
         except Exception as error:  # noqa: BLE001  # the job must go on after any error
             return repr(error)
-        return backend.probe_failure(response.status_code)
+        # Not every server lists its models, but a rejected API key fails every request.
+        status = response.status_code
+        return f"status {status}" if status >= 500 or status in (401, 403) else ""
 
 
 class ReportClient:

@@ -22,10 +22,6 @@ _STALL_S = 1.0
 _TIMEOUTS = frozenset((AttemptResult.TIMED_OUT, AttemptResult.UNREACHABLE))
 
 
-def _ignore() -> None:
-    """Do nothing."""
-
-
 class WorkerRegistry:
     """Workers by id. One event loop owns it, so it needs no lock.
 
@@ -39,13 +35,12 @@ class WorkerRegistry:
         clock: Callable[[], float],
         jitter: Callable[[], float],
         known_models: frozenset[str] = frozenset(),
-        on_capacity: Callable[[], None] = _ignore,
         backend: Backend | None = None,
     ) -> None:
         self._clock = clock
         self._jitter = jitter
         self._known_models = known_models
-        self._on_capacity = on_capacity
+        self.on_capacity: Callable[[], None] = lambda: None
         self._backend = backend or PacelineBackend()
         self._workers: dict[str, WorkerState] = {}
         self._cordoned: frozenset[str] = frozenset()
@@ -103,13 +98,13 @@ class WorkerRegistry:
         for worker_id, worker in self._workers.items():
             worker.cordoned = worker_id in worker_ids
         self._views.invalidate()
-        self._on_capacity()
+        self.on_capacity()
 
     def remove(self, worker_id: str) -> None:
         """Remove a worker that has left."""
         self._workers.pop(worker_id, None)
         self._views.invalidate()
-        self._on_capacity()
+        self.on_capacity()
 
     def acquire(self, candidate: Candidate) -> Lease | None:
         """Acquire a slot of a lane; return None if it has none free."""
@@ -250,7 +245,7 @@ class WorkerRegistry:
         else:
             return None
         self._known_models |= {*worker.models}
-        self._on_capacity()
+        self.on_capacity()
         return worker
 
     def _rebuild_views(self, now_s: float) -> None:

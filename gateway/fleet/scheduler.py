@@ -63,6 +63,7 @@ class Scheduler:
         self, fleet: WorkerRegistry, prefixes: PrefixIndex, clock: Callable[[], float], rng: Random
     ) -> None:
         self._fleet = fleet
+        fleet.on_capacity = self.wake
         self._prefixes = prefixes
         self._clock = clock
         self._rng = rng

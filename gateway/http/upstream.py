@@ -113,8 +113,8 @@ class ConnectionPool:
         and so frees the worker's row. `fresh` opens a new connection; it is worth an attempt after
         `StaleConnection`.
         """
-        address, path = _parse_url(url)
-        head = _encode_head(path, address, headers, len(body))
+        address, begin = _parse_url(url)
+        head = _encode_head(begin, headers, len(body))
         connection = None if fresh else self._take_idle(address)
         if connection is None:
             connection = await self._connect(address)
@@ -558,19 +558,17 @@ def retry_after_s(value: str | None, now_s: float) -> float:
 
 @functools.lru_cache(maxsize=1024)
 def _parse_url(url: str) -> tuple[_Address, str]:
-    """Split a URL into address and path."""
+    """Return the address of a URL, and the first two lines of a head."""
     parts = urlsplit(url)
     tls = parts.scheme == "https"
-    return _Address(parts.hostname or "", parts.port or (443 if tls else 80), tls), parts.path
-
-
-def _encode_head(
-    path: str, address: _Address, headers: Mapping[str, str], body_bytes: int
-) -> bytes:
-    """Encode a head; a header that would end its line early is a defect of the gateway."""
+    address = _Address(parts.hostname or "", parts.port or (443 if tls else 80), tls)
     host = f"[{address.host}]" if ":" in address.host else address.host
-    lines = [f"POST {path} HTTP/1.1", f"host: {host}:{address.port}"]
-    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return address, f"POST {parts.path} HTTP/1.1\r\nhost: {host}:{address.port}"
+
+
+def _encode_head(begin: str, headers: Mapping[str, str], body_bytes: int) -> bytes:
+    """Encode a head; a header that would end its line early is a defect of the gateway."""
+    lines = [begin, *[f"{name}: {value}" for name, value in headers.items()]]
     lines.append(f"content-length: {body_bytes}\r\n\r\n")
     head = "\r\n".join(lines)
     if head.count("\n") != len(headers) + 4:

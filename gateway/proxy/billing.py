@@ -34,7 +34,8 @@ def cost_of(profile: RequestProfile, usage: Usage, failure: BaseException | None
     at the end; if the worker failed, it pays no tokens.
     """
     failed = isinstance(failure, Exception) and not isinstance(failure, _CANCELLED)
-    if failed and _never_began(failure):
+    no_worker = isinstance(failure, errors.GatewayError) and failure.status == 503
+    if failed and (no_worker or isinstance(failure, errors.RequestRefused)):
         return NOTHING
     reported = usage.prompt_tokens + usage.completion_tokens
     if reported or failed:
@@ -66,11 +67,3 @@ def reserved_tokens(
     finally:
         spent = cost(failure)
         rate_limiter.settle(reservation, spent.requests, spent.tokens, clock(), wall())
-
-
-def _never_began(failure: BaseException | None) -> bool:
-    """Return whether the request was rejected or found no worker, rather than broken."""
-    no_worker = (
-        isinstance(failure, errors.GatewayError) and failure.status == errors.NoWorker.status
-    )
-    return no_worker or isinstance(failure, errors.RequestRefused)

@@ -279,7 +279,8 @@ def test_every_change_that_may_add_capacity_calls_back_and_a_stale_report_does_n
     clock: FakeClock,
 ) -> None:
     calls: list[None] = []
-    fleet = WorkerRegistry(clock, jitter=lambda: 0.0, on_capacity=lambda: calls.append(None))
+    fleet = WorkerRegistry(clock, jitter=lambda: 0.0)
+    fleet.on_capacity = lambda: calls.append(None)
     changes = [
         lambda: fleet.heartbeat(report()),
         lambda: fleet.heartbeat(report()),
