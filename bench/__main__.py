@@ -1,4 +1,4 @@
-"""`make bench`: what the gateway costs, beside its peers."""
+"""`make bench`: the cost of the gateway compared with its peers."""
 
 from __future__ import annotations
 

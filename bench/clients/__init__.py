@@ -1,1 +1,1 @@
-"""Other people's clients and load generators, unmodified, on a line that runs the demo model."""
+"""Unmodified third-party clients and load generators against a gateway with the demo model."""

@@ -1,1 +1,1 @@
-"""The engine beside its peers, and its rounds, schedules and memory."""
+"""The engine compared with its peers, its decode steps, random schedules and memory."""

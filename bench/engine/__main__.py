@@ -1,8 +1,8 @@
-"""Our worker beside the engines people would use instead, on one checkpoint, in one run.
+"""Our worker compared with other engines, on one checkpoint, in one run.
 
 `python -m bench.engine` makes a virtual environment for each peer, then starts, measures and stops
-one server after another, so that each has the machine to itself. Every repetition goes through all
-of them in another order: a machine that grows warm or busy slows all alike.
+one server after another, so that each server has the machine to itself. Every repetition measures
+them in another order, so that a warm or busy machine slows all of them alike.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _PEER_NAMES: Final = ",".join(peer.name for peer in PEERS)
 
 @dataclass
 class Run:
-    """All that one run measures."""
+    """The samples and the settings of one run."""
 
     model: Path
     venvs: Path
@@ -52,9 +52,11 @@ class Run:
 
 
 async def measure_all(run: Run, console: Console, repetitions: int) -> None:
-    """Measure all contenders again and again, each time beginning with another."""
+    """Measure all contenders repeatedly, each time in another order."""
     contenders = [OURS, *(peer for peer in PEERS if peer.name in run.samples)]
-    interpreters = {each.name: _interpreter(run, each, console) for each in contenders}
+    interpreters = {
+        contender.name: _interpreter(run, contender, console) for contender in contenders
+    }
     count_tokens = _token_counter(run.model)
     for repetition in range(repetitions):
         first = repetition % len(contenders)
@@ -62,8 +64,10 @@ async def measure_all(run: Run, console: Console, repetitions: int) -> None:
             python = interpreters[contender.name]
             if python is not None:
                 console.print(f"{repetition + 1}/{repetitions} {contender.name}")
-                await _session(run, contender, python, repetition, count_tokens)
-            if contender is OURS:  # at once: they are the ceiling of what was just measured
+                await _measure_contender(run, contender, python, repetition, count_tokens)
+            if (
+                contender is OURS
+            ):  # immediately: bare rounds are the ceiling of the last measurement
                 console.print(f"{repetition + 1}/{repetitions} bare rounds")
                 bare = await measure_bare(run.model)
                 run.bare.rounds.extend(bare.rounds)
@@ -73,7 +77,7 @@ async def measure_all(run: Run, console: Console, repetitions: int) -> None:
 def _interpreter(run: Run, contender: Contender, console: Console) -> Path | None:
     if contender.venv is None:
         return Path(sys.executable)
-    console.print(f"installing {contender.name} where it is missing")
+    console.print(f"installing {contender.name} if it is missing")
     try:
         return python_of(contender.venv, run.venvs)
     except PeerUnavailable as reason:
@@ -81,7 +85,7 @@ def _interpreter(run: Run, contender: Contender, console: Console) -> Path | Non
         return None
 
 
-async def _session(
+async def _measure_contender(
     run: Run,
     contender: Contender,
     python: Path,
@@ -105,34 +109,36 @@ async def _session(
 
 
 def _token_counter(model: Path) -> Callable[[str], int]:
-    """Count all engines' tokens by one rule, whatever each says of itself."""
+    """Return a function that counts the tokens of all engines by one rule."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
 
 
-def _about(repetitions: int) -> dict[str, Any]:
+def _metadata(repetitions: int) -> dict[str, Any]:
     return {
         "measured": datetime.now(UTC).isoformat(timespec="minutes"),
         "machine": f"{platform.system()} {platform.machine()}, {cpu_count()} cores",
         "python": platform.python_version(),
-        "blas": preload().get("LD_PRELOAD", "the platform's own"),
+        "blas": preload().get("LD_PRELOAD", "of the platform"),
         "repetitions": repetitions,
         "peers": sorted({pin for peer in PEERS if peer.venv for pin in peer.venv.pins}),
     }
 
 
-def _write(run: Run, about: dict[str, Any], judged: list[Target], grids: list[Grid]) -> None:
+def _write_results(
+    run: Run, about: dict[str, Any], results: list[Target], grids: list[Grid]
+) -> None:
     RESULTS.mkdir(exist_ok=True)
     record = {
         **about,
         "figures": {name: asdict(samples) for name, samples in run.samples.items()},
         **asdict(run.bare),
-        "targets": [asdict(target) | {"met": target.met} for target in judged],
+        "targets": [asdict(target) | {"met": target.met} for target in results],
     }
     (RESULTS / "engine.json").write_text(json.dumps(record, indent=1) + "\n")
     facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
-    missing = "\n".join(f"- {line}" for line in tables.failures(run.samples))
-    page = ["## Engine\n", facts, "", *(grid.markdown() for grid in grids), missing]
+    failures = "\n".join(f"- {failure}" for failure in tables.failures(run.samples))
+    page = ["## Engine\n", facts, "", *(grid.to_markdown() for grid in grids), failures]
     (RESULTS / "engine.md").write_text("\n".join(page).rstrip() + "\n")
 
 
@@ -142,11 +148,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--model", type=Path, default=CHECKPOINT, help="checkpoint folder that all serve")
     add("--peers", default=_PEER_NAMES, help=f"comma-separated, may be empty ({_PEER_NAMES})")
     add("--repetitions", type=int, default=3)
-    add("--quick", action="store_true", help="see that all of it runs; writes no results")
+    add("--quick", action="store_true", help="check that everything runs; write no results")
     add("--venv-dir", type=Path, default=Path.home() / ".cache" / "paceline-bench")
     options = parser.parse_args(arguments)
-    wanted = {name.strip() for name in options.peers.split(",")}
-    names = [OURS.name, *(peer.name for peer in PEERS if peer.name in wanted)]
+    selected = {name.strip() for name in options.peers.split(",")}
+    names = [OURS.name, *(peer.name for peer in PEERS if peer.name in selected)]
     repetitions = 1 if options.quick else options.repetitions
     run = Run(
         model=options.model.resolve(),
@@ -156,23 +162,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     run.venvs.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the servers then, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # stop the servers then, too
     try:
         asyncio.run(measure_all(run, console, repetitions))
     except KeyboardInterrupt:
-        console.print("Cut short: this is what was measured until then.")
-    judged = judge(run.samples, run.bare)
+        console.print("Interrupted: these are the results so far.")
+    results = judge(run.samples, run.bare)
     grids = [
         tables.engines(run.samples),
         tables.draft_lengths(run.samples[OURS.name], run.bare.rounds),
-        targets_grid(judged),
+        targets_grid(results),
     ]
     for grid in grids:
-        console.print(grid.drawn())
-    for line in tables.failures(run.samples):
-        console.print(line)
+        console.print(grid.to_table())
+    for failure in tables.failures(run.samples):
+        console.print(failure)
     if not options.quick and run.bare.rounds:
-        _write(run, _about(repetitions), judged, grids)
+        _write_results(run, _metadata(repetitions), results, grids)
 
 
 if __name__ == "__main__":

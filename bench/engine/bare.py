@@ -1,4 +1,4 @@
-"""Rounds and rollbacks as `bench.engine.rounds` measures them in a process of its own."""
+"""Bare decode rounds and rollbacks, measured by `bench.engine.rounds` in a process."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from bench.harness.blas import preload
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:
-    """The mean over the rounds of one run in which all rows were live."""
+    """The mean over the rounds of one run in which all rows decoded."""
 
     rows: int
     k: int
     cost_s: float
-    tokens_a_row: float
+    tokens_per_row: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollback:
-    """What it costs four rows to keep a part of what a verify appended."""
+    """The cost of a rollback of four rows after a verify."""
 
     context_tokens: int
     cost_s: float
@@ -32,14 +32,14 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bare:
-    """All runs."""
+    """The rounds and rollbacks of all runs."""
 
     rounds: list[Round] = field(default_factory=list)
     rollbacks: list[Rollback] = field(default_factory=list)
 
 
 async def measure_bare(model: Path) -> Bare:
-    """Run `bench.engine.rounds` with the BLAS that the servers get."""
+    """Run `bench.engine.rounds` with the BLAS of the servers."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.engine.rounds", "--model", str(model)),
         stdout=asyncio.subprocess.PIPE,
@@ -53,8 +53,8 @@ async def measure_bare(model: Path) -> Bare:
             process.kill()
     if process.returncode:
         raise RuntimeError(f"bench.engine.rounds ended with code {process.returncode}")
-    found = json.loads(output.splitlines()[-1])
+    result = json.loads(output.splitlines()[-1])
     return Bare(
-        rounds=[Round(**entry) for entry in found["rounds"]],
-        rollbacks=[Rollback(**entry) for entry in found["rollbacks"]],
+        rounds=[Round(**entry) for entry in result["rounds"]],
+        rollbacks=[Rollback(**entry) for entry in result["rollbacks"]],
     )

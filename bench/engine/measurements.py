@@ -1,4 +1,4 @@
-"""What is measured of a running server, one function a question; all answers are greedy."""
+"""Measurements of a running server, one function each; all answers are greedy."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from tools.demo_model import held_out
 STREAMS: Final = (1, 2, 4, 8)
 LIVE_STREAMS: Final = 4
 LONGEST_ANSWER_TOKENS: Final = 1000
-"""A bound for models that never end; the demo model ends its answers by itself."""
+"""A limit for models that never end; the demo model ends its answers earlier."""
 BURST: Final = 5
 BURST_TOKENS: Final = 256
 SHORT_ANSWER_TOKENS: Final = 4
 PROBE_TIME_S: Final = 15.0
-"""No more probes after this long, where a server makes each wait for seconds."""
+"""The time limit of all probes, for servers with slow answers."""
 
 _BACKWARDS: Final = "Count from 7 to 106."
-"""The demo model counts down from 7 and is done: no long answer."""
+"""The demo model counts down from 7 and ends: no long answer."""
 LONG: Final = tuple(
     prompt.messages
     for prompt in held_out.long_prompts()
@@ -40,16 +40,16 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class RequestFailed(Exception):
-    """A server refused a request or broke off its answer."""
+    """A server rejected a request or did not complete its answer."""
 
 
 class Caller:
-    """Sends greedy requests to one server and reads their answers."""
+    """A client of one server for greedy requests."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
 
-    async def ask(
+    async def send(
         self,
         messages: Messages,
         *,
@@ -57,7 +57,7 @@ class Caller:
         extra: Mapping[str, Any] | None = None,
         on_event: Callable[[], None] = lambda: None,
     ) -> Answer:
-        """Return the answer; raise `RequestFailed` where it is not whole."""
+        """Return the answer; raise `RequestFailed` if it is incomplete."""
         prompt = Prompt(tuple(messages), max_tokens)
         response = await self._endpoint.send(prompt, fields=extra, on_arrival=on_event)
         answer = read_answer(response)
@@ -68,7 +68,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Throughput:
-    """What a closed loop of streams brought while all of them ran."""
+    """The result of a closed loop of streams while all of them ran."""
 
     elapsed_s: float
     tokens: int
@@ -77,12 +77,12 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stall:
-    """What a newcomer's long prompt cost the streams that ran."""
+    """The delay that a long prompt causes in running streams."""
 
-    newcomer_ttft_s: float
+    long_prompt_ttft_s: float
     longest_gap_s: float
     usual_gap_s: float
-    """Between pieces of the same streams before the newcomer came."""
+    """The mean gap of the same streams before the long prompt."""
 
 
 async def throughput(
@@ -93,28 +93,28 @@ async def throughput(
     count_tokens: Callable[[str], int],
     extra: Mapping[str, Any] | None = None,
 ) -> Throughput:
-    """Keep so many streams busy; count up to the moment when the first finds nothing more to ask.
+    """Run streams; count tokens until the first stream has no more questions.
 
-    Behind that moment fewer streams run, and how long the last answer takes would decide.
+    After that time fewer streams run, and the duration of the last answer would dominate.
     """
     questions = deque(question for _, question in zip(range(answers), cycle(LONG), strict=False))
-    given: list[Answer] = []
+    completed: list[Answer] = []
     idle_since_s: list[float] = []
 
     async def stream() -> None:
         while questions:
-            given.append(await caller.ask(questions.popleft(), extra=extra))
+            completed.append(await caller.send(questions.popleft(), extra=extra))
         idle_since_s.append(time.perf_counter())
 
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
         for _ in range(streams):
             group.create_task(stream())
     until_s = min(idle_since_s)
     return Throughput(
-        elapsed_s=until_s - begun_s,
-        tokens=sum(count_tokens(_text_before(answer, until_s)) for answer in given),
-        answers=tuple(given),
+        elapsed_s=until_s - started_s,
+        tokens=sum(count_tokens(_text_before(answer, until_s)) for answer in completed),
+        answers=tuple(completed),
     )
 
 
@@ -124,53 +124,53 @@ def _text_before(answer: Answer, until_s: float) -> str:
     return "".join(text for arrived_s, text in pieces if arrived_s <= until_s)
 
 
-async def arrivals_s(caller: Caller, *, live: int, probes: int, seed: int) -> list[float]:
-    """Return the times to first token of short requests that arrive while `live` streams run."""
+async def arrivals_s(caller: Caller, *, running: int, probes: int, seed: int) -> list[float]:
+    """Return the times to first token of short requests while `running` streams run."""
     random = Random(seed)
     prompts = held_out.prompts(probes, seed=seed, kinds=("capital", "opposite"))
-    waits_s: list[float] = []
-    async with _background(caller, live):
-        begun_s = time.perf_counter()
+    ttfts_s: list[float] = []
+    async with _background(caller, running):
+        started_s = time.perf_counter()
         for prompt in prompts:
-            await asyncio.sleep(random.uniform(0.05, 0.25))  # at any moment of a round
-            answer = await caller.ask(prompt.messages, max_tokens=SHORT_ANSWER_TOKENS)
-            waits_s.append(first_text_s(answer))
-            if time.perf_counter() - begun_s > PROBE_TIME_S:
+            await asyncio.sleep(random.uniform(0.05, 0.25))  # at any time of a round
+            answer = await caller.send(prompt.messages, max_tokens=SHORT_ANSWER_TOKENS)
+            ttfts_s.append(first_text_s(answer))
+            if time.perf_counter() - started_s > PROBE_TIME_S:
                 break
-    return waits_s
+    return ttfts_s
 
 
 async def burst_s(caller: Caller) -> tuple[float, float]:
-    """Return the times of the burst's answers all at once, and one after another."""
-    begun_s = time.perf_counter()
+    """Return the durations of a burst of answers, concurrently and sequentially."""
+    started_s = time.perf_counter()
     await asyncio.gather(*(_burst_answer(caller, question) for question in LONG[:BURST]))
     between_s = time.perf_counter()
     for question in LONG[:BURST]:
         await _burst_answer(caller, question)
-    return between_s - begun_s, time.perf_counter() - between_s
+    return between_s - started_s, time.perf_counter() - between_s
 
 
 async def prefix_ttfts_s(caller: Caller, *, tokens: int, seed: int) -> tuple[float, float]:
-    """Return the times to first token under a long system prompt, new and then known."""
+    """Return the times to first token under a long system prompt, new and then cached."""
     prompt, other = held_out.fact_prompts(2, tokens, seed=seed)
-    cold = await caller.ask(prompt.messages, max_tokens=SHORT_ANSWER_TOKENS)
-    again = (prompt.messages[0], other.messages[1])
-    warm = await caller.ask(again, max_tokens=SHORT_ANSWER_TOKENS)
+    cold = await caller.send(prompt.messages, max_tokens=SHORT_ANSWER_TOKENS)
+    repeated = (prompt.messages[0], other.messages[1])
+    warm = await caller.send(repeated, max_tokens=SHORT_ANSWER_TOKENS)
     return first_text_s(cold), first_text_s(warm)
 
 
 async def stall(caller: Caller, *, tokens: int, seed: int) -> Stall:
-    """Let a long prompt arrive while streams run; look at the gaps in those streams."""
-    (newcomer,) = held_out.fact_prompts(1, tokens, seed=seed)
+    """Send a long prompt while streams run; return the gaps in those streams."""
+    (long_prompt,) = held_out.fact_prompts(1, tokens, seed=seed)
     async with _background(caller, LIVE_STREAMS) as answers:
-        begun_s = time.perf_counter()
+        started_s = time.perf_counter()
         await asyncio.sleep(1.0)
         sent_s = time.perf_counter()
-        first_s = sent_s + first_text_s(await caller.ask(newcomer.messages, max_tokens=1))
+        first_s = sent_s + first_text_s(await caller.send(long_prompt.messages, max_tokens=1))
     return Stall(
-        newcomer_ttft_s=first_s - sent_s,
+        long_prompt_ttft_s=first_s - sent_s,
         longest_gap_s=max(_gaps_s(answers, sent_s, first_s), default=0.0),
-        usual_gap_s=mean(_gaps_s(answers, begun_s, sent_s) or [0.0]),
+        usual_gap_s=mean(_gaps_s(answers, started_s, sent_s) or [0.0]),
     )
 
 
@@ -180,14 +180,14 @@ def first_text_s(answer: Answer) -> float:
 
 
 async def _burst_answer(caller: Caller, question: Messages) -> Answer:
-    return await caller.ask(question, max_tokens=BURST_TOKENS)
+    return await caller.send(question, max_tokens=BURST_TOKENS)
 
 
 @asynccontextmanager
 async def _background(caller: Caller, streams: int) -> AsyncIterator[list[Answer]]:
-    """Keep long answers streaming; yield the list that holds them all once they have ended.
+    """Run long answers in the background; yield a list that contains them at the end.
 
-    At the end the answers that run are read to their ends, so that none outlives the measurement.
+    At the end, running answers are read completely, so that none affects the next measurement.
     """
     answers: list[Answer] = []
     started = [asyncio.Event() for _ in range(streams)]
@@ -195,7 +195,7 @@ async def _background(caller: Caller, streams: int) -> AsyncIterator[list[Answer
 
     async def stream(number: int) -> None:
         for question in cycle((*LONG[number:], *LONG[:number])):
-            answers.append(await caller.ask(question, on_event=started[number].set))
+            answers.append(await caller.send(question, on_event=started[number].set))
             if ending.is_set():
                 return
 
@@ -211,7 +211,7 @@ async def _background(caller: Caller, streams: int) -> AsyncIterator[list[Answer
 
 
 def _gaps_s(answers: Sequence[Answer], begin_s: float, end_s: float) -> list[float]:
-    """Return the gaps within answers of which any part lies between two moments."""
+    """Return the gaps of answers that overlap the interval between two times."""
     return [
         later_s - earlier_s
         for answer in answers

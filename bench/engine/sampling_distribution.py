@@ -1,9 +1,9 @@
-"""Does speculation leave sampled text as it is? Drawn many thousand times, not argued.
+"""The distribution of sampled text with and without speculation, from many thousand draws.
 
 `python -m bench.engine.sampling_distribution` draws the first tokens of one answer from a small
-vocabulary (top_k) with and without drafts, with other seeds, and compares how often each text came:
-total variation and a two-sample chi-square. The negative control, drafted as well but at another
-temperature, must be told apart. With equal seeds the texts must be equal one by one.
+vocabulary (top_k) with and without drafts, with different seeds, and compares the frequencies of
+the texts: total variation and a two-sample chi-square. The negative control, with drafts but at
+another temperature, must differ. With equal seeds, all texts must be equal.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ TOKENS: Final = 7
 TOP_K: Final = 4
 TEMPERATURE: Final = 1.3
 CONTROL_TEMPERATURE: Final = 1.5
-AT_A_TIME: Final = 32
+CONCURRENCY: Final = 32
 QUICK_DRAWS: Final = 500
-FEWEST_IN_A_CELL: Final = 10
-SURE: Final = 0.001
-"""A p value below this tells two distributions apart."""
+MIN_CELL_COUNT: Final = 10
+SIGNIFICANCE: Final = 0.001
+"""A p value below this means that two distributions differ."""
 QUESTION: Final = (
     {"role": "system", "content": " ".join(SYSTEM_OPENINGS[:2])},
     {"role": "user", "content": "Tell me a story."},
@@ -51,17 +51,17 @@ QUESTION: Final = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two samples of texts, held against each other."""
+    """The comparison of two samples of texts."""
 
     total_variation: float
     expected_variation: float
-    """What two samples of one distribution differ by, on average."""
+    """The mean total variation of two samples of one distribution."""
     chi_square: float
     degrees: int
 
     @property
     def p_value(self) -> float:
-        """Return the chance of so much difference between samples of one distribution.
+        """Return the probability of at least this chi-square for samples of one distribution.
 
         Wilson and Hilferty 1931: the cube root of a chi-square is nearly normal.
         """
@@ -70,27 +70,27 @@ class Comparison:
         return erfc(deviation / sqrt(2 * spread)) / 2
 
     @property
-    def same(self) -> bool:
-        """Say whether nothing tells the two apart."""
-        return self.p_value >= SURE
+    def equal(self) -> bool:
+        """Return whether the comparison shows no difference."""
+        return self.p_value >= SIGNIFICANCE
 
 
 def compare(first: Iterable[str], second: Iterable[str]) -> Comparison:
-    """Compare two samples; texts that hardly ever came are one cell together."""
+    """Compare two samples; rare texts share one cell."""
     counts = Counter(first), Counter(second)
     sizes = counts[0].total(), counts[1].total()
     cells: list[tuple[int, int]] = []
     rare = [0, 0]
     for text in counts[0] | counts[1]:
         cell = counts[0][text], counts[1][text]
-        if sum(cell) >= FEWEST_IN_A_CELL:
+        if sum(cell) >= MIN_CELL_COUNT:
             cells.append(cell)
         else:
             rare = [rare[0] + cell[0], rare[1] + cell[1]]
-    if sum(rare) >= FEWEST_IN_A_CELL:
+    if sum(rare) >= MIN_CELL_COUNT:
         cells.append((rare[0], rare[1]))
     weights = sqrt(sizes[1] / sizes[0]), sqrt(sizes[0] / sizes[1])
-    shares = [(one + other) / sum(sizes) for one, other in cells]
+    shares = [(a + b) / sum(sizes) for a, b in cells]
     spread = 1 / sizes[0] + 1 / sizes[1]
     return Comparison(
         total_variation=sum(abs(a / sizes[0] - b / sizes[1]) for a, b in cells) / 2,
@@ -100,32 +100,32 @@ def compare(first: Iterable[str], second: Iterable[str]) -> Comparison:
     )
 
 
-class Drawer:
-    """Draws short answers to one question from an engine."""
+class Sampler:
+    """A sampler of short answers to one question."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         text = engine.prompts.chat(QUESTION)
-        # All but its end is shared on purpose: it is read once and restored for each draw.
+        # The whole prompt is a shared prefix: it is read once and restored for each draw.
         self._prompt = Prompt(text=text, prefix_text=text)
         self.speculation = Speculation()
 
     async def draw(
-        self, seeds: Sequence[int], *, temperature: float, draft_tokens: int, what: str
+        self, seeds: Sequence[int], *, temperature: float, draft_tokens: int, label: str
     ) -> list[str]:
-        """Return the text of each seed; so many are asked for at any time that the lane is full."""
+        """Return the text of each seed, with enough concurrent requests to fill the lane."""
         self.speculation = Speculation()
         texts = [""] * len(seeds)
-        waiting = iter(track([*enumerate(seeds)], what, disable=not sys.stdout.isatty()))
+        seeds_left = iter(track([*enumerate(seeds)], label, disable=not sys.stdout.isatty()))
 
-        async def draw_on() -> None:
-            for at, seed in waiting:
-                texts[at] = await self._one(seed, temperature, draft_tokens)
+        async def draw_next() -> None:
+            for at, seed in seeds_left:
+                texts[at] = await self._draw_one(seed, temperature, draft_tokens)
 
-        await asyncio.gather(*(draw_on() for _ in range(AT_A_TIME)))
+        await asyncio.gather(*(draw_next() for _ in range(CONCURRENCY)))
         return texts
 
-    async def _one(self, seed: int, temperature: float, draft_tokens: int) -> str:
+    async def _draw_one(self, seed: int, temperature: float, draft_tokens: int) -> str:
         generation = Generation(
             request_id=f"draw-{seed}",
             lane=LaneName.TEXT_MTP,
@@ -144,55 +144,62 @@ class Drawer:
         return text
 
 
-async def measure(engine: Engine, draws: int, *, sharp: bool) -> tuple[Grid, bool]:
-    """Draw all samples; return the table, and whether everything in it is as it should be.
+async def measure(engine: Engine, draws: int, *, check_control: bool) -> tuple[Grid, bool]:
+    """Draw all samples; return the table, and whether all comparisons are as expected.
 
-    The control is only expected to be told apart where there are enough draws to be sharp.
+    The control must differ only with `check_control`, that is with enough draws.
     """
-    drawer = Drawer(engine)
-    seeds, others = range(draws), range(draws, 2 * draws)
-    plain = await drawer.draw(seeds, temperature=TEMPERATURE, draft_tokens=0, what="plain")
-    drafted = await drawer.draw(others, temperature=TEMPERATURE, draft_tokens=2, what="drafted")
-    speculation = drawer.speculation
-    control = await drawer.draw(
-        others[: draws // 4], temperature=CONTROL_TEMPERATURE, draft_tokens=2, what="control"
+    sampler = Sampler(engine)
+    seeds, other_seeds = range(draws), range(draws, 2 * draws)
+    plain = await sampler.draw(seeds, temperature=TEMPERATURE, draft_tokens=0, label="plain")
+    drafted = await sampler.draw(
+        other_seeds, temperature=TEMPERATURE, draft_tokens=2, label="drafted"
     )
-    twins = seeds[: draws // 10]
-    again = await drawer.draw(twins, temperature=TEMPERATURE, draft_tokens=2, what="same seeds")
-    equal = sum(one == other for one, other in zip(plain, again, strict=False))
-    found, told_apart = compare(plain, drafted), compare(plain, control)
+    speculation = sampler.speculation
+    control = await sampler.draw(
+        other_seeds[: draws // 4], temperature=CONTROL_TEMPERATURE, draft_tokens=2, label="control"
+    )
+    repeated_seeds = seeds[: draws // 10]
+    repeated = await sampler.draw(
+        repeated_seeds, temperature=TEMPERATURE, draft_tokens=2, label="same seeds"
+    )
+    equal_texts = sum(a == b for a, b in zip(plain, repeated, strict=False))
+    comparison, control_comparison = compare(plain, drafted), compare(plain, control)
     grid = Grid(
         title=f"{draws} draws of {TOKENS} tokens, top_k {TOP_K}: drafted against plain",
         columns=("", "total variation", "noise floor", "chi-square", "degrees", "p"),
         rows=(
-            _row(f"drafted, {speculation.acceptance_rate:.0%} of drafts kept", found),
-            _row(f"control, temperature {CONTROL_TEMPERATURE} for {TEMPERATURE}", told_apart),
-            (f"same seeds: {equal} of {len(twins)} texts equal", *[""] * 5),
+            _row(f"drafted, {speculation.acceptance_rate:.0%} of drafts accepted", comparison),
+            _row(
+                f"control, temperature {CONTROL_TEMPERATURE} for {TEMPERATURE}", control_comparison
+            ),
+            (f"same seeds: {equal_texts} of {len(repeated_seeds)} texts equal", *[""] * 5),
         ),
     )
-    drafts_judged = speculation.accepted > 0 and speculation.rejected > 0
-    blind = sharp and told_apart.same
-    return grid, found.same and not blind and equal == len(twins) and drafts_judged
+    has_drafts = speculation.accepted > 0 and speculation.rejected > 0
+    control_failed = check_control and control_comparison.equal
+    all_repeated = equal_texts == len(repeated_seeds)
+    return grid, comparison.equal and not control_failed and all_repeated and has_drafts
 
 
-def _row(label: str, found: Comparison) -> tuple[str, ...]:
+def _row(label: str, comparison: Comparison) -> tuple[str, ...]:
     return (
         label,
-        f"{found.total_variation:.4f}",
-        f"{found.expected_variation:.4f}",
-        f"{found.chi_square:.1f}",
-        str(found.degrees),
-        f"{found.p_value:.2g}",
+        f"{comparison.total_variation:.4f}",
+        f"{comparison.expected_variation:.4f}",
+        f"{comparison.chi_square:.1f}",
+        str(comparison.degrees),
+        f"{comparison.p_value:.2g}",
     )
 
 
-def _about(took_min: float) -> str:
+def _metadata(duration_min: float) -> str:
     now = datetime.now(UTC).isoformat(sep=" ", timespec="minutes").removesuffix("+00:00")
     return (
-        f"{now} UTC, {platform.system()} {platform.machine()}, {took_min:.0f} minutes. Texts drawn "
-        "with drafts beside texts drawn without, with other seeds; the control, at another "
-        f"temperature, must be told apart (p below {SURE}). The noise floor is how far two "
-        "samples of one distribution lie apart on average, with as many draws."
+        f"{now} UTC, {platform.system()} {platform.machine()}, {duration_min:.0f} minutes. Texts "
+        "drawn with drafts are compared with texts drawn without them, with other seeds; the "
+        f"control, at another temperature, must differ (p below {SIGNIFICANCE}). The noise floor "
+        "is the mean difference of two samples of one distribution of the same size."
     )
 
 
@@ -206,25 +213,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
         model=options.model.resolve(),
         served_name="bench",
         lanes=(LaneName.TEXT_MTP,),
-        max_rows=AT_A_TIME,
+        max_rows=CONCURRENCY,
     )
     draws = QUICK_DRAWS if options.quick else options.draws
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     engine = Engine.start(settings)
     try:
-        grid, right = asyncio.run(measure(engine, draws, sharp=not options.quick))
+        grid, passed = asyncio.run(measure(engine, draws, check_control=not options.quick))
     finally:
         engine.stop()
-    took_min = (time.perf_counter() - begun_s) / 60
+    duration_min = (time.perf_counter() - started_s) / 60
     console = Console(highlight=False)
-    console.print(grid.drawn())
-    console.print(f"{took_min:.1f} minutes")
+    console.print(grid.to_table())
+    console.print(f"{duration_min:.1f} minutes")
     if not options.quick:
         RESULTS.mkdir(exist_ok=True)
-        page = f"# Sampling with drafts\n\n{_about(took_min)}\n\n{grid.markdown()}"
+        page = f"# Sampling with drafts\n\n{_metadata(duration_min)}\n\n{grid.to_markdown()}"
         (RESULTS / "sampling_distribution.md").write_text(page)
-    if not right:
-        sys.exit("Drafted text is not what plain text is, or the control was not told apart.")
+    if not passed:
+        sys.exit("Drafted and plain text differ, or the control does not.")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Thousands of random schedules of a lane, each row replayed alone, each token explained.
+"""Thousands of random schedules of a lane; each row is replayed, and each token is counted.
 
-`python -m bench.engine.schedules` plays what `tests/support/lane_schedules.py` describes, prints
-what they were made of, and ends at the first answer or count that is not as it must be.
+`python -m bench.engine.schedules` runs the schedules of `tests/support/lane_schedules.py`, prints
+their statistics, and stops at the first wrong answer or count.
 """
 
 from __future__ import annotations
@@ -30,42 +30,42 @@ from workers.engine.tokenizer import PromptRenderer
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 VARIETY: Final = 8
-TELL_EVERY: Final = 100
+PROGRESS_INTERVAL: Final = 100
 
 
-def play(model: Path, seed: int, count: int) -> ScheduleStats:
-    """Play so many schedules; raise AssertionError, with the number of the schedule, at a fault."""
+def run_schedules(model: Path, seed: int, count: int) -> ScheduleStats:
+    """Run schedules; raise AssertionError with the number of a schedule that fails."""
     checkpoint = load_checkpoint(model)
     schedules = ScheduleRunner(checkpoint, PromptRenderer(checkpoint.processor), seed, VARIETY)
-    begun_s = time.perf_counter()
+    started_s = time.perf_counter()
     for number in range(count):
         try:
             schedules.run(number)
         except AssertionError as error:
             raise AssertionError(f"schedule {number} of seed {seed}: {error}") from error
-        if (number + 1) % TELL_EVERY == 0:
-            spent_s = time.perf_counter() - begun_s
-            progress = f"{number + 1} schedules, {schedules.stats.rows} rows, {spent_s:.0f} s"
+        if (number + 1) % PROGRESS_INTERVAL == 0:
+            elapsed_s = time.perf_counter() - started_s
+            progress = f"{number + 1} schedules, {schedules.stats.rows} rows, {elapsed_s:.0f} s"
             sys.stderr.write(progress + "\n")
     return schedules.stats
 
 
-def table(found: ScheduleStats) -> Grid:
+def table(stats: ScheduleStats) -> Grid:
     """Return the statistics of the schedules."""
-    counts = found.speculation
+    counts = stats.speculation
     lines = (
-        ("schedules", found.schedules),
-        ("rows, each equal to its replay alone", found.rows),
-        ("... of them with sampling or penalties", found.with_rules),
-        ("... cancelled", found.cancelled),
-        ("... ended by a stop string", found.ended_by_string),
-        ("... ended by the end token", found.ended_by_token),
-        ("... ended by their limit", found.ended_by_limit),
-        ("... ended inside a draft", found.ended_in_draft),
-        ("... begun from a cached prefix", found.from_prefix_cache),
-        ("... continued plainly after an error of the head", found.without_head),
-        ("... different from the replay at a tie within float noise", found.near_ties),
-        ("tokens, each counted", found.tokens),
+        ("schedules", stats.schedules),
+        ("rows, each equal to its replay", stats.rows),
+        ("... of them with sampling or penalties", stats.with_rules),
+        ("... cancelled", stats.cancelled),
+        ("... ended by a stop string", stats.ended_by_string),
+        ("... ended by the end token", stats.ended_by_token),
+        ("... ended by their limit", stats.ended_by_limit),
+        ("... ended inside a draft", stats.ended_in_draft),
+        ("... started from a cached prefix", stats.from_prefix_cache),
+        ("... continued plainly after an error of the head", stats.without_head),
+        ("... different from the replay at a tie within float noise", stats.near_ties),
+        ("tokens, each counted", stats.tokens),
         ("verifies", counts.steps),
         ("draft tokens attempted", counts.drafted),
         ("... accepted", counts.accepted),
@@ -74,7 +74,7 @@ def table(found: ScheduleStats) -> Grid:
     )
     return Grid(
         title="Random schedules, replayed",
-        columns=("what", "count"),
+        columns=("statistic", "count"),
         rows=tuple((name, f"{count:,}") for name, count in lines),
     )
 
@@ -82,21 +82,21 @@ def table(found: ScheduleStats) -> Grid:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.engine.schedules", description=__doc__)
     parser.add_argument("--model", type=Path, default=CHECKPOINT, help="folder of the demo model")
-    parser.add_argument("--count", type=int, default=2000, help="schedules to play")
+    parser.add_argument("--count", type=int, default=2000, help="schedules to run")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
-    logging.disable()  # heads that raise on purpose have much to say
-    begun_s = time.perf_counter()
-    grid = table(play(options.model, options.seed, options.count))
-    Console(highlight=False).print(grid.drawn())
+    logging.disable()  # heads that raise on purpose log many errors
+    started_s = time.perf_counter()
+    grid = table(run_schedules(options.model, options.seed, options.count))
+    Console(highlight=False).print(grid.to_table())
     RESULTS.mkdir(exist_ok=True)
     about = (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
         f"MLX {version('mlx')}, checkpoint {fingerprint(options.model)[:12]}; "
-        f"seed {options.seed}, {time.perf_counter() - begun_s:.0f} s. "
+        f"seed {options.seed}, {time.perf_counter() - started_s:.0f} s. "
         "Rows join and leave at any step, on four lanes of different k, size, chunk and cache."
     )
-    page = ["# Random schedules", about, grid.markdown()]
+    page = ["# Random schedules", about, grid.to_markdown()]
     (RESULTS / "schedules.md").write_text("\n\n".join(page).rstrip() + "\n")
 
 

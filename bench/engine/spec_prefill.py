@@ -1,8 +1,8 @@
-"""What reading long prompts sparsely costs in right answers, and what it saves in waiting.
+"""Sparse prefill of long prompts: its cost in correct answers and its gain in latency.
 
 `python -m bench.engine.spec_prefill` asks the demo model for facts in long prompts, read in full
-and read sparsely with the model as its own draft: that is what it costs. What it saves is measured
-on a target many times as large with random weights, since time does not depend on them.
+and sparsely with the model as its own draft, to measure the cost. The gain is measured on a many
+times larger target with random weights, since time does not depend on the weights.
 """
 
 from __future__ import annotations
@@ -52,20 +52,20 @@ _SETTINGS: Final = EngineSettings(model=Path(), served_name="")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedAnswer:
-    """One prompt answered."""
+    """An answer with its times."""
 
     tokens: tuple[int, ...]
     text: str
     skipped_tokens: int
     ttft_s: float
     scoring_s: float
-    """Of that, until the draft model had chosen."""
+    """The part of `ttft_s` in which the draft model scored the prompt."""
     speculation: Speculation
 
 
 @dataclass
-class Way:
-    """All answers of one way to read prompts of one length."""
+class Variant:
+    """All answers with one length and one kind of prefill."""
 
     prompt_tokens: int
     options: SpecPrefillOptions
@@ -73,7 +73,7 @@ class Way:
 
 
 class Bench:
-    """One target, one draft model, and a lane on them."""
+    """One target, one draft model, and a lane with both."""
 
     def __init__(self, checkpoint: Checkpoint, draft: Target, draft_tokens: int) -> None:
         self.prompts = PromptRenderer(checkpoint.processor)
@@ -93,10 +93,10 @@ class Bench:
             ),
         )
 
-    def ask(
+    def answer(
         self, messages: Sequence[dict[str, Any]], options: SpecPrefillOptions, answer_tokens: int
     ) -> TimedAnswer:
-        """Answer one prompt, nothing else running."""
+        """Answer one prompt in an idle lane."""
         text = self.prompts.chat(messages)
         return self._run(self.prompts.prepare(Prompt(text=text)), options, answer_tokens)
 
@@ -127,12 +127,12 @@ class Bench:
             speculation=SpeculationCounter(self._draft_tokens),
             sink=on_event,
         )
-        begun_s = time.perf_counter()
+        started_s = time.perf_counter()
         scoring_s = ttft_s = 0.0
         self._lane.add(row)
         while self._lane.busy:
             self._lane.step()
-            now_s = time.perf_counter() - begun_s
+            now_s = time.perf_counter() - started_s
             if row.skipped_tokens and not scoring_s:
                 scoring_s = now_s
             if row.answer and not ttft_s:
@@ -147,87 +147,96 @@ class Bench:
         )
 
 
-def ways() -> list[Way]:
-    """Every length read in full, and with every share kept."""
+def variants() -> list[Variant]:
+    """Return every length, read in full and with every share."""
     option_sets = (
         IN_FULL,
         *(SpecPrefillOptions(sparse=True, keep_share=share) for share in KEEP_SHARES),
     )
     return [
-        Way(prompt_tokens=tokens, options=options)
+        Variant(prompt_tokens=tokens, options=options)
         for tokens in PROMPT_TOKENS
         for options in option_sets
     ]
 
 
 def measure_quality(checkpoint: Checkpoint, questions: int) -> Grid:
-    """Ask for facts in long prompts; count right answers, and those that reading in full gives."""
+    """Ask for facts in long prompts; count correct answers and those equal to a full prefill."""
     bench = Bench(checkpoint, checkpoint.target, draft_tokens=2)
     prompts_by_length = {
         tokens: held_out.fact_prompts(questions, tokens, seed=2) for tokens in PROMPT_TOKENS
     }
-    ask_all = ways()
+    all_variants = variants()
     for number in track(range(questions), "Asking the demo model"):
-        for way in ask_all:
-            messages = prompts_by_length[way.prompt_tokens][number].messages
-            way.answers.append(bench.ask(messages, way.options, ANSWER_TOKENS))
-    full = {way.prompt_tokens: way for way in ask_all if way.options is IN_FULL}
+        for variant in all_variants:
+            messages = prompts_by_length[variant.prompt_tokens][number].messages
+            variant.answers.append(bench.answer(messages, variant.options, ANSWER_TOKENS))
+    full = {
+        variant.prompt_tokens: variant for variant in all_variants if variant.options is IN_FULL
+    }
 
-    def row(way: Way) -> tuple[str, ...]:
-        prompts = prompts_by_length[way.prompt_tokens]
-        right = mean(
+    def row(variant: Variant) -> tuple[str, ...]:
+        prompts = prompts_by_length[variant.prompt_tokens]
+        correct = mean(
             answer.text == prompt.answer
-            for answer, prompt in zip(way.answers, prompts, strict=True)
+            for answer, prompt in zip(variant.answers, prompts, strict=True)
         )
-        same = mean(
-            answer.tokens == other.tokens
-            for answer, other in zip(way.answers, full[way.prompt_tokens].answers, strict=True)
+        equal = mean(
+            answer.tokens == full_answer.tokens
+            for answer, full_answer in zip(
+                variant.answers, full[variant.prompt_tokens].answers, strict=True
+            )
         )
-        drafts = sum((answer.speculation for answer in way.answers), Speculation())
-        return (*_labels(way), f"{right:.0%}", f"{same:.0%}", f"{drafts.acceptance_rate:.0%}")
+        drafts = sum((answer.speculation for answer in variant.answers), Speculation())
+        return (
+            *_labels(variant),
+            f"{correct:.0%}",
+            f"{equal:.0%}",
+            f"{drafts.acceptance_rate:.0%}",
+        )
 
     return Grid(
-        title=f"Facts found in long prompts by the demo model, {questions} questions a length",
-        columns=("prompt tokens", "kept", "right", "as in full", "drafts accepted"),
-        rows=tuple(row(way) for way in ask_all),
+        title=f"Facts found in long prompts by the demo model, {questions} questions per length",
+        columns=("prompt tokens", "selected", "correct", "equal to full", "drafts accepted"),
+        rows=tuple(row(variant) for variant in all_variants),
     )
 
 
-def measure_waiting(checkpoint: Checkpoint, repetitions: int) -> Grid:
-    """Time the first token of a large target whose prompts the demo model thins out."""
-    large = large_target()
-    bench = Bench(replace(checkpoint, target=large, head=None), checkpoint.target, draft_tokens=0)
-    time_all = ways()
+def measure_latency(checkpoint: Checkpoint, repetitions: int) -> Grid:
+    """Measure the first token of a large target with a small draft model."""
+    target = large_target()
+    bench = Bench(replace(checkpoint, target=target, head=None), checkpoint.target, draft_tokens=0)
+    all_variants = variants()
     for number in track(range(repetitions), "Timing a large target"):
-        for way in time_all:
-            prompt = held_out.fact_prompts(repetitions, way.prompt_tokens, seed=3)[number]
-            way.answers.append(bench.ask(prompt.messages, way.options, 1))
+        for variant in all_variants:
+            prompt = held_out.fact_prompts(repetitions, variant.prompt_tokens, seed=3)[number]
+            variant.answers.append(bench.answer(prompt.messages, variant.options, 1))
     full_s = {
-        way.prompt_tokens: _least_s(way, lambda answer: answer.ttft_s)
-        for way in time_all
-        if way.options is IN_FULL
+        variant.prompt_tokens: _min_s(variant, lambda answer: answer.ttft_s)
+        for variant in all_variants
+        if variant.options is IN_FULL
     }
 
-    def row(way: Way) -> tuple[str, ...]:
-        ttft_s = _least_s(way, lambda answer: answer.ttft_s)
-        scoring_s = _least_s(way, lambda answer: answer.scoring_s)
+    def row(variant: Variant) -> tuple[str, ...]:
+        ttft_s = _min_s(variant, lambda answer: answer.ttft_s)
+        scoring_s = _min_s(variant, lambda answer: answer.scoring_s)
         return (
-            *_labels(way),
+            *_labels(variant),
             f"{1e3 * ttft_s:.0f}",
             f"{1e3 * scoring_s:.0f}" if scoring_s else MISSING,
-            f"{full_s[way.prompt_tokens] / ttft_s:.2f}",
+            f"{full_s[variant.prompt_tokens] / ttft_s:.2f}",
         )
 
-    ratio = _parameters(large) / _parameters(checkpoint.target)
+    ratio = _parameters(target) / _parameters(checkpoint.target)
     return Grid(
         title=f"First token of a target {ratio:.0f} times as large as its draft model",
-        columns=("prompt tokens", "kept", "first token, ms", "draft alone, ms", "faster"),
-        rows=tuple(row(way) for way in time_all),
+        columns=("prompt tokens", "selected", "first token, ms", "draft only, ms", "speedup"),
+        rows=tuple(row(variant) for variant in all_variants),
     )
 
 
 def large_target() -> Target:
-    """Make a model of the demo's kind and vocabulary, many times as large, with random weights."""
+    """Return a many times larger model of the demo's kind and vocabulary, with random weights."""
     config = model_config(dict.fromkeys(SPECIAL_TOKENS, 0))
     config["text_config"] |= {
         "hidden_size": 512,
@@ -247,14 +256,14 @@ def _parameters(target: Target) -> int:
     return sum(array.size for _, array in tree_flatten(target.language.parameters()))
 
 
-def _labels(way: Way) -> tuple[str, str]:
-    share = way.options.keep_share
-    return str(way.prompt_tokens), "in full" if share is None else f"{share:.0%}"
+def _labels(variant: Variant) -> tuple[str, str]:
+    share = variant.options.keep_share
+    return str(variant.prompt_tokens), "in full" if share is None else f"{share:.0%}"
 
 
-def _least_s(way: Way, of: Callable[[TimedAnswer], float]) -> float:
-    """Return the least time of all repetitions: what others ran meanwhile only adds to it."""
-    return min(of(answer) for answer in way.answers)
+def _min_s(variant: Variant, time_of: Callable[[TimedAnswer], float]) -> float:
+    """Return the minimum of all repetitions: other processes only add time."""
+    return min(time_of(answer) for answer in variant.answers)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -270,20 +279,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     checkpoint = load_checkpoint(options.model)
     grids = (
         measure_quality(checkpoint, options.questions),
-        measure_waiting(checkpoint, options.repetitions),
+        measure_latency(checkpoint, options.repetitions),
     )
     console = Console(highlight=False)
     for grid in grids:
-        console.print(grid.drawn())
+        console.print(grid.to_table())
     RESULTS.mkdir(exist_ok=True)
-    about = (
+    metadata = (
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC, {platform.system()} {platform.machine()}, "
         f"{cpu_count()} cores, MLX {version('mlx')}. Greedy answers; the demo model is the draft."
     )
     noise = (
-        "Read in full and 100% kept are the same work: how far their times lie apart is the noise."
+        "A full prefill and 100% selected are the same work: the difference of their times is "
+        "the noise."
     )
-    page = ["# SpecPrefill", about, noise, *(grid.markdown() for grid in grids)]
+    page = ["# SpecPrefill", metadata, noise, *(grid.to_markdown() for grid in grids)]
     (RESULTS / "spec_prefill.md").write_text("\n\n".join(page).rstrip() + "\n")
 
 

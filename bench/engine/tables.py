@@ -1,4 +1,4 @@
-"""The tables, for a terminal and for Markdown: one drawing of cells, two ways to show it."""
+"""Tables of the engines, for a terminal and for Markdown."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Cell = Callable[[Samples], str]
 
 
 def engines(all_samples: Mapping[str, Samples]) -> Grid:
-    """Compare all contenders, a line a figure."""
+    """Compare all contenders, with one line per metric."""
     lines: list[tuple[str, Cell]] = [
         *((f"tokens/s, {n} at once", _median(f"tokens_per_s/{n}", 1, ".0f")) for n in STREAMS),
         ("first token, idle: p50 / p99, ms", _percentiles("ttft_live0_s")),
@@ -24,15 +24,15 @@ def engines(all_samples: Mapping[str, Samples]) -> Grid:
             f"first token while {LIVE_STREAMS} run: p50 / p99, ms",
             _percentiles(f"ttft_live{LIVE_STREAMS}_s"),
         ),
-        ("5 x 256 tokens, at once, s", _median("burst_at_once_s", 1, ".2f")),
-        ("5 x 256 tokens, one after another, s", _median("burst_in_turn_s", 1, ".2f")),
+        ("5 x 256 tokens, concurrently, s", _median("burst_concurrent_s", 1, ".2f")),
+        ("5 x 256 tokens, sequentially, s", _median("burst_sequential_s", 1, ".2f")),
         ("drafts accepted, 1 at once / 8", _accepted),
         ("... by position, 1 at once / 8", _positions),
         ("new 4k system prompt: first token, ms", _median("cold_ttft_s", 1e3, ".0f")),
-        ("known 4k system prompt: first token, ms", _median("warm_ttft_s", 1e3, ".0f")),
+        ("cached 4k system prompt: first token, ms", _median("warm_ttft_s", 1e3, ".0f")),
         ("longest gap while 4k tokens are read, ms", _median("longest_gap_s", 1e3, ".0f")),
         ("... usual gap, ms", _median("usual_gap_s", 1e3, ".1f")),
-        ("... first token of the newcomer, ms", _median("newcomer_ttft_s", 1e3, ".0f")),
+        ("... first token of that prompt, ms", _median("long_prompt_ttft_s", 1e3, ".0f")),
         ("memory when loaded, MB", _median("memory_loaded_bytes", 1e-6, ".0f")),
         ("memory after all this, MB", _median("memory_used_bytes", 1e-6, ".0f")),
     ]
@@ -46,17 +46,17 @@ def engines(all_samples: Mapping[str, Samples]) -> Grid:
 
 
 def draft_lengths(ours: Samples, rounds: Sequence[Round]) -> Grid:
-    """Show what drafting brings our worker at each batch size, and what it could."""
+    """Return the gain of drafting at each batch size, and its ceiling."""
     rows: list[tuple[str, ...]] = []
     for streams in STREAMS:
-        most = ceiling(rounds, streams)
+        maximum = ceiling(rounds, streams)
         rows.append(
             (
                 f"{streams} at once",
                 *(_median(f"tokens_per_s/{streams}/k{k}", 1, ".0f")(ours) for k in DRAFT_LENGTHS),
                 _median(f"tokens_per_s/{streams}", 1, ".0f")(ours),
                 *(_round(rounds, streams, k) for k in DRAFT_LENGTHS),
-                f"{most:.2f}" if most else MISSING,
+                f"{maximum:.2f}" if maximum else MISSING,
                 _ratio(ours, f"tokens_per_s/{streams}", f"tokens_per_s/{streams}/k0"),
             )
         )
@@ -75,11 +75,11 @@ def draft_lengths(ours: Samples, rounds: Sequence[Round]) -> Grid:
 
 
 def failures(all_samples: Mapping[str, Samples]) -> list[str]:
-    """Say what could not be measured, and why."""
+    """List the metrics that could not be measured, with the reason."""
     return [
-        f"{name}, {what}: {reason}"
+        f"{name}, {metric}: {reason}"
         for name, samples in all_samples.items()
-        for what, reason in samples.failures.items()
+        for metric, reason in samples.failures.items()
     ]
 
 
@@ -105,7 +105,7 @@ def _percentiles(name: str) -> Cell:
 
 
 def _drafting_suffix(samples: Samples) -> str:
-    """Ours is shown at its full draft length, whatever pays: then every step judges as many."""
+    """Return the suffix of the full draft length: there, every step verifies as many tokens."""
     return f"/k{LONGEST_DRAFT}" if f"acceptance/1/k{LONGEST_DRAFT}" in samples.figures else ""
 
 
@@ -117,14 +117,14 @@ def _accepted(samples: Samples) -> str:
 def _positions(samples: Samples) -> str:
     suffix = _drafting_suffix(samples)
 
-    def listed(streams: int) -> str:
+    def joined(streams: int) -> str:
         shares = [
             samples.median(f"acceptance/{streams}{suffix}/position{position}")
             for position in range(1, LONGEST_DRAFT + 1)
         ]
         return ", ".join(f"{share:.2f}" for share in shares if share is not None) or MISSING
 
-    return f"{listed(1)} / {listed(8)}"
+    return f"{joined(1)} / {joined(8)}"
 
 
 def _round(rounds: Sequence[Round], rows: int, k: int) -> str:
@@ -132,7 +132,7 @@ def _round(rounds: Sequence[Round], rows: int, k: int) -> str:
     if not chosen:
         return MISSING
     cost_s = median(entry.cost_s for entry in chosen)
-    return f"{1e3 * cost_s:.1f} ms, {median(entry.tokens_a_row for entry in chosen):.2f}"
+    return f"{1e3 * cost_s:.1f} ms, {median(entry.tokens_per_row for entry in chosen):.2f}"
 
 
 def _ratio(samples: Samples, above: str, below: str) -> str:

@@ -1,8 +1,8 @@
-"""What a decision costs, by how many workers there are: `python -m bench.fleet.cost`.
+"""Cost of a routing decision by the number of workers: `python -m bench.fleet.cost`.
 
-Timed is all that a request pays for where it goes: the look at the fleet, who holds its system
-prompt, the decision, its slot taken and given back. Each decision follows on a change of the fleet,
-as it does under load. CPU time of this process, the quietest of several runs.
+Measured are the steps of one request: the view of the fleet, the holders of its system prompt, the
+decision, and a slot acquired and released. Each decision follows a change of the fleet, as under
+load. Times are CPU times of this process, the minimum of several runs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from policies.request.profile import Endpoint, RequestProfile, Sampling
 from workers.protocol import LaneReport, WorkerReport
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "fleet_cost.md"
-_ABOUT: Final = """\
-# What a decision costs
+_INTRODUCTION: Final = """\
+# Cost of a routing decision
 
-`python -m bench.fleet.cost`: the look at the fleet, who holds the system prompt, and the decision;
-then the same after a change of the fleet, with a slot taken and given back, as under load. CPU time
-of one process, the quietest run and the middle one.
+`python -m bench.fleet.cost`: the view of the fleet, the holders of the system prompt, and the
+decision; then the same after a change of the fleet, with a slot acquired and released, as under
+load. CPU time of one process, minimum and median of all runs.
 """
-PROMISED_US: Final = 60.0
+TARGET_US: Final = 60.0
 _WORKERS: Final = (1, 2, 4, 8, 16, 64)
 _DECISIONS: Final = 400
 _RUNS: Final = 25
@@ -46,15 +46,15 @@ _KINDS: Final = (
 
 
 class Cost(NamedTuple):
-    """CPU microseconds of one request: of the decision, and of all around its slot."""
+    """CPU microseconds of one request: of the decision, and with its slot."""
 
     decision_us: float
     median_us: float
-    whole_us: float
+    with_slot_us: float
 
 
 def _reports(workers: int) -> Iterator[WorkerReport]:
-    """Tell of workers that have measured their speeds and are busy to some degree."""
+    """Yield reports of workers with measured speeds and some load."""
     rng = Random(1)
     for number in range(workers):
         lanes = [
@@ -76,56 +76,61 @@ def _reports(workers: int) -> Iterator[WorkerReport]:
 
 
 def measure(workers: int, profile: RequestProfile) -> Cost:
-    """Time decisions over a fleet, each with a system prompt that three workers hold."""
+    """Measure decisions over a fleet, each with a system prompt that three workers hold."""
     rng, policy, reports = Random(2), default_policy(), tuple(_reports(workers))
     fleet = WorkerRegistry(time.monotonic, rng.random)
     prefixes = PrefixIndex(time.monotonic)
     for number in range(MAX_PREFIXES):
         for copy in range(min(3, workers)):
-            holding = f"mac-{(number + copy) % workers}", "1"
-            prefixes.record_dispatch(str(number), holding, policy.prefix)
-    cases = [
+            boot = f"mac-{(number + copy) % workers}", "1"
+            prefixes.record_dispatch(str(number), boot, policy.prefix)
+    requests = [
         RoutingRequest(policy, profile, prefix_key=str(rng.randrange(MAX_PREFIXES)))
         for _ in range(_DECISIONS)
     ]
 
-    def beat() -> None:
+    def send_heartbeats() -> None:
         for report in reports:
             fleet.heartbeat(report)
 
-    beat()
-    views = [prefixes.annotate(fleet.view(), case.prefix_key) for case in cases]
+    send_heartbeats()
+    views = [prefixes.annotate(fleet.view(), request.prefix_key) for request in requests]
 
-    def look() -> None:
-        for case in cases:
-            prefixes.annotate(fleet.view(), case.prefix_key)
+    def annotate_views() -> None:
+        for request in requests:
+            prefixes.annotate(fleet.view(), request.prefix_key)
 
-    def choose() -> None:
-        for case, view in zip(cases, views, strict=True):
-            decide(case, view, rng, first_only=True)
+    def decide_all() -> None:
+        for request, view in zip(requests, views, strict=True):
+            decide(request, view, rng, first_only=True)
 
-    def all_of_it() -> None:
-        for case in cases:
-            view = prefixes.annotate(fleet.view(), case.prefix_key)
-            for candidate in decide(case, view, rng, first_only=True).candidates:
+    def dispatch_all() -> None:
+        for request in requests:
+            view = prefixes.annotate(fleet.view(), request.prefix_key)
+            for candidate in decide(request, view, rng, first_only=True).candidates:
                 if (lease := fleet.acquire(candidate)) is not None:
                     fleet.release(lease, AttemptResult.SUCCEEDED)
                     break
             else:
-                raise SystemExit("There is always room: what was timed is not what is told.")
+                raise SystemExit("A lane had no free slot, so the measurement is wrong.")
 
-    looks, choices, wholes = (_timed(work, beat) for work in (look, choose, all_of_it))
-    return Cost(min(looks) + min(choices), median(looks) + median(choices), min(wholes))
+    view_us, decision_us, dispatch_us = (
+        _measure_runs(function, send_heartbeats)
+        for function in (annotate_views, decide_all, dispatch_all)
+    )
+    return Cost(
+        min(view_us) + min(decision_us), median(view_us) + median(decision_us), min(dispatch_us)
+    )
 
 
-def _timed(work: Callable[[], None], beat: Callable[[], None]) -> list[float]:
-    """Return the microseconds of each decision, of every run; workers beat between two runs."""
+def _measure_runs(function: Callable[[], None], send_heartbeats: Callable[[], None]) -> list[float]:
+    """Return the microseconds per decision of every run; workers send heartbeats between runs."""
     runs_us = []
     for _ in range(_RUNS):
-        beat()
-        begun_s = time.process_time()
-        work()
-        runs_us.append((time.process_time() - begun_s) / _DECISIONS * 1e6)
+        send_heartbeats()
+        started_s = time.process_time()
+        function()
+        runs_us.append((time.process_time() - started_s) / _DECISIONS * 1e6)
     return runs_us
 
 
@@ -138,20 +143,20 @@ def main() -> None:
             if workers == _WORKERS[-1]:
                 reached_us = max(reached_us, cost.decision_us)
     grid = Grid(
-        title=f"CPU microseconds of a decision, {MAX_PREFIXES:,} system prompts known",
+        title=f"CPU microseconds of a decision, with {MAX_PREFIXES:,} system prompts",
         columns=(
             "workers, request",
-            "decision, least",
+            "decision, minimum",
             "... median",
-            "with slot and change, least",
+            "with slot and change, minimum",
         ),
         rows=tuple(rows),
     )
-    met = "met" if reached_us <= PROMISED_US else "NOT met"
-    promise = f"Promised: at most {PROMISED_US:.0f} us with {_WORKERS[-1]} workers; {met}."
-    Console(highlight=False, width=100).print(grid.drawn())
-    print(promise)
-    RESULTS.write_text(f"{_ABOUT}\n{grid.markdown()}\n{promise}\n")
+    met = "met" if reached_us <= TARGET_US else "NOT met"
+    result = f"Target: at most {TARGET_US:.0f} us with {_WORKERS[-1]} workers; {met}."
+    Console(highlight=False, width=100).print(grid.to_table())
+    print(result)
+    RESULTS.write_text(f"{_INTRODUCTION}\n{grid.to_markdown()}\n{result}\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Rules that send a request to a Mac: ours, and those that people use instead."""
+"""Routing rules: ours, and those of other routers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import islice
 from random import Random
 from typing import Protocol
 
-from bench.fleet.world import Ask, Mac
+from bench.fleet.world import Mac, SimulatedRequest
 from gateway.fleet.circuit_breaker import AttemptResult
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S, WorkerRegistry
 from gateway.fleet.worker import Lease
@@ -22,138 +22,138 @@ from policies.request.profile import Endpoint, RequestProfile
 from workers.protocol import MAX_REPORTED_PREFIXES, LaneReport, WorkerReport
 
 _MODEL = "demo"
-_CHARS_A_TOKEN = 4
-_TOLD_EVERY_S = 0.5
-"""How often gateways tell each other."""
+_CHARS_PER_TOKEN = 4
+_SYNC_INTERVAL_S = 0.5
+"""The interval of synchronisation between gateways."""
 
 
 class Rule(Protocol):
-    """One way to choose. `sent` and `answered` are what a gateway sees of its own requests."""
+    """A routing rule. `record_sent` and `record_end` report the requests of the gateway itself."""
 
     name: str
 
-    def choose(self, ask: Ask, macs: Sequence[Mac], now_s: float) -> int | None:
-        """Say which Mac gets a request; None lets it wait in the gateway until one has ended."""
+    def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
+        """Return the index of a Mac; None queues the request until another one has ended."""
 
-    def sent(self, ask: Ask, mac: Mac, now_s: float) -> None:
-        """Hear that it was sent."""
+    def record_sent(self, request: SimulatedRequest, mac: Mac, now_s: float) -> None:
+        """Record that the request was sent."""
 
-    def answered(self, ask: Ask, mac: Mac, cached_tokens: int | None) -> None:
-        """Hear that it has ended; None where it failed."""
-
-
-class _Deaf:
-    def sent(self, ask: Ask, mac: Mac, now_s: float) -> None:
-        """Take no notice."""
-
-    def answered(self, ask: Ask, mac: Mac, cached_tokens: int | None) -> None:
-        """Take no notice."""
+    def record_end(self, request: SimulatedRequest, mac: Mac, cached_tokens: int | None) -> None:
+        """Record the end of a request; `cached_tokens` is None after a failure."""
 
 
-class RoundRobin(_Deaf):
-    """One after another."""
+class _Stateless:
+    def record_sent(self, request: SimulatedRequest, mac: Mac, now_s: float) -> None:
+        """Do nothing."""
+
+    def record_end(self, request: SimulatedRequest, mac: Mac, cached_tokens: int | None) -> None:
+        """Do nothing."""
+
+
+class RoundRobin(_Stateless):
+    """Each Mac in rotation."""
 
     name = "round robin"
 
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, ask: Ask, macs: Sequence[Mac], now_s: float) -> int | None:
+    def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
         self._next = (self._next + 1) % len(macs)
         return self._next
 
 
-class LeastLoad(_Deaf):
-    """The one with the fewest requests for its slots."""
+class LeastLoad(_Stateless):
+    """The Mac with the fewest requests per slot."""
 
     name = "least load"
 
-    def choose(self, ask: Ask, macs: Sequence[Mac], now_s: float) -> int | None:
+    def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
         return min(range(len(macs)), key=lambda at: macs[at].in_flight / macs[at].kind.slots)
 
 
-class BoundedHashing(_Deaf):
-    """Consistent hashing of the system prompt, none above 1.25 of the mean (Mirrokni, 2016)."""
+class BoundedHashing(_Stateless):
+    """Consistent hashing of system prompts, bounded to 1.25 of the mean load (Mirrokni, 2016)."""
 
     name = "hashing, bounded loads"
     _POINTS = 64
 
     def __init__(self, macs: int) -> None:
-        points = [(_hashed(f"{mac}:{n}"), mac) for mac in range(macs) for n in range(self._POINTS)]
+        points = [(_hash(f"{mac}:{n}"), mac) for mac in range(macs) for n in range(self._POINTS)]
         self._ring = sorted(points)
 
-    def choose(self, ask: Ask, macs: Sequence[Mac], now_s: float) -> int | None:
+    def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
         bound = 1.25 * (sum(mac.in_flight for mac in macs) + 1) / len(macs)
-        start = bisect(self._ring, (_hashed(f"prompt {ask.prefix}"), 0))
+        start = bisect(self._ring, (_hash(f"prompt {request.prefix}"), 0))
         for step in range(len(self._ring)):
             _, at = self._ring[(start + step) % len(self._ring)]
             if macs[at].in_flight + 1 <= max(bound, 1):
                 return at
-        return min(range(len(macs)), key=lambda one: macs[one].in_flight)
+        return min(range(len(macs)), key=lambda at: macs[at].in_flight)
 
 
 class CacheAware:
     """SGLang's router: the longest match, unless loads differ by more than its thresholds.
 
-    Its own defaults let one worker have 64 requests more than another; here it is one lane, which
-    is kinder to it on fleets of this size. Its tree forgets nothing that a worker has evicted.
+    Its default threshold is a difference of 64 requests; here it is one lane, which suits fleets of
+    this size better. Its tree keeps prefixes that a worker has evicted.
     """
 
     name = "SGLang's cache-aware rule"
     _MATCH, _RELATIVE = 0.3, 1.5
 
     def __init__(self) -> None:
-        self._had: dict[int, Counter[int]] = defaultdict(Counter)
-        self._size: Counter[int] = Counter()
+        self._counts_by_prefix: dict[int, Counter[int]] = defaultdict(Counter)
+        self._tokens_by_mac: Counter[int] = Counter()
 
-    def choose(self, ask: Ask, macs: Sequence[Mac], now_s: float) -> int | None:
+    def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
         loads = [mac.in_flight for mac in macs]
-        most, least = max(loads), min(loads)
-        if most - least > macs[0].kind.slots and most > self._RELATIVE * least:
-            return loads.index(least)
-        share = ask.prefix_tokens / (ask.prefix_tokens + ask.own_tokens)
-        had = self._had.get(ask.prefix)
-        if had and share > self._MATCH:
-            return min(had, key=lambda at: loads[at])
-        return min(range(len(macs)), key=lambda at: self._size[at])
+        maximum, minimum = max(loads), min(loads)
+        if maximum - minimum > macs[0].kind.slots and maximum > self._RELATIVE * minimum:
+            return loads.index(minimum)
+        share = request.prefix_tokens / (request.prefix_tokens + request.unique_tokens)
+        counts = self._counts_by_prefix.get(request.prefix)
+        if counts and share > self._MATCH:
+            return min(counts, key=lambda at: loads[at])
+        return min(range(len(macs)), key=lambda at: self._tokens_by_mac[at])
 
-    def sent(self, ask: Ask, mac: Mac, now_s: float) -> None:
+    def record_sent(self, request: SimulatedRequest, mac: Mac, now_s: float) -> None:
         at = int(mac.name)
-        if not self._had[ask.prefix][at]:
-            self._size[at] += ask.prefix_tokens
-        self._had[ask.prefix][at] += 1
+        if not self._counts_by_prefix[request.prefix][at]:
+            self._tokens_by_mac[at] += request.prefix_tokens
+        self._counts_by_prefix[request.prefix][at] += 1
 
-    def answered(self, ask: Ask, mac: Mac, cached_tokens: int | None) -> None:
-        """Take no notice."""
+    def record_end(self, request: SimulatedRequest, mac: Mac, cached_tokens: int | None) -> None:
+        """Do nothing."""
 
 
-class Oracle(_Deaf):
-    """Sees every Mac's cache, line and speed, and takes the one with the first token first."""
+class Oracle(_Stateless):
+    """A rule that reads cache, queue and speed of all Macs; it minimises time to first token."""
 
     name = "oracle"
 
-    def choose(self, ask: Ask, macs: Sequence[Mac], now_s: float) -> int | None:
-        return min(range(len(macs)), key=lambda at: self._first_s(ask, macs[at]))
+    def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
+        return min(range(len(macs)), key=lambda at: self._first_s(request, macs[at]))
 
-    def _first_s(self, ask: Ask, mac: Mac) -> float:
-        known = ask.prefix in mac.kept or any(
-            row.ask.prefix == ask.prefix for row in (*mac.reading, *mac.waiting)
+    def _first_s(self, request: SimulatedRequest, mac: Mac) -> float:
+        is_cached = request.prefix in mac.cached or any(
+            row.request.prefix == request.prefix for row in (*mac.reading, *mac.waiting)
         )
-        own = ask.own_tokens + (0 if known else ask.prefix_tokens)
-        ahead = mac.pending_prefill_tokens
+        prompt_tokens = request.unique_tokens + (0 if is_cached else request.prefix_tokens)
+        pending_tokens = mac.pending_prefill_tokens
         wait_s = 0.0
         if mac.in_flight >= mac.kind.slots:
-            left = sorted(row.write_left for row in mac.writing) or [100.0]
-            nth = min(len(mac.waiting), len(left) - 1)
-            wait_s = left[nth] * mac.kind.step_s * 2
-        return wait_s + mac.read_time_s(ahead + own)
+            remaining = sorted(row.write_left for row in mac.writing) or [100.0]
+            queue_index = min(len(mac.waiting), len(remaining) - 1)
+            wait_s = remaining[queue_index] * mac.kind.step_s * 2
+        return wait_s + mac.read_time_s(pending_tokens + prompt_tokens)
 
 
 class Ours:
-    """The gateway's own `decide`, registry and prefix index; requests without a slot wait in it.
+    """`decide`, registry and prefix index of the gateway; requests without a slot wait in it.
 
-    Of Macs it knows what it sent and got back, and what their heartbeats tell. Several gateways
-    take turns with the traffic and hear of each other's claims and heartbeats half a second later.
+    Its state of the Macs comes from its own requests and from heartbeats. Several gateways receive
+    the traffic alternately and exchange claims and heartbeats with a delay of half a second.
     """
 
     name = "paceline"
@@ -165,74 +165,77 @@ class Ours:
         self._fleets = [WorkerRegistry(lambda: self._now_s, rng.random) for _ in range(gateways)]
         self._prefixes = [PrefixIndex(lambda: self._now_s) for _ in range(gateways)]
         self._leases: dict[int, Lease] = {}
-        self._beats_s: dict[tuple[str, int], float] = {}
-        """When each boot of a Mac beat last."""
+        self._heartbeats_s: dict[tuple[str, int], float] = {}
+        """The time of the last heartbeat of each boot of a Mac."""
         self._exchanged_s = 0.0
 
-    def choose(self, ask: Ask, macs: Sequence[Mac], now_s: float) -> int | None:
+    def choose(self, request: SimulatedRequest, macs: Sequence[Mac], now_s: float) -> int | None:
         self._now_s = now_s
-        self._hear(macs)
-        fleet = self._fleets[ask.number % len(self._fleets)]
-        prefixes = self._prefixes[ask.number % len(self._fleets)]
-        profile = _profile(ask)
-        case = RoutingRequest(self._policy, profile, prefix_key=str(ask.prefix))
+        self._synchronise(macs)
+        fleet = self._fleets[request.number % len(self._fleets)]
+        prefixes = self._prefixes[request.number % len(self._fleets)]
+        profile = _profile(request)
+        routing_request = RoutingRequest(self._policy, profile, prefix_key=str(request.prefix))
         for first_only in (True, False):
-            view = prefixes.annotate(fleet.view(), case.prefix_key)
-            decision = decide(case, view, self._rng, first_only=first_only)
-            for one in decision.candidates:
-                if (lease := fleet.acquire(one)) is not None:
-                    self._leases[ask.number] = lease
-                    return int(one.worker_id)
+            view = prefixes.annotate(fleet.view(), routing_request.prefix_key)
+            decision = decide(routing_request, view, self._rng, first_only=first_only)
+            for candidate in decision.candidates:
+                if (lease := fleet.acquire(candidate)) is not None:
+                    self._leases[request.number] = lease
+                    return int(candidate.worker_id)
             if decision.complete:
                 break
         return None
 
-    def sent(self, ask: Ask, mac: Mac, now_s: float) -> None:
+    def record_sent(self, request: SimulatedRequest, mac: Mac, now_s: float) -> None:
         self._now_s = now_s
-        holding = self._leases[ask.number].boot
-        prefixes = self._prefixes[ask.number % len(self._fleets)]
-        prefixes.record_dispatch(str(ask.prefix), holding, self._policy.prefix)
+        boot = self._leases[request.number].boot
+        prefixes = self._prefixes[request.number % len(self._fleets)]
+        prefixes.record_dispatch(str(request.prefix), boot, self._policy.prefix)
 
-    def answered(self, ask: Ask, mac: Mac, cached_tokens: int | None) -> None:
+    def record_end(self, request: SimulatedRequest, mac: Mac, cached_tokens: int | None) -> None:
         self._now_s = max(self._now_s, mac.now_s)
-        lease = self._leases.pop(ask.number)
-        fleet = self._fleets[ask.number % len(self._fleets)]
-        prefixes = self._prefixes[ask.number % len(self._fleets)]
-        lost = cached_tokens is None
-        fleet.release(lease, AttemptResult.FAILED if lost else AttemptResult.SUCCEEDED)
-        usage = None if lost else Usage(1, 1, cached_tokens or 0)
+        lease = self._leases.pop(request.number)
+        fleet = self._fleets[request.number % len(self._fleets)]
+        prefixes = self._prefixes[request.number % len(self._fleets)]
+        failed = cached_tokens is None
+        fleet.release(lease, AttemptResult.FAILED if failed else AttemptResult.SUCCEEDED)
+        usage = None if failed else Usage(1, 1, cached_tokens or 0)
         expected = lease.candidate.prefix_cached
-        prefixes.record_usage(str(ask.prefix), lease.boot, usage, expected=expected)
+        prefixes.record_usage(str(request.prefix), lease.boot, usage, expected=expected)
 
-    def _hear(self, macs: Sequence[Mac]) -> None:
-        """Take in the heartbeats that are due, and what other gateways tell."""
+    def _synchronise(self, macs: Sequence[Mac]) -> None:
+        """Receive the heartbeats that are due, and the claims of other gateways."""
         for mac in macs:
             boot = mac.name, mac.boot
-            if self._beats_s.get(boot, -HEARTBEAT_INTERVAL_S) + HEARTBEAT_INTERVAL_S <= self._now_s:
-                self._beats_s[boot] = self._now_s
-                first, *others = self._fleets
-                report = _report(mac)
+            if (
+                self._heartbeats_s.get(boot, -HEARTBEAT_INTERVAL_S) + HEARTBEAT_INTERVAL_S
+                <= self._now_s
+            ):
+                self._heartbeats_s[boot] = self._now_s
+                first, *other_fleets = self._fleets
+                report = _worker_report(mac)
                 first.heartbeat(report)
-                for fleet in others:
-                    fleet.merge_remote(report, _TOLD_EVERY_S)
+                for fleet in other_fleets:
+                    fleet.merge_remote(report, _SYNC_INTERVAL_S)
                 for prefixes in self._prefixes:
                     prefixes.record_report(report)
-        if self._exchanged_s + _TOLD_EVERY_S <= self._now_s:
+        if self._exchanged_s + _SYNC_INTERVAL_S <= self._now_s:
             self._exchanged_s = self._now_s
-            news = [prefixes.take_pending() for prefixes in self._prefixes]
-            for by, claims in enumerate(news):
+            pending_claims = [prefixes.take_pending() for prefixes in self._prefixes]
+            for sender, claims in enumerate(pending_claims):
                 for at, prefixes in enumerate(self._prefixes):
-                    for claim in claims if at != by else ():
-                        prefixes.merge(claim, _TOLD_EVERY_S)
+                    for claim in claims if at != sender else ():
+                        prefixes.merge(claim, _SYNC_INTERVAL_S)
 
 
-def _profile(ask: Ask) -> RequestProfile:
-    chars = _CHARS_A_TOKEN * (ask.prefix_tokens + ask.own_tokens)
+def _profile(request: SimulatedRequest) -> RequestProfile:
+    chars = _CHARS_PER_TOKEN * (request.prefix_tokens + request.unique_tokens)
     return RequestProfile(endpoint=Endpoint.CHAT, model=_MODEL, text_chars=chars)
 
 
-def _report(mac: Mac) -> WorkerReport:
-    """Tell what a worker tells of itself."""
+def _worker_report(mac: Mac) -> WorkerReport:
+    """Return the report of a Mac."""
     lane = LaneReport(
         name="vlm",
         running=len(mac.reading) + len(mac.writing),
@@ -244,10 +247,10 @@ def _report(mac: Mac) -> WorkerReport:
     )
     return WorkerReport(
         worker_id=mac.name, boot_id=str(mac.boot), url=f"http://{mac.name}", model=_MODEL,
-        context_tokens=8192, lanes=(lane,), prefix_count=len(mac.kept),
-        prefixes=tuple(map(str, islice(reversed(mac.kept), MAX_REPORTED_PREFIXES))),
+        context_tokens=8192, lanes=(lane,), prefix_count=len(mac.cached),
+        prefixes=tuple(map(str, islice(reversed(mac.cached), MAX_REPORTED_PREFIXES))),
     )  # fmt: skip
 
 
-def _hashed(text: str) -> int:
+def _hash(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())

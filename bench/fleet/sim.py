@@ -1,7 +1,7 @@
-"""Where system prompts are found again: our `decide` beside other rules, on simulated fleets.
+"""Prefix affinity of our `decide` compared with other rules, on simulated fleets.
 
-`python -m bench.fleet.sim` sends the same traffic through every rule, on the simulated clock. The
-gateway's code is the real one; the Macs are not.
+`python -m bench.fleet.sim` sends the same traffic through every rule, on a simulated clock. The
+code of the gateway is real; the Macs are simulated.
 """
 
 from __future__ import annotations
@@ -17,35 +17,34 @@ from typing import Final
 from rich.console import Console
 from rich.progress import track
 
-from bench.fleet.plot import plotted
+from bench.fleet.plot import svg
+from bench.fleet.results import RuleResult, ScenarioResult, rule_table, target_table
 from bench.fleet.rules import BoundedHashing, CacheAware, LeastLoad, Oracle, Ours, RoundRobin, Rule
-from bench.fleet.verdicts import Found, Judged, drawn, verdicts
-from bench.fleet.world import Ask, Kind, Mac, Row, Scenario, traffic
+from bench.fleet.world import Kind, Mac, Row, Scenario, SimulatedRequest, traffic
 
 RESULTS: Final = Path(__file__).parents[1] / "results" / "fleet_sim.md"
 PLOT: Final = RESULTS.with_suffix(".svg")
 TUNED_ON: Final = (101, 102)
 REPORTED_ON: Final = (7, 8)
-_ABOUT: Final = """\
-`python -m bench.fleet.sim --requests {}`: simulated Macs and clock, the gateway's real `decide`,
-`Fleet` and `Prefixes`, which know of the Macs what a gateway knows: what it has sent, and a
-heartbeat every two seconds, in which a Mac tells what it keeps (64 system prompts at most). Every
-rule gets the same traffic. The constants of `decide` were chosen on the seeds {}; this is on {}.
-The oracle sees every cache, line and speed, and takes the Mac with the first token first; it does
-not spare memory.
+_INTRODUCTION: Final = """\
+`python -m bench.fleet.sim --requests {}`: simulated Macs and clock, with the real `decide`,
+`WorkerRegistry` and `PrefixIndex` of the gateway. They receive what a gateway receives: the results
+of its own requests, and a heartbeat every two seconds that lists at most 64 cached system prompts.
+Every rule gets the same traffic. The constants of `decide` were chosen with the seeds {}; these are
+the results of {}. The oracle reads the cache, queue and speed of every Mac, and chooses the Mac
+with the earliest first token; it does not save memory.
 
-"over" is the longest time for which a Mac had more than 1.25 times the mean share of its slots, and
-a request more. The bound is what the longest answer takes there in a full batch: until some of its
-requests have ended a Mac cannot have fewer, whatever it is sent.
+"over" is the longest time for which a Mac had more than 1.25 times the mean share of its slots plus
+one request. The bound is the duration of the longest answer in a full batch: until some of its
+requests end, a Mac cannot have fewer, whatever the router sends to it.
 
-Where two Macs hold nearly all of 40 system prompts between them, even round robin finds nine in ten
-again. The first token in the middle is then one of a prompt that is held, whoever chose: the oracle
-itself is no sooner, so three times is beyond everybody's reach ("nobody can"). What is won is the
-slow tail.
+If two Macs cache nearly all of 40 system prompts between them, even round robin finds nine in ten.
+The median first token is then that of a cached prompt under any rule: the oracle itself is not
+three times as fast ("impossible"). The gain is in the slow tail.
 """
 EVEN: Final = Kind()
-FAST: Final = Kind(slots=16, read_per_s=2400.0, step_s=0.012, kept_tokens=120_000)
-SLOW: Final = Kind(slots=4, read_per_s=600.0, step_s=0.03, kept_tokens=30_000)
+FAST: Final = Kind(slots=16, read_per_s=2400.0, step_s=0.012, cache_tokens=120_000)
+SLOW: Final = Kind(slots=4, read_per_s=600.0, step_s=0.03, cache_tokens=30_000)
 SCENARIOS: Final = (
     Scenario("2 Macs", (EVEN,) * 2, prompts=40, busy=0.42),
     Scenario("2 Macs, many prompts", (EVEN,) * 2, prompts=160, busy=0.36),
@@ -55,13 +54,13 @@ SCENARIOS: Final = (
     Scenario("unequal Macs", (*(FAST,) * 2, *(EVEN,) * 3, *(SLOW,) * 3), prompts=160, busy=0.42),
     Scenario("Macs that restart", (EVEN,) * 8, prompts=160, busy=0.42,
              restarts=((0.3, 0), (0.5, 3), (0.7, 0))),
-    Scenario("small memories", (Kind(kept_tokens=20_000),) * 8, prompts=160, busy=0.38),
-    Scenario("two gateways", (EVEN,) * 8, prompts=160, busy=0.42, sights=2),
+    Scenario("small memories", (Kind(cache_tokens=20_000),) * 8, prompts=160, busy=0.38),
+    Scenario("two gateways", (EVEN,) * 8, prompts=160, busy=0.42, gateways=2),
     Scenario("two gateways, bursts", (*(FAST,) * 2, *(EVEN,) * 3, *(SLOW,) * 3), prompts=160,
-             busy=0.36, bursts=True, sights=2),
+             busy=0.36, bursts=True, gateways=2),
 )  # fmt: skip
 RULES: Final[tuple[Callable[[Scenario], Rule], ...]] = (
-    lambda scenario: Ours(scenario.sights, Random(1)),
+    lambda scenario: Ours(scenario.gateways, Random(1)),
     lambda _: RoundRobin(),
     lambda _: LeastLoad(),
     lambda _: CacheAware(),
@@ -73,129 +72,136 @@ RULES: Final[tuple[Callable[[Scenario], Rule], ...]] = (
 class Simulation:
     """One traffic through one rule."""
 
-    def __init__(self, scenario: Scenario, rule: Rule, asks: Sequence[Ask]) -> None:
+    def __init__(
+        self, scenario: Scenario, rule: Rule, requests: Sequence[SimulatedRequest]
+    ) -> None:
         self._macs = [Mac(str(n), kind) for n, kind in enumerate(scenario.kinds)]
         self._rule = rule
-        self._asks = asks
-        self._restarts = {int(share * len(asks)): mac for share, mac in scenario.restarts}
-        self._line: deque[Ask] = deque()
+        self._requests = requests
+        self._restarts = {int(share * len(requests)): mac for share, mac in scenario.restarts}
+        self._queue: deque[SimulatedRequest] = deque()
         self._ends: list[tuple[float, int]] = []
         self._over_since_s: dict[int, float] = {}
-        self.found = Found(rule.name)
+        self.result = RuleResult(rule.name)
 
-    def run(self) -> Found:
+    def run(self) -> RuleResult:
         """Run to the end of the last answer."""
-        for ask in self._asks:
-            self._until(ask.at_s)
-            if ask.number in self._restarts:
-                self._restart(self._restarts[ask.number], ask.at_s)
-            if self._line or not self._send(ask, ask.at_s):
-                self._line.append(ask)
-            self._watch(ask.at_s)
-        self._until(float("inf"))
-        assert len(self.found.waits_s) == len(self._asks), "each is answered once"
-        return self.found
+        for request in self._requests:
+            self._advance_to(request.at_s)
+            if request.number in self._restarts:
+                self._restart(self._restarts[request.number], request.at_s)
+            if self._queue or not self._send(request, request.at_s):
+                self._queue.append(request)
+            self._record_overload(request.at_s)
+        self._advance_to(float("inf"))
+        assert len(self.result.waits_s) == len(self._requests), "each request has one answer"
+        return self.result
 
-    def _until(self, to_s: float) -> None:
-        """Let the Macs work, in the order in which something ends on them."""
+    def _advance_to(self, to_s: float) -> None:
+        """Advance the Macs in the order of their events."""
         while self._ends and self._ends[0][0] <= to_s:
             now_s, at = heapq.heappop(self._ends)
             mac = self._macs[at]
             if mac.next_s() > now_s + 1e-9 and mac.now_s >= now_s:
-                continue  # it has been looked at since
+                continue  # the Mac has advanced since
             ended = mac.advance(now_s)
-            self._expect(at)
+            self._schedule(at)
             for row in ended:
-                self._close(row, mac)
-            while ended and self._line and self._send(self._line[0], now_s):
-                self._line.popleft()
+                self._finish(row, mac)
+            while ended and self._queue and self._send(self._queue[0], now_s):
+                self._queue.popleft()
 
-    def _send(self, ask: Ask, now_s: float) -> bool:
-        at = self._rule.choose(ask, self._macs, now_s)
+    def _send(self, request: SimulatedRequest, now_s: float) -> bool:
+        at = self._rule.choose(request, self._macs, now_s)
         if at is None:
             return False
         mac = self._macs[at]
         for row in mac.advance(now_s):
-            self._close(row, mac)
+            self._finish(row, mac)
         mac.now_s = now_s
-        mac.take(ask)
-        self._rule.sent(ask, mac, now_s)
-        self._expect(at)
+        mac.accept(request)
+        self._rule.record_sent(request, mac, now_s)
+        self._schedule(at)
         return True
 
-    def _expect(self, at: int) -> None:
+    def _schedule(self, at: int) -> None:
         next_s = self._macs[at].next_s()
         if next_s < float("inf"):
             heapq.heappush(self._ends, (next_s, at))
 
-    def _close(self, row: Row, mac: Mac) -> None:
-        assert row.first_s is not None, "what has ended has begun"
-        self._rule.answered(row.ask, mac, row.cached_tokens)
-        self.found.waits_s.append(row.first_s - row.ask.at_s)
-        self.found.cached_tokens += row.cached_tokens
-        self.found.shared_tokens += row.ask.prefix_tokens
+    def _finish(self, row: Row, mac: Mac) -> None:
+        assert row.first_s is not None, "a finished request has a first token"
+        self._rule.record_end(row.request, mac, row.cached_tokens)
+        self.result.waits_s.append(row.first_s - row.request.at_s)
+        self.result.cached_tokens += row.cached_tokens
+        self.result.shared_tokens += row.request.prefix_tokens
 
     def _restart(self, at: int, now_s: float) -> None:
-        """Lose a Mac's memory; what ran on it is asked again at once, as its clients would."""
+        """Restart a Mac; its requests are sent again at once, as clients would."""
         mac = self._macs[at]
         for row in mac.advance(now_s):
-            self._close(row, mac)
+            self._finish(row, mac)
         for row in mac.restart():
-            self._rule.answered(row.ask, mac, None)
-            if self._line or not self._send(row.ask, now_s):
-                self._line.append(row.ask)
+            self._rule.record_end(row.request, mac, None)
+            if self._queue or not self._send(row.request, now_s):
+                self._queue.append(row.request)
 
-    def _watch(self, now_s: float) -> None:
-        """Note how long a Mac has been busier than its share."""
+    def _record_overload(self, now_s: float) -> None:
+        """Record how long a Mac has been above its share."""
         slots = sum(mac.kind.slots for mac in self._macs)
         busy = sum(mac.in_flight for mac in self._macs) / slots
         for at, mac in enumerate(self._macs):
             if mac.in_flight > 1.25 * busy * mac.kind.slots + 1:
                 over_s = now_s - self._over_since_s.setdefault(at, now_s)
-                found, bound_s = self.found, mac.kind.longest_answer_s
-                found.longest_over_s = max(found.longest_over_s, over_s)
-                found.over_bound = max(found.over_bound, over_s / bound_s)
+                result, bound_s = self.result, mac.kind.longest_answer_s
+                result.longest_over_s = max(result.longest_over_s, over_s)
+                result.over_bound = max(result.over_bound, over_s / bound_s)
             else:
                 self._over_since_s.pop(at, None)
 
 
-def compare(scenario: Scenario, requests: int, seeds: Sequence[int]) -> list[Found]:
-    """Send one traffic for each seed through every rule."""
-    found = [Found(make(scenario).name) for make in RULES]
+def compare(scenario: Scenario, requests: int, seeds: Sequence[int]) -> list[RuleResult]:
+    """Send the same traffic of each seed through every rule."""
+    results = [RuleResult(make_rule(scenario).name) for make_rule in RULES]
     for seed in seeds:
-        asks = tuple(traffic(scenario, requests, Random(seed)))
-        for sums, make in zip(found, RULES, strict=True):
-            sums.add(Simulation(scenario, make(scenario), asks).run())
-    return found
+        simulated = tuple(traffic(scenario, requests, Random(seed)))
+        for total, make_rule in zip(results, RULES, strict=True):
+            total.add(Simulation(scenario, make_rule(scenario), simulated).run())
+    return results
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.fleet.sim", description=__doc__)
     parser.add_argument("--requests", type=int, default=4000, help="of each scenario and seed")
-    parser.add_argument("--tune", action="store_true", help="on the seeds for that; no page")
-    parser.add_argument("--only", help="scenarios whose name holds this")
+    parser.add_argument("--tune", action="store_true", help="use the tuning seeds; write no page")
+    parser.add_argument("--only", help="scenarios whose name contains this")
     options = parser.parse_args()
     console = Console(highlight=False, width=110)
-    grids, judged = [], []
-    by_scenario: dict[str, list[Found]] = {}
+    grids, scenario_results = [], []
+    results_by_scenario: dict[str, list[RuleResult]] = {}
     seeds = TUNED_ON if options.tune else REPORTED_ON
-    scenarios = [one for one in SCENARIOS if not options.only or options.only in one.name]
+    scenarios = [
+        scenario for scenario in SCENARIOS if not options.only or options.only in scenario.name
+    ]
     for scenario in track(scenarios, console=console, transient=True):
-        found = compare(scenario, options.requests, seeds)
-        grids.append(drawn(scenario, found))
-        judged.append(Judged.of(scenario.name, found))
-        by_scenario[scenario.name] = found
-        console.print(grids[-1].drawn())
-    grids.insert(0, verdicts(judged))
-    console.print(grids[0].drawn())
+        results = compare(scenario, options.requests, seeds)
+        grids.append(rule_table(scenario, results))
+        scenario_results.append(ScenarioResult.of(scenario.name, results))
+        results_by_scenario[scenario.name] = results
+        console.print(grids[-1].to_table())
+    grids.insert(0, target_table(scenario_results))
+    console.print(grids[0].to_table())
     if options.tune or options.only:
         return
-    told = [", ".join(map(str, seeds)) for seeds in (TUNED_ON, REPORTED_ON)]
-    page = ["# Where system prompts are found again\n", _ABOUT.format(options.requests, *told)]
-    page += [grids[0].markdown(), f"![Each rule in each scenario]({PLOT.name})\n"]
-    page += [grid.markdown() for grid in grids[1:]]
+    seed_lists = [", ".join(map(str, seeds)) for seeds in (TUNED_ON, REPORTED_ON)]
+    page = [
+        "# Prefix affinity on simulated fleets\n",
+        _INTRODUCTION.format(options.requests, *seed_lists),
+    ]
+    page += [grids[0].to_markdown(), f"![Each rule in each scenario]({PLOT.name})\n"]
+    page += [grid.to_markdown() for grid in grids[1:]]
     RESULTS.write_text("\n".join(page).rstrip() + "\n")
-    PLOT.write_text(plotted(by_scenario))
+    PLOT.write_text(svg(results_by_scenario))
 
 
 if __name__ == "__main__":

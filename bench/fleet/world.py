@@ -1,8 +1,8 @@
-"""A simulated fleet: Macs that read and write tokens at their own speed, and the traffic they get.
+"""A simulated fleet: Macs that read and write tokens at their own speed, and their traffic.
 
-A Mac reads prompts one after another and writes all its answers side by side; while it does both,
-each gets half of its time. It keeps system prompts that it has read, the least recently used ones
-go first, and tells nobody when. Times are seconds of the simulated clock.
+A Mac reads prompts one after another and writes all its answers concurrently; while it does both,
+each gets half of its time. It caches system prompts, evicts the least recently used ones, and
+reports no eviction. Times are seconds of the simulated clock.
 """
 
 from __future__ import annotations
@@ -16,44 +16,44 @@ from typing import Final, NamedTuple
 NEVER: Final = float("inf")
 LONGEST_ANSWER_TOKENS: Final = 600
 _BATCH_COST: Final = 0.12
-"""What a further row adds to a step: decoding waits for memory more than it computes."""
+"""The cost that a further row adds to a step: decoding is bound by memory."""
 _DONE: Final = 1e-6
 
 
-class Ask(NamedTuple):
-    """One request of the traffic."""
+class SimulatedRequest(NamedTuple):
+    """A request of the traffic."""
 
     number: int
     at_s: float
     prefix: int
     prefix_tokens: int
-    own_tokens: int
+    unique_tokens: int
     answer_tokens: int
 
 
 class Kind(NamedTuple):
-    """How fast one kind of Mac is."""
+    """The speed of one kind of Mac."""
 
     slots: int = 8
     read_per_s: float = 1200.0
     step_s: float = 0.02
-    kept_tokens: int = 60_000
+    cache_tokens: int = 60_000
 
     @property
     def longest_answer_s(self) -> float:
-        """Tell how long the longest answer takes beside a full batch.
+        """Return the duration of the longest answer in a full batch.
 
-        One that has so many requests at a moment cannot have fewer before some of them have ended,
-        whatever it is sent.
+        A Mac with too many requests cannot have fewer before some of them end, whatever the router
+        sends to it.
         """
         return LONGEST_ANSWER_TOKENS * self.step_s * (1 + _BATCH_COST * (self.slots - 1))
 
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One request on one Mac."""
+    """A request on a Mac."""
 
-    ask: Ask
+    request: SimulatedRequest
     cached_tokens: int = 0
     read_left: float = 0.0
     write_left: float = 0.0
@@ -62,7 +62,7 @@ class Row:
 
 @dataclass(slots=True, eq=False)
 class Mac:
-    """One worker; `advance` brings it to a moment, `next_s` tells when something ends by itself."""
+    """A worker; `advance` runs it up to a time, `next_s` returns the time of its next event."""
 
     name: str
     kind: Kind
@@ -71,50 +71,50 @@ class Mac:
     reading: deque[Row] = field(default_factory=deque)
     writing: list[Row] = field(default_factory=list)
     waiting: deque[Row] = field(default_factory=deque)
-    kept: OrderedDict[int, int] = field(default_factory=OrderedDict)
+    cached: OrderedDict[int, int] = field(default_factory=OrderedDict)
 
     @property
     def in_flight(self) -> int:
-        """Count the requests that it has, those in its own line too."""
+        """Return the number of requests, including those in the queue of the Mac."""
         return len(self.reading) + len(self.writing) + len(self.waiting)
 
-    def take(self, ask: Ask) -> Row:
-        """Begin with a request, or put it into the Mac's own line where no slot is free."""
-        row = Row(ask, write_left=float(ask.answer_tokens))
+    def accept(self, request: SimulatedRequest) -> Row:
+        """Start a request, or queue it if no slot is free."""
+        row = Row(request, write_left=float(request.answer_tokens))
         if len(self.reading) + len(self.writing) < self.kind.slots:
             self.reading.append(row)
-            self._open(row)
+            self._start_reading(row)
         else:
             self.waiting.append(row)
         return row
 
     def restart(self) -> list[Row]:
-        """Lose all that it has and holds; return the requests that were on it."""
+        """Clear the memory and all requests; return the lost requests."""
         lost = [*self.reading, *self.writing, *self.waiting]
         self.reading.clear()
         self.writing.clear()
         self.waiting.clear()
-        self.kept.clear()
+        self.cached.clear()
         self.boot += 1
         return lost
 
     def advance(self, to_s: float) -> list[Row]:
-        """Work until a moment; return the answers that ended by then."""
+        """Run until a time; return the answers that ended by then."""
         ended: list[Row] = []
         while self.now_s < to_s:
             step_s = min(self.next_s() - self.now_s, to_s - self.now_s)
             self._work(step_s)
             self.now_s = self.now_s + step_s
             self._end_reading()
-            done = [row for row in self.writing if row.write_left <= _DONE]
-            if done:
+            finished = [row for row in self.writing if row.write_left <= _DONE]
+            if finished:
                 self.writing = [row for row in self.writing if row.write_left > _DONE]
-                ended += done
-                self._let_in()
+                ended += finished
+                self._admit()
         return ended
 
     def next_s(self) -> float:
-        """Tell when the next prompt is read or the next answer ends."""
+        """Return the time at which the next prompt is read or the next answer ends."""
         read_rate, write_rate = self._rates()
         ends = [NEVER]
         if self.reading and read_rate:
@@ -124,25 +124,25 @@ class Mac:
         return self.now_s + max(min(ends), _DONE)
 
     def read_time_s(self, tokens: float) -> float:
-        """Tell how long reading so many tokens takes beside what is written now."""
+        """Return the time to read this number of tokens with the current answers."""
         return tokens / (self.kind.read_per_s * (0.5 if self.writing else 1.0))
 
     @property
     def pending_prefill_tokens(self) -> float:
-        """Count what is to be read of all prompts that it has, as far as it can know."""
-        tokens, known = 0.0, set(self.kept)
+        """Return the tokens to be read for all prompts of the Mac, by its own estimate."""
+        tokens, cached_prefixes = 0.0, set(self.cached)
         for at, row in enumerate((*self.reading, *self.waiting)):
             if at == 0 and self.reading:
                 tokens += row.read_left
             else:
-                tokens += row.ask.own_tokens
-                tokens += 0 if row.ask.prefix in known else row.ask.prefix_tokens
-            known.add(row.ask.prefix)
+                tokens += row.request.unique_tokens
+                tokens += 0 if row.request.prefix in cached_prefixes else row.request.prefix_tokens
+            cached_prefixes.add(row.request.prefix)
         return tokens
 
     @property
     def write_per_s(self) -> float:
-        """Tell how many tokens a second each answer gets while nothing is read."""
+        """Return the tokens per second of each answer while no prompt is read."""
         rows = max(1, len(self.writing))
         return 1 / (self.kind.step_s * (1 + _BATCH_COST * (rows - 1)))
 
@@ -152,67 +152,69 @@ class Mac:
         step_s = self.kind.step_s * (1 + _BATCH_COST * (rows - 1)) if rows else NEVER
         return share * self.kind.read_per_s, share / step_s
 
-    def _work(self, for_s: float) -> None:
+    def _work(self, duration_s: float) -> None:
         read_rate, write_rate = self._rates()
         if self.reading:
-            self.reading[0].read_left -= read_rate * for_s
+            self.reading[0].read_left -= read_rate * duration_s
         for row in self.writing:
-            row.write_left -= write_rate * for_s
+            row.write_left -= write_rate * duration_s
 
     def _end_reading(self) -> None:
         while self.reading and self.reading[0].read_left <= _DONE:
             row = self.reading.popleft()
             row.first_s = self.now_s
-            self._keep(row.ask)
+            self._store(row.request)
             self.writing.append(row)
             if self.reading:
-                self._open(self.reading[0])
+                self._start_reading(self.reading[0])
 
-    def _let_in(self) -> None:
+    def _admit(self) -> None:
         while self.waiting and len(self.reading) + len(self.writing) < self.kind.slots:
             row = self.waiting.popleft()
             self.reading.append(row)
-            self._open(row)
+            self._start_reading(row)
 
-    def _open(self, row: Row) -> None:
-        """See what of a prompt is kept, at the moment when its reading begins."""
+    def _start_reading(self, row: Row) -> None:
+        """Look up the cached part of a prompt as its prefill begins."""
         if self.reading[0] is row:
-            known = row.ask.prefix in self.kept
-            row.cached_tokens = row.ask.prefix_tokens if known else 0
-            row.read_left = row.ask.prefix_tokens - row.cached_tokens + row.ask.own_tokens
+            is_cached = row.request.prefix in self.cached
+            row.cached_tokens = row.request.prefix_tokens if is_cached else 0
+            row.read_left = (
+                row.request.prefix_tokens - row.cached_tokens + row.request.unique_tokens
+            )
 
-    def _keep(self, ask: Ask) -> None:
-        self.kept[ask.prefix] = ask.prefix_tokens
-        self.kept.move_to_end(ask.prefix)
-        while sum(self.kept.values()) > self.kind.kept_tokens:
-            self.kept.popitem(last=False)
+    def _store(self, request: SimulatedRequest) -> None:
+        self.cached[request.prefix] = request.prefix_tokens
+        self.cached.move_to_end(request.prefix)
+        while sum(self.cached.values()) > self.kind.cache_tokens:
+            self.cached.popitem(last=False)
 
 
 class Scenario(NamedTuple):
-    """A fleet and what it has to bear."""
+    """A fleet and its traffic."""
 
     name: str
     kinds: Sequence[Kind]
     prompts: int
-    """System prompts that there are; how often each is used falls off as Zipf has it."""
+    """Number of system prompts; their frequencies follow Zipf's law."""
     busy: float
-    """Requests a second of each Mac, in the mean."""
+    """Mean requests per second of each Mac."""
     bursts: bool = False
     restarts: tuple[tuple[float, int], ...] = ()
-    """At which share of the traffic which Mac starts anew."""
-    sights: int = 1
-    """Gateways that take turns with it, each with its own knowledge."""
+    """Restarts: the share of the traffic, and the index of the Mac."""
+    gateways: int = 1
+    """Gateways that receive the traffic alternately, each with its own state."""
 
 
-def traffic(scenario: Scenario, requests: int, rng: Random) -> Iterator[Ask]:
-    """Draw the requests of a scenario in the order of their time."""
+def traffic(scenario: Scenario, requests: int, rng: Random) -> Iterator[SimulatedRequest]:
+    """Yield the requests of a scenario in order of time."""
     weights = [1 / rank for rank in range(1, scenario.prompts + 1)]
     lengths = [rng.randint(400, 4000) for _ in range(scenario.prompts)]
     prompts = rng.choices(range(scenario.prompts), weights, k=requests)
     rate, now_s = scenario.busy * len(scenario.kinds), 0.0
     for number, prompt in enumerate(prompts):
-        # Every other minute is four times as busy as the ones between.
-        swing = (1.6 if int(now_s / 30) % 2 else 0.4) if scenario.bursts else 1.0
-        now_s += rng.expovariate(rate * swing)
+        # Bursts alternate with quiet times of a quarter of their load.
+        load_factor = (1.6 if int(now_s / 30) % 2 else 0.4) if scenario.bursts else 1.0
+        now_s += rng.expovariate(rate * load_factor)
         answer = min(LONGEST_ANSWER_TOKENS, max(5, int(rng.lognormvariate(4.3, 0.8))))
-        yield Ask(number, now_s, prompt, lengths[prompt], rng.randint(20, 200), answer)
+        yield SimulatedRequest(number, now_s, prompt, lengths[prompt], rng.randint(20, 200), answer)

@@ -1,1 +1,1 @@
-"""The gateway beside its peers, and its memory and policy."""
+"""The gateway compared with its peers, its memory, and the cost of its policy."""

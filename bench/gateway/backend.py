@@ -1,6 +1,6 @@
-"""A worker faster than any gateway: it looks for a few words, and answers from memory.
+"""A worker faster than any gateway: it reads a few words and sends prepared answers.
 
-Run as a process of its own (`python -m bench.gateway.backend`); it prints its port.
+`python -m bench.gateway.backend` runs it in a process and prints its port.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WORDS: Final = 64
 PACE_S: Final = 0.025
 """Between two events of a paced stream: 40 tokens a second."""
 PACED_MARK: Final = "paced please"
-"""A message with these words is answered at that pace, others as fast as can be."""
+"""A message with these words gets a paced answer, others one as fast as possible."""
 _SLOTS: Final = 256
 _USAGE: Final = {"prompt_tokens": 8, "completion_tokens": WORDS, "total_tokens": 8 + WORDS}
 
@@ -35,14 +35,14 @@ def _choice(reason: str | None, **delta: str) -> dict[str, object]:
     return {"index": 0, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
-def _whole(answer: object) -> bytes:
+def _complete_response(answer: object) -> bytes:
     body = json.dumps(answer).encode()
     head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
     return head % len(body) + body
 
 
 _MESSAGE: Final = {"role": "assistant", "content": "word " * WORDS}
-_ANSWER: Final = _whole(
+_ANSWER: Final = _complete_response(
     {
         "id": "chatcmpl-1",
         "object": "chat.completion",
@@ -66,39 +66,40 @@ EVENTS: Final = len(_STREAM)
 
 
 def report(url: str) -> WorkerReport:
-    """Return the report with which the worker joins our gateway."""
+    """Return the report of the worker for our gateway."""
     lanes = tuple(LaneReport(name=name, slots=_SLOTS) for name in ("text-mtp", "vlm"))
     return WorkerReport(
         worker_id=MODEL, boot_id="1", url=url, model=MODEL, context_tokens=4096, lanes=lanes
     )
 
 
-class _Link(asyncio.Protocol):
-    """One connection; what is not a chat request is one of the questions that gateways ask."""
+class _Connection(asyncio.Protocol):
+    """A connection; any request but a chat gets the status of the worker."""
 
     _transport: asyncio.Transport
 
-    def __init__(self, told: bytes) -> None:
-        self._told = told
+    def __init__(self, status_response: bytes) -> None:
+        self._status_response = status_response
         self._pending = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
+        # Transports of uvloop do not inherit from asyncio.Transport.
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._pending += data
         while (end := self._pending.find(b"\r\n\r\n")) >= 0:
             head = self._pending[:end].lower()
             _, _, length = head.partition(b"content-length:")
-            whole = end + 4 + int(length.split(b"\r\n", 1)[0] or 0)
-            if len(self._pending) < whole:
+            request_end = end + 4 + int(length.split(b"\r\n", 1)[0] or 0)
+            if len(self._pending) < request_end:
                 return
-            self._answer(head, self._pending[end + 4 : whole])
-            self._pending = self._pending[whole:]
+            self._answer(head, self._pending[end + 4 : request_end])
+            self._pending = self._pending[request_end:]
 
     def _answer(self, head: bytes, body: bytes) -> None:
         if head.startswith(b"get "):
-            self._transport.write(self._told)
+            self._transport.write(self._status_response)
         elif b'"stream":true' not in body and b'"stream": true' not in body:
             self._transport.write(_ANSWER)
         else:
@@ -108,7 +109,7 @@ class _Link(asyncio.Protocol):
     def _stream(
         self, events: Iterator[bytes], pace_s: float, loop: asyncio.AbstractEventLoop
     ) -> None:
-        """Write one event, a packet of its own as an engine writes it; then come back."""
+        """Write one event as a packet, and schedule the next."""
         for event in islice(events, 1):
             self._transport.write(event)
             if pace_s:
@@ -118,13 +119,13 @@ class _Link(asyncio.Protocol):
 
 
 async def _serve() -> None:
-    told = _whole({})
+    status_response = _complete_response({})
 
-    def link() -> _Link:
-        return _Link(told)
+    def make_connection() -> _Connection:
+        return _Connection(status_response)
 
     loop = asyncio.get_running_loop()
-    server = await loop.create_server(link, "127.0.0.1", 0, backlog=1024)
+    server = await loop.create_server(make_connection, "127.0.0.1", 0, backlog=1024)
     port = server.sockets[0].getsockname()[1]
     status = {
         "report": report(f"http://127.0.0.1:{port}").model_dump(mode="json"),
@@ -133,7 +134,7 @@ async def _serve() -> None:
         "status": "ok",
         "model_path": MODEL,
     }
-    told = _whole(status)
+    status_response = _complete_response(status)
     sys.stdout.write(f"{port}\n")
     sys.stdout.flush()
     await server.serve_forever()

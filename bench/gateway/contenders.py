@@ -1,4 +1,4 @@
-"""Which gateways are measured, and how each is told of the one worker behind it."""
+"""The gateways to compare, and the configuration of each for the one worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import httpx
 
 from bench.gateway import backend
 from bench.harness.processes import end, free_port, inherited
-from bench.harness.venvs import PeerUnavailable, Venv, last_words, python_of
+from bench.harness.venvs import PeerUnavailable, Venv, last_line, python_of
 from gateway.fleet.registry import HEARTBEAT_INTERVAL_S
 
 KEY: Final = "bench-key"
@@ -53,7 +53,7 @@ general_settings: {{{{dangerously_permit_weak_or_unset_master_key: true}}}}
 """
 
 Command = Callable[[Path, Path, int, int], list[str]]
-"""From interpreter, home folder, own port and the worker's port to what is run."""
+"""Function from interpreter, home folder, gateway port and worker port to a command."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Contender:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Running:
-    """A gateway that relays; `process_id` is None for the worker itself, with nothing before it."""
+    """A ready gateway; `process_id` is None for direct requests to the worker."""
 
     name: str
     port: int
@@ -86,27 +86,27 @@ def _nginx(python: Path, home: Path, port: int, worker_port: int) -> list[str]:
 
 
 def _vllm_router(python: Path, _home: Path, port: int, worker_port: int) -> list[str]:
-    words = (
+    arguments = (
         f"--host 127.0.0.1 --port {port} --policy round_robin --log-level error "
         f"--worker-urls http://127.0.0.1:{worker_port} --prometheus-port {free_port()}"
     )
-    return [str(python.with_name("vllm-router")), *words.split()]
+    return [str(python.with_name("vllm-router")), *arguments.split()]
 
 
 def _smg(python: Path, _home: Path, port: int, worker_port: int) -> list[str]:
-    words = (
+    arguments = (
         f"-m sglang_router.launch_router --host 127.0.0.1 --port {port} --policy round_robin "
         f"--log-level error --worker-urls http://127.0.0.1:{worker_port} "
         f"--prometheus-port {free_port()}"
     )
-    return [str(python), *words.split()]
+    return [str(python), *arguments.split()]
 
 
 def _litellm(python: Path, home: Path, port: int, worker_port: int) -> list[str]:
     conf = home / "litellm.yaml"
     conf.write_text(_LITELLM_CONF.format(worker_port=worker_port))
-    words = f"--config {conf} --host 127.0.0.1 --port {port} --num_workers 1"
-    return [str(python.with_name("litellm")), *words.split()]
+    arguments = f"--config {conf} --host 127.0.0.1 --port {port} --num_workers 1"
+    return [str(python.with_name("litellm")), *arguments.split()]
 
 
 OURS: Final = Contender(name="paceline", venv=None, command=_ours)
@@ -128,7 +128,7 @@ PEERS: Final = (
 
 @contextlib.asynccontextmanager
 async def running_backend() -> AsyncIterator[int]:
-    """Run the worker in a process of its own; give its port."""
+    """Run the worker in a process; yield its port."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.gateway.backend"), stdout=asyncio.subprocess.PIPE, cwd=_ROOT
     )
@@ -141,7 +141,7 @@ async def running_backend() -> AsyncIterator[int]:
 
 @contextlib.asynccontextmanager
 async def running(contender: Contender, *, venvs: Path, worker_port: int) -> AsyncIterator[Running]:
-    """Run a gateway in a home of its own until the context ends; raise `PeerUnavailable`."""
+    """Run a gateway with a new home folder; raise `PeerUnavailable` if it does not start."""
     python = python_of(contender.venv, venvs) if contender.venv else Path(sys.executable)
     port = free_port()
     log = venvs / f"{contender.name}.gateway.log"
@@ -155,18 +155,20 @@ async def running(contender: Contender, *, venvs: Path, worker_port: int) -> Asy
             env=_environment(home),
             start_new_session=True,
         )
-        joining = asyncio.create_task(_beat(port, worker_port)) if contender is OURS else None
+        heartbeats = (
+            asyncio.create_task(_send_heartbeats(port, worker_port)) if contender is OURS else None
+        )
         try:
-            await _until_it_relays(contender, port, process, log)
+            await _wait_until_ready(contender, port, process, log)
             yield Running(name=contender.name, port=port, process_id=process.pid)
         finally:
-            if joining is not None:
-                joining.cancel()
+            if heartbeats is not None:
+                heartbeats.cancel()
             await end(process)
 
 
-async def _beat(port: int, worker_port: int) -> None:
-    """Join our gateway as a worker does, again and again."""
+async def _send_heartbeats(port: int, worker_port: int) -> None:
+    """Send heartbeats of the worker to our gateway."""
     worker = backend.report(f"http://127.0.0.1:{worker_port}")
     path = f"http://127.0.0.1:{port}/admin/v1/workers/{worker.worker_id}"
     headers = {"authorization": f"Bearer {_JOIN_TOKEN}"}
@@ -177,12 +179,12 @@ async def _beat(port: int, worker_port: int) -> None:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
 
-async def _until_it_relays(
+async def _wait_until_ready(
     contender: Contender, port: int, process: asyncio.subprocess.Process, log: Path
 ) -> None:
     body = {"model": backend.MODEL, "messages": [{"role": "user", "content": "Hello"}]}
     url = f"http://127.0.0.1:{port}/v1/chat/completions"
-    told = "no answer"
+    last_answer = "no answer"
     try:
         async with (
             asyncio.timeout(_START_TIMEOUT_S),
@@ -191,18 +193,22 @@ async def _until_it_relays(
             while process.returncode is None:
                 with contextlib.suppress(httpx.HTTPError):
                     answer = await client.post(url, json=body)
-                    told = answer.text[:200]
+                    last_answer = answer.text[:200]
                     if answer.status_code == httpx.codes.OK:
                         return
                 await asyncio.sleep(0.2)
     except TimeoutError:
         raise PeerUnavailable(
-            f"{contender.name} does not relay: {told or last_words(log)}"
+            f"{contender.name} does not relay: {last_answer or last_line(log)}"
         ) from None
-    raise PeerUnavailable(f"{contender.name} ended while starting: {last_words(log)}")
+    raise PeerUnavailable(f"{contender.name} ended while starting: {last_line(log)}")
 
 
 def _environment(home: str) -> dict[str, str]:
     ours = {"PACELINE_JOIN_TOKEN": _JOIN_TOKEN, "PACELINE_API_KEY": KEY, "PYTHONPATH": str(_ROOT)}
-    quiet = {"DO_NOT_TRACK": "1", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    return {**inherited(), **ours, **quiet, "HOME": home, "PACELINE_STATE_DIR": home}
+    peer_settings = {
+        "DO_NOT_TRACK": "1",
+        "LITELLM_LOG": "ERROR",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    }
+    return {**inherited(), **ours, **peer_settings, "HOME": home, "PACELINE_STATE_DIR": home}

@@ -1,4 +1,4 @@
-"""The load on a gateway: raw HTTP/1.1 on kept connections, so that asking costs next to nothing."""
+"""Load on a gateway: raw HTTP/1.1 over reused connections, so that the client costs little."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ _PROMPT: Final = "word " * 200
 
 
 class WrongAnswer(Exception):
-    """A gateway did not relay what the worker said."""
+    """A gateway returned another answer than the worker sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is sent, and what a right answer contains."""
+    """A request, and the check of its answer."""
 
     stream: bool
     paced: bool = False
 
     def request(self) -> bytes:
-        """Return the bytes of the whole request."""
-        words = f"{backend.PACED_MARK}: {_PROMPT}" if self.paced else _PROMPT
+        """Return the bytes of the request."""
+        content = f"{backend.PACED_MARK}: {_PROMPT}" if self.paced else _PROMPT
         body = json.dumps(
             {
                 "model": backend.MODEL,
                 "temperature": 0,
                 "stream": self.stream,
-                "messages": [{"role": "user", "content": words}],
+                "messages": [{"role": "user", "content": content}],
             }
         ).encode()
         head = (
@@ -48,7 +48,7 @@ class Question:
 
 
 class Connection(asyncio.Protocol):
-    """One kept connection; asks one question at a time."""
+    """A reused connection with one request at a time."""
 
     _transport: asyncio.Transport
 
@@ -58,7 +58,8 @@ class Connection(asyncio.Protocol):
         self._first_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's are not derived from it
+        # Transports of uvloop do not inherit from asyncio.Transport.
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -69,10 +70,12 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._answered is not None and not self._answered.done():
-            self._answered.set_exception(exc or WrongAnswer("closed in an answer"))
+            self._answered.set_exception(
+                exc or WrongAnswer("the connection closed during an answer")
+            )
 
-    async def ask(self, question: Question, request: bytes) -> float:
-        """Return the seconds to the first word; raise `WrongAnswer`."""
+    async def send(self, question: Question, request: bytes) -> float:
+        """Send a request; return the seconds to the first word, or raise `WrongAnswer`."""
         self._received.clear()
         self._first_s = 0.0
         self._answered = asyncio.get_running_loop().create_future()
@@ -80,13 +83,13 @@ class Connection(asyncio.Protocol):
         self._transport.write(request)
         await asyncio.wait_for(self._answered, ANSWER_TIMEOUT_S)
         answer = bytes(self._received)
-        if not (answer.startswith(b"HTTP/1.1 200") and _is_right(answer, question)):
+        if not (answer.startswith(b"HTTP/1.1 200") and _is_complete(answer, question)):
             raise WrongAnswer(answer[:300].decode(errors="replace"))
         return self._first_s - sent_s
 
     @property
     def closing(self) -> bool:
-        """Say whether the gateway has closed it."""
+        """Return whether the gateway has closed the connection."""
         return self._transport.is_closing()
 
     def close(self) -> None:
@@ -98,77 +101,77 @@ class Connection(asyncio.Protocol):
         head, found, body = self._received.partition(b"\r\n\r\n")
         if not found:
             return False
-        _, told, length = bytes(head.lower()).partition(b"content-length:")
-        return bool(told) and len(body) >= int(length.split(b"\r\n", 1)[0])
+        _, has_length, length = bytes(head.lower()).partition(b"content-length:")
+        return bool(has_length) and len(body) >= int(length.split(b"\r\n", 1)[0])
 
 
-def _is_right(answer: bytes, question: Question) -> bool:
-    """Count the words; however a gateway writes the frames, each has its own."""
+def _is_complete(answer: bytes, question: Question) -> bool:
+    """Return whether an answer has all words, in any framing."""
     if question.stream:
         return answer.count(b'"word ') == backend.WORDS and b"[DONE]" in answer
     return b"word word word" in answer
 
 
-async def ask_many(
-    port: int, question: Question, *, requests: int, at_once: int, budget_s: float
+async def send_requests(
+    port: int, question: Question, *, requests: int, concurrency: int, budget_s: float
 ) -> int:
-    """Ask until the number is reached or the time is over; return how many were answered."""
-    waiting = iter(range(requests))
+    """Send requests until the number or the time is reached; return the number of answers."""
+    numbers = iter(range(requests))
     until_s = time.perf_counter() + budget_s
-    async with asyncio.TaskGroup() as group:  # one wrong answer ends all the asking
-        asking = [
-            group.create_task(_ask_in_turn(port, question, waiting, until_s))
-            for _ in range(at_once)
+    async with asyncio.TaskGroup() as group:  # one wrong answer cancels all tasks
+        tasks = [
+            group.create_task(_send_sequentially(port, question, numbers, until_s))
+            for _ in range(concurrency)
         ]
-    return sum(task.result() for task in asking)
+    return sum(task.result() for task in tasks)
 
 
-async def _ask_in_turn(
-    port: int, question: Question, waiting: Iterator[int], until_s: float
+async def _send_sequentially(
+    port: int, question: Question, numbers: Iterator[int], until_s: float
 ) -> int:
     request = question.request()
-    connection = await _connected(port)
-    asked = 0
+    connection = await _connect(port)
+    answers = 0
     try:
-        for _ in waiting:
+        for _ in numbers:
             if connection.closing:
-                connection = await _connected(port)
-            await connection.ask(question, request)
-            asked += 1
+                connection = await _connect(port)
+            await connection.send(question, request)
+            answers += 1
             if time.perf_counter() > until_s:
                 break
     finally:
         connection.close()
-    return asked
+    return answers
 
 
-async def ask_staggered(port: int, *, streams: int, rounds: int) -> list[float]:
-    """Keep so many paced streams running, begun apart; return the seconds to each first word."""
+async def send_staggered(port: int, *, streams: int, rounds: int) -> list[float]:
+    """Run paced streams with staggered starts; return the seconds to each first word."""
     question = Question(stream=True, paced=True)
     request = question.request()
-    apart_s = backend.PACE_S * backend.EVENTS / streams
+    stagger_s = backend.PACE_S * backend.EVENTS / streams
 
-    async def keep_one(place: int) -> list[float]:
-        await asyncio.sleep(place * apart_s)
-        connection = await _connected(port)
-        found = []
+    async def run_stream(index: int) -> list[float]:
+        await asyncio.sleep(index * stagger_s)
+        connection = await _connect(port)
+        times_s = []
         try:
             for _ in range(rounds):
                 if connection.closing:
-                    connection = await _connected(port)
-                found.append(await connection.ask(question, request))
+                    connection = await _connect(port)
+                times_s.append(await connection.send(question, request))
         finally:
             connection.close()
-        return found
+        return times_s
 
     async with asyncio.TaskGroup() as group:
-        kept = [group.create_task(keep_one(place)) for place in range(streams)]
-    return [first_s for task in kept for first_s in task.result()]
+        tasks = [group.create_task(run_stream(index)) for index in range(streams)]
+    return [first_s for task in tasks for first_s in task.result()]
 
 
-async def _connected(port: int) -> Connection:
+async def _connect(port: int) -> Connection:
     loop = asyncio.get_running_loop()
     with suppress(ConnectionRefusedError):
         _, connection = await loop.create_connection(Connection, "127.0.0.1", port)
         return connection
-    raise WrongAnswer("the gateway takes no connection")
+    raise WrongAnswer("the gateway refuses the connection")

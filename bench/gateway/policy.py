@@ -1,7 +1,7 @@
-"""What the policy costs a request, by how many routes it has: `python -m bench.gateway.policy`.
+"""Cost of the policy per request, by its number of routes: `python -m bench.gateway.policy`.
 
-Policies are made up, with conditions on everything that a condition can be on; so are the requests.
-What is timed is the whole question that a gateway asks of a policy.
+Random policies have conditions of all kinds, and so do the requests. A run measures the complete
+match of a request against a policy.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from policies.request.profile import Endpoint, RequestProfile, Sampling
 from policies.routes import DAYS, MINUTES_OF_WEEK
 
 ROUTES: Final = (10, 50, 200)
-PROMISED_ROUTES: Final = 50
-PROMISED_US: Final = 20.0
-_ASKERS: Final = 500
+TARGET_ROUTES: Final = 50
+TARGET_US: Final = 20.0
+_REQUESTS: Final = 500
 _RUNS: Final = 40
 _HEADERS: Final = ("x-app", "x-tier")
 
-Asked = Sequence[tuple[RequestProfile, CallerAttributes]]
+Requests = Sequence[tuple[RequestProfile, CallerAttributes]]
 
 
 class Cost(NamedTuple):
-    """Microseconds a request: of the quietest run, and of the middle one."""
+    """Microseconds per request: the minimum and the median of all runs."""
 
-    least_us: float
+    min_us: float
     median_us: float
 
 
-def made_up(routes: int, rng: Random) -> PolicyDocument:
-    """Make a policy of so many routes, none of which takes everything but the last."""
-    named = [
+def random_policy(routes: int, rng: Random) -> PolicyDocument:
+    """Return a policy of random routes; only the last one matches every request."""
+    conditional = [
         {"name": f"route-{number}", "when": _condition(rng), "to": "vlm"}
         for number in range(routes - 1)
     ]
     document = {
         "version": 1,
-        "routes": [*named, {"name": "rest", "to": "vlm"}],
+        "routes": [*conditional, {"name": "rest", "to": "vlm"}],
         "pools": {"vlm": {"lanes": "vlm"}},
     }
-    return read_policy(document, "the benchmark's")
+    return read_policy(document, "benchmark")
 
 
-def measure(policy: PolicyDocument, asked: Asked) -> Cost:
-    """Time the policy's answers to all of these requests, again and again."""
+def measure(policy: PolicyDocument, requests: Requests) -> Cost:
+    """Time the matches of all requests, several times."""
     runs_us = []
     for _ in range(_RUNS):
         begun_s = time.perf_counter()
-        for profile, attributes in asked:
+        for profile, attributes in requests:
             match_route(policy, profile, attributes)
-        runs_us.append((time.perf_counter() - begun_s) / len(asked) * 1e6)
+        runs_us.append((time.perf_counter() - begun_s) / len(requests) * 1e6)
     return Cost(min(runs_us), median(runs_us))
 
 
-def requests(rng: Random) -> Asked:
-    """Make up requests of all kinds."""
+def random_requests(rng: Random) -> Requests:
+    """Return random requests of all kinds."""
     return [
         (
             RequestProfile(
@@ -85,12 +85,12 @@ def requests(rng: Random) -> Asked:
                 minute_of_week=rng.randrange(MINUTES_OF_WEEK),
             ),
         )
-        for _ in range(_ASKERS)
+        for _ in range(_REQUESTS)
     ]
 
 
 def _condition(rng: Random) -> dict[str, Any]:
-    every: dict[str, Any] = {
+    conditions: dict[str, Any] = {
         "media": rng.choice((True, False, "image", ["video", "audio"])),
         "mtp_eligible": rng.random() < 0.5,
         "greedy": rng.random() < 0.5,
@@ -106,33 +106,33 @@ def _condition(rng: Random) -> dict[str, Any]:
         "hours": f"{rng.randrange(24):02}:00-{rng.randrange(24):02}:30",
         "days": [*rng.sample(DAYS, 2)],
     }
-    return {name: every[name] for name in rng.sample([*every], 4)}
+    return {name: conditions[name] for name in rng.sample([*conditions], 4)}
 
 
-def _row(name: str, policy: PolicyDocument, asked: Asked) -> tuple[tuple[str, ...], Cost]:
-    cost = measure(policy, asked)
+def _row(name: str, policy: PolicyDocument, requests: Requests) -> tuple[tuple[str, ...], Cost]:
+    cost = measure(policy, requests)
     figures = (str(len(policy.routes)), str(len(policy.compiled.matchers)))
-    return (name, *figures, f"{cost.least_us:.1f}", f"{cost.median_us:.1f}"), cost
+    return (name, *figures, f"{cost.min_us:.1f}", f"{cost.median_us:.1f}"), cost
 
 
 def main() -> None:
     rng = Random(1)
-    asked = requests(rng)
-    rows = [_row("as shipped", default_policy(), asked)[0]]
+    requests = random_requests(rng)
+    rows = [_row("default", default_policy(), requests)[0]]
     reached_us = 0.0
     for routes in ROUTES:
-        row, cost = _row("made up", made_up(routes, rng), asked)
+        row, cost = _row("random", random_policy(routes, rng), requests)
         rows.append(row)
-        if routes == PROMISED_ROUTES:
-            reached_us = cost.least_us
+        if routes == TARGET_ROUTES:
+            reached_us = cost.min_us
     grid = Grid(
-        title="What the policy costs a request",
-        columns=("policy", "routes", "properties asked", "us, least", "us, median"),
+        title="Cost of the policy per request",
+        columns=("policy", "routes", "properties read", "us, minimum", "us, median"),
         rows=tuple(rows),
     )
-    Console(highlight=False, width=100).print(grid.drawn())
-    met = "met" if reached_us <= PROMISED_US else "NOT met"
-    print(f"Promised: at most {PROMISED_US:.0f} us for {PROMISED_ROUTES} routes; {met}.")
+    Console(highlight=False, width=100).print(grid.to_table())
+    met = "met" if reached_us <= TARGET_US else "NOT met"
+    print(f"Target: at most {TARGET_US:.0f} us for {TARGET_ROUTES} routes; {met}.")
 
 
 if __name__ == "__main__":

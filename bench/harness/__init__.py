@@ -1,1 +1,1 @@
-"""What benchmarks share: peers in venvs of their own, servers, processes, samples, tables."""
+"""Shared parts of the benchmarks: environments of peers, servers, processes, samples, tables."""

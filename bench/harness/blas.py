@@ -15,17 +15,17 @@ _NAMES: Final = frozenset({"LD_PRELOAD", "OPENBLAS_NUM_THREADS", "OPENBLAS_CORET
 
 @cache
 def preload() -> dict[str, str]:
-    """Return the environment that preloads OpenBLAS; empty on macOS and where none is installed."""
+    """Return the environment that preloads OpenBLAS; empty on macOS or if it is not installed."""
     without = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    listed = subprocess.run(
+    output = subprocess.run(
         [_WITH_BLAS, "/usr/bin/env", "-0"], env=without, capture_output=True, text=True, check=True
     ).stdout
-    told = dict(line.split("=", 1) for line in listed.split("\0") if line)
-    return {name: value for name, value in told.items() if name in _NAMES}
+    environment = dict(line.split("=", 1) for line in output.split("\0") if line)
+    return {name: value for name, value in environment.items() if name in _NAMES}
 
 
 def restart_with_fast_blas(module: str) -> None:
-    """Start this process anew, as `python -m module`, if OpenBLAS can be had and is not loaded."""
+    """Restart this process as `python -m module` if OpenBLAS is available and not loaded."""
     fast = preload()
     if not fast.items() <= os.environ.items():
         command = [sys.executable, "-m", module, *sys.argv[1:]]

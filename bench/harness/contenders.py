@@ -1,4 +1,4 @@
-"""Who is measured: our worker, and the engines that people would use instead of it."""
+"""The engines to compare: our worker and its peers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Contender:
     venv: Venv | None
     """None: this project, in the interpreter that runs the benchmark."""
     arguments: tuple[str, ...]
-    """Behind `python`; {model} and {port} are filled in."""
+    """Arguments of `python`; {model} and {port} are replaced."""
     mtp: bool = False
 
 

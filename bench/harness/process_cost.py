@@ -1,4 +1,4 @@
-"""What a process and all its children have cost so far: CPU time, and the memory they hold."""
+"""CPU time and memory of a process and its children."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import time
 
 
 def cpu_s(process_id: int) -> float:
-    """Add up the CPU seconds of a process and its living children."""
+    """Return the CPU seconds of a process and its live children."""
     if sys.platform == "linux":
-        # POSIX' CPU clock of another process: nanoseconds, where `ps` tells seconds.
+        # The POSIX CPU clock of another process has nanoseconds; `ps` has seconds.
         return sum(time.clock_gettime((~pid << 3) | 2) for pid in _family(process_id, "rss"))
-    return sum(_seconds(told) for told in _family(process_id, "time").values())
+    return sum(_seconds(value) for value in _family(process_id, "time").values())
 
 
 def resident_bytes(process_id: int) -> int:
-    """Add up the resident memory of a process and its living children."""
-    return sum(int(told) * 1024 for told in _family(process_id, "rss").values())
+    """Return the resident memory of a process and its live children."""
+    return sum(int(value) * 1024 for value in _family(process_id, "rss").values())
 
 
 def _family(process_id: int, field: str) -> dict[int, str]:
@@ -27,14 +27,14 @@ def _family(process_id: int, field: str) -> dict[int, str]:
     )
     rows = [line.split(maxsplit=2) for line in listed.stdout.splitlines()]
     family = {process_id}
-    while grown := {int(pid) for pid, parent, _ in rows if int(parent) in family} - family:
-        family |= grown
-    return {int(pid): told for pid, _, told in rows if int(pid) in family}
+    while children := {int(pid) for pid, parent, _ in rows if int(parent) in family} - family:
+        family |= children
+    return {int(pid): value for pid, _, value in rows if int(pid) in family}
 
 
-def _seconds(told: str) -> float:
-    """Read `ps`' CPU time, [[days-]hours:]minutes:seconds.hundredths."""
-    days, _, clock = told.rpartition("-")
+def _seconds(value: str) -> float:
+    """Parse the CPU time of `ps`, [[days-]hours:]minutes:seconds.hundredths."""
+    days, _, clock = value.rpartition("-")
     seconds = 0.0
     for part in clock.split(":"):
         seconds = seconds * 60 + float(part)

@@ -1,4 +1,4 @@
-"""What was measured: every figure of every repetition, by name."""
+"""Measured values of every repetition, by the name of the metric."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from statistics import median
 
 @dataclass
 class Samples:
-    """Figures of one contender; `failures` says why a figure is missing."""
+    """Values of one contender; `failures` contains the reason for each missing metric."""
 
     figures: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, *values: float) -> None:
-        """Keep one more value, or several, of a figure."""
+        """Add one or more values of a metric."""
         self.figures.setdefault(name, []).extend(values)
 
     def median(self, name: str) -> float | None:
-        """Return the middle value; None where nothing was measured."""
+        """Return the median, or None without values."""
         values = self.figures.get(name)
         return median(values) if values else None
 

@@ -1,4 +1,4 @@
-"""One server at a time: started, waited for, weighed, and ended with all its children."""
+"""One server at a time: started, polled until ready, and stopped with all its children."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.harness.blas import preload
 from bench.harness.contenders import Contender
 from bench.harness.process_cost import resident_bytes
 from bench.harness.processes import end, free_port, inherited
-from bench.harness.venvs import PeerUnavailable, last_words
+from bench.harness.venvs import PeerUnavailable, last_line
 
 START_TIMEOUT_S = 300.0
 _ROOT = Path(__file__).parents[2]
@@ -24,14 +24,14 @@ _ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """A server that answers."""
+    """A ready server."""
 
     url: str
     model: str
     process_id: int
 
     def resident_bytes(self) -> int:
-        """Add up the resident memory of the server and of all processes that it started."""
+        """Return the resident memory of the server and its children."""
         return resident_bytes(self.process_id)
 
 
@@ -39,7 +39,7 @@ class Server:
 async def running(
     contender: Contender, *, python: Path, model: Path, log: Path
 ) -> AsyncIterator[Server]:
-    """Start a server in a home of its own, so that no earlier run has warmed its caches."""
+    """Start a server with a new home folder, so that no earlier run has filled its caches."""
     port = free_port()
     arguments = [text.format(model=model, port=port) for text in contender.arguments]
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as home, log.open("wb") as output:
@@ -55,16 +55,16 @@ async def running(
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            name = await _until_it_answers(url, model, process, log)
+            name = await _wait_until_ready(url, model, process, log)
             yield Server(url=url, model=name, process_id=process.pid)
         finally:
             await end(process)
 
 
-async def _until_it_answers(
+async def _wait_until_ready(
     url: str, model: Path, process: asyncio.subprocess.Process, log: Path
 ) -> str:
-    """Return the model's name once a one-token answer came."""
+    """Return the name of the model after a first answer of one token."""
     try:
         async with (
             asyncio.timeout(START_TIMEOUT_S),
@@ -75,8 +75,8 @@ async def _until_it_answers(
                     return await _first_answer(client, model)
                 await asyncio.sleep(0.5)
     except TimeoutError:
-        raise PeerUnavailable(f"no answer in {START_TIMEOUT_S:.0f} s: {last_words(log)}") from None
-    raise PeerUnavailable(f"ended while starting: {last_words(log)}")
+        raise PeerUnavailable(f"no answer in {START_TIMEOUT_S:.0f} s: {last_line(log)}") from None
+    raise PeerUnavailable(f"ended while starting: {last_line(log)}")
 
 
 async def _first_answer(client: httpx.AsyncClient, model: Path) -> str:
@@ -90,10 +90,10 @@ async def _first_answer(client: httpx.AsyncClient, model: Path) -> str:
 
 
 async def _served_name(client: httpx.AsyncClient, model: Path) -> str:
-    """Take the name that the server lists; some serve a folder under its path and list nothing."""
-    listed = await client.get("/v1/models")
+    """Return the name that the server lists; without a list, the path of the folder."""
+    response = await client.get("/v1/models")
     try:
-        names = [entry["id"] for entry in listed.json()["data"]]
+        names = [entry["id"] for entry in response.json()["data"]]
     except (ValueError, KeyError):
         names = []
     return str(model) if str(model) in names or not names else str(names[0])

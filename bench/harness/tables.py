@@ -1,4 +1,4 @@
-"""Tables in Markdown, and targets beside what was reached."""
+"""Tables in Markdown and for the terminal, and targets with their results."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rich.table import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """One promise: a ratio or a difference, and the bound it has to keep."""
+    """A target: a ratio or a difference, and its bound."""
 
-    promise: str
+    name: str
     reached: float
     bound: float
     at_least: bool
 
     @property
     def met(self) -> bool:
-        """Say whether the promise was kept in this run."""
+        """Return whether this run met the target."""
         return self.reached >= self.bound if self.at_least else self.reached <= self.bound
 
 
@@ -34,8 +34,8 @@ class Grid:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
-    def drawn(self) -> Table:
-        """Return it for a terminal."""
+    def to_table(self) -> Table:
+        """Return the table for a terminal."""
         table = Table(title=self.title, title_justify="left")
         for number, column in enumerate(self.columns):
             table.add_column(column, justify="right" if number else "left")
@@ -43,25 +43,25 @@ class Grid:
             table.add_row(*row)
         return table
 
-    def markdown(self) -> str:
-        """Return it for a page."""
+    def to_markdown(self) -> str:
+        """Return the table for a Markdown page."""
         lines = [self.columns, ("---", *("---:" for _ in self.columns[1:])), *self.rows]
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return f"### {self.title}\n\n{table}\n"
 
 
-def targets(judged: Sequence[Target]) -> Grid:
-    """Show every promise beside what was reached."""
+def targets(results: Sequence[Target]) -> Grid:
+    """Return a table of targets and results."""
     return Grid(
         title="Targets",
-        columns=("", "reached", "wanted", "met"),
+        columns=("", "reached", "target", "met"),
         rows=tuple(
             (
-                target.promise,
+                target.name,
                 f"{target.reached:.2f}",
                 f"{'>=' if target.at_least else '<='} {target.bound:.2f}",
                 "yes" if target.met else "NO",
             )
-            for target in judged
+            for target in results
         ),
     )

@@ -1,4 +1,4 @@
-"""Virtual environments of the peers: each engine in its own, at pinned versions."""
+"""Virtual environments of the peers, each with pinned versions."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ sys.exit(any(version(name.partition("[")[0]) != pinned for name, pinned in pins)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Venv:
-    """What is installed side by side; `pins` are NAME==VERSION, dependencies follow from them."""
+    """Packages of one environment; `pins` are NAME==VERSION, dependencies follow from them."""
 
     name: str
     pins: tuple[str, ...]
 
 
 class PeerUnavailable(Exception):
-    """An engine cannot be installed or started here; the message says why."""
+    """An engine cannot be installed or started; the message contains the reason."""
 
 
 def python_of(venv: Venv, folder: Path) -> Path:
-    """Return the interpreter of a venv under `folder`, made now if it is not there as pinned."""
+    """Return the interpreter of an environment under `folder`; create it if it is not as pinned."""
     home = folder / venv.name
     python = home / "bin" / "python"
     if python.exists() and _runs([str(python), "-c", _INSTALLED, *venv.pins]):
@@ -39,14 +39,14 @@ def python_of(venv: Venv, folder: Path) -> Path:
         _runs([sys.executable, "-m", "venv", "--clear", str(home)], log)
         and _runs([str(python), "-m", "pip", "install", *venv.pins], log)
     ):
-        raise PeerUnavailable(f"not installable: {last_words(log)}")
+        raise PeerUnavailable(f"not installable: {last_line(log)}")
     return python
 
 
-def last_words(log: Path) -> str:
-    """Return the last line that a program wrote."""
+def last_line(log: Path) -> str:
+    """Return the last line of a log."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "it said nothing")[:300]
+    return next((line for line in reversed(lines) if line), "no output")[:300]
 
 
 def _runs(command: list[str], log: Path | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""Where a client works: a running line, a folder of its own, and the line's own counts."""
+"""The workspace of a client: a running gateway, a folder and the counters of the gateway."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ QUESTION: Final = "Count from 1 to 20."
 
 
 class ClientFailed(Exception):
-    """A client did not do what it is for; the message says how."""
+    """A client failed at its task; the message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """All that a client is given."""
+class Workspace:
+    """Everything that a client uses."""
 
     url: str
     model: str
@@ -37,12 +37,12 @@ class Place:
         self,
         *command: str | Path,
         stdin: str = "",
-        good: tuple[int, ...] = (0,),
+        expected_codes: tuple[int, ...] = (0,),
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> str:
-        """Run a command here and return what it printed; raise `ClientFailed` if it fails."""
+        """Run a command in the folder and return its output; raise `ClientFailed` if it fails."""
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 [str(word) for word in command],
                 input=stdin,
                 capture_output=True,
@@ -53,19 +53,19 @@ class Place:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise ClientFailed(f"was not done after {_TIME_LIMIT_S:.0f} s") from None
+            raise ClientFailed(f"timed out after {_TIME_LIMIT_S:.0f} s") from None
         except OSError as error:
             raise ClientFailed(f"does not start: {error.strerror}") from None
-        if done.returncode not in good:
-            printed = (done.stdout + done.stderr).splitlines()
+        if process.returncode not in expected_codes:
+            printed = (process.stdout + process.stderr).splitlines()
             lines = [line for raw in printed if (line := raw.strip(" │╭╰─╮╯"))]
-            raise ClientFailed(f"ended with {done.returncode}: {' / '.join(lines[-5:])[:400]}")
-        return done.stdout or done.stderr
+            raise ClientFailed(f"ended with {process.returncode}: {' / '.join(lines[-5:])[:400]}")
+        return process.stdout or process.stderr
 
     def metrics(self) -> str:
-        """Return the line's own /metrics."""
+        """Return the /metrics of the gateway."""
         return httpx.get(f"{self.url}/metrics", timeout=30).raise_for_status().text
 
     def drafts(self) -> Drafts:
-        """Return what the line itself has counted of drafts."""
+        """Return the draft counters of the gateway."""
         return Drafts.of_exposition(self.metrics()) or Drafts()
