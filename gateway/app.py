@@ -24,7 +24,6 @@ from gateway import errors
 from gateway.api import explain, keys, models, openapi, pages, policy, status, usage, workers
 from gateway.assembly import Gateway, build_gateway
 from gateway.auth.origins import Hosts
-from gateway.config.policy_versions import problems_text
 from gateway.config.settings import Settings
 from gateway.http.downstream import response_writer
 from gateway.http.upstream import ConnectionPool
@@ -173,7 +172,7 @@ def _as_gateway_error(request: Request, error: Exception) -> errors.GatewayError
             return error
         case PolicyInvalid():
             param = error.problems[0].field or None
-            return errors.PolicyRefused(problems_text(error), param=param)
+            return errors.PolicyRefused(error.reasons, param=param)
         case RequestValidationError():
             return _invalid(error.errors()[0])
         case HTTPException():

@@ -25,7 +25,6 @@ from gateway.cluster.sync import ClusterSync, PeerWorkers, SharedState
 from gateway.cluster.worker_reports import SharedWorkerReports
 from gateway.config.policy_file import PolicyFileWatcher, read_source
 from gateway.config.policy_store import PolicyStore, open_policy_store
-from gateway.config.policy_versions import problems_text
 from gateway.config.settings import Settings
 from gateway.config.startup_checks import check_binding
 from gateway.config.static_workers import check_unique_ids, read_worker_keys
@@ -315,7 +314,7 @@ async def _policy_store(
         return await open_policy_store(records, settings.workers, source, wall, warnings)
     except PolicyInvalid as invalid:
         raise StartupError(
-            f"The policy that would be active is invalid: {problems_text(invalid)}. Correct it, "
+            f"The policy that would be active is invalid: {invalid.reasons}. Correct it, "
             "or set PACELINE_POLICY to another file."
         ) from None
     except ValueError:

@@ -50,9 +50,10 @@ class PolicyInvalid(ValueError):
     """A policy is invalid; `problems` contains every reason."""
 
     def __init__(self, source: str, problems: tuple[Problem, ...]) -> None:
-        reasons = "; ".join(map(str, problems))
-        super().__init__(f"The policy {source} is invalid: {reasons}")
         self.problems = problems
+        self.reasons = "; ".join(map(str, problems))
+        """All problems in one line, without their source."""
+        super().__init__(f"The policy {source} is invalid: {self.reasons}")
 
 
 class Priority(StrEnum):

@@ -27,15 +27,7 @@ from gateway.api.openapi import (
     takes,
 )
 from gateway.config.policy_store import PolicyStore
-from gateway.config.policy_versions import (
-    Attribution,
-    Document,
-    PolicyVersion,
-    Proposal,
-    Reason,
-    propose,
-    propose_yaml,
-)
+from gateway.config.policy_versions import Attribution, Document, PolicyVersion, Proposal, Reason
 from gateway.errors import (
     BodyTooLarge,
     BodyTooSlow,
@@ -119,12 +111,12 @@ class Offer(NamedTuple):
     def whole(self) -> Proposal:
         """Parse it as a whole policy; raise `PolicyInvalid`."""
         if self.kind == YAML:
-            return propose_yaml(self._text())
-        return propose(self._value())
+            return Proposal.from_yaml(self._text())
+        return Proposal.from_document(self._value())
 
     def onto(self, document: Document) -> Proposal:
         """Apply it as a patch to a document; raise `PolicyInvalid`."""
-        return propose(merge_patch(document, self._value()))
+        return Proposal.from_document(merge_patch(document, self._value()))
 
     def _value(self) -> object:
         try:
@@ -203,7 +195,7 @@ async def rollback(
     earlier = await gateway.policy_store.read_version(body.version)
     back = f"back to version {body.version}"
     attribution = Attribution(author, f"{back}: {note}" if note else back, Reason.ROLLBACK)
-    proposal = await asyncio.to_thread(propose, earlier.document)
+    proposal = await asyncio.to_thread(Proposal.from_document, earlier.document)
     return await _apply(gateway.policy_store, proposal, attribution, base)
 
 

@@ -186,18 +186,14 @@ def missing_pools(
     They do not make the policy invalid: when a pool is renamed, the policy changes first, because
     a key cannot name a pool that the policy does not have.
     """
-    return [
-        Problem("pools", _sentence(record, missed, policy))
-        for record in records
-        if not record.ended(unix_s)
-        and (missed := [pool for pool in record.pools if pool not in policy.pools])
-    ]
-
-
-def _sentence(record: KeyRecord, missed: list[str], policy: PolicyDocument) -> str:
-    left = [pool for pool in record.pools if pool in policy.pools]
-    rest = f"it could use only {', '.join(left)}" if left else "it could use no pool"
-    names = ", ".join(f"'{pool}'" for pool in missed)
-    return (
-        f"the key {record.id} ({record.name}) names {names}, which the policy does not have; {rest}"
-    )
+    problems = []
+    for record in records:
+        left = [pool for pool in record.pools if pool in policy.pools]
+        missed = ", ".join(f"'{pool}'" for pool in record.pools if pool not in policy.pools)
+        if missed and not record.ended(unix_s):
+            rest = f"it could use only {', '.join(left)}" if left else "it could use no pool"
+            lacks = f"names {missed}, which the policy does not have"
+            problems.append(
+                Problem("pools", f"the key {record.id} ({record.name}) {lacks}; {rest}")
+            )
+    return problems

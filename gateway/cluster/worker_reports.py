@@ -57,14 +57,6 @@ class _Boot(NamedTuple):
     report: WorkerReport
 
 
-class WorkerUpdate(NamedTuple):
-    """The news of a worker since the last exchange."""
-
-    report: WorkerReport
-    age_s: float | None
-    """Since its last heartbeat; None: it left."""
-
-
 class SharedWorkerReports:
     """The boots that gateways share. Only one task calls `exchange`."""
 
@@ -92,8 +84,11 @@ class SharedWorkerReports:
 
     async def exchange(
         self, heartbeats: Sequence[tuple[WorkerReport, float]], departures: Sequence[WorkerReport]
-    ) -> tuple[WorkerUpdate, ...]:
-        """Write heartbeats with their ages, departures and pending reports; return all updates."""
+    ) -> list[tuple[WorkerReport, float | None]]:
+        """Write heartbeats with their ages, departures and pending reports.
+
+        Return the workers with news, and the seconds since their last heartbeat; None: it left.
+        """
         sent = dict(self._pending)
         updates: dict[str, dict[str, Any]] = {}
         for name, report in {**{boot_name(one): one for one, _ in heartbeats}, **sent}.items():
@@ -110,14 +105,13 @@ class SharedWorkerReports:
         for name in tuple(self._folded)[:-_MAX_FOLDED]:
             del self._folded[name]
         await self._fold_one()
-        changes: list[WorkerUpdate] = []
+        changes: list[tuple[WorkerReport, float | None]] = []
         for boot in exchanged.updated.values():
             if boot.left:
-                changes.append(WorkerUpdate(boot.report, None))
+                changes.append((boot.report, None))
             elif boot.heartbeat_ms is not None:
-                age_s = (exchanged.now_ms - boot.heartbeat_ms) / 1000
-                changes.append(WorkerUpdate(boot.report, age_s))
-        return tuple(changes)
+                changes.append((boot.report, (exchanged.now_ms - boot.heartbeat_ms) / 1000))
+        return changes
 
     def _oldest_first(self) -> list[tuple[str, _Boot]]:
         return sorted(self._shared.values.items(), key=lambda item: item[1].first_seen_ms)

@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gateway.config.policy_store import PolicyStore
-from gateway.config.policy_versions import (
-    Attribution,
-    Proposal,
-    Reason,
-    problems_text,
-    propose_yaml,
-)
+from gateway.config.policy_versions import Attribution, Proposal, Reason
 from gateway.errors import StartupError
 from policies.document import PolicyInvalid, Problem, default_policy
 
@@ -35,7 +29,7 @@ def read_source(file: Path | None) -> tuple[Proposal, Attribution]:
     try:
         return _FileContent.read(file).proposal(), _BY_FILE
     except PolicyInvalid as invalid:
-        raise StartupError(f"The policy {file} is invalid: {problems_text(invalid)}.") from None
+        raise StartupError(f"The policy {file} is invalid: {invalid.reasons}.") from None
 
 
 class PolicyFileWatcher:
@@ -58,18 +52,14 @@ class PolicyFileWatcher:
         if content != self._last_read:
             self._last_read = content  # perhaps half an edit: applied if unchanged next time
         elif content != self._last_applied:
-            await self._apply(content)
+            try:
+                proposal = await asyncio.to_thread(content.proposal)
+                await self._policy_store.apply_source(proposal, _BY_FILE)
+                self.problem = ""
+            except PolicyInvalid as invalid:
+                self.problem = invalid.reasons
+                log.error("policy_file.rejected file=%s problems=%s", self._file, self.problem)
             self._last_applied = content
-
-    async def _apply(self, content: _FileContent) -> None:
-        try:
-            proposal = await asyncio.to_thread(content.proposal)
-            await self._policy_store.apply_source(proposal, _BY_FILE)
-        except PolicyInvalid as invalid:
-            self.problem = problems_text(invalid)
-            log.error("policy_file.rejected file=%s problems=%s", self._file, self.problem)
-        else:
-            self.problem = ""
 
 
 class _FileContent(NamedTuple):
@@ -92,4 +82,4 @@ class _FileContent(NamedTuple):
     def proposal(self) -> Proposal:
         if self.problem:
             raise PolicyInvalid("", (Problem("", self.problem),))
-        return propose_yaml(self.text)
+        return Proposal.from_yaml(self.text)

@@ -14,16 +14,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
-from gateway.config.policy_versions import (
-    Attribution,
-    PolicyVersion,
-    Proposal,
-    Reason,
-    check_workers,
-    is_new,
-    problems_text,
-    propose,
-)
+from gateway.config.policy_versions import Attribution, PolicyVersion, Proposal, Reason, is_new
 from gateway.config.static_workers import StaticWorker
 from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
 from gateway.storage.records import Records, RecordTable
@@ -62,7 +53,7 @@ class PolicyStore:
 
     def check(self, proposal: Proposal) -> None:
         """Raise `PolicyInvalid` if a policy does not fit the static workers of this gateway."""
-        check_workers(proposal, self._static_workers)
+        proposal.check(self._static_workers)
 
     async def require_version(self, etags: Collection[str]) -> PolicyVersion:
         """Return the active version; raise `VersionConflict` if it has none of these tags."""
@@ -115,10 +106,10 @@ class PolicyStore:
                 return
             version = PolicyVersion.model_validate_json(texts[str(number)])
         try:
-            proposal = await asyncio.to_thread(propose, version.document)
+            proposal = await asyncio.to_thread(Proposal.from_document, version.document)
             self.check(proposal)
         except PolicyInvalid as invalid:
-            log.error("policy.unusable version=%d problems=%s", number, problems_text(invalid))
+            log.error("policy.unusable version=%d problems=%s", number, invalid.reasons)
         else:
             self._put_in_force(version, proposal.policy)
 
@@ -174,7 +165,7 @@ async def open_policy_store(
     proposal, attribution = source
     versions = await read_versions(records)
     if not versions:
-        check_workers(proposal, static_workers)
+        proposal.check(static_workers)
         first = PolicyVersion.following(0, proposal.document, attribution, _utc(wall()))
         try:
             added = await _add_version(records, first)
@@ -200,8 +191,8 @@ async def open_policy_store(
                 raise
             if attribution.reason is Reason.FILE:
                 return opened  # active; stored as soon as the records can be written
-    current = propose(newest.document)
-    check_workers(current, static_workers)
+    current = Proposal.from_document(newest.document)
+    current.check(static_workers)
     return store(version=newest, policy=current.policy)
 
 

@@ -36,30 +36,23 @@ class Proposal(NamedTuple):
         _ = policy.compiled
         return cls(policy, policy.model_dump(mode="json", exclude_unset=True))
 
+    @classmethod
+    def from_document(cls, document: Any) -> Proposal:
+        """Parse a policy from plain values; raise `PolicyInvalid`."""
+        return cls.of(read_policy(document, _SOURCE))
 
-def propose(value: Any) -> Proposal:
-    """Parse a policy from plain values; raise `PolicyInvalid`."""
-    return Proposal.of(read_policy(value, _SOURCE))
+    @classmethod
+    def from_yaml(cls, text: str) -> Proposal:
+        """Parse a policy from YAML; raise `PolicyInvalid` with line numbers."""
+        return cls.of(parse_policy(text, _SOURCE))
 
+    def check(self, workers: Sequence[StaticWorker]) -> None:
+        """Raise `PolicyInvalid` if the policy lacks pools of static workers.
 
-def propose_yaml(text: str) -> Proposal:
-    """Parse a policy from YAML; raise `PolicyInvalid` with line numbers."""
-    return Proposal.of(parse_policy(text, _SOURCE))
-
-
-def check_workers(proposal: Proposal, workers: Sequence[StaticWorker]) -> None:
-    """Raise `PolicyInvalid` if the policy lacks pools of static workers.
-
-    In force, it would prevent the next start.
-    """
-    problems = [Problem("pools", what) for what in pool_problems(workers, proposal.policy)]
-    if problems:
-        raise PolicyInvalid(_SOURCE, tuple(problems))
-
-
-def problems_text(invalid: PolicyInvalid) -> str:
-    """Return all problems in one line, without their source."""
-    return "; ".join(map(str, invalid.problems))
+        In force, it would prevent the next start.
+        """
+        if problems := pool_problems(workers, self.policy):
+            raise PolicyInvalid(_SOURCE, tuple(Problem("pools", text) for text in problems))
 
 
 class Reason(StrEnum):

@@ -6,6 +6,7 @@ the number of requests that this gateway has sent it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -93,11 +94,9 @@ def read_worker_keys(
 
 def check_unique_ids(workers: Iterable[StaticWorker]) -> None:
     """Raise `StartupError` if two workers have the same id."""
-    seen: set[str] = set()
-    for worker in workers:
-        if worker.id in seen:
-            raise StartupError(f"Two workers in the configuration file have the id '{worker.id}'.")
-        seen.add(worker.id)
+    for worker_id, count in Counter(worker.id for worker in workers).items():
+        if count > 1:
+            raise StartupError(f"Two workers in the configuration file have the id '{worker_id}'.")
 
 
 def pool_problems(workers: Iterable[StaticWorker], policy: PolicyDocument) -> list[str]:

@@ -23,7 +23,6 @@ Texts = dict[str, str]
 TextsByKind = dict[str, Texts]
 
 _TIMEOUT_S = 5.0
-_FileStamp = tuple[int, int, int]
 Result = TypeVar("Result")
 
 
@@ -100,7 +99,7 @@ class FileRecords:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read: tuple[_FileStamp | None, TextsByKind] = (None, {})
+        self._read: tuple[object, TextsByKind] = (None, {})
 
     def is_current(self, _kind: str) -> bool:
         """Return True: the file is always read."""
@@ -134,12 +133,15 @@ class FileRecords:
 
     def _read_changes(self) -> TextsByKind:
         """Read the file if it has changed."""
-        stamp = _file_stamp(self._path)
-        read_at, texts = self._read
-        if stamp is None or stamp != read_at:
-            texts = read_file(self._path)
-            self._read = (stamp, texts)
-        return texts
+        try:
+            stat = self._path.stat()
+        except FileNotFoundError:
+            return {}
+        # They differ after each write, because a write replaces the file.
+        stamp = stat.st_ino, stat.st_mtime_ns, stat.st_size
+        if stamp != self._read[0]:
+            self._read = stamp, read_file(self._path)
+        return self._read[1]
 
     async def _change(self, kind: str, change: Callable[[Texts], object]) -> bool:
         """Read, change and write in one step; return whether anything has changed."""
@@ -168,15 +170,6 @@ async def _in_thread(
         raise late from error
     except (OSError, ValueError) as error:
         raise RecordsUnwritable from error
-
-
-def _file_stamp(path: Path) -> _FileStamp | None:
-    """Return what differs after each write, because a write replaces the file."""
-    try:
-        stat = path.stat()
-    except FileNotFoundError:
-        return None
-    return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
 def read_file(path: Path) -> TextsByKind:

@@ -12,7 +12,7 @@ import httpx
 import yaml
 
 from gateway.config.policy_store import PolicyStore, open_policy_store
-from gateway.config.policy_versions import Attribution, Proposal, Reason, propose
+from gateway.config.policy_versions import Attribution, Proposal, Reason
 from gateway.config.static_workers import StaticWorker
 from gateway.storage.records import Records
 from tests.support.memory_records import MemoryRecords
@@ -41,7 +41,7 @@ def to_yaml(document: Any) -> str:
 
 
 def proposal(pool: str = "vlm") -> Proposal:
-    return propose(single_pool_policy(pool))
+    return Proposal.from_document(single_pool_policy(pool))
 
 
 async def make_policy_store(records: Records | None = None, pool: str = "vlm") -> PolicyStore:

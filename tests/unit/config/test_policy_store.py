@@ -15,15 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from gateway.config.policy_store import POLICY_KIND, PolicyStore, open_policy_store
-from gateway.config.policy_versions import (
-    Attribution,
-    PolicyVersion,
-    Proposal,
-    Reason,
-    is_new,
-    propose,
-    propose_yaml,
-)
+from gateway.config.policy_versions import Attribution, PolicyVersion, Proposal, Reason, is_new
 from gateway.config.static_workers import StaticWorker
 from gateway.errors import RecordsUnwritable, VersionConflict, VersionUnknown
 from gateway.storage.records import FileRecords
@@ -234,7 +226,9 @@ async def test_damaged_records_raise_an_error_and_the_active_policy_remains(dama
 
 
 def test_a_policy_in_yaml_equals_the_same_policy_in_json() -> None:
-    assert propose_yaml(to_yaml(single_pool_policy("a"))) == propose(single_pool_policy("a"))
+    assert Proposal.from_yaml(to_yaml(single_pool_policy("a"))) == Proposal.from_document(
+        single_pool_policy("a")
+    )
 
 
 def test_a_store_has_no_other_public_methods() -> None:
@@ -297,7 +291,7 @@ class PolicyStoreMachine(RuleBasedStateMachine):
         store, count = self.stores[at], len(self.stored)
         outdated = store.version.number < count or onto.number < count
         try:
-            proposed = propose(document)
+            proposed = Proposal.from_document(document)
             attribution = AUTHOR_ANN._replace(reason=reason)
             edited = self.runner.run(store.apply(proposed, attribution, onto=onto))
         except PolicyInvalid:
