@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import math
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -35,19 +36,6 @@ class PictureInvalid(ValueError):
     """A picture is invalid or too large; the message is for the client."""
 
 
-@dataclass(frozen=True, slots=True)
-class PictureSize:
-    """The size of a picture, as its header states it."""
-
-    width_px: int
-    height_px: int
-
-    @property
-    def pixels(self) -> int:
-        """Return the number of pixels."""
-        return self.width_px * self.height_px
-
-
 def content_of(url: str) -> str:
     """Return the base64 text of a picture's `data:` URL; raise `PictureInvalid`."""
     prefix = _DATA_URL.match(url)
@@ -60,16 +48,16 @@ def content_of(url: str) -> str:
     return url[prefix.end() :]
 
 
-def read_size(url: str) -> PictureSize:
-    """Read the size of a picture from its header; raise `PictureInvalid`."""
+def read_size(url: str) -> tuple[int, int]:
+    """Return the width and height of a picture, from its header; raise `PictureInvalid`."""
     content = _Content(content_of(url))
     try:
         size = _size(content)
     except (binascii.Error, ValueError, IndexError):
         size = None
-    if size is None or not size.pixels:
+    if size is None or not all(size):
         raise PictureInvalid("The picture is not a PNG, JPEG, WebP or GIF file.")
-    shorter_px, longer_px = sorted((size.width_px, size.height_px))
+    shorter_px, longer_px = sorted(size)
     if longer_px > SIDES_LIMIT * shorter_px:
         raise PictureInvalid(f"The aspect ratio of a picture may be at most {SIDES_LIMIT} : 1.")
     return size
@@ -98,12 +86,12 @@ class _Content:
         return int.from_bytes(self.read(start, count), "big")
 
 
-def _size(content: _Content) -> PictureSize | None:
+def _size(content: _Content) -> tuple[int, int] | None:
     magic = content.read(0, 12)
     if magic.startswith(b"\x89PNG\r\n\x1a\n") and content.read(12, 4) == b"IHDR":
-        return PictureSize(content.big(16, 4), content.big(20, 4))
+        return content.big(16, 4), content.big(20, 4)
     if magic.startswith((b"GIF87a", b"GIF89a")):
-        return PictureSize(content.little(6, 2), content.little(8, 2))
+        return content.little(6, 2), content.little(8, 2)
     if magic.startswith(b"RIFF") and magic.endswith(b"WEBP"):
         return _webp_size(content)
     if magic.startswith(b"\xff\xd8\xff"):
@@ -111,19 +99,19 @@ def _size(content: _Content) -> PictureSize | None:
     return None
 
 
-def _webp_size(content: _Content) -> PictureSize | None:
+def _webp_size(content: _Content) -> tuple[int, int] | None:
     kind = content.read(12, 4)
     if kind == b"VP8X":
-        return PictureSize(content.little(24, 3) + 1, content.little(27, 3) + 1)
+        return content.little(24, 3) + 1, content.little(27, 3) + 1
     if kind == b"VP8L" and content.read(20, 1) == b"\x2f":
         bits = content.little(21, 4)
-        return PictureSize((bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1)
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
     if kind == b"VP8 " and content.read(23, 3) == b"\x9d\x01\x2a":
-        return PictureSize(content.little(26, 2) & 0x3FFF, content.little(28, 2) & 0x3FFF)
+        return content.little(26, 2) & 0x3FFF, content.little(28, 2) & 0x3FFF
     return None
 
 
-def _jpeg_size(content: _Content) -> PictureSize | None:
+def _jpeg_size(content: _Content) -> tuple[int, int] | None:
     """Return the size from the first frame segment, or None if there is none."""
     place = 2
     for _ in range(_JPEG_SEGMENTS_LIMIT):
@@ -133,7 +121,7 @@ def _jpeg_size(content: _Content) -> PictureSize | None:
         if marker[1] == 0xFF:  # a byte of padding
             place += 1
         elif marker[1] in _JPEG_FRAMES:
-            return PictureSize(content.big(place + 7, 2), content.big(place + 5, 2))
+            return content.big(place + 7, 2), content.big(place + 5, 2)
         elif marker[1] in _JPEG_WITHOUT_LENGTH:
             place += 2
         else:
@@ -234,7 +222,7 @@ def _read_picture(source: str | None, where: str, found: Content) -> None:
     if found.media["image"] > PICTURES_LIMIT:
         raise FieldError(where, f"A request may contain at most {PICTURES_LIMIT} pictures.")
     try:
-        found.pixels += read_size(source or "").pixels
+        found.pixels += math.prod(read_size(source or ""))
     except PictureInvalid as invalid:
         raise FieldError(where, str(invalid)) from None
     if found.pixels > PIXELS_LIMIT:

@@ -7,6 +7,7 @@ import hmac
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import SecretStr
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -18,7 +19,7 @@ from policies.request.profile import Endpoint
 from workers.engine.types import EngineError
 from workers.protocol import mtp_block
 from workers.server.errors import NotAuthorised, RequestError, UnknownModel, render
-from workers.server.metrics import CONTENT_TYPE, exposition
+from workers.server.metrics import exposition
 from workers.server.ports import Json
 from workers.server.request import read_request, request_id_of
 from workers.server.response import CompletionResponse
@@ -157,4 +158,4 @@ async def check_readiness(worker: ServedWorker) -> Response:
 @router.get("/metrics")
 async def read_metrics(worker: ServedWorker) -> Response:
     """Return the counters in Prometheus' text format."""
-    return Response(exposition(worker.report()), media_type=CONTENT_TYPE)
+    return Response(exposition(worker.report()), media_type=CONTENT_TYPE_LATEST)

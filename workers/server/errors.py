@@ -1,13 +1,13 @@
 """Error responses of a worker.
 
-RequestError             any request without a completion, with its status and OpenAI's fields
-+-- BadRequest           400, names the field
-+-- NotAuthorised        401
-+-- UnknownModel         404
-+-- BodyTooLarge         413
-+-- WorkerDraining       503 with Retry-After
-+-- ClientLeft           499, only logged: the client has disconnected
-    +-- ClientStalled    499, only logged: the client stopped reading a stream
+RequestError                any request without a completion, with its status and OpenAI's fields
++-- BadRequest              400, names the field
+|   +-- UnknownModel        404
+|   +-- BodyTooLarge        413
+|   +-- ClientLeft          499, only logged: the client has disconnected
+|       +-- ClientStalled   499, only logged: the client stopped reading a stream
++-- NotAuthorised           401
++-- WorkerDraining          503 with Retry-After
 
 `as_request_error` translates errors of the engine (`workers.engine.types`) and of the parser
 (`policies.request.fields.FieldError`), so that no response contains the text of a library.
@@ -43,10 +43,13 @@ class RequestError(Exception):
     headers: Mapping[str, str] = MappingProxyType({})
     retry_after_s: float | None = None
 
-    def __init__(self, message: str | None = None, *, param: str | None = None) -> None:
+    def __init__(
+        self, message: str | None = None, *, param: str | None = None, code: str | None = None
+    ) -> None:
         super().__init__(message or self.message)
         self.message = message or self.message
         self.param = param
+        self.code = code or self.code
 
     def body(self) -> Json:
         """Return OpenAI's error object."""
@@ -58,12 +61,7 @@ class BadRequest(RequestError):
 
     status = 400
     kind = "invalid_request_error"
-
-    def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = "invalid_value"
-    ) -> None:
-        super().__init__(message, param=param)
-        self.code = code
+    code = "invalid_value"
 
 
 class NotAuthorised(RequestError):
@@ -76,11 +74,10 @@ class NotAuthorised(RequestError):
     headers = MappingProxyType({"www-authenticate": "Bearer"})
 
 
-class UnknownModel(RequestError):
+class UnknownModel(BadRequest):
     """The request names a model that the worker does not serve."""
 
     status = 404
-    kind = "invalid_request_error"
     code = "model_not_found"
 
     def __init__(self, requested: str, served: str) -> None:
@@ -90,11 +87,10 @@ class UnknownModel(RequestError):
         )
 
 
-class BodyTooLarge(RequestError):
+class BodyTooLarge(BadRequest):
     """The body exceeds the limit."""
 
     status = 413
-    kind = "invalid_request_error"
     code = "body_too_large"
 
     def __init__(self, limit_bytes: int) -> None:
@@ -110,11 +106,10 @@ class WorkerDraining(RequestError):
     retry_after_s = 1
 
 
-class ClientLeft(RequestError):
+class ClientLeft(BadRequest):
     """The client closed the connection before the response was complete."""
 
     status = 499
-    kind = "invalid_request_error"
     code = "client_left"
     message = "The client closed the connection."
 

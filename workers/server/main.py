@@ -36,17 +36,11 @@ def main(arguments: Sequence[str]) -> int:
         logging.getLogger(verbose).setLevel(logging.WARNING)
     try:
         return _run(read_settings(arguments))
-    except InvalidSettings as error:
-        return _fail(error, ExitCode.SETTINGS)
-    except ModelUnusable as error:
-        return _fail(error, ExitCode.MODEL)
+    except (InvalidSettings, ModelUnusable) as error:
+        sys.stderr.write(f"paceline worker: {error}\n")
+        return ExitCode.MODEL if isinstance(error, ModelUnusable) else ExitCode.SETTINGS
     except KeyboardInterrupt:  # while the weights load; later the server handles signals
         return ExitCode.INTERRUPTED
-
-
-def _fail(error: Exception, exit_code: ExitCode) -> int:
-    sys.stderr.write(f"paceline worker: {error}\n")
-    return exit_code
 
 
 def _run(settings: WorkerSettings) -> int:

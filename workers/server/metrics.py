@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from workers.protocol import (
@@ -17,8 +17,6 @@ from workers.protocol import (
     Speculation,
     WorkerReport,
 )
-
-CONTENT_TYPE = CONTENT_TYPE_LATEST
 
 _COUNTERS = {
     "requests": "Finished requests, including cancelled and failed ones.",

@@ -14,7 +14,6 @@ from PIL import Image
 from policies.request.content import (
     PICTURE_LIMIT_BYTES,
     PictureInvalid,
-    PictureSize,
     content_of,
     read_size,
 )
@@ -42,7 +41,7 @@ def random_picture(mode: str) -> Image.Image:
     ],
 )
 def test_the_size_matches_that_of_the_decoded_picture(kind: str, mode: str, options: Any) -> None:
-    assert read_size(encode_image(random_picture(mode), kind, **options)) == PictureSize(301, 203)
+    assert read_size(encode_image(random_picture(mode), kind, **options)) == (301, 203)
 
 
 @pytest.mark.parametrize("marker", [0xC4, 0xC8, 0xCC])
@@ -53,7 +52,7 @@ def test_a_jpeg_may_have_tables_before_the_segment_with_its_size(marker: int) ->
 
 
 def test_a_decompression_bomb_is_measured_and_not_decoded() -> None:
-    assert read_size(data_url(png_header(50_000, 50_000))).pixels == 2_500_000_000
+    assert read_size(data_url(png_header(50_000, 50_000))) == (50_000, 50_000)
 
 
 @pytest.mark.parametrize(
@@ -95,4 +94,4 @@ MAGICS = st.sampled_from(
 @given(MAGICS, st.binary(max_size=60))
 def test_any_bytes_have_a_size_or_are_rejected(magic: bytes, rest: bytes) -> None:
     with contextlib.suppress(PictureInvalid):
-        assert read_size(data_url(magic + rest)).pixels > 0
+        assert min(read_size(data_url(magic + rest))) > 0
