@@ -32,12 +32,10 @@ def class_codes(base: type[Exception]) -> set[str]:
 
 
 def literal_codes(folder: Path) -> set[str]:
-    """Return the codes that the files of a folder pass as an argument."""
-    return {
-        code
-        for file in folder.rglob("*.py")
-        for code in re.findall(r'\bcode(?:: str(?: \| None)?)? ?= ?"(\w+)"', file.read_text())
-    }
+    """Return the codes that the files of a folder pass as an argument, or list last in a tuple."""
+    text = "".join(file.read_text() for file in folder.rglob("*.py"))
+    arguments = re.findall(r'\bcode(?:: str(?: \| None)?)? ?= ?"(\w+)"', text)
+    return {*arguments, *re.findall(r', "([a-z]+(?:_[a-z]+)+)"\),\n', text)}
 
 
 def test_the_page_on_errors_names_exactly_the_codes_of_the_error_trees() -> None:
