@@ -52,7 +52,7 @@ ADMIN_PLANE = (
 JOINING = (
     ("PUT", WORKER, 400),
     ("GET", f"{WORKER}/joined", 200),
-    ("DELETE", f"{WORKER}-that-left", 204),
+    ("DELETE", f"{WORKER}-unknown", 204),
 )
 
 
@@ -63,7 +63,7 @@ def all_routes(state_dir: Path) -> set[tuple[str, str]]:
 
 @pytest.fixture
 def gateway_with_keys(tmp_path: Path, worker: ScriptedWorker) -> Iterator[RunningGateway]:
-    """A gateway with every kind of key."""
+    """Return a gateway with every kind of key."""
     with RunningGateway(settings_with_keys(tmp_path)) as gateway:
         gateway.send_heartbeat(worker)
         yield gateway

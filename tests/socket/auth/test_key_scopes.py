@@ -107,7 +107,7 @@ def test_the_static_key_has_no_limits_beside_limited_keys(
 def two_model_gateway(
     gateway_with_worker: RunningGateway, second_worker: ScriptedWorker
 ) -> RunningGateway:
-    """A gateway with the models `demo` and `other`."""
+    """Return a gateway with the models `demo` and `other`."""
     second_worker.model = "other"
     assert gateway_with_worker.send_heartbeat(second_worker).status_code == 200
     return gateway_with_worker
@@ -160,7 +160,7 @@ def test_a_key_without_any_pool_of_the_route_gets_403(
 def test_a_queued_request_never_spills_to_a_pool_outside_the_keys_scope(
     gateway_with_worker: RunningGateway, worker: ScriptedWorker
 ) -> None:
-    """The key's pools also apply when the scheduler decides again on a queued request."""
+    """The key's pools also apply when the scheduler routes a queued request again."""
     gateway_with_worker.use_key(gateway_with_worker.create_key(pools=["text-mtp"])["secret"])
     worker.script = Script(hang_after=2)
     with ThreadPoolExecutor(8) as pool:

@@ -14,9 +14,11 @@ from gateway.server import run
 from tests.support.redis_server import RedisServer
 
 
-async def test_calls_use_no_wait_for_which_may_swallow_a_cancellation(
+async def test_calls_do_not_use_asyncio_wait_for(
     redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Before Python 3.12, `asyncio.wait_for` may swallow a cancellation."""
+
     def fail(*_: object, **__: object) -> NoReturn:
         raise AssertionError("before Python 3.12 wait_for may swallow a cancellation")
 

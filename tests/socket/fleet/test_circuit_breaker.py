@@ -1,4 +1,4 @@
-"""Workers that fail repeatedly, ask for time, or leave: rows of the fault matrix, by id."""
+"""Workers that fail repeatedly, send Retry-After or deregister: rows of the fault matrix, by id."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_f22_the_last_worker_is_never_ejected_and_no_worker_returns_503_at_once(
 def test_f28_each_worker_is_tried_at_most_once_when_all_refuse_connections(
     gateway: RunningGateway,
 ) -> None:
-    closed = [ScriptedWorker(worker_id=f"gone-{number}") for number in range(6)]
+    closed = [ScriptedWorker(worker_id=f"closed-{number}") for number in range(6)]
     for member in closed:
         member.socket.close()
         gateway.send_heartbeat(member)

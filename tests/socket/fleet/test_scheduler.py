@@ -27,7 +27,7 @@ FutureResponse = Future[httpx.Response]
 
 
 def join(gateway: RunningGateway, worker: ScriptedWorker, *, slots: int = 1) -> None:
-    """Register a worker whose reports give each lane so many slots."""
+    """Register a worker whose reports show this number of slots for each lane."""
     lanes = [lane_report(name, slots=slots).model_dump() for name in ("text-mtp", "vlm")]
     worker.status_report = worker.report(lanes=lanes)
     assert gateway.send_heartbeat(worker, lanes=lanes).status_code == 200
@@ -214,7 +214,7 @@ def test_f28_retries_stay_within_the_budget_when_most_workers_fail(
 ) -> None:
     for member in (worker, second_worker):
         join(gateway, member, slots=64)
-    closed = [ScriptedWorker(worker_id=f"gone-{number}") for number in range(8)]
+    closed = [ScriptedWorker(worker_id=f"closed-{number}") for number in range(8)]
     for member in closed:
         member.socket.close()
         join(gateway, member, slots=64)

@@ -1,4 +1,4 @@
-"""scripts/setup reports a failure in one message and leaves nothing half installed."""
+"""scripts/setup reports a failure in one message and leaves no partial installation."""
 
 from __future__ import annotations
 

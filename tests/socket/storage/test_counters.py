@@ -104,7 +104,7 @@ async def test_sums_over_many_boots_are_exact_and_memory_is_bounded(
 
 
 def test_every_field_of_a_lane_is_either_summed_or_current() -> None:
-    """A new count of the report must be added up over boots."""
+    """A new field of the report must be in one of the two lists, so that no count is lost."""
     current = {
         "name",
         "running",

@@ -121,7 +121,7 @@ async def test_a_write_of_another_process_is_in_the_next_read(tmp_path: Path) ->
     assert await first.all("keys") == {"a": "1"}
     await second.replace("keys", "a", "2")
     assert await first.all("keys") == {"a": "2"}
-    (await first.all("keys")).clear()  # type: ignore[attr-defined]  # a copy, whatever its type
+    (await first.all("keys")).clear()  # type: ignore[attr-defined]  # the store returns a copy
     assert await first.all("keys") == {"a": "2"}
     (tmp_path / "state.json").unlink()
     assert await first.all("keys") == {}

@@ -49,7 +49,10 @@ def problems(family: Metric) -> list[str]:
             "a counter without _total",
             family.type == "counter" and family.samples and False in total_suffixes,
         ),
-        ("_total on what is no counter", family.type != "counter" and True in total_suffixes),
+        (
+            "_total on another type than a counter",
+            family.type != "counter" and True in total_suffixes,
+        ),
         ("a suffix of histograms", family.type != "histogram" and histogram_suffix),
         ("a label of histograms", family.type != "histogram" and "le" in labels),
         ("capital letters", name != name.lower()),
@@ -75,7 +78,7 @@ def test_the_lint_finds_known_problems() -> None:
     text = "# TYPE paceline_wait_ms gauge\npaceline_wait_ms 1\n# TYPE a_total gauge\na_total 1\n"
     wait, total_suffixes = families(text)
     assert problems(wait) == ["no help text", "the help is no sentence", "no base unit"]
-    assert "_total on what is no counter" in problems(total_suffixes)
+    assert "_total on another type than a counter" in problems(total_suffixes)
 
 
 @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
