@@ -1,9 +1,9 @@
-"""`make mutants`: change the program at random places, and count the changes that no test notices.
+"""`make mutants`: change the program at random places, and count the changes that pass all tests.
 
-cosmic-ray lists every mutation of the target modules; a sample of them is drawn by a seed. Each
-mutant is tried in a copy of the tree, against the tests that run its line, until one fails. Results
-are kept in `.mutants/`: an interrupted run goes on where it was, and after a change of some tests
-only those mutants are tried again whose result may differ.
+cosmic-ray lists every mutation of the target modules; a seed determines a sample of them. Each
+mutant runs in a copy of the tree against the tests that run its line, until one fails. Results are
+stored in `.mutants/`: an interrupted run resumes, and after a change of tests only mutants whose
+result may differ run again.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from tools.mutants.tree import Tree, project_files
 from tools.mutants.trial import Judge, Outcome, Result, Results
 
 COLUMNS = (Outcome.KILLED, Outcome.TIMED_OUT, Outcome.SURVIVED, Outcome.NOT_RUN, Outcome.ACCEPTED)
-NOTICED = (Outcome.KILLED, Outcome.TIMED_OUT)
-UNNOTICED = (Outcome.SURVIVED, Outcome.NOT_RUN)
+DETECTED = (Outcome.KILLED, Outcome.TIMED_OUT)
+UNDETECTED = (Outcome.SURVIVED, Outcome.NOT_RUN)
 Entry = tuple[str, str, str, str]
-"""Module, operator, line before and after: what an accepted survivor is found by."""
+"""Module, operator, line before and after: the key of an accepted survivor."""
 console = Console(width=None if sys.stdout.isatty() else 120)
 
 
 def main() -> int:
-    """Draw mutants, try them and report; return the exit status."""
+    """Draw mutants, run them and report; return the exit status."""
     arguments = _parse()
     config = load_config()
     if arguments.targets:
         config = dataclasses.replace(config, targets=tuple(arguments.targets))
     if arguments.tests:
         config = dataclasses.replace(config, tests=tuple(arguments.tests))
-    # A stop by a supervisor ends the running tests as Ctrl-C does.
+    # SIGTERM stops the running tests as Ctrl-C does.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     STATE.mkdir(exist_ok=True)
     try:
@@ -58,31 +58,33 @@ def main() -> int:
         console.print(f"mutants: {error}", style="red", markup=False, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
-        console.print("interrupted; the same command goes on from here")
+        console.print("interrupted; the same command resumes")
         return 130
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
-    parser.add_argument("--count", type=int, default=100, help="how many mutants to draw")
-    parser.add_argument("--seed", type=int, default=1, help="which ones")
-    parser.add_argument("--jobs", type=int, default=2, help="how many are tried at a time")
+    parser.add_argument("--count", type=int, default=100, help="number of mutants")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the sample")
+    parser.add_argument("--jobs", type=int, default=2, help="number of concurrent runs")
     parser.add_argument("--targets", nargs="+", metavar="GLOB", help="modules to mutate")
     parser.add_argument("--tests", nargs="+", metavar="PATH", help="folders or files of tests")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--recheck", action="store_true", help="try accepted survivors as well")
-    parser.add_argument("--list", action="store_true", help="show the drawn mutants, try none")
+    parser.add_argument("--fresh", action="store_true", help="discard earlier results")
+    parser.add_argument("--recheck", action="store_true", help="also run accepted survivors")
+    parser.add_argument(
+        "--list", action="store_true", help="print the mutants without running them"
+    )
     return parser.parse_args()
 
 
 def _run(arguments: argparse.Namespace, config: Config, scratch: Path) -> int:
     files = project_files(ROOT)
-    # The first copy is read from here on, so that edits of the working tree do no harm meanwhile.
+    # The run reads the first copy, so that edits of the working tree do not affect it.
     trees = [Tree(scratch / "0", ROOT, files)]
     root = trees[0].root
     trees += [Tree(scratch / str(number), root, files) for number in range(1, arguments.jobs)]
     entries = load_accepted()
-    accepted = frozenset(_entry(one) for one in entries)
+    accepted = frozenset(_entry(entry) for entry in entries)
     modules = find_targets(root, config.targets)
     mutations = all_mutations(root, modules, STATE)
     mutants = draw(root, mutations, config.skip, count=arguments.count, seed=arguments.seed)
@@ -97,20 +99,22 @@ def _run(arguments: argparse.Namespace, config: Config, scratch: Path) -> int:
         return 0
     try:
         measured = _measure(config, root, trees)
-        spared = frozenset() if arguments.recheck else accepted
-        kept = STATE / "results.jsonl"
+        excluded = frozenset() if arguments.recheck else accepted
+        path = STATE / "results.jsonl"
         if arguments.fresh:
-            kept.unlink(missing_ok=True)
-        found = _try_all(config, mutants, measured, trees, results=Results(kept), spared=spared)
+            path.unlink(missing_ok=True)
+        by_key = _run_all(
+            config, mutants, measured, trees, results=Results(path), excluded=excluded
+        )
     except BaseException:
         for tree in trees:
             tree.close()
         raise
-    return _report(config, mutants, found, accepted)
+    return _report(config, mutants, by_key, accepted)
 
 
 def _measure(config: Config, root: Path, trees: Sequence[Tree]) -> Measured:
-    """Bring the map of lines and tests up to date."""
+    """Update the map of lines and tests."""
     measurer = Measurer(config, root, STATE)
     files = test_files(root, config.tests)
     outdated = measurer.outdated(files)
@@ -119,32 +123,32 @@ def _measure(config: Config, root: Path, trees: Sequence[Tree]) -> Measured:
             task = progress.add_task("measuring the tests", total=len(outdated))
             broken = measurer.measure(outdated, trees, done=lambda: progress.advance(task))
         if broken:
-            # A line would seem to be run by fewer tests than it is.
+            # Without these files, the map would lack tests of some lines.
             names = ", ".join(sorted(file for file, _ in broken))
             raise RuntimeError(f"{broken[0][1].output}\ncould not be measured: {names}")
     measured = measurer.load(files)
     if measured.failed:
-        console.print(f"{len(measured.failed)} tests do not pass on the clean tree; left out:")
+        console.print(f"{len(measured.failed)} tests fail on the clean tree and are excluded:")
         for test in measured.failed:
             console.print(f"  {test}", markup=False, soft_wrap=True)
     return measured
 
 
-def _try_all(
+def _run_all(
     config: Config,
     mutants: Sequence[Mutant],
     measured: Measured,
     trees: Sequence[Tree],
     *,
     results: Results,
-    spared: frozenset[Entry],
+    excluded: frozenset[Entry],
 ) -> dict[str, Result]:
-    """Return the result of each mutant, by its key; try those that have none."""
-    found: dict[str, Result] = {}
+    """Return the result of each mutant by its key; run those without a valid result."""
+    by_key: dict[str, Result] = {}
     reach = Reach(
         trees[0].root,
         measured.tests_of,
-        sorted({*measured.files, *(one.module for one in mutants)}),
+        sorted({*measured.files, *(item.module for item in mutants)}),
     )
     judge, free = Judge(config, measured), _queue(trees)
     for tree in trees:
@@ -158,10 +162,10 @@ def _try_all(
             free.put(tree)
 
     with _progress() as progress, ThreadPoolExecutor(len(trees)) as threads:
-        task = progress.add_task("trying mutants", total=len(mutants))
+        task = progress.add_task("running mutants", total=len(mutants))
         waiting: set[Future[Result]] = set()
         for mutant in mutants:
-            if _entry(mutant) in spared:
+            if _entry(mutant) in excluded:
                 result = Result(key=mutant.key, outcome=Outcome.ACCEPTED, proof="")
             else:
                 reached = reach.tests(mutant.module, mutant.at)
@@ -171,25 +175,25 @@ def _try_all(
                     waiting.add(threads.submit(run, mutant, tests, complete))
                     continue
                 result = earlier
-            found[mutant.key] = result
+            by_key[mutant.key] = result
             progress.advance(task)
         try:
             while waiting:
                 finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                for one in finished:
-                    result = one.result()
+                for item in finished:
+                    result = item.result()
                     results.add(result)
-                    found[result.key] = result
+                    by_key[result.key] = result
                     progress.advance(task)
-                counts = Counter(one.outcome for one in found.values())
-                unnoticed = sum(counts[one] for one in UNNOTICED)
-                progress.update(task, description=f"trying mutants, {unnoticed} not noticed")
+                counts = Counter(item.outcome for item in by_key.values())
+                undetected = sum(counts[item] for item in UNDETECTED)
+                progress.update(task, description=f"running mutants, {undetected} not detected")
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
             for tree in trees:
                 tree.close()
             raise
-    return found
+    return by_key
 
 
 def _report(
@@ -201,37 +205,38 @@ def _report(
     """Print the table and the survivors; return 1 if there are too many."""
     by_module: dict[str, Counter[Outcome]] = defaultdict(Counter)
     survivors: list[Mutant] = []
-    for mutant in sorted(mutants, key=lambda one: (one.module, one.at)):
+    for mutant in sorted(mutants, key=lambda item: (item.module, item.at)):
         result = results[mutant.key]
         outcome = result.outcome
         if _entry(mutant) in accepted:
-            if outcome in NOTICED:
+            if outcome in DETECTED:
                 console.print(
-                    f"accepted as equivalent, but noticed by {result.killer}:", markup=False
+                    f"accepted as equivalent, but detected by {result.killer}:", markup=False
                 )
                 _show(mutant, "")
             else:
                 outcome = Outcome.ACCEPTED
         by_module[mutant.module][outcome] += 1
-        if outcome in UNNOTICED:
+        if outcome in UNDETECTED:
             survivors.append(mutant)
             note = f"{result.ran} tests" if outcome is Outcome.SURVIVED else "no test runs the line"
-            _show(mutant, note if result.complete else f"{note}, others take too long")
-    table = Table(Column("module", overflow="fold"), *(one.value for one in COLUMNS))
+            _show(mutant, note if result.complete else f"{note}, others exceed the time budget")
+    table = Table(Column("module", overflow="fold"), *(item.value for item in COLUMNS))
     for module, counts in sorted(by_module.items()):
-        table.add_row(module, *(str(counts[one] or "") for one in COLUMNS))
+        table.add_row(module, *(str(counts[item] or "") for item in COLUMNS))
     total: Counter[Outcome] = sum(by_module.values(), Counter())
     table.add_section()
-    table.add_row("all", *(str(total[one]) for one in COLUMNS))
+    table.add_row("all", *(str(total[item]) for item in COLUMNS))
     console.print(table)
     _write_survivors(survivors)
-    counted = len(mutants) - total[Outcome.ACCEPTED]
-    part = len(survivors) / counted if counted else 0.0
+    total_count = len(mutants) - total[Outcome.ACCEPTED]
+    share = len(survivors) / total_count if total_count else 0.0
     allowed = config.allowed_survivors
     console.print(
-        f"{len(survivors)} of {counted} not noticed: {part:.1%}; allowed are {allowed:.0%}"
+        f"{len(survivors)} of {total_count} not detected: {share:.1%}; "
+        f"at most {allowed:.0%} are allowed"
     )
-    return int(part > allowed)
+    return int(share > allowed)
 
 
 def _show(mutant: Mutant, note: str) -> None:
@@ -247,17 +252,17 @@ def _show(mutant: Mutant, note: str) -> None:
 def _write_survivors(survivors: Sequence[Mutant]) -> None:
     """Write the survivors as entries for `equivalent.toml`, without a reason."""
     entries = []
-    for one in survivors:
-        values = zip(("module", "operator", "line", "becomes"), _entry(one), strict=True)
+    for item in survivors:
+        values = zip(("module", "operator", "line", "becomes"), _entry(item), strict=True)
         lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in values]
         entries.append(
-            "\n".join([f"# line {one.at[0]}", "[[survivor]]", *lines, 'reason = ""', ""])
+            "\n".join([f"# line {item.at[0]}", "[[survivor]]", *lines, 'reason = ""', ""])
         )
     (STATE / "survivors.toml").write_text("\n".join(entries))
 
 
 def _warn_of_outdated(root: Path, accepted: Sequence[Accepted]) -> None:
-    """Name accepted survivors whose line is gone."""
+    """Print accepted survivors whose line no longer exists."""
     for entry in accepted:
         path = root / entry.module
         lines = path.read_text().splitlines() if path.is_file() else []
@@ -267,8 +272,8 @@ def _warn_of_outdated(root: Path, accepted: Sequence[Accepted]) -> None:
             )
 
 
-def _entry(one: Mutant | Accepted) -> Entry:
-    return one.module, one.operator, one.line, one.becomes
+def _entry(item: Mutant | Accepted) -> Entry:
+    return item.module, item.operator, item.line, item.becomes
 
 
 def _queue(trees: Sequence[Tree]) -> SimpleQueue[Tree]:

@@ -19,21 +19,21 @@ import pytest
 _FIXTURE = "fixture "
 
 
-class Measuring:
-    """Records under each test which lines it runs, and how long it takes.
+class MeasurementPlugin:
+    """Plugin that records which lines each test runs, and how long it takes.
 
-    A fixture that several tests share runs within the first of them only; its lines and its time
-    belong to every test that uses it.
+    A fixture that several tests share runs only within the first of them; its lines and its time
+    count for every test that uses it.
     """
 
     def __init__(self, sources: list[str]) -> None:
-        from coverage import Coverage  # noqa: PLC0415 - a trial of a mutant needs none
+        from coverage import Coverage  # noqa: PLC0415 - a trial does not need it
 
         self.seconds: dict[str, float] = defaultdict(float)
         self.failed: list[str] = []
         self._shared: dict[str, float] = {}
-        """The seconds that each shared fixture took to set up."""
-        self._users: dict[str, list[str]] = {}
+        """Setup seconds of each shared fixture."""
+        self._fixtures_by_test: dict[str, list[str]] = {}
         """The fixtures of each test."""
         self._context = ""
         self._coverage = Coverage(
@@ -47,8 +47,8 @@ class Measuring:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
-        """Measure under the name of the test."""
-        self._users[item.nodeid] = list(getattr(item, "fixturenames", ()))
+        """Measure lines in the context of the test."""
+        self._fixtures_by_test[item.nodeid] = list(getattr(item, "fixturenames", ()))
         self._switch(item.nodeid)
         try:
             return (yield)
@@ -59,20 +59,20 @@ class Measuring:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, Any, Any]:
-        """Measure a shared fixture under its own name."""
+        """Measure the lines of a shared fixture in its own context."""
         del request
         if fixturedef.scope == "function":
             return (yield)
-        before, began_s = self._context, time.perf_counter()
+        outer_context, started_s = self._context, time.perf_counter()
         self._switch(_FIXTURE + fixturedef.argname)
         try:
             return (yield)
         finally:
-            self._switch(before)
-            took_s = time.perf_counter() - began_s
-            self._shared[fixturedef.argname] = took_s
-            if not before.startswith(_FIXTURE):
-                self.seconds[before] -= took_s
+            self._switch(outer_context)
+            duration_s = time.perf_counter() - started_s
+            self._shared[fixturedef.argname] = duration_s
+            if not outer_context.startswith(_FIXTURE):
+                self.seconds[outer_context] -= duration_s
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Add up setup, call and teardown."""
@@ -97,20 +97,21 @@ class Measuring:
                 if context.startswith(_FIXTURE)
             }
             tests = {}
-            for test, fixtures in self._users.items():
-                lines = by_context[test].union(*(shared.get(one, ()) for one in fixtures))
+            for test, fixtures in self._fixtures_by_test.items():
+                lines = by_context[test].union(*(shared.get(fixture, ()) for fixture in fixtures))
                 if lines:
                     tests[test] = sorted(lines)
             files[Path(name).relative_to(root).as_posix()] = tests
         seconds = {
-            test: max(self.seconds[test], 0.0) + sum(self._shared.get(one, 0.0) for one in fixtures)
-            for test, fixtures in self._users.items()
+            test: max(self.seconds[test], 0.0)
+            + sum(self._shared.get(fixture, 0.0) for fixture in fixtures)
+            for test, fixtures in self._fixtures_by_test.items()
         }
         return {"seconds": seconds, "failed": self.failed, "files": files}
 
 
-class Trial:
-    """Runs chosen tests in a given order, each with its own time limit."""
+class TrialPlugin:
+    """Plugin that runs chosen tests in a given order, each with a time limit."""
 
     def __init__(self, limits_s: dict[str, float]) -> None:
         self._limits_s = limits_s
@@ -121,11 +122,11 @@ class Trial:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection(self) -> None:
-        """Stop Hypothesis from looking for the smallest example once it has found one.
+        """Disable the search of Hypothesis for a smallest example.
 
-        The project's `conftest.py` has chosen its profile by now, and no test has been read.
+        The project's `conftest.py` has loaded its profile by now, and no test is collected yet.
         """
-        # Imported any earlier, its plugin for pytest complains.
+        # An earlier import causes a warning of its pytest plugin.
         from hypothesis import Phase, settings  # noqa: PLC0415
 
         no_shrinking = settings(phases=(Phase.explicit, Phase.generate))
@@ -136,23 +137,23 @@ class Trial:
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        """Keep the chosen tests, in the order of the plan.
+        """Select the chosen tests, in the order of the plan.
 
-        The mutant may change values that parametrise a test, and so its name: then all of this
-        function's tests are kept.
+        A mutant may change the values that parametrise a test, and so its name: then all tests of
+        that function are selected.
         """
-        found = {item.nodeid: item for item in items}
+        items_by_id = {item.nodeid: item for item in items}
         chosen: dict[pytest.Item, float] = {}
         for test, limit_s in self._limits_s.items():
-            if test in found:
-                chosen[found[test]] = limit_s
+            if test in items_by_id:
+                chosen[items_by_id[test]] = limit_s
             else:
                 start = test.partition("[")[0] + "["
                 renamed = (item for item in items if item.nodeid.startswith(start))
                 chosen |= {item: limit_s for item in renamed if item not in chosen}
         for item, limit_s in chosen.items():
             item.add_marker(pytest.mark.timeout(limit_s), append=False)
-        config.hook.pytest_deselected(items=[one for one in items if one not in chosen])
+        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = list(chosen)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -169,13 +170,15 @@ class Trial:
 
 
 def main(plan_file: str, result_file: str) -> int:
-    """Run pytest as planned, and write what it found."""
+    """Run pytest with the plan, and write the result."""
     plan: dict[str, Any] = json.loads(Path(plan_file).read_text())
     if sys.platform == "linux" and plan["memory_gib"]:
-        most = int(plan["memory_gib"] * 2**30)
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    plugin: Measuring | Trial
-    plugin = Measuring(plan["sources"]) if "sources" in plan else Trial(plan["limits_s"])
+        limit_bytes = int(plan["memory_gib"] * 2**30)
+        resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
+    plugin: MeasurementPlugin | TrialPlugin
+    plugin = (
+        MeasurementPlugin(plan["sources"]) if "sources" in plan else TrialPlugin(plan["limits_s"])
+    )
     status = pytest.main(plan["arguments"], plugins=[plugin])
     Path(result_file).write_text(json.dumps({"status": int(status), **plugin.result()}))
     return int(status)

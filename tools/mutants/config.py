@@ -15,12 +15,12 @@ STATE = ROOT / ".mutants"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skip:
-    """What no mutant is drawn from."""
+    """Parts of a module without mutants."""
 
     decorators: frozenset[str]
     loggers: frozenset[str]
     keywords: Mapping[str, frozenset[str]]
-    """Names of keyword arguments, by the function that takes them."""
+    """Names of keyword arguments by function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """A survivor that changes nothing."""
+    """A survivor that changes no behavior."""
 
     module: str
     operator: str

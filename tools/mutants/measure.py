@@ -1,6 +1,6 @@
-"""The map of which test runs which line.
+"""The map of tests and the lines that they run.
 
-It is kept for each file of tests until something changes that its tests use.
+The map of a test file is valid until something changes that its tests use.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from tools.mutants.config import Config
 from tools.mutants.reach import Line
-from tools.mutants.tree import Ended, Tree
+from tools.mutants.tree import PytestRun, Tree
 
 ARGUMENTS = ("-q", "--tb=short", "--hypothesis-seed=0")
 _NO_TESTS = 5
@@ -26,7 +26,7 @@ _NO_TESTS = 5
 
 @dataclass(slots=True)
 class Measured:
-    """What is known of the tests."""
+    """Measurements of the tests."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     """The clean time of each test that passes."""
@@ -36,17 +36,19 @@ class Measured:
     files: set[str] = field(default_factory=set)
     """All measured files."""
     failed: list[str] = field(default_factory=list)
-    """Tests that do not pass on the clean tree: no mutant is tried with them."""
+    """Tests that fail on the clean tree; mutants run without them."""
     broken: list[str] = field(default_factory=list)
     """Files of tests that could not be measured."""
 
     def fastest(self, tests: Iterable[str], budget_s: float) -> tuple[list[str], bool]:
-        """Order tests by time, file by file, as far as a budget goes; say whether it was enough."""
+        """Order tests by time and file within a budget; return whether all of them fit."""
         by_file: dict[str, list[str]] = defaultdict(list)
         chosen_s = 0.0
-        every = sorted(set(tests) & self.seconds.keys(), key=lambda one: (self.seconds[one], one))
+        candidates = sorted(
+            set(tests) & self.seconds.keys(), key=lambda test: (self.seconds[test], test)
+        )
         chosen: list[str] = []
-        for test in every:
+        for test in candidates:
             chosen_s += self.seconds[test]
             if chosen and chosen_s > budget_s:
                 break
@@ -58,7 +60,7 @@ class Measured:
             return sum(self.seconds[test] for test in by_file[file]) / len(by_file[file])
 
         ordered = [test for file in sorted(by_file, key=mean_s) for test in by_file[file]]
-        return ordered, len(chosen) == len(every)
+        return ordered, len(chosen) == len(candidates)
 
 
 def file_of(test: str) -> str:
@@ -66,20 +68,20 @@ def file_of(test: str) -> str:
     return test.partition("::")[0]
 
 
-def test_files(root: Path, places: Sequence[str]) -> list[str]:
-    """List the files of tests; raise ValueError for a place that has none."""
-    found: list[str] = []
-    for place in places:
-        path = root / place
+def test_files(root: Path, paths: Sequence[str]) -> list[str]:
+    """Return the test files; raise ValueError for a path without tests."""
+    files_found: list[str] = []
+    for name in paths:
+        path = root / name
         files = [path] if path.is_file() else sorted(path.rglob("test_*.py"))
         if not files:
-            raise ValueError(f"no tests in {place}")
-        found.extend(file.relative_to(root).as_posix() for file in files)
-    return list(dict.fromkeys(found))
+            raise ValueError(f"no tests in {name}")
+        files_found.extend(file.relative_to(root).as_posix() for file in files)
+    return list(dict.fromkeys(files_found))
 
 
 class Measurer:
-    """Measures files of tests, and keeps what it found."""
+    """Measures test files and stores the results."""
 
     def __init__(self, config: Config, root: Path, state: Path) -> None:
         self._config = config
@@ -90,29 +92,33 @@ class Measurer:
         self._common = self._hash_common()
 
     def outdated(self, files: Sequence[str]) -> list[str]:
-        """List the files of tests that must be measured."""
+        """Return the test files that need a measurement."""
         return [file for file in files if self._load(file) is None]
 
     def measure(
         self, files: Sequence[str], trees: Sequence[Tree], *, done: Callable[[], None]
-    ) -> list[tuple[str, Ended]]:
-        """Measure files of tests in parallel; return those that could not be measured."""
-        broken: list[tuple[str, Ended]] = []
-        free: SimpleQueue[Tree] = SimpleQueue()
+    ) -> list[tuple[str, PytestRun]]:
+        """Measure test files concurrently; return those that failed."""
+        broken: list[tuple[str, PytestRun]] = []
+        free_trees: SimpleQueue[Tree] = SimpleQueue()
         for tree in trees:
-            free.put(tree)
+            free_trees.put(tree)
         with ThreadPoolExecutor(len(trees)) as threads:
-            runs = {threads.submit(self._measure, file, free): file for file in files}
-            waiting: set[Future[Ended]] = set(runs)
+            runs = {threads.submit(self._measure, file, free_trees): file for file in files}
+            waiting: set[Future[PytestRun]] = set(runs)
             try:
                 while waiting:
                     finished, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                     for run in finished:
-                        ended = run.result()
-                        if ended.result is None or ended.result["status"] not in (0, 1, _NO_TESTS):
-                            broken.append((runs[run], ended))
+                        pytest_run = run.result()
+                        if pytest_run.result is None or pytest_run.result["status"] not in (
+                            0,
+                            1,
+                            _NO_TESTS,
+                        ):
+                            broken.append((runs[run], pytest_run))
                         else:
-                            self._save(runs[run], ended.result)
+                            self._save(runs[run], pytest_run.result)
                         done()
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -122,20 +128,20 @@ class Measurer:
         return broken
 
     def load(self, files: Sequence[str]) -> Measured:
-        """Put together what was measured."""
+        """Combine the measurements."""
         measured = Measured()
         for file in files:
-            found = self._load(file)
-            if found is None:
+            record = self._load(file)
+            if record is None:
                 measured.broken.append(file)
                 continue
-            measured.digests[file] = found["digest"]
-            failed = set(found["failed"])
+            measured.digests[file] = record["digest"]
+            failed = set(record["failed"])
             measured.failed.extend(sorted(failed))
-            for test, seconds in found["seconds"].items():
+            for test, seconds in record["seconds"].items():
                 if test not in failed:
                     measured.seconds[test] = seconds
-            for name, tests in found["files"].items():
+            for name, tests in record["files"].items():
                 measured.files.add(name)
                 for test, lines in tests.items():
                     if test not in failed:
@@ -143,8 +149,8 @@ class Measurer:
                             measured.tests_of[name, line].append(test)
         return measured
 
-    def _measure(self, file: str, free: SimpleQueue[Tree]) -> Ended:
-        tree = free.get()
+    def _measure(self, file: str, free_trees: SimpleQueue[Tree]) -> PytestRun:
+        tree = free_trees.get()
         try:
             plan = {
                 "sources": [str(tree.root / name) for name in self._config.measured],
@@ -153,25 +159,25 @@ class Measurer:
             }
             return tree.pytest(plan, timeout_s=self._config.measure_timeout_s)
         finally:
-            free.put(tree)
+            free_trees.put(tree)
 
     def _save(self, file: str, result: Mapping[str, Any]) -> None:
         used = {name: self._hash(name) for name in [*result["files"], file]}
-        kept = {**result, "used": used, "common": self._common, "digest": self._digest(used)}
+        record = {**result, "used": used, "common": self._common, "digest": self._digest(used)}
         path = self._path(file)
         unfinished = path.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(kept, separators=(",", ":")))
+        unfinished.write_text(json.dumps(record, separators=(",", ":")))
         unfinished.rename(path)
 
     def _load(self, file: str) -> dict[str, Any] | None:
         path = self._path(file)
         if not path.exists():
             return None
-        found: dict[str, Any] = json.loads(path.read_text())
-        if found["common"] != self._common:
+        record: dict[str, Any] = json.loads(path.read_text())
+        if record["common"] != self._common:
             return None
-        fresh = all(self._hash(name) == digest for name, digest in found["used"].items())
-        return found if fresh else None
+        fresh = all(self._hash(name) == digest for name, digest in record["used"].items())
+        return record if fresh else None
 
     def _digest(self, used: Mapping[str, str]) -> str:
         text = json.dumps([self._common, sorted(used.items())])
@@ -185,7 +191,7 @@ class Measurer:
         return hashlib.sha256(path.read_bytes()).hexdigest()[:16] if path.is_file() else ""
 
     def _hash_common(self) -> str:
-        """Digest what tests use without running it: settings of pytest, data files, conftests."""
+        """Return a digest of files that tests use implicitly: settings, data, conftests."""
         digest = hashlib.sha256(repr((ARGUMENTS, self._config.without_plugins)).encode())
         folders = [self._root / name for name in self._config.measured]
         paths = [path for folder in folders for path in folder.rglob("*") if path.is_file()]

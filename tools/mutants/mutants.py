@@ -27,7 +27,7 @@ Position = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutant:
-    """One changed module."""
+    """A changed module."""
 
     module: str
     operator: str
@@ -40,20 +40,20 @@ class Mutant:
 
     @property
     def key(self) -> str:
-        """Identify the mutant for as long as its module stays as it is."""
+        """Return an id of the mutant that is stable while its module is unchanged."""
         digest = hashlib.sha256(self.source.encode()).hexdigest()[:16]
         return f"{self.module}:{digest}:{self.operator}:{self.occurrence}"
 
     @property
     def diff(self) -> str:
-        """Show the changed lines."""
+        """Return the changed lines as a diff."""
         before, after = self.source.splitlines(), self.mutated.splitlines()
         changes = difflib.unified_diff(before, after, lineterm="", n=0)
         return "\n".join(one for one in list(changes)[2:] if not one.startswith("@@"))
 
 
 def find_targets(root: Path, globs: Sequence[str]) -> list[str]:
-    """List the modules to mutate; raise ValueError for a glob that matches nothing."""
+    """Return the modules to mutate; raise ValueError for a glob without matches."""
     found = set()
     for glob in globs:
         modules = [path for path in root.glob(glob) if path.suffix == ".py" and path.is_file()]
@@ -64,7 +64,7 @@ def find_targets(root: Path, globs: Sequence[str]) -> list[str]:
 
 
 def all_mutations(root: Path, modules: Sequence[str], state: Path) -> list[MutationSpec]:
-    """List every mutation that cosmic-ray makes of some modules, from a session kept by content."""
+    """Return every mutation of cosmic-ray for some modules, from a cached session."""
     digest = hashlib.sha256()
     for module in modules:
         digest.update(module.encode() + b"\0" + (root / module).read_bytes() + b"\0")
@@ -84,7 +84,7 @@ def all_mutations(root: Path, modules: Sequence[str], state: Path) -> list[Mutat
 def draw(
     root: Path, mutations: Sequence[MutationSpec], skip: Skip, *, count: int, seed: int
 ) -> list[Mutant]:
-    """Draw mutants at random; a larger count with the same seed begins with the same ones."""
+    """Draw random mutants; a larger count with the same seed begins with the same ones."""
     order = sorted(
         mutations, key=lambda one: (str(one.module_path), one.operator_name, one.occurrence)
     )
@@ -107,7 +107,7 @@ def draw(
 
 
 def make(mutation: MutationSpec, module: str, source: str) -> Mutant | None:
-    """Apply a mutation; return None if the result is no other program, or none at all."""
+    """Apply a mutation; return None if the result is invalid or the same program."""
     operator = get_operator(mutation.operator_name)(**mutation.operator_args)
     mutated = mutate_code(source, operator, mutation.occurrence)
     if mutated is None or not _differs(source, mutated):
@@ -142,7 +142,7 @@ def _dump(source: str) -> str:
 
 
 def _becomes(source: str, mutated: str) -> str:
-    """Return the first line that is new; empty if lines are only gone."""
+    """Return the first new line, or an empty string if lines were only removed."""
     before, after = source.splitlines(), mutated.splitlines()
     matcher = difflib.SequenceMatcher(None, before, after, autojunk=False)
     for kind, _, _, start, end in matcher.get_opcodes():
@@ -153,7 +153,7 @@ def _becomes(source: str, mutated: str) -> str:
 
 
 class Spared:
-    """The parts of a module in which a change cannot matter."""
+    """The parts of a module in which a change has no effect."""
 
     def __init__(self, source: str, skip: Skip) -> None:
         self._lines = source.splitlines()
@@ -165,7 +165,7 @@ class Spared:
             self._add(node)
 
     def covers(self, at: Position) -> bool:
-        """Return whether a mutation at a place is left out."""
+        """Return whether a mutation at a position is excluded."""
         return _within(self._spans, at) and not _within(self._kept, at)
 
     def _add(self, node: ast.AST) -> None:
@@ -226,7 +226,7 @@ class Spared:
         return line, self._characters(line, column)
 
     def _characters(self, line: int, utf8: int) -> int:
-        """Count in characters as cosmic-ray does, not in bytes as `ast` does."""
+        """Return the position in characters, as cosmic-ray counts; `ast` counts bytes."""
         return len(self._lines[line - 1].encode()[:utf8].decode())
 
 

@@ -1,4 +1,4 @@
-"""Which tests run a line, and for lines that run at import, which tests use what they define."""
+"""The tests of a line; for lines that run at import, the tests that use their definitions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(slots=True)
 class _Module:
-    """What a module binds, and where it uses what others bind."""
+    """The names that a module binds, and its uses of names of other modules."""
 
     tree: ast.Module
     imported: dict[str, Symbol] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class _Module:
 
 
 class Reach:
-    """The tests that a change of a place can reach."""
+    """The tests that a change can affect."""
 
     def __init__(
         self, root: Path, tests_of: Mapping[Line, Sequence[str]], files: Sequence[str]
@@ -44,7 +44,7 @@ class Reach:
             self._find_uses(name)
 
     def tests(self, module: str, at: Position) -> set[str]:
-        """List the tests that run a place or use what it defines at import."""
+        """Return the tests that run a position or use a name that it defines at import."""
         path = _path_to(self._modules[module].tree, at)
         tests = self._running(module, _lines(path[-1])) if path else set()
         function = _enclosing_function(path, at)
@@ -56,7 +56,7 @@ class Reach:
         return {test for line in lines for test in self._tests_of.get((module, line), ())}
 
     def _using(self, module: str, path: Sequence[ast.AST], at: Position) -> set[str]:
-        """Follow the names that a statement binds to the lines of functions that use them."""
+        """Follow the names of a statement to the lines of functions that use them."""
         for node in reversed(path):
             if isinstance(node, _Function) and not _in_body(node, at):
                 # A decorator or a default of one function.
@@ -101,7 +101,7 @@ class Reach:
                     self._bindings[symbol] |= {(name, one) for one in bound}
 
     def _resolve(self, file: str, used: Sequence[str]) -> Symbol | None:
-        """Find the definition behind a name, through packages that pass it on."""
+        """Return the definition of a name, through packages that re-export it."""
         module = self._modules[file]
         first = used[0]
         symbol: Symbol | None = None
@@ -159,7 +159,7 @@ def _file(root: Path, path: str) -> str | None:
 
 
 def _bound(statement: ast.stmt | ast.AST) -> set[str]:
-    """List the names that a statement at the top level binds."""
+    """Return the names that a top-level statement binds."""
     if isinstance(statement, ast.ClassDef | _Function):
         return {statement.name}
     if isinstance(statement, ast.Import | ast.ImportFrom):
@@ -176,7 +176,7 @@ def _bound(statement: ast.stmt | ast.AST) -> set[str]:
 
 
 def _uses(node: ast.AST, *, inside: bool) -> Iterator[tuple[list[str], int | None]]:
-    """List the names that a node reads; with their line where a function reads them."""
+    """Return the names that a node reads, with their line if a function reads them."""
     if isinstance(node, ast.Name | ast.Attribute):
         dotted = _dotted(node)
         if dotted:
@@ -209,7 +209,7 @@ def _dotted(node: ast.expr) -> list[str]:
 
 
 def _path_to(tree: ast.Module, at: Position) -> list[ast.AST]:
-    """List the statements that hold a place, from the top level to the innermost."""
+    """Return the statements around a position, from the top level to the innermost."""
     path: list[ast.AST] = []
     body: Sequence[ast.AST] = tree.body
     while True:

@@ -1,4 +1,4 @@
-"""Copies of the project's files, in which mutants are tried."""
+"""Copies of the project's files, in which mutants run."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ class TreeClosed(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
-    """How a run of pytest ended."""
+class PytestRun:
+    """The result of a run of pytest."""
 
     status: int | None
-    """None if it was stopped because its time was over."""
+    """None after a timeout."""
     result: dict[str, Any] | None
     output: str
 
 
 class Tree:
-    """A copy of the tree, and the runs of pytest in it, one at a time."""
+    """A copy of the tree with at most one run of pytest."""
 
     def __init__(self, root: Path, original: Path, files: Sequence[str]) -> None:
         self.root = root / "tree"
@@ -49,27 +49,27 @@ class Tree:
 
     @contextlib.contextmanager
     def mutated(self, module: str, source: str) -> Iterator[None]:
-        """Put another source in place of a module."""
+        """Replace the source of a module while the context lasts."""
         path = self.root / module
         before, status = path.read_bytes(), path.stat()
         path.write_text(source)
-        # Bytecode is found by size and whole seconds: give each mutant seconds of its own.
-        moment_s = next(self._mtimes_s)
-        os.utime(path, (moment_s, moment_s))
+        # Python matches bytecode by size and whole seconds: each mutant gets a new second.
+        mtime_s = next(self._mtimes_s)
+        os.utime(path, (mtime_s, mtime_s))
         try:
             yield
         finally:
             path.write_bytes(before)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def pytest(self, plan: dict[str, Any], *, timeout_s: float) -> Ended:
-        """Run pytest in a process of its own; raise TreeClosed if the tree is closed meanwhile."""
+    def pytest(self, plan: dict[str, Any], *, timeout_s: float) -> PytestRun:
+        """Run pytest in a process; raise TreeClosed if the tree is closed during the run."""
         if self._closed:
             raise TreeClosed
         plan_file, result_file = self._scratch / "plan.json", self._scratch / "result.json"
         output_file = self._scratch / "output.txt"
         result_file.unlink(missing_ok=True)
-        # pytest empties the folder for temporary files itself.
+        # pytest clears the folder for temporary files.
         plan["arguments"] = [*plan["arguments"], f"--basetemp={self._scratch / 'tmp'}"]
         plan_file.write_text(json.dumps(plan))
         command = [sys.executable, "-m", "tools.mutants.child", str(plan_file), str(result_file)]
@@ -92,27 +92,27 @@ class Tree:
         if self._closed:
             raise TreeClosed
         result = json.loads(result_file.read_text()) if result_file.exists() else None
-        return Ended(
+        return PytestRun(
             status=status, result=result, output=output_file.read_text(errors="replace")[-4000:]
         )
 
     def close(self) -> None:
-        """End what runs, so that its result does not count."""
+        """Stop the current run and discard its result."""
         self._closed = True
         self._stop()
 
     def _stop(self) -> None:
-        """End the running process and its children; it first gets time to end them itself."""
-        running = self._running
-        if running is None:
+        """Stop the running process and its children, with a grace period."""
+        process = self._running
+        if process is None:
             return
-        if running.poll() is None:
-            running.send_signal(signal.SIGINT)
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                running.wait(STOP_S)
+                process.wait(STOP_S)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
     def _environment(self) -> dict[str, str]:
         scripts = str(Path(sys.executable).parent)
@@ -125,7 +125,7 @@ class Tree:
 
 
 def project_files(root: Path) -> list[str]:
-    """List the files that git tracks or would add."""
+    """Return the files that git tracks or would add."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
-    listed = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
-    return [name for name in listed.split("\0") if name and (root / name).is_file()]
+    output = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
+    return [name for name in output.split("\0") if name and (root / name).is_file()]
