@@ -33,18 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s %(message)s"
     )
-    try:
-        return _run(arguments)
-    except CommandError as error:
-        sys.exit(f"paceline: {error}")
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader of our output has enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-
-
-def _run(arguments: Sequence[str]) -> int:
     if arguments[:1] == ["worker"]:
         # A process of its own: the gateway's code and an engine's never share one.
         os.execv(sys.executable, [sys.executable, "-m", "workers", *arguments[1:]])  # noqa: S606
@@ -52,6 +40,14 @@ def _run(arguments: Sequence[str]) -> int:
         options = _parser(chosen=arguments[0] if arguments else "").parse_args(arguments)
         exit_code: int = options.run(options)
         sys.stdout.flush()
+        return exit_code
+    except CommandError as error:
+        sys.exit(f"paceline: {error}")
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except Exception as error:
         from gateway.errors import StartupError  # noqa: PLC0415  # loads pydantic: not for `--help`
 
@@ -59,7 +55,6 @@ def _run(arguments: Sequence[str]) -> int:
             raise
         sys.stderr.write(f"paceline: {error}\n")
         return 2
-    return exit_code
 
 
 def _parser(chosen: str) -> argparse.ArgumentParser:

@@ -8,7 +8,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,18 +17,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gateway.cli import CommandError
 from gateway.cli.client import add_gateway
-from gateway.loadgen import MeasurementError, report
+from gateway.loadgen import MeasurementError, json_object, report, runner
 from gateway.loadgen.client import Endpoint, open_endpoint
 from gateway.loadgen.plot import svg
 from gateway.loadgen.prompts import built_in_prompts, read_prompts
-from gateway.loadgen.runner import (
-    Level,
-    Measurement,
-    OnEnd,
-    Plan,
-    ProgressReporter,
-    measure_all,
-)
+from gateway.loadgen.runner import Level, Measurement
 from gateway.server import run as run_on_loop
 
 _BUSY_SHARE = 0.8
@@ -134,7 +126,7 @@ async def _measure(
 ) -> None:
     """Add the endpoints and their measurements to the lists, and print each measurement."""
     levels = [Level(concurrency=number) for number in options.concurrency]
-    plan = Plan(
+    plan = runner.Plan(
         levels=[Level(rate=rate) for rate in options.rate] if options.rate else levels,
         prompts=read_prompts(options.prompts) if options.prompts else built_in_prompts(),
         requests=options.requests,
@@ -159,7 +151,7 @@ async def _measure(
             await endpoint.check(plan.prompts[0])
             endpoints.append(endpoint)
         progress = stack.enter_context(_progress())
-        async for measured in measure_all(endpoints, plan, progress):
+        async for measured in runner.measure_all(endpoints, plan, progress):
             measurements.append(measured)
             if len(endpoints) > 1:
                 name = _names(endpoints)["AB".index(measured.endpoint)]
@@ -170,19 +162,14 @@ async def _measure(
 
 def _names(endpoints: Sequence[Endpoint]) -> list[str]:
     """Return the names of the endpoints, with the request fields in which they differ."""
-    return [
-        " ".join(
-            (
-                f"{endpoint.model} on {endpoint.url}",
-                *(
-                    f"{name}={value}"
-                    for name, value in endpoint.fields.items()
-                    if not all((name, value) in other.fields.items() for other in endpoints)
-                ),
-            )
-        )
-        for endpoint in endpoints
-    ]
+    names = []
+    for endpoint in endpoints:
+        name = f"{endpoint.model} on {endpoint.url}"
+        for field, value in endpoint.fields.items():
+            if not all((field, value) in other.fields.items() for other in endpoints):
+                name += f" {field}={value}"
+        names.append(name)
+    return names
 
 
 def _warn(measured: Measurement) -> None:
@@ -225,7 +212,7 @@ def _report(
             ],
             "seed": options.seed,
             "runs": [measured.to_json() for measured in measurements],
-            "ratios": [asdict(ratio) for ratio in ratios],
+            "ratios": [ratio._asdict() for ratio in ratios],
         }
         _write(options.json, json.dumps(record, indent=2) + "\n")
     if options.plot:
@@ -240,7 +227,7 @@ def _write(file: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[ProgressReporter]:
+def _progress() -> Iterator[runner.ProgressReporter]:
     """Show a progress bar if stderr is a terminal."""
     console = Console(stderr=True)
     bars = Progress(
@@ -251,7 +238,7 @@ def _progress() -> Iterator[ProgressReporter]:
         refresh_per_second=4,  # drawing competes with the measurement
     )
 
-    def start(title: str, requests: int) -> OnEnd:
+    def start(title: str, requests: int) -> runner.OnEnd:
         for task in bars.task_ids:
             bars.remove_task(task)
         task = bars.add_task(title, total=requests)
@@ -280,10 +267,9 @@ def _number(kind: type[int] | type[float]) -> Callable[[str], float]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    with contextlib.suppress(ValueError):
-        if isinstance(value := json.loads(text), dict):
-            return value
-    raise argparse.ArgumentTypeError("must be a JSON object")
+    if (value := json_object(text)) is None:
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
 
 
 def _output_file(text: str) -> Path:

@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import quote
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from gateway.cli.client import (
@@ -191,8 +190,13 @@ def _print_version(version: Mapping[str, Any]) -> int:
 
 
 def _history(options: argparse.Namespace) -> int:
+    table = plain_table("Version", "When", "By", "Reason", "Note", no_wrap=("Version", "When"))
     versions = options.gateway.read("GET", f"{_PATH}/history")["versions"]
-    print_output(render_history(versions))
+    for index, version in enumerate(versions):  # the active one is first
+        number = Text(str(version["number"]), style="" if index else "green")
+        rest = (version[name] for name in ("time", "author", "reason", "note"))
+        table.add_row(number, *map(Text, rest))
+    print_output(table)
     return 0
 
 
@@ -215,16 +219,6 @@ def render_difference(diff: Mapping[str, Any]) -> Group:
     moves = _moves(diff["decisions"], diff["moves"]) if diff["changes"] else []
     warnings = [Text(f"! {warning['message']}", style="yellow") for warning in diff["warnings"]]
     return Group(Text(against, style="dim"), *changes, *moves, *warnings)
-
-
-def render_history(versions: Iterable[Mapping[str, Any]]) -> Table:
-    """Render the versions, the active one first."""
-    table = plain_table("Version", "When", "By", "Reason", "Note", no_wrap=("Version", "When"))
-    for index, version in enumerate(versions):
-        number = Text(str(version["number"]), style="" if index else "green")
-        rest = (version[name] for name in ("time", "author", "reason", "note"))
-        table.add_row(number, *map(Text, rest))
-    return table
 
 
 def _change(change: Mapping[str, Any]) -> Text:

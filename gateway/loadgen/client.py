@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import httpx
 
-from gateway.loadgen import MeasurementError
+from gateway.loadgen import MeasurementError, json_object
 from gateway.loadgen.drafts import Drafts
 from gateway.loadgen.prompts import Prompt
 
@@ -86,7 +86,7 @@ def read_answer(response: RawResponse) -> Answer:
     answer = functools.partial(Answer, due_s=response.due_s, ended_s=response.ended_s)
     if response.status != 200:
         body = b"".join(part for _, part in response.arrivals)
-        reason = _reason(_json(body) or {})
+        reason = _reason(json_object(body) or {})
         return answer(problem=response.problem or f"{response.status}: {reason}")
     try:
         return _read(response, answer)
@@ -130,16 +130,9 @@ def _frames(arrivals: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, di
     for arrived_s, part in arrivals:
         *lines, rest = (rest + part).split(b"\n")
         for line in lines:
-            if line.startswith(b"data:") and (frame := _json(line.removeprefix(b"data:"))):
+            # The last event, [DONE], is no object.
+            if line.startswith(b"data:") and (frame := json_object(line[5:])):
                 yield arrived_s, frame
-
-
-def _json(text: bytes) -> dict[str, Any] | None:
-    try:
-        read = json.loads(text)
-    except ValueError:  # also [DONE]
-        return None
-    return read if isinstance(read, dict) else None
 
 
 def _reason(frame: Mapping[str, Any]) -> str:
@@ -206,12 +199,11 @@ class Endpoint:
             problem=problem,
         )
 
-    async def check(self, prompt: Prompt) -> Answer:
+    async def check(self, prompt: Prompt) -> None:
         """Send one request; raise `MeasurementError` for a wrong key or model."""
         answer = read_answer(await self.send(prompt))
         if answer.problem:
             raise MeasurementError(f"{self.url} does not answer: {answer.problem}")
-        return answer
 
     async def read_counters(self) -> Drafts | None:
         """Return the server's counters of drafts, if it exposes vLLM's."""
@@ -253,14 +245,11 @@ async def open_endpoint(
 async def _listed_model(client: httpx.AsyncClient, url: str, base_url: str, like: str) -> str:
     try:
         answer = await client.get("/v1/models", timeout=_CONNECT_TIMEOUT_S)
-        listing = answer.json()
     except httpx.UnsupportedProtocol:
         raise MeasurementError(f"'{url}' is not a URL.") from None
     except httpx.HTTPError:
         raise MeasurementError(f"nothing answers at {base_url}.") from None
-    except ValueError:
-        listing = None
-    match listing:
+    match json_object(answer.content):
         case {"data": [{"id": str(first)}, *_] as listed}:
             return like if any(entry.get("id") == like for entry in listed) else first
         case {"error": {"message": str(why)}}:

@@ -11,10 +11,12 @@ from typing import Any, Final, Self
 from prometheus_client.parser import text_string_to_metric_families
 
 _PREFIX: Final = "vllm:spec_decode_num_"
-_DRAFTS, _DRAFTED, _ACCEPTED, _PER_POSITION = (
-    f"{_PREFIX}{name}_total"
-    for name in ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos")
-)
+_COUNTERS: Final = {
+    f"{_PREFIX}drafts_total": "steps",
+    f"{_PREFIX}draft_tokens_total": "drafted",
+    f"{_PREFIX}accepted_tokens_total": "accepted",
+}
+_PER_POSITION: Final = f"{_PREFIX}accepted_tokens_per_pos_total"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +108,11 @@ class Drafts:
                 for sample in family.samples:
                     if sample.name == _PER_POSITION:
                         positions[int(sample.labels["position"])] += int(sample.value)
-                    elif sample.name.startswith(_PREFIX):
-                        sums[sample.name] += int(sample.value)
+                    elif sample.name in _COUNTERS:
+                        sums[_COUNTERS[sample.name]] += int(sample.value)
         except (ValueError, KeyError):
             return None
-        if not {_DRAFTS, _DRAFTED, _ACCEPTED} <= sums.keys():
+        if len(sums) < len(_COUNTERS):
             return None
-        return cls(
-            steps=sums[_DRAFTS],
-            drafted=sums[_DRAFTED],
-            accepted=sums[_ACCEPTED],
-            per_position=tuple(positions[n] for n in range(max(positions, default=-1) + 1)),
-        )
+        per_position = tuple(positions[n] for n in range(max(positions, default=-1) + 1))
+        return cls(per_position=per_position, **sums)

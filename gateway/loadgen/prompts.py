@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Final
 
-from gateway.loadgen import MeasurementError
+from gateway.loadgen import MeasurementError, json_object
 
 _ABOUT: Final = ("the sea", "the forest", "the city", "the desert", "the moon", "winter", "summer")
 _HEROES: Final = ("fox", "cat", "dog", "robot", "dragon", "owl", "bear", "frog", "mouse", "bird")
@@ -85,11 +84,8 @@ def sample_prompts(prompts: Sequence[Prompt], count: int, random: Random) -> lis
 
 
 def _read_line(place: str, line: str) -> Prompt:
-    try:
-        fields = json.loads(line)
-    except ValueError:
-        fields = None
-    if not isinstance(fields, dict):
+    fields = json_object(line)
+    if fields is None:
         raise MeasurementError(f"{place}: not a JSON object.")
     match fields.pop("prompt", None), fields.pop("messages", None):
         case str(text), None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from rich.table import Table
 
@@ -54,8 +53,7 @@ _FIGURES: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ratio:
+class Ratio(NamedTuple):
     """One figure of A divided by the same figure of B."""
 
     load: str
@@ -119,12 +117,10 @@ def comparison(ratios: Sequence[Ratio]) -> Table:
     """Return a table of ratios, one row per figure."""
     table = _table("Load", "Figure", "A", "B", "A / B", "lowest", "highest", text=2)
     previous = ""
-    for ratio in ratios:
-        load = "" if ratio.load == previous else ratio.load
-        previous = ratio.load
-        title, *_ = _FIGURES[ratio.figure]
-        numbers = (ratio.a, ratio.b, ratio.ratio, ratio.lowest, ratio.highest)
-        table.add_row(load, title, *(f"{number:.2f}" for number in numbers))
+    for load, figure, *numbers in ratios:
+        title, *_ = _FIGURES[figure]
+        table.add_row("" if load == previous else load, title, *map("{:.2f}".format, numbers))
+        previous = load
     table.caption = "medians; A / B compares the same repetitions"
     return table
 
@@ -156,17 +152,9 @@ def compare(measurements: Sequence[Measurement]) -> list[Ratio]:
         for name in _FIGURES:
             pairs = [(a[name], b[name]) for a, b in both if name in a and b.get(name)]
             if ratios := [a / b for a, b in pairs]:
-                found.append(
-                    Ratio(
-                        load=level.name,
-                        figure=name,
-                        a=median(a for a, _ in pairs),
-                        b=median(b for _, b in pairs),
-                        ratio=median(ratios),
-                        lowest=min(ratios),
-                        highest=max(ratios),
-                    )
-                )
+                a, b = map(median, zip(*pairs, strict=True))
+                ratio, lowest, highest = median(ratios), min(ratios), max(ratios)
+                found.append(Ratio(level.name, name, a, b, ratio, lowest, highest))
     return found
 
 
