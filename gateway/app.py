@@ -10,7 +10,7 @@ from importlib.metadata import version
 from random import Random
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from pydantic_core import ErrorDetails
@@ -46,8 +46,14 @@ class GatewayApp:
         self._hosts = Hosts(gateway.settings)
         take = status.snapshots(gateway, self.proxy)
         self._status_feed = StatusFeed(functools.partial(take, window_s(DEFAULT_WINDOW)))
-        self._fastapi = _build_fastapi(gateway, self.proxy, take, self._status_feed)
         separate = gateway.settings.admin_port is not None
+        routers = [
+            status.probes(gateway, self.proxy),
+            status.status(gateway, take, self._status_feed),
+            *(pages.dashboard(), models.router, explain.router, workers.heartbeats),
+            *(() if separate else _admin_routers()),
+        ]
+        self._fastapi = _build_fastapi(gateway, routers, proxied=True)
         self.admin_app = AdminApp(gateway, self._hosts) if separate else None
         """The application of the admin port, if there is one."""
 
@@ -98,9 +104,7 @@ class AdminApp:
 
     def __init__(self, gateway: Gateway, hosts: Hosts) -> None:
         self._hosts = hosts
-        self._fastapi = _bare_fastapi(gateway)
-        _add_admin_routes(self._fastapi)
-        self._fastapi.include_router(openapi.published(self._fastapi, proxied=False))
+        self._fastapi = _build_fastapi(gateway, _admin_routers(), proxied=False)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request to FastAPI if it names this gateway as its host."""
@@ -117,32 +121,12 @@ async def create_app(settings: Settings, rng: Random | None = None) -> GatewayAp
     return GatewayApp(await build_gateway(settings, rng))
 
 
-def _build_fastapi(
-    gateway: Gateway, proxy: ProxyHandler, take: status.Take, feed: StatusFeed
-) -> FastAPI:
-    app = _bare_fastapi(gateway)
-    app.include_router(status.probes(gateway, proxy))
-    app.include_router(status.status(gateway, take, feed))
-    app.include_router(pages.dashboard())
-    app.include_router(models.router)
-    app.include_router(explain.router)
-    app.include_router(workers.heartbeats)
-    if gateway.settings.admin_port is None:
-        _add_admin_routes(app)
-    app.include_router(openapi.published(app, proxied=True))
-    return app
+def _admin_routers() -> list[APIRouter]:
+    """Return the routes for admins; workers join on the main port."""
+    return [pages.admin_page(), workers.router, policy.router, keys.router, usage.router]
 
 
-def _add_admin_routes(app: FastAPI) -> None:
-    """Add the routes for admins; workers join on the main port."""
-    app.include_router(pages.admin_page())
-    app.include_router(workers.router)
-    app.include_router(policy.router)
-    app.include_router(keys.router)
-    app.include_router(usage.router)
-
-
-def _bare_fastapi(gateway: Gateway) -> FastAPI:
+def _build_fastapi(gateway: Gateway, routers: Iterable[APIRouter], *, proxied: bool) -> FastAPI:
     app = FastAPI(
         title="Paceline",
         version=version("paceline"),
@@ -155,6 +139,8 @@ def _bare_fastapi(gateway: Gateway) -> FastAPI:
     for error in (errors.GatewayError, PolicyInvalid, RequestValidationError, HTTPException):
         app.add_exception_handler(error, _render)
     app.add_exception_handler(Exception, _render)  # uvicorn logs it as well
+    for router in (*routers, openapi.published(app, proxied=proxied)):
+        app.include_router(router)
     return app
 
 

@@ -7,9 +7,9 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Protocol
 
@@ -89,43 +89,76 @@ class DataPlane(Protocol):
         """End the requests that still run: streams with an error event."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Gateway:
-    """The parts of one gateway, started and closed in order."""
+    """The parts of one gateway, built and closed in order; `open` loads the stored state.
 
-    settings: Settings
+    `rng` breaks ties between equal workers. Raise `StartupError`.
+    """
+
+    traces: Traces | None
     policy_store: PolicyStore
     policy_file: PolicyFileWatcher
-    recent_requests: RecentRequests
-    fleet: WorkerRegistry
-    cordons: Cordons
-    counters: CounterStore
-    records: Records
-    api_keys: ApiKeys
-    key_store: KeyStore
-    usage_store: UsageStore
-    access_log: AccessLog | None
-    traces: Traces | None
-    active_requests: ActiveRequests
-    accounting: Accounting
-    stats_history: SnapshotHistory
-    scheduler: Scheduler
-    prefix_names: PrefixHasher
-    prefix_index: PrefixIndex
-    control: ReportClient
-    cluster_sync: ClusterSync
-    redis: RedisClient | None
-    probes: HealthChecker
-    clock: Callable[[], float]
-    """Monotonic seconds."""
-    week_clock: WeekClock
-    wall: Callable[[], float]
-    """Seconds since 1970."""
-    rng: Random
-    """Breaks ties between equal workers."""
-    drain_state: DrainState = field(default_factory=DrainState)
-    exit_stack: AsyncExitStack = field(default_factory=AsyncExitStack)
-    """Closes the parts, the last one first; Redis is open from the start."""
+
+    def __init__(self, settings: Settings, rng: Random, redis: RedisClient | None) -> None:
+        self.settings = settings
+        self.rng = rng
+        self.clock = clock = time.monotonic
+        self.wall = wall = time.time
+        """Seconds since 1970."""
+        self.week_clock = WeekClock(wall)
+        self.drain_state = DrainState()
+        self.exit_stack = AsyncExitStack()
+        """Closes the parts, the last one first; Redis is open from the start."""
+        self._records = records = _records(settings, redis)
+        tokens = read_worker_keys(settings.workers, os.environ)
+        static = [OpenAIBackend(worker, tokens.get(worker.id, "")) for worker in settings.workers]
+        join_token = settings.join_token.get_secret_value() if settings.join_token else ""
+        paceline = PacelineBackend(join_token)
+        listed_models = frozenset(model for worker in settings.workers for model in worker.models)
+        self.fleet = WorkerRegistry(clock, rng.random, listed_models, paceline)
+        self.prefix_index = PrefixIndex(clock)
+        # Gateways that share the token give one system prompt one name.
+        self.prefix_names = PrefixHasher(join_token.encode() or secrets.token_bytes(32))
+        self.scheduler = Scheduler(self.fleet, self.prefix_index, clock, rng)
+        self.usage_store = UsageStore(records, wall, life=secrets.token_hex(4))
+        self.active_requests = ActiveRequests()
+        self.api_keys = ApiKeys(
+            settings.api_key,
+            clock,
+            wall,
+            self.usage_store.tokens_used,
+            on_end=self.active_requests.cancel_keys,
+        )
+        self.key_store = KeyStore(records, self.api_keys, wall)
+        self.access_log = AccessLog(settings.access_log) if settings.access_log else None
+        self.accounting = Accounting(self.usage_store, self.access_log, wall)
+        self.stats_history = SnapshotHistory(self.accounting.lane_totals, clock)
+        self.recent_requests = RecentRequests()
+        shared = None if redis is None else self._shared_state(redis)
+        self.counters: CounterStore = (
+            shared.counters if shared else MemoryCounters(self.accounting.take_pending)
+        )
+        self.control = ReportClient(paceline, self.fleet, self.counters)
+        peers = shared and PeerWorkers(
+            shared.reports, self.fleet, self.control, self.prefix_index, clock=clock
+        )
+        self.cluster_sync = ClusterSync(shared, peers)
+        self.cordons = Cordons(records, self.fleet, self.control, wall)
+        self.probes = HealthChecker(static, self.fleet, self.counters)
+
+    async def open(self) -> None:
+        """Load keys, usage, cordons and the policy; raise `StartupError`."""
+        try:
+            await self.usage_store.open()
+            await self.key_store.open()
+            await self.cordons.open()
+        except RecordsUnwritable:
+            raise StartupError("The stored keys and their usage cannot be read.") from None
+        check_binding(self.settings, keyed=self.api_keys.required)
+        self.traces = _traces(self.settings)
+        # Last of all that may prevent the start: it writes the first version.
+        self.policy_store = await self._open_policy_store()
+        self.policy_file = PolicyFileWatcher(self.policy_store, self.settings.policy)
 
     @contextlib.asynccontextmanager
     async def started(self, data_plane: DataPlane) -> AsyncIterator[None]:
@@ -140,6 +173,26 @@ class Gateway:
                 stack.push_async_callback(Job(work=work, period_s=0).run)
             await stack.enter_async_context(periodic_tasks(self._jobs(data_plane)))
             yield
+
+    async def run_until_drained(
+        self, shutdown: Shutdown, server: asyncio.Task[None], data_plane: DataPlane
+    ) -> None:
+        """Serve until the shutdown is requested, then drain; return once the server may close."""
+        settings, state = self.settings, self.drain_state
+        try:
+            await first_of(server, shutdown.requested.wait())
+            state.lame_duck = True
+            if shutdown.lame_duck:
+                await first_of(server, shutdown.forced.wait(), timeout_s=settings.lame_duck_s)
+            state.draining = True
+            await first_of(
+                data_plane.drained(),
+                shutdown.forced.wait(),
+                timeout_s=settings.drain_timeout_s,
+            )
+        finally:
+            state.lame_duck = state.draining = True
+            data_plane.cut()
 
     def _jobs(self, data_plane: DataPlane) -> list[Job]:
         """List every periodic job with its period."""
@@ -163,25 +216,38 @@ class Gateway:
             *self.probes.jobs(),
         ]
 
-    async def run_until_drained(
-        self, shutdown: Shutdown, server: asyncio.Task[None], data_plane: DataPlane
-    ) -> None:
-        """Serve until the shutdown is requested, then drain; return once the server may close."""
-        settings, state = self.settings, self.drain_state
+    def _shared_state(self, redis: RedisClient) -> SharedState:
+        reports = SharedWorkerReports(redis)
+        counters = SharedCounters(redis, reports, self.accounting.take_pending)
+        limits = SharedRateLimits(redis, self.api_keys.rate_limiters, self.clock)
+        claims = SharedPrefixClaims(redis, self.prefix_index)
+        return SharedState(redis, counters, reports, limits, claims)
+
+    async def _open_policy_store(self) -> PolicyStore:
+        def warnings(policy: PolicyDocument) -> list[Problem]:
+            return missing_pools(self.api_keys.records.values(), policy, self.wall())
+
+        settings = self.settings
+        source = await asyncio.to_thread(read_source, settings.policy)
         try:
-            await first_of(server, shutdown.requested.wait())
-            state.lame_duck = True
-            if shutdown.lame_duck:
-                await first_of(server, shutdown.forced.wait(), timeout_s=settings.lame_duck_s)
-            state.draining = True
-            await first_of(
-                data_plane.drained(),
-                shutdown.forced.wait(),
-                timeout_s=settings.drain_timeout_s,
+            return await open_policy_store(
+                self._records, settings.workers, source, self.wall, warnings
             )
-        finally:
-            state.lame_duck = state.draining = True
-            data_plane.cut()
+        except PolicyInvalid as invalid:
+            raise StartupError(
+                f"The policy that would be active is invalid: {invalid.reasons}. Correct "
+                "it, or set PACELINE_POLICY to another file."
+            ) from None
+        except ValueError:
+            raise StartupError(
+                f"The stored versions of the policy in {settings.state_dir} are damaged; repair "
+                "them, or move them away to start with a new history."
+            ) from None
+        except RecordsUnwritable:
+            raise StartupError(
+                f"The policy cannot be stored in {settings.state_dir}; make it writable, or set "
+                "PACELINE_STATE_DIR to another folder."
+            ) from None
 
 
 async def build_gateway(settings: Settings, rng: Random | None = None) -> Gateway:
@@ -192,78 +258,10 @@ async def build_gateway(settings: Settings, rng: Random | None = None) -> Gatewa
         if settings.redis_url is not None:
             redis = RedisClient(settings.redis_url.get_secret_value())
             stack.push_async_callback(redis.close)
-        gateway = await _build(settings, rng or Random(), redis)  # noqa: S311  # spreads load only
+        gateway = Gateway(settings, rng or Random(), redis)  # noqa: S311  # spreads load only
+        await gateway.open()
         await gateway.exit_stack.enter_async_context(stack.pop_all())
         return gateway
-
-
-async def _build(settings: Settings, rng: Random, redis: RedisClient | None) -> Gateway:
-    clock, wall = time.monotonic, time.time
-    records = _records(settings, redis)
-    tokens = read_worker_keys(settings.workers, os.environ)
-    static = [OpenAIBackend(worker, tokens.get(worker.id, "")) for worker in settings.workers]
-    join_token = settings.join_token.get_secret_value() if settings.join_token else ""
-    paceline = PacelineBackend(join_token)
-    listed_models = frozenset(model for worker in settings.workers for model in worker.models)
-    fleet = WorkerRegistry(clock, rng.random, listed_models, paceline)
-    prefix_index = PrefixIndex(clock)
-    scheduler = Scheduler(fleet, prefix_index, clock, rng)
-    # Gateways that share the token give one system prompt one name.
-    secret = join_token.encode() or secrets.token_bytes(32)
-    usage_store = UsageStore(records, wall, life=secrets.token_hex(4))
-    active_requests = ActiveRequests()
-    api_keys = ApiKeys(
-        settings.api_key, clock, wall, usage_store.tokens_used, on_end=active_requests.cancel_keys
-    )
-    key_store = KeyStore(records, api_keys, wall)
-    access_log = AccessLog(settings.access_log) if settings.access_log else None
-    accounting = Accounting(usage_store, access_log, wall)
-    shared = None
-    if redis is not None:
-        shared = _shared(redis, api_keys, prefix_index, accounting, clock)
-    counters: CounterStore = shared.counters if shared else MemoryCounters(accounting.take_pending)
-    control = ReportClient(paceline, fleet, counters)
-    peers = shared and PeerWorkers(shared.reports, fleet, control, prefix_index, clock=clock)
-    cordons = Cordons(records, fleet, control, wall)
-    try:
-        await usage_store.open()
-        await key_store.open()
-        await cordons.open()
-    except RecordsUnwritable:
-        raise StartupError("The stored keys and their usage cannot be read.") from None
-    check_binding(settings, keyed=api_keys.required)
-    traces = _traces(settings)
-    # Last of all that may prevent the start: it writes the first version.
-    policy_store = await _policy_store(settings, records, api_keys, wall)
-    return Gateway(
-        settings=settings,
-        policy_store=policy_store,
-        policy_file=PolicyFileWatcher(policy_store, settings.policy),
-        recent_requests=RecentRequests(),
-        fleet=fleet,
-        cordons=cordons,
-        counters=counters,
-        records=records,
-        api_keys=api_keys,
-        key_store=key_store,
-        usage_store=usage_store,
-        access_log=access_log,
-        traces=traces,
-        active_requests=active_requests,
-        accounting=accounting,
-        stats_history=SnapshotHistory(accounting.lane_totals, clock),
-        scheduler=scheduler,
-        prefix_names=PrefixHasher(secret),
-        prefix_index=prefix_index,
-        control=control,
-        cluster_sync=ClusterSync(shared, peers),
-        redis=redis,
-        probes=HealthChecker(static, fleet, counters),
-        clock=clock,
-        week_clock=WeekClock(wall),
-        wall=wall,
-        rng=rng,
-    )
 
 
 def _records(settings: Settings, redis: RedisClient | None) -> Records:
@@ -287,43 +285,3 @@ def _traces(settings: Settings) -> Traces | None:
             "`pip install -e '.[otel]'` in the folder of Paceline."
         ) from None
     return Traces()
-
-
-def _shared(
-    redis: RedisClient,
-    api_keys: ApiKeys,
-    prefix_index: PrefixIndex,
-    accounting: Accounting,
-    clock: Callable[[], float],
-) -> SharedState:
-    reports = SharedWorkerReports(redis)
-    counters = SharedCounters(redis, reports, accounting.take_pending)
-    limits = SharedRateLimits(redis, api_keys.rate_limiters, clock)
-    claims = SharedPrefixClaims(redis, prefix_index)
-    return SharedState(redis, counters, reports, limits, claims)
-
-
-async def _policy_store(
-    settings: Settings, records: Records, api_keys: ApiKeys, wall: Callable[[], float]
-) -> PolicyStore:
-    def warnings(policy: PolicyDocument) -> list[Problem]:
-        return missing_pools(api_keys.records.values(), policy, wall())
-
-    source = await asyncio.to_thread(read_source, settings.policy)
-    try:
-        return await open_policy_store(records, settings.workers, source, wall, warnings)
-    except PolicyInvalid as invalid:
-        raise StartupError(
-            f"The policy that would be active is invalid: {invalid.reasons}. Correct it, "
-            "or set PACELINE_POLICY to another file."
-        ) from None
-    except ValueError:
-        raise StartupError(
-            f"The stored versions of the policy in {settings.state_dir} are damaged; repair them, "
-            "or move them away to start with a new history."
-        ) from None
-    except RecordsUnwritable:
-        raise StartupError(
-            f"The policy cannot be stored in {settings.state_dir}; make it writable, or set "
-            "PACELINE_STATE_DIR to another folder."
-        ) from None
